@@ -1,0 +1,3 @@
+"""Reinforcement-learning post-training of language models on Slurm clusters."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,187 @@
+"""The map of a run directory. Nobody else builds a path.
+
+    <root>/<project>/<run>/            0700
+      config.toml                      resolved; the only configuration a job reads
+      code/                            snapshot of hpcrl/ and jobs/ that this run uses
+      slurm -> ../.slurm/<name>        submitit's folder: sbatch script, pickles, agent logs
+      submission.json                  job id, array index, overrides
+      attempts.jsonl  outcome.json     what happened, attempt by attempt
+      secrets/token                    0600; every HTTP request carries it
+      endpoints/                       one lease file per process, and the rendezvous of each attempt
+      logs/<attempt>/<process>.log
+      weights/v000042/                 HF names, safetensors, manifest; committed by rename
+      samples/<replica>/g….safetensors one file per finished group
+      batches/s000042.json             which groups train step 42, in order, with the data cursor
+      checkpoints/s000040/             model, optimizer, RNG, scheduler; manifest; COMMIT
+      exports/s000040/                 HF format
+      evals/v000010/<replica>.jsonl    texts and scores of the evaluation samples
+      metrics/*.jsonl                  one writer per file; the truth
+      tensorboard/                     derived from metrics; can be rebuilt
+      control/                         stop
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcrl.errors import RunError
+
+_STEP = re.compile(r"s(\d{6,})")
+_VERSION = re.compile(r"v(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory; every path in it has a name here.
+
+    Attributes:
+        path: absolute path of the run directory.
+    """
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """Return the run at `path`.
+
+        Raises:
+            RunError: `path` holds no submitted run.
+        """
+        run = cls(Path(path).absolute())
+        if not run.config.is_file():
+            raise RunError(f"{run.path} is not a run directory: it has no config.toml. `hpcrl status` lists the runs.")
+        return run
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def project(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def slurm(self) -> Path:
+        return self.path / "slurm"
+
+    @property
+    def submission(self) -> Path:
+        return self.path / "submission.json"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts.jsonl"
+
+    @property
+    def outcome(self) -> Path:
+        return self.path / "outcome.json"
+
+    @property
+    def token(self) -> Path:
+        return self.path / "secrets" / "token"
+
+    @property
+    def endpoints(self) -> Path:
+        return self.path / "endpoints"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def batches(self) -> Path:
+        return self.path / "batches"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def exports(self) -> Path:
+        return self.path / "exports"
+
+    @property
+    def evals(self) -> Path:
+        return self.path / "evals"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def stop(self) -> Path:
+        return self.path / "control" / "stop.json"
+
+    def lease(self, process: str) -> Path:
+        return self.endpoints / f"{process}.json"
+
+    def rendezvous(self, attempt: int) -> Path:
+        return self.endpoints / f"rendezvous-{attempt}.json"
+
+    def logs(self, attempt: int) -> Path:
+        return self.path / "logs" / str(attempt)
+
+    def log(self, attempt: int, process: str) -> Path:
+        return self.logs(attempt) / f"{process}.log"
+
+    def weights_of(self, version: int) -> Path:
+        return self.weights / f"v{version:06d}"
+
+    def batch(self, step: int) -> Path:
+        return self.batches / f"s{step:06d}.json"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"s{step:06d}"
+
+    def export(self, step: int) -> Path:
+        return self.exports / f"s{step:06d}"
+
+    def samples_of(self, replica: int) -> Path:
+        return self.samples / str(replica)
+
+    def eval_dump(self, version: int, replica: int) -> Path:
+        return self.evals / f"v{version:06d}" / f"{replica}.jsonl"
+
+    def metrics_of(self, process: str) -> Path:
+        return self.metrics / f"{process}.jsonl"
+
+    def inside(self, relative: str) -> Path:
+        """Return the path that a message names, refusing anything outside this run directory.
+
+        Raises:
+            RunError: the path leaves the run directory.
+        """
+        path = (self.path / relative).resolve()
+        if not path.is_relative_to(self.path.resolve()):
+            raise RunError(f"path {relative!r} leaves the run directory {self.path}")
+        return path
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step that a checkpoint, export or batch path names, or None for any other name."""
+    match = _STEP.fullmatch(path.stem)
+    return int(match[1]) if match else None
+
+
+def version_of(path: Path) -> int | None:
+    """Return the version that a weight directory names, or None for any other name."""
+    match = _VERSION.fullmatch(path.name)
+    return int(match[1]) if match else None

@@ -1,0 +1,64 @@
+"""Leases: each process of a run tells in one small file what it is doing.
+
+`hpcrl status` and `--follow` read them, so a run can be watched from any node without reaching its servers.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hpcrl.run.commit import read_json, write_json
+from hpcrl.run.layout import Run
+
+RENEW_S = 5.0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What a process last said.
+
+    Attributes:
+        process: "controller", "trainer" or "rollout-<replica>".
+        state: a few words for people: "starting engine", "step 12/40".
+        facts: numbers behind the words (step, version, seconds per step).
+        renewed: Unix time at the writer's clock.
+    """
+
+    process: str
+    attempt: int
+    state: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    host: str = ""
+    pid: int = 0
+    renewed: float = 0.0
+
+
+class LeaseWriter:
+    """Writes the lease of this process; a state that has not changed is written at most every `RENEW_S` seconds."""
+
+    def __init__(self, run: Run, process: str, attempt: int) -> None:
+        self._path, self._process, self._attempt = run.lease(process), process, attempt
+        self._said: tuple[str, dict[str, Any]] | None = None
+        self._renewed = 0.0
+
+    def say(self, state: str, **facts: Any) -> None:
+        now = time.time()
+        if (state, facts) == self._said and now - self._renewed < RENEW_S:
+            return
+        lease = Lease(self._process, self._attempt, state, facts, socket.gethostname(), os.getpid(), now)
+        write_json(self._path, asdict(lease))
+        self._said, self._renewed = (state, facts), now
+
+
+def read_leases(run: Run, attempt: int | None = None) -> list[Lease]:
+    """Return the leases of a run, of one attempt only where `attempt` is given, ordered by process name."""
+    leases = []
+    for path in sorted(run.endpoints.glob("*.json")) if run.endpoints.is_dir() else []:
+        value = read_json(path)
+        if value is not None and "process" in value:
+            leases.append(Lease(**value))
+    return [lease for lease in leases if attempt is None or lease.attempt == attempt]

@@ -1,0 +1,169 @@
+"""What flows between the parts of a run.
+
+Letters for shapes: T tokens of one sample, P packed tokens of one micro-batch, B samples, V vocabulary. A sample has no
+prompt/response split: the loss mask says which tokens the policy chose.
+
+    Prompt ──HTTP──> rollout worker ──Group file on disk──> trainer ──MicroBatch──> engine, loss
+                            └──GroupMeta over HTTP──> controller ──Batch file──┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["train", "eval"]
+StopReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a dataset.
+
+    Attributes:
+        uid: stable name of the row in its dataset.
+        messages: the conversation so far, as chat messages.
+        env_class: environment that scores the responses.
+        extras: the row's other columns; the environment reads its ground truth from them.
+        data_source: where the row comes from; evaluation is reported by it.
+    """
+
+    uid: str
+    messages: list[dict[str, str]]
+    env_class: str
+    extras: dict[str, Any] = field(default_factory=dict)
+    data_source: str = "unknown"
+
+
+@dataclass
+class Sample:
+    """One response to a prompt, with all its turns.
+
+    Attributes:
+        token_ids: [T] int64, prompt and response laid end to end.
+        loss_mask: [T] float32, 1 where the policy chose the token.
+        rollout_logprobs: [T] float32, of the engine at the sampling temperature; 0 where the mask is 0.
+        versions: [T] int32, policy version that chose the token; -1 where the mask is 0.
+        rewards: [T] float32, each reward at the last token of the turn that earned it.
+        stop_reason: why the last turn ended.
+        env_metrics: numbers that the environment reports.
+    """
+
+    token_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    versions: torch.Tensor
+    rewards: torch.Tensor
+    stop_reason: StopReason
+    env_metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GroupMeta:
+    """What the controller knows of a finished group; one list entry per sample.
+
+    Attributes:
+        group_id: name of the group in the whole run.
+        path: file of its samples, relative to the run directory.
+        rewards: sum of each sample's rewards.
+        lengths: tokens of each sample, prompt included.
+        response_lengths: tokens that the policy chose.
+        oldest_version, newest_version: over all tokens of all samples.
+        seconds: from claim to the last token.
+    """
+
+    group_id: str
+    kind: Kind
+    replica: int
+    path: str
+    rewards: list[float]
+    lengths: list[int]
+    response_lengths: list[int]
+    stop_reasons: list[str]
+    oldest_version: int
+    newest_version: int
+    data_source: str
+    seconds: float
+    env_metrics: list[dict[str, float]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> GroupMeta:
+        return cls(**value)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One group that a worker is asked to generate.
+
+    Attributes:
+        n_samples: samples of the group.
+        seed: base of the sampling seeds; sample i uses seed + i, so a group does not depend on who generates it.
+    """
+
+    group_id: str
+    kind: Kind
+    prompt: Prompt
+    n_samples: int
+    seed: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Work:
+        return cls(**{**value, "prompt": Prompt(**value["prompt"])})
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The groups of one training step, in order: the unit of commit between controller and trainer.
+
+    Attributes:
+        step: the step that trains these groups; the first is 1.
+        cursor: index in the prompt stream of the first group that no batch up to this one has used.
+    """
+
+    step: int
+    groups: list[GroupMeta]
+    cursor: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Batch:
+        return cls(value["step"], [GroupMeta.from_json(group) for group in value["groups"]], value["cursor"])
+
+
+@dataclass
+class MicroBatch:
+    """Samples laid end to end for one forward and backward. Labels are shifted once, in packing.
+
+    Entry p of every [P] tensor but `token_ids` and `positions` speaks about the token that position p predicts, the next one.
+
+    Attributes:
+        token_ids: [P] int64.
+        positions: [P] int64, restarting at 0 with each sample.
+        lengths: tokens of each packed sample; they sum to P.
+        labels: [P] int64, the next token of the same sample; 0 at a sample's last position.
+        loss_mask: [P] float32, 0 at a sample's last position.
+        rollout_logprobs, old_logprobs, ref_logprobs: [P] float32; the last two are None until computed.
+        advantages: [P] float32.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    lengths: list[int]
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    old_logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
