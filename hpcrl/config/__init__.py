@@ -1,0 +1,39 @@
+"""The configuration of a run: TOML files to checked, frozen dataclasses, one module per section. Works without torch."""
+
+from hpcrl.config.algorithm import AlgorithmConfig
+from hpcrl.config.data import DataConfig
+from hpcrl.config.environment import EnvironmentConfig
+from hpcrl.config.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
+from hpcrl.config.model import (
+    FSDPConfig,
+    MixedPrecisionConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RefConfig,
+    RefModelConfig,
+)
+from hpcrl.config.root import Config
+from hpcrl.config.slurm import SlurmConfig
+from hpcrl.config.trainer import FullyAsyncConfig, PlacementConfig, TrainerConfig
+
+__all__ = [
+    "AlgorithmConfig",
+    "Config",
+    "DataConfig",
+    "EnvironmentConfig",
+    "FSDPConfig",
+    "FullyAsyncConfig",
+    "GeneratorConfig",
+    "InferenceEngineConfig",
+    "MixedPrecisionConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PlacementConfig",
+    "PolicyConfig",
+    "RefConfig",
+    "RefModelConfig",
+    "SamplingParams",
+    "SlurmConfig",
+    "TrainerConfig",
+]

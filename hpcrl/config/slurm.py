@@ -1,0 +1,56 @@
+"""Section `slurm`: where the run lives and what it asks the cluster for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcrl.config.location import Location
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    root: Location = "runs"
+    """Directory on a filesystem that all nodes share; a run is <root>/<project>/<run>."""
+
+    partition: str | None = None
+    """Partition; unset: the cluster's default."""
+
+    account: str | None = None
+    """Account that is charged; unset: the user's default."""
+
+    qos: str | None = None
+    """Quality of service; unset: the default."""
+
+    constraint: str | None = None
+    """Features that the nodes must have."""
+
+    time_minutes: int = 60
+    """Time limit of one attempt in minutes."""
+
+    gpus_per_node: int = 0
+    """GPUs asked for on each node; 0: a run on CPU."""
+
+    cpus_per_task: int | None = None
+    """CPU cores asked for on each node (one task runs per node); unset: the cluster's default."""
+
+    mem_gb: int | None = None
+    """Memory asked for on each node in GB; unset: the cluster's default."""
+
+    exclusive: bool = False
+    """Share no node with other jobs."""
+
+    replicas_per_node: int | None = None
+    """Replicas on one rollout node; unset: as many as its GPUs allow, at least 1."""
+
+    setup: list[str] = field(default_factory=list)
+    """Shell lines that the batch script runs first."""
+
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further sbatch options by their long names; true: an option without a value."""
+
+    network_interface: str | None = None
+    """Interface whose address the servers bind; unset: the one that the node's name or default route leads to."""
+
+    array_parallelism: int | None = None
+    """Elements of a sweep that run at the same time; unset: all."""
