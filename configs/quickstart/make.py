@@ -17,13 +17,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import AddedToken
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 ALPHABET = "abcdefghijkl"
 LETTERS = 5
 TRAIN_ROWS, VALIDATION_ROWS = 8192, 256
-PAD, UNKNOWN, END = "<|pad|>", "<|unknown|>", "<|end|>"
+PAD, END = "<|pad|>", "<|end|>"
 ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
 INSTRUCTION = "sort: "
 TEMPLATE = (
@@ -33,23 +33,20 @@ TEMPLATE = (
 SUPERVISED_STEPS, SUPERVISED_BATCH, SUPERVISED_LR = 34, 256, 3e-3
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> Qwen2Tokenizer:
     """Return a tokenizer with one token per letter, one for the instruction and one per chat marker."""
-    tokens = [PAD, UNKNOWN, END, *ROLES, INSTRUCTION, *ALPHABET]
-    model = models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=UNKNOWN)
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{INSTRUCTION}|."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate([PAD, END, *ROLES, *ALPHABET])},
+        merges=[],
+        unk_token=None,
         pad_token=PAD,
-        unk_token=UNKNOWN,
         eos_token=END,
-        additional_special_tokens=ROLES,
+        extra_special_tokens=ROLES,
         chat_template=TEMPLATE,
-        clean_up_tokenization_spaces=False,
         model_max_length=256,
     )
+    tokenizer.add_tokens(AddedToken(INSTRUCTION, normalized=False))
+    return tokenizer
 
 
 def draw_words(seed: int, count: int, without: frozenset[str] = frozenset()) -> list[str]:
@@ -76,7 +73,7 @@ def write_rows(path: Path, words: list[str]) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     """Return the untrained network: two layers of width 64, two heads of 32 (the narrowest that vLLM runs on a CPU)."""
     return Qwen2ForCausalLM(
         Qwen2Config(
@@ -96,7 +93,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     )
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, words: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(tokenizer: Qwen2Tokenizer, words: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the prompt ids [B, prompt length] and the ids of the right answers with the end marker [B, LETTERS + 1]."""
     chats = [[{"role": "user", "content": INSTRUCTION + word}] for word in words]
     prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
@@ -104,7 +101,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, words: list[str]) -> tuple[torch.
     return torch.tensor(prompts), torch.tensor(answers)
 
 
-def learn(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, words: list[str]) -> None:
+def learn(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, words: list[str]) -> None:
     """Take a few supervised steps on right answers, with a cosine-decayed learning rate."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=SUPERVISED_LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, SUPERVISED_STEPS)
@@ -122,7 +119,7 @@ def learn(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, words: li
 
 
 @torch.no_grad()
-def score(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, words: list[str]) -> float:
+def score(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, words: list[str]) -> float:
     """Return the share of `words` that greedy decoding sorts."""
     prompts, answers = encode(tokenizer, words)
     ids = prompts
