@@ -34,17 +34,22 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Replace the file at `path` as a whole; a reader sees the old text or the new one."""
+def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Replace the file at `path` as a whole; a reader sees the old content or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
     _sync_directory(path.parent)
+
+
+def write_text(path: Path, text: str, mode: int = 0o644) -> None:
+    """Replace the text file at `path` as a whole."""
+    write_bytes(path, text.encode(), mode)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -139,7 +144,9 @@ def verify(path: Path, checksums: bool = True) -> dict[str, Any]:
         file = path / name
         size = file.stat().st_size if file.is_file() else None
         if size != entry["size"]:
-            raise CommitError(f"{file}: expected {entry['size']} bytes, found {size if size is not None else 'no file'}")
+            raise CommitError(
+                f"{file}: expected {entry['size']} bytes, found {size if size is not None else 'no file'}"
+            )
         if checksums and checksum(file) != entry["blake2b"]:
             raise CommitError(f"{file}: checksum differs from the manifest")
     return content
@@ -165,9 +172,7 @@ def newest_committed(parent: Path, number: Callable[[Path], int | None], skipped
 
 def committed(parent: Path, number: Callable[[Path], int | None]) -> list[int]:
     """Return the numbers of the committed directories in `parent`, ascending."""
-    return sorted(
-        value for path in _children(parent) if (value := number(path)) is not None and is_committed(path)
-    )
+    return sorted(value for path in _children(parent) if (value := number(path)) is not None and is_committed(path))
 
 
 def _children(parent: Path) -> list[Path]:

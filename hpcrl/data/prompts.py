@@ -1,0 +1,147 @@
+"""Datasets of prompts, with the columns that SkyRL's datasets have.
+
+A row has `prompt` (chat messages), `env_class` (or the configured default), `data_source`, `reward_spec` with the ground truth
+for rule-checked tasks, and any further columns that its environment wants.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from hpcrl.errors import DataError
+from hpcrl.types import Prompt
+
+_OWN_COLUMNS = ("prompt", "env_class", "data_source")
+
+
+def load_prompts(sources: Sequence[str], default_env_class: str | None) -> list[Prompt]:
+    """Return the rows of all files in `sources`, in order.
+
+    All columns but prompt, env_class and data_source become `Prompt.extras`.
+
+    Args:
+        sources: paths of .parquet, .json (a list of rows) or .jsonl files.
+        default_env_class: environment of the rows that name none.
+
+    Raises:
+        DataError: a file is missing, unreadable or empty, or a row lacks what a prompt needs.
+    """
+    rows = chain.from_iterable(((source, row) for row in _rows(source)) for source in sources)
+    return [_prompt(row, str(index), source, default_env_class) for index, (source, row) in enumerate(rows)]
+
+
+def drop_long(prompts: Sequence[Prompt], count_tokens: Callable[[Prompt], int], max_prompt_length: int) -> list[Prompt]:
+    """Return the prompts of at most `max_prompt_length` tokens, in order.
+
+    Raises:
+        DataError: none is left.
+    """
+    kept = [prompt for prompt in prompts if count_tokens(prompt) <= max_prompt_length]
+    if prompts and not kept:
+        raise DataError(
+            f"all {len(prompts)} prompts are longer than trainer.max_prompt_length = {max_prompt_length}; raise it"
+        )
+    return kept
+
+
+def _rows(source: str) -> Iterator[dict[str, Any]]:
+    path, read = Path(source), _READERS.get(Path(source).suffix)
+    if read is None:
+        raise DataError(
+            f"dataset {source}: expected a .parquet, .json or .jsonl file. Datasets on a hub cannot be named in this "
+            "version: download it and give the path of the file."
+        )
+    if not path.is_file():
+        raise DataError(
+            f"dataset {source}: no such file. A path that starts with ./ is taken from the folder of the TOML file that "
+            "names it."
+        )
+    rows = read(path)
+    if not rows:
+        raise DataError(f"dataset {source} has no rows")
+    return iter(rows)
+
+
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(path).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"dataset {path} cannot be read as parquet: {error}") from error
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"dataset {path} cannot be read as JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise DataError(f"dataset {path}: expected a list of rows, found {type(rows).__name__}")
+    return rows
+
+
+def _read_json_lines(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise DataError(f"dataset {path}, line {number} cannot be read as JSON: {error}") from error
+    return rows
+
+
+_READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
+    ".parquet": _read_parquet,
+    ".json": _read_json,
+    ".jsonl": _read_json_lines,
+}
+
+
+def _prompt(row: Any, uid: str, source: str, default_env_class: str | None) -> Prompt:
+    place = f"dataset {source}, row uid {uid}"
+    if not isinstance(row, dict):
+        raise DataError(f"{place}: expected an object with columns, found {type(row).__name__}")
+    if "prompt" not in row:
+        columns = ", ".join(sorted(row)) or "none"
+        raise DataError(f"{place}: no column `prompt` (chat messages); its columns are {columns}. Rename the column.")
+    env_class = row.get("env_class") or default_env_class
+    if env_class is None:
+        raise DataError(f"{place}: no `env_class`. Add the column, or set environment.env_class for all rows.")
+    extras = {name: value for name, value in row.items() if name not in _OWN_COLUMNS}
+    _check_json(extras, place)
+    return Prompt(
+        uid=uid,
+        messages=_messages(row["prompt"], place),
+        env_class=env_class,
+        extras=extras,
+        data_source=row.get("data_source") or "unknown",
+    )
+
+
+def _check_json(extras: dict[str, Any], place: str) -> None:
+    """Prompts travel as JSON, and a timestamp or a NaN is better found now than in the middle of a run."""
+    for name, value in extras.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{place}, column `{name}` cannot be written as JSON ({error}); convert or drop it"
+            ) from error
+
+
+def _messages(value: Any, place: str) -> list[dict[str, str]]:
+    wanted = "expected a list of chat messages such as [{'role': 'user', 'content': '…'}]"
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{place}, column `prompt`: {wanted}, found {value!r:.80}")
+    for message in value:
+        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise DataError(f"{place}, column `prompt`: {wanted}, found the message {message!r:.80}")
+    return value

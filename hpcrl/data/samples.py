@@ -1,0 +1,99 @@
+"""The file in which a rollout worker hands a finished group to the trainer.
+
+One safetensors file per group: the tensors of all samples laid end to end, the samples' lengths, and the GroupMeta as JSON in
+the header. The controller needs only the header, which is read here without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.errors import DataError
+from hpcrl.run.commit import write_bytes
+from hpcrl.types import GroupMeta, Sample
+
+if TYPE_CHECKING:
+    import torch
+
+_TENSORS = ("token_ids", "loss_mask", "rollout_logprobs", "versions", "rewards")
+_META = "hpcrl_group"
+_MAX_HEADER = 100 << 20  # the format's own limit; a damaged length must not make us read a whole file
+
+
+def write_group(path: Path, samples: Sequence[Sample], meta: GroupMeta) -> None:
+    """Write a group to `path`, complete or not at all; a reader never sees half a file.
+
+    Args:
+        samples: every tensor of a sample is [T] with the same T; `meta.lengths` are these T in the same order.
+    """
+    import torch
+    from safetensors.torch import save
+
+    lengths = [len(sample.token_ids) for sample in samples]
+    assert lengths == meta.lengths, f"group {meta.group_id}: lengths {lengths} are not those of its meta {meta.lengths}"
+    assert len(samples) == len(meta.stop_reasons), f"group {meta.group_id}: {len(samples)} samples"
+    tensors = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in _TENSORS}
+    assert all(len(tensor) == sum(lengths) for tensor in tensors.values()), f"group {meta.group_id}: ragged samples"
+    tensors["lengths"] = torch.tensor(lengths)
+    details = [{"stop_reason": sample.stop_reason, "env_metrics": sample.env_metrics} for sample in samples]
+    write_bytes(path, save(tensors, {_META: json.dumps({"meta": meta.to_json(), "samples": details})}))
+
+
+def read_group(path: Path, indices: Sequence[int] | None = None) -> list[Sample]:
+    """Return the samples of the group at `path`, all of them or those at `indices`, in that order.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    _, details = _header(path)
+    try:
+        tensors = load(path.read_bytes())
+        lengths: list[int] = tensors["lengths"].tolist()
+        columns = {name: tensors[name].split(lengths) for name in _TENSORS}
+    except (SafetensorError, KeyError, RuntimeError) as error:
+        raise _damaged(path, str(error)) from error
+    if len(lengths) != len(details):
+        raise _damaged(path, f"{len(lengths)} lengths for {len(details)} samples")
+    chosen = range(len(lengths)) if indices is None else indices
+    return [_sample(columns, index, details[index]) for index in chosen]
+
+
+def read_meta(path: Path) -> GroupMeta:
+    """Return what the header of the group at `path` says, without reading its tensors and without torch.
+
+    Raises:
+        DataError: the file is missing or its header is damaged.
+    """
+    return _header(path)[0]
+
+
+def _sample(columns: dict[str, tuple[torch.Tensor, ...]], index: int, detail: dict[str, Any]) -> Sample:
+    # cloned, so that a caller who keeps one sample does not keep the whole group
+    tensors = {name: column[index].clone() for name, column in columns.items()}
+    return Sample(**tensors, stop_reason=detail["stop_reason"], env_metrics=detail["env_metrics"])
+
+
+def _header(path: Path) -> tuple[GroupMeta, list[dict[str, Any]]]:
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > _MAX_HEADER:
+                raise _damaged(path, f"a header of {size} bytes")
+            header = json.loads(file.read(size))
+        group = json.loads(header["__metadata__"][_META])
+        return GroupMeta.from_json(group["meta"]), group["samples"]
+    except FileNotFoundError as error:
+        raise DataError(f"sample file {path} is missing: it was removed, or this node does not see the run") from error
+    except (struct.error, ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _damaged(path: Path, why: str) -> DataError:
+    return DataError(f"sample file {path} is damaged ({why}); remove it and the group is generated again")
