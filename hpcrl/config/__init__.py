@@ -2,6 +2,15 @@
 
 from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.data import DataConfig
+from hpcrl.config.derive import (
+    diff,
+    eval_sampling,
+    replicas_per_node,
+    steps_per_epoch,
+    temperature,
+    total_steps,
+    trainer_ranks,
+)
 from hpcrl.config.environment import EnvironmentConfig
 from hpcrl.config.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.model import (
@@ -36,4 +45,11 @@ __all__ = [
     "SamplingParams",
     "SlurmConfig",
     "TrainerConfig",
+    "diff",
+    "eval_sampling",
+    "replicas_per_node",
+    "steps_per_epoch",
+    "temperature",
+    "total_steps",
+    "trainer_ranks",
 ]

@@ -1,0 +1,155 @@
+"""TOML files and overrides to one tree of plain values that remembers who set what.
+
+Tables merge, key by key; every other value replaces the one before it. Files count from left to right, overrides last.
+"""
+
+from __future__ import annotations
+
+import datetime
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config.location import locate
+from hpcrl.config.problem import Problem, raise_together, unknown
+from hpcrl.config.surface import Setting
+
+_OPENING = ("[", "{", '"', "'")
+
+
+@dataclass
+class Merged:
+    """The values of all files and overrides.
+
+    Attributes:
+        tree: nested tables.
+        sources: dotted path to the file or override that set it last.
+    """
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def source_of(self, path: str) -> str | None:
+        """Return who set a path, or the innermost table around it; None where nobody did."""
+        path = path.partition("[")[0]
+        while path:
+            if path in self.sources:
+                return self.sources[path]
+            path = path.rpartition(".")[0]
+        return None
+
+    def merge(self, tree: dict[str, Any], source: str) -> None:
+        self._merge(self.tree, tree, source, "")
+
+    def _merge(self, into: dict[str, Any], tree: dict[str, Any], source: str, prefix: str) -> None:
+        for key, value in tree.items():
+            path = prefix + key
+            self.sources[path] = source
+            if isinstance(value, dict):
+                table = into.get(key)
+                into[key] = table if isinstance(table, dict) else {}
+                self._merge(into[key], value, source, path + ".")
+            else:
+                into[key] = value
+
+    def unset(self, path: str) -> None:
+        *parents, name = path.split(".")
+        table: Any = self.tree
+        for parent in parents:
+            table = table.get(parent) if isinstance(table, dict) else None
+        if isinstance(table, dict):
+            table.pop(name, None)
+
+
+def read(paths: Sequence[Path], overrides: Sequence[str], known: Sequence[Setting]) -> Merged:
+    """Return the merged values of TOML files and of overrides `a.b.c=value`.
+
+    Args:
+        overrides: a value is TOML; a bare word is text; no value at all goes back to the default.
+        known: all settings; those that are locations are resolved against the file that sets them.
+
+    Raises:
+        ConfigError: names every file that cannot be read and every override that is malformed.
+    """
+    merged, problems = Merged(), []
+    for path in paths:
+        try:
+            tree = _parse(path)
+        except _Unreadable as error:
+            problems.append(Problem(str(path), str(error)))
+        else:
+            merged.merge(_located(tree, path.absolute().parent, known), str(path))
+    for override in overrides:
+        try:
+            _apply(merged, override, known)
+        except _Unreadable as error:
+            problems.append(Problem(f"override {override!r}", str(error)))
+    raise_together(problems, lambda _: None)
+    return merged
+
+
+class _Unreadable(Exception):
+    """A file or an override that gives no values."""
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise _Unreadable(f"no such file (looked in {Path.cwd()})") from None
+    except OSError as error:
+        raise _Unreadable(f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise _Unreadable(f"not UTF-8 text: byte {error.start}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise _Unreadable(f"not valid TOML: {error}") from None
+
+
+def _apply(merged: Merged, override: str, known: Sequence[Setting]) -> None:
+    name, equals, text = override.partition("=")
+    path, names = name.strip(), name.strip().split(".")
+    if not equals or not all(names):
+        raise _Unreadable("expected name=value with a dotted name, such as trainer.epochs=2")
+    if not text.strip():
+        if not any(
+            path == setting.path or (setting.is_free and path.startswith(setting.path + ".")) for setting in known
+        ):
+            raise _Unreadable(unknown(path, known).message)
+        merged.unset(path)
+        return
+    tree: Any = _value(text)
+    for part in reversed(names):
+        tree = {part: tree}
+    merged.merge(_located(tree, Path.cwd(), known), "override")
+
+
+def _value(text: str) -> Any:
+    """Return the value of an override: TOML, or the text itself where it is none."""
+    try:
+        parsed = tomllib.loads(f"value = {text.strip()}")
+    except tomllib.TOMLDecodeError as error:
+        if text.strip().startswith(_OPENING):
+            raise _Unreadable(f"not a TOML value: {error}; quote the whole argument for the shell") from None
+        return text
+    if set(parsed) != {"value"} or isinstance(parsed["value"], datetime.date | datetime.time):
+        return text
+    return parsed["value"]
+
+
+def _located(tree: dict[str, Any], base: Path, known: Sequence[Setting]) -> dict[str, Any]:
+    """Return `tree` after resolving, in place, its locations against `base`."""
+    for setting in known:
+        if not setting.location:
+            continue
+        *parents, name = setting.path.split(".")
+        table: Any = tree
+        for parent in parents:
+            table = table.get(parent) if isinstance(table, dict) else None
+        value = table.get(name) if isinstance(table, dict) else None
+        if isinstance(value, str):
+            table[name] = locate(value, base)
+        elif isinstance(value, list):
+            table[name] = [locate(item, base) if isinstance(item, str) else item for item in value]
+    return tree
