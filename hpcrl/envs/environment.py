@@ -1,0 +1,44 @@
+"""What an environment is: it sees the prompt, then each thing the policy says, and pays for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An environment's answer to one action.
+
+    Attributes:
+        observations: chat messages that the policy sees next; ignored when `done`.
+        reward: paid at the last token of the action.
+        done: whether the sample ends here.
+        metrics: numbers to report; their means over a batch appear as `environment/<name>`.
+    """
+
+    observations: Messages
+    reward: float
+    done: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One per sample, made by calling its class with the extras of the prompt (the columns that are not hpcrl's own).
+
+    Methods are called in the order init, step until done, close; never from two threads at once.
+    """
+
+    def init(self, messages: Messages) -> Messages:
+        """Return the messages that start the sample, usually `messages` themselves."""
+        ...
+
+    def step(self, action: str) -> Turn:
+        """Score the policy's text, special tokens such as the end marker removed."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the environment holds; also called when a sample is abandoned half-way."""
+        ...

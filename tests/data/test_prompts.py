@@ -1,0 +1,112 @@
+"""Datasets in all file formats become the same prompts, and a dataset with a fault says where it is."""
+
+import json
+from datetime import datetime
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hpcrl.data.prompts import drop_long, load_prompts
+from hpcrl.errors import DataError
+
+CHAT = [{"role": "user", "content": "sort: ba"}]
+SPEC = {"ground_truth": "ab", "method": "rule"}
+ROWS = [
+    {"prompt": CHAT, "env_class": "sort_letters", "data_source": "letters", "reward_spec": SPEC, "level": 3},
+    {"prompt": CHAT, "env_class": None, "data_source": None, "reward_spec": SPEC, "level": None},
+]
+
+
+def write(path, rows) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
+def test_formats_agree(tmp_path, suffix):
+    first, second = load_prompts([write(tmp_path / f"rows{suffix}", ROWS)], "other")
+    assert (first.uid, first.env_class, first.data_source) == ("0", "sort_letters", "letters")
+    assert first.messages == CHAT
+    assert first.extras == {"reward_spec": SPEC, "level": 3}
+    assert (second.uid, second.env_class, second.data_source) == ("1", "other", "unknown")
+    assert second.extras == {"reward_spec": SPEC, "level": None}
+
+
+def test_several_files_keep_their_order(tmp_path):
+    names = [write(tmp_path / "a.parquet", ROWS), write(tmp_path / "b.jsonl", [{"prompt": CHAT, "n": 9}])]
+    prompts = load_prompts(names, "other")
+    assert [prompt.uid for prompt in prompts] == ["0", "1", "2"]
+    assert prompts[2].extras == {"n": 9}
+
+
+def test_line_separators_inside_a_string_do_not_end_a_line(tmp_path):
+    chat = [{"role": "user", "content": "one\u2028two"}]
+    assert load_prompts([write(tmp_path / "a.jsonl", [{"prompt": chat}])], "e")[0].messages == chat
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": "2+2"}], "row uid 0: no column `prompt`.*question"),
+        ([{"prompt": CHAT}], r"no `env_class`.*environment\.env_class"),
+        (
+            [ROWS[0], {"prompt": "2+2", "env_class": "e"}],
+            "row uid 1, column `prompt`: expected a list of chat messages",
+        ),
+        ([{"prompt": [], "env_class": "e"}], "expected a list of chat messages"),
+        ([{"prompt": [{"role": "user"}], "env_class": "e"}], "found the message"),
+        ([{"prompt": ["hello"], "env_class": "e"}], "found the message 'hello'"),
+        ([{"prompt": [{"role": "user", "content": None}], "env_class": "e"}], "found the message"),
+        ([{"prompt": CHAT, "env_class": "e", "score": float("nan")}], "column `score` cannot be written as JSON"),
+        (["hello"], "expected an object with columns, found str"),
+        ([], "has no rows"),
+    ],
+)
+def test_faulty_rows_are_named(tmp_path, rows, message):
+    with pytest.raises(DataError, match=message) as caught:
+        load_prompts([write(tmp_path / "rows.json", rows)], None)
+    assert "rows.json" in str(caught.value)
+
+
+def test_parquet_column_that_cannot_travel(tmp_path):
+    rows = [{"prompt": CHAT, "env_class": "e", "made": datetime(2026, 1, 1)}]
+    with pytest.raises(DataError, match="column `made` cannot be written as JSON"):
+        load_prompts([write(tmp_path / "rows.parquet", rows)], None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.parquet", None, "no such file"),
+        ("some/dataset", None, "Datasets on a hub cannot be named"),
+        ("rows.csv", b"prompt\n", r"expected a \.parquet, \.json or \.jsonl file"),
+        ("rows.parquet", b"not parquet", "cannot be read as parquet"),
+        ("rows.json", b"{", "cannot be read as JSON"),
+        ("rows.json", b"\xff\xff", "cannot be read as JSON"),
+        ("rows.json", b"{}", "expected a list of rows, found dict"),
+        ("rows.jsonl", b"\n{}\n{", "line 3 cannot be read as JSON"),
+    ],
+)
+def test_faulty_files_are_named(tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        load_prompts([str(path)], "e")
+    assert str(path) in str(caught.value)
+
+
+def test_drop_long_keeps_order(tmp_path):
+    rows = [{"prompt": CHAT, "n": n} for n in (3, 9, 1, 4, 5)]
+    prompts = load_prompts([write(tmp_path / "a.jsonl", rows)], "e")
+    kept = drop_long(prompts, lambda prompt: prompt.extras["n"], 4)
+    assert [prompt.uid for prompt in kept] == ["0", "2", "3"]
+    assert drop_long([], lambda _: 1, 4) == []
+    with pytest.raises(DataError, match=r"all 5 prompts.*max_prompt_length = 0"):
+        drop_long(prompts, lambda prompt: prompt.extras["n"], 0)
