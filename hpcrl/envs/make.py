@@ -47,6 +47,6 @@ def _resolve(name: str) -> EnvironmentClass:
             f"environment {name!r}: cannot import {module_name!r} ({error}). Is its folder on PYTHONPATH of the job?"
         ) from error
     found: Any = getattr(module, class_name, None)
-    if not callable(found):
+    if not isinstance(found, type):
         raise ConfigError(f"environment {name!r}: module {module_name!r} has no class {class_name!r}")
     return found
