@@ -32,13 +32,8 @@ class Merged:
     sources: dict[str, str] = field(default_factory=dict)
 
     def source_of(self, path: str) -> str | None:
-        """Return who set a path, or the innermost table around it; None where nobody did."""
-        path = path.partition("[")[0]
-        while path:
-            if path in self.sources:
-                return self.sources[path]
-            path = path.rpartition(".")[0]
-        return None
+        """Return who set a path or an item of its list; None where nobody did."""
+        return self.sources.get(path) or self.sources.get(path.partition("[")[0])
 
     def merge(self, tree: dict[str, Any], source: str) -> None:
         self._merge(self.tree, tree, source, "")
@@ -61,6 +56,7 @@ class Merged:
             table = table.get(parent) if isinstance(table, dict) else None
         if isinstance(table, dict):
             table.pop(name, None)
+            self.sources.pop(path, None)
 
 
 def read(paths: Sequence[Path], overrides: Sequence[str], known: Sequence[Setting]) -> Merged:

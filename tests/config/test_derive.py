@@ -1,0 +1,60 @@
+"""What follows from the configuration."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpcrl.config import (
+    Config,
+    SamplingParams,
+    eval_sampling,
+    replicas_per_node,
+    steps_per_epoch,
+    temperature,
+    total_steps,
+    trainer_ranks,
+)
+from hpcrl.errors import DataError
+
+
+def config(**sections: Any) -> Config:
+    trainer = {"policy": {"model": {"path": "m"}}, "eval_interval": 0, **sections.pop("trainer", {})}
+    return Config.from_dict({"data": {"train_data": ["t"]}, "trainer": trainer, **sections})
+
+
+def test_evaluation_is_greedy_with_the_training_length_unless_set() -> None:
+    generator = config(generator={"sampling_params": {"max_generate_length": 7, "top_p": 0.5}}).generator
+    assert eval_sampling(generator) == SamplingParams(temperature=0.0, max_generate_length=7)
+    chosen = SamplingParams(temperature=0.3)
+    assert eval_sampling(replace(generator, eval_sampling_params=chosen)) == chosen
+
+
+def test_temperature_follows_sampling_unless_set() -> None:
+    assert temperature(config(generator={"sampling_params": {"temperature": 0.5}})) == 0.5
+    assert temperature(config(trainer={"algorithm": {"temperature": 0.25}})) == 0.25
+
+
+def test_steps_drop_the_remainder_and_stop_at_max_steps() -> None:
+    trainer = config(trainer={"train_batch_size": 8, "policy_mini_batch_size": 8, "epochs": 3}).trainer
+    assert steps_per_epoch(31, trainer) == 3
+    assert total_steps(31, trainer) == 9
+    assert total_steps(31, replace(trainer, max_steps=4)) == 4
+    assert total_steps(31, replace(trainer, max_steps=40)) == 9
+
+
+def test_too_few_prompts_are_an_error_that_names_both_numbers() -> None:
+    with pytest.raises(DataError, match=r"has 7 prompts .* trainer.train_batch_size=8"):
+        steps_per_epoch(7, config(trainer={"train_batch_size": 8, "policy_mini_batch_size": 8}).trainer)
+
+
+def test_ranks_and_replicas() -> None:
+    two = config(
+        trainer={"placement": {"policy_num_nodes": 2, "policy_num_gpus_per_node": 4}}, slurm={"gpus_per_node": 8}
+    )
+    assert trainer_ranks(two.trainer) == 8
+    assert replicas_per_node(two) == 8
+    assert replicas_per_node(config(slurm={"gpus_per_node": 0})) == 1
+    assert replicas_per_node(config(slurm={"replicas_per_node": 2})) == 2
+    wide = config(generator={"inference_engine": {"tensor_parallel_size": 3}}, slurm={"gpus_per_node": 8})
+    assert replicas_per_node(wide) == 2

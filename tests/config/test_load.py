@@ -1,0 +1,249 @@
+"""Files and overrides to a configuration: order, overrides, locations, round trip."""
+
+import tomllib
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import Config, SamplingParams, diff
+from hpcrl.config.surface import Setting, settings
+from hpcrl.errors import ConfigError
+
+MINIMAL = """
+[data]
+train_data = ["./train.parquet"]
+[trainer]
+eval_interval = 0
+[trainer.policy.model]
+path = "org/model"
+"""
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    path = tmp_path / "experiment.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_defaults_fill_what_a_file_leaves_out(experiment: Path) -> None:
+    config = Config.from_toml([experiment])
+    assert config.trainer.train_batch_size == 1024
+    assert config.trainer.policy.optimizer_config.adam_betas == [0.9, 0.999]
+    assert config.trainer.fully_async.max_staleness_steps == 0
+    assert config.generator.eval_sampling_params is None
+
+
+def test_files_merge_from_left_to_right_and_overrides_come_last(experiment: Path, tmp_path: Path) -> None:
+    one = write(tmp_path / "one.toml", '[slurm]\npartition = "a"\nsetup = ["x", "y"]\ntime_minutes = 5\n')
+    two = write(tmp_path / "two.toml", '[slurm]\npartition = "b"\nsetup = ["z"]\n[slurm.extra]\nnice = 1\n')
+    three = write(tmp_path / "three.toml", "[slurm.extra]\nreservation = 'r'\n")
+    slurm = Config.from_toml([experiment, one, two, three]).slurm
+    assert (slurm.partition, slurm.setup, slurm.time_minutes) == ("b", ["z"], 5)
+    assert slurm.extra == {"nice": 1, "reservation": "r"}
+    assert Config.from_toml([experiment, two, one]).slurm.partition == "a"
+    assert Config.from_toml([experiment, two, one], ["slurm.partition=c"]).slurm.partition == "c"
+    assert Config.from_toml([experiment], ["slurm.partition=c", "slurm.partition=d"]).slurm.partition == "d"
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "name", "expected"),
+    [
+        ("slurm.time_minutes=7", "slurm", "time_minutes", 7),
+        ("slurm.exclusive=true", "slurm", "exclusive", True),
+        ("slurm.partition=main", "slurm", "partition", "main"),
+        ('slurm.partition="7"', "slurm", "partition", "7"),
+        ("slurm.partition='a=b'", "slurm", "partition", "a=b"),
+        ("slurm.constraint=a=b", "slurm", "constraint", "a=b"),
+        ("slurm.constraint=a&b|c", "slurm", "constraint", "a&b|c"),
+        ("slurm.constraint=2024-01-01", "slurm", "constraint", "2024-01-01"),
+        ("slurm.constraint=1\ntime_minutes = 3", "slurm", "constraint", "1\ntime_minutes = 3"),
+        ('slurm.setup=["a=1", "b"]', "slurm", "setup", ["a=1", "b"]),
+        ("slurm.extra={nice = 1}", "slurm", "extra", {"nice": 1}),
+        ("slurm.extra.no-kill=true", "slurm", "extra", {"no-kill": True}),
+        ("trainer.run_name=", "trainer", "run_name", None),
+        ('environment.env_class=""', "environment", "env_class", ""),
+    ],
+)
+def test_override_values(experiment: Path, override: str, section: str, name: str, expected: object) -> None:
+    config = Config.from_toml([experiment], ["slurm.extra={}", override])
+    assert getattr(getattr(config, section), name) == expected
+
+
+def test_override_of_a_nested_number_keeps_its_type(experiment: Path) -> None:
+    optimizer = Config.from_toml([experiment], ["trainer.policy.optimizer_config.lr=1"]).trainer.policy.optimizer_config
+    assert optimizer.lr == 1.0
+    assert isinstance(optimizer.lr, float)
+    assert (
+        Config.from_toml([experiment], ["trainer.policy.optimizer_config.lr=3e-4"]).trainer.policy.optimizer_config.lr
+        == 3e-4
+    )
+
+
+def test_an_empty_override_goes_back_to_the_default(experiment: Path, tmp_path: Path) -> None:
+    limit = write(tmp_path / "limit.toml", "[trainer]\nmax_steps = 3\n")
+    assert Config.from_toml([experiment, limit]).trainer.max_steps == 3
+    assert Config.from_toml([experiment, limit], ["trainer.max_steps="]).trainer.max_steps is None
+
+
+def test_an_eval_override_starts_from_the_class_defaults(experiment: Path) -> None:
+    config = Config.from_toml(
+        [experiment], ["generator.eval_sampling_params.top_p=0.5", "generator.sampling_params.max_generate_length=7"]
+    )
+    assert config.generator.eval_sampling_params == SamplingParams(top_p=0.5)
+
+
+def test_locations_are_relative_to_the_file_that_sets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    one = write(
+        tmp_path / "one" / "a.toml",
+        '[data]\ntrain_data = ["./t.parquet", "../u.parquet", "~/v.parquet", "w.parquet", "org/name", "/abs"]\n'
+        '[trainer]\neval_interval = 0\n[trainer.policy.model]\npath = "./model"\n',
+    )
+    two = write(tmp_path / "two" / "b.toml", '[trainer.ref.model]\npath = "../ref"\n')
+    config = Config.from_toml(
+        [one, two], ["slurm.root=./here", "trainer.resume_mode=from_path", "trainer.resume_path=../c"]
+    )
+    assert config.data.train_data == [
+        f"{tmp_path}/one/t.parquet",
+        f"{tmp_path}/u.parquet",
+        "/home/somebody/v.parquet",
+        "w.parquet",
+        "org/name",
+        "/abs",
+    ]
+    assert config.trainer.policy.model.path == f"{tmp_path}/one/model"
+    assert config.trainer.ref.model.path == f"{tmp_path}/ref"
+    assert config.slurm.root == f"{tmp_path}/cwd/here"
+    assert config.trainer.resume_path == f"{tmp_path}/c"
+    relative = Config.from_toml([Path("../one/a.toml")])
+    assert relative.data.train_data == config.data.train_data
+
+
+def full() -> Config:
+    """A configuration in which every setting differs from its default or is the only value there is."""
+    tree: dict = {}
+    for setting in settings(Config):
+        if setting.is_section:
+            continue
+        *parents, name = setting.path.split(".")
+        table = tree
+        for parent in parents:
+            table = table.setdefault(parent, {})
+        table[name] = _other(setting)
+    for path, value in CHOSEN.items():
+        *parents, name = path.split(".")
+        table = tree
+        for parent in parents:
+            table = table[parent]
+        table[name] = value
+    return Config.from_dict(tree)
+
+
+CHOSEN = {
+    "trainer.resume_mode": "from_path",
+    "trainer.policy.optimizer_config.adam_betas": [0.1, 1e-12],
+    "trainer.train_batch_size": 12,
+    "trainer.policy_mini_batch_size": 6,
+    "generator.inference_engine.max_num_batched_tokens": 99999,
+    "slurm.gpus_per_node": 64,
+    "generator.inference_engine.engine_init_kwargs": {"a-b": [1, 2.5, "x"], "nested": {"t": True, "é": ""}},
+    "slurm.setup": ['echo "quoted" \\ back', "two\nlines\t", "ünïcode"],
+    "slurm.extra": {"no-kill": True, "comment": ""},
+}
+
+
+def _other(setting: Setting) -> object:
+    if setting.type is bool:
+        return not setting.default
+    if setting.type is int:
+        return 2 if setting.required or setting.default is None else abs(setting.default) + 1
+    if setting.type is float:
+        return 0.123456789012345678
+    if setting.type is str:
+        return "text"
+    if setting.type == list[str]:
+        return ["one", "two"]
+    if setting.is_free:
+        return {"key": 1}
+    return setting.type.__args__[-1] if hasattr(setting.type, "__args__") else None
+
+
+def test_round_trip_is_exact(tmp_path: Path, experiment: Path) -> None:
+    for config in (full(), Config.from_toml([experiment])):
+        path = write(tmp_path / "run" / "config.toml", config.to_toml())
+        assert Config.from_toml([path]) == config
+        assert Config.from_dict(config.to_dict()) == config
+        assert Config.from_toml([path]).to_toml() == config.to_toml()
+
+
+def test_round_trip_covers_every_setting() -> None:
+    tree = tomllib.loads(full().to_toml())
+    for setting in settings(Config):
+        value = tree
+        for part in setting.path.split("."):
+            assert part in value, setting.path
+            value = value[part]
+
+
+def test_diff_names_what_differs(experiment: Path) -> None:
+    before = Config.from_toml([experiment])
+    after = Config.from_toml(
+        [experiment], ["trainer.epochs=3", "slurm.extra.nice=1", "generator.eval_sampling_params.top_k=4"]
+    )
+    assert diff(before, before) == {}
+    changes = diff(before, after)
+    assert changes["trainer.epochs"] == (1, 3)
+    assert changes["slurm.extra.nice"] == (None, 1)
+    assert changes["generator.eval_sampling_params.top_k"] == (None, 4)
+    assert {path for path in changes if not path.startswith("generator.eval")} == {"trainer.epochs", "slurm.extra.nice"}
+
+
+def test_sections_cannot_be_changed(experiment: Path) -> None:
+    config = Config.from_toml([experiment])
+    with pytest.raises(AttributeError):
+        config.trainer.epochs = 2  # type: ignore[misc]
+    assert replace(config.trainer, epochs=2).epochs == 2
+    assert len(fields(config)) == 5
+
+
+def test_files_that_cannot_be_read_are_all_named(tmp_path: Path) -> None:
+    broken = write(tmp_path / "broken.toml", "[data]\ntrain_data = [\n")
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b'a = "\xff"')
+    missing = tmp_path / "missing.toml"
+    with pytest.raises(ConfigError) as caught:
+        Config.from_toml([broken, binary, missing, tmp_path])
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith(f"{broken}: not valid TOML: ")
+    assert "line" in lines[0] or "end of document" in lines[0]
+    assert lines[1].startswith(f"{binary}: not UTF-8")
+    assert lines[2].startswith(f"{missing}: no such file")
+    assert lines[3].startswith(f"{tmp_path}: cannot be read")
+
+
+def test_a_syntax_error_names_the_line(tmp_path: Path) -> None:
+    broken = write(tmp_path / "broken.toml", "[data]\ntrain_data = ['a']\nx = = 1\n")
+    with pytest.raises(ConfigError, match=rf"{broken}: .*line 3"):
+        Config.from_toml([broken])
+
+
+@pytest.mark.parametrize("override", ["trainer.epochs", "=3", "trainer..epochs=3", ".epochs=1", 'slurm.setup=["a"'])
+def test_malformed_overrides(experiment: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match="override"):
+        Config.from_toml([experiment], [override])
+
+
+def test_an_empty_override_of_an_unknown_name_is_an_error(experiment: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean trainer\.max_steps"):
+        Config.from_toml([experiment], ["trainer.max_step="])
