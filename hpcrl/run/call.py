@@ -68,9 +68,7 @@ class Controller:
 
     def __init__(self, run: Run, attempt: int, patience_s: float = 120.0) -> None:
         self._run, self._attempt, self._patience_s = run, attempt, patience_s
-        self._http = httpx.Client(
-            headers=headers(read_token(run), run.name, attempt), timeout=60.0, trust_env=False
-        )
+        self._http = httpx.Client(headers=headers(read_token(run), run.name, attempt), timeout=60.0, trust_env=False)
 
     def _url(self) -> str | None:
         lease = read_json(self._run.lease(ENDPOINT))
@@ -94,7 +92,9 @@ class Controller:
                         return answer.json()
                     raise RunError(f"controller refused /{route}: {answer.status_code} {answer.text}")
             time.sleep(_RETRY_S)
-        raise RunError(f"no answer from the controller of attempt {self._attempt} in {self._patience_s:.0f} s: {problem}")
+        raise RunError(
+            f"no answer from the controller of attempt {self._attempt} in {self._patience_s:.0f} s: {problem}"
+        )
 
     def close(self) -> None:
         self._http.close()

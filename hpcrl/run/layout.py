@@ -1,23 +1,23 @@
 """The map of a run directory. Nobody else builds a path.
 
-    <root>/<project>/<run>/            0700
-      config.toml                      resolved; the only configuration a job reads
-      code/                            snapshot of hpcrl/ and jobs/ that this run uses
-      slurm -> ../.slurm/<name>        submitit's folder: sbatch script, pickles, agent logs
-      submission.json                  job id, array index, overrides
-      attempts.jsonl  outcome.json     what happened, attempt by attempt
-      secrets/token                    0600; every HTTP request carries it
-      endpoints/                       one lease file per process, and the rendezvous of each attempt
-      logs/<attempt>/<process>.log
-      weights/v000042/                 HF names, safetensors, manifest; committed by rename
-      samples/<replica>/g….safetensors one file per finished group
-      batches/s000042.json             which groups train step 42, in order, with the data cursor
-      checkpoints/s000040/             model, optimizer, RNG, scheduler; manifest; COMMIT
-      exports/s000040/                 HF format
-      evals/v000010/<replica>.jsonl    texts and scores of the evaluation samples
-      metrics/*.jsonl                  one writer per file; the truth
-      tensorboard/                     derived from metrics; can be rebuilt
-      control/                         stop
+<root>/<project>/<run>/            0700
+  config.toml                      resolved; the only configuration a job reads
+  code/                            snapshot of hpcrl/ and jobs/ that this run uses
+  slurm -> ../.slurm/<name>        submitit's folder: sbatch script, pickles, agent logs
+  submission.json                  job id, array index, overrides
+  attempts.jsonl  outcome.json     what happened, attempt by attempt
+  secrets/token                    0600; every HTTP request carries it
+  endpoints/                       one lease file per process, and the rendezvous of each attempt
+  logs/<attempt>/<process>.log
+  weights/v000042/                 HF names, safetensors, manifest; committed by rename
+  samples/<replica>/g….safetensors one file per finished group
+  batches/s000042.json             which groups train step 42, in order, with the data cursor
+  checkpoints/s000040/             model, optimizer, RNG, scheduler; manifest; COMMIT
+  exports/s000040/                 HF format
+  evals/v000010/<replica>.jsonl    texts and scores of the evaluation samples
+  metrics/*.jsonl                  one writer per file; the truth
+  tensorboard/                     derived from metrics; can be rebuilt
+  control/                         stop
 """
 
 from __future__ import annotations
@@ -157,8 +157,11 @@ class Run:
     def samples_of(self, replica: int) -> Path:
         return self.samples / str(replica)
 
+    def evals_of(self, version: int) -> Path:
+        return self.evals / f"v{version:06d}"
+
     def eval_dump(self, version: int, replica: int) -> Path:
-        return self.evals / f"v{version:06d}" / f"{replica}.jsonl"
+        return self.evals_of(version) / f"{replica}.jsonl"
 
     def metrics_of(self, process: str) -> Path:
         return self.metrics / f"{process}.jsonl"

@@ -1,0 +1,36 @@
+# make demo    install what is needed and run the quickstart on this machine
+# make test    install what is needed (with Slurm, where this is root on Debian or Ubuntu) and run all tests
+# make check   lint, format and types
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+LOCK   := requirements-cpu.lock
+
+.PHONY: demo test check format slurm
+demo: $(VENV)/installed
+	$(BIN)/hpcrl submit configs/quickstart.toml --local --follow
+
+test: $(VENV)/installed slurm
+	$(BIN)/pytest
+
+check: $(VENV)/installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+$(VENV)/installed: $(LOCK) pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK) || { echo; \
+	  echo "Is torch's CPU build what is missing? Set PIP_EXTRA_INDEX_URL to the CPU wheel index that pytorch.org names under Get Started."; exit 1; }
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+slurm:
+	@command -v slurmctld > /dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge iproute2 > /dev/null; \
+	else echo "no Slurm here and no way to install it: the tests that need it will be skipped"; fi

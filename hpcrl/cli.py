@@ -1,0 +1,241 @@
+"""The command line. Each command imports what it needs when it runs, so that `hpcrl --help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hpcrl
+from hpcrl.errors import HpcrlError
+
+if TYPE_CHECKING:
+    from hpcrl.launch.registry import RunState
+    from hpcrl.launch.submit import Submission
+    from hpcrl.run.layout import Run
+
+_FOLLOW_POLL_S = 1.0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hpcrl", description="Reinforcement-learning post-training of language models on Slurm clusters."
+    )
+    parser.add_argument("--version", action="version", version=f"hpcrl {hpcrl.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_submit(commands)
+
+    def run_command(name: str, text: str, with_run: str | None = "RUN") -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command.add_argument("--root", type=Path, help="where runs are looked for (default: $HPCRL_ROOT, else ./runs)")
+        if with_run:
+            command.add_argument(
+                "run", metavar="RUN", nargs=None if with_run == "RUN" else "?", help="name, project/name or path"
+            )
+        command.set_defaults(action=globals()[f"_{name}"])
+        return command
+
+    run_command("status", "show one run, or all of them", "[RUN]")
+    logs = run_command("logs", "print the logs of a run")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
+    logs.add_argument("--role", choices=("trainer", "rollout", "controller", "agent"), help="only this role")
+    logs.add_argument("--attempt", type=int, metavar="N", help="another attempt than the newest")
+    cancel = run_command("cancel", "save, stop and take a run off the cluster")
+    cancel.add_argument("--now", action="store_true", help="do not wait until the state is saved")
+    resume = run_command("resume", "start the next attempt of a run that ended early")
+    resume.add_argument("--follow", action="store_true", help="show progress until the run is over")
+    run_command("tensorboard", "write RUN/tensorboard anew from RUN/metrics")
+    return parser
+
+
+def _add_submit(commands: argparse._SubParsersAction) -> None:
+    submit = commands.add_parser(
+        "submit",
+        help="start a run, or a sweep, from TOML files",
+        description="Start a run from TOML files, merged from left to right, and overrides such as trainer.seed=1.",
+        epilog="example: hpcrl submit configs/quickstart.toml slurm/sites/devcluster.toml trainer.seed=1",
+    )
+    submit.add_argument("settings", nargs="+", metavar="FILE|KEY=VALUE", help="configuration files, then overrides")
+    submit.add_argument("--local", action="store_true", help="run on this machine, without Slurm")
+    submit.add_argument(
+        "--dry-run", action="store_true", help="print configuration, batch script and plan; submit nothing"
+    )
+    submit.add_argument("--follow", action="store_true", help="show progress until the run is over")
+    submit.add_argument(
+        "--sweep", action="append", default=[], metavar="KEY=V1,V2", help="one array element per value; repeatable"
+    )
+    submit.add_argument("--seeds", metavar="1,2,3|0:4", help="one array element per trainer.seed")
+    submit.set_defaults(action=_submit)
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    from hpcrl.config import Config
+    from hpcrl.errors import ConfigError
+    from hpcrl.launch import submit
+    from hpcrl.launch.preflight import check_files
+    from hpcrl.launch.sweep import elements
+
+    files = [Path(item) for item in arguments.settings if "=" not in item]
+    overrides = [item for item in arguments.settings if "=" in item]
+    if not files:
+        raise ConfigError(
+            "no configuration file given; expected hpcrl submit FILE.toml [FILE.toml ...] [KEY=VALUE ...]"
+        )
+    configs = [
+        (Config.from_toml(files, [*overrides, *element]), element)
+        for element in elements(arguments.sweep, arguments.seeds)
+    ]
+    for config, _ in configs:
+        check_files(config)
+    name = configs[0][0].trainer.run_name or f"{files[0].stem}-{time.strftime('%m%d-%H%M%S')}"
+    submission = submit.prepare(name, configs)
+    if arguments.dry_run:
+        _show_dry_run(submission)
+        return 0
+    if not arguments.local:
+        submit.require_slurm()
+    runs = submit.submit(submission, arguments.local)
+    for run in runs:
+        _announce(run)
+    return _follow(runs) if arguments.follow else 0
+
+
+def _show_dry_run(submission: Submission) -> None:
+    from hpcrl.launch.plan import describe_plan, make_plan
+    from hpcrl.launch.submit import batch_script
+
+    config = submission.elements[0].config
+    print("# configuration\n" + config.to_toml())
+    print("# batch script\n" + batch_script(submission))
+    print("# plan")
+    for run, element in zip(submission.runs, submission.elements, strict=True):
+        print(f"{run.path}  {' '.join(element.overrides)}".rstrip())
+    print("\n".join(describe_plan(make_plan(config))))
+    print("dry run: nothing was submitted")
+
+
+def _announce(run: Run) -> None:
+    from hpcrl.launch.registry import states_of
+
+    record = states_of([run])[0].submission
+    print(f"{run.name}: {record['executor']} job {record['job_id']}, {run.path}")
+    print(f"  hpcrl status {_short(run)}    hpcrl logs -f {_short(run)}    hpcrl cancel {_short(run)}")
+
+
+def _short(run: Run) -> str:
+    from hpcrl.launch.registry import default_root
+
+    known = run.path.parent.parent == default_root().absolute()
+    return run.name if known else str(run.path)
+
+
+def _follow(runs: list[Run]) -> int:
+    """Show the first run until all are over; return 1 if one of them failed."""
+    from hpcrl.launch.registry import states_of
+    from hpcrl.observe.view import follow
+
+    try:
+        for run in runs:
+            follow(run, lambda run=run: states_of([run])[0].over)
+    except KeyboardInterrupt:
+        print(f"\nThe run goes on. hpcrl cancel {_short(runs[0])} ends it.")
+        return 0
+    states = states_of(runs)
+    for state in states:
+        if state.word != "done":
+            print(f"{state.run.name}: {state.word}: {state.detail}")
+    return int(any(state.word not in ("done", "cancelled", "interrupted") for state in states))
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from hpcrl.launch.registry import all_runs, default_root, find_run, states_of
+
+    root = arguments.root or default_root()
+    if arguments.run:
+        _show_state(states_of([find_run(arguments.run, root)])[0])
+        return 0
+    states = states_of(all_runs(root))
+    if not states:
+        print(f"no runs under {root.absolute()}")
+    for state in states:
+        name = f"{state.run.project}/{state.run.name}"
+        print(f"{name:40} {state.word:12} job {state.submission.get('job_id', '-'):10} {state.detail}")
+    return 0
+
+
+def _show_state(state: RunState) -> None:
+    from hpcrl.run.layout import step_of
+    from hpcrl.run.commit import committed
+
+    checkpoints = committed(state.run.checkpoints, step_of)
+    print(f"{state.run.name}: {state.word}" + (f": {state.detail}" if state.detail else ""))
+    print(f"  directory   {state.run.path}")
+    print(
+        f"  job         {state.submission.get('job_id', '-')} ({state.submission.get('executor', '-')}, {state.job.name.lower()})"
+    )
+    print(f"  attempt     {state.attempt}")
+    print(f"  checkpoint  {f'step {checkpoints[-1]}' if checkpoints else 'none'}")
+    if state.submission.get("overrides"):
+        print(f"  overrides   {' '.join(state.submission['overrides'])}")
+    for lease in state.leases:
+        age = max(0.0, time.time() - lease.renewed)
+        print(f"  {lease.process:11} {lease.state} ({lease.host}, {age:.0f} s ago)")
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    from hpcrl.launch import logs
+    from hpcrl.launch.registry import default_root, find_run, states_of
+
+    run = find_run(arguments.run, arguments.root or default_root())
+    if arguments.follow:
+        try:
+            logs.follow(run, arguments.role, lambda: states_of([run])[0].over)
+        except KeyboardInterrupt:
+            return 0
+    else:
+        logs.show(run, arguments.role, arguments.attempt)
+    return 0
+
+
+def _cancel(arguments: argparse.Namespace) -> int:
+    from hpcrl.launch.registry import default_root, find_run
+    from hpcrl.launch.stop import cancel
+
+    state = cancel(find_run(arguments.run, arguments.root or default_root()), 0.0 if arguments.now else 90.0)
+    print(f"{state.run.name}: {state.word}: {state.detail}")
+    return 0
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    from hpcrl.launch.registry import default_root, find_run
+    from hpcrl.launch.stop import resume
+
+    run = find_run(arguments.run, arguments.root or default_root())
+    resume(run)
+    _announce(run)
+    return _follow([run]) if arguments.follow else 0
+
+
+def _tensorboard(arguments: argparse.Namespace) -> int:
+    from hpcrl.launch.registry import default_root, find_run
+    from hpcrl.observe.tensorboard import rebuild
+
+    run = find_run(arguments.run, arguments.root or default_root())
+    rebuild(run)
+    print(f"tensorboard --logdir {run.tensorboard}")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.action(arguments)
+    except HpcrlError as error:
+        print(f"hpcrl: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""The controller's HTTP skin: routes of hpcrl/run/call.py, the token on each of them, waiting, and the end of the attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from hpcrl.controller.service import FINISHED, Service
+from hpcrl.errors import HpcrlError
+from hpcrl.run.call import authorized, headers
+from hpcrl.run.commit import read_json
+from hpcrl.run.layout import Run
+from hpcrl.types import GroupMeta
+
+WAIT_S = 10.0
+_GOODBYE_S = 20.0
+_TICK_S = 0.5
+_MAX_BODY = 16 << 20
+
+
+class Guard:
+    """ASGI middleware: no request gets past it without the token, the run's name and the attempt's number."""
+
+    def __init__(self, app: ASGIApp, token: str, run: str, attempt: int) -> None:
+        self._app, self._token = app, token
+        self._expected = {k: v for k, v in headers(token, run, attempt).items() if k != "authorization"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        request = Request(scope)
+        refusal: Response | None = None
+        if not authorized(request.headers.get("authorization"), self._token):
+            refusal = JSONResponse({"error": "the run's token is missing or wrong"}, 401)
+        elif any(request.headers.get(name) != value for name, value in self._expected.items()):
+            refusal = JSONResponse({"error": f"this controller serves {self._expected}"}, 409)
+        elif int(request.headers.get("content-length") or 0) > _MAX_BODY:
+            refusal = JSONResponse({"error": f"request larger than {_MAX_BODY} bytes"}, 413)
+        await (refusal or self._app)(scope, receive, send)
+
+
+class Api:
+    """Routes over a `Service`, which is touched by one request at a time."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._changed = asyncio.Condition()
+
+    def app(self) -> Starlette:
+        handlers = [
+            self.lease, self.claim, self.complete, self.start, self.published,
+            self.next, self.committed, self.stop, self.status,
+        ]  # fmt: skip
+        return Starlette(routes=[Route(f"/{h.__name__}", _json(h), methods=["POST"]) for h in handlers])
+
+    async def lease(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._service.seen(body["worker"], body["version"], body["state"])
+        return {"stop": self._service.stop}
+
+    async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
+        service, name, version = self._service, body["worker"], body["version"]
+        service.seen(name, version, "waiting")
+        work = service.claim(name, version, body["capacity"])
+        deadline = time.monotonic() + WAIT_S
+        while not work and not service.stop and (service.version or 0) <= version and time.monotonic() < deadline:
+            await self._wait(deadline)
+            service.seen(name, version, "waiting")
+            work = service.claim(name, version, body["capacity"])
+        service.workers[name].told_stop = service.stop is not None
+        return {"stop": service.stop, "version": service.version or 0, "work": [item.to_json() for item in work]}
+
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        groups = [GroupMeta.from_json(value) for value in body["groups"]]
+        rejected = self._service.complete(groups)
+        await self._notify()
+        return {"accepted": [g.group_id for g in groups if g.group_id not in rejected], "rejected": rejected}
+
+    async def start(self, body: dict[str, Any]) -> dict[str, Any]:
+        total = self._service.start(body["step"])
+        await self._notify()
+        return {"total_steps": total}
+
+    async def published(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._service.published(body["version"])
+        await self._notify()
+        return {}
+
+    async def next(self, body: dict[str, Any]) -> dict[str, Any]:
+        service, step, deadline = self._service, body["step"], time.monotonic() + WAIT_S
+        if step > service.total_steps:
+            return {"stop": FINISHED, "path": None}
+        path = service.batch(step)
+        while path is None and not service.stop and time.monotonic() < deadline:
+            await self._wait(deadline)
+            path = service.batch(step)
+        return {"stop": service.stop, "path": None if service.stop else path}
+
+    async def committed(self, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        self._service.committed()
+        return {}
+
+    async def stop(self, body: dict[str, Any]) -> dict[str, Any]:
+        await self.end(body["reason"])
+        return {}
+
+    async def status(self, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        return self._service.status()
+
+    async def end(self, reason: str) -> None:
+        self._service.stop = self._service.stop or reason
+        await self._notify()
+
+    async def watch(self, run: Run, attempt: int, say: Callable[[str], None]) -> None:
+        """Return when the run has finished and every worker has been told so; forward the stop file until then."""
+        finished_at = None
+        while True:
+            request = read_json(run.stop)
+            if request and request["attempt"] == attempt:
+                await self.end(request["reason"])
+            for name in self._service.expire():
+                say(f"{name} is silent; its groups go to others")
+            if self._service.stop == FINISHED:
+                finished_at = finished_at or time.monotonic()
+                told = all(worker.told_stop for worker in self._service.workers.values())
+                if told or time.monotonic() - finished_at > _GOODBYE_S:
+                    return
+            await asyncio.sleep(_TICK_S)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait(self, deadline: float) -> None:
+        try:
+            async with self._changed, asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+
+def _json(handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> Callable[[Request], Awaitable[Response]]:
+    async def respond(request: Request) -> Response:
+        try:
+            return JSONResponse(await handler(await request.json()))
+        except (HpcrlError, KeyError, TypeError, ValueError) as error:
+            return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 400)
+
+    return respond
+
+
+def bind(address: str) -> socket.socket:
+    """Return a listening socket on a free port of one address."""
+    listener = socket.create_server((address, 0), backlog=256)
+    listener.setblocking(False)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """A server whose process keeps its own signal handlers: a stop request must not cut the workers off."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(app: ASGIApp, listener: socket.socket, until: Awaitable[None]) -> None:
+    """Serve `app` until `until` is done. Signals stay with the caller."""
+    server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=2))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await until
+    finally:
+        server.should_exit = True
+        await serving

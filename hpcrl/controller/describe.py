@@ -1,0 +1,45 @@
+"""The metrics of a training batch, from what the controller knows of its groups. Names: SkyRL's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import fmean, pstdev
+
+from hpcrl.controller.admission import staleness
+from hpcrl.types import Batch
+
+
+def describe(batch: Batch) -> dict[str, float]:
+    """Return reward/*, generate/*, environment/* and async/* of one batch."""
+    groups = batch.groups
+    n = len(groups[0].rewards)
+    rewards = [reward for group in groups for reward in group.rewards]
+    lengths = [length for group in groups for length in group.response_lengths]
+    rewarded = [length for length, reward in zip(lengths, rewards, strict=True) if reward > 0]
+    unrewarded = [length for length, reward in zip(lengths, rewards, strict=True) if reward <= 0]
+    stale = [staleness(batch.step, group) for group in groups]
+    stopped = [reason == "stop" for group in groups for reason in group.stop_reasons]
+    environment: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for metrics in group.env_metrics:
+            for name, value in metrics.items():
+                environment[name].append(value)
+    return {
+        "reward/avg_raw_reward": fmean(rewards),
+        "reward/mean_positive_reward": fmean(max(reward, 0.0) for reward in rewards),
+        f"reward/avg_pass_at_{n}": fmean(max(group.rewards) > 0 for group in groups),
+        "generate/min_num_tokens": min(lengths),
+        "generate/max_num_tokens": max(lengths),
+        "generate/avg_num_tokens": fmean(lengths),
+        "generate/std_num_tokens": pstdev(lengths),
+        "generate/avg_tokens_non_zero_rewards": fmean(rewarded) if rewarded else 0.0,
+        "generate/avg_tokens_zero_rewards": fmean(unrewarded) if unrewarded else 0.0,
+        "generate/stop_ratio": fmean(stopped),
+        "generate/samples": len(rewards),
+        "generate/group_seconds_max": max(group.seconds for group in groups),
+        "async/staleness_mean": fmean(stale),
+        "async/staleness_max": max(stale),
+        "async/staleness_min": min(stale),
+        "async/staleness_ratio": fmean(value > 0 for value in stale),
+        **{f"environment/{name}": fmean(values) for name, values in environment.items()},
+    }

@@ -1,0 +1,87 @@
+"""What earlier attempts left on disk: batches and finished groups. The controller has no other memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpcrl.data.samples import read_meta
+from hpcrl.errors import DataError
+from hpcrl.run.commit import read_json
+from hpcrl.run.layout import Run, step_of
+from hpcrl.types import Batch, GroupMeta
+
+_GROUP = re.compile(r"g(\d+)")
+
+
+def group_id(index: int) -> str:
+    return f"g{index:08d}"
+
+
+def group_index(name: str) -> int | None:
+    match = _GROUP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+@dataclass
+class History:
+    """What can be used again.
+
+    Attributes:
+        composed: newest step whose batch is complete on disk, at least the step that training continues after.
+        used: indices of all groups in those batches.
+        finished: complete groups that no batch has used.
+        batches: batches that training has still to do.
+    """
+
+    composed: int
+    used: set[int] = field(default_factory=set)
+    finished: dict[int, GroupMeta] = field(default_factory=dict)
+    batches: dict[int, Batch] = field(default_factory=dict)
+
+
+def read_history(run: Run, step: int, batch_size: int, keep: Callable[[int, GroupMeta], bool]) -> History:
+    """Read what is on disk for a training that continues after `step`.
+
+    A run that starts from another run's checkpoint has no batches of its own up to `step`: the first step * batch_size groups count as used.
+
+    Args:
+        keep: tells, given the next step to compose and a finished group, whether the group may still train.
+    """
+    batches = {
+        number: Batch.from_json(value)
+        for path in run.batches.glob("s*.json")
+        if (number := step_of(path)) is not None and (value := read_json(path)) is not None
+    }
+    history = History(step, used=set() if any(n <= step for n in batches) else set(range(step * batch_size)))
+    for number in sorted(batches):
+        batch = batches[number]
+        if number > step:
+            if number != history.composed + 1 or not _complete(run, batch):
+                break
+            history.composed = number
+            history.batches[number] = batch
+        history.used |= {index for group in batch.groups if (index := group_index(group.group_id)) is not None}
+    for path in run.samples.glob("*/g*.safetensors"):
+        index = group_index(path.stem)
+        if index is None or index in history.used:
+            continue
+        meta = _meta(path)
+        if meta and keep(history.composed + 1, meta):
+            history.finished[index] = meta
+        else:
+            path.unlink()
+    return history
+
+
+def _complete(run: Run, batch: Batch) -> bool:
+    return all(run.inside(group.path).is_file() for group in batch.groups)
+
+
+def _meta(path: Path) -> GroupMeta | None:
+    try:
+        return read_meta(path)
+    except DataError:
+        return None

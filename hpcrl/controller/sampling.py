@@ -1,0 +1,58 @@
+"""The prompt stream: one endless, global order of prompts that no restart and no number of workers changes.
+
+Group i of a run trains row `stream.row(i)`. An epoch is a permutation of the dataset that depends on (seed, epoch) alone; the rows that
+do not fill a last batch are left out of that epoch.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hpcrl.errors import DataError
+
+
+@lru_cache(maxsize=2)
+def _permutation(n_prompts: int, seed: int, epoch: int) -> list[int]:
+    rows = list(range(n_prompts))
+    random.Random(f"prompts-{seed}-{epoch}").shuffle(rows)
+    return rows
+
+
+@dataclass(frozen=True)
+class PromptStream:
+    """Order in which prompts are trained.
+
+    Attributes:
+        n_prompts: rows of the dataset.
+        batch_size: prompts per step.
+        seed: `trainer.seed`.
+
+    Raises:
+        DataError: the dataset does not fill one batch.
+    """
+
+    n_prompts: int
+    batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.n_prompts < self.batch_size:
+            raise DataError(
+                f"the training set has {self.n_prompts} usable prompts, fewer than trainer.train_batch_size = {self.batch_size}; "
+                "lower train_batch_size, add data, or raise trainer.max_prompt_length if prompts were dropped as too long"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.n_prompts // self.batch_size
+
+    def row(self, index: int) -> int:
+        """Return the dataset row that group `index` trains."""
+        epoch, position = divmod(index, self.steps_per_epoch * self.batch_size)
+        return _permutation(self.n_prompts, self.seed, epoch)[position]
+
+    def sampling_seed(self, index: int) -> int:
+        """Return the base of the sampling seeds of group `index`: the same whoever generates it, in whichever attempt."""
+        return random.Random(f"samples-{self.seed}-{index}").getrandbits(31)

@@ -1,0 +1,254 @@
+"""The controller's state and what each request does to it. It handles metadata only, never tokens.
+
+    workers   claim groups, complete them           trainer   asks for the next batch, tells what it published
+    batches   written here, one file per step       evaluation   queued here when a version that is due appears
+
+Methods are quick and not thread-safe; api.py calls them one at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from hpcrl.controller.admission import Admission, staleness
+from hpcrl.controller.describe import describe
+from hpcrl.controller.evaluation import is_due, scores
+from hpcrl.controller.history import group_id, group_index, read_history
+from hpcrl.controller.sampling import PromptStream
+from hpcrl.errors import RunError
+from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.run.commit import committed, discard, read_json, write_json
+from hpcrl.run.layout import Run, step_of
+from hpcrl.types import Batch, GroupMeta, Prompt, Work
+
+FINISHED = "finished"
+SILENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The numbers that the controller works by.
+
+    Attributes:
+        batch_size: groups per step.
+        n_samples, eval_n_samples: samples per group.
+        staleness: bound in steps.
+        eval_interval: steps between evaluations; 0 or less for none.
+    """
+
+    batch_size: int
+    n_samples: int
+    staleness: int
+    total_steps: int
+    seed: int
+    eval_interval: int
+    eval_before_train: bool
+    eval_n_samples: int
+
+
+@dataclass
+class Worker:
+    version: int
+    state: str
+    seen: float
+    told_stop: bool = False
+
+
+class Service:
+    """One attempt's controller."""
+
+    def __init__(
+        self, run: Run, attempt: int, schedule: Schedule, train: list[Prompt], validation: list[Prompt]
+    ) -> None:
+        self._run, self._attempt, self._schedule = run, attempt, schedule
+        self._train, self._validation = train, validation
+        self._stream = PromptStream(len(train), schedule.batch_size, schedule.seed)
+        self._admission = Admission(schedule.batch_size, schedule.staleness, schedule.total_steps)
+        self._metrics: MetricsWriter | None = None
+        self._batches: dict[int, Batch] = {}
+        self._described: set[int] = set()
+        self._version: int | None = None
+        self._eval = EvalQueue()
+        self._pruned = 0
+        self.workers: dict[str, Worker] = {}
+        self.stop: str | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The newest published version, or None before the trainer has started."""
+        return self._version
+
+    @property
+    def total_steps(self) -> int:
+        return self._schedule.total_steps
+
+    def start(self, step: int) -> int:
+        """The trainer is ready to continue after `step`; return the number of steps of the run."""
+        if self._metrics is not None:
+            raise RunError("the trainer has started before in this attempt")
+        history = read_history(
+            self._run,
+            step,
+            self._schedule.batch_size,
+            lambda next_step, meta: staleness(next_step, meta) <= self._schedule.staleness,
+        )
+        self._admission.restore(history.composed, history.used, history.finished)
+        self._batches = history.batches
+        self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
+        self.published(step)
+        return self._schedule.total_steps
+
+    def published(self, version: int) -> None:
+        """weights/v<version> is there (or, for version 0, the initial model is the newest)."""
+        self._version = version
+        s = self._schedule
+        due = is_due(version, s.total_steps, s.eval_interval, s.eval_before_train) and self._validation
+        if due and not (self._run.evals_of(version) / "summary.json").exists():
+            discard(self._run.evals_of(version))
+            self._eval.begin(version, len(self._validation))
+        self._compose()
+        self._finish_if_done()
+
+    def claim(self, name: str, version: int, capacity: int) -> list[Work]:
+        """Return the groups that worker `name` may begin with its engine at `version`; evaluation goes first."""
+        if self._version is None or version > self._version or self.stop:
+            return []
+        work = [self._eval_work(row) for row in self._eval.claim(name, version, capacity)]
+        return work + [self._train_work(i) for i in self._admission.claim(name, version, capacity - len(work))]
+
+    def _train_work(self, index: int) -> Work:
+        prompt = self._train[self._stream.row(index)]
+        return Work(group_id(index), "train", prompt, self._schedule.n_samples, self._stream.sampling_seed(index))
+
+    def _eval_work(self, row: int) -> Work:
+        name = f"e{self._eval.version:06d}-{row:08d}"
+        return Work(name, "eval", self._validation[row], self._schedule.eval_n_samples, self._schedule.seed + row)
+
+    def complete(self, groups: list[GroupMeta]) -> dict[str, str]:
+        """Take finished groups; return those that are not wanted, with the reason."""
+        rejected = {}
+        for meta in groups:
+            if meta.kind == "eval":
+                reason = self._eval.complete(meta)
+            else:
+                self._run.inside(meta.path)
+                index = group_index(meta.group_id)
+                reason = "unknown group" if index is None else self._admission.complete(index, meta)
+            if reason:
+                rejected[meta.group_id] = reason
+        self._compose()
+        self._conclude_evaluation()
+        self._finish_if_done()
+        return rejected
+
+    def batch(self, step: int) -> str | None:
+        """Return the path of the batch of `step`, relative to the run directory, or None while it is not complete."""
+        batch = self._batches.get(step)
+        if batch is None:
+            return None
+        if step not in self._described:
+            assert self._metrics is not None
+            self._metrics.write(step, describe(batch))
+            self._described.add(step)
+        return str(self._run.batch(step).relative_to(self._run.path))
+
+    def committed(self) -> None:
+        """A checkpoint is committed: samples that only older checkpoints could train again are removed."""
+        checkpoints = committed(self._run.checkpoints, step_of)
+        oldest = checkpoints[0] if checkpoints else 0
+        for step in range(self._pruned + 1, oldest + 1):
+            value = read_json(self._run.batch(step))
+            for group in value["groups"] if value else []:
+                self._run.inside(group["path"]).unlink(missing_ok=True)
+            self._batches.pop(step, None)
+        self._pruned = max(self._pruned, oldest)
+
+    def seen(self, name: str, version: int, state: str) -> None:
+        """A worker has called."""
+        worker = self.workers.setdefault(name, Worker(version, state, 0.0))
+        worker.version, worker.state, worker.seen = version, state, time.monotonic()
+
+    def expire(self) -> list[str]:
+        """Take the groups of silent workers back; return the names of those workers."""
+        silent = [name for name, worker in self.workers.items() if time.monotonic() - worker.seen > SILENCE_S]
+        for name in silent:
+            del self.workers[name]
+            self._admission.release(name)
+            self._eval.release(name)
+        return silent
+
+    def status(self) -> dict[str, object]:
+        return {
+            "version": self._version,
+            "composed": self._admission.composed,
+            "total_steps": self._schedule.total_steps,
+            "running": self._admission.running,
+            "finished": self._admission.finished,
+            "eval_open": self._eval.open,
+            "stop": self.stop,
+            "workers": {name: {"version": w.version, "state": w.state} for name, w in self.workers.items()},
+        }
+
+    def _compose(self) -> None:
+        while (groups := self._admission.compose()) is not None:
+            step = self._admission.composed
+            batch = Batch(step, [meta for _, meta in groups], self._admission.cursor)
+            write_json(self._run.batch(step), batch.to_json())
+            self._batches[step] = batch
+
+    def _conclude_evaluation(self) -> None:
+        if (groups := self._eval.conclude()) is None:
+            return
+        assert self._metrics is not None
+        metrics = scores(groups)
+        self._metrics.write(self._eval.version, metrics)
+        write_json(self._run.evals_of(self._eval.version) / "summary.json", metrics)
+
+    def _finish_if_done(self) -> None:
+        if self._version == self._schedule.total_steps and not self._eval.open and self.stop is None:
+            self.stop = FINISHED
+
+
+class EvalQueue:
+    """The evaluation of one version: rows that wait, run and are finished."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._waiting: deque[int] = deque()
+        self._running: dict[str, tuple[int, str]] = {}
+        self._finished: dict[str, GroupMeta] = {}
+
+    @property
+    def open(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def begin(self, version: int, rows: int) -> None:
+        self.version, self._waiting = version, deque(range(rows))
+        self._running, self._finished = {}, {}
+
+    def claim(self, worker: str, version: int, count: int) -> list[int]:
+        if version < self.version:
+            return []
+        rows = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+        self._running.update({f"e{self.version:06d}-{row:08d}": (row, worker) for row in rows})
+        return rows
+
+    def complete(self, meta: GroupMeta) -> str | None:
+        if self._running.pop(meta.group_id, None) is None:
+            return "not asked for"
+        self._finished[meta.group_id] = meta
+        return None
+
+    def release(self, worker: str) -> None:
+        lost = [name for name, (_, owner) in self._running.items() if owner == worker]
+        self._waiting.extend(self._running.pop(name)[0] for name in lost)
+
+    def conclude(self) -> list[GroupMeta] | None:
+        """Return the groups once all are finished, and only once."""
+        if self.open or not self._finished:
+            return None
+        groups = [self._finished[name] for name in sorted(self._finished)]
+        self._finished = {}
+        return groups

@@ -1,0 +1,97 @@
+"""One process that an agent starts and supervises: its log, its end, its first error."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpcrl.run.parent import die_with_parent
+
+_TAIL = 64 << 10
+_ERROR_LINE = re.compile(r"^(?:\S+: )?(?:[\w.]+(?:Error|Exception|Interrupt|Exit)\b.*)$")
+
+
+def _prepare() -> None:
+    die_with_parent()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # torchrun dies of it; the stop file says the same
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in what the local executor starts
+
+
+class Child:
+    """A running process in a process group of its own.
+
+    Args:
+        stop_signal: what asks it to end; it is killed if that does not help.
+        error_file: where torchrun leaves the first error of its ranks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        stop_signal: signal.Signals = signal.SIGTERM,
+        error_file: Path | None = None,
+    ) -> None:
+        self.name, self._log, self._stop_signal, self._error_file = name, log, stop_signal, error_file
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            self._start = file.tell()
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+                preexec_fn=_prepare,
+            )
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while it runs."""
+        return self._process.poll()
+
+    def said(self) -> str:
+        """Return the end of what this process wrote to its log."""
+        with self._log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._start, size - _TAIL))
+            return file.read().decode(errors="replace")
+
+    def first_error(self) -> str:
+        """Return why the process failed, in one line, with the log that has the rest."""
+        return f"{self.name}: {self._reason()} (log: {self._log})"
+
+    def _reason(self) -> str:
+        if self._error_file and self._error_file.is_file():
+            message = json.loads(self._error_file.read_text())["message"]
+            text = message if isinstance(message, str) else message["message"]
+            if text.strip():
+                return text.strip().splitlines()[-1]
+        lines = [line.strip() for line in self.said().splitlines() if _ERROR_LINE.match(line.strip())]
+        status = self._process.returncode
+        ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return lines[-1] if lines else ended
+
+    def kill_group(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def end(self, patience_s: float) -> None:
+        """Ask the process to end, wait, then kill what is left of its group."""
+        if self.poll() is None:
+            self._process.send_signal(self._stop_signal)
+            deadline = time.monotonic() + patience_s
+            while self.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.1)
+        self.kill_group(signal.SIGKILL)
+        self._process.wait()

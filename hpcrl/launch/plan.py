@@ -1,0 +1,66 @@
+"""Which node does what: trainers first, then replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hpcrl.config import Config, replicas_per_node
+
+Role = Literal["trainer", "rollout"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """What one node of a run does.
+
+    Attributes:
+        ranks: trainer processes, one device each; 0 on a rollout node.
+        replicas: numbers of the engines on this node.
+        gpus: devices that the node uses; 0 where it computes on the CPU.
+        gpu_offset: devices that the nodes before it use, for when all of them share one machine.
+    """
+
+    index: int
+    role: Role
+    ranks: int
+    replicas: tuple[int, ...]
+    gpus: int
+    gpu_offset: int
+
+
+def make_plan(config: Config) -> list[Node]:
+    """Return the nodes of a run, in the order of their Slurm node ids."""
+    placement, engine = config.trainer.placement, config.generator.inference_engine
+    on_gpu, nodes, offset = config.slurm.gpus_per_node > 0, list[Node](), 0
+
+    def add(role: Role, ranks: int, replicas: tuple[int, ...]) -> None:
+        nonlocal offset
+        gpus = (ranks + len(replicas) * engine.tensor_parallel_size) if on_gpu else 0
+        nodes.append(Node(len(nodes), role, ranks, replicas, gpus, offset))
+        offset += gpus
+
+    for _ in range(placement.policy_num_nodes):
+        add("trainer", placement.policy_num_gpus_per_node, ())
+    width = replicas_per_node(config)
+    for first in range(0, engine.num_engines, width):
+        add("rollout", 0, tuple(range(first, min(first + width, engine.num_engines))))
+    return nodes
+
+
+def trainer_nodes(plan: list[Node]) -> int:
+    return sum(node.role == "trainer" for node in plan)
+
+
+def describe_plan(plan: list[Node]) -> list[str]:
+    """Return one line per node, for people."""
+    lines = []
+    for node in plan:
+        devices = f", {node.gpus} GPU(s)" if node.gpus else ""
+        if node.role == "trainer":
+            also = " and the controller" if node.index == 0 else ""
+            lines.append(f"node {node.index}: trainer, {node.ranks} rank(s){also}{devices}")
+        else:
+            names = ", ".join(f"rollout-{replica}" for replica in node.replicas)
+            lines.append(f"node {node.index}: {names}{devices}")
+    return lines

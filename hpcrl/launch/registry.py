@@ -1,0 +1,103 @@
+"""Finding runs by name, and what state each is in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcrl.errors import RunError
+from hpcrl.launch.scheduler import GONE, JobState, local_state, slurm_states
+from hpcrl.run.commit import read_json
+from hpcrl.run.layout import Run
+from hpcrl.run.lease import Lease, read_leases
+from hpcrl.run.ledger import Outcome, read_attempts, read_outcome
+
+
+def default_root() -> Path:
+    """Return where runs are looked for: $HPCRL_ROOT, else ./runs, the default of slurm.root."""
+    return Path(os.environ.get("HPCRL_ROOT", "runs"))
+
+
+def all_runs(root: Path) -> list[Run]:
+    """Return every run under `root`, by project and name."""
+    return [Run(path.parent.absolute()) for path in sorted(root.glob("*/[!.]*/config.toml"))]
+
+
+def find_run(name: str, root: Path) -> Run:
+    """Return the run of this name, `project/name` or path.
+
+    Raises:
+        RunError: none, or several, match.
+    """
+    if (Path(name) / "config.toml").is_file():
+        return Run.open(name)
+    matches = [run for run in all_runs(root) if name in (run.name, f"{run.project}/{run.name}")]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        choices = ", ".join(f"{run.project}/{run.name}" for run in matches)
+        raise RunError(f"several runs are called {name}: {choices}; name one with its project")
+    raise RunError(
+        f"no run {name!r} under {root.absolute()}; give its path, or --root, or set HPCRL_ROOT. `hpcrl status` lists the runs there"
+    )
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run as a person wants to see it.
+
+    Attributes:
+        word: pending, starting, running, done, failed, cancelled, interrupted, or lost (it ended without an outcome).
+        detail: the pending reason, the first error, or what the trainer does.
+    """
+
+    run: Run
+    submission: dict[str, Any]
+    job: JobState
+    attempt: int
+    outcome: Outcome | None
+    leases: list[Lease]
+    word: str
+    detail: str
+
+    @property
+    def over(self) -> bool:
+        return not self.job.active and self.word not in ("pending", "starting", "running")
+
+
+def states_of(runs: Sequence[Run]) -> list[RunState]:
+    """Return the state of each run, asking the scheduler once for all of them."""
+    submissions = [read_json(run.submission) or {} for run in runs]
+    jobs = slurm_states([s["job_id"] for s in submissions if s.get("executor") == "slurm"])
+    states = []
+    for run, submission in zip(runs, submissions, strict=True):
+        local = submission.get("executor") == "local"
+        job = local_state(submission["job_id"]) if local else jobs.get(submission.get("job_id", ""), GONE)
+        states.append(_state(run, submission, job))
+    return states
+
+
+def _state(run: Run, submission: dict[str, Any], job: JobState) -> RunState:
+    attempts = read_attempts(run)
+    attempt = attempts[-1] if attempts else None
+    number = attempt.number if attempt else 0
+    outcome = read_outcome(run)
+    current = outcome if outcome and outcome.attempt == number else None
+    leases = read_leases(run, number)
+    last_change = max(attempt.started if attempt else 0.0, current.ended if current else 0.0)
+    queued_again = submission.get("submitted", 0.0) > last_change > 0.0
+    if job.active and (job.name == "PENDING" or attempt is None or queued_again or current):
+        word = "pending" if job.name == "PENDING" else "starting" if current is None else "ending"
+        detail = job.reason or (current.message if current else "")
+    elif current and not queued_again:
+        word, detail = current.kind, current.message
+    elif job.active:
+        trainer = next((lease for lease in leases if lease.process == "trainer"), None)
+        word, detail = "running", trainer.state if trainer else "starting"
+    else:
+        word = "lost"
+        detail = f"the job is gone ({job.name.lower()}) and left no outcome; `hpcrl resume {run.name}` continues it"
+    return RunState(run, submission, job, number, current, leases, word, detail)

@@ -1,0 +1,72 @@
+"""Cancelling a run, and continuing one that ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from hpcrl.config import Config
+from hpcrl.errors import RunError
+from hpcrl.launch.registry import RunState, states_of
+from hpcrl.launch.scheduler import cancel_slurm
+from hpcrl.launch.submit import Element, Submission, launch
+from hpcrl.run.commit import write_json
+from hpcrl.run.layout import Run
+from hpcrl.run.ledger import Outcome
+
+_POLL_S = 0.5
+
+
+def cancel(run: Run, patience_s: float) -> RunState:
+    """Ask a run to save and stop; take the job away if it has not ended after `patience_s`. Returns the final state.
+
+    Raises:
+        RunError: the run is over already.
+    """
+    state = states_of([run])[0]
+    if state.over:
+        raise RunError(f"{run.name} is not running: {state.word} ({state.detail})")
+    if state.word == "running" and patience_s > 0:
+        write_json(run.stop, {"attempt": state.attempt, "reason": "cancelled"})
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            state = states_of([run])[0]
+            if state.over:
+                return state
+            time.sleep(_POLL_S)
+    outcome = Outcome(state.attempt, "cancelled", "cancelled by the user", "hpcrl cancel", time.time())
+    write_json(run.outcome, asdict(outcome))
+    _take_away(state)
+    return states_of([run])[0]
+
+
+def _take_away(state: RunState) -> None:
+    job = state.submission["job_id"]
+    if state.submission["executor"] == "slurm":
+        cancel_slurm(job)
+    elif state.job.active:
+        # Agents end their processes when they see the outcome; the executor's process ends with its agents.
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and states_of([state.run])[0].job.active:
+            time.sleep(_POLL_S)
+        if states_of([state.run])[0].job.active:
+            os.kill(int(job), signal.SIGTERM)
+
+
+def resume(run: Run) -> None:
+    """Start the next attempt of a run, by the executor that it was submitted to.
+
+    Raises:
+        RunError: the run is active, or has finished.
+    """
+    state = states_of([run])[0]
+    if not state.over:
+        raise RunError(f"{run.name} is {state.word}; there is nothing to resume")
+    if state.word == "done":
+        raise RunError(f"{run.name} is done; to train on, submit a run with trainer.resume_mode=from_path")
+    folder = Path(os.path.realpath(run.slurm))
+    element = Element(run.name, Config.from_toml([run.config]), state.submission["overrides"])
+    launch(Submission(folder, [element]), local=state.submission["executor"] == "local")

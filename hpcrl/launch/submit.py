@@ -1,0 +1,261 @@
+"""From configurations to queued runs: run directories, code snapshot, one submitit call.
+
+Nothing is half-made: directories appear complete, and are removed again if the executor refuses.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core.utils import FailedSubmissionError
+
+import hpcrl
+from hpcrl.config import Config
+from hpcrl.errors import ConfigError, RunError, SubmitError
+from hpcrl.launch import agent
+from hpcrl.launch.plan import make_plan
+from hpcrl.run.commit import discard, write_json, write_text
+from hpcrl.run.layout import Run
+
+_SIGNAL_S = 90
+_PASSED_ON = ("partition", "account", "qos", "constraint", "array_parallelism")
+
+
+@dataclass(frozen=True)
+class Element:
+    """One run to be submitted.
+
+    Attributes:
+        overrides: what sets it apart in its sweep.
+    """
+
+    name: str
+    config: Config
+    overrides: list[str]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What one submit call makes, before it is made.
+
+    Attributes:
+        folder: submitit's folder and the code snapshot, shared by the elements.
+        elements: the runs, in the order of their array indices.
+    """
+
+    folder: Path
+    elements: list[Element]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [Run(self.folder.parent.parent / element.name) for element in self.elements]
+
+    @property
+    def element_list(self) -> Path:
+        """File from which the end of the batch script learns the run directory of each array index."""
+        return self.folder / f"elements-{self.elements[0].name}-{len(self.elements)}.json"
+
+
+def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submission:
+    """Name the runs of a submission: `name`, or `name.0`, `name.1`, ... for a sweep.
+
+    Raises:
+        RunError: a run directory of that name exists.
+        ConfigError: the elements do not fit into one job array.
+    """
+    first = elements[0][0]
+    for config, overrides in elements:
+        if config.slurm != first.slurm or make_plan(config) != make_plan(first):
+            raise ConfigError(
+                f"--sweep {' '.join(overrides)}: the elements of a job array share one batch script, so a sweep cannot vary "
+                "the slurm section or the number of nodes; submit such runs one by one"
+            )
+    project = (Path(first.slurm.root).expanduser() / first.trainer.project_name).absolute()
+    single = len(elements) == 1 and not elements[0][1]
+    named = [
+        Element(name if single else f"{name}.{i}", config, overrides) for i, (config, overrides) in enumerate(elements)
+    ]
+    submission = Submission(project / ".slurm" / name, named)
+    for run in submission.runs:
+        if run.path.exists():
+            raise RunError(
+                f"{run.path} exists; choose another trainer.run_name, or continue it with `hpcrl resume {run.name}`"
+            )
+    if submission.folder.exists():
+        raise RunError(f"{submission.folder} exists from an earlier submission; choose another trainer.run_name")
+    return submission
+
+
+def code_sources() -> dict[str, Path]:
+    """Return where hpcrl/ and jobs/ lie: side by side in a checkout, jobs inside the package in an installed wheel."""
+    package = Path(hpcrl.__file__).parent
+    inside = package / "_jobs"
+    return {"hpcrl": package, "jobs": inside if inside.is_dir() else package.parent / "jobs"}
+
+
+def _make_folder(folder: Path) -> None:
+    """Copy the code that every attempt will run, whatever happens to the checkout meanwhile."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "_jobs")
+    for name, source in code_sources().items():
+        shutil.copytree(source, folder / "code" / name, ignore=ignore)
+
+
+def _make_run(run: Run, element: Element, folder: Path) -> None:
+    staged = Run(run.path.with_name(f".tmp-{run.name}.{os.getpid()}"))
+    staged.path.mkdir(parents=True, mode=0o700)
+    write_text(staged.config, element.config.to_toml())
+    token = staged.token
+    token.parent.mkdir(mode=0o700)
+    write_text(token, secrets.token_hex(32) + "\n", mode=0o600)
+    shared = os.path.relpath(folder, run.path)
+    staged.slurm.symlink_to(shared)
+    staged.code.symlink_to(f"{shared}/code")
+    for directory in (staged.endpoints, staged.stop.parent, staged.metrics, staged.samples, staged.batches):
+        directory.mkdir()
+    os.rename(staged.path, run.path)
+
+
+def _setup_lines(config: Config, folder: Path) -> list[str]:
+    return [
+        f"export PYTHONPATH={_quote(folder / 'code')} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1",
+        "umask 077",
+        *config.slurm.setup,
+    ]
+
+
+def _quote(path: Path) -> str:
+    return "'" + str(path).replace("'", "'\\''") + "'"
+
+
+def slurm_executor(submission: Submission) -> submitit.SlurmExecutor:
+    """Return the executor whose job array runs this submission. All elements share one batch script, made from the first."""
+    config = submission.elements[0].config
+    slurm = config.slurm
+    parameters: dict[str, Any] = {
+        "job_name": f"hpcrl-{submission.folder.name}",
+        "comment": f"hpcrl:{submission.folder.name}",
+        "time": slurm.time_minutes,
+        "nodes": len(make_plan(config)),
+        "ntasks_per_node": 1,
+        "signal_delay_s": _SIGNAL_S,
+        "wckey": None,
+        "stderr_to_stdout": True,
+        "setup": _setup_lines(config, submission.folder),
+        "teardown": [
+            f"{_quote(Path(sys.executable))} -m hpcrl.launch.finish {_quote(submission.element_list)}; exit $?"
+        ],
+        "srun_args": ["--kill-on-bad-exit=0"],
+        "additional_parameters": {"requeue": True, **slurm.extra},
+    }
+    for name in _PASSED_ON:
+        if (value := getattr(slurm, name)) is not None:
+            parameters[name] = value
+    if slurm.mem_gb is not None:
+        parameters["mem"] = f"{slurm.mem_gb}GB"
+    if slurm.exclusive:
+        parameters["exclusive"] = True
+    if slurm.gpus_per_node:
+        parameters["gpus_per_node"] = slurm.gpus_per_node
+    if slurm.cpus_per_task is not None:
+        parameters["cpus_per_task"] = slurm.cpus_per_task
+        parameters["srun_args"].append(f"--cpus-per-task={slurm.cpus_per_task}")
+    executor = submitit.SlurmExecutor(folder=submission.folder / "%j")
+    executor.update_parameters(**parameters)
+    return executor
+
+
+def local_executor(submission: Submission) -> submitit.LocalExecutor:
+    """Return the executor that runs the same agents as processes of this machine, one per node of the plan."""
+    config = submission.elements[0].config
+    plan = make_plan(config)
+    executor = submitit.LocalExecutor(folder=submission.folder / "%j")
+    executor.update_parameters(
+        timeout_min=config.slurm.time_minutes,
+        tasks_per_node=len(plan),
+        gpus_per_node=sum(node.gpus for node in plan),
+        signal_delay_s=_SIGNAL_S,
+        stderr_to_stdout=True,
+        setup=_setup_lines(config, submission.folder),
+    )
+    return executor
+
+
+def batch_script(submission: Submission) -> str:
+    """Return the sbatch script that submitit would write."""
+    executor = slurm_executor(submission)
+    if len(submission.elements) > 1:
+        executor.parameters["map_count"] = len(submission.elements)
+    return executor._make_submission_file_text(executor._submitit_command_str, "dry-run")
+
+
+def submit(submission: Submission, local: bool) -> list[Run]:
+    """Make the run directories and hand them to Slurm, or to the local executor.
+
+    Raises:
+        SubmitError: the executor refused; nothing is left behind.
+    """
+    folder, runs = submission.folder, submission.runs
+    try:
+        _make_folder(folder)
+        for run, element in zip(runs, submission.elements, strict=True):
+            _make_run(run, element, folder)
+        launch(submission, local)
+    except BaseException:
+        for path in (*(run.path for run in runs), folder):
+            discard(path)
+        raise
+    return runs
+
+
+def launch(submission: Submission, local: bool) -> None:
+    """Start agents for run directories that exist, and record the job in each of them.
+
+    Raises:
+        SubmitError: the executor refused.
+    """
+    logging.getLogger("submitit").setLevel(logging.ERROR)
+    runs = submission.runs
+    write_json(submission.element_list, [str(run.path) for run in runs])
+    executor = local_executor(submission) if local else slurm_executor(submission)
+    # A run goes on when the terminal that started it gets Ctrl-C; an ignored signal is inherited by what submitit starts.
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with submitit.helpers.clean_env():
+            jobs = executor.map_array(agent.main, [str(run.path) for run in runs])
+    except FailedSubmissionError as error:
+        raise SubmitError(f"Slurm refused the job: {_refusal(str(error))}") from error
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+    for run, element, job in zip(runs, submission.elements, jobs, strict=True):
+        record = {
+            "executor": "local" if local else "slurm",
+            "job_id": job.job_id,
+            "overrides": element.overrides,
+            "submitted": time.time(),
+        }
+        write_json(run.submission, record)
+
+
+def _refusal(text: str) -> str:
+    lines = [line.partition("sbatch: error: ")[2].strip() for line in text.splitlines() if "sbatch: error: " in line]
+    return "; ".join(lines) or text.strip()
+
+
+def require_slurm() -> None:
+    """Raise SubmitError where sbatch is not to be found."""
+    if shutil.which("sbatch") is None:
+        raise SubmitError(
+            "there is no Slurm here (no sbatch on PATH): use --local to run on this machine, --dry-run to see what would be "
+            "submitted, or slurm/devcluster to try a small Slurm of your own"
+        )

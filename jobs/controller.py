@@ -1,0 +1,80 @@
+"""The controller of a run: python jobs/controller.py RUN
+
+consumes   the datasets, batches/ and samples/ of earlier attempts, control/stop.json
+waits for  requests of the trainer and of the rollout workers (hpcrl/run/call.py)
+produces   batches/s<step>.json, metrics/controller.jsonl, evals/*/summary.json, tensorboard/
+ends       when the last step is trained and evaluated and every worker knows; under a stop request its agent ends it
+"""
+
+import asyncio
+import os
+import signal
+import sys
+
+from starlette.applications import Starlette
+from transformers import AutoTokenizer
+
+from hpcrl.config import Config, total_steps
+from hpcrl.controller.api import Api, Guard, bind, serve
+from hpcrl.controller.service import Schedule, Service
+from hpcrl.data.prompts import drop_long, load_prompts
+from hpcrl.observe.tensorboard import Follower
+from hpcrl.run.call import read_token
+from hpcrl.run.layout import Run
+from hpcrl.run.lease import RENEW_S, LeaseWriter
+from hpcrl.types import Prompt
+
+
+def main(path: str) -> None:
+    run, attempt = Run.open(path), int(os.environ["HPCRL_ATTEMPT"])
+    for number in (signal.SIGTERM, signal.SIGUSR2):  # the agent writes the stop file; workers are told before the end
+        signal.signal(number, signal.SIG_IGN)
+    lease = LeaseWriter(run, "controller", attempt)
+    lease.say("loading data")
+    config = Config.from_toml([run.config])
+    tokenizer = AutoTokenizer.from_pretrained(config.trainer.policy.model.path)
+
+    def count_tokens(prompt: Prompt) -> int:
+        options = config.generator.chat_template_kwargs
+        return len(tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, **options)["input_ids"])
+
+    def load(sources: list[str]) -> list[Prompt]:
+        prompts = load_prompts(sources, config.environment.env_class)
+        return drop_long(prompts, count_tokens, config.trainer.max_prompt_length)
+
+    trainer = config.trainer
+    train, validation = load(config.data.train_data), load(config.data.val_data) if trainer.eval_interval > 0 else []
+    schedule = Schedule(
+        batch_size=trainer.train_batch_size,
+        n_samples=config.generator.n_samples_per_prompt,
+        staleness=trainer.fully_async.max_staleness_steps,
+        total_steps=total_steps(len(train), trainer),
+        seed=trainer.seed,
+        eval_interval=trainer.eval_interval,
+        eval_before_train=trainer.eval_before_train,
+        eval_n_samples=config.generator.eval_n_samples_per_prompt,
+    )
+    asyncio.run(_serve(run, attempt, lease, Service(run, attempt, schedule, train, validation)))
+
+
+async def _serve(run: Run, attempt: int, lease: LeaseWriter, service: Service) -> None:
+    api, listener = Api(service), bind(os.environ["HPCRL_ADDRESS"])
+    app: Starlette = api.app()
+    host, port = listener.getsockname()[:2]
+    url = f"http://{host}:{port}"
+
+    async def tell() -> None:
+        while True:
+            lease.say("serving", url=url, **service.status())
+            await asyncio.sleep(RENEW_S)
+
+    telling = asyncio.create_task(tell())
+    guarded = Guard(app, read_token(run), run.name, attempt)
+    with Follower(run):
+        await serve(guarded, listener, api.watch(run, attempt, lambda text: print(text, flush=True)))
+    telling.cancel()
+    lease.say("finished", url=url)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
