@@ -1,0 +1,56 @@
+"""Middleware that puts vLLM's whole HTTP surface behind the run's token.
+
+vLLM's own `--api-key` protects only the paths under /v1; the development routes that change weights or run code on the workers
+stay open. This class is given to `--middleware`, sits outside the router, and lets nothing through without the token: known
+routes, unknown paths, documentation pages and websockets alike.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from hpcrl.run.call import authorized, read_token_file
+
+TOKEN_FILE = "HPCRL_TOKEN_FILE"
+RUN_NAME = "HPCRL_RUN_NAME"
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class TokenRequired:
+    """ASGI middleware: 401 without the token, 401 for the name of another run.
+
+    The token is read once, from the file that HPCRL_TOKEN_FILE names, so it is neither in argv nor in the environment.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._token = read_token_file(Path(os.environ[TOKEN_FILE]))
+        self._run_name = os.environ[RUN_NAME].encode()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._admits(dict(scope["headers"])):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await _refuse(send)
+
+    def _admits(self, headers: dict[bytes, bytes]) -> bool:
+        given = headers.get(b"authorization", b"").decode("latin-1")
+        run_name = headers.get(b"x-hpcrl-run", self._run_name)
+        return authorized(given, self._token) and hmac.compare_digest(run_name, self._run_name)
+
+
+async def _refuse(send: Send) -> None:
+    body = b'{"error": "this server answers only requests that carry the token of its run"}'
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

