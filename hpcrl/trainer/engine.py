@@ -1,0 +1,76 @@
+"""The verbs of a training backend. A backend is one file behind them; packing, losses and jobs know nothing else of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from hpcrl.types import MicroBatch
+
+Objective = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(micro-batch, logprobs [P], entropies [P]) -> the loss to differentiate and the metrics, all of them sums over the mask."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step.
+
+    Attributes:
+        grad_norm: norm of all gradients together, before clipping.
+        lr: learning rate of this step.
+        skipped: the norm was not finite, so nothing was updated.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+class Engine(Protocol):
+    """A policy in training, and maybe its frozen reference, spread over all ranks. Every verb is called by all ranks.
+
+    Attributes:
+        updates: optimizer steps done; part of the saved state.
+    """
+
+    updates: int
+
+    def schedule(self, total_updates: int) -> None:
+        """Tell how many optimizer steps the whole run has, for learning rates that fall to 0 at its end."""
+        ...
+
+    def logprobs(self, batch: MicroBatch, *, reference: bool = False) -> torch.Tensor:
+        """Return [P] log-probabilities of the labels on the CPU, of the policy or of the reference, without gradient."""
+        ...
+
+    def forward_backward(self, batch: MicroBatch, objective: Objective, tokens: int) -> dict[str, torch.Tensor]:
+        """Add the gradient of the objective's sum divided by `tokens`; return this rank's metric sums.
+
+        Args:
+            tokens: trained tokens of the whole mini-batch, over all micro-batches and ranks.
+        """
+        ...
+
+    def step(self) -> StepReport:
+        """Clip, update and forget the gradients."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write model, optimizer and `updates` into an existing directory, each rank its part."""
+        ...
+
+    def restore(self, directory: Path) -> None:
+        """Load what `save` wrote, on any number of ranks."""
+        ...
+
+    def export_weights(self, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the policy piece by piece under Hugging Face names: whole CPU tensors on rank 0, nothing on other ranks."""
+        ...
+
+    def export_config(self, directory: Path, dtype: torch.dtype) -> None:
+        """Write what makes exported weights a model: configuration and tokenizer. Rank 0 writes."""
+        ...

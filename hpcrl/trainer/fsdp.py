@@ -1,0 +1,154 @@
+"""The FSDP2 backend: fp32 master weights sharded over all ranks, compute in the configured type, AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
+from transformers.core_model_loading import revert_weight_conversion
+
+from hpcrl.config.model import PolicyConfig
+from hpcrl.trainer.engine import Objective, StepReport
+from hpcrl.trainer.model import free_gathered, load_policy
+from hpcrl.trainer.schedule import lr_factor
+from hpcrl.trainer.world import World
+from hpcrl.types import MicroBatch
+
+
+class FsdpEngine:
+    """Engine (hpcrl/trainer/engine.py) on FSDP2.
+
+    Args:
+        reference_path: model of the KL term, None for none; it shares the devices.
+        temperature: divides the logits of policy and reference.
+        chunk_rows: tokens whose logits exist at the same time.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        world: World,
+        *,
+        reference_path: str | None,
+        temperature: float,
+        chunk_rows: int,
+        gradient_checkpointing: bool,
+    ) -> None:
+        self._config, self._world = config, world
+        self.updates = 0
+        self._total_updates = 0
+        mesh = init_device_mesh(world.device.type, (world.size,))
+        head = {"temperature": temperature, "chunk_rows": chunk_rows}
+        self._policy = load_policy(config.model.path, config.fsdp_config, world, mesh, trained=True, **head)
+        if gradient_checkpointing:
+            self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._reference = (
+            load_policy(reference_path, config.fsdp_config, world, mesh, trained=False, **head)
+            if reference_path
+            else None
+        )
+        self._optimizer = torch.optim.AdamW(self._policy.parameters(), fused=True)
+        self._configure_optimizer(config.optimizer_config.lr)
+
+    def _configure_optimizer(self, lr: float) -> None:
+        optimizer = self._config.optimizer_config
+        for group in self._optimizer.param_groups:
+            group |= {"lr": lr, "betas": tuple(optimizer.adam_betas), "weight_decay": optimizer.weight_decay}
+
+    def schedule(self, total_updates: int) -> None:
+        self._total_updates = total_updates
+
+    def logprobs(self, batch: MicroBatch, *, reference: bool = False) -> torch.Tensor:
+        policy = self._reference if reference else self._policy
+        assert policy is not None, "this engine was made without a reference"
+        with torch.no_grad():
+            logprobs_P, _ = policy.run(self._moved(batch), self._world.device)
+            free_gathered(policy)
+            return logprobs_P.cpu()
+
+    def forward_backward(self, batch: MicroBatch, objective: Objective, tokens: int) -> dict[str, torch.Tensor]:
+        batch = self._moved(batch)
+        logprobs_P, entropies_P = self._policy.run(batch, self._world.device)
+        loss, sums = objective(batch, logprobs_P, entropies_P)
+        (loss / tokens).backward()
+        return sums
+
+    def step(self) -> StepReport:
+        optimizer = self._config.optimizer_config
+        lr = optimizer.lr * lr_factor(
+            optimizer.scheduler, self.updates, optimizer.num_warmup_steps, self._total_updates
+        )
+        gradients = [_local(p.grad) for p in self._policy.parameters() if p.grad is not None]
+        norm = self._norm(gradients)
+        finite = math.isfinite(norm)
+        if finite:
+            if 0 < optimizer.max_grad_norm < norm:
+                for gradient in gradients:
+                    gradient.mul_(optimizer.max_grad_norm / norm)
+            # also after a resume, where the loaded state has brought the settings of the run that saved it
+            self._configure_optimizer(lr)
+            self._optimizer.step()
+            self.updates += 1
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepReport(norm, lr, skipped=not finite)
+
+    def _norm(self, gradients: list[torch.Tensor]) -> float:
+        squared = torch.nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(squared)
+        return squared.sqrt().item()
+
+    def save(self, directory: Path) -> None:
+        save(self._state(), checkpoint_id=directory, process_group=self._world.control)
+
+    def restore(self, directory: Path) -> None:
+        state = self._state()
+        load(state, checkpoint_id=directory, process_group=self._world.control)
+        set_state_dict(
+            self._policy, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self.updates = int(state["updates"])
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self._policy, self._optimizer)
+        return {"model": model, "optimizer": optimizer, "updates": torch.tensor(self.updates)}
+
+    def export_weights(self, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+        model = self._policy.model
+        free_gathered(self._policy)
+        for name, parameter in model.named_parameters():
+            # cast first: what is gathered is then no larger than what is written
+            cast = parameter.detach().to(dtype)
+            assert isinstance(cast, DTensor)
+            whole = cast.full_tensor()
+            if self._world.first:
+                yield revert_weight_conversion(model, {name: whole.cpu()})
+            else:
+                yield {}
+
+    def export_config(self, directory: Path, dtype: torch.dtype) -> None:
+        if not self._world.first:
+            return
+        config = type(self._policy.model.config).from_dict(self._policy.model.config.to_dict())
+        config.dtype = dtype
+        config.save_pretrained(directory)
+        AutoTokenizer.from_pretrained(self._config.model.path).save_pretrained(directory)
+
+    def _moved(self, batch: MicroBatch) -> MicroBatch:
+        device = self._world.device
+        tensors = {name: value.to(device) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+        return replace(batch, **tensors)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

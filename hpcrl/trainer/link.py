@@ -1,0 +1,102 @@
+"""The trainer's side of the run: rank 0 talks to the controller, keeps the lease and writes metrics; all ranks hear the answers."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+from hpcrl.errors import HpcrlError, RunError
+from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.run.call import Controller
+from hpcrl.run.commit import read_json
+from hpcrl.run.layout import Run
+from hpcrl.run.lease import LeaseWriter
+from hpcrl.trainer.world import World
+from hpcrl.types import Batch
+
+PROCESS = "trainer"
+
+
+class StopSignal:
+    """Notes SIGTERM and SIGUSR2 (Slurm's two ways to announce the end) instead of dying of them."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, self._note)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self.seen = True
+
+
+class Link:
+    """Every method but `say` is called by all ranks.
+
+    Consumes: answers of the controller, batch files. Waits for: the controller. Produces: lease, metrics.
+    """
+
+    def __init__(self, run: Run, attempt: int, world: World, stop: StopSignal) -> None:
+        self._run, self._attempt, self._world, self._stop = run, attempt, world, stop
+        self._controller = Controller(run, attempt) if world.first else None
+        self._lease = LeaseWriter(run, PROCESS, attempt) if world.first else None
+        self._metrics: MetricsWriter | None = None
+
+    def say(self, state: str, **facts: float) -> None:
+        if self._lease:
+            self._lease.say(state, **facts)
+
+    def start(self, step: int) -> int:
+        """Tell that training continues after `step`; return the run's total number of steps."""
+        if self._world.first:
+            self._metrics = MetricsWriter(self._run, PROCESS, self._attempt, step)
+        return self._ask("start", step=step)["total_steps"]
+
+    def next(self, step: int) -> Batch | None:
+        """Return the batch of `step` as soon as there is one, or None if training ends here."""
+        while True:
+            if self._world.any(self._stop.seen):
+                return None
+            answer = self._ask("next", step=step)
+            if answer["stop"] is not None:
+                return None
+            if answer["path"] is not None:
+                return self._read(answer["path"], step)
+            self.say("waiting for batch", step=step - 1)
+
+    def _read(self, relative: str, step: int) -> Batch:
+        path = self._run.inside(relative)
+        value = self._world.tell(read_json(path) if self._world.first else None)
+        if value is None:
+            raise RunError(f"the controller named {path} as the batch of step {step}, but there is no such file")
+        batch = Batch.from_json(value)
+        assert batch.step == step, f"asked for step {step}, {path} holds step {batch.step}"
+        return batch
+
+    def published(self, version: int) -> None:
+        self._ask("published", version=version)
+
+    def committed(self, step: int) -> None:
+        self._ask("committed", step=step)
+
+    def measured(self, step: int, metrics: dict[str, float]) -> None:
+        if self._metrics:
+            self._metrics.write(step, metrics)
+
+    def _ask(self, route: str, **payload: int) -> dict:
+        """Return the controller's answer on every rank; its refusal is raised on every rank."""
+        answer: dict | HpcrlError | None = None
+        if self._controller:
+            try:
+                answer = self._controller.call(route, **payload)
+            except HpcrlError as error:
+                answer = error
+        answer = self._world.tell(answer)
+        if isinstance(answer, HpcrlError):
+            raise answer
+        assert answer is not None
+        return answer
+
+    def close(self, state: str) -> None:
+        self.say(state)
+        if self._controller:
+            self._controller.close()

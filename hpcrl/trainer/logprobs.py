@@ -1,0 +1,43 @@
+"""Log-probabilities and entropies of tokens from hidden states, without ever keeping [P, V] logits.
+
+The head runs over slices of rows; backward computes a slice's logits again (T. Chen et al., arXiv:1604.06174). What is alive at
+one time is [rows per slice, V], in forward and in backward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+
+def token_logprobs(
+    hidden_PD: torch.Tensor, head_VD: torch.Tensor, labels_P: torch.Tensor, temperature: float, chunk_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log pi(label) and the entropy of pi at each row, both [P] float32 and differentiable.
+
+    pi = softmax(hidden head^T / temperature), the softmax in float32.
+
+    Args:
+        chunk_rows: rows whose logits exist at the same time.
+    """
+    assert hidden_PD.ndim == 2, f"hidden states are [P, D], not {tuple(hidden_PD.shape)}"
+    assert temperature > 0
+    assert chunk_rows > 0
+    if len(hidden_PD) <= chunk_rows:
+        return _rows(hidden_PD, head_VD, labels_P, temperature)
+    slices = [
+        checkpoint(_rows, hidden, head_VD, labels, temperature, use_reentrant=False, preserve_rng_state=False)
+        for hidden, labels in zip(hidden_PD.split(chunk_rows), labels_P.split(chunk_rows), strict=True)
+    ]
+    logprobs, entropies = zip(*slices, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _rows(
+    hidden_RD: torch.Tensor, head_VD: torch.Tensor, labels_R: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_RV = linear(hidden_RD, head_VD).float() / temperature
+    logprobs_RV = logits_RV.log_softmax(-1)
+    entropy_R = -(logprobs_RV.exp() * logprobs_RV).sum(-1)
+    return logprobs_RV.gather(-1, labels_R[:, None]).squeeze(-1), entropy_R

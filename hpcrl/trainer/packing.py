@@ -1,0 +1,103 @@
+"""Samples laid end to end: from files on disk to the MicroBatch that an engine runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hpcrl.data.samples import read_group
+from hpcrl.run.layout import Run
+from hpcrl.trainer.plan import Pick
+from hpcrl.types import Batch, MicroBatch, Sample
+
+
+@dataclass
+class Row:
+    """A sample on its way through training.
+
+    Attributes:
+        advantage: of every token of the sample.
+        old_logprobs, ref_logprobs: [T] float32, entry t speaks about token t + 1; None until computed.
+    """
+
+    sample: Sample
+    advantage: float
+    old_logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+
+
+def load_rows(run: Run, batch: Batch, picks: Sequence[Pick], advantages: Sequence[torch.Tensor]) -> list[Row]:
+    """Read the picked samples, and nothing else, in the order of `picks`.
+
+    Args:
+        advantages: per group of the batch, [n samples].
+
+    Raises:
+        DataError: a sample file is missing or damaged.
+    """
+    wanted: dict[int, list[int]] = defaultdict(list)
+    for pick in picks:
+        wanted[pick.group].append(pick.index)
+    samples: dict[tuple[int, int], Sample] = {}
+    for group, indices in wanted.items():
+        found = read_group(run.inside(batch.groups[group].path), indices)
+        samples |= {(group, index): sample for index, sample in zip(indices, found, strict=True)}
+    return [Row(samples[pick.group, pick.index], float(advantages[pick.group][pick.index])) for pick in picks]
+
+
+def trained_tokens(rows: Sequence[Row]) -> int:
+    """Return how many tokens of these rows enter the loss: those that the policy chose, but a sample's first one."""
+    return int(sum(row.sample.loss_mask[1:].sum().item() for row in rows))
+
+
+def pack(rows: Sequence[Row]) -> MicroBatch:
+    """Lay rows end to end and shift labels once: entry p speaks about the token that position p predicts.
+
+    No rows at all give one token that counts for nothing, so that a rank without work can join the others' collectives.
+    """
+    if not rows:
+        return _idle()
+    samples = [row.sample for row in rows]
+    lengths = [len(sample.token_ids) for sample in samples]
+    token_ids = torch.cat([sample.token_ids for sample in samples])
+    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    ends = starts + torch.tensor(lengths) - 1
+
+    def shifted(values_P: torch.Tensor) -> torch.Tensor:
+        return values_P.roll(-1).index_fill_(0, ends, 0)
+
+    return MicroBatch(
+        token_ids=token_ids,
+        positions=torch.arange(len(token_ids)) - starts.repeat_interleave(torch.tensor(lengths)),
+        lengths=lengths,
+        labels=shifted(token_ids),
+        loss_mask=shifted(torch.cat([sample.loss_mask for sample in samples])),
+        rollout_logprobs=shifted(torch.cat([sample.rollout_logprobs for sample in samples])),
+        advantages=torch.tensor([row.advantage for row in rows]).repeat_interleave(torch.tensor(lengths)),
+        old_logprobs=_joined([row.old_logprobs for row in rows]),
+        ref_logprobs=_joined([row.ref_logprobs for row in rows]),
+    )
+
+
+def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+    present = [part for part in parts if part is not None]
+    assert len(present) in (0, len(parts)), "some rows of a micro-batch have been scored, others not"
+    return torch.cat(present) if present else None
+
+
+def _idle() -> MicroBatch:
+    zero = torch.zeros(1)
+    return MicroBatch(
+        token_ids=torch.zeros(1, dtype=torch.int64),
+        positions=torch.zeros(1, dtype=torch.int64),
+        lengths=[1],
+        labels=torch.zeros(1, dtype=torch.int64),
+        loss_mask=zero,
+        rollout_logprobs=zero,
+        advantages=zero,
+        old_logprobs=zero,
+        ref_logprobs=zero,
+    )

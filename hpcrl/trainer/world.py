@@ -1,0 +1,86 @@
+"""The trainer's ranks: joining, agreeing, leaving.
+
+Ranks never act on what each saw by itself (a file, a signal, the controller's answer): rank 0 looks and `tell`s, or all `any`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+Value = TypeVar("Value")
+
+_PATIENCE = timedelta(hours=2)  # rank 0 may hash a large checkpoint while the others wait
+
+
+@dataclass(frozen=True)
+class World:
+    """All trainer ranks.
+
+    Attributes:
+        device: of this rank.
+        control: gloo group of all ranks for small messages, whatever carries the tensors.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    control: dist.ProcessGroup
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        dist.barrier(self.control)
+
+    def tell(self, value: Value) -> Value:
+        """Return rank 0's value on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def any(self, flag: bool) -> bool:
+        """Return whether `flag` is set on any rank."""
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.control)
+        return bool(flags.item())
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the element-wise sums over all ranks."""
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.control)
+        return total.tolist()
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Return the element-wise maxima over all ranks."""
+        highest = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.control)
+        return highest.tolist()
+
+
+@contextmanager
+def joined() -> Iterator[World]:
+    """Join the ranks that torchrun started, and leave together.
+
+    After an error nothing is torn down in an orderly way: the other ranks are not there to meet, and the exit of this process
+    is what wakes them.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    control = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    assert isinstance(control, dist.ProcessGroup)
+    yield World(dist.get_rank(), dist.get_world_size(), device, control)
+    # gloo's threads must be gone before the interpreter is, or the process may abort after all work is done
+    dist.barrier(control)
+    dist.destroy_process_group()

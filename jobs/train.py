@@ -1,0 +1,98 @@
+"""The trainer; torchrun starts one process per rank with the run directory as only argument.
+
+Consumes: config.toml, batches/, samples/, checkpoints/. Waits for: the controller's next batch.
+Produces: weights/v<step> after every step, checkpoints/, exports/, metrics/trainer.jsonl. Ends with 0 when the steps are done or
+it was asked to stop, and then everything that it trained is committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from hpcrl.config import Config, TrainerConfig, temperature
+from hpcrl.run.layout import Run
+from hpcrl.trainer.build import build_engine
+from hpcrl.trainer.checkpoint import Checkpoints
+from hpcrl.trainer.describe import Clock, describe_batch, describe_cost, describe_updates
+from hpcrl.trainer.engine import Engine
+from hpcrl.trainer.link import Link, StopSignal
+from hpcrl.trainer.model import DTYPES
+from hpcrl.trainer.objective import build_objective
+from hpcrl.trainer.publish import Publisher
+from hpcrl.trainer.update import Trained, group_advantages, load_mini_batches, score, train, updates_per_batch
+from hpcrl.trainer.world import World, joined
+from hpcrl.types import Batch
+
+
+@record
+def main(run_dir: str) -> None:
+    stop = StopSignal()
+    run, attempt = Run.open(run_dir), int(os.environ["HPCRL_ATTEMPT"])
+    config = Config.from_toml([run.config])
+    trainer, dtype = config.trainer, DTYPES[config.generator.inference_engine.model_dtype]
+    with joined() as world:
+        link = Link(run, attempt, world, stop)
+        link.say("loading model")
+        engine = build_engine(trainer, temperature(config), world)
+        checkpoints = Checkpoints(run, attempt, world, keep=trainer.max_ckpts_to_keep, seed=trainer.seed)
+        publisher = Publisher(run, attempt, world, dtype, trainer.fully_async.max_staleness_steps)
+        step = checkpoints.resume(engine, trainer.resume_mode, trainer.resume_path)
+        publisher.resume(engine, step)
+        total = link.start(step)
+        engine.schedule(total * updates_per_batch(trainer))
+        saved, clock, batch = step, Clock(), None
+        while True:
+            link.say("waiting for batch", step=step, total=total)
+            with clock("wait_for_generation_buffer"):
+                upcoming = link.next(step + 1)
+            if upcoming is None:
+                break
+            batch, step = upcoming, step + 1
+            link.say(f"step {step}/{total}", step=step, total=total, **clock.pace())
+            metrics = train_batch(engine, run, batch, trainer, world, clock)
+            with clock("sync_weights"):
+                publisher.publish(engine, step)
+                link.published(step)
+            if trainer.ckpt_interval > 0 and (step % trainer.ckpt_interval == 0 or step == total):
+                with clock("save_checkpoints"):
+                    checkpoints.save(engine, batch)
+                    link.committed(saved := step)
+            if trainer.hf_save_interval > 0 and (step % trainer.hf_save_interval == 0 or step == total):
+                with clock("save_hf_model"):
+                    publisher.export(engine, step)
+            link.measured(step, metrics | describe_cost(batch, clock.lap(), world))
+        if batch is not None and trainer.ckpt_interval > 0 and saved < step:
+            link.say("saving", step=step, total=total)
+            checkpoints.save(engine, batch)
+            link.committed(step)
+        link.close("finished" if step == total else "stopped")
+
+
+def train_batch(
+    engine: Engine, run: Run, batch: Batch, trainer: TrainerConfig, world: World, clock: Clock
+) -> dict[str, float]:
+    algorithm, epochs = trainer.algorithm, trainer.update_epochs_per_batch
+    objective = build_objective(algorithm)
+    with clock("compute_advantages_and_returns"):
+        advantages = group_advantages(batch, algorithm)
+        minis = load_mini_batches(run, batch, advantages, trainer.policy_mini_batch_size, world)
+    with clock("fwd_logprobs_values_reward"):
+        old = (
+            len(minis) * epochs > 1
+        )  # a single update starts from the old policy: its own log-probabilities are the old ones
+        for mini in minis:
+            score(engine, mini, trainer.micro_forward_batch_size_per_gpu, old=old, reference=algorithm.use_kl_loss)
+    updates: list[Trained] = []
+    with clock("policy_train"):
+        for mini in minis * epochs:
+            updates.append(train(engine, mini, trainer.micro_train_batch_size_per_gpu, objective, world))
+    return describe_batch(batch, advantages) | describe_updates(updates)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    main(sys.argv[1])
