@@ -1,0 +1,145 @@
+"""The numbers of a run: one JSON-lines file per process, the truth from which TensorBoard and summaries are derived.
+
+    {"attempt": 2, "resume": 40}                                                      a writer starts
+    {"attempt": 2, "step": 41, "time": 1763666666.5, "metrics": {"policy/lr": 1e-6}}
+
+An attempt that continues after step k makes what earlier attempts wrote about later steps void, in every file. The attempt's number
+decides this, not the place in a file, so a writer that was thought dead cannot bring such a step back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcrl.run.layout import Run
+
+_ALONE = ("trainer", "controller")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one process reported about one step.
+
+    Attributes:
+        process: name of its writer: "trainer", "controller", "rollout-0".
+        time: Unix time at the writer's clock.
+        metrics: by names that are unique in the run: of replicas, which report alike, the process is added ("timing/x/rollout-0").
+    """
+
+    process: str
+    attempt: int
+    step: int
+    time: float
+    metrics: dict[str, float]
+
+
+class MetricsWriter:
+    """Appends the metrics of one process; the only writer of its file.
+
+    Args:
+        resume_step: step after which this attempt continues; 0 for a fresh start.
+    """
+
+    def __init__(self, run: Run, process: str, attempt: int, resume_step: int) -> None:
+        path = run.metrics_of(process)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._attempt = attempt
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        size = os.fstat(self._descriptor).st_size
+        torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        # A writer that was killed may have left half a line, which must not swallow the next one.
+        self._append(b"\n" if torn else b"", {"attempt": attempt, "resume": resume_step})
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one record. Values are numbers, also nan and infinities; anything with `__float__` will do."""
+        values = {name: float(value) for name, value in metrics.items()}
+        self._append(b"", {"attempt": self._attempt, "step": step, "time": time.time(), "metrics": values})
+
+    def _append(self, before: bytes, line: dict[str, Any]) -> None:
+        data = before + json.dumps(line).encode() + b"\n"
+        while data:  # one call as a rule; a signal or a full disk may split it
+            data = data[os.write(self._descriptor, data) :]
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class MetricsReader:
+    """Reads the metrics of a run as they grow."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._offsets: dict[Path, int] = {}
+        self._resumes: dict[int, int] = {}
+        self._highest: dict[int, int] = {}
+
+    def poll(self) -> tuple[list[Record], bool]:
+        """Return the valid records that have come since the last call, and whether some of earlier calls became void."""
+        records: list[Record] = []
+        outdated = False
+        for path in sorted(self._run.metrics.glob("*.jsonl")):
+            for line in self._new_lines(path):
+                if "resume" in line:
+                    outdated |= self._resume(line["attempt"], line["resume"])
+                else:
+                    metrics = _unique(path.stem, line["metrics"])
+                    records.append(Record(path.stem, line["attempt"], line["step"], line["time"], metrics))
+        valid = [record for record in records if record.step <= self._last_step(record.attempt)]
+        for record in valid:
+            self._highest[record.attempt] = max(record.step, self._highest.get(record.attempt, record.step))
+        return valid, outdated
+
+    def _new_lines(self, path: Path) -> list[dict[str, Any]]:
+        """Return the whole lines since the last call; half lines of killed writers are passed over."""
+        with path.open("rb") as file:
+            file.seek(self._offsets.get(path, 0))
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offsets[path] = self._offsets.get(path, 0) + len(whole)
+        lines = []
+        for line in whole.splitlines():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                continue
+        return lines
+
+    def _resume(self, attempt: int, step: int) -> bool:
+        self._resumes[attempt] = min(step, self._resumes.get(attempt, step))
+        return any(earlier < attempt and highest > step for earlier, highest in self._highest.items())
+
+    def _last_step(self, attempt: int) -> float:
+        """Return the last step of an attempt that no later attempt made void."""
+        return min((step for later, step in self._resumes.items() if later > attempt), default=math.inf)
+
+
+def _unique(process: str, metrics: dict[str, float]) -> dict[str, float]:
+    return metrics if process in _ALONE else {f"{name}/{process}": value for name, value in metrics.items()}
+
+
+def read_metrics(run: Run) -> list[Record]:
+    """Return all valid records, ordered by step and time."""
+    records, _ = MetricsReader(run).poll()
+    return sorted(records, key=lambda record: (record.step, record.attempt, record.time))
+
+
+def merged(run: Run) -> dict[int, dict[str, float]]:
+    """Return step to name to value over all processes; of a value that was reported twice, the last."""
+    steps: dict[int, dict[str, float]] = {}
+    for record in read_metrics(run):
+        steps.setdefault(record.step, {}).update(record.metrics)
+    return steps

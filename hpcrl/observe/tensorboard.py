@@ -1,0 +1,121 @@
+"""TensorBoard's view of a run: one event file, made anew from the metrics at the start of each attempt.
+
+Nothing is ever appended to a file of an earlier attempt. So a kill, a resume at an earlier step or a node with a slow clock
+leaves neither doubled nor missing points.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from hpcrl.observe.metrics import MetricsReader, Record
+from hpcrl.run.layout import Run
+
+_PREFIX = "events.out.tfevents."
+_EVERY_S = 2.0
+
+
+class EventFile:
+    """The event file of a run; opening it removes those that were there."""
+
+    def __init__(self, run: Run) -> None:
+        self._directory = run.tensorboard
+        self._run = run
+        self._rebuild()
+
+    def update(self) -> None:
+        """Append what the metrics have gained; make the file anew if it is gone, or if points in it were reported again or became void."""
+        records, outdated = self._reader.poll()
+        points = [(tag, record.step) for record in records for tag in record.metrics]
+        again = len(set(points)) < len(points) or not self._seen.isdisjoint(points)
+        if outdated or again or not self._path.exists():
+            self.close()
+            self._rebuild()
+        else:
+            self._append(records)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _rebuild(self) -> None:
+        self._reader = MetricsReader(self._run)
+        self._seen: set[tuple[str, int]] = set()
+        records, _ = self._reader.poll()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        beside = self._directory / f".rebuilding.{socket.gethostname()}.{os.getpid()}"
+        self._file = beside.open("wb")
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._append(_last_reports(records))
+        self._path = self._directory / self._name()
+        for old in [*self._directory.glob(_PREFIX + "*"), *self._directory.glob(".rebuilding.*")]:
+            if old != beside:
+                old.unlink(missing_ok=True)
+        beside.rename(self._path)
+
+    def _name(self) -> str:
+        """Return a name that sorts after all there are, because a TensorBoard that is open follows files in this order."""
+        stamps = [int(old.name.removeprefix(_PREFIX).partition(".")[0]) for old in self._directory.glob(_PREFIX + "*")]
+        stamp = max(int(time.time()), *(stamp + 1 for stamp in stamps), 0)
+        return f"{_PREFIX}{stamp:010d}.{socket.gethostname()}"
+
+    def _append(self, records: list[Record]) -> None:
+        for record in records:
+            self._seen |= {(tag, record.step) for tag in record.metrics}
+            points = [Summary.Value(tag=tag, simple_value=value) for tag, value in record.metrics.items()]
+            self._write(Event(wall_time=record.time, step=record.step, summary=Summary(value=points)))
+        self._file.flush()
+
+    def _write(self, event: Event) -> None:
+        RecordWriter(self._file).write(event.SerializeToString())
+
+
+def _last_reports(records: list[Record]) -> list[Record]:
+    """Return the records ordered by step, each tag of a step only in the last of its reports."""
+    ordered = sorted(records, key=lambda record: (record.step, record.attempt, record.time))
+    last = {(tag, record.step): record for record in ordered for tag in record.metrics}
+    return [
+        replace(
+            record, metrics={tag: record.metrics[tag] for tag in record.metrics if last[tag, record.step] is record}
+        )
+        for record in ordered
+    ]
+
+
+def rebuild(run: Run) -> Path:
+    """Make <run>/tensorboard anew from the metrics and return it."""
+    EventFile(run).close()
+    return run.tensorboard
+
+
+class Follower:
+    """Keeps <run>/tensorboard up to date from a thread, as long as its `with` block lasts."""
+
+    def __init__(self, run: Run, every_s: float = _EVERY_S) -> None:
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, args=(run, every_s), name="tensorboard", daemon=True)
+
+    def _follow(self, run: Run, every_s: float) -> None:
+        events = EventFile(run)
+        try:
+            while not self._ended.wait(every_s):
+                events.update()
+            events.update()
+        finally:
+            events.close()
+
+    def __enter__(self) -> Follower:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()

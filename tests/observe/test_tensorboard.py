@@ -1,0 +1,175 @@
+"""TensorBoard shows each step once, whatever happened to the run. Read back with TensorBoard's own accumulator."""
+
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.observe.tensorboard import EventFile, Follower, rebuild
+from hpcrl.run.layout import Run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "project" / "run")
+
+
+def curve(run: Run, tag: str) -> list[tuple[int, float]]:
+    accumulator = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0, "tensors": 0})
+    accumulator.Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+
+
+def write(run: Run, process: str, attempt: int, resume: int, steps: range) -> None:
+    """Write the value 1000 * attempt + step."""
+    with MetricsWriter(run, process, attempt, resume) as writer:
+        for step in steps:
+            writer.write(step, {"x": 1000 * attempt + step})
+
+
+def event_files(run: Run) -> list[str]:
+    return [path.name for path in run.tensorboard.iterdir()]
+
+
+def test_rebuild_gives_every_point_once(run: Run) -> None:
+    write(run, "trainer", 1, 0, range(1, 8))
+    write(run, "trainer", 2, 4, range(5, 7))
+    write(run, "rollout-0", 2, 4, range(5, 6))
+    rebuild(run)
+    rebuild(run)
+    assert len(event_files(run)) == 1
+    assert curve(run, "x") == [(step, 1000 + step) for step in range(1, 5)] + [(5, 2005), (6, 2006)]
+    assert curve(run, "x/rollout-0") == [(5, 2005)]
+
+
+def test_an_open_file_grows_with_the_metrics(run: Run) -> None:
+    events = EventFile(run)
+    writer = MetricsWriter(run, "trainer", 1, 0)
+    for step in range(1, 4):
+        writer.write(step, {"x": step, "nan": math.nan})
+        events.update()
+        assert curve(run, "x") == [(earlier, earlier) for earlier in range(1, step + 1)]
+    events.close()
+    writer.close()
+    assert len(curve(run, "nan")) == 3
+
+
+def test_a_resume_that_is_noticed_late_removes_what_became_void(run: Run) -> None:
+    write(run, "trainer", 1, 0, range(1, 8))
+    events = EventFile(run)
+    assert len(curve(run, "x")) == 7
+    write(run, "trainer", 2, 4, range(5, 6))
+    events.update()
+    events.close()
+    assert curve(run, "x") == [(1, 1001), (2, 1002), (3, 1003), (4, 1004), (5, 2005)]
+    assert len(event_files(run)) == 1
+
+
+def test_a_value_that_is_reported_again_replaces_the_first(run: Run) -> None:
+    events = EventFile(run)
+    with MetricsWriter(run, "trainer", 1, 0) as writer:
+        writer.write(1, {"x": 1.0, "y": 5.0})
+        events.update()
+        writer.write(1, {"x": 2.0})
+        events.update()
+        writer.write(2, {"x": 3.0})
+        writer.write(2, {"x": 4.0})
+        events.update()
+    events.close()
+    assert curve(run, "x") == [(1, 2.0), (2, 4.0)]
+    assert curve(run, "y") == [(1, 5.0)]
+
+
+def test_files_of_a_clock_that_was_ahead_are_replaced_by_a_later_name(run: Run) -> None:
+    write(run, "trainer", 1, 0, range(1, 3))
+    rebuild(run)
+    (old,) = run.tensorboard.iterdir()
+    ahead = old.rename(old.with_name(f"events.out.tfevents.{int(time.time()) + 86400}.other"))
+    rebuild(run)
+    (new,) = run.tensorboard.iterdir()
+    assert new.name > ahead.name
+    assert curve(run, "x") == [(1, 1001), (2, 1002)]
+
+
+def test_a_directory_that_was_removed_comes_back(run: Run) -> None:
+    write(run, "trainer", 1, 0, range(1, 3))
+    events = EventFile(run)
+    for path in run.tensorboard.iterdir():
+        path.unlink()
+    run.tensorboard.rmdir()
+    events.update()
+    events.close()
+    assert curve(run, "x") == [(1, 1001), (2, 1002)]
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.run.layout import Run
+path, attempt, resume = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+writer = MetricsWriter(Run(Path(path)), "trainer", attempt, resume)
+for step in range(resume + 1, 10**9):
+    writer.write(step, {"x": 1000 * attempt + step, **{f"m/{i}": i for i in range(50)}})
+    time.sleep(0.005)
+"""
+FOLLOWER = """
+import sys
+from pathlib import Path
+from hpcrl.observe.tensorboard import Follower
+from hpcrl.run.layout import Run
+assert "torch" not in sys.modules
+with Follower(Run(Path(sys.argv[1])), 0.01):
+    sys.stdin.read()
+"""
+
+
+def attempt(run: Run, number: int, resume: int) -> None:
+    """Let an attempt write about 30 steps, then kill its writer and its follower with SIGKILL."""
+    processes = [
+        subprocess.Popen([sys.executable, "-c", FOLLOWER, str(run.path)], stdin=subprocess.PIPE),
+        subprocess.Popen([sys.executable, "-c", WRITER, str(run.path), str(number), str(resume)]),
+    ]
+    try:
+        deadline = time.monotonic() + 60
+        wanted = 1000 * number + resume + 30
+        while not any(value >= wanted for _, value in safe_curve(run)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+def safe_curve(run: Run) -> list[tuple[int, float]]:
+    """Return what TensorBoard would show now, also while the file is not there yet or being replaced."""
+    try:
+        return curve(run, "x") if run.tensorboard.is_dir() else []
+    except (KeyError, FileNotFoundError):
+        return []
+
+
+def test_kill_and_resume_leave_one_complete_curve(run: Run) -> None:
+    attempt(run, 1, 0)
+    attempt(run, 2, 20)
+    rebuild(run)
+    points = curve(run, "x")
+    steps = [step for step, _ in points]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= 50
+    assert all(value == (1000 if step <= 20 else 2000) + step for step, value in points)
+    assert len(event_files(run)) == 1
+
+
+def test_a_follower_ends_with_everything_written(run: Run) -> None:
+    write(run, "trainer", 1, 0, range(1, 3))
+    with Follower(run, 60.0):
+        write(run, "trainer", 1, 0, range(3, 5))
+    assert [step for step, _ in curve(run, "x")] == [1, 2, 3, 4]
