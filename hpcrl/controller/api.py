@@ -121,8 +121,8 @@ class Api:
         self._service.stop = self._service.stop or reason
         await self._notify()
 
-    async def watch(self, run: Run, attempt: int, say: Callable[[str], None]) -> None:
-        """Return when the run has finished and every worker has been told so; forward the stop file until then."""
+    async def watch(self, run: Run, attempt: int, say: Callable[[str], None], goodbye_s: float = _GOODBYE_S) -> None:
+        """Forward the stop file until the run has finished and every worker was told so, or `goodbye_s` later."""
         finished_at = None
         while True:
             request = read_json(run.stop)
@@ -133,7 +133,7 @@ class Api:
             if self._service.stop == FINISHED:
                 finished_at = finished_at or time.monotonic()
                 told = all(worker.told_stop for worker in self._service.workers.values())
-                if told or time.monotonic() - finished_at > _GOODBYE_S:
+                if told or time.monotonic() - finished_at > goodbye_s:
                     return
             await asyncio.sleep(_TICK_S)
 

@@ -1,0 +1,177 @@
+"""The controller over real HTTP, with the client that the other processes use."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from hpcrl.controller.api import Api, Guard, bind, serve
+from hpcrl.controller.service import Schedule, Service
+from hpcrl.errors import RunError
+from hpcrl.run.call import Controller, read_token
+from hpcrl.run.commit import read_json, write_json, write_text
+from hpcrl.run.layout import Run
+from hpcrl.run.lease import LeaseWriter
+from hpcrl.types import Batch, GroupMeta, Prompt, Work
+
+SCHEDULE = Schedule(
+    batch_size=2,
+    n_samples=2,
+    staleness=0,
+    total_steps=2,
+    seed=1,
+    eval_interval=2,
+    eval_before_train=True,
+    eval_n_samples=1,
+)
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(f"p{i}", [{"role": "user", "content": str(i)}], "sort_letters", {}, "letters") for i in range(count)]
+
+
+def make_run(path: Path) -> Run:
+    run = Run(path)
+    write_text(run.config, "")
+    write_text(run.token, "secret\n", mode=0o600)
+    return run
+
+
+def serve_attempt(run: Run, attempt: int) -> threading.Thread:
+    """Start a controller in a thread; it ends as in a run, when the run has finished."""
+    listener = bind("127.0.0.1")
+    LeaseWriter(run, "controller", attempt).say("serving", url="http://127.0.0.1:%d" % listener.getsockname()[1])
+
+    async def main() -> None:
+        api = Api(Service(run, attempt, SCHEDULE, prompts(5), prompts(3)))
+        app = Guard(api.app(), read_token(run), run.name, attempt)
+        await serve(app, listener, api.watch(run, attempt, print, goodbye_s=0.0))
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = make_run(tmp_path / "project" / "run")
+    thread = serve_attempt(run, 1)
+    yield run
+    write_json(run.stop, {"attempt": 1, "reason": "finished"})
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def finish(run: Run, work: Work, version: int, reward: float = 1.0) -> GroupMeta:
+    path = run.samples_of(0) / f"{work.group_id}.safetensors"
+    write_text(path, "samples")
+    n = work.n_samples
+    return GroupMeta(
+        group_id=work.group_id,
+        kind=work.kind,
+        replica=0,
+        path=str(path.relative_to(run.path)),
+        rewards=[reward] * n,
+        lengths=[5] * n,
+        response_lengths=[2] * n,
+        stop_reasons=["stop"] * n,
+        oldest_version=version,
+        newest_version=version,
+        data_source="letters",
+        seconds=0.1,
+    )
+
+
+def work_of(answer: dict) -> list[Work]:
+    return [Work.from_json(value) for value in answer["work"]]
+
+
+def test_a_whole_run_over_http(run: Run) -> None:
+    controller = Controller(run, 1, patience_s=10)
+    assert controller.call("start", step=0) == {"total_steps": 2}
+    for version in (0, 1):
+        kinds = []
+        while not (run.batch(version + 1)).exists():
+            answer = controller.call("claim", worker="rollout-0", version=version, capacity=4)
+            work = work_of(answer)
+            kinds += [item.kind for item in work]
+            groups = [finish(run, item, version).to_json() for item in work]
+            assert controller.call("complete", worker="rollout-0", groups=groups)["rejected"] == {}
+        assert kinds == ["eval"] * 3 * (version == 0) + ["train"] * 2
+        answer = controller.call("next", step=version + 1)
+        assert answer["stop"] is None
+        batch = Batch.from_json(read_json(run.inside(answer["path"])))
+        assert [group.group_id for group in batch.groups] == [f"g{2 * version + i:08d}" for i in range(2)]
+        controller.call("published", version=version + 1)
+    assert controller.call("next", step=3) == {"stop": "finished", "path": None}
+    work = work_of(controller.call("claim", worker="rollout-0", version=2, capacity=4))
+    assert [item.kind for item in work] == ["eval"] * 3
+    controller.call("complete", worker="rollout-0", groups=[finish(run, item, 2).to_json() for item in work])
+    assert controller.call("claim", worker="rollout-0", version=2, capacity=4)["stop"] == "finished"
+    assert read_json(run.evals_of(0) / "summary.json")["eval/letters/avg_score"] == 1.0
+    assert read_json(run.evals_of(2) / "summary.json")["eval/all/pass_at_1"] == 1.0
+    controller.close()
+
+
+def test_next_attempt_uses_what_is_finished(run: Run) -> None:
+    controller = Controller(run, 1, patience_s=10)
+    controller.call("start", step=0)
+    work = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=5))
+    done = [finish(run, item, 0) for item in work if item.kind == "eval"]
+    controller.call("complete", worker="rollout-0", groups=[group.to_json() for group in done])
+    train = [item for item in work if item.kind == "train"]
+    controller.call(
+        "complete", worker="rollout-0", groups=[finish(run, item, 0, i).to_json() for i, item in enumerate(train)]
+    )
+    controller.close()
+
+    thread = serve_attempt(run, 2)
+    second = Controller(run, 2, patience_s=10)
+    second.call("start", step=0)
+    assert second.call("next", step=1)["path"] == "batches/s000001.json"
+    status = second.call("status")
+    assert (status["composed"], status["eval_open"], status["running"]) == (1, 0, 0), "evaluated and generated before"
+    write_json(run.stop, {"attempt": 2, "reason": "finished"})
+    thread.join(30)
+    second.close()
+
+
+def test_every_route_wants_the_token(run: Run) -> None:
+    url = read_json(run.lease("controller"))["facts"]["url"]
+    right = {"authorization": "Bearer secret", "x-hpcrl-run": run.name, "x-hpcrl-attempt": "1"}
+    routes = ("lease", "claim", "complete", "start", "published", "next", "committed", "stop", "status", "nothing")
+    changes: list[tuple[dict[str, str | None], int]] = [
+        ({"authorization": None}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"x-hpcrl-run": "other"}, 409),
+        ({"x-hpcrl-attempt": "2"}, 409),
+    ]
+    for change, status in changes:
+        headers = {name: value for name, value in (right | change).items() if value is not None}
+        for route in routes:
+            assert httpx.post(f"{url}/{route}", json={}, headers=headers).status_code == status, (change, route)
+    assert httpx.post(f"{url}/nothing", json={}, headers=right).status_code == 404
+
+
+def test_bad_requests_are_refused_with_a_reason(run: Run) -> None:
+    controller = Controller(run, 1, patience_s=10)
+    with pytest.raises(RunError, match="KeyError"):
+        controller.call("claim")
+    controller.call("start", step=0)
+    work = next(w for w in work_of(controller.call("claim", worker="r", version=0, capacity=5)) if w.kind == "train")
+    outside = {**finish(run, work, 0).to_json(), "path": "../../elsewhere"}
+    with pytest.raises(RunError, match="leaves the run directory"):
+        controller.call("complete", worker="r", groups=[outside])
+    controller.close()
+
+
+def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    run.token.chmod(0o644)
+    with pytest.raises(RunError, match="can be read by others"):
+        read_token(run)
