@@ -29,7 +29,7 @@ class OptimizerConfig:
     """Bound on the norm of all gradients together; 0 or less: no clipping."""
 
     num_warmup_steps: int = 0
-    """Optimizer steps (mini-batches) over which the learning rate rises linearly from 0."""
+    """Optimizer steps (mini-batches) over which the learning rate rises linearly to lr."""
 
     scheduler: Literal["constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
     """Learning rate after the warm-up: constant, or falling to 0 at the last step."""

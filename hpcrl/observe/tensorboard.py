@@ -1,4 +1,4 @@
-"""TensorBoard's view of a run: one event file, made anew from the metrics at the start of each attempt.
+"""TensorBoard's view of a run: one event file with content, made anew from the metrics at the start of each attempt.
 
 Nothing is ever appended to a file of an earlier attempt. So a kill, a resume at an earlier step or a node with a slow clock
 leaves neither doubled nor missing points.
@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -37,7 +37,7 @@ class EventFile:
         records, outdated = self._reader.poll()
         points = [(tag, record.step) for record in records for tag in record.metrics]
         again = len(set(points)) < len(points) or not self._seen.isdisjoint(points)
-        if outdated or again or not self._path.exists():
+        if outdated or again or _is_empty(self._path):
             self.close()
             self._rebuild()
         else:
@@ -54,11 +54,15 @@ class EventFile:
         beside = self._directory / f".rebuilding.{socket.gethostname()}.{os.getpid()}"
         self._file = beside.open("wb")
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        # A TensorBoard that is open forgets at this mark what it has read from the file before.
+        self._write(Event(wall_time=time.time(), step=0, session_log=SessionLog(status=SessionLog.START)))
         self._append(_last_reports(records))
         self._path = self._directory / self._name()
-        for old in [*self._directory.glob(_PREFIX + "*"), *self._directory.glob(".rebuilding.*")]:
-            if old != beside:
-                old.unlink(missing_ok=True)
+        for stale in self._directory.glob(".rebuilding.*"):
+            if stale != beside:
+                stale.unlink(missing_ok=True)
+        for old in self._directory.glob(_PREFIX + "*"):
+            _replace_by_nothing(old)
         beside.rename(self._path)
 
     def _name(self) -> str:
@@ -76,6 +80,23 @@ class EventFile:
 
     def _write(self, event: Event) -> None:
         RecordWriter(self._file).write(event.SerializeToString())
+
+
+def _is_empty(path: Path) -> bool:
+    return not path.exists() or path.stat().st_size == 0
+
+
+def _replace_by_nothing(old: Path) -> None:
+    """Leave an empty file in the place of an old event file, and remove one that is empty already.
+
+    An open TensorBoard goes on to the next file from one that is empty; it hangs at one that is gone.
+    """
+    if _is_empty(old):
+        old.unlink(missing_ok=True)
+    else:
+        empty = old.with_name(f".rebuilding.{socket.gethostname()}.{os.getpid()}.empty")
+        empty.touch()
+        empty.rename(old)  # not truncated: whoever still writes to the old file writes to nowhere
 
 
 def _last_reports(records: list[Record]) -> list[Record]:

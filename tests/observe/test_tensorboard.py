@@ -33,8 +33,12 @@ def write(run: Run, process: str, attempt: int, resume: int, steps: range) -> No
             writer.write(step, {"x": 1000 * attempt + step})
 
 
-def event_files(run: Run) -> list[str]:
-    return [path.name for path in run.tensorboard.iterdir()]
+def event_files(run: Run) -> list[Path]:
+    """Return the event files; the newest has all content, one empty predecessor may be left."""
+    files = sorted(run.tensorboard.iterdir())
+    assert len(files) <= 2
+    assert all(path.stat().st_size == 0 for path in files[:-1])
+    return [path for path in files if path.stat().st_size]
 
 
 def test_rebuild_gives_every_point_once(run: Run) -> None:
@@ -92,7 +96,7 @@ def test_files_of_a_clock_that_was_ahead_are_replaced_by_a_later_name(run: Run) 
     (old,) = run.tensorboard.iterdir()
     ahead = old.rename(old.with_name(f"events.out.tfevents.{int(time.time()) + 86400}.other"))
     rebuild(run)
-    (new,) = run.tensorboard.iterdir()
+    (new,) = event_files(run)
     assert new.name > ahead.name
     assert curve(run, "x") == [(1, 1001), (2, 1002)]
 
@@ -106,6 +110,28 @@ def test_a_directory_that_was_removed_comes_back(run: Run) -> None:
     events.update()
     events.close()
     assert curve(run, "x") == [(1, 1001), (2, 1002)]
+
+
+def test_an_accumulator_that_is_open_forgets_what_became_void(run: Run) -> None:
+    writer = MetricsWriter(run, "trainer", 1, 0)
+    for step in range(4):
+        writer.write(step, {"x": 1000 + step})
+    first = EventFile(run)
+    accumulator = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    assert len(accumulator.Scalars("x")) == 4
+    write(run, "trainer", 2, 1, range(2, 3))
+    second = EventFile(run)
+    writer.write(4, {"x": 1004.0})  # the first attempt is not quite dead
+    accumulator.Reload()
+    assert [(event.step, event.value) for event in accumulator.Scalars("x")] == [(0, 1000), (1, 1001), (2, 2002)]
+    for _ in range(2):  # two that take the file from each other still agree on its content
+        first.update()
+        second.update()
+        assert curve(run, "x") == [(0, 1000), (1, 1001), (2, 2002)]
+    first.close()
+    second.close()
+    writer.close()
 
 
 WRITER = """
