@@ -1,0 +1,82 @@
+"""A real Slurm cluster for the session; skipped where one cannot be had."""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+DEVCLUSTER = Path(__file__).parents[2] / "slurm/devcluster"
+
+
+@dataclass(frozen=True)
+class DevCluster:
+    """One cluster's directory and the verbs of slurm/devcluster on it."""
+
+    directory: Path
+
+    def argv(self, verb: str, *arguments: str) -> list[str]:
+        return [str(DEVCLUSTER), verb, "--dir", str(self.directory), *arguments]
+
+    def run(
+        self, cmd: Sequence[str], timeout: float = 60, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on the login node and collect its output; on a timeout its whole process group is killed."""
+        return call(self.argv("run", *cmd), timeout, cwd, env)
+
+    def ask(self, cmd: Sequence[str], timeout: float = 60) -> str:
+        """Standard output of a command that must succeed."""
+        done = self.run(cmd, timeout)
+        assert done.returncode == 0, f"{cmd}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def up(self, nodes: int = 4, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        return call(self.argv("up", "--nodes", str(nodes)), 90, None, env)
+
+    def down(self) -> subprocess.CompletedProcess[str]:
+        return call(self.argv("down"), 60, None, None)
+
+
+def call(
+    argv: Sequence[str], timeout: float, cwd: Path | None, env: Mapping[str, str] | None
+) -> subprocess.CompletedProcess[str]:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+
+def why_not() -> str | None:
+    if os.geteuid() != 0:
+        return "a devcluster needs root"
+    path = os.environ["PATH"] + ":/usr/sbin"
+    missing = [name for name in ("slurmctld", "slurmd", "srun") if shutil.which(name, path=path) is None]
+    return f"{', '.join(missing)} not installed (apt-get install slurm-wlm)" if missing else None
+
+
+@pytest.fixture(scope="session")
+def needs_slurm() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def cluster(needs_slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:  # noqa: ARG001
+    """Four idle nodes, shared by the tests of a session: leave no job behind."""
+    cluster = DevCluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        started = cluster.up()
+        assert started.returncode == 0, started.stderr
+        yield cluster
+    finally:
+        cluster.down()

@@ -1,0 +1,90 @@
+"""Whole runs on a real Slurm of several nodes: two trainer nodes (FSDP2 over gloo) and two rollout nodes (one vLLM replica each)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from hpcrl.run.commit import committed
+from hpcrl.run.layout import Run, step_of
+from hpcrl.run.ledger import outcome_of, read_attempts
+from tests.jobs.story import HPCRL, QUICKSTART, ROOT, SMALL, curve, kill, logs_of, pid_of, trained_groups, wait_for
+from tests.slurm.conftest import DevCluster
+
+SITE = str(ROOT / "slurm" / "sites" / "devcluster.toml")
+FOUR_NODES = ["trainer.placement.policy_num_nodes=2", "generator.inference_engine.num_engines=2"]
+
+
+def submit(cluster: DevCluster, cwd: Path, name: str, *settings: str) -> str:
+    arguments = [str(QUICKSTART), SITE, f"trainer.run_name={name}", *SMALL, *FOUR_NODES, *settings]
+    done = cluster.run([HPCRL, "submit", *arguments], cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def ask(cluster: DevCluster, cwd: Path, *arguments: str) -> str:
+    done = cluster.run([HPCRL, *arguments], cwd=cwd)
+    return done.stdout + done.stderr
+
+
+def finish(cluster: DevCluster, cwd: Path, run: Run, attempt: int, seconds: float = 300) -> str:
+    wait_for(lambda: outcome_of(run, attempt), lambda: logs_of(run) + ask(cluster, cwd, "status"), seconds)
+    wait_for(lambda: not cluster.ask(["squeue", "-h"]), lambda: cluster.ask(["squeue"]), 60)
+    outcome = outcome_of(run, attempt)
+    assert outcome is not None
+    return outcome.kind
+
+
+def test_sweep_of_two_is_one_array_with_two_runs(cluster: DevCluster, tmp_path: Path) -> None:
+    sweep = ["--sweep", "trainer.policy.optimizer_config.lr=1e-4,3e-4", "trainer.max_steps=2"]
+    said = submit(cluster, tmp_path, "sweep", *sweep)
+    runs = [Run.open(tmp_path / "runs" / "quickstart" / f"sweep.{i}") for i in range(2)]
+    assert f"sweep.1: slurm job {cluster.ask(['squeue', '-h', '-o', '%F']).split()[0]}_1" in said
+    for run in runs:
+        wait_for(lambda run=run: outcome_of(run, 1), lambda run=run: logs_of(run) + ask(cluster, tmp_path, "status"), 300)
+    assert [finish(cluster, tmp_path, run, 1) for run in runs] == ["done", "done"], "\n".join(map(logs_of, runs))
+    for run, lr in zip(runs, (1e-4, 3e-4), strict=True):
+        assert f"lr = {lr}" in run.config.read_text()
+        assert list(curve(run, "policy/policy_lr")) == [1, 2]
+        assert list(curve(run, "eval/all/avg_score")) == [0, 2]
+        assert read_attempts(run)[0].hosts == ["n1", "n2", "n3", "n4"]
+    assert trained_groups(runs[0]) == trained_groups(runs[1])
+    status = ask(cluster, tmp_path, "status")
+    assert status.count("done") == 2, status
+
+
+def test_dead_rank_ends_the_attempt_and_resume_goes_on(cluster: DevCluster, tmp_path: Path) -> None:
+    submit(cluster, tmp_path, "killed", "trainer.max_steps=5")
+    run = Run.open(tmp_path / "runs" / "quickstart" / "killed")
+    wait_for(lambda: committed(run.checkpoints, step_of), lambda: logs_of(run) + ask(cluster, tmp_path, "status"), 300)
+    assert "running" in ask(cluster, tmp_path, "status", "killed")
+    kill(pid_of(run, "train"))
+    assert finish(cluster, tmp_path, run, 1) == "failed", logs_of(run)
+    status = ask(cluster, tmp_path, "status", "killed")
+    assert "failed: trainer-" in status
+    assert "SIGKILL" in status or "-9" in status
+    assert "trainer-1 |" in ask(cluster, tmp_path, "logs", "killed", "--role", "trainer") or "trainer-1" in os.listdir(run.logs(1))
+
+    assert ask(cluster, tmp_path, "resume", "killed").startswith("killed: slurm job")
+    assert finish(cluster, tmp_path, run, 2) == "done", logs_of(run)
+    groups = trained_groups(run)
+    assert len({group for batch in groups for group in batch}) == 5 * 8
+    assert list(curve(run, "policy/grad_norm")) == [1, 2, 3, 4, 5]
+
+
+def test_refusals_of_the_real_sbatch_leave_nothing(cluster: DevCluster, tmp_path: Path) -> None:
+    done = cluster.run([HPCRL, "submit", str(QUICKSTART), SITE, "slurm.partition=nope"], cwd=tmp_path)
+    assert done.returncode == 3
+    assert "invalid partition specified: nope" in done.stderr
+    assert not list(tmp_path.glob("runs/*/*"))
+    assert cluster.ask(["squeue", "-h"]) == ""
+
+
+def test_pending_run_says_why_and_is_cancelled_at_once(cluster: DevCluster, tmp_path: Path) -> None:
+    submit(cluster, tmp_path, "large", "generator.inference_engine.num_engines=7", "slurm.extra={}")
+    done = ask(cluster, tmp_path, "status", "large")
+    assert "pending" in done or "Slurm refused" in done
+    assert "cancelled" in ask(cluster, tmp_path, "cancel", "large")
+    assert "large: cancelled" in ask(cluster, tmp_path, "status", "large")
+    assert sys.executable  # the cluster runs this very Python
