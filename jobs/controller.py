@@ -10,7 +10,6 @@ import asyncio
 import os
 import signal
 import sys
-import threading
 
 from starlette.applications import Starlette
 from transformers import AutoTokenizer
@@ -19,7 +18,7 @@ from hpcrl.config import Config, total_steps
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.data.prompts import drop_long, load_prompts
-from hpcrl.observe.tensorboard import follow
+from hpcrl.observe.tensorboard import Follower
 from hpcrl.run.call import read_token
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import RENEW_S, LeaseWriter
@@ -71,11 +70,8 @@ async def _serve(run: Run, attempt: int, lease: LeaseWriter, service: Service) -
 
     telling = asyncio.create_task(tell())
     guarded = Guard(app, read_token(run), run.name, attempt)
-    ended = threading.Event()
-    drawing = asyncio.create_task(asyncio.to_thread(follow, run, ended.is_set))
-    await serve(guarded, listener, api.watch(run, attempt, lambda text: print(text, flush=True)))
-    ended.set()
-    await drawing
+    with Follower(run):
+        await serve(guarded, listener, api.watch(run, attempt, lambda text: print(text, flush=True)))
     telling.cancel()
     lease.say("finished", url=url)
 

@@ -14,10 +14,11 @@ Location = Annotated[str, LOCATION]
 def locate(text: str, base: Path) -> str:
     """Return `text` with `~` expanded and a leading `./` or `../` resolved against the directory `base`.
 
-    Anything else stays as it is: a path relative to the working directory, an absolute path or a hub id.
+    Anything else is absolute afterwards if it exists in the working directory, because a job may run elsewhere; if not, it stays
+    as it is: a hub id, or a path that will be missed.
     """
     if text == "~" or text.startswith("~/"):
         return str(Path(text).expanduser())
     if text in (".", "..") or text.startswith(("./", "../")):
         return str((base / text).resolve())
-    return text
+    return str(Path(text).absolute()) if text and Path(text).exists() else text

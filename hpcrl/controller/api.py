@@ -48,6 +48,7 @@ class Guard:
         elif int(request.headers.get("content-length") or 0) > _MAX_BODY:
             refusal = JSONResponse({"error": f"request larger than {_MAX_BODY} bytes"}, 413)
         await (refusal or self._app)(scope, receive, send)
+        return None
 
 
 class Api:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -81,10 +82,8 @@ class Child:
         return lines[-1] if lines else ended
 
     def kill_group(self, number: signal.Signals) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            pass
 
     def end(self, patience_s: float) -> None:
         """Ask the process to end, wait, then kill what is left of its group."""

@@ -42,7 +42,9 @@ def test_sweep_of_two_is_one_array_with_two_runs(cluster: DevCluster, tmp_path: 
     runs = [Run.open(tmp_path / "runs" / "quickstart" / f"sweep.{i}") for i in range(2)]
     assert f"sweep.1: slurm job {cluster.ask(['squeue', '-h', '-o', '%F']).split()[0]}_1" in said
     for run in runs:
-        wait_for(lambda run=run: outcome_of(run, 1), lambda run=run: logs_of(run) + ask(cluster, tmp_path, "status"), 300)
+        wait_for(
+            lambda run=run: outcome_of(run, 1), lambda run=run: logs_of(run) + ask(cluster, tmp_path, "status"), 300
+        )
     assert [finish(cluster, tmp_path, run, 1) for run in runs] == ["done", "done"], "\n".join(map(logs_of, runs))
     for run, lr in zip(runs, (1e-4, 3e-4), strict=True):
         assert f"lr = {lr}" in run.config.read_text()
@@ -64,7 +66,9 @@ def test_dead_rank_ends_the_attempt_and_resume_goes_on(cluster: DevCluster, tmp_
     status = ask(cluster, tmp_path, "status", "killed")
     assert "failed: trainer-" in status
     assert "SIGKILL" in status or "-9" in status
-    assert "trainer-1 |" in ask(cluster, tmp_path, "logs", "killed", "--role", "trainer") or "trainer-1" in os.listdir(run.logs(1))
+    assert "trainer-1 |" in ask(cluster, tmp_path, "logs", "killed", "--role", "trainer") or "trainer-1" in os.listdir(
+        run.logs(1)
+    )
 
     assert ask(cluster, tmp_path, "resume", "killed").startswith("killed: slurm job")
     assert finish(cluster, tmp_path, run, 2) == "done", logs_of(run)

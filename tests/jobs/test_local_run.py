@@ -1,0 +1,130 @@
+"""Whole runs on this machine: real vLLM, real torchrun, as a user types it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hpcrl.run.commit import committed, read_json
+from hpcrl.run.layout import Run, step_of
+from hpcrl.run.ledger import outcome_of, read_attempts, read_outcome
+from tests.jobs.story import (
+    QUICKSTART,
+    SMALL,
+    curve,
+    hpcrl,
+    kill,
+    logs_of,
+    pid_of,
+    processes_of,
+    trained_groups,
+    wait_for,
+)
+
+
+def submit(cwd: Path, name: str, *settings: str) -> Run:
+    done = hpcrl("submit", str(QUICKSTART), "--local", f"trainer.run_name={name}", *SMALL, *settings, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return Run.open(cwd / "runs" / "quickstart" / name)
+
+
+def finish(run: Run, attempt: int, seconds: float = 240) -> str:
+    wait_for(lambda: outcome_of(run, attempt), lambda: logs_of(run), seconds)
+    wait_for(lambda: not processes_of(run), lambda: f"left over: {processes_of(run)}", 30)
+    outcome = outcome_of(run, attempt)
+    assert outcome is not None
+    return outcome.kind
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def tensorboard_points(run: Run, tag: str) -> list[int]:
+    events = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0})
+    events.Reload()
+    return [event.step for event in events.Scalars(tag)]
+
+
+def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
+    """SIGKILL of a trainer rank in the middle: the attempt ends within seconds, with its error, and resumes as if nothing had been."""
+    run = submit(place, "killed", "trainer.max_steps=6")
+    wait_for(lambda: committed(run.checkpoints, step_of), lambda: logs_of(run), 240)
+    wait_for(lambda: run.batch(4).exists() or read_outcome(run), lambda: logs_of(run), 60)
+    began = time.monotonic()
+    kill(pid_of(run, "train"))
+    assert finish(run, 1) == "failed", logs_of(run)
+    assert time.monotonic() - began < 25
+    status = hpcrl("status", "killed", cwd=place)
+    assert "failed: trainer-0:" in status.stdout
+    assert "SIGKILL" in status.stdout or "-9" in status.stdout
+    before = trained_groups(run)
+
+    resumed = hpcrl("resume", "killed", cwd=place)
+    assert resumed.returncode == 0, resumed.stderr
+    assert finish(run, 2) == "done", logs_of(run)
+    groups = trained_groups(run)
+    assert groups[: len(before)] == before, "finished batches were not used"
+    assert len(groups) == 6
+    assert len({group for batch in groups for group in batch}) == 6 * 8, "a group trained twice"
+    assert len(read_attempts(run)) == 2
+    for name in ("reward/avg_raw_reward", "policy/grad_norm", "policy/policy_kl", "policy/policy_lr", "timing/step"):
+        assert list(curve(run, name)) == [1, 2, 3, 4, 5, 6], name
+        assert tensorboard_points(run, name) == [1, 2, 3, 4, 5, 6], name
+    assert tensorboard_points(run, "eval/all/avg_score") == [0, 2, 4, 6]
+    assert (
+        "nothing to resume" in hpcrl("resume", "killed", cwd=place).stderr
+        or "is done" in hpcrl("resume", "killed", cwd=place).stderr
+    )
+
+
+def test_from_another_runs_checkpoint_and_cancel(place: Path) -> None:
+    """A run to its end with `--follow`; a second one that starts from its checkpoint and is cancelled: it saves first."""
+    name = "first"
+    done = hpcrl(
+        "submit", str(QUICKSTART), "--local", "--follow", f"trainer.run_name={name}", *SMALL, "trainer.max_steps=2",
+        "trainer.hf_save_interval=2", cwd=place,
+    )  # fmt: skip
+    run = Run.open(place / "runs" / "quickstart" / name)
+    assert done.returncode == 0, done.stdout + done.stderr + logs_of(run)
+    for part in ("eval score", "tokens/s", "tensorboard --logdir", "rollout-0"):
+        assert part in done.stdout
+    assert oct(run.path.stat().st_mode & 0o777) == "0o700"
+    token = run.token.read_text().strip()
+    assert oct(run.token.stat().st_mode & 0o777) == "0o600"
+    assert token not in logs_of(run)
+    assert (run.export(2) / "model.safetensors").exists() or list(run.export(2).glob("*.safetensors"))
+    assert [os.path.basename(path) for path in sorted(run.evals.iterdir())] == ["v000000", "v000002"]
+    dump = (run.eval_dump(2, 0)).read_text().splitlines()
+    assert len(dump) == 256
+
+    second = submit(
+        place,
+        "second",
+        "trainer.resume_mode=from_path",
+        f"trainer.resume_path={run.checkpoint(2)}",
+        "trainer.max_steps=500",
+    )
+    wait_for(lambda: second.batch(4).exists(), lambda: logs_of(second), 240)
+    cancelled = hpcrl("cancel", "second", cwd=place)
+    assert cancelled.returncode == 0, cancelled.stderr
+    assert "second: cancelled" in cancelled.stdout
+    wait_for(lambda: not processes_of(second), lambda: f"left over: {processes_of(second)}", 30)
+    assert not second.batch(1).exists(), "training continued after step 2"
+    saved = committed(second.checkpoints, step_of)
+    trained = list(curve(second, "policy/grad_norm"))
+    assert trained[0] == 3
+    assert saved[-1] == trained[-1], "what was trained was saved before the end"
+    assert read_json(second.outcome)["kind"] == "cancelled"
+
+
+def test_trainer_of_two_nodes_survives_a_taken_port(place: Path) -> None:
+    """Two torchrun nodes meet on a port that somebody takes between choice and use: they meet on another one."""
+    run = submit(place, "two", "trainer.placement.policy_num_nodes=2", "trainer.max_steps=1", "trainer.eval_interval=0")
+    assert finish(run, 1) == "done", logs_of(run)
+    assert list(curve(run, "policy/grad_norm")) == [1]
