@@ -166,8 +166,8 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _show_state(state: RunState) -> None:
-    from hpcrl.run.layout import step_of
     from hpcrl.run.commit import committed
+    from hpcrl.run.layout import step_of
 
     checkpoints = committed(state.run.checkpoints, step_of)
     print(f"{state.run.name}: {state.word}" + (f": {state.detail}" if state.detail else ""))
@@ -229,7 +229,13 @@ def _tensorboard(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    settings = getattr(arguments, "settings", None)
+    if settings is None or any(word.startswith("-") for word in rest):
+        arguments = parser.parse_args(argv)  # says what is wrong
+    else:
+        settings += rest  # argparse takes no positional argument after an option that follows the first one
     try:
         return arguments.action(arguments)
     except HpcrlError as error:
