@@ -7,7 +7,7 @@ one time is [rows per slice, V], in forward and in backward.
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, nll_loss
 from torch.utils.checkpoint import checkpoint
 
 
@@ -40,4 +40,4 @@ def _rows(
     logits_RV = linear(hidden_RD, head_VD).float() / temperature
     logprobs_RV = logits_RV.log_softmax(-1)
     entropy_R = -(logprobs_RV.exp() * logprobs_RV).sum(-1)
-    return logprobs_RV.gather(-1, labels_R[:, None]).squeeze(-1), entropy_R
+    return -nll_loss(logprobs_RV, labels_R, reduction="none"), entropy_R

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from hpcrl.trainer.world import World, joined
 from tests.trainer.material import VOCABULARY
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
@@ -36,3 +39,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(QUICKSTART / name, path / name)
     return path
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[World]:
+    """A world of one rank: this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+            patch.setenv(name, value)
+        with joined() as world:
+            yield world
+    assert not dist.is_initialized()

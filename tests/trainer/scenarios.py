@@ -1,0 +1,177 @@
+"""What the tests run under torchrun: scenarios.py NAME JSON. Each scenario joins the ranks once; rank 0 writes what it saw."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from hpcrl.config import AlgorithmConfig, FSDPConfig, MixedPrecisionConfig, ModelConfig, OptimizerConfig, PolicyConfig
+from hpcrl.run.commit import committed, read_json
+from hpcrl.run.layout import Run, step_of
+from hpcrl.trainer.checkpoint import Checkpoints
+from hpcrl.trainer.fsdp import FsdpEngine
+from hpcrl.trainer.objective import build_objective
+from hpcrl.trainer.publish import Publisher
+from hpcrl.trainer.update import Trained, group_advantages, load_mini_batches, score, train
+from hpcrl.trainer.world import World, joined
+from hpcrl.types import Batch
+
+ALGORITHM = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, use_entropy_loss=True, entropy_loss_coef=0.02)
+
+
+def make_engine(world: World, model: str, options: dict[str, Any]) -> FsdpEngine:
+    optimizer = {"lr": 2e-3, "scheduler": "linear", "num_warmup_steps": 1, **options.get("optimizer", {})}
+    precision = MixedPrecisionConfig(param_dtype=options.get("param_dtype", "fp32"))
+    reshard = options.get("reshard_after_forward", True)
+    engine = FsdpEngine(
+        PolicyConfig(
+            model=ModelConfig(path=model),
+            optimizer_config=OptimizerConfig(**optimizer),
+            fsdp_config=FSDPConfig(reshard_after_forward=reshard, mixed_precision=precision),
+        ),
+        world,
+        reference_path=options.get("reference", model),
+        temperature=0.9,
+        chunk_rows=options.get("chunk_rows", 1024),
+        gradient_checkpointing=options.get("gradient_checkpointing", False),
+    )
+    engine.schedule(8)
+    return engine
+
+
+class Watched(FsdpEngine):
+    """Keeps whole copies of the last gradients, which the verbs do not show."""
+
+    seen: dict[str, torch.Tensor]
+
+    def step(self):  # noqa: ANN201
+        self.seen = {name: whole(p.grad) for name, p in self._policy.model.named_parameters() if p.grad is not None}
+        return super().step()
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.detach().full_tensor().clone()
+
+
+def parameters(engine: FsdpEngine) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in engine._policy.model.named_parameters()}
+
+
+def train_steps(engine: FsdpEngine, run: Run, steps: range, world: World, options: dict[str, Any]) -> list[Trained]:
+    """Train batches with two mini-batches of two groups each, scoring old and reference log-probabilities first."""
+    trained = []
+    for step in steps:
+        batch = Batch.from_json(read_json(run.batch(step)))
+        minis = load_mini_batches(run, batch, group_advantages(batch, ALGORITHM), 2, world)
+        for mini in minis:
+            score(engine, mini, options.get("forward", 4), old=True, reference=True)
+        trained += [train(engine, mini, options["micro"], build_objective(ALGORITHM), world) for mini in minis]
+    return trained
+
+
+def show(path: str, trained: list[Trained], world: World) -> None:
+    if world.first:
+        values = [{**update.sums, "grad_norm": update.report.grad_norm, "lr": update.report.lr} for update in trained]
+        Path(path).write_text(json.dumps(values))
+
+
+def variants(world: World, options: dict[str, Any]) -> None:
+    """Train the same batches in several ways."""
+    for name, variant in options["variants"].items():
+        engine = make_engine(world, options["model"], variant)
+        engine.__class__ = Watched
+        assert isinstance(engine, Watched)
+        trained = train_steps(engine, Run.open(options["run"]), range(1, 3), world, variant)
+        tensors = {f"gradient.{key}": value for key, value in engine.seen.items()}
+        tensors |= {f"parameter.{key}": value for key, value in parameters(engine).items()}
+        show(f"{options['out']}/{name}.json", trained, world)
+        if world.first:
+            save_file(tensors, f"{options['out']}/{name}.safetensors")
+
+
+def poisoned(world: World, options: dict[str, Any]) -> None:
+    """A gradient that is not finite changes nothing."""
+    engine = make_engine(world, options["model"], {})
+    run = Run.open(options["run"])
+    batch = Batch.from_json(read_json(run.batch(1)))
+    (mini,) = load_mini_batches(run, batch, group_advantages(batch, ALGORITHM), len(batch.groups), world)
+    score(engine, mini, 8, old=True, reference=True)
+    before = parameters(engine)
+    if world.first:
+        mini.rows[0].advantage = float("inf")
+    skipped = train(engine, mini, 4, build_objective(ALGORITHM), world).report
+    same = all(torch.equal(before[name], value) for name, value in parameters(engine).items())
+    if world.first:
+        mini.rows[0].advantage = 1.0
+    after = train(engine, mini, 4, build_objective(ALGORITHM), world).report
+    if world.first:
+        facts = {"skipped": [skipped.skipped, after.skipped], "same": same, "updates": engine.updates}
+        Path(options["out"]).write_text(json.dumps(facts))
+
+
+def lifetime(world: World, options: dict[str, Any]) -> None:
+    """Resume, train up to a step, save where asked, maybe die while saving; publish and export at the end."""
+    engine = make_engine(world, options["model"], options)
+    run, attempt = Run.open(options["run"]), options["attempt"]
+    checkpoints = Checkpoints(run, attempt, world, keep=options.get("keep", -1), seed=3)
+    publisher = Publisher(run, attempt, world, torch.float32, max_staleness=0)
+    step = checkpoints.resume(engine, options.get("mode", "latest"), options.get("path"))
+    publisher.resume(engine, step)
+    trained, random = [], torch.rand(3).tolist()
+    for at in range(step + 1, options["until"] + 1):
+        trained += train_steps(engine, run, range(at, at + 1), world, options)
+        publisher.publish(engine, at)
+        if at in options.get("dies_saving", []) and world.rank == world.size - 1:
+            engine.__class__ = Dying
+        if at in options["saves"]:
+            checkpoints.save(engine, Batch.from_json(read_json(run.batch(at))))
+    show(options["out"], trained, world)
+    if world.first:
+        Path(options["out"]).with_suffix(".started").write_text(json.dumps({"step": step, "random": random}))
+    if options.get("export"):
+        publisher.export(engine, options["until"])
+        batch = Batch.from_json(read_json(run.batch(1)))
+        (mini,) = load_mini_batches(run, batch, group_advantages(batch, ALGORITHM), len(batch.groups), world)
+        score(engine, mini, 16, old=True, reference=False)
+        rows = {f"{n}.logprobs": row.old_logprobs for n, row in enumerate(mini.rows) if row.old_logprobs is not None}
+        rows |= {f"{n}.ids": row.sample.token_ids for n, row in enumerate(mini.rows)}
+        if world.first:
+            save_file(rows, options["export"])
+
+
+def rewind(world: World, options: dict[str, Any]) -> None:
+    """Copy a run as it was when `steps` were its checkpoints."""
+    if world.first:
+        shutil.copytree(options["run"], options["to"])
+        run = Run.open(options["to"])
+        for step in set(committed(run.checkpoints, step_of)) - set(options["steps"]):
+            shutil.rmtree(run.checkpoint(step))
+    world.barrier()
+
+
+class Dying(FsdpEngine):
+    """Is killed after it has written its part, before anything is committed."""
+
+    def save(self, directory: Path) -> None:
+        super().save(directory)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+SCENARIOS = {"variants": variants, "poisoned": poisoned, "lifetime": lifetime, "rewind": rewind}
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    with joined() as world:
+        for name, options in json.loads(sys.argv[1]):
+            SCENARIOS[name](world, options)

@@ -1,0 +1,150 @@
+"""Save, die, resume, reshard: against a run that was never interrupted, under real torchrun."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpcrl.errors import CommitError, RunError
+from hpcrl.run.commit import committed, verify, write_text
+from hpcrl.run.layout import Run, step_of, version_of
+from hpcrl.trainer.checkpoint import Checkpoints
+from hpcrl.trainer.world import World
+from tests.trainer import scenarios
+from tests.trainer.material import make_batch, make_run, run_ranks
+
+
+def life(model_path: Path, run: Path, out: Path, **options: Any) -> dict[str, Any]:
+    return {"model": str(model_path), "run": str(run), "out": str(out), "micro": 2, "attempt": 1, "saves": [], **options}
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
+    """Two ranks train 4 steps, and then once more the last two, from the checkpoint of step 2."""
+    path = tmp_path_factory.mktemp("lives")
+    run = make_run(path / "whole")
+    for step in range(1, 5):
+        make_batch(run, step, groups=4, size=3)
+    whole = life(model_path, run.path, path / "whole.json", until=4, saves=[2, 4])
+    resumed = life(model_path, path / "resumed", path / "resumed.json", until=4, saves=[4], attempt=2, keep=1)
+    rewind = {"run": str(run.path), "to": str(path / "resumed"), "steps": [2]}
+    done = run_ranks(2, json.dumps([("lifetime", whole), ("rewind", rewind), ("lifetime", resumed)]))
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def steps(path: Path, out: str) -> list[dict[str, float]]:
+    return json.loads((path / f"{out}.json").read_text())
+
+
+def started(path: Path, out: str) -> dict[str, Any]:
+    return json.loads((path / f"{out}.started").read_text())
+
+
+def losses(updates: list[dict[str, float]]) -> list[float]:
+    return [update["final_loss"] / update["tokens"] for update in updates]
+
+
+def test_contents_of_a_checkpoint(lives: Path) -> None:
+    run = Run.open(lives / "whole")
+    assert committed(run.checkpoints, step_of) == [2, 4]
+    manifest = verify(run.checkpoint(4))
+    facts = {name: manifest[name] for name in ("step", "cursor", "world_size", "batch")}
+    assert facts == {"step": 4, "cursor": 16, "world_size": 2, "batch": "batches/s000004.json"}
+    assert {"rng-0.safetensors", "rng-1.safetensors", ".metadata"} <= set(manifest["files"])
+
+
+def test_resumed_is_uninterrupted(lives: Path) -> None:
+    assert started(lives, "resumed")["step"] == 2
+    resumed, expected = steps(lives, "resumed"), steps(lives, "whole")[4:]
+    assert losses(resumed) == pytest.approx(losses(expected), abs=1e-6)
+    assert [update["lr"] for update in resumed] == [update["lr"] for update in expected]
+    run = Run.open(lives / "resumed")
+    assert committed(run.checkpoints, step_of) == [2, 4], "keep=1 still keeps two"
+    assert committed(run.weights, version_of) == [3, 4]
+    assert verify(run.weights_of(3))["attempt"] == 2, "weights of the discarded timeline are written anew"
+
+
+def test_killed_while_saving_then_resharded(lives: Path, model_path: Path, tmp_path: Path, alone: World) -> None:
+    """A rank dies while step 3 is saved; one rank goes on from 2 and saves 3; two ranks go on from that."""
+    path = tmp_path / "run"
+    scenarios.rewind(alone, {"run": str(lives / "whole"), "to": str(path), "steps": [2]})
+    run, expected = Run.open(path), losses(steps(lives, "whole"))
+    killed = life(model_path, path, tmp_path / "killed.json", until=3, saves=[3], dies_saving=[3], attempt=2)
+    assert run_ranks(2, json.dumps([("lifetime", killed)])).returncode != 0
+    assert committed(run.checkpoints, step_of) == [2]
+    assert len(list(run.checkpoints.glob(".tmp-*"))) == 1
+
+    scenarios.lifetime(alone, life(model_path, path, tmp_path / "one.json", until=3, saves=[3], attempt=3))
+    assert started(tmp_path, "one")["step"] == 2
+    assert losses(steps(tmp_path, "one")) == pytest.approx(expected[4:6], abs=1e-6)
+    assert not list(run.checkpoints.glob(".tmp-*"))
+
+    two = life(model_path, path, tmp_path / "two.json", until=4, saves=[4], attempt=4)
+    done = run_ranks(2, json.dumps([("lifetime", two)]))
+    assert done.returncode == 0, done.stderr
+    assert started(tmp_path, "two")["step"] == 3
+    assert losses(steps(tmp_path, "two")) == pytest.approx(expected[6:8], abs=1e-6)
+    assert "random state derived anew" in done.stderr
+
+
+def test_random_state_is_restored_or_derived(lives: Path, model_path: Path, tmp_path: Path, alone: World) -> None:
+    path = tmp_path / "run"
+    scenarios.rewind(alone, {"run": str(lives / "whole"), "to": str(path), "steps": [4]})
+    options = life(model_path, path, tmp_path / "a.json", until=4)
+    drawn = []
+    for _ in range(2):  # two ranks saved it, one loads it: the same derived state each time
+        torch.manual_seed(len(drawn))
+        scenarios.lifetime(alone, options)
+        drawn.append(started(tmp_path, "a")["random"])
+    assert drawn[0] == drawn[1]
+
+    shutil.rmtree(path / "checkpoints")
+    torch.manual_seed(11)
+    scenarios.lifetime(alone, {**options, "until": 1, "saves": [1]})
+    expected = torch.rand(3).tolist()
+    scenarios.lifetime(alone, {**options, "until": 1})
+    assert started(tmp_path, "a")["random"] == expected
+
+
+def test_where_training_starts(lives: Path, tmp_path: Path, alone: World, caplog: pytest.LogCaptureFixture) -> None:
+    fresh, whole = make_run(tmp_path / "fresh"), Run.open(lives / "whole")
+    checkpoints = Checkpoints(fresh, 1, alone, keep=-1, seed=0)
+    assert checkpoints.find("latest", None) is None
+    assert checkpoints.find("from_path", str(whole.checkpoint(2))) == whole.checkpoint(2)
+    with pytest.raises(RunError, match="set trainer.resume_path"):
+        checkpoints.find("from_path", None)
+    with pytest.raises(RunError, match="nowhere is not a checkpoint; expected an existing directory named sNNNNNN"):
+        checkpoints.find("from_path", str(tmp_path / "nowhere"))
+    (tmp_path / "s000007").mkdir()
+    with pytest.raises(CommitError, match="never committed"):
+        checkpoints.find("from_path", str(tmp_path / "s000007"))
+
+    shutil.copytree(whole.checkpoints, fresh.checkpoints)
+    assert checkpoints.find("none", None) is None
+    assert checkpoints.find("from_path", str(tmp_path / "nowhere")) == fresh.checkpoint(4), "a run's own come first"
+    write_text(fresh.checkpoint(4) / "rng-0.safetensors", "damaged")
+    assert checkpoints.find("latest", None) == fresh.checkpoint(2)
+    assert "rng-0.safetensors" in caplog.text
+    write_text(fresh.checkpoint(2) / "rng-0.safetensors", "damaged")
+    with pytest.raises(RunError, match=r"steps \[2, 4\], but none of them is whole"):
+        checkpoints.find("latest", None)
+
+
+def test_what_a_start_gave_up_is_set_aside(lives: Path, tmp_path: Path, alone: World) -> None:
+    run = make_run(tmp_path / "run")
+    shutil.copytree(lives / "whole" / "checkpoints", run.checkpoints)
+    Checkpoints(run, 5, alone, keep=-1, seed=0).set_aside_after(2)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [".given-up-s000004.5", "s000002"]
+
+
+def test_too_few_to_keep_is_said(tmp_path: Path, alone: World, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Checkpoints(make_run(tmp_path / "run"), 1, alone, keep=1, seed=0)
+    assert "the newest 2 are kept" in caplog.text

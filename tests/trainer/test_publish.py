@@ -1,0 +1,131 @@
+"""Weights and exports: what transformers loads is what the trainer computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from hpcrl.config import FSDPConfig, MixedPrecisionConfig, ModelConfig, PolicyConfig
+from hpcrl.errors import DataError
+from hpcrl.run.commit import committed, is_committed
+from hpcrl.run.layout import Run, version_of
+from hpcrl.trainer.fsdp import FsdpEngine
+from hpcrl.trainer.packing import Row, pack
+from hpcrl.trainer.publish import Publisher, write_safetensors
+from hpcrl.trainer.world import World
+from tests.trainer.material import make_run, make_sample
+
+
+def make_engine(path: Path, world: World, temperature: float = 1.0) -> FsdpEngine:
+    precision = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="fp32"))
+    options = {"reference_path": None, "chunk_rows": 64, "gradient_checkpointing": False}
+    policy = PolicyConfig(model=ModelConfig(path=str(path)), fsdp_config=precision)
+    return FsdpEngine(policy, world, temperature=temperature, **options)
+
+
+@pytest.fixture(scope="module")
+def engine(model_path: Path, alone: World) -> FsdpEngine:
+    """An engine whose policy is no longer the model it started from."""
+    engine = make_engine(model_path, alone, temperature=0.7)
+    with torch.no_grad():
+        for number, parameter in enumerate(engine._policy.parameters()):
+            parameter.mul_(1 + number / 50)
+    return engine
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return make_run(tmp_path / "run")
+
+
+def rows() -> list[Row]:
+    generator = torch.Generator().manual_seed(5)
+    return [Row(make_sample(generator, length, prompt=2), 0.0) for length in (9, 5, 12)]
+
+
+def expect_same_logprobs(path: Path, engine: FsdpEngine, temperature: float, atol: float = 1e-5) -> None:
+    """Compare the engine's log-probabilities with those of transformers, sample by sample."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    batch = pack(rows())
+    for row, logprobs in zip(rows(), engine.logprobs(batch).split(batch.lengths), strict=True):
+        ids = row.sample.token_ids
+        with torch.no_grad():
+            expected = (model(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        torch.testing.assert_close(logprobs[:-1], expected.gather(-1, ids[1:, None])[:, 0], atol=atol, rtol=0)
+
+
+def test_an_export_is_a_model(run: Run, alone: World, engine: FsdpEngine, model_path: Path) -> None:
+    Publisher(run, 1, alone, torch.float32, 0).export(engine, 3)
+    assert is_committed(run.export(3))
+    expect_same_logprobs(run.export(3), engine, temperature=0.7)
+    text = [{"role": "user", "content": "a"}]
+    assert AutoTokenizer.from_pretrained(run.export(3)).apply_chat_template(text) == AutoTokenizer.from_pretrained(
+        model_path
+    ).apply_chat_template(text)
+
+
+def test_weights_have_the_engines_type_and_tied_ones_come_once(run: Run, alone: World, engine: FsdpEngine) -> None:
+    Publisher(run, 1, alone, torch.bfloat16, 0).publish(engine, 1)
+    with safe_open(run.weights_of(1) / "model-00001.safetensors", "pt") as file:
+        names = set(file.keys())
+        assert {file.get_tensor(name).dtype for name in names} == {torch.bfloat16}
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    index = json.loads((run.weights_of(1) / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == names
+
+
+def test_versions(run: Run, alone: World, engine: FsdpEngine) -> None:
+    publisher = Publisher(run, 1, alone, torch.float32, max_staleness=1)
+    for version in range(1, 5):
+        publisher.publish(engine, version)
+    assert committed(run.weights, version_of) == [2, 3, 4], "max_staleness + 2 stay readable"
+    inode = run.weights_of(4).stat().st_ino
+    publisher.publish(engine, 4)
+    assert run.weights_of(4).stat().st_ino == inode, "a committed version is being read"
+    (run.weights / ".tmp-v000005.1").mkdir()
+    Publisher(run, 2, alone, torch.float32, max_staleness=1).resume(engine, 2)
+    assert [path.name for path in run.weights.iterdir()] == ["v000002"]
+    Publisher(run, 3, alone, torch.float32, max_staleness=1).resume(engine, 1)
+    assert committed(run.weights, version_of) == [1], "a version that retention removed is published again"
+
+
+def test_shards(tmp_path: Path) -> None:
+    tensors = {f"t{number}": torch.full((100,), float(number)) for number in range(5)} | {"big": torch.zeros(1000)}
+    write_safetensors(tmp_path, ({name: tensor} for name, tensor in tensors.items()), shard_bytes=800)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 6000
+    files = {name: [t for t, file in index["weight_map"].items() if file == name] for name in index["weight_map"].values()}
+    assert list(files.values()) == [["t0", "t1"], ["t2", "t3"], ["t4"], ["big"]]
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / file, "pt") as shard:
+            assert torch.equal(shard.get_tensor(name), tensors[name])
+
+
+def test_fused_experts_are_exported_under_their_names_on_the_hub(run: Run, alone: World, tmp_path: Path) -> None:
+    """transformers fuses experts at load; files, and vLLM, have one tensor per expert."""
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 18, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "head_dim": 8}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4}
+    config = Qwen3MoeConfig(**sizes, **layers, num_experts_per_tok=2, initializer_range=0.2)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
+    engine = make_engine(tmp_path / "moe", alone)
+    Publisher(run, 1, alone, torch.float32, 0).publish(engine, 1)
+    with safe_open(run.weights_of(1) / "model-00001.safetensors", "pt") as new, safe_open(
+        tmp_path / "moe" / "model.safetensors", "pt"
+    ) as old:
+        assert set(new.keys()) == set(old.keys())
+        assert "model.layers.0.mlp.experts.3.up_proj.weight" in new.keys()  # noqa: SIM118
+        assert all(torch.equal(new.get_tensor(name), old.get_tensor(name)) for name in old.keys())  # noqa: SIM118
+    expect_same_logprobs(tmp_path / "moe", engine, temperature=1.0)
+
+
+@pytest.mark.parametrize("make", [lambda path: path / "missing", lambda path: path])
+def test_what_is_no_model_is_said(tmp_path: Path, alone: World, make) -> None:  # noqa: ANN001
+    with pytest.raises(DataError, match="cannot be loaded: expected a directory or hub id.*trainer.policy.model.path"):
+        make_engine(make(tmp_path), alone)
