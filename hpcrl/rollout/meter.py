@@ -1,0 +1,51 @@
+"""What a worker did with its time while it held one version."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+
+class Meter:
+    """Measures from `start` to the next `start`.
+
+    Attributes:
+        tokens: generated since the start; the owner adds to it.
+    """
+
+    def __init__(self) -> None:
+        self._working = False
+        self.start({})
+
+    def start(self, known: Mapping[str, float]) -> None:
+        """Begin the next version.
+
+        Args:
+            known: metrics of the change to this version, reported with it.
+        """
+        self._known = dict(known)
+        self._since = time.monotonic()
+        self._busy = 0.0
+        self._idle = 0.0
+        self.tokens = 0
+
+    def working(self, now: bool) -> None:
+        """Tell whether there is work from here on."""
+        self._settle()
+        self._working = now
+
+    def values(self) -> dict[str, float]:
+        """Return the metrics so far; tokens per second are per second with work."""
+        self._settle()
+        values = {**self._known, "generate/idle_seconds": self._idle}
+        if self.tokens:
+            values["generate/tokens_per_second"] = self.tokens / max(self._busy, 1e-6)
+        return values
+
+    def _settle(self) -> None:
+        now = time.monotonic()
+        if self._working:
+            self._busy += now - self._since
+        else:
+            self._idle += now - self._since
+        self._since = now

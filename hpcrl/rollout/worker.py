@@ -1,0 +1,214 @@
+"""The loop of a rollout worker: claim groups, keep the engine's weights at the newest version, generate, hand over.
+
+    consumes   work from the controller, weights/v<k>
+    waits for  the controller (a claim waits there for work or for a newer version)
+    produces   samples/<replica>/<group>.safetensors, evals/v<k>/<replica>.jsonl, metrics/rollout-<replica>.jsonl
+
+A claim's work is begun before a newer version that the same answer names is loaded: it was granted to the version at hand.
+Running training groups go on under the new weights; running evaluation is waited for, since a score belongs to one version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from hpcrl.config import GeneratorConfig
+from hpcrl.data.samples import write_group
+from hpcrl.errors import EngineError
+from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.rollout.client import EngineClient
+from hpcrl.rollout.generate import Group, GroupGenerator
+from hpcrl.rollout.meter import Meter
+from hpcrl.rollout.server import Server
+from hpcrl.rollout.threads import in_thread
+from hpcrl.rollout.weights import fetch
+from hpcrl.run.call import Controller, headers, read_token
+from hpcrl.run.layout import Run
+from hpcrl.run.lease import RENEW_S, LeaseWriter
+from hpcrl.types import GroupMeta, Kind, Work
+
+_WATCH_S = 0.5
+
+
+@dataclass(frozen=True)
+class Post:
+    """Where a worker stands.
+
+    Attributes:
+        scratch: node-local directory for weights on their way in.
+        capacity: groups in flight at most.
+    """
+
+    run: Run
+    attempt: int
+    replica: int
+    scratch: Path
+    capacity: int
+
+    @property
+    def name(self) -> str:
+        return f"rollout-{self.replica}"
+
+
+async def work(post: Post, server: Server, model: str, config: GeneratorConfig, lease: LeaseWriter) -> None:
+    """Work with a server that is ready until the controller says stop; as `Worker.run`.
+
+    Args:
+        model: HF directory or hub id of the tokenizer.
+    """
+    engine = EngineClient(server.socket, headers(read_token(post.run), post.run.name, post.attempt))
+    generator = GroupGenerator(engine, AutoTokenizer.from_pretrained(model), config)
+    try:
+        await Worker(post, server, engine, generator, lease).run()
+    finally:
+        await engine.close()
+
+
+class Worker:
+    """One replica at work."""
+
+    def __init__(
+        self, post: Post, server: Server, engine: EngineClient, generator: GroupGenerator, lease: LeaseWriter
+    ) -> None:
+        self._post, self._server, self._engine, self._generator = post, server, engine, generator
+        self._lease, self._controller = lease, Controller(post.run, post.attempt)
+        self._flight: dict[asyncio.Task[GroupMeta], Kind] = {}
+        self._metrics: MetricsWriter | None = None
+        self._meter = Meter()
+
+    async def run(self) -> None:
+        """Work until the controller says stop.
+
+        Raises:
+            EngineError: the engine died or refused a request.
+            HpcrlError: an environment, a weight directory or the controller failed.
+        """
+        loops = [asyncio.create_task(loop()) for loop in (self._serve, self._tell, self._watch)]
+        try:
+            await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            for loop in loops:
+                if loop.done():
+                    loop.result()
+        except EngineError as error:
+            if self._server.alive() and await self._engine.healthy():
+                raise
+            raise self._server.failure("died") from error
+        finally:
+            left = [*loops, *self._flight]
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+            if self._metrics:
+                self._metrics.close()
+
+    async def _serve(self) -> None:
+        claim: asyncio.Task[dict[str, Any]] | None = None
+        update: asyncio.Task[None] | None = None
+        asked = newest = 0
+        while True:
+            free, behind = self._post.capacity - len(self._flight), newest > self._engine.version
+            if behind and update is None and "eval" not in self._flight.values():
+                update = asyncio.create_task(self._update(newest))
+            if not behind and (claim is None or (asked == 0 and free > 0)):
+                # a claim for 0 groups waits for a newer version only, so that one may be forgotten
+                asked, claim = free, asyncio.create_task(self._claim(free))
+            waited = [task for task in (claim, update, *self._flight) if task is not None]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            await self._hand_over()
+            if update is not None and update.done():
+                update.result()
+                update = None
+            if claim is not None and claim.done():
+                answer, claim = claim.result(), None
+                if answer["stop"]:
+                    return
+                newest = answer["version"]
+                self._begin([Work.from_json(item) for item in answer["work"]], newest)
+
+    async def _claim(self, capacity: int) -> dict[str, Any]:
+        return await self._call("claim", version=self._engine.version, capacity=capacity)
+
+    def _call(self, route: str, **payload: Any) -> Awaitable[dict[str, Any]]:
+        return in_thread(self._controller.call, route, worker=self._post.name, **payload)
+
+    def _begin(self, work: list[Work], newest: int) -> None:
+        if self._metrics is None:
+            self._metrics = MetricsWriter(self._post.run, self._post.name, self._post.attempt, newest)
+        for item in work:
+            self._flight[asyncio.create_task(self._generate(item))] = item.kind
+        self._meter.working(bool(self._flight))
+
+    async def _generate(self, work: Work) -> GroupMeta:
+        group = await self._generator.generate(work)
+        self._meter.tokens += sum(int(sample.loss_mask.sum()) for sample in group.samples)
+        run, replica = self._post.run, self._post.replica
+        if work.kind == "eval":
+            path = run.eval_dump(group.oldest_version, replica)
+            _dump(path, group)
+            return group.meta(replica, str(path.relative_to(run.path)))
+        path = run.samples_of(replica) / f"{work.group_id}.safetensors"
+        meta = group.meta(replica, str(path.relative_to(run.path)))
+        await in_thread(write_group, path, group.samples, meta)
+        return meta
+
+    async def _hand_over(self) -> None:
+        done = [task for task in self._flight if task.done()]
+        groups = [task.result().to_json() for task in done]
+        for task in done:
+            del self._flight[task]
+        self._meter.working(bool(self._flight))
+        if groups:
+            await self._call("complete", groups=groups)
+
+    async def _update(self, version: int) -> None:
+        started, local = time.monotonic(), self._post.scratch / "weights"
+        await in_thread(fetch, self._post.run.weights_of(version), local)
+        fetched = time.monotonic() - started
+        self._write_metrics()
+        pause = await self._engine.update_weights(local, version)
+        await in_thread(shutil.rmtree, local)
+        self._meter.start({"weights/fetch_seconds": fetched, "weights/pause_seconds": pause})
+
+    def _write_metrics(self) -> None:
+        if self._metrics and (values := self._meter.values()):
+            self._metrics.write(self._engine.version, values)
+
+    async def _tell(self) -> None:
+        while True:
+            running, version = len(self._flight), self._engine.version
+            state = f"generating {running} groups" if running else f"ready v{version}"
+            self._lease.say(state, version=version, groups=running, **self._meter.values())
+            await self._call("lease", version=version, state=state)
+            await asyncio.sleep(RENEW_S)
+
+    async def _watch(self) -> None:
+        while self._server.alive():
+            await asyncio.sleep(_WATCH_S)
+        raise EngineError("the inference engine ended")
+
+
+def _dump(path: Path, group: Group) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    prompt = group.work.prompt
+    common = {"prompt": prompt.messages, "env_class": prompt.env_class, "data_source": prompt.data_source}
+    lines = [
+        {
+            **common,
+            "response": text,
+            "score": float(sample.rewards.sum()),
+            "stop_reason": sample.stop_reason,
+            "group_id": group.work.group_id,
+        }
+        for text, sample in zip(group.texts, group.samples, strict=True)
+    ]
+    with path.open("a") as file:
+        file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

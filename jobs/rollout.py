@@ -1,0 +1,73 @@
+"""One rollout worker of a run: python jobs/rollout.py RUN
+
+consumes   work of the controller, weights/v<k>, the initial model
+waits for  its own engine, then the controller
+produces   samples/<replica>/, evals/v<k>/<replica>.jsonl, metrics/rollout-<replica>.jsonl
+ends       with 0 when the controller says stop or on SIGTERM; the engine never outlives it
+"""
+
+import asyncio
+import os
+import signal
+import sys
+
+from hpcrl.config import Config, eval_sampling
+from hpcrl.errors import HpcrlError
+from hpcrl.rollout.scratch import Scratch
+from hpcrl.rollout.server import Server, ServerOptions
+from hpcrl.run.layout import Run
+from hpcrl.run.lease import LeaseWriter
+
+START_S = 1800.0  # a large model from a busy filesystem
+
+
+def main(path: str) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    run, attempt, replica = Run.open(path), int(os.environ["HPCRL_ATTEMPT"]), int(os.environ["HPCRL_REPLICA"])
+    config = Config.from_toml([run.config])
+    lease = LeaseWriter(run, f"rollout-{replica}", attempt)
+    lease.say("starting engine")
+    scratch = Scratch()
+    try:
+        server = Server(options(run, config), scratch.path, run.log(attempt, f"engine-{replica}"))
+        try:
+            # torch and transformers take seconds to import, while the engine starts
+            from hpcrl.rollout.worker import Post, work
+
+            post = Post(run, attempt, replica, scratch.path, capacity(config))
+            server.wait_ready(START_S, lambda: lease.say("starting engine"))
+            asyncio.run(work(post, server, config.trainer.policy.model.path, config.generator, lease))
+        finally:
+            server.stop()
+    finally:
+        scratch.remove()
+    lease.say("finished")
+
+
+def options(run: Run, config: Config) -> ServerOptions:
+    generator = config.generator
+    longest = max(generator.sampling_params.max_generate_length, eval_sampling(generator).max_generate_length)
+    return ServerOptions(
+        model=config.trainer.policy.model.path,
+        engine=generator.inference_engine,
+        seed=config.trainer.seed,
+        max_model_len=config.trainer.max_prompt_length + longest,
+        on_cpu=config.slurm.gpus_per_node == 0,
+        run_name=run.name,
+        token_file=run.token,
+    )
+
+
+def capacity(config: Config) -> int:
+    """Return the groups in flight: what the engine decodes together, but no more than this replica's share of a batch."""
+    engine, samples = config.generator.inference_engine, config.generator.n_samples_per_prompt
+    share = -(-config.trainer.train_batch_size // engine.num_engines)
+    return max(1, min(engine.max_num_seqs // samples, share))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except HpcrlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
