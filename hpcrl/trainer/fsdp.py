@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from hpcrl.config.model import PolicyConfig
@@ -126,15 +127,15 @@ class FsdpEngine:
     def export_weights(self, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
         model = self._policy.model
         free_gathered(self._policy)
+        # transformers fuses experts and the like at load; files keep the names of the hub
+        converted = bool(get_model_conversion_mapping(model, add_legacy=False))
         for name, parameter in model.named_parameters():
             # cast first: what is gathered is then no larger than what is written
             cast = parameter.detach().to(dtype)
             assert isinstance(cast, DTensor)
             whole = cast.full_tensor()
-            if self._world.first:
-                yield revert_weight_conversion(model, {name: whole.cpu()})
-            else:
-                yield {}
+            piece = {name: whole.cpu()} if self._world.first else {}
+            yield revert_weight_conversion(model, piece) if converted and piece else piece
 
     def export_config(self, directory: Path, dtype: torch.dtype) -> None:
         if not self._world.first:

@@ -1,0 +1,210 @@
+"""jobs/train.py under torchrun, with the real controller; the test stands in for the rollout worker, with random samples."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpcrl.config import Config
+from hpcrl.controller.api import Api, Guard, bind, serve
+from hpcrl.controller.service import Schedule, Service
+from hpcrl.data.samples import write_group
+from hpcrl.observe.metrics import read_metrics
+from hpcrl.run.call import Controller, read_token
+from hpcrl.run.commit import committed, is_committed, write_json, write_text
+from hpcrl.run.layout import Run, step_of, version_of
+from hpcrl.run.lease import LeaseWriter, read_leases
+from hpcrl.types import GroupMeta, Prompt, Work
+from tests.trainer.material import REPOSITORY, environment, make_sample, torchrun
+
+STEPS = 4
+JOB = REPOSITORY / "jobs" / "train.py"
+SCHEDULE = Schedule(
+    batch_size=4, n_samples=3, staleness=0, total_steps=STEPS, seed=1, eval_interval=-1, eval_before_train=False, eval_n_samples=1
+)  # fmt: skip
+
+
+def make_run(path: Path, model: Path) -> Run:
+    run = Run(path / "project" / "run")
+    config = Config.from_dict(
+        {
+            "data": {"train_data": ["unused.parquet"]},
+            "trainer": {
+                "policy": {
+                    "model": {"path": str(model)},
+                    "optimizer_config": {"lr": 1e-3},
+                    "fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}},
+                },
+                "train_batch_size": 4,
+                "policy_mini_batch_size": 2,
+                "micro_train_batch_size_per_gpu": 2,
+                "micro_forward_batch_size_per_gpu": 4,
+                "ckpt_interval": 2,
+                "hf_save_interval": STEPS,
+                "eval_interval": -1,
+            },
+            "generator": {"n_samples_per_prompt": 3, "inference_engine": {"model_dtype": "float32"}},
+            "environment": {"env_class": "sort_letters"},
+        }
+    )
+    write_text(run.config, config.to_toml())
+    write_text(run.token, "secret\n", mode=0o600)
+    return run
+
+
+@contextlib.contextmanager
+def controller(run: Run, attempt: int) -> Iterator[None]:
+    listener = bind("127.0.0.1")
+    LeaseWriter(run, "controller", attempt).say("serving", url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+    prompts = [Prompt(f"p{i}", [{"role": "user", "content": str(i)}], "sort_letters", {}, "letters") for i in range(16)]
+
+    async def main() -> None:
+        api = Api(Service(run, attempt, SCHEDULE, prompts, []))
+        app = Guard(api.app(), read_token(run), run.name, attempt)
+        await serve(app, listener, api.watch(run, attempt, print, goodbye_s=0.0))
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    yield
+    write_json(run.stop, {"attempt": attempt, "reason": "finished"})
+    thread.join(30)
+    run.stop.unlink()
+
+
+def finish(run: Run, work: Work, version: int) -> GroupMeta:
+    """Make up a group; the same for the same work."""
+    generator = torch.Generator().manual_seed(work.seed)
+    lengths = torch.randint(5, 16, (work.n_samples,), generator=generator).tolist()
+    rewards = torch.rand(work.n_samples, generator=generator).tolist()
+    samples = [make_sample(generator, length, prompt=3) for length in lengths]
+    path = run.samples_of(0) / f"{work.group_id}.safetensors"
+    meta = GroupMeta(
+        group_id=work.group_id,
+        kind=work.kind,
+        replica=0,
+        path=str(path.relative_to(run.path)),
+        rewards=rewards,
+        lengths=lengths,
+        response_lengths=[int(sample.loss_mask.sum()) for sample in samples],
+        stop_reasons=["stop"] * work.n_samples,
+        oldest_version=version,
+        newest_version=version,
+        data_source="letters",
+        seconds=0.1,
+    )
+    write_group(path, samples, meta)
+    return meta
+
+
+def work_until(run: Run, attempt: int, last: int) -> None:
+    """Be the rollout worker until version `last` is there."""
+    client, version = Controller(run, attempt), 0
+    while version < last:
+        answer = client.call("claim", worker="rollout-0", version=version, capacity=4)
+        groups = [finish(run, Work.from_json(item), version) for item in answer["work"]]
+        if groups:
+            client.call("complete", worker="rollout-0", groups=[group.to_json() for group in groups])
+        version = answer["version"]
+    client.close()
+
+
+@contextlib.contextmanager
+def trainer(run: Run, attempt: int, ranks: int) -> Iterator[subprocess.Popen[str]]:
+    variables = environment() | {"HPCRL_ATTEMPT": str(attempt)}
+    process = subprocess.Popen(
+        torchrun(ranks, JOB, run.path), env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def said(run: Run, attempt: int) -> str:
+    return next((lease.state for lease in read_leases(run, attempt) if lease.process == "trainer"), "")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Run:
+    """Two ranks are told to stop after step 3; what they then saved is lost; one rank does steps 3 and 4."""
+    run = make_run(tmp_path_factory.mktemp("job"), model_path)
+    with controller(run, 1), trainer(run, 1, ranks=2) as process:
+        work_until(run, 1, last=3)
+        wait_for(lambda: said(run, 1) == "waiting for batch")
+        for rank in children(process.pid):
+            os.kill(rank, signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+    assert said(run, 1) == "stopped"
+    assert committed(run.checkpoints, step_of) == [2, 3], "a stop saves what the interval has not"
+    os.rename(run.checkpoint(3), run.checkpoints / "lost")
+    with controller(run, 2), trainer(run, 2, ranks=1) as process:
+        work_until(run, 2, last=STEPS)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+    assert said(run, 2) == "finished"
+    return run
+
+
+def test_what_is_left(run: Run) -> None:
+    assert committed(run.checkpoints, step_of) == [2, STEPS]
+    assert committed(run.weights, version_of) == [STEPS - 1, STEPS]
+    assert is_committed(run.export(STEPS))
+
+
+def test_a_step_done_again_is_the_same(run: Run) -> None:
+    lines = [json.loads(line) for line in run.metrics_of("trainer").read_text().splitlines()]
+    first, second = (line["metrics"] for line in lines if line.get("step") == 3)
+    for name in ("policy/final_loss", "policy/policy_kl", "policy/grad_norm", "policy/policy_lr", "loss/avg_final_rewards"):
+        assert first[name] == pytest.approx(second[name], abs=1e-6), name
+    assert first["policy/policy_kl"] > 0
+
+
+def test_metrics(run: Run) -> None:
+    records = [record for record in read_metrics(run) if record.process == "trainer"]
+    assert [(record.attempt, record.step) for record in records] == [(1, 1), (1, 2), (2, 3), (2, 4)]
+    names = set(records[-1].metrics)
+    assert names >= {
+        "policy/policy_loss", "policy/policy_entropy", "policy/response_length", "policy/loss_metrics/clip_ratio",
+        "policy/rollout_train_logprobs_abs_diff_mean", "policy/rollout_train_logprobs_abs_diff_std", "policy/skipped_updates",
+        "loss/avg_raw_advantages", "loss/avg_raw_advantages_abs", "throughput/tokens_per_second",
+        "timing/step", "timing/policy_train", "timing/sync_weights", "timing/save_checkpoints", "timing/save_hf_model",
+        "memory/peak_host_gib",
+    }  # fmt: skip
+
+
+def test_the_first_error_is_recorded(run: Run, tmp_path: Path) -> None:
+    broken = make_run(tmp_path, tmp_path / "no-such-model")
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    variables |= environment() | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
+    done = subprocess.run([sys.executable, str(JOB), str(broken.path)], env=variables, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    message = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert "DataError" in message
+    assert "no-such-model" in message
+    assert "trainer.policy.model.path" in message
+    assert not broken.weights.exists()
