@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from hpcrl.errors import HpcrlError, RunError
+from hpcrl.errors import RunError
 from hpcrl.run.commit import begin, committed, discard, finish, newest_committed, staging, verify
 from hpcrl.run.layout import Run, step_of
 from hpcrl.trainer.engine import Engine
@@ -51,6 +51,7 @@ class Checkpoints:
 
         Args and errors as in `find`.
         """
+        self._seed_rng(0)
         found = self.find(mode, path)
         step = self.restore(engine, found) if found else 0
         self.set_aside_after(step)
@@ -69,17 +70,8 @@ class Checkpoints:
             RunError: `path` names no checkpoint, or there are checkpoints and none of them is whole.
             CommitError: the checkpoint at `path` is not complete.
         """
-        problem: HpcrlError | None = None
-        found: Path | None = None
-        if self._world.first:
-            try:
-                found = self._look(mode, path)
-            except HpcrlError as error:
-                problem = error
-        found, problem = self._world.tell((found, problem))
-        if problem is not None:
-            raise problem
-        return found
+        found = self._world.look(lambda: str(self._look(mode, path) or ""))
+        return Path(found) if found else None
 
     def _look(self, mode: str, path: str | None) -> Path | None:
         if mode == "none":
@@ -96,7 +88,7 @@ class Checkpoints:
 
     def restore(self, engine: Engine, checkpoint: Path) -> int:
         """Load a checkpoint that `find` gave and return its step."""
-        facts = self._world.tell(verify(checkpoint, checksums=False) if self._world.first else {})
+        facts = self._world.look(lambda: verify(checkpoint, checksums=False))
         engine.restore(checkpoint)
         self._restore_rng(checkpoint, facts)
         if self._world.first:
@@ -111,14 +103,17 @@ class Checkpoints:
             if self._world.device.type == "cuda" and "cuda" in states:
                 torch.cuda.set_rng_state(states["cuda"])
             return
-        text = f"{self._seed}/{facts['step']}/{rank}"
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()))
+        self._seed_rng(facts["step"])
         log.warning(
             "rank %d: %d ranks saved this checkpoint and %d load it; random state derived anew from seed, step and rank",
             rank,
             facts["world_size"],
             self._world.size,
         )
+
+    def _seed_rng(self, step: int) -> None:
+        text = f"{self._seed}/{step}/{self._world.rank}"
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()))
 
     def save(self, engine: Engine, batch: Batch) -> None:
         """Commit the state after `batch` was trained. All ranks write; returns on every rank once it is committed."""

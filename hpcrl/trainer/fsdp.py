@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -144,6 +145,8 @@ class FsdpEngine:
         config.dtype = dtype
         config.save_pretrained(directory)
         AutoTokenizer.from_pretrained(self._config.model.path).save_pretrained(directory)
+        with suppress(OSError):  # a model need not have one
+            GenerationConfig.from_pretrained(self._config.model.path).save_pretrained(directory)
 
     def _moved(self, batch: MicroBatch) -> MicroBatch:
         device = self._world.device

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
+from typing import Any
 
-from hpcrl.errors import HpcrlError, RunError
+from hpcrl.errors import RunError
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.run.call import Controller
 from hpcrl.run.commit import read_json
@@ -65,7 +66,7 @@ class Link:
 
     def _read(self, relative: str, step: int) -> Batch:
         path = self._run.inside(relative)
-        value = self._world.tell(read_json(path) if self._world.first else None)
+        value = self._world.look(lambda: read_json(path))
         if value is None:
             raise RunError(f"the controller named {path} as the batch of step {step}, but there is no such file")
         batch = Batch.from_json(value)
@@ -82,21 +83,16 @@ class Link:
         if self._metrics:
             self._metrics.write(step, metrics)
 
-    def _ask(self, route: str, **payload: int) -> dict:
-        """Return the controller's answer on every rank; its refusal is raised on every rank."""
-        answer: dict | HpcrlError | None = None
-        if self._controller:
-            try:
-                answer = self._controller.call(route, **payload)
-            except HpcrlError as error:
-                answer = error
-        answer = self._world.tell(answer)
-        if isinstance(answer, HpcrlError):
-            raise answer
-        assert answer is not None
-        return answer
+    def _ask(self, route: str, **payload: int) -> dict[str, Any]:
+        def call() -> dict[str, Any]:
+            assert self._controller is not None
+            return self._controller.call(route, **payload)
+
+        return self._world.look(call)
 
     def close(self, state: str) -> None:
         self.say(state)
+        if self._metrics:
+            self._metrics.close()
         if self._controller:
             self._controller.close()

@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from hpcrl.config.model import FSDPConfig
 from hpcrl.errors import DataError
@@ -91,6 +92,7 @@ def read_config(path: str) -> PreTrainedConfig:
 
 
 def _read(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    disable_progress_bar()  # of no use in a log file
     try:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=PACKED)
     except (OSError, ValueError) as error:
@@ -131,12 +133,14 @@ def _shard(policy: PackedPolicy, fsdp: FSDPConfig, mesh: DeviceMesh) -> None:
 def _fill(policy: PackedPolicy, whole: PreTrainedModel | None, world: World) -> None:
     state = {f"model.{name}": tensor for name, tensor in whole.state_dict().items()} if whole is not None else {}
     set_model_state_dict(policy, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    # buffers outside the state dict (rotary frequencies) are computed at construction, which the meta device made void
+    # buffers outside the state dict (rotary frequencies) are computed at construction, which the meta device made void;
+    # FSDP leaves buffers where they are, so they go to the computing device also where parameters are offloaded
     sources = dict(whole.named_buffers()) if whole is not None else {}
-    for name, buffer in policy.model.named_buffers():
-        if world.first:
-            buffer.copy_(sources[name])
+    for name, empty in list(policy.model.named_buffers()):
+        buffer = sources[name].to(world.device) if world.first else torch.empty_like(empty, device=world.device)
         torch.distributed.broadcast(buffer, src=0)
+        owner, _, leaf = name.rpartition(".")
+        setattr(policy.model.get_submodule(owner), leaf, buffer)
 
 
 def free_gathered(policy: PackedPolicy) -> None:

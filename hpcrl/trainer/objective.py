@@ -20,6 +20,7 @@ def build_objective(algorithm: AlgorithmConfig) -> Objective:
 
     Without old log-probabilities the policy is its own old policy: exact where a batch makes one optimizer step.
     """
+    assert algorithm.loss_reduction == "token_mean", "sums divided by the mini-batch's tokens are its token mean"
     policy_loss = resolve("policy loss", POLICY_LOSSES, algorithm.policy_loss_type)
     kl = resolve("KL estimator", KL_ESTIMATORS, algorithm.kl_estimator_type) if algorithm.use_kl_loss else None
     clip = {"eps_clip_low": algorithm.eps_clip_low, "eps_clip_high": algorithm.eps_clip_high}

@@ -49,7 +49,7 @@ class Publisher:
     def publish(self, engine: Engine, version: int) -> None:
         """Commit weights/v<version>; one that is committed is being read and stays as it is."""
         target = self._run.weights_of(version)
-        if self._world.tell(is_committed(target)):
+        if self._world.look(lambda: is_committed(target)):
             return
         self._write(engine, target, version=version)
         if self._world.first:
@@ -59,7 +59,7 @@ class Publisher:
     def export(self, engine: Engine, step: int) -> None:
         """Commit exports/s<step>, a model directory for transformers and vLLM."""
         target = self._run.export(step)
-        if not self._world.tell(is_committed(target)):
+        if not self._world.look(lambda: is_committed(target)):
             self._write(engine, target, model=True, step=step)
 
     def _write(self, engine: Engine, target: Path, *, model: bool = False, **facts: int) -> None:

@@ -1,21 +1,26 @@
 """The trainer's ranks: joining, agreeing, leaving.
 
-Ranks never act on what each saw by itself (a file, a signal, the controller's answer): rank 0 looks and `tell`s, or all `any`.
+Ranks never act on what each saw by itself (a file, a signal, the controller's answer): rank 0 `look`s for all of them, or they
+ask whether `any` of them saw it.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-Value = TypeVar("Value")
+from hpcrl import errors
+from hpcrl.errors import HpcrlError
+
+Json = Any
 
 _PATIENCE = timedelta(hours=2)  # rank 0 may hash a large checkpoint while the others wait
 
@@ -41,11 +46,28 @@ class World:
     def barrier(self) -> None:
         dist.barrier(self.control)
 
-    def tell(self, value: Value) -> Value:
-        """Return rank 0's value on every rank."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
-        return box[0]
+    def look(self, what: Callable[[], Json]) -> Json:
+        """Return on every rank what `what` gives on rank 0, where alone it is called; a HpcrlError is raised on every rank."""
+        answer: dict[str, Any] = {}
+        if self.first:
+            try:
+                answer = {"value": what()}
+            except HpcrlError as error:
+                answer = {"error": type(error).__name__, "message": str(error)}
+        answer = self._tell(answer)
+        if "error" in answer:
+            raise getattr(errors, answer["error"])(answer["message"])
+        return answer["value"]
+
+    def _tell(self, value: dict[str, Any]) -> dict[str, Any]:
+        # JSON and not broadcast_object_list, which would unpickle what comes from a socket
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        size = torch.tensor(len(text))
+        dist.broadcast(size, src=0, group=self.control)
+        if not self.first:
+            text = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(text, src=0, group=self.control)
+        return json.loads(text.numpy().tobytes())
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is set on any rank."""

@@ -45,7 +45,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone() -> Iterator[World]:
     """A world of one rank: this process."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        for name, value in {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "0",
+        }.items():
             patch.setenv(name, value)
         with joined() as world:
             yield world

@@ -54,7 +54,7 @@ class Watched(FsdpEngine):
 
     seen: dict[str, torch.Tensor]
 
-    def step(self):  # noqa: ANN201
+    def step(self):
         self.seen = {name: whole(p.grad) for name, p in self._policy.model.named_parameters() if p.grad is not None}
         return super().step()
 

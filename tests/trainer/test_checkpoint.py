@@ -21,7 +21,15 @@ from tests.trainer.material import make_batch, make_run, run_ranks
 
 
 def life(model_path: Path, run: Path, out: Path, **options: Any) -> dict[str, Any]:
-    return {"model": str(model_path), "run": str(run), "out": str(out), "micro": 2, "attempt": 1, "saves": [], **options}
+    return {
+        "model": str(model_path),
+        "run": str(run),
+        "out": str(out),
+        "micro": 2,
+        "attempt": 1,
+        "saves": [],
+        **options,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +126,7 @@ def test_where_training_starts(lives: Path, tmp_path: Path, alone: World, caplog
     checkpoints = Checkpoints(fresh, 1, alone, keep=-1, seed=0)
     assert checkpoints.find("latest", None) is None
     assert checkpoints.find("from_path", str(whole.checkpoint(2))) == whole.checkpoint(2)
-    with pytest.raises(RunError, match="set trainer.resume_path"):
+    with pytest.raises(RunError, match=r"set trainer\.resume_path"):
         checkpoints.find("from_path", None)
     with pytest.raises(RunError, match="nowhere is not a checkpoint; expected an existing directory named sNNNNNN"):
         checkpoints.find("from_path", str(tmp_path / "nowhere"))

@@ -39,7 +39,8 @@ class Truth:
 
     def __init__(self, path: Path, run: Run, batches: list[Batch]) -> None:
         self.model, self.reference = (
-            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager") for _ in range(2)
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+            for _ in range(2)
         )
         self.run = run
         self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=0.01)

@@ -179,7 +179,13 @@ def test_what_is_left(run: Run) -> None:
 def test_a_step_done_again_is_the_same(run: Run) -> None:
     lines = [json.loads(line) for line in run.metrics_of("trainer").read_text().splitlines()]
     first, second = (line["metrics"] for line in lines if line.get("step") == 3)
-    for name in ("policy/final_loss", "policy/policy_kl", "policy/grad_norm", "policy/policy_lr", "loss/avg_final_rewards"):
+    for name in (
+        "policy/final_loss",
+        "policy/policy_kl",
+        "policy/grad_norm",
+        "policy/policy_lr",
+        "loss/avg_final_rewards",
+    ):
         assert first[name] == pytest.approx(second[name], abs=1e-6), name
     assert first["policy/policy_kl"] > 0
 
@@ -197,11 +203,13 @@ def test_metrics(run: Run) -> None:
     }  # fmt: skip
 
 
-def test_the_first_error_is_recorded(run: Run, tmp_path: Path) -> None:
+def test_the_first_error_is_recorded(tmp_path: Path) -> None:
     broken = make_run(tmp_path, tmp_path / "no-such-model")
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     variables |= environment() | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
-    done = subprocess.run([sys.executable, str(JOB), str(broken.path)], env=variables, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, str(JOB), str(broken.path)], env=variables, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode != 0
     message = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
     assert "DataError" in message

@@ -100,7 +100,9 @@ def test_shards(tmp_path: Path) -> None:
     write_safetensors(tmp_path, ({name: tensor} for name, tensor in tensors.items()), shard_bytes=800)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 6000
-    files = {name: [t for t, file in index["weight_map"].items() if file == name] for name in index["weight_map"].values()}
+    files = {
+        name: [t for t, file in index["weight_map"].items() if file == name] for name in index["weight_map"].values()
+    }
     assert list(files.values()) == [["t0", "t1"], ["t2", "t3"], ["t4"], ["big"]]
     for name, file in index["weight_map"].items():
         with safe_open(tmp_path / file, "pt") as shard:
@@ -116,16 +118,19 @@ def test_fused_experts_are_exported_under_their_names_on_the_hub(run: Run, alone
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
     engine = make_engine(tmp_path / "moe", alone)
     Publisher(run, 1, alone, torch.float32, 0).publish(engine, 1)
-    with safe_open(run.weights_of(1) / "model-00001.safetensors", "pt") as new, safe_open(
-        tmp_path / "moe" / "model.safetensors", "pt"
-    ) as old:
+    with (
+        safe_open(run.weights_of(1) / "model-00001.safetensors", "pt") as new,
+        safe_open(tmp_path / "moe" / "model.safetensors", "pt") as old,
+    ):
         assert set(new.keys()) == set(old.keys())
         assert "model.layers.0.mlp.experts.3.up_proj.weight" in new.keys()  # noqa: SIM118
         assert all(torch.equal(new.get_tensor(name), old.get_tensor(name)) for name in old.keys())  # noqa: SIM118
     expect_same_logprobs(tmp_path / "moe", engine, temperature=1.0)
 
 
-@pytest.mark.parametrize("make", [lambda path: path / "missing", lambda path: path])
-def test_what_is_no_model_is_said(tmp_path: Path, alone: World, make) -> None:  # noqa: ANN001
-    with pytest.raises(DataError, match="cannot be loaded: expected a directory or hub id.*trainer.policy.model.path"):
-        make_engine(make(tmp_path), alone)
+@pytest.mark.parametrize("name", ["missing", "."])
+def test_what_is_no_model_is_said(tmp_path: Path, alone: World, name: str) -> None:
+    with pytest.raises(
+        DataError, match=r"cannot be loaded: expected a directory or hub id.*trainer\.policy\.model\.path"
+    ):
+        make_engine(tmp_path / name, alone)
