@@ -177,7 +177,7 @@ class _Server(uvicorn.Server):
 
 async def serve(app: ASGIApp, listener: socket.socket, until: Awaitable[None]) -> None:
     """Serve `app` until `until` is done. Signals stay with the caller."""
-    server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=2))
+    server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=2))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await until

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import submitit
-from submitit.core.utils import FailedSubmissionError
+from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 import hpcrl
 from hpcrl.config import Config
@@ -233,7 +233,7 @@ def launch(submission: Submission, local: bool) -> None:
     try:
         with submitit.helpers.clean_env():
             jobs = executor.map_array(agent.main, [str(run.path) for run in runs])
-    except FailedSubmissionError as error:
+    except (FailedJobError, FailedSubmissionError) as error:
         raise SubmitError(f"Slurm refused the job: {_refusal(str(error))}") from error
     finally:
         signal.signal(signal.SIGINT, interrupt)

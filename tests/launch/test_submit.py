@@ -77,19 +77,6 @@ def test_without_slurm_the_remedy_is_named(tmp_path: Path) -> None:
     assert nothing_made(tmp_path)
 
 
-def test_refused_by_sbatch_leaves_nothing(tmp_path: Path) -> None:
-    """A stand-in for sbatch that refuses as the real one does; the real one is asked in tests/slurm."""
-    fake = tmp_path / "bin" / "sbatch"
-    fake.parent.mkdir()
-    fake.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: nope' >&2\nexit 1\n")
-    fake.chmod(0o755)
-    (fake.parent / "srun").symlink_to(fake)
-    done = hpcrl("submit", QUICKSTART, cwd=tmp_path, PATH=f"{fake.parent}:{os.environ['PATH']}")
-    assert done.returncode == 3
-    assert "Slurm refused the job: invalid partition specified: nope" in done.stderr
-    assert nothing_made(tmp_path)
-
-
 def test_dry_run_shows_everything_and_makes_nothing(tmp_path: Path) -> None:
     arguments = ["submit", QUICKSTART, "--dry-run", "generator.inference_engine.num_engines=2", "--seeds", "1,2"]
     done = hpcrl(*arguments, cwd=tmp_path)
