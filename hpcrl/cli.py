@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -241,6 +242,9 @@ def main(argv: list[str] | None = None) -> int:
     except HpcrlError as error:
         print(f"hpcrl: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":

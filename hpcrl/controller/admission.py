@@ -12,7 +12,7 @@ With S = 0 this is strictly on-policy training: step s takes exactly the B group
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from hpcrl.types import GroupMeta
@@ -98,9 +98,10 @@ class Admission:
         self._finished[index] = meta
         return None
 
-    def release(self, worker: str) -> list[int]:
-        """Take back the groups of a worker that is gone; others will generate them."""
-        lost = sorted(index for index, claim in self._running.items() if claim.worker == worker)
+    def release(self, worker: str, holding: Collection[int] = ()) -> list[int]:
+        """Take back the groups of a worker that is gone, or those that it was given but never got; others will generate them."""
+        mine = [index for index, claim in self._running.items() if claim.worker == worker]
+        lost = sorted(set(mine) - set(holding))
         for index in lost:
             del self._running[index]
         self._returned.extendleft(reversed(lost))

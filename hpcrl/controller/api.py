@@ -72,6 +72,7 @@ class Api:
     async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, version = self._service, body["worker"], body["version"]
         service.seen(name, version, "waiting")
+        service.reconcile(name, body["holding"])
         work = service.claim(name, version, body["capacity"])
         deadline = time.monotonic() + WAIT_S
         while not work and not service.stop and (service.version or 0) <= version and time.monotonic() < deadline:
@@ -177,7 +178,9 @@ class _Server(uvicorn.Server):
 
 async def serve(app: ASGIApp, listener: socket.socket, until: Awaitable[None]) -> None:
     """Serve `app` until `until` is done. Signals stay with the caller."""
-    server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=2))
+    server = _Server(
+        uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=2)
+    )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await until

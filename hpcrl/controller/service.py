@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from hpcrl.controller.admission import Admission, staleness
@@ -170,6 +171,12 @@ class Service:
         worker = self.workers.setdefault(name, Worker(version, state, 0.0))
         worker.version, worker.state, worker.seen = version, state, time.monotonic()
 
+    def reconcile(self, name: str, holding: list[str]) -> None:
+        """Take back what an answer that never arrived gave to a worker: it holds only what it says."""
+        indices = [index for group in holding if (index := group_index(group)) is not None]
+        self._admission.release(name, indices)
+        self._eval.release(name, holding)
+
     def expire(self) -> list[str]:
         """Take the groups of silent workers back; return the names of those workers."""
         silent = [name for name, worker in self.workers.items() if time.monotonic() - worker.seen > SILENCE_S]
@@ -241,8 +248,8 @@ class EvalQueue:
         self._finished[meta.group_id] = meta
         return None
 
-    def release(self, worker: str) -> None:
-        lost = [name for name, (_, owner) in self._running.items() if owner == worker]
+    def release(self, worker: str, holding: Collection[str] = ()) -> None:
+        lost = [name for name, (_, owner) in self._running.items() if owner == worker and name not in holding]
         self._waiting.extend(self._running.pop(name)[0] for name in lost)
 
     def conclude(self) -> list[GroupMeta] | None:

@@ -3,15 +3,17 @@
 Controller routes, all POST, all JSON (`worker` is a lease name such as "rollout-0"):
 
     /lease      {worker, version, state}           -> {stop}
-    /claim      {worker, version, capacity}        -> {stop, version, work: [Work]}      waits up to `wait_s` for work or a newer version
+    /claim      {worker, version, capacity, holding: [group_id]}
+                                                   -> {stop, version, work: [Work]}      waits up to 10 s for work or a newer version
     /complete   {worker, groups: [GroupMeta]}      -> {accepted: [group_id], rejected: {group_id: reason}}
-    /start      {step}                             -> {}                                 trainer: training continues after `step`
+    /start      {step}                             -> {total_steps}                      trainer: training continues after `step`
     /published  {version}                          -> {}                                 trainer: weights/v<version> is committed
-    /next       {step}                             -> {stop, path}                       waits up to `wait_s`; path is null until the batch exists
+    /next       {step}                             -> {stop, path}                       waits up to 10 s; path is null until the batch exists
     /committed  {step}                             -> {}                                 trainer: checkpoint of `step` is committed
     /stop       {reason}                           -> {}
     /status     {}                                 -> counts for people
 
+`holding` names the groups that the worker generates or has yet to hand over; what else it was given got lost with an answer.
 `version` in the answer of /claim is the newest published one: a worker that holds an older one updates before it claims again.
 `stop` is null, or why the run ends.
 """

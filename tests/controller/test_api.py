@@ -97,7 +97,7 @@ def test_a_whole_run_over_http(run: Run) -> None:
     for version in (0, 1):
         kinds = []
         while not (run.batch(version + 1)).exists():
-            answer = controller.call("claim", worker="rollout-0", version=version, capacity=4)
+            answer = controller.call("claim", worker="rollout-0", version=version, capacity=4, holding=[])
             work = work_of(answer)
             kinds += [item.kind for item in work]
             groups = [finish(run, item, version).to_json() for item in work]
@@ -109,10 +109,10 @@ def test_a_whole_run_over_http(run: Run) -> None:
         assert [group.group_id for group in batch.groups] == [f"g{2 * version + i:08d}" for i in range(2)]
         controller.call("published", version=version + 1)
     assert controller.call("next", step=3) == {"stop": "finished", "path": None}
-    work = work_of(controller.call("claim", worker="rollout-0", version=2, capacity=4))
+    work = work_of(controller.call("claim", worker="rollout-0", version=2, capacity=4, holding=[]))
     assert [item.kind for item in work] == ["eval"] * 3
     controller.call("complete", worker="rollout-0", groups=[finish(run, item, 2).to_json() for item in work])
-    assert controller.call("claim", worker="rollout-0", version=2, capacity=4)["stop"] == "finished"
+    assert controller.call("claim", worker="rollout-0", version=2, capacity=4, holding=[])["stop"] == "finished"
     assert read_json(run.evals_of(0) / "summary.json")["eval/letters/avg_score"] == 1.0
     assert read_json(run.evals_of(2) / "summary.json")["eval/all/pass_at_1"] == 1.0
     controller.close()
@@ -121,7 +121,7 @@ def test_a_whole_run_over_http(run: Run) -> None:
 def test_next_attempt_uses_what_is_finished(run: Run) -> None:
     controller = Controller(run, 1, patience_s=10)
     controller.call("start", step=0)
-    work = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=5))
+    work = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=5, holding=[]))
     done = [finish(run, item, 0) for item in work if item.kind == "eval"]
     controller.call("complete", worker="rollout-0", groups=[group.to_json() for group in done])
     train = [item for item in work if item.kind == "train"]
@@ -158,12 +158,27 @@ def test_every_route_wants_the_token(run: Run) -> None:
     assert httpx.post(f"{url}/nothing", json={}, headers=right).status_code == 404
 
 
+def test_groups_of_an_answer_that_got_lost_are_given_again(run: Run) -> None:
+    controller = Controller(run, 1, patience_s=10)
+    controller.call("start", step=0)
+    first = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=[]))
+    again = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=[]))
+    assert sorted(item.group_id for item in first) == sorted(item.group_id for item in again)
+    holding = [item.group_id for item in again]
+    rest = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=holding))
+    assert not {item.group_id for item in rest} & set(holding)
+    assert len(rest) == 1
+    controller.close()
+
+
 def test_bad_requests_are_refused_with_a_reason(run: Run) -> None:
     controller = Controller(run, 1, patience_s=10)
     with pytest.raises(RunError, match="KeyError"):
         controller.call("claim")
     controller.call("start", step=0)
-    work = next(w for w in work_of(controller.call("claim", worker="r", version=0, capacity=5)) if w.kind == "train")
+    work = next(
+        w for w in work_of(controller.call("claim", worker="r", version=0, capacity=5, holding=[])) if w.kind == "train"
+    )
     outside = {**finish(run, work, 0).to_json(), "path": "../../elsewhere"}
     with pytest.raises(RunError, match="leaves the run directory"):
         controller.call("complete", worker="r", groups=[outside])
