@@ -13,6 +13,8 @@ import httpx
 from hpcrl.errors import EngineError
 from hpcrl.types import StopReason
 
+_GREEDY = 1e-5  # vLLM samples greedily at temperatures below
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -59,13 +61,15 @@ class EngineClient:
         Raises:
             EngineError: the engine refused the request or failed.
         """
-        params = {**sampling, "n": n_samples, "seed": seed, "logprobs": 0, "detokenize": bool(sampling.get("stop"))}
+        greedy = sampling.get("temperature", 1.0) < _GREEDY  # the engine refuses to repeat itself
+        asked = 1 if greedy else n_samples
+        params = {**sampling, "n": asked, "seed": seed, "logprobs": 0, "detokenize": bool(sampling.get("stop"))}
         answer = await self._call(
             "POST", "/inference/v1/generate", json={"token_ids": list(prompt_ids), "sampling_params": params}
         )
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        assert len(choices) == n_samples, f"asked for {n_samples} samples, got {len(choices)}"
-        return [
+        assert len(choices) == asked, f"asked for {asked} samples, got {len(choices)}"
+        said = [
             Generation(
                 token_ids=choice["token_ids"],
                 logprobs=[token["logprob"] for token in choice["logprobs"]["content"]],
@@ -73,6 +77,7 @@ class EngineClient:
             )
             for choice in choices
         ]
+        return said * n_samples if greedy else said
 
     async def update_weights(self, directory: Path, version: int) -> float:
         """Load the safetensors files of a local directory as policy `version`; return the seconds that generation paused.

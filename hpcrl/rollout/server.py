@@ -35,7 +35,8 @@ _POLL_S = 0.1
 _GRACE_S = 5.0
 _TAIL_LINES = 15
 _ERROR_LINE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)): \S|error: \S")
-_PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:(?:ERROR|WARNING|INFO) [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?)?")
+_HARMLESS = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:WARNING|INFO|DEBUG) ")
+_PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:[A-Z]+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?)?")
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,10 @@ class Server:
         """Return the error that says why the engine failed, from its log."""
         status = self._process.poll()
         ended = "" if status is None else f" (exit status {status})"
-        lines = [line for line in map(_plain, self._said().splitlines()) if line.strip()]
-        first = next((line.strip() for line in lines if _ERROR_LINE.search(line)), "no error in its log")
-        tail = "\n".join(f"  | {line}" for line in lines[-_TAIL_LINES:])
+        lines = [line for line in self._said().splitlines() if line.strip()]
+        errors = (line for line in lines if _ERROR_LINE.search(line) and not _HARMLESS.match(line))
+        first = _PREFIX.sub("", next(errors, "no error in its log")).strip()
+        tail = "\n".join(f"  | {_PREFIX.sub('', line)}" for line in lines[-_TAIL_LINES:])
         return EngineError(f"the inference engine {what}{ended}: {first}\n{tail}\n  whole log: {self._log}")
 
     def stop(self) -> None:
@@ -212,7 +214,3 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
         if options.engine.enforce_eager:
             environment["TORCHDYNAMO_DISABLE"] = "1"  # else the sampler is compiled at the first request, for seconds
     return environment
-
-
-def _plain(line: str) -> str:
-    return _PREFIX.sub("", line)

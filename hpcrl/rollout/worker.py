@@ -103,11 +103,12 @@ class Worker:
                 raise
             raise self._server.failure("died") from error
         finally:
-            left = [*loops, *self._flight]
+            left = asyncio.all_tasks() - {asyncio.current_task()}
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
             if self._metrics:
+                self._write_metrics()
                 self._metrics.close()
 
     async def _serve(self) -> None:

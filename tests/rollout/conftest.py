@@ -1,0 +1,64 @@
+"""One real vLLM server for all tests of this folder: its start takes longer than they do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from hpcrl.rollout.client import EngineClient
+from hpcrl.rollout.scratch import Scratch
+from hpcrl.rollout.server import Server
+from hpcrl.run.call import headers
+from hpcrl.run.commit import write_text
+from tests.rollout.material import RUN_NAME, TOKEN, make_model, options
+
+R = TypeVar("R")
+WithEngine = Callable[[Callable[[EngineClient], Coroutine[Any, Any, R]]], R]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three models of one architecture."""
+    folder = tmp_path_factory.mktemp("models")
+    return [make_model(folder / str(seed), seed) for seed in (0, 2, 4)]
+
+
+@pytest.fixture(scope="session")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("secrets") / "token"
+    write_text(path, TOKEN + "\n", mode=0o600)
+    return path
+
+
+@pytest.fixture(scope="session")
+def server(models: list[Path], token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    scratch = Scratch()
+    server = Server(options(str(models[0]), token_file), scratch.path, tmp_path_factory.mktemp("log") / "engine.log")
+    try:
+        server.wait_ready(180)
+        yield server
+    finally:
+        server.stop()
+        scratch.remove()
+
+
+@pytest.fixture
+def with_engine(server: Server, models: list[Path]) -> WithEngine[Any]:
+    """Run a coroutine function on a client of the server, which holds the first model as version 0."""
+
+    def run(play: Callable[[EngineClient], Coroutine[Any, Any, R]]) -> R:
+        async def main() -> R:
+            engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1))
+            try:
+                await engine.update_weights(models[0], 0)
+                return await play(engine)
+            finally:
+                await engine.close()
+
+        return asyncio.run(main())
+
+    return run

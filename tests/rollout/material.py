@@ -1,0 +1,92 @@
+"""What the tests of the rollout worker share: tiny models, what transformers thinks of tokens, and looks at processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from hpcrl.config import InferenceEngineConfig
+from hpcrl.rollout.server import ServerOptions
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
+RUN_NAME, TOKEN = "tested", "a-token-of-the-tests"
+VOCABULARY, EOS = 18, 1
+MAX_MODEL_LEN = 256
+ENGINE = InferenceEngineConfig(
+    model_dtype="float32", max_num_seqs=64, max_num_batched_tokens=2048, engine_init_kwargs={"block_size": 32}
+)
+PROMPT = [5, 9, 4, 12, 7]
+LONG_PROMPT = [4 + (7 * i + i * i) % 13 for i in range(100)]  # fills three blocks of the prefix cache
+
+
+def make_model(path: Path, seed: int) -> Path:
+    """Write a random model with sharp preferences, and the tokenizer of the quickstart."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=EOS,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (path / name).write_bytes((QUICKSTART / name).read_bytes())
+    return path
+
+
+def options(model: str, token_file: Path) -> ServerOptions:
+    return ServerOptions(model, ENGINE, 1, MAX_MODEL_LEN, True, RUN_NAME, token_file)
+
+
+def logprobs(model: Path, prompt: Sequence[int], said: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+    """Return transformers' log-probabilities of the tokens `said` after `prompt`, [len(said)]."""
+    policy = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids = torch.tensor([[*prompt, *said]])
+    with torch.no_grad():
+        rows = torch.log_softmax(policy(ids).logits[0] / temperature, -1)[len(prompt) - 1 : -1]
+    return rows.gather(1, torch.tensor(said)[:, None])[:, 0]
+
+
+def processes(match: Callable[[int, list[str]], bool]) -> list[int]:
+    """Return the living processes for which `match(pid, fields of /proc/<pid>/stat after the name)`."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                fields = Path(f"/proc/{name}/stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if fields[0] != "Z" and match(int(name), fields):
+                found.append(int(name))
+    return found
+
+
+def group_of(leader: int) -> list[int]:
+    """Return the processes of the group that `leader` leads; the leader need not live any more."""
+    return processes(lambda _pid, fields: int(fields[2]) == leader)
+
+
+def children_of(pid: int) -> list[int]:
+    return processes(lambda _pid, fields: int(fields[1]) == pid)
+
+
+def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+    return value
