@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,3 +63,10 @@ def with_engine(server: Server, models: list[Path]) -> WithEngine[Any]:
         return asyncio.run(main())
 
     return run
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A place whose path leaves room for the names of sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -52,13 +53,21 @@ def options(model: str, token_file: Path) -> ServerOptions:
     return ServerOptions(model, ENGINE, 1, MAX_MODEL_LEN, True, RUN_NAME, token_file)
 
 
+@functools.cache
+def _policy(model: Path) -> Qwen2ForCausalLM:
+    return Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+def distribution(model: Path, prompt: Sequence[int], said: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+    """Return transformers' log-probabilities of all tokens at the places of `said`, [len(said), VOCABULARY]."""
+    with torch.no_grad():
+        logits = _policy(model)(torch.tensor([[*prompt, *said]])).logits[0]
+    return torch.log_softmax(logits / temperature, -1)[len(prompt) - 1 : -1]
+
+
 def logprobs(model: Path, prompt: Sequence[int], said: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
     """Return transformers' log-probabilities of the tokens `said` after `prompt`, [len(said)]."""
-    policy = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32)
-    ids = torch.tensor([[*prompt, *said]])
-    with torch.no_grad():
-        rows = torch.log_softmax(policy(ids).logits[0] / temperature, -1)[len(prompt) - 1 : -1]
-    return rows.gather(1, torch.tensor(said)[:, None])[:, 0]
+    return distribution(model, prompt, said, temperature).gather(1, torch.tensor(said)[:, None])[:, 0]
 
 
 def processes(match: Callable[[int, list[str]], bool]) -> list[int]:

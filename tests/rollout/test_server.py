@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,13 +70,6 @@ def test_bad_weights_and_a_core_that_hangs(
         server.stop()
         scratch.remove()
     wait_for(lambda: not group_of(server.pid), 2, "processes are left")
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """A place whose path leaves room for the names of sockets."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as path:
-        yield Path(path)
 
 
 def test_scratch_of_the_dead_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:

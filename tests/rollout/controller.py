@@ -1,0 +1,74 @@
+"""A controller that hands out what a test tells it to, over real HTTP by the protocol of hpcrl/run/call.py."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from hpcrl.run.layout import Run
+from hpcrl.run.lease import LeaseWriter
+from hpcrl.types import GroupMeta, Work
+
+
+class FakeController:
+    """Set `work`, `version` and `stop`; look at `completed`, `claims` and `leases`."""
+
+    def __init__(self) -> None:
+        self.work: deque[Work] = deque()
+        self.version = 0
+        self.stop: str | None = None
+        self.completed: list[GroupMeta] = []
+        self.claims: list[dict[str, Any]] = []
+        self.leases: list[dict[str, Any]] = []
+
+    async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.claims.append(body)
+        deadline = time.monotonic() + 1.0
+        while not (self.work and body["capacity"]) and not self.stop and self.version <= body["version"]:
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.02)
+        work = [self.work.popleft().to_json() for _ in range(min(body["capacity"], len(self.work)))]
+        return {"stop": self.stop, "version": self.version, "work": work}
+
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        groups = [GroupMeta.from_json(value) for value in body["groups"]]
+        self.completed += groups
+        return {"accepted": [group.group_id for group in groups], "rejected": {}}
+
+    async def lease(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.leases.append(body)
+        return {"stop": self.stop}
+
+    @contextmanager
+    def served(self, run: Run, attempt: int) -> Iterator[FakeController]:
+        def route(handler: Callable[[dict[str, Any]], Any]) -> Route:
+            async def respond(request: Request) -> JSONResponse:
+                return JSONResponse(await handler(await request.json()))
+
+            return Route(f"/{handler.__name__}", respond, methods=["POST"])
+
+        app = Starlette(routes=[route(handler) for handler in (self.claim, self.complete, self.lease)])
+        server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        LeaseWriter(run, "controller", attempt).say("serving", url=f"http://127.0.0.1:{port}")
+        try:
+            yield self
+        finally:
+            server.should_exit = True
+            thread.join(10)

@@ -1,0 +1,51 @@
+"""Environments of the tests, named as a user names their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hpcrl.envs.environment import Messages, Turn
+
+CLOSED: list[str] = []
+
+
+class CountLetters:
+    """Pays the number of letters; records what it saw."""
+
+    def __init__(self, extras: Mapping[str, Any]) -> None:
+        self._extras = extras
+
+    def init(self, messages: Messages) -> Messages:
+        return messages
+
+    def step(self, action: str) -> Turn:
+        return Turn([], float(len(action)), done=True, metrics={"seen": 1.0})
+
+    def close(self) -> None:
+        CLOSED.append(self._extras.get("name", ""))
+
+
+class OwnPrompt(CountLetters):
+    """Each sample starts with another letter."""
+
+    made = 0
+
+    def init(self, messages: Messages) -> Messages:
+        OwnPrompt.made += 1
+        return [{**messages[0], "content": messages[0]["content"] + "abcdef"[OwnPrompt.made % 6]}]
+
+
+class Raises(CountLetters):
+    def step(self, action: str) -> Turn:
+        raise ZeroDivisionError(f"cannot score {len(action) >= 0}")
+
+
+class Unmade(CountLetters):
+    def __init__(self, extras: Mapping[str, Any]) -> None:
+        self._truth = extras["ground_truth"]
+
+
+class Talks(CountLetters):
+    def step(self, action: str) -> Turn:  # noqa: ARG002
+        return Turn([{"role": "user", "content": "and?"}], 0.0, done=False)

@@ -1,0 +1,277 @@
+"""The worker's loop against a controller over HTTP and a real engine; the job as a process, and its ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from hpcrl.config import Config, GeneratorConfig, SamplingParams
+from hpcrl.data.samples import read_group
+from hpcrl.errors import CommitError, HpcrlError
+from hpcrl.observe.metrics import merged
+from hpcrl.rollout.client import EngineClient
+from hpcrl.rollout.server import Server
+from hpcrl.rollout.worker import Post, work
+from hpcrl.run.call import headers
+from hpcrl.run.commit import committed_directory, write_text
+from hpcrl.run.layout import Run
+from hpcrl.run.lease import LeaseWriter, read_leases
+from hpcrl.types import Kind, Prompt, Work
+from tests.rollout.conftest import WithEngine
+from tests.rollout.controller import FakeController
+from tests.rollout.material import QUICKSTART, RUN_NAME, TOKEN, children_of, logprobs, processes, wait_for
+
+REPOSITORY = Path(__file__).parents[2]
+LENGTH = 40
+GENERATOR = GeneratorConfig(sampling_params=SamplingParams(max_generate_length=LENGTH))
+ATTEMPT = 2
+
+
+def item(name: str, kind: Kind = "train", n_samples: int = 4, env_class: str = "sort_letters") -> Work:
+    extras = {"reward_spec": {"ground_truth": "abc"}}
+    prompt = Prompt(name, [{"role": "user", "content": "sort: bca"}], env_class, extras, "letters")
+    return Work(name, kind, prompt, n_samples, seed=sum(map(ord, name)))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path / RUN_NAME)
+    write_text(run.token, TOKEN + "\n", mode=0o600)
+    return run
+
+
+@pytest.fixture
+def controller(run: Run) -> Iterator[FakeController]:
+    with FakeController().served(run, ATTEMPT) as controller:
+        yield controller
+
+
+def publish(run: Run, version: int, model: Path) -> Path:
+    path = run.weights_of(version)
+    with committed_directory(path, ATTEMPT, version=version) as directory:
+        (directory / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    return path
+
+
+def start(
+    run: Run, server: Server, with_engine: WithEngine[Any], capacity: int = 4
+) -> tuple[threading.Thread, list[BaseException]]:
+    """Run the worker in a thread; the list receives the error that ends it."""
+
+    async def nothing(_engine: EngineClient) -> None: ...
+
+    with_engine(nothing)  # version 0 again
+    post = Post(run, ATTEMPT, 5, run.path / "scratch", capacity)
+    post.scratch.mkdir()
+    failed: list[BaseException] = []
+
+    def main() -> None:
+        try:
+            asyncio.run(work(post, server, str(QUICKSTART), GENERATOR, LeaseWriter(run, "rollout-5", ATTEMPT)))
+        except HpcrlError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    return thread, failed
+
+
+def test_groups_of_each_version(
+    run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any], models: list[Path]
+) -> None:
+    controller.work.extend(
+        [item("g1"), item("g2"), item("e1", "eval", 1), item("e2", "eval", 2), item("g3"), item("g4")]
+    )
+    thread, failed = start(run, server, with_engine)
+    try:
+        wait_for(lambda: len(controller.completed) == 6, 60, f"only {controller.completed}, {failed}")
+        publish(run, 1, models[1])
+        controller.version = 1
+        wait_for(lambda: controller.claims and controller.claims[-1]["version"] == 1, 30, f"still version 0, {failed}")
+        controller.work.append(item("g5"))
+        wait_for(lambda: len(controller.completed) == 7, 30, f"no g5, {failed}")
+    finally:
+        controller.stop = "finished"
+        thread.join(30)
+    assert not failed
+    assert not thread.is_alive()
+    assert all(claim["capacity"] <= 4 and claim["worker"] == "rollout-5" for claim in controller.claims)
+
+    by_name = {meta.group_id: meta for meta in controller.completed}
+    for name in ("g1", "g2", "g3", "g4", "g5"):
+        meta, version = by_name[name], int(name == "g5")
+        assert (meta.oldest_version, meta.newest_version) == (version, version)
+        samples = read_group(run.inside(meta.path))
+        assert meta.path == f"samples/5/{name}.safetensors"
+        assert len(samples) == 4
+        for sample in samples:
+            chosen = sample.loss_mask > 0
+            prompt, said = sample.token_ids[~chosen].tolist(), sample.token_ids[chosen].tolist()
+            expected = logprobs(models[version], prompt, said)
+            torch.testing.assert_close(sample.rollout_logprobs[chosen], expected, atol=1e-3, rtol=0)
+
+    lines = [json.loads(line) for line in run.eval_dump(0, 5).read_text().splitlines()]
+    assert sorted(line["group_id"] for line in lines) == ["e1", "e2", "e2"]
+    assert set(lines[0]) == {"prompt", "response", "score", "stop_reason", "env_class", "data_source", "group_id"}
+    assert not (run.samples_of(5) / "e1.safetensors").exists()
+
+    metrics = merged(run)
+    assert 0 < metrics[1]["weights/pause_seconds/rollout-5"] < 5
+    assert metrics[1]["weights/fetch_seconds/rollout-5"] > 0
+    assert metrics[0]["generate/tokens_per_second/rollout-5"] > 0
+    assert not list((run.path / "scratch").iterdir())
+    (lease,) = [lease for lease in read_leases(run, ATTEMPT) if lease.process == "rollout-5"]
+    assert lease.facts["version"] in (0, 1)
+
+
+def test_running_groups_keep_their_older_version(
+    run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any], models: list[Path]
+) -> None:
+    publish(run, 1, models[1])
+    controller.work.extend(item(f"g{i}", n_samples=16) for i in range(4))
+    controller.version = 1  # named by the same answer that hands out the work
+    thread, failed = start(run, server, with_engine)
+    try:
+        wait_for(lambda: len(controller.completed) == 4, 60, f"only {controller.completed}, {failed}")
+        wait_for(lambda: controller.claims and controller.claims[-1]["version"] == 1, 30, f"still version 0, {failed}")
+    finally:
+        controller.stop = "finished"
+        thread.join(30)
+    assert not failed
+    assert {meta.oldest_version for meta in controller.completed} == {0}
+
+
+def test_evaluation_is_not_interrupted_by_new_weights(
+    run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any], models: list[Path]
+) -> None:
+    publish(run, 1, models[1])
+    controller.work.extend(item(f"e{i}", "eval", 1) for i in range(3))
+    controller.version = 1
+    thread, failed = start(run, server, with_engine)
+    try:
+        wait_for(lambda: controller.claims and controller.claims[-1]["version"] == 1, 30, f"still version 0, {failed}")
+    finally:
+        controller.stop = "finished"
+        thread.join(30)
+    assert not failed
+    assert len(controller.completed) == 3
+    for line in run.eval_dump(0, 5).read_text().splitlines():
+        assert json.loads(line)["group_id"] in ("e0", "e1", "e2")
+    assert len(controller.claims) < 10, "it asks again and again while it waits"
+
+
+def test_damaged_weights_end_the_worker_before_the_pause(
+    run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any], models: list[Path]
+) -> None:
+    file = publish(run, 1, models[1]) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    thread, failed = start(run, server, with_engine)
+    controller.version = 1
+    thread.join(30)
+    assert isinstance(failed[0], CommitError)
+    assert "v000001" in str(failed[0])
+    transport = httpx.HTTPTransport(uds=str(server.socket))
+    with httpx.Client(transport=transport, base_url="http://engine", headers=headers(TOKEN, RUN_NAME, 1)) as http:
+        assert http.get("/is_paused").json() == {"is_paused": False}
+        assert http.get("/weight_info").json() == {"weight_version": "0"}
+
+
+def test_an_environment_that_raises_ends_the_worker(
+    run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any]
+) -> None:
+    controller.work.append(item("g8", env_class="tests.rollout.environments:Raises"))
+    thread, failed = start(run, server, with_engine)
+    thread.join(30)
+    assert "g8" in str(failed[0])
+    assert "ZeroDivisionError" in str(failed[0])
+
+
+class Job:
+    """jobs/rollout.py as a process."""
+
+    def __init__(self, run: Run, model: Path, temporary: Path) -> None:
+        config = {
+            "data": {"train_data": ["none.parquet"]},
+            "trainer": {"policy": {"model": {"path": str(model)}}, "eval_interval": 0, "max_prompt_length": 16},
+            "generator": {
+                "sampling_params": {"max_generate_length": LENGTH},
+                "inference_engine": {"model_dtype": "float32", "max_num_seqs": 64},
+            },
+        }
+        write_text(run.config, Config.from_dict(config).to_toml())
+        self.temporary = temporary
+        environment = {**os.environ, "HPCRL_ATTEMPT": str(ATTEMPT), "HPCRL_REPLICA": "5", "TMPDIR": str(temporary)}
+        self.log = run.log(ATTEMPT, "rollout-5")
+        self.log.parent.mkdir(parents=True)
+        with self.log.open("wb") as log:
+            command = [sys.executable, str(REPOSITORY / "jobs" / "rollout.py"), str(run.path)]
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def engine(self) -> list[int]:
+        """Return the processes that have this job's scratch directory in their environment."""
+
+        def mine(pid: int, _fields: list[str]) -> bool:
+            try:
+                return f"{self.temporary}/hpcrl-".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+            except OSError:
+                return False
+
+        return processes(mine)
+
+
+@pytest.fixture
+def job(run: Run, models: list[Path], short_path: Path) -> Iterator[Job]:
+    job = Job(run, models[0], short_path)
+    try:
+        yield job
+    finally:
+        job.process.kill()
+        job.process.wait()
+
+
+def test_a_job_works_and_ends_on_sigterm_though_its_engine_hangs(
+    run: Run, job: Job, controller: FakeController
+) -> None:
+    controller.work.append(item("g1"))
+    wait_for(lambda: controller.completed or job.process.poll() is not None, 180, "no group")
+    assert controller.completed, job.log.read_text()
+    assert any("ready" in lease["state"] or "generating" in lease["state"] for lease in controller.leases)
+    assert run.inside(controller.completed[0].path).is_file()
+    (server,) = children_of(job.process.pid)
+    (core,) = [pid for pid in children_of(server) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(core, signal.SIGSTOP)
+    job.process.terminate()
+    assert job.process.wait(9) == 0
+    assert not job.engine()
+    assert not list(job.temporary.iterdir())
+    assert job.log.read_text() == ""
+
+
+def test_nothing_survives_a_job_that_is_killed(job: Job) -> None:
+    def core_is_spawned() -> bool:  # vLLM itself would leave it behind at this moment
+        return any(len(children_of(pid)) >= 2 for pid in children_of(job.process.pid))
+
+    wait_for(core_is_spawned, 180, "the engine did not come up")
+    assert len(job.engine()) >= 2
+    job.process.kill()
+    wait_for(lambda: not job.engine(), 5, "processes are left")
+
+
+def test_a_job_that_is_told_to_end_during_its_start(job: Job) -> None:
+    wait_for(lambda: children_of(job.process.pid), 60, "no server")
+    job.process.terminate()
+    assert job.process.wait(9) == 0
+    assert not job.engine()
+    assert not list(job.temporary.iterdir())
