@@ -34,7 +34,7 @@ def main(path: str) -> None:
             # torch and transformers take seconds to import, while the engine starts
             from hpcrl.rollout.worker import Post, work
 
-            post = Post(run, attempt, replica, scratch.path, capacity(config))
+            post = Post(run, attempt, replica, scratch.path, capacity(config), config.trainer.dump_eval_results)
             server.wait_ready(START_S, lambda: lease.say("starting engine"))
             asyncio.run(work(post, server, config.trainer.policy.model.path, config.generator, lease))
         finally:

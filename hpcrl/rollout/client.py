@@ -42,7 +42,8 @@ class EngineClient:
     """
 
     def __init__(self, socket: Path, headers: Mapping[str, str], version: int = 0) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        # the server closes a connection that was idle for 5 s; one that is reused at that moment would break a request
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
         transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits)
         # a generation may take any time; whoever watches the server's process ends the wait when it dies
         self._http = httpx.AsyncClient(

@@ -34,7 +34,7 @@ from hpcrl.rollout.weights import fetch
 from hpcrl.run.call import Controller, headers, read_token
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import RENEW_S, LeaseWriter
-from hpcrl.types import GroupMeta, Kind, Work
+from hpcrl.types import GroupMeta, Work
 
 _WATCH_S = 0.5
 
@@ -46,6 +46,7 @@ class Post:
     Attributes:
         scratch: node-local directory for weights on their way in.
         capacity: groups in flight at most.
+        dump_evals: whether texts and scores of evaluation samples are written.
     """
 
     run: Run
@@ -53,6 +54,7 @@ class Post:
     replica: int
     scratch: Path
     capacity: int
+    dump_evals: bool
 
     @property
     def name(self) -> str:
@@ -81,7 +83,7 @@ class Worker:
     ) -> None:
         self._post, self._server, self._engine, self._generator = post, server, engine, generator
         self._lease, self._controller = lease, Controller(post.run, post.attempt)
-        self._flight: dict[asyncio.Task[GroupMeta], Kind] = {}
+        self._flight: dict[asyncio.Task[GroupMeta], Work] = {}
         self._metrics: MetricsWriter | None = None
         self._meter = Meter()
 
@@ -117,7 +119,7 @@ class Worker:
         asked = newest = 0
         while True:
             free, behind = self._post.capacity - len(self._flight), newest > self._engine.version
-            if behind and update is None and "eval" not in self._flight.values():
+            if behind and update is None and not any(item.kind == "eval" for item in self._flight.values()):
                 update = asyncio.create_task(self._update(newest))
             if not behind and (claim is None or (asked == 0 and free > 0)):
                 # a claim for 0 groups waits for a newer version only, so that one may be forgotten
@@ -136,7 +138,8 @@ class Worker:
                 self._begin([Work.from_json(item) for item in answer["work"]], newest)
 
     async def _claim(self, capacity: int) -> dict[str, Any]:
-        return await self._call("claim", version=self._engine.version, capacity=capacity)
+        holding = [item.group_id for item in self._flight.values()]
+        return await self._call("claim", version=self._engine.version, capacity=capacity, holding=holding)
 
     def _call(self, route: str, **payload: Any) -> Awaitable[dict[str, Any]]:
         return in_thread(self._controller.call, route, worker=self._post.name, **payload)
@@ -145,7 +148,7 @@ class Worker:
         if self._metrics is None:
             self._metrics = MetricsWriter(self._post.run, self._post.name, self._post.attempt, newest)
         for item in work:
-            self._flight[asyncio.create_task(self._generate(item))] = item.kind
+            self._flight[asyncio.create_task(self._generate(item))] = item
         self._meter.working(bool(self._flight))
 
     async def _generate(self, work: Work) -> GroupMeta:
@@ -154,7 +157,8 @@ class Worker:
         run, replica = self._post.run, self._post.replica
         if work.kind == "eval":
             path = run.eval_dump(group.oldest_version, replica)
-            _dump(path, group)
+            if self._post.dump_evals:
+                _dump(path, group)
             return group.meta(replica, str(path.relative_to(run.path)))
         path = run.samples_of(replica) / f"{work.group_id}.safetensors"
         meta = group.meta(replica, str(path.relative_to(run.path)))

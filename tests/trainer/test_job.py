@@ -112,7 +112,7 @@ def work_until(run: Run, attempt: int, last: int) -> None:
     """Be the rollout worker until version `last` is there."""
     client, version = Controller(run, attempt), 0
     while version < last:
-        answer = client.call("claim", worker="rollout-0", version=version, capacity=4)
+        answer = client.call("claim", worker="rollout-0", version=version, capacity=4, holding=[])
         groups = [finish(run, Work.from_json(item), version) for item in answer["work"]]
         if groups:
             client.call("complete", worker="rollout-0", groups=[group.to_json() for group in groups])
