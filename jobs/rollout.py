@@ -34,7 +34,15 @@ def main(path: str) -> None:
             # torch and transformers take seconds to import, while the engine starts
             from hpcrl.rollout.worker import Post, work
 
-            post = Post(run, attempt, replica, scratch.path, capacity(config), config.trainer.dump_eval_results)
+            post = Post(
+                run=run,
+                attempt=attempt,
+                replica=replica,
+                scratch=scratch.path,
+                capacity=capacity(config),
+                n_samples=config.generator.n_samples_per_prompt,
+                dump_evals=config.trainer.dump_eval_results,
+            )
             server.wait_ready(START_S, lambda: lease.say("starting engine"))
             asyncio.run(work(post, server, config.trainer.policy.model.path, config.generator, lease))
         finally:

@@ -113,11 +113,18 @@ class Service:
         self._finish_if_done()
 
     def claim(self, name: str, version: int, capacity: int) -> list[Work]:
-        """Return the groups that worker `name` may begin with its engine at `version`; evaluation goes first."""
+        """Return the groups that worker `name` may begin with its engine at `version`; evaluation goes first.
+
+        Args:
+            capacity: training groups that the worker has room for; as many samples fit if they are for evaluation.
+        """
         if self._version is None or version > self._version or self.stop:
             return []
-        work = [self._eval_work(row) for row in self._eval.claim(name, version, capacity)]
-        return work + [self._train_work(i) for i in self._admission.claim(name, version, capacity - len(work))]
+        per_group, per_row = self._schedule.n_samples, self._schedule.eval_n_samples
+        rows = self._eval.claim(name, version, capacity * per_group // per_row)
+        left = capacity - -(-len(rows) * per_row // per_group)
+        work = [self._eval_work(row) for row in rows]
+        return work + [self._train_work(i) for i in self._admission.claim(name, version, left)]
 
     def _train_work(self, index: int) -> Work:
         prompt = self._train[self._stream.row(index)]

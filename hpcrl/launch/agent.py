@@ -87,13 +87,12 @@ class Agent:
         name: str,
         command: list[str],
         stop_signal: signal.Signals = signal.SIGTERM,
-        error_file: Path | None = None,
         **environment: str,
     ) -> None:
         print(f"starting {name}: {' '.join(command)}", flush=True)
         log = self._run.log(self._attempt, name)
         everything = {**self._environment(name), **environment}
-        self._children[name] = Child(name, command, everything, log, stop_signal, error_file)
+        self._children[name] = Child(name, command, everything, log, stop_signal)
 
     def _environment(self, name: str) -> dict[str, str]:
         environment = dict(os.environ, HPCRL_ATTEMPT=str(self._attempt), HPCRL_ADDRESS=self._address)
@@ -124,15 +123,13 @@ class Agent:
         self._rendezvous, name = meeting["number"], f"trainer-{self._node.index}"
         if old := self._children.pop(name, None):
             old.end(0.0)
-        error_file = self._run.logs(self._attempt) / f"{name}.error.json"
-        error_file.unlink(missing_ok=True)
         command = [
             sys.executable, "-m", "torch.distributed.run",
             f"--nnodes={self._trainer_nodes}", f"--node-rank={self._node.index}", f"--nproc-per-node={self._node.ranks}",
             f"--master-addr={meeting['address']}", f"--master-port={meeting['port']}", "--max-restarts=0",
             self._job("train"), str(self._run.path),
         ]  # fmt: skip
-        self._spawn(name, command, error_file=error_file, TORCHELASTIC_ERROR_FILE=str(error_file))
+        self._spawn(name, command)
 
     def _look_for_stop(self) -> None:
         if self._signals and self._stop_reason is None and read_json(self._run.stop) is None:

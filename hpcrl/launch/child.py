@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -15,6 +14,8 @@ from pathlib import Path
 from hpcrl.run.parent import die_with_parent
 
 _TAIL = 64 << 10
+# How torchrun ends its report of the first rank that failed.
+_ROOT_CAUSE = re.compile(r"^Root Cause .*?^\s+rank +: (\d+).*?^\s+traceback : (.+?)^={20,}$", re.DOTALL | re.MULTILINE)
 _ERROR_LINE = re.compile(r"^(?:\S+: )?(?:[\w.]+(?:Error|Exception|Interrupt|Exit)\b.*)$")
 
 
@@ -29,7 +30,6 @@ class Child:
 
     Args:
         stop_signal: what asks it to end; it is killed if that does not help.
-        error_file: where torchrun leaves the first error of its ranks.
     """
 
     def __init__(
@@ -39,9 +39,8 @@ class Child:
         environment: Mapping[str, str],
         log: Path,
         stop_signal: signal.Signals = signal.SIGTERM,
-        error_file: Path | None = None,
     ) -> None:
-        self.name, self._log, self._stop_signal, self._error_file = name, log, stop_signal, error_file
+        self.name, self._log, self._stop_signal = name, log, stop_signal
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             self._start = file.tell()
@@ -71,11 +70,8 @@ class Child:
         return f"{self.name}: {self._reason()} (log: {self._log})"
 
     def _reason(self) -> str:
-        if self._error_file and self._error_file.is_file():
-            message = json.loads(self._error_file.read_text())["message"]
-            text = message if isinstance(message, str) else message["message"]
-            if text.strip():
-                return text.strip().splitlines()[-1]
+        if cause := _ROOT_CAUSE.search(self.said()):
+            return f"rank {cause[1]}: {cause[2].strip().splitlines()[-1].strip()}"
         lines = [line.strip() for line in self.said().splitlines() if _ERROR_LINE.match(line.strip())]
         status = self._process.returncode
         ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

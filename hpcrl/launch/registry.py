@@ -50,7 +50,8 @@ class RunState:
     """A run as a person wants to see it.
 
     Attributes:
-        word: pending, starting, running, done, failed, cancelled, interrupted, or lost (it ended without an outcome).
+        word: pending, starting, running, ending (its outcome is known, its processes leave), done, failed, cancelled, interrupted,
+            or lost (it ended without an outcome).
         detail: the pending reason, the first error, or what the trainer does.
     """
 
@@ -65,7 +66,7 @@ class RunState:
 
     @property
     def over(self) -> bool:
-        return not self.job.active and self.word not in ("pending", "starting", "running")
+        return not self.job.active and self.word not in ("pending", "starting", "running", "ending")
 
 
 def states_of(runs: Sequence[Run]) -> list[RunState]:
@@ -91,7 +92,7 @@ def _state(run: Run, submission: dict[str, Any], job: JobState) -> RunState:
     queued_again = submission.get("submitted", 0.0) > last_change > 0.0
     if job.active and (job.name == "PENDING" or attempt is None or queued_again or current):
         word = "pending" if job.name == "PENDING" else "starting" if current is None else "ending"
-        detail = job.reason or (current.message if current else "")
+        detail = job.reason or (f"{current.kind}: {current.message}" if current else "")
     elif current and not queued_again:
         word, detail = current.kind, current.message
     elif job.active:

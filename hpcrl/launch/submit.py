@@ -12,7 +12,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,15 +229,11 @@ def launch(submission: Submission, local: bool) -> None:
     runs = submission.runs
     write_json(submission.element_list, [str(run.path) for run in runs])
     executor = local_executor(submission) if local else slurm_executor(submission)
-    # A run goes on when the terminal that started it gets Ctrl-C; an ignored signal is inherited by what submitit starts.
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with submitit.helpers.clean_env():
+        with submitit.helpers.clean_env(), _detached(submission.folder / "local.log") if local else nullcontext():
             jobs = executor.map_array(agent.main, [str(run.path) for run in runs])
     except (FailedJobError, FailedSubmissionError) as error:
         raise SubmitError(f"Slurm refused the job: {_refusal(str(error))}") from error
-    finally:
-        signal.signal(signal.SIGINT, interrupt)
     for run, element, job in zip(runs, submission.elements, jobs, strict=True):
         record = {
             "executor": "local" if local else "slurm",
@@ -245,6 +242,25 @@ def launch(submission: Submission, local: bool) -> None:
             "submitted": time.time(),
         }
         write_json(run.submission, record)
+
+
+@contextmanager
+def _detached(log: Path) -> Iterator[None]:
+    """Let what is started inside outlive this terminal: it ignores Ctrl-C and hang-up, and holds none of our files open."""
+    ours = [os.dup(number) for number in range(3)]
+    ignored = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
+    sys.stdout.flush()
+    with log.open("ab") as file, open(os.devnull, "rb") as nothing:
+        for number, stream in enumerate((nothing, file, file)):
+            os.dup2(stream.fileno(), number)
+        try:
+            yield
+        finally:
+            for number, saved in enumerate(ours):
+                os.dup2(saved, number)
+                os.close(saved)
+            for number, handler in ignored.items():
+                signal.signal(number, handler)
 
 
 def _refusal(text: str) -> str:

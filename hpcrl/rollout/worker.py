@@ -45,7 +45,7 @@ class Post:
 
     Attributes:
         scratch: node-local directory for weights on their way in.
-        capacity: groups in flight at most.
+        capacity: training groups of n_samples each that are in flight at most.
         dump_evals: whether texts and scores of evaluation samples are written.
     """
 
@@ -54,6 +54,7 @@ class Post:
     replica: int
     scratch: Path
     capacity: int
+    n_samples: int
     dump_evals: bool
 
     @property
@@ -118,7 +119,7 @@ class Worker:
         update: asyncio.Task[None] | None = None
         asked = newest = 0
         while True:
-            free, behind = self._post.capacity - len(self._flight), newest > self._engine.version
+            free, behind = self._free(), newest > self._engine.version
             if behind and update is None and not any(item.kind == "eval" for item in self._flight.values()):
                 update = asyncio.create_task(self._update(newest))
             if not behind and (claim is None or (asked == 0 and free > 0)):
@@ -136,6 +137,11 @@ class Worker:
                     return
                 newest = answer["version"]
                 self._begin([Work.from_json(item) for item in answer["work"]], newest)
+
+    def _free(self) -> int:
+        """Return how many more training groups there is room for."""
+        samples = sum(item.n_samples for item in self._flight.values())
+        return max(0, self._post.capacity - -(-samples // self._post.n_samples))
 
     async def _claim(self, capacity: int) -> dict[str, Any]:
         holding = [item.group_id for item in self._flight.values()]

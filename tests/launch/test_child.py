@@ -59,12 +59,24 @@ def test_a_killed_process_says_by_which_signal(tmp_path: Path) -> None:
     assert "killed by SIGKILL" in child.first_error()
 
 
-def test_torchrun_error_file_wins(tmp_path: Path) -> None:
-    error = tmp_path / "error.json"
-    error.write_text('{"message": {"message": "Traceback\\nRuntimeError: rank 3 broke", "extraInfo": {}}}')
-    child = start(tmp_path, "raise SystemExit(1)", error_file=error)
-    wait(child)
-    assert "RuntimeError: rank 3 broke" in child.first_error()
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("raise ValueError('row 3 is empty')", "ValueError: row 3 is empty"),
+        ("os.kill(os.getpid(), 9)", "Signal 9 (SIGKILL) received by PID"),
+    ],
+)
+def test_first_error_behind_torchrun(tmp_path: Path, code: str, expected: str) -> None:
+    """Rank 1 of two breaks: the report names it, not torchrun's own exception."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, time\nfrom torch.distributed.elastic.multiprocessing.errors import record\n"
+        f"@record\ndef main():\n    if os.environ['RANK'] == '1': {code}\n    time.sleep(60)\nmain()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    child = Child("trainer-0", command, os.environ, tmp_path / "trainer.log")
+    wait(child, 60)
+    assert f"trainer-0: rank 1: {expected}" in child.first_error()
 
 
 @pytest.mark.parametrize("stubborn", [False, True])

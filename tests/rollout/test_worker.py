@@ -73,7 +73,7 @@ def start(
     async def nothing(_engine: EngineClient) -> None: ...
 
     with_engine(nothing)  # version 0 again
-    post = Post(run, ATTEMPT, 5, run.path / "scratch", capacity, dump_evals=True)
+    post = Post(run, ATTEMPT, 5, run.path / "scratch", capacity, n_samples=4, dump_evals=True)
     post.scratch.mkdir()
     failed: list[BaseException] = []
 
