@@ -81,10 +81,9 @@ def train_batch(
         advantages = group_advantages(batch, algorithm)
         minis = load_mini_batches(run, batch, advantages, trainer.policy_mini_batch_size, world)
     with clock("fwd_logprobs_values_reward"):
-        old = (
-            len(minis) * epochs > 1
-        )  # a single update starts from the old policy: its own log-probabilities are the old ones
-        for mini in minis:
+        for number, mini in enumerate(minis):
+            # what the first update trains, and only once, still meets the old policy itself
+            old = number > 0 or epochs > 1
             score(engine, mini, trainer.micro_forward_batch_size_per_gpu, old=old, reference=algorithm.use_kl_loss)
     updates: list[Trained] = []
     with clock("policy_train"):
