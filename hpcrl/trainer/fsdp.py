@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -50,15 +49,12 @@ class FsdpEngine:
         self._config, self._world = config, world
         self.updates = 0
         self._total_updates = 0
-        mesh = init_device_mesh(world.device.type, (world.size,))
         head = {"temperature": temperature, "chunk_rows": chunk_rows}
-        self._policy = load_policy(config.model.path, config.fsdp_config, world, mesh, trained=True, **head)
+        self._policy = load_policy(config.model.path, config.fsdp_config, world, trained=True, **head)
         if gradient_checkpointing:
             self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._reference = (
-            load_policy(reference_path, config.fsdp_config, world, mesh, trained=False, **head)
-            if reference_path
-            else None
+            load_policy(reference_path, config.fsdp_config, world, trained=False, **head) if reference_path else None
         )
         self._optimizer = torch.optim.AdamW(self._policy.parameters(), fused=True)
         self._configure_optimizer(config.optimizer_config.lr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -53,7 +53,7 @@ class PackedPolicy(nn.Module):
 
 
 def load_policy(
-    path: str, fsdp: FSDPConfig, world: World, mesh: DeviceMesh, *, trained: bool, temperature: float, chunk_rows: int
+    path: str, fsdp: FSDPConfig, world: World, *, trained: bool, temperature: float, chunk_rows: int
 ) -> PackedPolicy:
     """Return the model at `path`, sharded; rank 0 reads it and each rank receives its shards.
 
@@ -71,7 +71,7 @@ def load_policy(
     for module in policy.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # old and new log-probabilities of a policy must come from the same function
-    _shard(policy, fsdp, mesh)
+    _shard(policy, fsdp, init_device_mesh(world.device.type, (world.size,)))
     offloaded = fsdp.cpu_offload and world.device.type == "cuda"
     policy.to_empty(device="cpu" if offloaded else world.device)
     empty.tie_weights()  # to_empty gave tied parameters a storage each

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from hpcrl.config import AlgorithmConfig, FSDPConfig, MixedPrecisionConfig, ModelConfig, OptimizerConfig, PolicyConfig
+from hpcrl.errors import DataError
 from hpcrl.run.commit import committed, read_json
 from hpcrl.run.layout import Run, step_of
 from hpcrl.trainer.checkpoint import Checkpoints
@@ -160,6 +161,25 @@ def rewind(world: World, options: dict[str, Any]) -> None:
     world.barrier()
 
 
+def disagreement(world: World, options: dict[str, Any]) -> None:
+    """Only rank 0 looks; what it finds, and what it cannot find, is the same everywhere. A flag of one rank is a flag of all."""
+    alike = world.look(lambda: {"rank": world.rank}) == {"rank": 0}
+
+    def fail() -> None:
+        raise DataError(f"seen by {world.rank}")
+
+    try:
+        world.look(fail)
+    except DataError as error:
+        alike &= str(error) == "seen by 0"
+    else:
+        alike = False
+    alike &= world.any(world.rank == world.size - 1) and not world.any(False)
+    ranks_alike = world.sum([float(alike)])[0]
+    if world.first:
+        Path(options["out"]).write_text(json.dumps(ranks_alike))
+
+
 class Dying(FsdpEngine):
     """Is killed after it has written its part, before anything is committed."""
 
@@ -168,7 +188,13 @@ class Dying(FsdpEngine):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-SCENARIOS = {"variants": variants, "poisoned": poisoned, "lifetime": lifetime, "rewind": rewind}
+SCENARIOS = {
+    "variants": variants,
+    "poisoned": poisoned,
+    "lifetime": lifetime,
+    "rewind": rewind,
+    "disagreement": disagreement,
+}
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)

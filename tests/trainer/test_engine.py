@@ -91,7 +91,8 @@ def results(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
     for ranks, variants in VARIANTS.items():
         options = {"model": str(model_path), "run": str(run.path), "out": str(path), "variants": variants}
         poison = {**options, "out": str(path / f"poisoned-{ranks}.json")}
-        done = run_ranks(ranks, json.dumps([("variants", options), ("poisoned", poison)]))
+        alike = {"out": str(path / f"alike-{ranks}.json")}
+        done = run_ranks(ranks, json.dumps([("variants", options), ("poisoned", poison), ("disagreement", alike)]))
         assert done.returncode == 0, done.stderr
     return path
 
@@ -132,3 +133,8 @@ def test_bf16_keeps_fp32_parameters_and_stays_close(results: Path, truth: Truth)
 def test_a_gradient_that_is_not_finite_is_skipped(results: Path, ranks: int) -> None:
     facts = json.loads((results / f"poisoned-{ranks}.json").read_text())
     assert facts == {"skipped": [True, False], "same": True, "updates": 1}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_agree(results: Path, ranks: int) -> None:
+    assert json.loads((results / f"alike-{ranks}.json").read_text()) == ranks
