@@ -17,7 +17,7 @@ from hpcrl.config import Config, TrainerConfig, temperature
 from hpcrl.run.layout import Run
 from hpcrl.trainer.build import build_engine
 from hpcrl.trainer.checkpoint import Checkpoints
-from hpcrl.trainer.describe import Clock, describe_batch, describe_cost, describe_updates
+from hpcrl.trainer.describe import Clock, describe_batch, describe_cost, describe_times, describe_updates
 from hpcrl.trainer.engine import Engine
 from hpcrl.trainer.link import Link, StopSignal
 from hpcrl.trainer.model import DTYPES
@@ -57,6 +57,9 @@ def main(run_dir: str) -> None:
             with clock("sync_weights"):
                 publisher.publish(engine, step)
                 link.published(step)
+            link.measured(
+                step, metrics | describe_cost(batch, clock.lap(), world)
+            )  # before the commit: none may be missing
             if trainer.ckpt_interval > 0 and (step % trainer.ckpt_interval == 0 or step == total):
                 with clock("save_checkpoints"):
                     checkpoints.save(engine, batch)
@@ -64,7 +67,8 @@ def main(run_dir: str) -> None:
             if trainer.hf_save_interval > 0 and (step % trainer.hf_save_interval == 0 or step == total):
                 with clock("save_hf_model"):
                     publisher.export(engine, step)
-            link.measured(step, metrics | describe_cost(batch, clock.lap(), world))
+            if times := describe_times(clock.between()):
+                link.measured(step, times)
         if batch is not None and trainer.ckpt_interval > 0 and saved < step:
             link.say("saving", step=step, total=total)
             checkpoints.save(engine, batch)

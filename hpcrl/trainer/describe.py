@@ -17,7 +17,7 @@ from hpcrl.types import Batch
 
 
 class Clock:
-    """Adds up the seconds of each phase of a step; a step lasts from one `lap` to the next."""
+    """Adds up the seconds of each phase; a step ends with `lap`, what follows until `between` belongs to no step."""
 
     def __init__(self) -> None:
         self._pace: float | None = None
@@ -32,11 +32,15 @@ class Clock:
 
     def lap(self) -> dict[str, float]:
         """Return seconds by phase, and of the whole step under "step", and begin the next step."""
-        now = time.monotonic()
-        seconds = {**self._seconds, "step": now - self._began}
+        whole = time.monotonic() - self._began
+        self._pace = whole if self._pace is None else 0.8 * self._pace + 0.2 * whole
+        return {**self.between(), "step": whole}
+
+    def between(self) -> dict[str, float]:
+        """Return seconds by phase of what lies between two steps, and begin the next step."""
+        seconds = dict(self._seconds)
         self._seconds.clear()
-        self._began = now
-        self._pace = seconds["step"] if self._pace is None else 0.8 * self._pace + 0.2 * seconds["step"]
+        self._began = time.monotonic()
         return seconds
 
     def pace(self) -> dict[str, float]:
@@ -92,8 +96,12 @@ def describe_cost(batch: Batch, seconds: dict[str, float], world: World) -> dict
         peaks.append(torch.cuda.max_memory_allocated() / 2**30)
     names = ["memory/peak_host_gib", "memory/peak_device_gib"]
     return {
-        **{f"timing/{phase}": value for phase, value in seconds.items()},
+        **describe_times(seconds),
         "throughput/tokens_per_second": tokens / seconds["step"],
         "throughput/train_tokens_per_second_per_rank": tokens / seconds["policy_train"] / world.size,
         **dict(zip(names, world.max(peaks), strict=False)),
     }
+
+
+def describe_times(seconds: dict[str, float]) -> dict[str, float]:
+    return {f"timing/{phase}": value for phase, value in seconds.items()}

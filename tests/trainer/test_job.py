@@ -21,7 +21,7 @@ from hpcrl.config import Config
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.data.samples import write_group
-from hpcrl.observe.metrics import read_metrics
+from hpcrl.observe.metrics import merged, read_metrics
 from hpcrl.run.call import Controller, read_token
 from hpcrl.run.commit import committed, is_committed, write_json, write_text
 from hpcrl.run.layout import Run, step_of, version_of
@@ -178,7 +178,7 @@ def test_what_is_left(run: Run) -> None:
 
 def test_a_step_done_again_is_the_same(run: Run) -> None:
     lines = [json.loads(line) for line in run.metrics_of("trainer").read_text().splitlines()]
-    first, second = (line["metrics"] for line in lines if line.get("step") == 3)
+    first, second = (line["metrics"] for line in lines if line.get("step") == 3 and "timing/step" in line["metrics"])
     for name in (
         "policy/final_loss",
         "policy/policy_kl",
@@ -192,8 +192,11 @@ def test_a_step_done_again_is_the_same(run: Run) -> None:
 
 def test_metrics(run: Run) -> None:
     records = [record for record in read_metrics(run) if record.process == "trainer"]
-    assert [(record.attempt, record.step) for record in records] == [(1, 1), (1, 2), (2, 3), (2, 4)]
-    names = set(records[-1].metrics)
+    whole = [record for record in records if "timing/step" in record.metrics]
+    assert [(record.attempt, record.step) for record in whole] == [(1, 1), (1, 2), (2, 3), (2, 4)]
+    saved = [record.step for record in records if "timing/save_checkpoints" in record.metrics]
+    assert saved == [2, STEPS]
+    names = set(merged(run)[STEPS])
     assert names >= {
         "policy/policy_loss", "policy/policy_entropy", "policy/response_length", "policy/loss_metrics/clip_ratio",
         "policy/rollout_train_logprobs_abs_diff_mean", "policy/rollout_train_logprobs_abs_diff_std", "policy/skipped_updates",
