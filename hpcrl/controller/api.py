@@ -57,6 +57,7 @@ class Api:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._changed = asyncio.Condition()
+        self._trainer_told = False
 
     def app(self) -> Starlette:
         handlers = [
@@ -101,6 +102,7 @@ class Api:
     async def next(self, body: dict[str, Any]) -> dict[str, Any]:
         service, step, deadline = self._service, body["step"], time.monotonic() + WAIT_S
         if step > service.total_steps:
+            self._trainer_told = True
             return {"stop": FINISHED, "path": None}
         path = service.batch(step)
         while path is None and not service.stop and time.monotonic() < deadline:
@@ -124,7 +126,7 @@ class Api:
         await self._notify()
 
     async def watch(self, run: Run, attempt: int, say: Callable[[str], None], goodbye_s: float = _GOODBYE_S) -> None:
-        """Forward the stop file until the run has finished and every worker was told so, or `goodbye_s` later."""
+        """Forward the stop file until the run has finished, the trainer knows and every worker too, or `goodbye_s` later."""
         finished_at = None
         while True:
             request = read_json(run.stop)
@@ -132,7 +134,9 @@ class Api:
                 await self.end(request["reason"])
             for name in self._service.expire():
                 say(f"{name} is silent; its groups go to others")
-            if self._service.stop == FINISHED:
+            if (
+                self._service.stop == FINISHED and self._trainer_told
+            ):  # it saves after it has published the last version
                 finished_at = finished_at or time.monotonic()
                 told = all(worker.told_stop for worker in self._service.workers.values())
                 if told or time.monotonic() - finished_at > goodbye_s:

@@ -18,6 +18,7 @@ from hpcrl.run.layout import Run
 from hpcrl.run.ledger import Outcome
 
 _POLL_S = 0.5
+_LEAVING_S = 60.0
 
 
 def cancel(run: Run, patience_s: float) -> RunState:
@@ -62,7 +63,9 @@ def resume(run: Run) -> None:
     Raises:
         RunError: the run is active, or has finished.
     """
-    state = states_of([run])[0]
+    deadline = time.monotonic() + _LEAVING_S
+    while (state := states_of([run])[0]).word == "ending" and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
     if not state.over:
         raise RunError(f"{run.name} is {state.word}; there is nothing to resume")
     if state.word == "done":

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -42,10 +43,16 @@ def make_run(path: Path) -> Run:
     return run
 
 
-def serve_attempt(run: Run, attempt: int) -> threading.Thread:
+class Served(NamedTuple):
+    thread: threading.Thread
+    url: str
+
+
+def serve_attempt(run: Run, attempt: int) -> Served:
     """Start a controller in a thread; it ends as in a run, when the run has finished."""
     listener = bind("127.0.0.1")
-    LeaseWriter(run, "controller", attempt).say("serving", url="http://127.0.0.1:%d" % listener.getsockname()[1])
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    LeaseWriter(run, "controller", attempt).say("serving", url=url)
 
     async def main() -> None:
         api = Api(Service(run, attempt, SCHEDULE, prompts(5), prompts(3)))
@@ -54,17 +61,24 @@ def serve_attempt(run: Run, attempt: int) -> threading.Thread:
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    return thread
+    return Served(thread, url)
+
+
+def end(run: Run, attempt: int, served: Served) -> None:
+    """The trainer hears that the run has finished, whatever state it is in, and the controller leaves."""
+    headers = {"authorization": "Bearer secret", "x-hpcrl-run": run.name, "x-hpcrl-attempt": str(attempt)}
+    assert httpx.post(f"{served.url}/next", json={"step": 99}, headers=headers).json()["stop"] == "finished"
+    write_json(run.stop, {"attempt": attempt, "reason": "finished"})
+    served.thread.join(30)
+    assert not served.thread.is_alive()
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     run = make_run(tmp_path / "project" / "run")
-    thread = serve_attempt(run, 1)
+    served = serve_attempt(run, 1)
     yield run
-    write_json(run.stop, {"attempt": 1, "reason": "finished"})
-    thread.join(30)
-    assert not thread.is_alive()
+    end(run, 1, served)
 
 
 def finish(run: Run, work: Work, version: int, reward: float = 1.0) -> GroupMeta:
@@ -112,6 +126,7 @@ def test_a_whole_run_over_http(run: Run) -> None:
     work = work_of(controller.call("claim", worker="rollout-0", version=2, capacity=4, holding=[]))
     assert [item.kind for item in work] == ["eval"] * 3
     controller.call("complete", worker="rollout-0", groups=[finish(run, item, 2).to_json() for item in work])
+    controller.call("committed", step=2)  # the trainer may still be saving
     assert controller.call("claim", worker="rollout-0", version=2, capacity=4, holding=[])["stop"] == "finished"
     assert read_json(run.evals_of(0) / "summary.json")["eval/letters/avg_score"] == 1.0
     assert read_json(run.evals_of(2) / "summary.json")["eval/all/pass_at_1"] == 1.0
@@ -130,15 +145,14 @@ def test_next_attempt_uses_what_is_finished(run: Run) -> None:
     )
     controller.close()
 
-    thread = serve_attempt(run, 2)
+    served = serve_attempt(run, 2)
     second = Controller(run, 2, patience_s=10)
     second.call("start", step=0)
     assert second.call("next", step=1)["path"] == "batches/s000001.json"
     status = second.call("status")
     assert (status["composed"], status["eval_open"], status["running"]) == (1, 0, 0), "evaluated and generated before"
-    write_json(run.stop, {"attempt": 2, "reason": "finished"})
-    thread.join(30)
     second.close()
+    end(run, 2, served)
 
 
 def test_every_route_wants_the_token(run: Run) -> None:
@@ -161,13 +175,13 @@ def test_every_route_wants_the_token(run: Run) -> None:
 def test_groups_of_an_answer_that_got_lost_are_given_again(run: Run) -> None:
     controller = Controller(run, 1, patience_s=10)
     controller.call("start", step=0)
-    first = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=[]))
-    again = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=[]))
+    first = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=2, holding=[]))
+    again = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=2, holding=[]))
     assert sorted(item.group_id for item in first) == sorted(item.group_id for item in again)
     holding = [item.group_id for item in again]
     rest = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=holding))
     assert not {item.group_id for item in rest} & set(holding)
-    assert len(rest) == 1
+    assert [item.kind for item in rest] == ["train"] * 2
     controller.close()
 
 
