@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config, TrainerConfig, temperature
 from hpcrl.run.layout import Run
+from hpcrl.run.parent import die_with_parent
 from hpcrl.trainer.build import build_engine
 from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.describe import Clock, describe_batch, describe_cost, describe_times, describe_updates
@@ -30,6 +31,7 @@ from hpcrl.types import Batch
 
 @record
 def main(run_dir: str) -> None:
+    die_with_parent()
     stop = StopSignal()
     run, attempt = Run.open(run_dir), int(os.environ["HPCRL_ATTEMPT"])
     config = Config.from_toml([run.config])
