@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpcrl.launch.registry import all_runs, states_of
-from hpcrl.run.commit import committed
+from hpcrl.run.commit import committed, read_json
 from hpcrl.run.layout import Run, step_of
 from hpcrl.run.ledger import outcome_of, read_attempts, read_outcome
 from tests.jobs.story import (
@@ -129,8 +130,15 @@ def test_from_another_runs_checkpoint_and_cancel(place: Path) -> None:
     assert finish(second, 1) == "cancelled"
 
 
-def test_trainer_of_two_nodes_survives_a_taken_port(place: Path) -> None:
-    """Two torchrun nodes meet on a port that somebody takes between choice and use: they meet on another one."""
-    run = submit(place, "two", "trainer.placement.policy_num_nodes=2", "trainer.max_steps=1", "trainer.eval_interval=0")
+def test_trainer_of_two_nodes_meets_elsewhere_when_its_port_is_taken(place: Path) -> None:
+    """Somebody binds the port of the rendezvous between its choice and torchrun's use of it: both nodes meet on another one."""
+    two_nodes = ["trainer.placement.policy_num_nodes=2", "trainer.max_steps=1", "trainer.eval_interval=0"]
+    run = submit(place, "two", *two_nodes)
+    meeting = run.rendezvous(1)
+    wait_for(meeting.exists, lambda: logs_of(run), 30)
+    first = read_json(meeting)
+    assert first is not None
+    with socket.create_server((first["address"], first["port"])):
+        wait_for(lambda: read_json(meeting) != first, lambda: logs_of(run), 60)
     assert finish(run, 1) == "done", logs_of(run)
     assert list(curve(run, "policy/grad_norm")) == [1]
