@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,6 +215,9 @@ def submit(submission: Submission, local: bool) -> list[Run]:
     except BaseException:
         for path in (*(run.path for run in runs), folder):
             discard(path)
+        for parent in (folder.parent, folder.parent.parent, folder.parent.parent.parent):
+            with suppress(OSError):  # others' runs are in it
+                parent.rmdir()
         raise
     return runs
 
