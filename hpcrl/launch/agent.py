@@ -33,7 +33,7 @@ _GRACE_S = 120.0
 _RENDEZVOUS_TRIES = 5
 _CONSEQUENCE_S = 3.0
 # Errors of ranks whose peer is gone: the peer's own report is awaited before one of these counts as the cause.
-_CONSEQUENCES = ("closed by peer", "reset by peer", "Broken pipe", "TCPStore", "NCCL", "exitcode: -", "ignalException")
+_CONSEQUENCES = ("closed by peer", "reset by peer", "Broken pipe", "TCPStore", "NCCL")
 
 
 class Agent:
@@ -129,7 +129,7 @@ class Agent:
             f"--master-addr={meeting['address']}", f"--master-port={meeting['port']}", "--max-restarts=0",
             self._job("train"), str(self._run.path),
         ]  # fmt: skip
-        self._spawn(name, command)
+        self._spawn(name, command, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=str(round(_GRACE_S)))
 
     def _look_for_stop(self) -> None:
         if self._signals and self._stop_reason is None and read_json(self._run.stop) is None:
@@ -149,7 +149,7 @@ class Agent:
             status = child.poll()
             if status is None:
                 continue
-            if status != 0 and not (self._stop_reason and name == "controller"):
+            if status != 0 and not (self._stop_reason and self._left_because_of_the_stop(child)):
                 self._failed(child)
                 return
         if self._node.index == 0 and self._ended("trainer-0"):
@@ -157,6 +157,10 @@ class Agent:
                 self._report_stop("saved and stopped")
             elif self._ended("controller"):
                 self._report("done", "finished")
+
+    def _left_because_of_the_stop(self, child: Child) -> bool:
+        """torchrun ends with an error of its own when Slurm signals it, also where every rank has saved and left well."""
+        return child.name == "controller" or "SignalException" in child.said()
 
     def _ended(self, name: str) -> bool:
         return name in self._children and self._children[name].poll() is not None

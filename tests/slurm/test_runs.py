@@ -73,6 +73,32 @@ def test_dead_rank_ends_the_attempt_and_resume_goes_on(cluster: DevCluster, tmp_
     assert list(curve(run, "policy/grad_norm")) == [1, 2, 3, 4, 5]
 
 
+def test_preempted_run_saves_requeues_itself_and_resumes(cluster: DevCluster, tmp_path: Path) -> None:
+    """A job of a higher partition takes all nodes: Slurm signals every process, the run saves, and comes back without a person."""
+    arguments = [
+        str(QUICKSTART),
+        SITE,
+        "trainer.run_name=preempted",
+        *SMALL,
+        "trainer.max_steps=30",
+        "trainer.eval_interval=30",
+    ]
+    assert cluster.run([HPCRL, "submit", *arguments, "trainer.ckpt_interval=100"], cwd=tmp_path).returncode == 0
+    run = Run.open(tmp_path / "runs" / "quickstart" / "preempted")
+    wait_for(lambda: run.batch(4).exists(), lambda: logs_of(run) + ask(cluster, tmp_path, "status"), 180)
+    cluster.ask(["sbatch", "-p", "high", "-N4", "--exclusive", "-t1", "-o", "/dev/null", "--wrap", "sleep 3"])
+    wait_for(lambda: outcome_of(run, 1), lambda: logs_of(run), 30)
+    outcome = outcome_of(run, 1)
+    assert outcome is not None
+    assert outcome.kind == "interrupted", outcome
+    saved = committed(run.checkpoints, step_of)
+    trained = list(curve(run, "policy/grad_norm"))
+    assert saved == trained[-1:], "what was trained was saved, once"
+    assert finish(cluster, tmp_path, run, 2) == "done", logs_of(run)
+    assert list(curve(run, "policy/grad_norm")) == list(range(1, 31))
+    assert len({group for batch in trained_groups(run) for group in batch}) == 30 * 8
+
+
 def test_refusals_of_the_real_sbatch_leave_nothing(cluster: DevCluster, tmp_path: Path) -> None:
     done = cluster.run([HPCRL, "submit", str(QUICKSTART), SITE, "slurm.partition=nope"], cwd=tmp_path)
     assert done.returncode == 3
@@ -83,7 +109,7 @@ def test_refusals_of_the_real_sbatch_leave_nothing(cluster: DevCluster, tmp_path
 
 def test_pending_run_says_why_and_is_cancelled_at_once(cluster: DevCluster, tmp_path: Path) -> None:
     submit(cluster, tmp_path, "large", "generator.inference_engine.num_engines=7")
-    assert "large: pending: PartitionNodeLimit" in ask(cluster, tmp_path, "status", "large")
+    assert "large: pending: Partition" in ask(cluster, tmp_path, "status", "large")
     assert "large: cancelled" in ask(cluster, tmp_path, "cancel", "large")
     assert "large: cancelled" in ask(cluster, tmp_path, "status", "large")
     assert cluster.ask(["squeue", "-h"]) == ""
