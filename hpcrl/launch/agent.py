@@ -145,7 +145,7 @@ class Agent:
     def _look_at_children(self) -> None:
         if self._node.role == "trainer":
             self._follow_rendezvous()
-        for name, child in list(self._children.items()):
+        for child in list(self._children.values()):
             status = child.poll()
             if status is None:
                 continue

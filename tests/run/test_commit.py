@@ -59,9 +59,13 @@ def test_damage_is_seen_and_the_older_one_is_used(tmp_path: Path, damage: object
 
 
 def test_exception_in_the_middle_leaves_nothing_visible(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), commit.committed_directory(tmp_path / "s000001", 1) as directory:
-        (directory / "a").write_text("x")
-        _ = 1 / 0
+    def write_and_fail() -> None:
+        with commit.committed_directory(tmp_path / "s000001", 1) as directory:
+            (directory / "a").write_text("x")
+            (directory / "missing").read_text()
+
+    with pytest.raises(FileNotFoundError):
+        write_and_fail()
     assert newest(tmp_path) == (None, [])
 
 
@@ -92,7 +96,10 @@ def test_killed_at_every_system_call_of_the_protocol(tmp_path: Path) -> None:
         parent = tmp_path / str(at)
         make(parent / "s000001", text="old")
         done = subprocess.run(
-            [sys.executable, "-c", KILLER, str(parent / "s000002"), str(at)], capture_output=True, text=True, check=False
+            [sys.executable, "-c", KILLER, str(parent / "s000002"), str(at)],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         found, _ = newest(parent)
         if done.returncode == 0:
