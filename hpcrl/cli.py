@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hpcrl.launch.submit import Submission
     from hpcrl.run.layout import Run
 
-_FOLLOW_POLL_S = 1.0
+_CANCEL_S = 150.0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     run_command("status", "show one run, or all of them", "[RUN]")
     logs = run_command("logs", "print the logs of a run")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
-    logs.add_argument("--role", choices=("trainer", "rollout", "controller", "agent"), help="only this role")
+    logs.add_argument("--role", choices=("trainer", "rollout", "engine", "controller", "agent"), help="only this role")
     logs.add_argument("--attempt", type=int, metavar="N", help="another attempt than the newest")
     cancel = run_command("cancel", "save, stop and take a run off the cluster")
     cancel.add_argument("--now", action="store_true", help="do not wait until the state is saved")
@@ -186,10 +186,13 @@ def _show_state(state: RunState) -> None:
 
 
 def _logs(arguments: argparse.Namespace) -> int:
+    from hpcrl.errors import RunError
     from hpcrl.launch import logs
     from hpcrl.launch.registry import default_root, find_run, states_of
 
     run = find_run(arguments.run, arguments.root or default_root())
+    if arguments.follow and arguments.attempt:
+        raise RunError("--follow shows all attempts; leave out --attempt, or --follow")
     if arguments.follow:
         try:
             logs.follow(run, arguments.role, lambda: states_of([run])[0].over)
@@ -204,7 +207,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
     from hpcrl.launch.registry import default_root, find_run
     from hpcrl.launch.stop import cancel
 
-    state = cancel(find_run(arguments.run, arguments.root or default_root()), 0.0 if arguments.now else 90.0)
+    state = cancel(find_run(arguments.run, arguments.root or default_root()), 0.0 if arguments.now else _CANCEL_S)
     print(f"{state.run.name}: {state.word}: {state.detail}")
     return 0
 

@@ -35,12 +35,18 @@ def main(path: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(config.trainer.policy.model.path)
 
     def count_tokens(prompt: Prompt) -> int:
+        lease.say("loading data")  # a large dataset takes its time; the others wait for as long as this is renewed
         options = config.generator.chat_template_kwargs
         return len(tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, **options)["input_ids"])
 
     def load(sources: list[str]) -> list[Prompt]:
         prompts = load_prompts(sources, config.environment.env_class)
-        return drop_long(prompts, count_tokens, config.trainer.max_prompt_length)
+        kept = drop_long(prompts, count_tokens, config.trainer.max_prompt_length)
+        print(
+            f"{len(kept)} of {len(prompts)} prompts of {', '.join(sources)} have at most max_prompt_length tokens",
+            flush=True,
+        )
+        return kept
 
     trainer = config.trainer
     train, validation = load(config.data.train_data), load(config.data.val_data) if trainer.eval_interval > 0 else []

@@ -32,8 +32,8 @@ from hpcrl.types import Batch
 @record
 def main(run_dir: str) -> None:
     die_with_parent()
-    stop = StopSignal()
     run, attempt = Run.open(run_dir), int(os.environ["HPCRL_ATTEMPT"])
+    stop = StopSignal(run)
     config = Config.from_toml([run.config])
     trainer, dtype = config.trainer, DTYPES[config.generator.inference_engine.model_dtype]
     with joined() as world:
@@ -75,7 +75,7 @@ def main(run_dir: str) -> None:
             link.say("saving", step=step, total=total)
             checkpoints.save(engine, batch)
             link.committed(step)
-        link.close("finished" if step == total else "stopped")
+        link.close("finished" if step >= total else "stopped")
 
 
 def train_batch(

@@ -42,7 +42,7 @@ _AT_LEAST = {
     "generator.inference_engine.tensor_parallel_size": 1,
     "generator.inference_engine.max_num_batched_tokens": 1,
     "generator.inference_engine.max_num_seqs": 1,
-    "slurm.time_minutes": 1,
+    "slurm.time_minutes": 5,
     "slurm.gpus_per_node": 0,
     "slurm.cpus_per_task": 1,
     "slurm.mem_gb": 1,
@@ -51,6 +51,19 @@ _AT_LEAST = {
 }
 _DIRECTORY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ENGINE_NAMES = {field.name: field.name for field in fields(InferenceEngineConfig)} | {"dtype": "model_dtype"}
+_ENGINE_OWN = {"uds", "host", "port", "middleware", "model", "seed", "max_model_len", "logprobs_mode", "api_key"}
+_ENGINE_OWN |= {"weight_transfer_config", "enable_scale_out", "served_model_name"}
+_SBATCH_OWN = {
+    "nodes",
+    "array",
+    "signal",
+    "ntasks",
+    "ntasks_per_node",
+    "job_name",
+    "output",
+    "error",
+    "open_mode",
+}
 _SBATCH_NAMES = {
     "partition": "partition",
     "account": "account",
@@ -188,6 +201,8 @@ def _engine(config: Config) -> Iterator[Problem]:
     for name in engine.engine_init_kwargs:
         if own := _ENGINE_NAMES.get(name.replace("-", "_")):
             yield Problem(f"{path}.engine_init_kwargs.{name}", f"set {path}.{own} instead")
+        elif name.replace("-", "_") in _ENGINE_OWN:
+            yield Problem(f"{path}.engine_init_kwargs.{name}", "hpcrl sets this option of the server itself")
 
 
 def _nodes(config: Config) -> Iterator[Problem]:
@@ -208,6 +223,8 @@ def _sbatch(config: Config) -> Iterator[Problem]:
     for name in config.slurm.extra:
         if own := _SBATCH_NAMES.get(name.replace("-", "_")):
             yield Problem(f"slurm.extra.{name}", f"set slurm.{own} instead")
+        elif name.replace("-", "_") in _SBATCH_OWN:
+            yield Problem(f"slurm.extra.{name}", "hpcrl sets this option of sbatch itself")
 
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (

@@ -50,7 +50,7 @@ class SlurmConfig:
     """Further sbatch options by their long names; true: an option without a value."""
 
     network_interface: str | None = None
-    """Interface whose address the servers bind; unset: the one that the node's name or default route leads to."""
+    """Interface whose address the servers bind; unset: the one that the node's name leads to."""
 
     array_parallelism: int | None = None
-    """Elements of a sweep that run at the same time; unset: all."""
+    """Elements of a sweep that run at the same time; unset: 256."""

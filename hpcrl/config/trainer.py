@@ -52,7 +52,7 @@ class TrainerConfig:
     gradient_checkpointing: bool = True
     """Compute activations again in backward instead of keeping them."""
 
-    resume_mode: Literal["none", "latest", "from_path"] = "latest"
+    resume_mode: Literal["latest", "from_path"] = "latest"
     """Where training starts: at step 0, at this run's newest checkpoint if it has one, or at resume_path."""
 
     resume_path: Location | None = None

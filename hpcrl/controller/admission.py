@@ -121,5 +121,5 @@ class Admission:
 
 
 def staleness(step: int, meta: GroupMeta) -> int:
-    """Return the staleness of a group that trains in `step`; groups kept from a discarded timeline count as on-policy."""
-    return max(0, step - 1 - meta.oldest_version)
+    """Return the staleness of a group that trains in `step`; below 0 it comes from a policy that is yet to be trained."""
+    return step - 1 - meta.oldest_version

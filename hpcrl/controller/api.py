@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hpcrl.controller.service import FINISHED, Service
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import HpcrlError, RunError
 from hpcrl.run.call import authorized, headers
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
@@ -25,6 +25,7 @@ from hpcrl.types import GroupMeta
 
 WAIT_S = 10.0
 _GOODBYE_S = 20.0
+_ALONE_S = 1800.0  # an engine may take long to start
 _TICK_S = 0.5
 _MAX_BODY = 16 << 20
 
@@ -62,13 +63,14 @@ class Api:
     def app(self) -> Starlette:
         handlers = [
             self.lease, self.claim, self.complete, self.start, self.published,
-            self.next, self.committed, self.stop, self.status,
+            self.next, self.committed, self.status,
         ]  # fmt: skip
         return Starlette(routes=[Route(f"/{h.__name__}", _json(h), methods=["POST"]) for h in handlers])
 
     async def lease(self, body: dict[str, Any]) -> dict[str, Any]:
         self._service.seen(body["worker"], body["version"], body["state"])
-        return {"stop": self._service.stop}
+        self._service.workers[body["worker"]].told_stop = self._service.stop is not None
+        return {"stop": self._service.stop, "version": self._service.version}
 
     async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, version = self._service, body["worker"], body["version"]
@@ -81,7 +83,7 @@ class Api:
             service.seen(name, version, "waiting")
             work = service.claim(name, version, body["capacity"])
         service.workers[name].told_stop = service.stop is not None
-        return {"stop": service.stop, "version": service.version or 0, "work": [item.to_json() for item in work]}
+        return {"stop": service.stop, "version": service.version, "work": [item.to_json() for item in work]}
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         groups = [GroupMeta.from_json(value) for value in body["groups"]]
@@ -114,10 +116,6 @@ class Api:
         self._service.committed()
         return {}
 
-    async def stop(self, body: dict[str, Any]) -> dict[str, Any]:
-        await self.end(body["reason"])
-        return {}
-
     async def status(self, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         return self._service.status()
 
@@ -125,21 +123,23 @@ class Api:
         self._service.stop = self._service.stop or reason
         await self._notify()
 
-    async def watch(self, run: Run, attempt: int, say: Callable[[str], None], goodbye_s: float = _GOODBYE_S) -> None:
-        """Forward the stop file until the run has finished, the trainer knows and every worker too, or `goodbye_s` later."""
-        finished_at = None
+    async def watch(self, run: Run, attempt: int, say: Callable[[str], None]) -> None:
+        """Forward the stop file until the run has finished, the trainer knows and every worker too, or was given time to."""
+        finished_at, heard = None, time.monotonic()
         while True:
             request = read_json(run.stop)
             if request and request["attempt"] == attempt:
                 await self.end(request["reason"])
             for name in self._service.expire():
                 say(f"{name} is silent; its groups go to others")
-            if (
-                self._service.stop == FINISHED and self._trainer_told
-            ):  # it saves after it has published the last version
+            heard = time.monotonic() if self._service.workers or self._service.version is None else heard
+            if time.monotonic() - heard > _ALONE_S:
+                raise RunError(f"no rollout worker has called for {_ALONE_S:.0f} s")
+            # the trainer still saves after it has published the last version
+            if self._service.stop == FINISHED and self._trainer_told:
                 finished_at = finished_at or time.monotonic()
                 told = all(worker.told_stop for worker in self._service.workers.values())
-                if told or time.monotonic() - finished_at > goodbye_s:
+                if told or time.monotonic() - finished_at > _GOODBYE_S:
                     return
             await asyncio.sleep(_TICK_S)
 

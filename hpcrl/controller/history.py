@@ -45,7 +45,7 @@ class History:
 def read_history(run: Run, step: int, batch_size: int, keep: Callable[[int, GroupMeta], bool]) -> History:
     """Read what is on disk for a training that continues after `step`.
 
-    A run that starts from another run's checkpoint has no batches of its own up to `step`: the first step * batch_size groups count as used.
+    A run that starts from another run's checkpoint has no batches of the steps before it: their groups count as used, in order.
 
     Args:
         keep: tells, given the next step to compose and a finished group, whether the group may still train.
@@ -55,7 +55,8 @@ def read_history(run: Run, step: int, batch_size: int, keep: Callable[[int, Grou
         for path in run.batches.glob("s*.json")
         if (number := step_of(path)) is not None and (value := read_json(path)) is not None
     }
-    history = History(step, used=set() if any(n <= step for n in batches) else set(range(step * batch_size)))
+    inherited = min([*batches, step + 1]) - 1  # steps that another run has done
+    history = History(step, used=set(range(inherited * batch_size)))
     for number in sorted(batches):
         batch = batches[number]
         if number > step:

@@ -21,7 +21,7 @@ from hpcrl.controller.sampling import PromptStream
 from hpcrl.errors import RunError
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.run.commit import committed, discard, read_json, write_json
-from hpcrl.run.layout import Run, step_of
+from hpcrl.run.layout import Run, step_of, version_of
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
 
 FINISHED = "finished"
@@ -72,7 +72,7 @@ class Service:
         self._described: set[int] = set()
         self._version: int | None = None
         self._eval = EvalQueue()
-        self._pruned = 0
+        self._pruned = self._started = 0
         self.workers: dict[str, Worker] = {}
         self.stop: str | None = None
 
@@ -87,23 +87,35 @@ class Service:
 
     def start(self, step: int) -> int:
         """The trainer is ready to continue after `step`; return the number of steps of the run."""
-        if self._metrics is not None:
-            raise RunError("the trainer has started before in this attempt")
+        if self._metrics is not None:  # the answer to the first request got lost
+            assert step == self._started, f"started after step {self._started}, now after {step}"
+            return self._schedule.total_steps
+        if step > self.total_steps:
+            raise RunError(
+                f"training would continue after step {step}, but this run ends at step {self.total_steps}; raise trainer.max_steps "
+                "or trainer.epochs, or start from an earlier checkpoint"
+            )
+        bound = self._schedule.staleness
         history = read_history(
-            self._run,
-            step,
-            self._schedule.batch_size,
-            lambda next_step, meta: staleness(next_step, meta) <= self._schedule.staleness,
+            self._run, step, self._schedule.batch_size, lambda following, meta: 0 <= staleness(following, meta) <= bound
         )
+        for path in self._run.evals.glob("v*"):
+            if (version_of(path) or 0) > step:  # of a policy that will be trained anew
+                discard(path)
         self._admission.restore(history.composed, history.used, history.finished)
         self._batches = history.batches
         self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
+        self._started = step
         self.published(step)
         return self._schedule.total_steps
 
     def published(self, version: int) -> None:
         """weights/v<version> is there (or, for version 0, the initial model is the newest)."""
+        if version == self._version:  # the answer to the first request got lost
+            return
         self._version = version
+        for step in [step for step in self._batches if step <= version]:
+            del self._batches[step]
         s = self._schedule
         due = is_due(version, s.total_steps, s.eval_interval, s.eval_before_train) and self._validation
         if due and not (self._run.evals_of(version) / "summary.json").exists():
@@ -121,8 +133,9 @@ class Service:
         if self._version is None or version > self._version or self.stop:
             return []
         per_group, per_row = self._schedule.n_samples, self._schedule.eval_n_samples
-        rows = self._eval.claim(name, version, capacity * per_group // per_row)
-        left = capacity - -(-len(rows) * per_row // per_group)
+        room = max(capacity * per_group // per_row, min(capacity, 1))
+        rows = self._eval.claim(name, version, room)
+        left = max(0, capacity - -(-len(rows) * per_row // per_group))
         work = [self._eval_work(row) for row in rows]
         return work + [self._train_work(i) for i in self._admission.claim(name, version, left)]
 
@@ -152,9 +165,12 @@ class Service:
         return rejected
 
     def batch(self, step: int) -> str | None:
-        """Return the path of the batch of `step`, relative to the run directory, or None while it is not complete."""
+        """Return the path of the batch of `step`, relative to the run directory, or None while it is not complete.
+
+        While an evaluation is open nothing is trained, so that its scores belong to one version.
+        """
         batch = self._batches.get(step)
-        if batch is None:
+        if batch is None or self._eval.open:
             return None
         if step not in self._described:
             assert self._metrics is not None
@@ -163,14 +179,13 @@ class Service:
         return str(self._run.batch(step).relative_to(self._run.path))
 
     def committed(self) -> None:
-        """A checkpoint is committed: samples that only older checkpoints could train again are removed."""
-        checkpoints = committed(self._run.checkpoints, step_of)
-        oldest = checkpoints[0] if checkpoints else 0
+        """A checkpoint is committed: samples that only checkpoints older than the newest two could train again are removed."""
+        kept = committed(self._run.checkpoints, step_of)[-2:]
+        oldest = kept[0] if len(kept) == 2 else 0
         for step in range(self._pruned + 1, oldest + 1):
             value = read_json(self._run.batch(step))
             for group in value["groups"] if value else []:
                 self._run.inside(group["path"]).unlink(missing_ok=True)
-            self._batches.pop(step, None)
         self._pruned = max(self._pruned, oldest)
 
     def seen(self, name: str, version: int, state: str) -> None:
@@ -216,9 +231,10 @@ class Service:
         if (groups := self._eval.conclude()) is None:
             return
         assert self._metrics is not None
+        version = self._eval.version
         metrics = scores(groups)
-        self._metrics.write(self._eval.version, metrics)
-        write_json(self._run.evals_of(self._eval.version) / "summary.json", metrics)
+        self._metrics.write(version, metrics)
+        write_json(self._run.evals_of(version) / "summary.json", metrics)
 
     def _finish_if_done(self) -> None:
         if self._version == self._schedule.total_steps and not self._eval.open and self.stop is None:
@@ -226,7 +242,7 @@ class Service:
 
 
 class EvalQueue:
-    """The evaluation of one version: rows that wait, run and are finished."""
+    """The evaluation of one version at a time: rows that wait, run and are finished."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -239,8 +255,8 @@ class EvalQueue:
         return len(self._waiting) + len(self._running)
 
     def begin(self, version: int, rows: int) -> None:
+        assert not self.open, f"version {self.version} is still being evaluated"
         self.version, self._waiting = version, deque(range(rows))
-        self._running, self._finished = {}, {}
 
     def claim(self, worker: str, version: int, count: int) -> list[int]:
         if version < self.version:

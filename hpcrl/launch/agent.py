@@ -25,13 +25,24 @@ from hpcrl.launch.place import Place
 from hpcrl.launch.plan import Node, make_plan, trainer_nodes
 from hpcrl.run.commit import read_json, write_json
 from hpcrl.run.layout import Run
-from hpcrl.run.ledger import Attempt, Kind, find_attempt, open_attempt, outcome_of, read_outcome, report_outcome
+from hpcrl.run.lease import read_leases
+from hpcrl.run.ledger import (
+    Attempt,
+    Kind,
+    find_attempt,
+    open_attempt,
+    outcome_of,
+    read_attempts,
+    read_outcome,
+    report_outcome,
+)
 
 _POLL_S = 0.3
 _SHARED_S = 90.0
 _GRACE_S = 120.0
 _RENDEZVOUS_TRIES = 5
 _CONSEQUENCE_S = 3.0
+_LEFT = ("finished", "stopped")  # what the trainer says last, when everything is saved
 # Errors of ranks whose peer is gone: the peer's own report is awaited before one of these counts as the cause.
 _CONSEQUENCES = ("closed by peer", "reset by peer", "Broken pipe", "TCPStore", "NCCL")
 
@@ -45,6 +56,7 @@ class Agent:
         self._node: Node = plan[place.index]
         self._trainer_nodes = trainer_nodes(plan)
         self._address = "127.0.0.1" if place.local else node_address(config.slurm.network_interface)
+        self._interface = None if place.local else config.slurm.network_interface
         self._cpus, self._tp = config.slurm.cpus_per_task, config.generator.inference_engine.tensor_parallel_size
         self._children: dict[str, Child] = {}
         self._rendezvous = 0
@@ -59,7 +71,7 @@ class Agent:
         signal.signal(signal.SIGCONT, lambda _got, _frame: None)  # submitit would count it
         try:
             self._start()
-            while outcome_of(self._run, self._attempt) is None:
+            while (outcome := read_outcome(self._run)) is None or outcome.attempt < self._attempt:
                 self._look_for_stop()
                 self._look_at_children()
                 time.sleep(_POLL_S)
@@ -98,6 +110,8 @@ class Agent:
         environment = dict(os.environ, HPCRL_ATTEMPT=str(self._attempt), HPCRL_ADDRESS=self._address)
         node = self._node
         processes = max(1, node.ranks + len(node.replicas))
+        if self._interface:
+            environment |= {"GLOO_SOCKET_IFNAME": self._interface, "NCCL_SOCKET_IFNAME": self._interface}
         if self._cpus:
             environment["OMP_NUM_THREADS"] = str(max(1, self._cpus // processes))
         visible = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
@@ -106,8 +120,8 @@ class Agent:
             if name.startswith("rollout-"):
                 position = node.replicas.index(int(name.removeprefix("rollout-")))
                 mine = mine[position * self._tp : (position + 1) * self._tp]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine[: max(node.ranks, self._tp)])
-        if name == "controller":
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine[: node.ranks or self._tp])
+        if name == "controller" or not node.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         return environment
 
@@ -132,10 +146,12 @@ class Agent:
         self._spawn(name, command, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=str(round(_GRACE_S)))
 
     def _look_for_stop(self) -> None:
-        if self._signals and self._stop_reason is None and read_json(self._run.stop) is None:
-            write_json(self._run.stop, {"attempt": self._attempt, "reason": "interrupted"})
         request = read_json(self._run.stop)
-        if self._stop_reason is None and request and request["attempt"] == self._attempt:
+        asked = request is not None and request["attempt"] == self._attempt
+        if self._signals and not asked:
+            request, asked = {"attempt": self._attempt, "reason": "interrupted"}, True
+            write_json(self._run.stop, request)
+        if asked and request and self._stop_reason is None:
             self._stop_reason = request["reason"]
             self._stop_deadline = time.monotonic() + _GRACE_S
             print(f"stopping: {self._stop_reason}", flush=True)
@@ -160,7 +176,11 @@ class Agent:
 
     def _left_because_of_the_stop(self, child: Child) -> bool:
         """torchrun ends with an error of its own when Slurm signals it, also where every rank has saved and left well."""
-        return child.name == "controller" or "SignalException" in child.said()
+        if not child.name.startswith("trainer"):
+            return True
+        return any(
+            lease.process == "trainer" and lease.state in _LEFT for lease in read_leases(self._run, self._attempt)
+        )
 
     def _ended(self, name: str) -> bool:
         return name in self._children and self._children[name].poll() is not None
@@ -178,13 +198,18 @@ class Agent:
         error = child.first_error()
         if any(text in error for text in _CONSEQUENCES):
             time.sleep(_CONSEQUENCE_S)
+            meeting = read_json(self._run.rendezvous(self._attempt))
+            if child.name.startswith("trainer") and meeting and meeting["number"] != self._rendezvous:
+                return  # node 0 had to choose another port: this torchrun met somebody else
         self._report("failed", f"{error} on {self._place.hosts[self._place.index]}")
 
     def _end(self) -> None:
         outcome = outcome_of(self._run, self._attempt)
         patience = 0.0 if outcome and outcome.kind == "failed" else 15.0
-        for name in sorted(self._children, key=lambda name: name == "controller"):
-            self._children[name].end(10.0 if name.startswith("rollout") else patience)
+        for child in self._children.values():
+            child.ask()
+        for name, child in self._children.items():
+            child.end(10.0 if name.startswith("rollout") else patience)
         print(f"ended: {outcome.kind if outcome else 'no outcome'}", flush=True)
 
 
@@ -207,8 +232,9 @@ def _await_attempt(run: Run, place: Place) -> Attempt:
 def main(path: str) -> None:
     """Run the agent of this node for the run at `path`; ends the process."""
     run, place = Run(Path(path)), Place.here()
-    before = read_outcome(run)
-    if place.restarts and before and before.kind in ("done", "cancelled", "failed"):
+    attempts = read_attempts(run)
+    before = outcome_of(run, attempts[-1].number if attempts else 0)
+    if before and before.kind != "interrupted" and (place.restarts or not attempts):
         print(f"attempt {before.attempt} ended as {before.kind}; nothing to do", flush=True)
         sys.exit(0)
     attempt = _await_attempt(run, place)
@@ -217,9 +243,13 @@ def main(path: str) -> None:
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    message = "the agent ended without an outcome; its log says why"
     try:
         Agent(run, Config.from_toml([run.config]), place, attempt).supervise()
     except HpcrlError as error:
-        report_outcome(run, attempt.number, "failed", f"{type(error).__name__}: {error}", f"agent-{place.index}")
+        message = f"{type(error).__name__}: {error}"
+    finally:
+        if outcome_of(run, attempt.number) is None:
+            report_outcome(run, attempt.number, "failed", message, f"agent-{place.index}")
     outcome = outcome_of(run, attempt.number)
     sys.exit(1 if outcome is None or outcome.kind == "failed" else 0)

@@ -16,6 +16,7 @@ from hpcrl.run.parent import die_with_parent
 _TAIL = 64 << 10
 # How torchrun ends its report of the first rank that failed.
 _ROOT_CAUSE = re.compile(r"^Root Cause .*?^\s+rank +: (\d+).*?^\s+traceback : (.+?)^={20,}$", re.DOTALL | re.MULTILINE)
+_OUR_ERROR = re.compile(r"(?:hpcrl\.errors\.)?(?:Hpcrl|Config|Submit|Data|Run|Commit|Engine)Error: ")
 _ERROR_LINE = re.compile(r"^(?:\S+: )?(?:[\w.]+(?:Error|Exception|Interrupt|Exit)\b.*)$")
 
 
@@ -41,6 +42,7 @@ class Child:
         stop_signal: signal.Signals = signal.SIGTERM,
     ) -> None:
         self.name, self._log, self._stop_signal = name, log, stop_signal
+        self._asked = False
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             self._start = file.tell()
@@ -73,6 +75,8 @@ class Child:
         if cause := _ROOT_CAUSE.search(self.said()):
             return f"rank {cause[1]}: {cause[2].strip().splitlines()[-1].strip()}"
         lines = [line.strip() for line in self.said().splitlines() if _ERROR_LINE.match(line.strip())]
+        if ours := [line for line in lines if _OUR_ERROR.match(line)]:
+            return ours[-1]
         status = self._process.returncode
         ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         return lines[-1] if lines else ended
@@ -81,10 +85,16 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
+    def ask(self) -> None:
+        """Ask the process to end, once."""
+        if self.poll() is None and not self._asked:
+            self._process.send_signal(self._stop_signal)
+            self._asked = True
+
     def end(self, patience_s: float) -> None:
         """Ask the process to end, wait, then kill what is left of its group."""
         if self.poll() is None:
-            self._process.send_signal(self._stop_signal)
+            self.ask()
             deadline = time.monotonic() + patience_s
             while self.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.1)

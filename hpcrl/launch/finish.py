@@ -2,7 +2,7 @@
 
     python -m hpcrl.launch.finish ELEMENT_LIST
 
-done and cancelled end the job well; interrupted requeues it, unless the user cancelled the job; failed, or no outcome at all, fails it.
+done and cancelled end the job well; interrupted requeues it; failed, or no outcome at all, fails it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ def job_name() -> str:
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
 
 
-def _being_cancelled() -> bool:
-    shown = subprocess.run(["scontrol", "show", "job", "-o", job_name()], capture_output=True, text=True, check=False)
-    return "JobState=CANCELLED" in shown.stdout
-
-
 def main(element_list: Path) -> int:
     runs = read_json(element_list)
     assert runs, element_list
@@ -41,7 +36,7 @@ def main(element_list: Path) -> int:
         print(f"{run.path}: the attempt left no outcome", file=sys.stderr)
         return 1
     print(f"attempt {outcome.attempt}: {outcome.kind}: {outcome.message}", flush=True)
-    if outcome.kind == "interrupted" and not _being_cancelled():
+    if outcome.kind == "interrupted":
         subprocess.run(["scontrol", "requeue", job_name()], check=False)
         time.sleep(_KILLED_WITHIN_S)
     return 0 if outcome.kind in ("done", "cancelled") else 1

@@ -11,7 +11,6 @@ from hpcrl.errors import RunError
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import read_attempts
 
-ROLES = ("trainer", "rollout", "controller", "agent")
 _POLL_S = 0.5
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,9 +77,22 @@ def states_of(runs: Sequence[Run]) -> list[RunState]:
     states = []
     for run, submission in zip(runs, submissions, strict=True):
         local = submission.get("executor") == "local"
-        job = local_state(submission["job_id"]) if local else jobs.get(submission.get("job_id", ""), GONE)
+        job = _local(submission) if local else jobs.get(submission.get("job_id", ""), GONE)
         states.append(_state(run, submission, job))
     return states
+
+
+def _local(submission: dict[str, Any]) -> JobState:
+    host = submission["host"]
+    if host != socket.gethostname():
+        raise RunError(f"this run was started with --local on {host}; ask there")
+    return local_state(submission["job_id"])
+
+
+def _starts(submission: dict[str, Any], job: str) -> set[str]:
+    """Return the keys by which attempts of this submission go: the job's id, and for Slurm the number of its restarts."""
+    identity = submission.get("job_id", "")
+    return {f"local-{identity}", f"{identity}.{job.rpartition('.')[2]}"}
 
 
 def _state(run: Run, submission: dict[str, Any], job: JobState) -> RunState:
@@ -88,8 +102,9 @@ def _state(run: Run, submission: dict[str, Any], job: JobState) -> RunState:
     outcome = read_outcome(run)
     current = outcome if outcome and outcome.attempt == number else None
     leases = read_leases(run, number)
-    last_change = max(attempt.started if attempt else 0.0, current.ended if current else 0.0)
-    queued_again = submission.get("submitted", 0.0) > last_change > 0.0
+    queued_again = attempt is not None and attempt.job not in _starts(submission, attempt.job)
+    if current and current.ended > submission.get("submitted", 0.0) and not job.active:
+        queued_again = False  # cancelled in the queue
     if job.active and (job.name == "PENDING" or attempt is None or queued_again or current):
         word = "pending" if job.name == "PENDING" else "starting" if current is None else "ending"
         detail = job.reason or (f"{current.kind}: {current.message}" if current else "")

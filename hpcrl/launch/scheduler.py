@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,32 +30,55 @@ class JobState:
         return self.name in _ACTIVE
 
 
+_ANSWER_S = 60
 GONE = JobState("GONE")
 
 
-def _output(command: Sequence[str]) -> str:
-    if shutil.which(command[0]) is None:
-        return ""
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+def _ask_slurm(command: Sequence[str]) -> str:
+    """Return what a command of Slurm prints.
+
+    Raises:
+        SubmitError: it is not there, fails, or gives no answer: a job must not pass for gone because nobody could say.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S)
+    except FileNotFoundError:
+        raise SubmitError(f"{command[0]} was not found: ask for runs of Slurm on a node of its cluster") from None
+    except subprocess.TimeoutExpired:
+        raise SubmitError(f"{command[0]} gave no answer in {_ANSWER_S} s; the state of the jobs is unknown") from None
+    if done.returncode != 0:
+        raise SubmitError(f"{command[0]}: {done.stderr.strip()}; the state of the jobs is unknown")
+    return done.stdout
 
 
 def slurm_states(jobs: Sequence[str]) -> dict[str, JobState]:
-    """Return the state of each job; one that Slurm no longer knows is GONE."""
+    """Return the state of each job; one that Slurm no longer knows is GONE.
+
+    Raises:
+        SubmitError: Slurm could not be asked.
+    """
     states = dict.fromkeys(jobs, GONE)
     if not jobs:
         return states
     me = str(os.getuid())
-    for line in _output(["squeue", "-h", "-a", "-r", "-t", "all", "-u", me, "-o", "%i|%T|%r"]).splitlines():
+    for line in _ask_slurm(["squeue", "-h", "-a", "-r", "-t", "all", "-u", me, "-o", "%i|%T|%r"]).splitlines():
         job, state, reason = line.split("|", 2)
         if job in states:
             states[job] = JobState(state, reason if reason not in ("None", "") else "")
     missing = [job for job, state in states.items() if state is GONE]
     if missing:
-        for line in _output(["sacct", "-n", "-X", "-P", "-o", "JobID,State", "-j", ",".join(missing)]).splitlines():
+        for line in _accounting(missing):
             job, _, state = line.partition("|")
             if job in states and state:
                 states[job] = JobState(state.split()[0])
     return states
+
+
+def _accounting(jobs: Sequence[str]) -> list[str]:
+    try:
+        return _ask_slurm(["sacct", "-n", "-X", "-P", "-o", "JobID,State", "-j", ",".join(jobs)]).splitlines()
+    except SubmitError:  # a cluster need not have accounting
+        return []
 
 
 def local_state(job: str) -> JobState:

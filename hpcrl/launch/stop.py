@@ -38,8 +38,9 @@ def cancel(run: Run, patience_s: float) -> RunState:
             if state.over:
                 return state
             time.sleep(_POLL_S)
-    outcome = Outcome(state.attempt, "cancelled", "cancelled by the user", "hpcrl cancel", time.time())
-    write_json(run.outcome, asdict(outcome))
+    if state.outcome is None or state.outcome.kind == "interrupted":
+        outcome = Outcome(state.attempt, "cancelled", "cancelled by the user", "hpcrl cancel", time.time())
+        write_json(run.outcome, asdict(outcome))
     _take_away(state)
     return states_of([run])[0]
 
@@ -54,7 +55,10 @@ def _take_away(state: RunState) -> None:
         while time.monotonic() < deadline and states_of([state.run])[0].job.active:
             time.sleep(_POLL_S)
         if states_of([state.run])[0].job.active:
-            os.kill(int(job), signal.SIGTERM)
+            for child in (
+                Path(f"/proc/{job}/task/{job}/children").read_text().split()
+            ):  # the job's process is a shell above it
+                os.kill(int(child), signal.SIGTERM)
 
 
 def resume(run: Run) -> None:

@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ from hpcrl.launch.plan import make_plan
 from hpcrl.run.commit import discard, write_json, write_text
 from hpcrl.run.layout import Run
 
-_SIGNAL_S = 90
+_SIGNAL_S = 150  # longer than what an agent grants its processes
 _PASSED_ON = ("partition", "account", "qos", "constraint", "array_parallelism")
 
 
@@ -77,6 +78,13 @@ def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submissi
     """
     first = elements[0][0]
     for config, overrides in elements:
+        if (
+            config.trainer.run_name != first.trainer.run_name
+            or config.trainer.project_name != first.trainer.project_name
+        ):
+            raise ConfigError(
+                f"--sweep {' '.join(overrides)}: the runs of a sweep are named by their index, NAME.0, NAME.1, ..."
+            )
         if config.slurm != first.slurm or make_plan(config) != make_plan(first):
             raise ConfigError(
                 f"--sweep {' '.join(overrides)}: the elements of a job array share one batch script, so a sweep cannot vary "
@@ -106,7 +114,15 @@ def code_sources() -> dict[str, Path]:
 
 
 def _make_folder(folder: Path) -> None:
-    """Copy the code that every attempt will run, whatever happens to the checkout meanwhile."""
+    """Take the name of the submission, and copy the code that every attempt will run, whatever happens to the checkout meanwhile.
+
+    Raises:
+        RunError: somebody took the name a moment ago.
+    """
+    try:
+        folder.mkdir(parents=True, mode=0o700)  # what lies in it is executed by the job
+    except FileExistsError:
+        raise RunError(f"{folder} exists from another submission; choose another trainer.run_name") from None
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "_jobs")
     for name, source in code_sources().items():
         shutil.copytree(source, folder / "code" / name, ignore=ignore)
@@ -128,10 +144,11 @@ def _make_run(run: Run, element: Element, folder: Path) -> None:
 
 
 def _setup_lines(config: Config, folder: Path) -> list[str]:
+    code = _quote(folder / "code")
     return [
-        f"export PYTHONPATH={_quote(folder / 'code')} PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1",
         "umask 077",
         *config.slurm.setup,
+        f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1',
     ]
 
 
@@ -185,11 +202,18 @@ def local_executor(submission: Submission) -> submitit.LocalExecutor:
         timeout_min=config.slurm.time_minutes,
         tasks_per_node=len(plan),
         gpus_per_node=sum(node.gpus for node in plan),
+        visible_gpus=_visible_gpus(),
         signal_delay_s=_SIGNAL_S,
         stderr_to_stdout=True,
         setup=_setup_lines(config, submission.folder),
     )
     return executor
+
+
+def _visible_gpus() -> list[int]:
+    """Return the devices that the user has left to this run, or nothing where all are."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return [int(device) for device in listed] if all(device.isdigit() for device in listed) else []
 
 
 def batch_script(submission: Submission) -> str:
@@ -207,13 +231,15 @@ def submit(submission: Submission, local: bool) -> list[Run]:
         SubmitError: the executor refused; nothing is left behind.
     """
     folder, runs = submission.folder, submission.runs
+    _make_folder(folder)
+    made = [folder]
     try:
-        _make_folder(folder)
         for run, element in zip(runs, submission.elements, strict=True):
             _make_run(run, element, folder)
+            made.append(run.path)
         launch(submission, local)
     except BaseException:
-        for path in (*(run.path for run in runs), folder):
+        for path in made:
             discard(path)
         for parent in (folder.parent, folder.parent.parent, folder.parent.parent.parent):
             with suppress(OSError):  # others' runs are in it
@@ -240,6 +266,7 @@ def launch(submission: Submission, local: bool) -> None:
     for run, element, job in zip(runs, submission.elements, jobs, strict=True):
         record = {
             "executor": "local" if local else "slurm",
+            "host": socket.gethostname(),
             "job_id": job.job_id,
             "overrides": element.overrides,
             "submitted": time.time(),

@@ -7,9 +7,10 @@ environment answers). This version plays one turn.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,7 +19,7 @@ import torch
 from hpcrl.config import GeneratorConfig, SamplingParams, eval_sampling
 from hpcrl.envs.environment import Environment, Messages, Turn
 from hpcrl.envs.make import make_environment
-from hpcrl.errors import ConfigError, HpcrlError
+from hpcrl.errors import ConfigError, DataError, HpcrlError
 from hpcrl.rollout.client import EngineClient, Generation
 from hpcrl.rollout.threads import in_thread
 from hpcrl.types import GroupMeta, Sample, Work
@@ -132,13 +133,22 @@ class GroupGenerator:
     async def _pay(self, work: Work, environment: Environment, text: str) -> Turn:
         async with self._stepping:
             with _Blame(work):
-                turn = await in_thread(environment.step, text)
+                turn = _checked(await in_thread(environment.step, text))
         if not turn.done:
             raise ConfigError(
                 f"environment {work.prompt.env_class!r} wants another turn (group {work.group_id}); this version of hpcrl "
                 "plays one turn: return Turn(..., done=True)"
             )
         return turn
+
+
+def _checked(turn: Turn) -> Turn:
+    """Return the turn with plain Python numbers, which is what files and messages can hold."""
+    numbers = {"reward": turn.reward, **turn.metrics}
+    for name, value in numbers.items():
+        if not math.isfinite(float(value)):
+            raise DataError(f"{name} is {value}; expected a finite number")
+    return replace(turn, reward=float(turn.reward), metrics={name: float(turn.metrics[name]) for name in turn.metrics})
 
 
 def engine_sampling(params: SamplingParams) -> dict[str, Any]:

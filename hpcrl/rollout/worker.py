@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from hpcrl.config import GeneratorConfig
 from hpcrl.data.samples import write_group
-from hpcrl.errors import EngineError
+from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rollout.client import EngineClient
 from hpcrl.rollout.generate import Group, GroupGenerator
@@ -87,6 +87,9 @@ class Worker:
         self._flight: dict[asyncio.Task[GroupMeta], Work] = {}
         self._metrics: MetricsWriter | None = None
         self._meter = Meter()
+        self._newest = 0
+        self._stop: str | None = None
+        self._news = asyncio.Event()
 
     async def run(self) -> None:
         """Work until the controller says stop.
@@ -117,26 +120,25 @@ class Worker:
     async def _serve(self) -> None:
         claim: asyncio.Task[dict[str, Any]] | None = None
         update: asyncio.Task[None] | None = None
-        asked = newest = 0
-        while True:
-            free, behind = self._free(), newest > self._engine.version
+        while self._stop is None:
+            free, behind = self._free(), self._newest > self._engine.version
             if behind and update is None and not any(item.kind == "eval" for item in self._flight.values()):
-                update = asyncio.create_task(self._update(newest))
-            if not behind and (claim is None or (asked == 0 and free > 0)):
-                # a claim for 0 groups waits for a newer version only, so that one may be forgotten
-                asked, claim = free, asyncio.create_task(self._claim(free))
-            waited = [task for task in (claim, update, *self._flight) if task is not None]
+                update = asyncio.create_task(self._update(self._newest))
+            if not behind and claim is None and free > 0:
+                claim = asyncio.create_task(self._claim(free))
+            news = asyncio.create_task(self._news.wait())
+            waited = [task for task in (news, claim, update, *self._flight) if task is not None]
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            news.cancel()
+            self._news.clear()
             await self._hand_over()
             if update is not None and update.done():
                 update.result()
                 update = None
             if claim is not None and claim.done():
                 answer, claim = claim.result(), None
-                if answer["stop"]:
-                    return
-                newest = answer["version"]
-                self._begin([Work.from_json(item) for item in answer["work"]], newest)
+                self._hear(answer)
+                self._begin([Work.from_json(item) for item in answer["work"]])
 
     def _free(self) -> int:
         """Return how many more training groups there is room for."""
@@ -150,9 +152,16 @@ class Worker:
     def _call(self, route: str, **payload: Any) -> Awaitable[dict[str, Any]]:
         return in_thread(self._controller.call, route, worker=self._post.name, **payload)
 
-    def _begin(self, work: list[Work], newest: int) -> None:
-        if self._metrics is None:
-            self._metrics = MetricsWriter(self._post.run, self._post.name, self._post.attempt, newest)
+    def _hear(self, answer: dict[str, Any]) -> None:
+        """Note what an answer says of the run: whether it ends, and which version is the newest (none before the trainer starts)."""
+        version = answer["version"]
+        if self._metrics is None and version is not None:
+            self._metrics = MetricsWriter(self._post.run, self._post.name, self._post.attempt, version)
+        if answer["stop"] or (version or 0) > self._newest:
+            self._stop, self._newest = answer["stop"], max(self._newest, version or 0)
+            self._news.set()
+
+    def _begin(self, work: list[Work]) -> None:
         for item in work:
             self._flight[asyncio.create_task(self._generate(item))] = item
         self._meter.working(bool(self._flight))
@@ -182,7 +191,13 @@ class Worker:
 
     async def _update(self, version: int) -> None:
         started, local = time.monotonic(), self._post.scratch / "weights"
-        await in_thread(fetch, self._post.run.weights_of(version), local)
+        try:
+            await in_thread(fetch, self._post.run.weights_of(version), local)
+        except CommitError:
+            self._hear(await self._call("lease", version=self._engine.version, state="fetching weights"))
+            if self._newest == version:
+                raise
+            return  # so slow that the version was retired meanwhile: on to the newest
         fetched = time.monotonic() - started
         self._write_metrics()
         pause = await self._engine.update_weights(local, version)
@@ -190,15 +205,15 @@ class Worker:
         self._meter.start({"weights/fetch_seconds": fetched, "weights/pause_seconds": pause})
 
     def _write_metrics(self) -> None:
-        if self._metrics and (values := self._meter.values()):
-            self._metrics.write(self._engine.version, values)
+        if self._metrics and self._meter.tokens:  # nothing is to be said of a version that was only passed through
+            self._metrics.write(self._engine.version, self._meter.values())
 
     async def _tell(self) -> None:
         while True:
             running, version = len(self._flight), self._engine.version
             state = f"generating {running} groups" if running else f"ready v{version}"
             self._lease.say(state, version=version, groups=running, **self._meter.values())
-            await self._call("lease", version=version, state=state)
+            self._hear(await self._call("lease", version=version, state=state))
             await asyncio.sleep(RENEW_S)
 
     async def _watch(self) -> None:

@@ -2,7 +2,7 @@
 
 Controller routes, all POST, all JSON (`worker` is a lease name such as "rollout-0"):
 
-    /lease      {worker, version, state}           -> {stop}
+    /lease      {worker, version, state}           -> {stop, version}
     /claim      {worker, version, capacity, holding: [group_id]}
                                                    -> {stop, version, work: [Work]}      waits up to 10 s for work or a newer version
     /complete   {worker, groups: [GroupMeta]}      -> {accepted: [group_id], rejected: {group_id: reason}}
@@ -10,11 +10,10 @@ Controller routes, all POST, all JSON (`worker` is a lease name such as "rollout
     /published  {version}                          -> {}                                 trainer: weights/v<version> is committed
     /next       {step}                             -> {stop, path}                       waits up to 10 s; path is null until the batch exists
     /committed  {step}                             -> {}                                 trainer: checkpoint of `step` is committed
-    /stop       {reason}                           -> {}
     /status     {}                                 -> counts for people
 
 `holding` names the groups that the worker generates or has yet to hand over; what else it was given got lost with an answer.
-`version` in the answer of /claim is the newest published one: a worker that holds an older one updates before it claims again.
+`version` in an answer is what a worker should load before it claims again, null while the trainer has not started.
 `stop` is null, or why the run ends.
 """
 
@@ -72,9 +71,9 @@ class Controller:
         self._run, self._attempt, self._patience_s = run, attempt, patience_s
         self._http = httpx.Client(headers=headers(read_token(run), run.name, attempt), timeout=60.0, trust_env=False)
 
-    def _url(self) -> str | None:
+    def _lease(self) -> dict[str, Any] | None:
         lease = read_json(self._run.lease(ENDPOINT))
-        return lease["facts"].get("url") if lease and lease["attempt"] == self._attempt else None
+        return lease if lease and lease["attempt"] == self._attempt else None
 
     def call(self, route: str, **payload: Any) -> dict[str, Any]:
         """Return the controller's answer.
@@ -83,8 +82,13 @@ class Controller:
             RunError: the controller refused the request, or gave no answer within the patience.
         """
         deadline, problem = time.monotonic() + self._patience_s, "it has not published its address"
+        renewed = 0.0
         while time.monotonic() < deadline:
-            if url := self._url():
+            lease = self._lease()
+            url = lease["facts"].get("url") if lease else None
+            if lease and not url and lease["renewed"] != renewed:  # it is at work, on a large dataset maybe
+                renewed, deadline = lease["renewed"], time.monotonic() + self._patience_s
+            if url:
                 try:
                     answer = self._http.post(f"{url}/{route}", json=payload)
                 except httpx.TransportError as error:

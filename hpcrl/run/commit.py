@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +38,7 @@ def _sync_directory(path: Path) -> None:
 def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Replace the file at `path` as a whole; a reader sees the old content or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
@@ -59,10 +60,15 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any | None:
     """Return the JSON value at `path`, or None where there is no such file."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
+    for last in (False, False, True):
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != errno.ESTALE or last:  # replaced on the server between our open and our read
+                raise
+    return None
 
 
 def checksum(path: Path) -> str:

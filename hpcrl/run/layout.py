@@ -4,7 +4,7 @@
   config.toml                      resolved; the only configuration a job reads
   code/                            snapshot of hpcrl/ and jobs/ that this run uses
   slurm -> ../.slurm/<name>        submitit's folder: sbatch script, pickles, agent logs
-  submission.json                  job id, array index, overrides
+  submission.json                  job id, executor, overrides
   attempts.jsonl  outcome.json     what happened, attempt by attempt
   secrets/token                    0600; every HTTP request carries it
   endpoints/                       one lease file per process, and the rendezvous of each attempt

@@ -63,7 +63,7 @@ class Checkpoints:
         A later attempt of a run goes on with the run's own checkpoints, also where the first one started from another run's.
 
         Args:
-            mode: none, latest or from_path.
+            mode: latest or from_path.
             path: checkpoint directory for from_path.
 
         Raises:
@@ -74,15 +74,13 @@ class Checkpoints:
         return Path(found) if found else None
 
     def _look(self, mode: str, path: str | None) -> Path | None:
-        if mode == "none":
-            return None
         own = newest_committed(self._run.checkpoints, step_of, lambda why: log.warning("checkpoint skipped: %s", why))
         if own is not None:
             return own
         if damaged := committed(self._run.checkpoints, step_of):
             raise RunError(
                 f"{self._run.checkpoints} has checkpoints of steps {damaged}, but none of them is whole any more. Restore "
-                "one, or start over with trainer.resume_mode=none"
+                "one, or submit a new run"
             )
         return _foreign(path) if mode == "from_path" else None
 

@@ -133,6 +133,8 @@ class FsdpEngine:
             whole = cast.full_tensor()
             piece = {name: whole.cpu()} if self._world.first else {}
             yield revert_weight_conversion(model, piece) if converted and piece else piece
+        kept = model.state_dict().keys() if self._world.first else ()
+        yield {name: buffer.cpu() for name, buffer in model.named_buffers() if name in kept}
 
     def export_config(self, directory: Path, dtype: torch.dtype) -> None:
         if not self._world.first:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -16,18 +19,31 @@ from hpcrl.trainer.world import World
 from hpcrl.types import Batch
 
 PROCESS = "trainer"
+_UNASKED_S = 10.0
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGUSR2 (Slurm's two ways to announce the end) instead of dying of them."""
+    """Notes SIGTERM and SIGUSR2 (Slurm's two ways to announce the end) instead of dying of them.
 
-    def __init__(self) -> None:
+    torchrun sends SIGTERM too, when another rank has failed; nobody has asked the run to stop then, and a rank that waits for the lost
+    one inside a collective would never look at this: it is ended.
+    """
+
+    def __init__(self, run: Run) -> None:
         self.seen = False
+        self._run = run
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, self._note)
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
+        if not self.seen:
+            threading.Thread(target=self._leave_if_unasked, daemon=True).start()
         self.seen = True
+
+    def _leave_if_unasked(self) -> None:
+        time.sleep(_UNASKED_S)
+        if not self._run.stop.exists():
+            os._exit(1)
 
 
 class Link:

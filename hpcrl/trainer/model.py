@@ -20,6 +20,9 @@ from hpcrl.types import MicroBatch
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+_LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+
+
 class PackedPolicy(nn.Module):
     """A causal language model over packed samples.
 
@@ -71,12 +74,26 @@ def load_policy(
     for module in policy.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # old and new log-probabilities of a policy must come from the same function
+    _check_head(empty, path)
     _shard(policy, fsdp, init_device_mesh(world.device.type, (world.size,)))
     offloaded = fsdp.cpu_offload and world.device.type == "cuda"
     policy.to_empty(device="cpu" if offloaded else world.device)
     empty.tie_weights()  # to_empty gave tied parameters a storage each
     _fill(policy, whole, world)
     return policy
+
+
+def _check_head(model: PreTrainedModel, path: str) -> None:
+    """Refuse models whose logits are more than the hidden state times the head's weight: their log-probabilities would be wrong.
+
+    Raises:
+        DataError: names what the model has.
+    """
+    found = [name for name in _LOGIT_CHANGES if getattr(model.config, name, None) not in (None, 1.0)]
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        found.append("a bias in its output head")
+    if found:
+        raise DataError(f"the model at {path} has {', '.join(found)}, which this version of hpcrl cannot train")
 
 
 def read_config(path: str) -> PreTrainedConfig:

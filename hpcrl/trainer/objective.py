@@ -9,7 +9,6 @@ import torch
 
 from hpcrl.algorithms.kl import KL_ESTIMATORS
 from hpcrl.algorithms.losses import POLICY_LOSSES, masked_sum, ratio
-from hpcrl.algorithms.registry import resolve
 from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.trainer.engine import Objective
 from hpcrl.types import MicroBatch
@@ -21,8 +20,8 @@ def build_objective(algorithm: AlgorithmConfig) -> Objective:
     Without old log-probabilities the policy is its own old policy: exact where a batch makes one optimizer step.
     """
     assert algorithm.loss_reduction == "token_mean", "sums divided by the mini-batch's tokens are its token mean"
-    policy_loss = resolve("policy loss", POLICY_LOSSES, algorithm.policy_loss_type)
-    kl = resolve("KL estimator", KL_ESTIMATORS, algorithm.kl_estimator_type) if algorithm.use_kl_loss else None
+    policy_loss = POLICY_LOSSES[algorithm.policy_loss_type]
+    kl = KL_ESTIMATORS[algorithm.kl_estimator_type] if algorithm.use_kl_loss else None
     clip = {"eps_clip_low": algorithm.eps_clip_low, "eps_clip_high": algorithm.eps_clip_high}
 
     def objective(

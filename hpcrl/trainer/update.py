@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from hpcrl.algorithms.advantages import ADVANTAGES
-from hpcrl.algorithms.registry import resolve
 from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.run.layout import Run
@@ -49,7 +48,7 @@ class Trained:
 
 def group_advantages(batch: Batch, algorithm: AlgorithmConfig) -> list[torch.Tensor]:
     """Return the advantages of each group's samples, [n] each, from the rewards in the batch's metadata."""
-    estimate = resolve("advantage estimator", ADVANTAGES, algorithm.advantage_estimator)
+    estimate = ADVANTAGES[algorithm.advantage_estimator]
     return [
         estimate(torch.tensor(group.rewards, dtype=torch.float64), norm_by_std=algorithm.grpo_norm_by_std)
         for group in batch.groups

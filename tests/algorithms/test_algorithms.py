@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcrl.algorithms.advantages import ADVANTAGES, grpo
+from hpcrl.algorithms.advantages import grpo
 from hpcrl.algorithms.kl import k3
-from hpcrl.algorithms.losses import POLICY_LOSSES, clipped_surrogate, masked_sum
-from hpcrl.algorithms.registry import resolve
-from hpcrl.errors import ConfigError
+from hpcrl.algorithms.losses import clipped_surrogate, masked_sum
 
 
 @pytest.mark.parametrize("norm_by_std", [True, False])
@@ -48,12 +46,3 @@ def test_shapes_are_checked() -> None:
         clipped_surrogate(
             torch.zeros(2), torch.zeros(2), torch.zeros(2, 1), torch.ones(2), eps_clip_low=0, eps_clip_high=0
         )
-
-
-def test_names() -> None:
-    assert resolve("advantage", ADVANTAGES, "grpo") is grpo
-    assert resolve("advantage", ADVANTAGES, "torch:relu") is torch.relu
-    with pytest.raises(ConfigError, match="choose one of \\['regular'\\]"):
-        resolve("policy loss", POLICY_LOSSES, "regulr")
-    with pytest.raises(ConfigError, match="cannot be imported"):
-        resolve("policy loss", POLICY_LOSSES, "no_such_package:loss")

@@ -59,7 +59,7 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
         ("generator.eval_sampling_params=3", "generator.eval_sampling_params: expected a table"),
         ("slurm.extra=3", "slurm.extra: expected a table"),
         ("trainer.epochs={a=1}", "trainer.epochs: expected a whole number, found a table"),
-        ("trainer.resume_mode=latst", 'expected one of "none", "latest", "from_path", found "latst" (text)'),
+        ("trainer.resume_mode=latst", 'expected one of "latest", "from_path", found "latst" (text)'),
         ("trainer.strategy=megatron", 'trainer.strategy: expected one of "fsdp2", found "megatron"'),
         (
             "data.train_data=[2024-01-01]",
@@ -189,7 +189,7 @@ def test_what_is_required_is_named_with_its_full_path(tmp_path: Path, text: str)
             "6 GPUs",
         ),
         (["slurm.extra.time=5"], "slurm.extra.time", "slurm.time_minutes instead"),
-        (["slurm.time_minutes=0"], "slurm.time_minutes", "at least 1"),
+        (["slurm.time_minutes=0"], "slurm.time_minutes", "at least 5"),
     ],
 )
 def test_impossible_values(tmp_path: Path, overrides: list[str], path: str, words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +58,7 @@ def serve_attempt(run: Run, attempt: int) -> Served:
     async def main() -> None:
         api = Api(Service(run, attempt, SCHEDULE, prompts(5), prompts(3)))
         app = Guard(api.app(), read_token(run), run.name, attempt)
-        await serve(app, listener, api.watch(run, attempt, print, goodbye_s=0.0))
+        await serve(app, listener, api.watch(run, attempt, print))
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
@@ -69,6 +70,10 @@ def end(run: Run, attempt: int, served: Served) -> None:
     headers = {"authorization": "Bearer secret", "x-hpcrl-run": run.name, "x-hpcrl-attempt": str(attempt)}
     assert httpx.post(f"{served.url}/next", json={"step": 99}, headers=headers).json()["stop"] == "finished"
     write_json(run.stop, {"attempt": attempt, "reason": "finished"})
+    for worker in httpx.post(f"{served.url}/status", json={}, headers=headers).json()["workers"]:
+        body = {"worker": worker, "version": 0, "capacity": 0, "holding": []}
+        with contextlib.suppress(httpx.TransportError):  # it knew, and the controller has left
+            httpx.post(f"{served.url}/claim", json=body, headers=headers, timeout=20)
     served.thread.join(30)
     assert not served.thread.is_alive()
 
@@ -158,7 +163,7 @@ def test_next_attempt_uses_what_is_finished(run: Run) -> None:
 def test_every_route_wants_the_token(run: Run) -> None:
     url = read_json(run.lease("controller"))["facts"]["url"]
     right = {"authorization": "Bearer secret", "x-hpcrl-run": run.name, "x-hpcrl-attempt": "1"}
-    routes = ("lease", "claim", "complete", "start", "published", "next", "committed", "stop", "status", "nothing")
+    routes = ("lease", "claim", "complete", "start", "published", "next", "committed", "status", "nothing")
     changes: list[tuple[dict[str, str | None], int]] = [
         ({"authorization": None}, 401),
         ({"authorization": "Bearer wrong"}, 401),

@@ -44,7 +44,7 @@ def nothing_made(cwd: Path) -> bool:
         ),
         (['data.train_data=["/nowhere.parquet"]'], 4, "data.train_data: no file /nowhere.parquet"),
         (["trainer.resume_mode=from_path", "trainer.resume_path=/nowhere/s000001"], 4, "no committed checkpoint"),
-        (["--sweep", "slurm.time_minutes=1,2"], 2, "cannot vary the slurm section"),
+        (["--sweep", "slurm.time_minutes=10,20"], 2, "cannot vary the slurm section"),
         (["--sweep", "generator.inference_engine.num_engines=1,2"], 2, "the number of nodes"),
         (["--seeds", "one"], 2, "--seeds 'one'"),
     ],

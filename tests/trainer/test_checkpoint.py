@@ -135,7 +135,6 @@ def test_where_training_starts(lives: Path, tmp_path: Path, alone: World, caplog
         checkpoints.find("from_path", str(tmp_path / "s000007"))
 
     shutil.copytree(whole.checkpoints, fresh.checkpoints)
-    assert checkpoints.find("none", None) is None
     assert checkpoints.find("from_path", str(tmp_path / "nowhere")) == fresh.checkpoint(4), "a run's own come first"
     write_text(fresh.checkpoint(4) / "rng-0.safetensors", "damaged")
     assert checkpoints.find("latest", None) == fresh.checkpoint(2)

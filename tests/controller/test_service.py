@@ -1,0 +1,138 @@
+"""What the controller does at the seams: resumed runs, repeated requests, evaluations that overlap training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpcrl.controller.service import Schedule, Service
+from hpcrl.errors import RunError
+from hpcrl.observe.metrics import merged
+from hpcrl.run.commit import committed_directory, read_json, write_json
+from hpcrl.run.layout import Run
+from hpcrl.types import GroupMeta, Work
+from tests.controller.test_api import finish, make_run, prompts
+
+SCHEDULE = Schedule(
+    batch_size=2,
+    n_samples=2,
+    staleness=0,
+    total_steps=4,
+    seed=1,
+    eval_interval=1,
+    eval_before_train=False,
+    eval_n_samples=1,
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return make_run(tmp_path / "project" / "run")
+
+
+def service(run: Run, attempt: int = 1, **changes: int) -> Service:
+    return Service(run, attempt, replace(SCHEDULE, **changes), prompts(9), prompts(3))
+
+
+def do(run: Run, controller: Service, work: list[Work], version: int) -> list[GroupMeta]:
+    groups = [finish(run, item, version) for item in work]
+    assert controller.complete(groups) == {}
+    return groups
+
+
+def train_to(run: Run, controller: Service, first: int, last: int) -> None:
+    """Generate and train the steps from `first` to `last`, evaluations included."""
+    for step in range(first, last + 1):
+        while controller.batch(step) is None:
+            work = controller.claim("rollout-0", step - 1, 2)
+            assert work, f"nothing to do for step {step}"
+            do(run, controller, work, step - 1)
+        controller.published(step)
+
+
+def test_evaluations_of_steps_that_are_given_up_are_done_again(run: Run) -> None:
+    first = service(run)
+    first.start(0)
+    train_to(run, first, 1, 3)
+    assert (run.evals_of(2) / "summary.json").exists()
+    again = service(run, 2)
+    again.start(1)
+    assert (run.evals_of(1) / "summary.json").exists(), "the checkpoint's own evaluation stays"
+    assert not run.evals_of(2).exists()
+    train_to(run, again, 2, 4)
+    do(run, again, again.claim("rollout-0", 4, 2), 4)
+    assert [step for step, metrics in sorted(merged(run).items()) if "eval/all/avg_score" in metrics] == [1, 2, 3, 4]
+    assert again.stop == "finished"
+
+
+def test_nothing_is_trained_while_an_evaluation_is_open(run: Run) -> None:
+    """So its scores belong to one version, also where the next batch is there already."""
+    first = service(run, eval_interval=0)
+    first.start(0)
+    train_to(run, first, 1, 2)
+    again = service(run, 2, eval_before_train=True)
+    again.start(0)
+    assert again.batch(1) is None, "the batch of the first attempt is there, but version 0 is to be evaluated"
+    work = again.claim("rollout-0", 0, 9)
+    assert [item.kind for item in work] == ["eval"] * 3
+    do(run, again, work, 0)
+    assert again.batch(1) is not None
+
+
+def test_evaluation_with_more_samples_than_the_workers_have_room_for(run: Run) -> None:
+    controller = service(run, eval_before_train=True, eval_n_samples=16)
+    controller.start(0)
+    assert len(controller.claim("rollout-0", 0, 1)) == 1
+    assert controller.claim("rollout-0", 0, 0) == []
+
+
+def test_groups_of_another_runs_steps_stay_used(run: Run) -> None:
+    """A run that began at another run's step 2 continues after its own step 3 with the groups of step 4."""
+    first = service(run, eval_interval=0)
+    first.start(2)
+    train_to(run, first, 3, 3)
+    again = service(run, 2, eval_interval=0)
+    again.start(3)
+    assert [item.group_id for item in again.claim("rollout-0", 3, 9)] == ["g00000006", "g00000007"]
+
+
+def test_samples_of_a_policy_that_is_yet_to_be_trained_are_not_used(run: Run) -> None:
+    """Batch 2 lost a file, so it is composed anew; the groups of version 2 that an earlier attempt left must not train in it."""
+    first = service(run, eval_interval=0)
+    first.start(0)
+    train_to(run, first, 1, 2)
+    do(run, first, first.claim("rollout-0", 2, 1), 2)
+    lost = read_json(run.batch(2))["groups"][0]["path"]
+    run.inside(lost).unlink()
+    again = service(run, 2, eval_interval=0)
+    again.start(0)
+    train_to(run, again, 1, 2)
+    assert {group["oldest_version"] for group in read_json(run.batch(2))["groups"]} == {1}
+
+
+def test_start_beyond_the_end_is_refused(run: Run) -> None:
+    with pytest.raises(RunError, match="after step 5, but this run ends at step 4; raise"):
+        service(run).start(5)
+
+
+def test_requests_whose_answer_got_lost_may_come_again(run: Run) -> None:
+    controller = service(run, eval_before_train=True)
+    assert controller.start(0) == controller.start(0) == 4
+    claimed = controller.claim("rollout-0", 0, 2)
+    assert [item.kind for item in claimed].count("eval") == 3
+    controller.published(0)
+    do(run, controller, [item for item in claimed if item.kind == "eval"], 0)
+    assert read_json(run.evals_of(0) / "summary.json")["eval/all/avg_score"] == 1.0
+
+
+def test_samples_go_when_two_newer_checkpoints_are_there(run: Run) -> None:
+    controller = service(run, eval_interval=0)
+    controller.start(0)
+    train_to(run, controller, 1, 4)
+    for step in (2, 3):
+        with committed_directory(run.checkpoint(step), 1, step=step) as directory:
+            write_json(directory / "x.json", step)
+        controller.committed()
+    assert sorted(path.stem for path in run.samples.glob("*/*")) == [f"g{index:08d}" for index in range(4, 8)]
