@@ -49,7 +49,7 @@ class FakeController:
 
     async def lease(self, body: dict[str, Any]) -> dict[str, Any]:
         self.leases.append(body)
-        return {"stop": self.stop}
+        return {"stop": self.stop, "version": self.version}
 
     @contextmanager
     def served(self, run: Run, attempt: int) -> Iterator[FakeController]:
