@@ -3,7 +3,6 @@
 from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.data import DataConfig
 from hpcrl.config.derive import (
-    diff,
     eval_sampling,
     replicas_per_node,
     steps_per_epoch,
@@ -45,7 +44,6 @@ __all__ = [
     "SamplingParams",
     "SlurmConfig",
     "TrainerConfig",
-    "diff",
     "eval_sampling",
     "replicas_per_node",
     "steps_per_epoch",

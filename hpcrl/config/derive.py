@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpcrl.config.generator import GeneratorConfig, SamplingParams
 from hpcrl.config.trainer import TrainerConfig
@@ -60,20 +59,3 @@ def total_steps(n_prompts: int, trainer: TrainerConfig) -> int:
     """
     steps = trainer.epochs * steps_per_epoch(n_prompts, trainer)
     return steps if trainer.max_steps is None else min(steps, trainer.max_steps)
-
-
-def diff(before: Config, after: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ: dotted path to both values; a path that only one side has is None on the other."""
-    old, new = _flat(asdict(before)), _flat(asdict(after))
-    paths = [*old, *(path for path in new if path not in old)]
-    return {path: (old.get(path), new.get(path)) for path in paths if old.get(path) != new.get(path)}
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value or None if isinstance(value, dict) else value
-    return flat

@@ -15,7 +15,7 @@ def locate(text: str, base: Path) -> str:
     """Return `text` with `~` expanded and a leading `./` or `../` resolved against the directory `base`.
 
     Anything else is absolute afterwards if it exists in the working directory, because a job may run elsewhere; if not, it stays
-    as it is: a hub id, or a path that will be missed.
+    as it is: a model's id on a hub, or a path that will be missed.
     """
     if text == "~" or text.startswith("~/"):
         return str(Path(text).expanduser())

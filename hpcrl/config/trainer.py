@@ -59,7 +59,7 @@ class TrainerConfig:
     """Checkpoint directory (checkpoints/sNNNNNN) of any run, for resume_mode from_path."""
 
     max_ckpts_to_keep: int = -1
-    """Newest checkpoints that are kept; negative: all."""
+    """Newest checkpoints that are kept, never fewer than two; negative: all."""
 
     ckpt_interval: int = 10
     """Steps between checkpoints; 0 or less: none."""

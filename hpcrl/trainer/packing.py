@@ -30,7 +30,7 @@ class Row:
 
 
 def load_rows(run: Run, batch: Batch, picks: Sequence[Pick], advantages: Sequence[torch.Tensor]) -> list[Row]:
-    """Read the picked samples, and nothing else, in the order of `picks`.
+    """Read the picked samples in the order of `picks`.
 
     Args:
         advantages: per group of the batch, [n samples].

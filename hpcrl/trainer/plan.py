@@ -1,7 +1,7 @@
 """Who trains what: a batch becomes mini-batches, a mini-batch is dealt to the ranks, a rank's share is cut into passes.
 
-Everything follows from the batch's metadata, so every rank works out the same plan without a word to the others, and reads from
-disk only what it was dealt.
+Everything follows from the batch's metadata, so every rank works out the same plan without a word to the others, and reads
+only the groups that it was dealt samples of.
 """
 
 from __future__ import annotations

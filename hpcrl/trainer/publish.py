@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from hpcrl.run.commit import begin, committed, discard, finish, is_committed
+from hpcrl.run.commit import committed, committed_directory, discard, is_committed
 from hpcrl.run.layout import Run, version_of
 from hpcrl.trainer.engine import Engine
 from hpcrl.trainer.world import World
@@ -68,11 +68,10 @@ class Publisher:
             for _ in pieces:
                 pass
         else:
-            directory = begin(target, self._attempt)
-            write_safetensors(directory, pieces, SHARD_BYTES)
-            if model:
-                engine.export_config(directory, self._dtype)
-            finish(target, self._attempt, **facts)
+            with committed_directory(target, self._attempt, **facts) as directory:
+                write_safetensors(directory, pieces, SHARD_BYTES)
+                if model:
+                    engine.export_config(directory, self._dtype)
         self._world.barrier()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config import Config, SamplingParams, diff
+from hpcrl.config import Config, SamplingParams
 from hpcrl.config.surface import Setting, settings
 from hpcrl.errors import ConfigError
 
@@ -194,19 +194,6 @@ def test_round_trip_covers_every_setting() -> None:
         for part in setting.path.split("."):
             assert part in value, setting.path
             value = value[part]
-
-
-def test_diff_names_what_differs(experiment: Path) -> None:
-    before = Config.from_toml([experiment])
-    after = Config.from_toml(
-        [experiment], ["trainer.epochs=3", "slurm.extra.nice=1", "generator.eval_sampling_params.top_k=4"]
-    )
-    assert diff(before, before) == {}
-    changes = diff(before, after)
-    assert changes["trainer.epochs"] == (1, 3)
-    assert changes["slurm.extra.nice"] == (None, 1)
-    assert changes["generator.eval_sampling_params.top_k"] == (None, 4)
-    assert {path for path in changes if not path.startswith("generator.eval")} == {"trainer.epochs", "slurm.extra.nice"}
 
 
 def test_sections_cannot_be_changed(experiment: Path) -> None:
