@@ -19,7 +19,7 @@ from hpcrl.trainer.world import World
 from hpcrl.types import Batch
 
 PROCESS = "trainer"
-_UNASKED_S = 10.0
+_UNASKED_S = 30.0  # a stop file that another node wrote may show late
 
 
 class StopSignal:

@@ -23,7 +23,7 @@ from hpcrl.controller.service import Schedule, Service
 from hpcrl.data.samples import write_group
 from hpcrl.observe.metrics import merged, read_metrics
 from hpcrl.run.call import Controller, read_token
-from hpcrl.run.commit import committed, is_committed, write_json, write_text
+from hpcrl.run.commit import committed, is_committed, write_text
 from hpcrl.run.layout import Run, step_of, version_of
 from hpcrl.run.lease import LeaseWriter, read_leases
 from hpcrl.types import GroupMeta, Prompt, Work
@@ -73,14 +73,24 @@ def controller(run: Run, attempt: int) -> Iterator[None]:
     async def main() -> None:
         api = Api(Service(run, attempt, SCHEDULE, prompts, []))
         app = Guard(api.app(), read_token(run), run.name, attempt)
-        await serve(app, listener, api.watch(run, attempt, print, goodbye_s=0.0))
 
+        async def until() -> None:
+            watching = asyncio.create_task(api.watch(run, attempt, print))
+            while not ended.is_set():
+                await asyncio.sleep(0.1)
+            watching.cancel()
+
+        await serve(app, listener, until())
+
+    ended = threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    yield
-    write_json(run.stop, {"attempt": attempt, "reason": "finished"})
-    thread.join(30)
-    run.stop.unlink()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def finish(run: Run, work: Work, version: int) -> GroupMeta:
@@ -116,7 +126,7 @@ def work_until(run: Run, attempt: int, last: int) -> None:
         groups = [finish(run, Work.from_json(item), version) for item in answer["work"]]
         if groups:
             client.call("complete", worker="rollout-0", groups=[group.to_json() for group in groups])
-        version = answer["version"]
+        version = answer["version"] or 0  # none before the trainer has started
     client.close()
 
 
