@@ -174,7 +174,8 @@ class Service:
             return None
         if step not in self._described:
             assert self._metrics is not None
-            self._metrics.write(step, describe(batch))
+            position = {"trainer/global_step": step, "trainer/epoch": (step - 1) // self._stream.steps_per_epoch}
+            self._metrics.write(step, describe(batch) | position)
             self._described.add(step)
         return str(self._run.batch(step).relative_to(self._run.path))
 

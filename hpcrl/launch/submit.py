@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import submitit
-from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.core.core import Job
+from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError, JobPaths
 
 import hpcrl
 from hpcrl.config import Config
@@ -67,6 +69,24 @@ class Submission:
     def element_list(self) -> Path:
         """File from which the end of the batch script learns the run directory of each array index."""
         return self.folder / f"elements-{self.elements[0].name}-{len(self.elements)}.json"
+
+
+class ArrayExecutor(submitit.SlurmExecutor):
+    """Submits one function, too, as a job array: every run is an element, with an id of the form 12_0."""
+
+    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
+        if len(delayed_submissions) > 1:
+            return super()._internal_process_submissions(delayed_submissions)
+        folder = JobPaths.get_first_id_independent_folder(self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        pickled = folder / f"{uuid.uuid4().hex}.pkl"
+        delayed_submissions[0].set_timeout(self.parameters["time"], self.max_num_timeout)
+        delayed_submissions[0].dump(pickled)
+        self.parameters["map_count"] = 1
+        array = self._submit_command(self._submitit_command_str)
+        job = submitit.SlurmJob(folder=self.folder, job_id=f"{array.job_id}_0", tasks=list(range(array.num_tasks)))
+        job.paths.move_temporary_file(pickled, "submitted_pickle")
+        return [job]
 
 
 def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submission:
@@ -188,7 +208,7 @@ def slurm_executor(submission: Submission) -> submitit.SlurmExecutor:
     if slurm.cpus_per_task is not None:
         parameters["cpus_per_task"] = slurm.cpus_per_task
         parameters["srun_args"].append(f"--cpus-per-task={slurm.cpus_per_task}")
-    executor = submitit.SlurmExecutor(folder=submission.folder / "%j")
+    executor = ArrayExecutor(folder=submission.folder / "%j")
     executor.update_parameters(**parameters)
     return executor
 
@@ -219,8 +239,7 @@ def _visible_gpus() -> list[int]:
 def batch_script(submission: Submission) -> str:
     """Return the sbatch script that submitit would write."""
     executor = slurm_executor(submission)
-    if len(submission.elements) > 1:
-        executor.parameters["map_count"] = len(submission.elements)
+    executor.parameters["map_count"] = len(submission.elements)
     return executor._make_submission_file_text(executor._submitit_command_str, "dry-run")
 
 

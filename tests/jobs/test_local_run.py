@@ -115,6 +115,7 @@ def test_from_another_runs_checkpoint_and_cancel(place: Path) -> None:
         "second",
         "trainer.resume_mode=from_path",
         f"trainer.resume_path={run.checkpoint(2)}",
+        f"trainer.policy.model.path={run.export(2)}",  # so vLLM and the trainer load the export
         "trainer.max_steps=500",
     )
     wait_for(lambda: second.batch(4).exists(), lambda: logs_of(second), 240)
