@@ -144,8 +144,13 @@ class Service:
         return Work(group_id(index), "train", prompt, self._schedule.n_samples, self._stream.sampling_seed(index))
 
     def _eval_work(self, row: int) -> Work:
-        name = f"e{self._eval.version:06d}-{row:08d}"
-        return Work(name, "eval", self._validation[row], self._schedule.eval_n_samples, self._schedule.seed + row)
+        return Work(
+            self._eval.name(row),
+            "eval",
+            self._validation[row],
+            self._schedule.eval_n_samples,
+            self._schedule.seed + row,
+        )
 
     def complete(self, groups: list[GroupMeta]) -> dict[str, str]:
         """Take finished groups; return those that are not wanted, with the reason."""
@@ -259,11 +264,14 @@ class EvalQueue:
         assert not self.open, f"version {self.version} is still being evaluated"
         self.version, self._waiting = version, deque(range(rows))
 
+    def name(self, row: int) -> str:
+        return f"e{self.version:06d}-{row:08d}"
+
     def claim(self, worker: str, version: int, count: int) -> list[int]:
         if version < self.version:
             return []
         rows = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
-        self._running.update({f"e{self.version:06d}-{row:08d}": (row, worker) for row in rows})
+        self._running.update({self.name(row): (row, worker) for row in rows})
         return rows
 
     def complete(self, meta: GroupMeta) -> str | None:
