@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpcrl.config.generator import GeneratorConfig, SamplingParams
@@ -13,10 +14,21 @@ if TYPE_CHECKING:
 
 
 def eval_sampling(generator: GeneratorConfig) -> SamplingParams:
-    """Return how evaluation samples; where it is not set: greedy, with the training length."""
-    if generator.eval_sampling_params is not None:
-        return generator.eval_sampling_params
-    return SamplingParams(temperature=0.0, max_generate_length=generator.sampling_params.max_generate_length)
+    """Return how evaluation samples: as training where it is not set, but greedy where nothing of it is set."""
+    chosen = {name: value for name, value in vars(generator.eval_sampling_params).items() if value is not None}
+    return replace(generator.sampling_params, **(chosen or {"temperature": 0.0}))
+
+
+def max_input_length(generator: GeneratorConfig, trainer: TrainerConfig) -> int:
+    """Return the tokens before a turn at most; where it is not set: trainer.max_prompt_length."""
+    return trainer.max_prompt_length if generator.max_input_length is None else generator.max_input_length
+
+
+def max_seq_len(config: Config) -> int:
+    """Return the divisor of seq_mean_token_sum_norm in tokens; where it is not set: the longest sample of one turn."""
+    own = config.trainer.algorithm.max_seq_len
+    longest = max_input_length(config.generator, config.trainer) + config.generator.sampling_params.max_generate_length
+    return longest if own is None else own
 
 
 def temperature(config: Config) -> float:
@@ -28,6 +40,26 @@ def temperature(config: Config) -> float:
 def trainer_ranks(trainer: TrainerConfig) -> int:
     """Return the number of trainer processes."""
     return trainer.placement.policy_num_nodes * trainer.placement.policy_num_gpus_per_node
+
+
+def model_parallel_size(trainer: TrainerConfig) -> int:
+    """Return how many trainer ranks share the computation of each sample."""
+    if trainer.strategy != "megatron":
+        return trainer.policy.sequence_parallel_size
+    megatron = trainer.policy.megatron_config
+    return (
+        megatron.tensor_model_parallel_size
+        * megatron.pipeline_model_parallel_size
+        * megatron.context_parallel_size
+    )
+
+
+def ref_ranks(trainer: TrainerConfig) -> int:
+    """Return the ranks of the reference model; where they are not set: the policy's."""
+    placement = trainer.placement
+    nodes = placement.policy_num_nodes if placement.ref_num_nodes is None else placement.ref_num_nodes
+    gpus = placement.ref_num_gpus_per_node
+    return nodes * (placement.policy_num_gpus_per_node if gpus is None else gpus)
 
 
 def replicas_per_node(config: Config) -> int:

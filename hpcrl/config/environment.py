@@ -2,10 +2,103 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcrl.config.location import Location
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text2SQLConfig:
+    db_path: Location | None = None
+    """Folder of the SQLite databases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMJudgeConfig:
+    model: str | None = None
+    """Name of the judge model at its server."""
+
+    base_url: str | None = None
+    """Address of the judge's OpenAI-compatible server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    search_url: str = "http://127.0.0.1:8000/retrieve"
+    """Address of the retrieval service."""
+
+    topk: int = 3
+    """Documents per query."""
+
+    timeout: int = 30
+    """Seconds that a query may take."""
+
+    log_requests: bool = False
+    """Log each query."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkyRLGymConfig:
+    max_env_workers: int = 32
+    """Environments of one replica that step at the same time, in threads; 0: one after the other, without threads."""
+
+    text2sql: Text2SQLConfig = field(default_factory=Text2SQLConfig)
+
+    llm_as_a_judge: LLMJudgeConfig = field(default_factory=LLMJudgeConfig)
+
+    search: SearchConfig = field(default_factory=SearchConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteRewardConfig:
+    enable: bool = False
+    """Score responses at a reward service, whose address and token are in REMOTE_REWARD_ENQUEUE_URL, _FETCH_URL and _TOKEN."""
+
+    reward_function: dict[str, float] = field(default_factory=dict)
+    """Rewards that the service computes, with their weights."""
+
+    score_key: str = "overall_reward"
+    """Score of the reply that counts; a+b adds two."""
+
+    clip_min: float = -5.0
+    """Lower bound of a score."""
+
+    clip_max: float = 5.0
+    """Upper bound of a score."""
+
+    scale: float = 1.0
+    """Factor after clipping."""
+
+    batch_size: int = 1
+    """Responses per request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongRewardConfig:
+    buffer_length: int = 4096
+    """Tokens before the longest response from which on the penalty grows (DAPO, arXiv:2503.14476)."""
+
+    penalty_factor: float = 1.0
+    """Penalty at the longest response."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
     env_class: str | None = None
     """Environment of rows that have no env_class column; unset: every row must have one."""
+
+    reward_function: dict[str, float] = field(default_factory=dict)
+    """Built-in rewards and their weights in the sum; empty: the environment pays."""
+
+    eval_reward_function: dict[str, float] = field(default_factory=dict)
+    """The same for evaluation; empty: reward_function."""
+
+    overlong_reward: OverlongRewardConfig = field(default_factory=OverlongRewardConfig)
+
+    remote_reward: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)
+
+    skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
+
+    custom: dict[str, Any] = field(default_factory=dict)
+    """Handed to every environment, untouched, under the extra `custom`."""

@@ -5,17 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hpcrl.config.location import Location
+
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceEngineConfig:
-    model_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    backend: Literal["vllm"] = "vllm"
+    """Implementation of the engine."""
+
+    model_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of the weights in the engine."""
+
+    quantization: Literal["fp8"] | None = None
+    """Quantize weights when they arrive; unset: do not."""
 
     num_engines: int = 1
     """Replicas that generate."""
 
     tensor_parallel_size: int = 1
     """GPUs that share one replica's weights."""
+
+    pipeline_parallel_size: int = 1
+    """Groups of GPUs that share one replica's layers."""
+
+    data_parallel_size: int = 1
+    """Copies of the weights inside one replica."""
+
+    expert_parallel_size: int = 1
+    """GPUs that share one replica's experts; 1 or data_parallel_size * tensor_parallel_size."""
+
+    seed: int | None = None
+    """Seed of the engines; unset: trainer.seed. Each group has its own seed, made from trainer.seed, in any case."""
+
+    weight_sync_backend: Literal["filesystem", "nccl", "gloo"] = "filesystem"
+    """How new weights reach the engines."""
+
+    weight_transfer_threshold_cuda_ipc_GB: float = 1.0
+    """Size of the buckets, in GB, by which weights reach colocated engines."""
 
     enable_prefix_caching: bool = True
     """Reuse the key-value cache of equal prompt beginnings under the same weights."""
@@ -28,6 +54,15 @@ class InferenceEngineConfig:
 
     enforce_eager: bool = True
     """Run without compiled graphs: faster start, slower generation."""
+
+    fully_sharded_loras: bool = False
+    """Split adapters over the GPUs of a replica too."""
+
+    use_flashinfer: bool = False
+    """Use FlashInfer for attention."""
+
+    use_flashinfer_sampler: bool = False
+    """Use FlashInfer for sampling."""
 
     gpu_memory_utilization: float = 0.8
     """Share of a GPU's memory that the engine may use; no effect on CPU."""
@@ -42,7 +77,7 @@ class InferenceEngineConfig:
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     max_generate_length: int = 1024
-    """Tokens per response at most."""
+    """Tokens per response at most, in each turn."""
 
     temperature: float = 1.0
     """Divides the logits before sampling; 0: greedy."""
@@ -59,8 +94,59 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Above 1: tokens that already occurred become less probable."""
 
+    logprobs: Literal[0, 1] = 1
+    """The engine returns the log-probability of each sampled token; 0 and 1 mean the same."""
+
     stop: list[str] | None = None
     """Texts that end a response."""
+
+    include_stop_str_in_output: bool = True
+    """Keep that text at the end of the response."""
+
+    additional_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further sampling parameters of vLLM, by their names there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSamplingParams:
+    max_generate_length: int | None = None
+    """Tokens per response at most, in each turn; unset: as in training."""
+
+    temperature: float | None = None
+    """Divides the logits before sampling, 0: greedy; unset: as in training, or 0 where nothing of this section is set."""
+
+    top_p: float | None = None
+    """Sample among the most probable tokens that together reach this probability; unset: as in training."""
+
+    top_k: int | None = None
+    """Sample among this many most probable tokens, -1: all; unset: as in training."""
+
+    min_p: float | None = None
+    """Drop tokens less probable than this share of the most probable one; unset: as in training."""
+
+    repetition_penalty: float | None = None
+    """Above 1: tokens that already occurred become less probable; unset: as in training."""
+
+    logprobs: Literal[0, 1] | None = None
+    """The engine returns the log-probability of each sampled token; 0 and 1 mean the same; unset: as in training."""
+
+    stop: list[str] | None = None
+    """Texts that end a response; unset: as in training."""
+
+    include_stop_str_in_output: bool | None = None
+    """Keep that text at the end of the response; unset: as in training."""
+
+    additional_kwargs: dict[str, Any] | None = None
+    """Further sampling parameters of vLLM, by their names there; unset: as in training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplateConfig:
+    source: Literal["name", "file"] = "name"
+    """What name_or_path is: a template that comes with hpcrl, or a Jinja file."""
+
+    name_or_path: Location | None = None
+    """Chat template instead of the tokenizer's own; names: qwen3_with_thinking, qwen3_without_thinking."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +159,38 @@ class GeneratorConfig:
     eval_n_samples_per_prompt: int = 1
     """Samples per prompt in evaluation."""
 
+    max_turns: int = 1
+    """Actions of the policy per sample at most."""
+
+    max_input_length: int | None = None
+    """Tokens of everything before a turn at most, at which a sample ends; unset: trainer.max_prompt_length."""
+
+    chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
+
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the tokenizer's chat template."""
+    """Arguments of the chat template."""
 
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    """Sampling in training."""
 
-    eval_sampling_params: SamplingParams | None = None
-    """Sampling in evaluation; unset: greedy, with the max_generate_length of training."""
+    eval_sampling_params: EvalSamplingParams = field(default_factory=EvalSamplingParams)
+
+    use_conversation_multi_turn: bool = True
+    """Each turn is a chat message of its own; otherwise all are one message of the assistant."""
+
+    append_eos_token_after_stop_str_in_multi_turn: bool = True
+    """End a turn that a stop text ended with the end-of-sequence token, which is not trained."""
+
+    step_wise_trajectories: bool = False
+    """Each turn is a sample of its own; the last one's advantage counts for all."""
+
+    zero_reward_on_non_stop: bool = False
+    """Samples that did not end by themselves get reward 0."""
+
+    apply_overlong_filtering: bool = False
+    """Samples that did not end by themselves are left out of the loss."""
+
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    """Scaling of rotary positions in the engines; empty: trainer.rope_scaling."""
+
+    rope_theta: float | None = None
+    """Base of rotary positions in the engines; unset: trainer.rope_theta."""

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import datetime
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcrl.config.lines import line_of
 from hpcrl.config.location import locate
 from hpcrl.config.problem import Problem, raise_together, unknown
-from hpcrl.config.surface import Setting
+from hpcrl.config.surface import Setting, settings
 
 _OPENING = ("[", "{", '"', "'")
+_DEEPEST = 64
 
 
 @dataclass
@@ -26,23 +28,28 @@ class Merged:
     Attributes:
         tree: nested tables.
         sources: dotted path to the file or override that set it last.
+        texts: files to what they contain.
     """
 
     tree: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
 
     def source_of(self, path: str) -> str | None:
-        """Return who set a path or an item of its list; None where nobody did."""
-        return self.sources.get(path) or self.sources.get(path.partition("[")[0])
+        """Return who set a path or an item of its list, with the line; None where nobody did."""
+        name = path.partition("[")[0]
+        source = self.sources.get(name)
+        line = line_of(self.texts[source], name) if source in self.texts else None
+        return f"{source}:{line}" if line else source
 
-    def merge(self, tree: dict[str, Any], source: str) -> None:
+    def merge(self, tree: Mapping[str, Any], source: str) -> None:
         self._merge(self.tree, tree, source, "")
 
-    def _merge(self, into: dict[str, Any], tree: dict[str, Any], source: str, prefix: str) -> None:
+    def _merge(self, into: dict[str, Any], tree: Mapping[str, Any], source: str, prefix: str) -> None:
         for key, value in tree.items():
-            path = prefix + key
+            path = prefix + str(key)
             self.sources[path] = source
-            if isinstance(value, dict):
+            if isinstance(value, Mapping):
                 table = into.get(key)
                 into[key] = table if isinstance(table, dict) else {}
                 self._merge(into[key], value, source, path + ".")
@@ -59,23 +66,24 @@ class Merged:
             self.sources.pop(path, None)
 
 
-def read(paths: Sequence[Path], overrides: Sequence[str], known: Sequence[Setting]) -> Merged:
+def read(paths: Sequence[Path], overrides: Sequence[str], cls: type) -> Merged:
     """Return the merged values of TOML files and of overrides `a.b.c=value`.
 
     Args:
         overrides: a value is TOML; a bare word is text; no value at all goes back to the default.
-        known: all settings; those that are locations are resolved against the file that sets them.
+        cls: the configuration; its settings that are locations are resolved against the file that sets them.
 
     Raises:
         ConfigError: names every file that cannot be read and every override that is malformed.
     """
-    merged, problems = Merged(), []
+    merged, problems, known = Merged(), [], settings(cls)
     for path in paths:
         try:
-            tree = _parse(path)
+            text, tree = _parse(path)
         except _Unreadable as error:
             problems.append(Problem(str(path), str(error)))
         else:
+            merged.texts[str(path)] = text
             merged.merge(_located(tree, path.absolute().parent, known), str(path))
     for override in overrides:
         try:
@@ -86,13 +94,31 @@ def read(paths: Sequence[Path], overrides: Sequence[str], known: Sequence[Settin
     return merged
 
 
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table in which dotted keys have become tables.
+
+    Raises:
+        ConfigError: a key is no text.
+    """
+    merged = Merged()
+    for key, value in flat.items():
+        if not isinstance(key, str):
+            raise_together([Problem(str(key), "expected a name that is text")], lambda _: None)
+        tree: Any = nested(value) if isinstance(value, Mapping) else value
+        for part in reversed(key.split(".")):
+            tree = {part: tree}
+        merged.merge(tree, "")
+    return merged.tree
+
+
 class _Unreadable(Exception):
     """A file or an override that gives no values."""
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _parse(path: Path) -> tuple[str, dict[str, Any]]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes().decode("utf-8")
+        return text, _toml(text.replace("\r\n", "\n"))
     except FileNotFoundError:
         raise _Unreadable(f"no such file (looked in {Path.cwd()})") from None
     except OSError as error:
@@ -103,11 +129,42 @@ def _parse(path: Path) -> dict[str, Any]:
         raise _Unreadable(f"not valid TOML: {error}") from None
 
 
+def _toml(text: str) -> dict[str, Any]:
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise _Unreadable("nested too deeply") from None
+    except ValueError as error:  # a number with thousands of digits, a day that does not exist
+        raise _Unreadable(f"holds a value that cannot be used: {error}") from None
+    if _depth(tree) > _DEEPEST:
+        raise _Unreadable(f"nested more than {_DEEPEST} levels deep")
+    return tree
+
+
+def _depth(tree: Any) -> int:
+    deepest, todo = 0, [(tree, 1)]
+    while todo:
+        value, depth = todo.pop()
+        deepest = max(deepest, depth)
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        todo += [(item, depth + 1) for item in inner]
+    return deepest
+
+
 def _apply(merged: Merged, override: str, known: Sequence[Setting]) -> None:
     name, equals, text = override.partition("=")
     path, names = name.strip(), name.strip().split(".")
     if not equals or not all(names):
         raise _Unreadable("expected name=value with a dotted name, such as trainer.epochs=2")
+    if path.startswith("+"):
+        raise _Unreadable(
+            "new settings cannot be added from the command line; declare them in a subclass of hpcrl.config.Config and "
+            "choose it by config_class"
+        )
+    if len(names) > _DEEPEST:
+        raise _Unreadable(f"nested more than {_DEEPEST} levels deep")
     if not text.strip():
         if not any(
             path == setting.path or (setting.is_free and path.startswith(setting.path + ".")) for setting in known
@@ -124,7 +181,7 @@ def _apply(merged: Merged, override: str, known: Sequence[Setting]) -> None:
 def _value(text: str) -> Any:
     """Return the value of an override: TOML, or the text itself where it is none."""
     try:
-        parsed = tomllib.loads(f"value = {text.strip()}")
+        parsed = _toml(f"value = {text.strip()}")
     except tomllib.TOMLDecodeError as error:
         if text.strip().startswith(_OPENING):
             raise _Unreadable(f"not a TOML value: {error}; quote the whole argument for the shell") from None

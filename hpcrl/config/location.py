@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -21,4 +22,4 @@ def locate(text: str, base: Path) -> str:
         return str(Path(text).expanduser())
     if text in (".", "..") or text.startswith(("./", "../")):
         return str((base / text).resolve())
-    return str(Path(text).absolute()) if text and Path(text).exists() else text
+    return os.path.abspath(text) if text and os.path.exists(text) else text

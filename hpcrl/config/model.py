@@ -1,11 +1,51 @@
-"""Sections `trainer.policy` and `trainer.ref`: the models, how they are sharded and optimized."""
+"""Sections `trainer.policy`, `trainer.ref` and `trainer.critic`: the models, how they are sharded, adapted and optimized."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from hpcrl.config.diffusers import DiffusersConfig
 from hpcrl.config.location import Location
+from hpcrl.config.megatron import MegatronConfig, MegatronModelConfig
+
+Scheduler = Literal["constant_with_warmup", "linear", "cosine", "sqrt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    rank: int = 0
+    """Rank of the adapters; 0: no adapters, all weights are trained."""
+
+    alpha: float = 16
+    """Adapters are scaled by alpha / rank."""
+
+    dropout: float = 0.0
+    """Probability of dropping an input of an adapter."""
+
+    target_modules: str | list[str] = "all-linear"
+    """Modules that get adapters: "all-linear" (without the output head), or parts of their names."""
+
+    exclude_modules: str | list[str] | None = None
+    """Modules that never get adapters."""
+
+    init_method: Literal["kaiming", "xavier", "normal", "zero", "gaussian", "eva", "olora", "pissa"] = "kaiming"
+    """How the first matrix of an adapter starts; the second starts at 0."""
+
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead."""
+
+    modules_to_save: list[str] | None = None
+    """Modules that are trained whole and get no adapter."""
+
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    """Other alphas for the modules whose names match these regular expressions."""
+
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    """Other ranks for the modules whose names match these regular expressions."""
+
+    adapter_names: list[str] = field(default_factory=lambda: ["default"])
+    """Adapters to make; only diffusion models have several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,35 +53,87 @@ class ModelConfig:
     path: Location
     """Directory or hub id of a model in Hugging Face format."""
 
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefModelConfig:
+    path: Location | None = None
+    """Model that the KL term compares with; unset: the policy's initial model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticModelConfig:
+    path: Location | None = None
+    """Model that the critic starts from; unset: no critic."""
+
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """AdamW decays weights apart from the gradient, Adam adds the decay to it."""
+
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """Which of PyTorch's implementations makes the step."""
+
     lr: float = 1e-6
-    """Learning rate of AdamW after the warm-up."""
+    """Learning rate after the warm-up."""
 
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Decay rates of AdamW's first and second moment."""
+    """Decay rates of the first and second moment."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
 
     weight_decay: float = 0.01
-    """Decoupled weight decay of AdamW."""
+    """Weight decay."""
 
     max_grad_norm: float = 1.0
     """Bound on the norm of all gradients together; 0 or less: no clipping."""
 
+    offload_after_step: bool = True
+    """With colocated engines: move the optimizer's state to host memory while they generate."""
+
     num_warmup_steps: int = 0
     """Optimizer steps (mini-batches) over which the learning rate rises linearly to lr."""
 
-    scheduler: Literal["constant_with_warmup", "linear", "cosine"] = "constant_with_warmup"
-    """Learning rate after the warm-up: constant, or falling to 0 at the last step."""
+    warmup_ratio: float | None = None
+    """The same as a share of all optimizer steps, instead of num_warmup_steps."""
+
+    warmup_start_factor: float = 0.0
+    """The warm-up starts at this share of lr."""
+
+    scheduler: Scheduler = "constant_with_warmup"
+    """Learning rate after the warm-up: constant, or falling linearly, as a half cosine, or as 1 - sqrt(progress)."""
+
+    decay_ratio: float | None = None
+    """Share of all optimizer steps, at the end, over which a learning rate falls; unset: all after the warm-up."""
+
+    min_lr_factor: float = 0.0
+    """Share of lr at which a falling learning rate ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticOptimizerConfig(OptimizerConfig):
+    lr: float = 5e-6
+    """Learning rate after the warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecisionConfig:
-    param_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Type of parameters and activations in forward and backward; the optimizer keeps fp32."""
+    param_dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
+    """Type of parameters and activations in forward and backward."""
 
     reduce_dtype: Literal["bf16", "fp32"] = "fp32"
     """Type in which gradients are summed over ranks."""
+
+    master_dtype: Literal["bf16", "fp32"] = "fp32"
+    """Type of the parameters that the optimizer changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +141,37 @@ class FSDPConfig:
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory outside forward and backward."""
 
-    reshard_after_forward: bool = True
-    """Free gathered parameters after the forward pass and gather them again in backward: less memory, more traffic."""
+    reshard_after_forward: bool | int = True
+    """Free gathered parameters after the forward pass and gather them again in backward: less memory, more traffic; a number: keep them sharded over so many ranks."""
+
+    fsdp_size: int = -1
+    """Ranks that share one copy of the parameters; further ranks hold further copies; -1: all ranks share one."""
 
     mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
+
+    wrap_policy: dict[str, Any] = field(default_factory=dict)
+    """Which modules are sharded as units: transformer_layer_cls_to_wrap (class names) or min_num_params; empty: each decoder layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowPrecisionConfig:
+    fp8: bool = False
+    """Train eligible linear layers in FP8 (compute capability 8.9 and above)."""
+
+    fp4: bool = False
+    """Train eligible linear layers in NVFP4 (Blackwell)."""
+
+    fp8_recipe: Literal["dynamic_scaling", "delayed_scaling"] = "dynamic_scaling"
+    """How FP8 scales are found."""
+
+    fp8_granularity: Literal["rowwise", "tensorwise"] = "rowwise"
+    """What shares one FP8 scale."""
+
+    fp4_recipe: Literal["dynamic_scaling", "delayed_scaling"] = "dynamic_scaling"
+    """How FP4 scales are found."""
+
+    fp4_granularity: Literal["rowwise", "tensorwise"] = "rowwise"
+    """What shares one FP4 scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +182,68 @@ class PolicyConfig:
 
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
 
+    megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
 
-@dataclass(frozen=True, kw_only=True)
-class RefModelConfig:
-    path: Location | None = None
-    """Model that the KL term compares with; unset: the policy's initial model."""
+    low_precision: LowPrecisionConfig = field(default_factory=LowPrecisionConfig)
+
+    diffusers: DiffusersConfig = field(default_factory=DiffusersConfig)
+
+    sequence_parallel_size: int = 1
+    """Ranks that share the tokens of one sample (Ulysses); FSDP2 only."""
+
+    use_torch_compile: bool = False
+    """Compile the chunked computation of log-probabilities and entropy."""
+
+    compile_model: bool = False
+    """Compile the model's forward and backward pass with torch.compile."""
+
+    async_tensor_parallel: bool = False
+    """Overlap the communication of tensor parallelism with computation; needs compile_model."""
+
+    activation_offload: bool = False
+    """Move activations to host memory between forward and backward."""
+
+    enable_liger_kernel: bool = False
+    """Use the Liger kernels in the model."""
+
+    record_memory: bool = False
+    """Write a snapshot of CUDA memory history after each optimizer step into the run directory."""
+
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Replaces entries of the model's config.json."""
+
+    trainable_map: dict[str, bool] = field(default_factory=dict)
+    """Parameters or modules, by full name, that are trained (true) or frozen (false)."""
+
+    freeze_pattern: list[str] = field(default_factory=list)
+    """Regular expressions; parameters whose names contain a match are frozen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RefConfig:
     model: RefModelConfig = field(default_factory=RefModelConfig)
+
+    sequence_parallel_size: int = 1
+    """Ranks that share the tokens of one sample in the reference's forward pass."""
+
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+
+    megatron_config: MegatronModelConfig = field(default_factory=MegatronModelConfig)
+
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Replaces entries of the reference model's config.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+
+    optimizer_config: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
+
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+
+    sequence_parallel_size: int = 1
+    """Ranks that share the tokens of one sample in the critic."""
+
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Replaces entries of the critic's config.json."""

@@ -2,67 +2,137 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import tomli_w
 
-from hpcrl.config.check import check
+from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.data import DataConfig
 from hpcrl.config.environment import EnvironmentConfig
 from hpcrl.config.generator import GeneratorConfig
-from hpcrl.config.load import Merged, read
+from hpcrl.config.load import Merged, nested, read
 from hpcrl.config.problem import raise_together
+from hpcrl.config.rules import check
 from hpcrl.config.slurm import SlurmConfig
 from hpcrl.config.surface import settings
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.config.validate import build
+from hpcrl.config.vla import VLAConfig
+from hpcrl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """What one run does; a component receives the section that it needs, never this."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    config_class: str | None = None
+    """Your own subclass of hpcrl.config.Config that adds settings, as "package.module:Class"."""
 
     data: DataConfig
     trainer: TrainerConfig
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    vla: VLAConfig = field(default_factory=VLAConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
     @classmethod
-    def from_toml(cls, paths: Sequence[Path], overrides: Sequence[str] = ()) -> Config:
+    def from_toml(cls, paths: Sequence[Path], overrides: Sequence[str] = ()) -> Self:
         """Return the checked configuration of TOML files, merged from left to right, and overrides `a.b.c=value`.
+
+        Where they set `config_class`, and this is called on `Config` itself, the result is of that class.
 
         Raises:
             ConfigError: names everything that is wrong, each with its file, path, what was expected and what was found.
         """
-        return _checked(read(paths, overrides, list(settings(cls))))
+        merged = read(paths, overrides, cls)
+        chosen = cls._chosen(merged)
+        return chosen._checked(merged if chosen is cls else read(paths, overrides, chosen))
 
     @classmethod
-    def from_dict(cls, tree: Mapping[str, Any]) -> Config:
-        """Return the checked configuration of nested tables; paths in it are taken as they are.
+    def from_cli_overrides(cls, overrides: Sequence[str] | Mapping[str, Any]) -> Self:
+        """Return the checked configuration of overrides alone: `a.b.c=value`, or a table with dotted or nested names.
+
+        Raises:
+            ConfigError: as in `from_toml`; also for `+name=value`, because new settings are declared in a subclass.
+        """
+        return cls.from_toml([], overrides) if not isinstance(overrides, Mapping) else cls.from_dict(overrides)
+
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, Any]) -> Self:
+        """Return the checked configuration of nested tables, whose keys may be dotted; paths in it are taken as they are.
 
         Raises:
             ConfigError: as in `from_toml`.
         """
-        return _checked(Merged(tree=dict(tree)))
+        merged = Merged(tree=nested(tree))
+        return cls._chosen(merged)._checked(merged)
+
+    @classmethod
+    def _chosen(cls, merged: Merged) -> type[Self]:
+        name = merged.tree.get("config_class")
+        return cls if cls is not Config or not isinstance(name, str) else _subclass(name)  # type: ignore[return-value]
+
+    @classmethod
+    def _checked(cls, merged: Merged) -> Self:
+        config = build(cls, merged.tree, merged.source_of)
+        raise_together(check(config), merged.source_of)
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def to_toml(self) -> str:
-        """Return TOML text with every setting that is not unset; `from_toml` gives this configuration back."""
-        return tomli_w.dumps(_set_values(asdict(self)))
+    def to_toml(self, only_changed: bool = False) -> str:
+        """Return TOML text; `from_toml` gives this configuration back.
+
+        Args:
+            only_changed: leave out what has its default.
+        """
+        tree = asdict(self)
+        if only_changed:
+            for setting in settings(type(self)):
+                if not setting.subsection:
+                    _remove_default(tree, setting.path.split("."), setting.default)
+        return tomli_w.dumps(_set_values(tree))
 
 
-def _checked(merged: Merged) -> Config:
-    config = build(Config, merged.tree, merged.source_of)
-    raise_together(check(config), merged.source_of)
-    return config
+def make_config(
+    *,
+    algorithm_cls: type[AlgorithmConfig] = AlgorithmConfig,
+    trainer_cls: type[TrainerConfig] | None = None,
+    generator_cls: type[GeneratorConfig] = GeneratorConfig,
+) -> type[Config]:
+    """Return a subclass of Config whose sections are your own dataclasses.
+
+    Assign it to a name in a module, and choose it from TOML by `config_class = "your_module:ThatName"`.
+
+    Args:
+        algorithm_cls: class of trainer.algorithm; not used where `trainer_cls` is given, which says it itself.
+    """
+    if trainer_cls is None:
+        trainer_cls = _replaced(TrainerConfig, "algorithm", algorithm_cls)
+    return _replaced(_replaced(Config, "trainer", trainer_cls), "generator", generator_cls)
+
+
+def _replaced(section: Any, name: str, cls: type) -> Any:
+    required = section.__dataclass_fields__[name].default_factory is MISSING
+    spec = (name, cls) if required else (name, cls, field(default_factory=cls))
+    return make_dataclass(section.__name__, [spec], bases=(section,), frozen=True, kw_only=True)
+
+
+def _subclass(name: str) -> type[Config]:
+    module_name, _, class_name = name.partition(":")
+    expected = f'config_class: expected "package.module:Class" of a dataclass below hpcrl.config.Config, found "{name}"'
+    try:
+        found = getattr(importlib.import_module(module_name), class_name, None)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{expected}; {error}. Is its folder on PYTHONPATH, here and in slurm.setup?") from error
+    if not (isinstance(found, type) and issubclass(found, Config)):
+        raise ConfigError(expected)
+    return found
 
 
 def _set_values(tree: dict[str, Any]) -> dict[str, Any]:
@@ -71,3 +141,13 @@ def _set_values(tree: dict[str, Any]) -> dict[str, Any]:
         for key, value in tree.items()
         if value is not None
     }
+
+
+def _remove_default(table: dict[str, Any], path: list[str], default: Any) -> None:
+    name, *rest = path
+    if rest:
+        _remove_default(table[name], rest, default)
+        if not table[name]:
+            del table[name]
+    elif table[name] == default:
+        del table[name]

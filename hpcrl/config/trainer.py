@@ -1,13 +1,14 @@
-"""Section `trainer`: batching, schedule, checkpoints, evaluation."""
+"""Section `trainer`: models, batching, schedule, checkpoints, evaluation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hpcrl.config.algorithm import AlgorithmConfig
+from hpcrl.config.distillation import DistillationConfig
 from hpcrl.config.location import Location
-from hpcrl.config.model import PolicyConfig, RefConfig
+from hpcrl.config.model import CriticConfig, PolicyConfig, RefConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,17 +19,98 @@ class PlacementConfig:
     policy_num_gpus_per_node: int = 1
     """Trainer ranks per node, on CPU too."""
 
+    critic_num_nodes: int | None = None
+    """Nodes of the critic; unset: as the policy."""
+
+    critic_num_gpus_per_node: int | None = None
+    """Ranks of the critic per node; unset: as the policy."""
+
+    ref_num_nodes: int | None = None
+    """Nodes of the reference model; unset: as the policy."""
+
+    ref_num_gpus_per_node: int | None = None
+    """Ranks of the reference model per node; unset: as the policy."""
+
+    colocate_policy_ref: bool = True
+    """The reference model shares the policy's GPUs."""
+
+    colocate_all: bool = False
+    """Trainer and engines share GPUs and take turns; otherwise each has nodes of its own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FullyAsyncConfig:
     max_staleness_steps: int = 0
     """How many steps old the policy may be that generated a sample; 0: strictly on-policy."""
 
+    num_parallel_generation_workers: int | None = None
+    """Groups that are generated at the same time, by all replicas together; unset: as many as max_staleness_steps allows."""
+
+    sync_weight_interval: int = 1
+    """Steps between weight updates of the engines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilerConfig:
+    enable: bool = False
+    """Record a PyTorch profile of the trainer into the run directory."""
+
+    enable_nsys: bool = False
+    """Bracket the recorded steps for Nsight Systems instead."""
+
+    wait_steps: int = 1
+    """Steps that are skipped first."""
+
+    warmup_steps: int = 1
+    """Steps that warm the profiler up."""
+
+    active_steps: int = 1
+    """Steps that are recorded."""
+
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that record."""
+
+    record_shape: bool = False
+    """Record the shapes of tensors."""
+
+    profile_memory: bool = False
+    """Record allocations."""
+
+    with_stack: bool = False
+    """Record Python stacks."""
+
+    with_modules: bool = False
+    """Record which module each operation belongs to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadConfig:
+    hf: bool = False
+    """Push the last export to the Hugging Face hub."""
+
+    hf_repo_name: str | None = None
+    """Repository on the hub; the run's name is appended."""
+
+    s3: Literal["final", "all"] | None = None
+    """Copy the last or all checkpoints and exports to S3."""
+
+    s3_bucket: str | None = None
+    """Bucket of the copies."""
+
+    s3_prefix: str = "outputs"
+    """Beginning of the keys in the bucket."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    strategy: Literal["fsdp2"] = "fsdp2"
+    mode: Literal["rl", "sft"] = "rl"
+    """Learn from rewards, or from given conversations (supervised fine-tuning)."""
+
+    strategy: Literal["fsdp2", "fsdp", "megatron"] = "fsdp2"
     """Training backend."""
+
+    sequence_parallel_backend: Literal["ulysses"] = "ulysses"
+    """Implementation of sequence parallelism."""
 
     project_name: str = "hpcrl"
     """Directory of a project's runs under slurm.root."""
@@ -36,8 +118,17 @@ class TrainerConfig:
     run_name: str | None = None
     """Name of the run; unset: name of the first TOML file and the time."""
 
+    group_name: str | None = None
+    """Group of runs that a tracker shows together."""
+
+    logger: Literal["tensorboard", "console", "wandb", "mlflow", "swanlab"] = "tensorboard"
+    """Where metrics can be seen, beside metrics/ of the run directory."""
+
     seed: int = 42
     """Seed of everything that is drawn."""
+
+    deterministic: bool = False
+    """Use deterministic kernels, at a cost in speed."""
 
     placement: PlacementConfig = field(default_factory=PlacementConfig)
 
@@ -45,15 +136,41 @@ class TrainerConfig:
 
     ref: RefConfig = field(default_factory=RefConfig)
 
+    critic: CriticConfig = field(default_factory=CriticConfig)
+
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
 
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
+
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+
+    upload: UploadConfig = field(default_factory=UploadConfig)
 
     gradient_checkpointing: bool = True
     """Compute activations again in backward instead of keeping them."""
 
-    resume_mode: Literal["latest", "from_path"] = "latest"
-    """Where training starts: at step 0, at this run's newest checkpoint if it has one, or at resume_path."""
+    gradient_checkpointing_use_reentrant: bool = False
+    """Use PyTorch's older, reentrant implementation of that; FSDP2 only."""
+
+    flash_attn: bool = True
+    """Attention over packed samples of different lengths in one kernel where there is one (CUDA); otherwise padded."""
+
+    flash_attn_version: Literal[2, 3] | None = None
+    """Version of FlashAttention; unset: PyTorch's choice."""
+
+    disable_fast_tokenizer: bool = False
+    """Use the slow (Python) tokenizer."""
+
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    """Scaling of rotary positions in policy and reference; empty: the model's own."""
+
+    rope_theta: float | None = None
+    """Base of rotary positions in policy and reference; unset: the model's own."""
+
+    resume_mode: Literal["latest", "none", "from_path"] = "latest"
+    """Where an attempt starts; latest: at the run's newest checkpoint, none: always at step 0 (such a run is never requeued), from_path: the same as latest, but the first attempt starts at resume_path."""
 
     resume_path: Location | None = None
     """Checkpoint directory (checkpoints/sNNNNNN) of any run, for resume_mode from_path."""
@@ -63,6 +180,12 @@ class TrainerConfig:
 
     ckpt_interval: int = 10
     """Steps between checkpoints; 0 or less: none."""
+
+    ckpt_interval_epochs: int | None = None
+    """Epochs between checkpoints, instead of ckpt_interval."""
+
+    ckpt_mode: Literal["sync", "async"] = "sync"
+    """Whether training waits until a checkpoint is written."""
 
     hf_save_interval: int = -1
     """Steps between exports in Hugging Face format; 0 or less: none."""
@@ -82,14 +205,29 @@ class TrainerConfig:
     policy_mini_batch_size: int = 256
     """Prompts per optimizer step."""
 
+    critic_mini_batch_size: int = 256
+    """Prompts per optimizer step of the critic."""
+
     micro_train_batch_size_per_gpu: int = 1
     """Samples per forward and backward pass of one rank."""
 
     micro_forward_batch_size_per_gpu: int = 1
     """Samples per forward pass of one rank where no gradient is needed."""
 
+    max_tokens_per_micro_batch: int | None = None
+    """Tokens per forward and backward pass of one rank, instead of a number of samples."""
+
     logprobs_chunk_size: int = 1024
     """Tokens whose logits exist at the same time."""
+
+    use_sample_packing: bool = True
+    """Lay the samples of a micro-batch end to end, without padding."""
+
+    update_ref_every_epoch: bool = False
+    """Make the policy the new reference at the end of each epoch."""
+
+    eval_batch_size: int = 1024
+    """Prompts that are evaluated at the same time."""
 
     eval_before_train: bool = True
     """Evaluate before the first step too."""
@@ -99,6 +237,9 @@ class TrainerConfig:
 
     max_prompt_length: int = 512
     """Tokens; longer prompts are dropped."""
+
+    dump_data_batch: bool = False
+    """Write what each step trains, with advantages, into the run directory."""
 
     dump_eval_results: bool = True
     """Write texts and scores of each evaluation into the run directory."""

@@ -1,0 +1,105 @@
+"""Section `trainer.policy.diffusers`: policies that are diffusion pipelines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionSamplingConfig:
+    num_steps: int = 40
+    """Denoising steps in training rollouts."""
+
+    eval_num_steps: int = 40
+    """Denoising steps in evaluation."""
+
+    guidance_scale: float = 4.5
+    """Weight of classifier-free guidance; 1 or less: none."""
+
+    noise_level: float = 1.0
+    """Noise of the stochastic samplers (eta)."""
+
+    deterministic_sampling: bool = False
+    """Integrate the ODE instead; required by dpm1 and dpm2."""
+
+    solver: Literal["flow", "dance", "ddim", "dpm1", "dpm2"] = "dpm2"
+    """Sampler."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoTokenizerConfig:
+    chunk_duration: int = 81
+    """Frames that the video encoder takes at a time."""
+
+    load_mean_std: bool = False
+    """Load the means and deviations of the latents from files."""
+
+    compile_encode: bool = False
+    """Compile the encoder."""
+
+    temporal_window: int = 16
+    """Frames of the encoder's temporal window."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaConfig:
+    enable: bool = False
+    """Keep an exponential moving average of the weights for evaluation."""
+
+    decay: float = 0.9999
+    """Upper bound of the decay min((1 + t) / (10 + t), decay)."""
+
+    update_step_interval: int = 1
+    """Steps between updates of the average."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusersConfig:
+    enable: bool = False
+    """The policy is a diffusion pipeline (Hugging Face diffusers)."""
+
+    dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    """Type of the transformer and the text encoder."""
+
+    is_video: bool = False
+    """The pipeline makes videos."""
+
+    max_prompt_length: int = 300
+    """Tokens of a prompt at most."""
+
+    weighting_scheme: str = "logit_normal"
+    """Density from which fine-tuning draws noise levels."""
+
+    logit_mean: float = 0.0
+    """Mean of the logit-normal density."""
+
+    logit_std: float = 1.0
+    """Standard deviation of the logit-normal density."""
+
+    offload: bool = True
+    """Keep encoders in host memory outside their use."""
+
+    inference_size: list[int] = field(default_factory=lambda: [1024, 1024])
+    """Height and width of what is made, in pixels."""
+
+    inference_frames: int = 41
+    """Frames of evaluation videos."""
+
+    train_frames: int = 41
+    """Frames of training videos."""
+
+    timesteps_fraction: float = 1.0
+    """Share of the denoising steps that each sample trains."""
+
+    nft_beta: float = 1.0
+    """Strength beta of DiffusionNFT's implicit policies."""
+
+    weight_copy_decay_type: Literal[0, 1, 2] = 0
+    """Schedule by which the sampling adapter follows the trained one."""
+
+    sample: DiffusionSamplingConfig = field(default_factory=DiffusionSamplingConfig)
+
+    tokenizer: VideoTokenizerConfig = field(default_factory=VideoTokenizerConfig)
+
+    ema: EmaConfig = field(default_factory=EmaConfig)

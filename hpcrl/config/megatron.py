@@ -1,0 +1,104 @@
+"""Sections `trainer.policy.megatron_config` and `trainer.ref.megatron_config`: Megatron-core's parallelism and options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def _transformer_defaults() -> dict[str, Any]:
+    return {
+        "recompute_granularity": "full",
+        "recompute_modules": ["core_attn"],
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+
+
+def _optimizer_defaults() -> dict[str, Any]:
+    return {
+        "overlap_cpu_optimizer_d2h_h2d": False,
+        "use_precision_aware_optimizer": False,
+        "optimizer_cpu_offload": False,
+        "optimizer_offload_fraction": 0.0,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronModelConfig:
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer's matrices; above 1 also splits activations along the sequence."""
+
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the layers."""
+
+    context_parallel_size: int = 1
+    """Ranks that share the tokens of a sample."""
+
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts."""
+
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share each expert's matrices; unset: tensor_model_parallel_size."""
+
+    pipeline_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "1F1B"
+    """Order of forward and backward passes in the pipeline."""
+
+    pipeline_layers_per_stage: int | None = None
+    """Layers per virtual stage of an interleaved pipeline; unset: one stage per rank."""
+
+    pipeline_dynamic_shape: bool = False
+    """Let micro-batches of one pipeline step differ in length."""
+
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens reach their experts."""
+
+    moe_router_load_balancing_type: str = "none"
+    """Megatron-core's scheme that keeps experts equally busy; none: no auxiliary loss."""
+
+    moe_grouped_gemm: bool = True
+    """Multiply all experts of a rank in one kernel."""
+
+    moe_router_score_function: Literal["softmax", "sigmoid"] | None = None
+    """Score of the router; unset: the model's own."""
+
+    moe_router_enable_expert_bias: bool | None = None
+    """Bias that balances experts; unset: the model's own."""
+
+    transformer_config_kwargs: dict[str, Any] = field(default_factory=_transformer_defaults)
+    """Further fields of Megatron-core's TransformerConfig; given keys replace single defaults."""
+
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Replaces entries of the model's config.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronDDPConfig:
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and sum gradients in fp32."""
+
+    overlap_grad_reduce: bool = False
+    """Sum gradients over ranks during backward."""
+
+    overlap_param_gather: bool = False
+    """Gather parameters during forward."""
+
+    average_in_collective: bool = True
+    """Average inside the collective instead of scaling before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig(MegatronModelConfig):
+    ddp_config: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
+
+    lora_type: Literal["lora", "canonical_lora"] = "lora"
+    """One adapter per fused projection, or (canonical_lora) one each for q, k, v, gate and up."""
+
+    optimizer_config_kwargs: dict[str, Any] = field(default_factory=_optimizer_defaults)
+    """Further fields of Megatron-core's OptimizerConfig; given keys replace single defaults and win over optimizer_config."""
+
+    empty_cuda_cache: bool | None = None
+    """Empty the CUDA cache between backward and the optimizer's step; unset: Megatron-core's choice."""
+
+    dist_ckpt_optim_fully_reshardable: bool = False
+    """Write optimizer state that any parallel layout can load; otherwise only another data-parallel size can."""

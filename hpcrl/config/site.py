@@ -1,0 +1,66 @@
+"""Rules about what runs where: nodes and their GPUs, options of the engine and of sbatch that hpcrl sets itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from hpcrl.config.derive import replicas_per_node
+from hpcrl.config.generator import InferenceEngineConfig
+from hpcrl.config.problem import Problem
+
+if TYPE_CHECKING:
+    from hpcrl.config.root import Config
+
+_ENGINE_NAMES = {field.name: field.name for field in fields(InferenceEngineConfig)} | {"dtype": "model_dtype"}
+_ENGINE_OWN = {"uds", "host", "port", "middleware", "model", "max_model_len", "logprobs_mode", "api_key"}
+_ENGINE_OWN |= {"weight_transfer_config", "enable_scale_out", "served_model_name"}
+_SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
+_SBATCH_NAMES = {
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "constraint": "constraint",
+    "time": "time_minutes",
+    "gpus_per_node": "gpus_per_node",
+    "cpus_per_task": "cpus_per_task",
+    "mem": "mem_gb",
+    "exclusive": "exclusive",
+}
+
+
+def engine_options(config: Config) -> Iterator[Problem]:
+    path, engine = "generator.inference_engine", config.generator.inference_engine
+    if engine.max_num_batched_tokens < engine.max_num_seqs:
+        yield Problem(
+            f"{path}.max_num_batched_tokens",
+            f"expected at least {path}.max_num_seqs ({engine.max_num_seqs}), found {engine.max_num_batched_tokens}",
+        )
+    for name in engine.engine_init_kwargs:
+        if own := _ENGINE_NAMES.get(name.replace("-", "_")):
+            yield Problem(f"{path}.engine_init_kwargs.{name}", f"set {path}.{own} instead")
+        elif name.replace("-", "_") in _ENGINE_OWN:
+            yield Problem(f"{path}.engine_init_kwargs.{name}", "hpcrl sets this option of the server itself")
+
+
+def gpus_of_nodes(config: Config) -> Iterator[Problem]:
+    gpus, ranks = config.slurm.gpus_per_node, config.trainer.placement.policy_num_gpus_per_node
+    if gpus <= 0:
+        return
+    parallel, replicas = config.generator.inference_engine.tensor_parallel_size, config.slurm.replicas_per_node
+    has = f"but a node has {gpus} GPUs (slurm.gpus_per_node)"
+    if ranks > gpus:
+        yield Problem("trainer.placement.policy_num_gpus_per_node", f"{ranks} ranks need a GPU each, {has}")
+    if parallel > gpus:
+        yield Problem("generator.inference_engine.tensor_parallel_size", f"a replica needs {parallel} GPUs, {has}")
+    elif replicas is not None and parallel >= 1 and replicas_per_node(config) * parallel > gpus:
+        yield Problem("slurm.replicas_per_node", f"{replicas} replicas need {replicas * parallel} GPUs, {has}")
+
+
+def sbatch_options(config: Config) -> Iterator[Problem]:
+    for name in config.slurm.extra:
+        if own := _SBATCH_NAMES.get(name.replace("-", "_")):
+            yield Problem(f"slurm.extra.{name}", f"set slurm.{own} instead")
+        elif name.replace("-", "_") in _SBATCH_OWN:
+            yield Problem(f"slurm.extra.{name}", "hpcrl sets this option of sbatch itself")

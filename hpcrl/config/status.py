@@ -1,0 +1,195 @@
+"""Which settings wait for a feature that is still to be built, and which defaults differ from SkyRL's, with the reason.
+
+A setting that waits is accepted at its default only. This is the one place that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from hpcrl.config.problem import Problem, shown
+from hpcrl.config.surface import Setting, leaves
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Why a setting, or all settings of a section, cannot be changed yet.
+
+    Attributes:
+        feature: what is still to be built.
+        works: the values that have their effect already, beside the default.
+    """
+
+    feature: str
+    works: tuple[Any, ...] = ()
+
+
+_ALGORITHMS = Wait("the algorithm library")
+_ASYNC = Wait("asynchronous rollouts")
+_CRITIC = Wait("a critic")
+_DATA = Wait("datasets on a hub and other columns")
+_LORA = Wait("LoRA")
+_MEGATRON = Wait("Megatron")
+_OPTIMIZER = Wait("other optimizers and schedules")
+_PARALLEL = Wait("sequence parallelism")
+_REWARDS = Wait("built-in and remote rewards")
+_SFT = Wait("supervised fine-tuning")
+_SHARDING = Wait("further FSDP2 options")
+_SPEED = Wait("compiled, offloaded and low-precision training")
+_TRACKING = Wait("trackers, profiles and uploads")
+_TURNS = Wait("several turns")
+_ENGINE = Wait("further engine options")
+_ENVIRONMENTS = Wait("environments for SQL, search and judges")
+
+WAITS: dict[str, Wait] = {
+    "data.subset": _DATA,
+    "data.revision": _DATA,
+    "data.val_subset": _DATA,
+    "data.val_revision": _DATA,
+    "data.local_dir": _DATA,
+    "data.test_size": _DATA,
+    "data.shuffle": _DATA,
+    "data.shuffle_seed": _DATA,
+    "data.prompt_column": _DATA,
+    "data.response_column": _DATA,
+    "data.conversation_column": _SFT,
+    "data.cache": _DATA,
+    "data.num_workers": _DATA,
+    "data.prefetch_factor": _DATA,
+    "data.drop_last": _DATA,
+    "trainer.mode": _SFT,
+    "trainer.strategy": _MEGATRON,
+    "trainer.group_name": _TRACKING,
+    "trainer.logger": _TRACKING,
+    "trainer.deterministic": _SHARDING,
+    "trainer.placement.critic_num_nodes": _CRITIC,
+    "trainer.placement.critic_num_gpus_per_node": _CRITIC,
+    "trainer.placement.ref_num_nodes": Wait("a reference model on GPUs of its own"),
+    "trainer.placement.ref_num_gpus_per_node": Wait("a reference model on GPUs of its own"),
+    "trainer.placement.colocate_policy_ref": Wait("a reference model on GPUs of its own"),
+    "trainer.placement.colocate_all": Wait("colocated engines"),
+    "trainer.policy.model.revision": Wait("models by revision"),
+    "trainer.policy.model.lora": _LORA,
+    "trainer.policy.optimizer_config.name": _OPTIMIZER,
+    "trainer.policy.optimizer_config.implementation": _OPTIMIZER,
+    "trainer.policy.optimizer_config.eps": _OPTIMIZER,
+    "trainer.policy.optimizer_config.offload_after_step": Wait("colocated engines"),
+    "trainer.policy.optimizer_config.warmup_ratio": _OPTIMIZER,
+    "trainer.policy.optimizer_config.warmup_start_factor": _OPTIMIZER,
+    "trainer.policy.optimizer_config.scheduler": Wait(
+        _OPTIMIZER.feature, ("constant_with_warmup", "linear", "cosine")
+    ),
+    "trainer.policy.optimizer_config.decay_ratio": _OPTIMIZER,
+    "trainer.policy.optimizer_config.min_lr_factor": _OPTIMIZER,
+    "trainer.policy.fsdp_config.reshard_after_forward": Wait(_SHARDING.feature, (False,)),
+    "trainer.policy.fsdp_config.fsdp_size": _SHARDING,
+    "trainer.policy.fsdp_config.mixed_precision.param_dtype": Wait(_SHARDING.feature, ("fp32",)),
+    "trainer.policy.fsdp_config.mixed_precision.master_dtype": _SHARDING,
+    "trainer.policy.fsdp_config.wrap_policy": _SHARDING,
+    "trainer.policy.megatron_config": _MEGATRON,
+    "trainer.policy.low_precision": _SPEED,
+    "trainer.policy.diffusers": Wait("diffusion models"),
+    "trainer.policy.sequence_parallel_size": _PARALLEL,
+    "trainer.policy.use_torch_compile": _SPEED,
+    "trainer.policy.compile_model": _SPEED,
+    "trainer.policy.async_tensor_parallel": _SPEED,
+    "trainer.policy.activation_offload": _SPEED,
+    "trainer.policy.enable_liger_kernel": _SPEED,
+    "trainer.policy.record_memory": _TRACKING,
+    "trainer.policy.model_config_kwargs": _SHARDING,
+    "trainer.policy.trainable_map": _SHARDING,
+    "trainer.policy.freeze_pattern": _SHARDING,
+    "trainer.ref.sequence_parallel_size": _PARALLEL,
+    "trainer.ref.fsdp_config": _SHARDING,
+    "trainer.ref.megatron_config": _MEGATRON,
+    "trainer.ref.model_config_kwargs": _SHARDING,
+    "trainer.critic": _CRITIC,
+    "trainer.critic_mini_batch_size": _CRITIC,
+    "trainer.algorithm": _ALGORITHMS,
+    "trainer.distillation": Wait("distillation"),
+    "trainer.fully_async.num_parallel_generation_workers": _ASYNC,
+    "trainer.fully_async.sync_weight_interval": _ASYNC,
+    "trainer.profiler": _TRACKING,
+    "trainer.upload": _TRACKING,
+    "trainer.gradient_checkpointing_use_reentrant": _SHARDING,
+    "trainer.flash_attn": _SHARDING,
+    "trainer.flash_attn_version": _SHARDING,
+    "trainer.disable_fast_tokenizer": _ENGINE,
+    "trainer.rope_scaling": _SHARDING,
+    "trainer.rope_theta": _SHARDING,
+    "trainer.ckpt_interval_epochs": Wait("checkpoints by epochs"),
+    "trainer.ckpt_mode": Wait("checkpoints in the background"),
+    "trainer.max_tokens_per_micro_batch": _ALGORITHMS,
+    "trainer.use_sample_packing": _SHARDING,
+    "trainer.update_ref_every_epoch": _ALGORITHMS,
+    "trainer.eval_batch_size": _ASYNC,
+    "trainer.dump_data_batch": _ALGORITHMS,
+    "generator.inference_engine.model_dtype": Wait(_ENGINE.feature, ("float32",)),
+    "generator.inference_engine.quantization": _ENGINE,
+    "generator.inference_engine.pipeline_parallel_size": _ENGINE,
+    "generator.inference_engine.data_parallel_size": _ENGINE,
+    "generator.inference_engine.expert_parallel_size": _ENGINE,
+    "generator.inference_engine.seed": _ENGINE,
+    "generator.inference_engine.weight_sync_backend": Wait("weights pushed over NCCL"),
+    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Wait("colocated engines"),
+    "generator.inference_engine.fully_sharded_loras": _LORA,
+    "generator.inference_engine.use_flashinfer": _ENGINE,
+    "generator.inference_engine.use_flashinfer_sampler": _ENGINE,
+    "generator.sampling_params.include_stop_str_in_output": _ENGINE,
+    "generator.sampling_params.additional_kwargs": _ENGINE,
+    "generator.eval_sampling_params.include_stop_str_in_output": _ENGINE,
+    "generator.eval_sampling_params.additional_kwargs": _ENGINE,
+    "generator.max_turns": _TURNS,
+    "generator.max_input_length": _TURNS,
+    "generator.chat_template": _ENGINE,
+    "generator.use_conversation_multi_turn": _TURNS,
+    "generator.append_eos_token_after_stop_str_in_multi_turn": _TURNS,
+    "generator.step_wise_trajectories": _TURNS,
+    "generator.zero_reward_on_non_stop": _ALGORITHMS,
+    "generator.apply_overlong_filtering": _ALGORITHMS,
+    "generator.rope_scaling": _ENGINE,
+    "generator.rope_theta": _ENGINE,
+    "environment.reward_function": _REWARDS,
+    "environment.eval_reward_function": _REWARDS,
+    "environment.overlong_reward": _REWARDS,
+    "environment.remote_reward": _REWARDS,
+    "environment.skyrl_gym": _ENVIRONMENTS,
+    "environment.custom": _ENVIRONMENTS,
+    "vla": Wait("vision-language-action models"),
+}
+
+_WORKING = {
+    "grpo_norm_by_std", "eps_clip_low", "eps_clip_high", "use_kl_loss", "kl_loss_coef", "use_entropy_loss",
+    "entropy_loss_coef", "temperature",
+}  # fmt: skip
+
+
+def wait_of(path: str) -> Wait | None:
+    """Return what the setting at a dotted path waits for, or None where it has its effect."""
+    section, _, name = path.rpartition(".")
+    if section == "trainer.algorithm" and name in _WORKING:
+        return None
+    while path:
+        if path in WAITS:
+            return WAITS[path]
+        path = path.rpartition(".")[0]
+    return None
+
+
+def waiting(config: Any) -> Iterator[Problem]:
+    """Yield a problem for each setting of a configuration that waits and is changed nevertheless."""
+    for setting in leaves(type(config)):
+        wait = wait_of(setting.path)
+        if wait is None:
+            continue
+        value = attrgetter(setting.path)(config)
+        if value != setting.default and value not in wait.works:
+            yield Problem(setting.path, f"{shown(value)} is not available yet ({wait.feature}); {_instead(setting, wait)}")
+
+
+def _instead(setting: Setting, wait: Wait) -> str:
+    values = [shown(value) for value in (setting.default, *wait.works) if value not in (None, [], {}, "")]
+    return f"what works: {', '.join(values)}" if values else "leave it out"
