@@ -193,3 +193,41 @@ def waiting(config: Any) -> Iterator[Problem]:
 def _instead(setting: Setting, wait: Wait) -> str:
     values = [shown(value) for value in (setting.default, *wait.works) if value not in (None, [], {}, "")]
     return f"what works: {', '.join(values)}" if values else "leave it out"
+
+
+_AS_POLICY = "unset follows the policy's placement; SkyRL's 1 is wrong as soon as the policy has more"
+_AS_TRAINING = "unset is as in training; SkyRL falls back to fixed values as soon as one setting of the section is given"
+_EMPTY = "an empty table says what SkyRL's null says"
+_USERS_OWN = "what a run learns from is the user's to name; SkyRL's default is a path in its authors' setup"
+
+# Dotted path -> why the default is not SkyRL's.
+DEFAULTS: dict[str, str] = {
+    "data.train_data": _USERS_OWN,
+    "data.val_data": _USERS_OWN,
+    "trainer.policy.model.path": "which model is trained is the user's to name",
+    "trainer.placement.colocate_all": "trainer and engines have nodes of their own",
+    "trainer.placement.critic_num_nodes": _AS_POLICY,
+    "trainer.placement.critic_num_gpus_per_node": _AS_POLICY,
+    "trainer.placement.ref_num_nodes": _AS_POLICY,
+    "trainer.placement.ref_num_gpus_per_node": _AS_POLICY,
+    "trainer.fully_async.max_staleness_steps": "one loop serves both kinds of training, and without a word it is on-policy; SkyRL reads its 4 only in a program of its own",
+    "trainer.fully_async.num_parallel_generation_workers": "unset follows from batch size and staleness; SkyRL's 768 fits one batch size only",
+    "trainer.project_name": "it is a directory of hpcrl's runs",
+    "trainer.run_name": "a run is a directory, so two runs cannot share SkyRL's one name",
+    "trainer.logger": "needs neither an account nor a network",
+    "trainer.profiler.ranks": "a profile of no rank would be empty; SkyRL's megatron_config.torch_profiler_config.ranks is []",
+    "trainer.rope_scaling": _EMPTY,
+    "generator.rope_scaling": _EMPTY,
+    "generator.sampling_params.additional_kwargs": _EMPTY,
+    "generator.inference_engine.weight_sync_backend": "weights are files that every replica can read, later ones and those of another cluster partition too",
+    "generator.eval_sampling_params.max_generate_length": _AS_TRAINING,
+    "generator.eval_sampling_params.temperature": _AS_TRAINING,
+    "generator.eval_sampling_params.top_p": _AS_TRAINING,
+    "generator.eval_sampling_params.top_k": _AS_TRAINING,
+    "generator.eval_sampling_params.min_p": _AS_TRAINING,
+    "generator.eval_sampling_params.repetition_penalty": _AS_TRAINING,
+    "generator.eval_sampling_params.logprobs": _AS_TRAINING,
+    "environment.env_class": "no environment is every run's; rows or the user name it",
+    "environment.skyrl_gym.text2sql.db_path": "the folder is the user's to name; SkyRL's default is a path in its container image",
+    "environment.skyrl_gym.llm_as_a_judge.model": "which judge scores is the user's to name",
+}
