@@ -14,10 +14,10 @@ import sys
 from starlette.applications import Starlette
 from transformers import AutoTokenizer
 
-from hpcrl.config import Config, total_steps
+from hpcrl.config import Config, order_seed, total_steps
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.service import Schedule, Service
-from hpcrl.data.prompts import drop_long, load_prompts
+from hpcrl.data.prompts import drop_long, load_prompts, set_aside
 from hpcrl.observe.tensorboard import Follower
 from hpcrl.run.call import read_token
 from hpcrl.run.layout import Run
@@ -40,16 +40,20 @@ def main(path: str) -> None:
         return len(tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, **options)["input_ids"])
 
     def load(sources: list[str]) -> list[Prompt]:
-        prompts = load_prompts(sources, config.environment.env_class)
-        kept = drop_long(prompts, count_tokens, config.trainer.max_prompt_length)
-        print(
-            f"{len(kept)} of {len(prompts)} prompts of {', '.join(sources)} have at most max_prompt_length tokens",
-            flush=True,
+        return load_prompts(
+            sources, config.environment.env_class, config.data.prompt_column, config.data.response_column
         )
+
+    def fit(prompts: list[Prompt], what: str) -> list[Prompt]:
+        kept = drop_long(prompts, count_tokens, config.trainer.max_prompt_length)
+        print(f"{len(kept)} of {len(prompts)} {what} prompts have at most max_prompt_length tokens", flush=True)
         return kept
 
-    trainer = config.trainer
-    train, validation = load(config.data.train_data), load(config.data.val_data) if trainer.eval_interval > 0 else []
+    trainer, data = config.trainer, config.data
+    train, validation = load(data.train_data), load(data.val_data) if trainer.eval_interval > 0 else []
+    if data.test_size is not None:
+        train, validation = set_aside(train, data.test_size)
+    train, validation = fit(train, "training"), fit(validation, "evaluation") if trainer.eval_interval > 0 else []
     schedule = Schedule(
         batch_size=trainer.train_batch_size,
         n_samples=config.generator.n_samples_per_prompt,
@@ -59,6 +63,9 @@ def main(path: str) -> None:
         eval_interval=trainer.eval_interval,
         eval_before_train=trainer.eval_before_train,
         eval_n_samples=config.generator.eval_n_samples_per_prompt,
+        order_seed=order_seed(data, trainer),
+        groups_at_once=trainer.fully_async.num_parallel_generation_workers,
+        eval_prompts_at_once=trainer.eval_batch_size,
     )
     asyncio.run(_serve(run, attempt, lease, Service(run, attempt, schedule, train, validation)))
 

@@ -4,6 +4,7 @@ from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.data import DataConfig
 from hpcrl.config.derive import (
     eval_sampling,
+    order_seed,
     replicas_per_node,
     steps_per_epoch,
     temperature,
@@ -45,6 +46,7 @@ __all__ = [
     "SlurmConfig",
     "TrainerConfig",
     "eval_sampling",
+    "order_seed",
     "replicas_per_node",
     "steps_per_epoch",
     "temperature",

@@ -31,10 +31,10 @@ class DataConfig:
     """Folder where datasets of files are looked for."""
 
     test_size: float | int | None = None
-    """Share (below 1) or number of training prompts that are set aside for evaluation where val_data is empty."""
+    """Share (below 1) or number of training prompts set aside for evaluation where val_data is empty: the first of train_data."""
 
     shuffle: bool = True
-    """Draw a new order of the training prompts for each epoch."""
+    """Draw a new order of the training prompts for each epoch; otherwise each epoch trains them in the order of the files."""
 
     shuffle_seed: int | None = None
     """Seed of that order; unset: trainer.seed."""
@@ -43,7 +43,7 @@ class DataConfig:
     """Column with the prompt: chat messages, or text that becomes one user message."""
 
     response_column: str | None = None
-    """Column with the reference answer; unset: environments read their own columns."""
+    """Column with the reference answer: reward_spec.ground_truth of rows that have none; unset: rows bring their own."""
 
     conversation_column: str = "conversations"
     """Column with the chat messages that supervised fine-tuning learns."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from hpcrl.config.data import DataConfig
 from hpcrl.config.generator import GeneratorConfig, SamplingParams
+from hpcrl.config.megatron import MegatronModelConfig
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.errors import DataError
 
@@ -31,10 +33,34 @@ def max_seq_len(config: Config) -> int:
     return longest if own is None else own
 
 
+def order_seed(data: DataConfig, trainer: TrainerConfig) -> int | None:
+    """Return the seed of the order of training prompts, where it is not set: trainer.seed; None for the dataset's own order."""
+    if not data.shuffle:
+        return None
+    return trainer.seed if data.shuffle_seed is None else data.shuffle_seed
+
+
 def temperature(config: Config) -> float:
     """Return what divides the logits in training; where it is not set: the sampling temperature."""
     own = config.trainer.algorithm.temperature
     return config.generator.sampling_params.temperature if own is None else own
+
+
+def engine_rope(config: Config) -> tuple[dict[str, Any], float | None]:
+    """Return scaling and base of rotary positions in the engines; where they are not set: the trainer's."""
+    generator, trainer = config.generator, config.trainer
+    theta = trainer.rope_theta if generator.rope_theta is None else generator.rope_theta
+    return generator.rope_scaling or trainer.rope_scaling, theta
+
+
+def ref_model_path(trainer: TrainerConfig) -> str:
+    """Return the model that the KL divergence compares with; where it is not set: the policy's initial model."""
+    return trainer.ref.model.path or trainer.policy.model.path
+
+
+def uses_reference(trainer: TrainerConfig) -> bool:
+    """Return whether there is a reference model at all."""
+    return trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
 
 
 def trainer_ranks(trainer: TrainerConfig) -> int:
@@ -44,14 +70,26 @@ def trainer_ranks(trainer: TrainerConfig) -> int:
 
 def model_parallel_size(trainer: TrainerConfig) -> int:
     """Return how many trainer ranks share the computation of each sample."""
-    if trainer.strategy != "megatron":
-        return trainer.policy.sequence_parallel_size
-    megatron = trainer.policy.megatron_config
-    return (
-        megatron.tensor_model_parallel_size
-        * megatron.pipeline_model_parallel_size
-        * megatron.context_parallel_size
-    )
+    policy = trainer.policy
+    return _megatron_size(policy.megatron_config) if trainer.strategy == "megatron" else policy.sequence_parallel_size
+
+
+def ref_model_parallel_size(trainer: TrainerConfig) -> int:
+    """Return how many ranks of the reference model share the computation of each sample."""
+    ref = trainer.ref
+    return _megatron_size(ref.megatron_config) if trainer.strategy == "megatron" else ref.sequence_parallel_size
+
+
+def _megatron_size(sizes: MegatronModelConfig) -> int:
+    return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
+
+
+def critic_ranks(trainer: TrainerConfig) -> int:
+    """Return the ranks of the critic; where they are not set: the policy's."""
+    placement = trainer.placement
+    nodes = placement.policy_num_nodes if placement.critic_num_nodes is None else placement.critic_num_nodes
+    gpus = placement.critic_num_gpus_per_node
+    return nodes * (placement.policy_num_gpus_per_node if gpus is None else gpus)
 
 
 def ref_ranks(trainer: TrainerConfig) -> int:

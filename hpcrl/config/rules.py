@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from hpcrl.config.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from hpcrl.config.derive import max_input_length, model_parallel_size, ref_ranks, trainer_ranks
+from hpcrl.config.derive import model_parallel_size, ref_ranks, trainer_ranks
+from hpcrl.config.generation import chat, datasets, lengths, sampling_parameters
 from hpcrl.config.problem import Problem
 from hpcrl.config.ranges import out_of_range
 from hpcrl.config.site import engine_options, gpus_of_nodes, sbatch_options
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 Rule = Callable[["Config"], Iterator[Problem]]
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_TEMPLATES = ("qwen3_with_thinking", "qwen3_without_thinking")
 
 
 def check(config: Config) -> list[Problem]:
@@ -48,109 +47,6 @@ def _named_functions(config: Config) -> Iterator[Problem]:
                 f"trainer.algorithm.{name}",
                 f'expected one of {", ".join(known)}, or your own as "package.module:function", found "{value}"{hint}',
             )
-
-
-def _datasets(config: Config) -> Iterator[Problem]:
-    data = config.data
-    if not data.train_data:
-        yield Problem("data.train_data", "expected at least one dataset, found an empty list")
-    if config.trainer.eval_interval > 0 and not data.val_data and data.test_size is None:
-        yield Problem(
-            "trainer.eval_interval",
-            f"{config.trainer.eval_interval} asks for evaluation, but data.val_data is empty; name a dataset there or set trainer.eval_interval=0",
-        )
-    if data.test_size is not None and data.val_data:
-        yield Problem("data.test_size", "has no effect with data.val_data; leave one of them out")
-    if data.prefetch_factor is not None and not data.num_workers:
-        yield Problem("data.prefetch_factor", "has no effect without data.num_workers; leave it out, or set both")
-
-
-def _whole_mini_batches(config: Config) -> Iterator[Problem]:
-    trainer = config.trainer
-    minis = {"policy_mini_batch_size": trainer.policy_mini_batch_size}
-    if trainer.critic.model.path is not None:
-        minis["critic_mini_batch_size"] = trainer.critic_mini_batch_size
-    for name, mini in minis.items():
-        if trainer.train_batch_size % mini:
-            yield Problem(
-                "trainer.train_batch_size",
-                f"expected a multiple of trainer.{name} ({mini}), found {trainer.train_batch_size}",
-            )
-
-
-def _parallel_sizes(config: Config) -> Iterator[Problem]:
-    trainer = config.trainer
-    if trainer_ranks(trainer) % model_parallel_size(trainer):
-        sizes = (
-            "trainer.policy.megatron_config"
-            if trainer.strategy == "megatron"
-            else "trainer.policy.sequence_parallel_size"
-        )
-        yield Problem(
-            sizes,
-            f"{model_parallel_size(trainer)} ranks share each sample, which does not divide the {trainer_ranks(trainer)} "
-            "trainer ranks (trainer.placement)",
-        )
-
-
-def _equal_shares(config: Config) -> Iterator[Problem]:
-    trainer, samples = config.trainer, config.generator.n_samples_per_prompt
-    shares = max(1, trainer_ranks(trainer) // model_parallel_size(trainer))
-    minis = {"policy_mini_batch_size": trainer.policy_mini_batch_size}
-    if trainer.critic.model.path is not None:
-        minis["critic_mini_batch_size"] = trainer.critic_mini_batch_size
-    for name, mini in minis.items():
-        if mini * samples % shares:
-            yield Problem(
-                f"trainer.{name}",
-                f"{mini} prompts x {samples} samples (generator.n_samples_per_prompt) cannot be shared equally by {shares} "
-                "trainer ranks (trainer.placement); make the product a multiple of the ranks",
-            )
-
-
-def _reference_shares(config: Config) -> Iterator[Problem]:
-    trainer, samples = config.trainer, config.generator.n_samples_per_prompt
-    algorithm, shares = trainer.algorithm, ref_ranks(trainer)
-    least = math.lcm(max(1, trainer_ranks(trainer) // model_parallel_size(trainer)), shares)
-    if (algorithm.use_kl_loss or algorithm.use_kl_in_reward) and trainer.train_batch_size * samples < least:
-        yield Problem(
-            "trainer.train_batch_size",
-            f"{trainer.train_batch_size} prompts x {samples} samples are fewer than {least}, the least that policy and reference ranks can share",
-        )
-
-
-def _own_reference_nodes(config: Config) -> Iterator[Problem]:
-    placement = config.trainer.placement
-    for name in ("num_nodes", "num_gpus_per_node"):
-        own, policy = getattr(placement, f"ref_{name}"), getattr(placement, f"policy_{name}")
-        if placement.colocate_policy_ref and own not in (None, policy):
-            yield Problem(
-                f"trainer.placement.ref_{name}",
-                f"{own} differs from the policy's {policy}, whose GPUs the reference shares; leave it out or set trainer.placement.colocate_policy_ref=false",
-            )
-
-
-def _colocation(config: Config) -> Iterator[Problem]:
-    engine = config.generator.inference_engine
-    if not config.trainer.placement.colocate_all:
-        return
-    engines = (
-        engine.num_engines
-        * engine.tensor_parallel_size
-        * engine.pipeline_parallel_size
-        * engine.data_parallel_size
-    )
-    if engines != trainer_ranks(config.trainer):
-        yield Problem(
-            "trainer.placement.colocate_all",
-            f"the engines use {engines} GPUs (num_engines x tensor, pipeline and data parallel size), the trainer {trainer_ranks(config.trainer)}; "
-            "make them equal",
-        )
-    if config.trainer.fully_async.max_staleness_steps:
-        yield Problem(
-            "trainer.placement.colocate_all",
-            "trainer and engines take turns on their GPUs, so trainer.fully_async.max_staleness_steps must be 0",
-        )
 
 
 def _strategy(config: Config) -> Iterator[Problem]:
@@ -185,6 +81,30 @@ def _compilation(config: Config) -> Iterator[Problem]:
         yield Problem("trainer.policy.compile_model", "does not work with LoRA; set it to false")
 
 
+def _lora(config: Config) -> Iterator[Problem]:
+    policy = config.trainer.policy
+    trained = [name for name, whether in policy.trainable_map.items() if whether]
+    if policy.model.lora.rank and trained:
+        yield Problem(
+            f"trainer.policy.trainable_map.{trained[0]}",
+            "with LoRA, what is trained beside the adapters is named in trainer.policy.model.lora.modules_to_save; leave it out here",
+        )
+
+
+def _low_precision(config: Config) -> Iterator[Problem]:
+    if config.trainer.policy.low_precision.fp8 and config.trainer.policy.low_precision.fp4:
+        yield Problem("trainer.policy.low_precision.fp4", "given beside fp8; set one of them to false")
+
+
+def _remote_reward(config: Config) -> Iterator[Problem]:
+    remote = config.environment.remote_reward
+    if remote.enable and not remote.reward_function:
+        yield Problem(
+            "environment.remote_reward.reward_function",
+            "required with environment.remote_reward.enable: the rewards that the service computes, with their weights",
+        )
+
+
 def _warm_up(config: Config) -> Iterator[Problem]:
     for name in ("policy", "critic"):
         optimizer = getattr(config.trainer, name).optimizer_config
@@ -198,7 +118,8 @@ def _warm_up(config: Config) -> Iterator[Problem]:
 def _critic(config: Config) -> Iterator[Problem]:
     if config.trainer.algorithm.advantage_estimator == "gae" and config.trainer.critic.model.path is None:
         yield Problem(
-            "trainer.critic.model.path", "required with trainer.algorithm.advantage_estimator=gae: a model to start from"
+            "trainer.critic.model.path",
+            "required with trainer.algorithm.advantage_estimator=gae: a model to start from",
         )
 
 
@@ -210,7 +131,7 @@ def _reference(config: Config) -> Iterator[Problem]:
             "the KL divergence counts in the loss or in the reward, not in both; set trainer.algorithm.use_kl_loss=false",
         )
     resets = algorithm.reference_reset_interval is not None
-    if (resets or config.trainer.update_ref_every_epoch) and not (algorithm.use_kl_loss or algorithm.use_kl_in_reward):
+    if (resets or config.trainer.update_ref_every_epoch) and not uses_reference(config.trainer):
         name = "trainer.algorithm.reference_reset_interval" if resets else "trainer.update_ref_every_epoch"
         yield Problem(name, "there is no reference model without trainer.algorithm.use_kl_loss or use_kl_in_reward")
     if resets and config.trainer.update_ref_every_epoch:
@@ -303,43 +224,6 @@ def _checkpoints(config: Config) -> Iterator[Problem]:
         yield Problem("trainer.upload.hf_repo_name", "required with trainer.upload.hf")
 
 
-def _lengths(config: Config) -> Iterator[Problem]:
-    longest, prompt = max_input_length(config.generator, config.trainer), config.trainer.max_prompt_length
-    if config.generator.max_turns == 1 and longest != prompt:
-        yield Problem(
-            "generator.max_input_length",
-            f"expected trainer.max_prompt_length ({prompt}) where generator.max_turns=1, found {longest}; leave it out",
-        )
-    elif longest < prompt:
-        yield Problem(
-            "generator.max_input_length",
-            f"expected at least trainer.max_prompt_length ({prompt}), found {longest}",
-        )
-
-
-def _chat(config: Config) -> Iterator[Problem]:
-    generator, template = config.generator, config.generator.chat_template
-    if template.source == "file" and not template.name_or_path:
-        yield Problem("generator.chat_template.name_or_path", 'required with source="file": a Jinja file')
-    if template.source == "name" and template.name_or_path and template.name_or_path not in _TEMPLATES:
-        yield Problem(
-            "generator.chat_template.name_or_path",
-            f'expected one of {", ".join(_TEMPLATES)}, or source="file", found "{template.name_or_path}"',
-        )
-    if not generator.step_wise_trajectories:
-        return
-    if template.name_or_path or not generator.use_conversation_multi_turn:
-        yield Problem(
-            "generator.step_wise_trajectories",
-            "needs the tokenizer's own chat template and generator.use_conversation_multi_turn=true",
-        )
-    if config.trainer.algorithm.advantage_estimator in ("gae", "reinforce++"):
-        yield Problem(
-            "generator.step_wise_trajectories",
-            f"does not work with trainer.algorithm.advantage_estimator={config.trainer.algorithm.advantage_estimator}, which needs the whole sample",
-        )
-
-
 def _experts(config: Config) -> Iterator[Problem]:
     engine = config.generator.inference_engine
     together = engine.data_parallel_size * engine.tensor_parallel_size
@@ -358,7 +242,11 @@ def _teacher(config: Config) -> Iterator[Problem]:
 
 def _diffusion(config: Config) -> Iterator[Problem]:
     sample = config.trainer.policy.diffusers.sample
-    if config.trainer.policy.diffusers.enable and sample.solver in ("dpm1", "dpm2") and not sample.deterministic_sampling:
+    if (
+        config.trainer.policy.diffusers.enable
+        and sample.solver in ("dpm1", "dpm2")
+        and not sample.deterministic_sampling
+    ):
         yield Problem(
             "trainer.policy.diffusers.sample.deterministic_sampling", f"{sample.solver} needs it; set it to true"
         )
@@ -366,15 +254,17 @@ def _diffusion(config: Config) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     _named_functions,
-    _datasets,
-    _whole_mini_batches,
-    _parallel_sizes,
-    _equal_shares,
-    _reference_shares,
-    _own_reference_nodes,
-    _colocation,
+    datasets,
+    whole_mini_batches,
+    parallel_sizes,
+    equal_shares,
+    enough_samples,
+    shared_gpus,
+    colocated_engines,
     _strategy,
     _compilation,
+    _lora,
+    _low_precision,
     _warm_up,
     _critic,
     _reference,
@@ -382,11 +272,13 @@ RULES: tuple[Rule, ...] = (
     _bounds,
     _staleness,
     _checkpoints,
-    _lengths,
-    _chat,
+    lengths,
+    chat,
+    sampling_parameters,
     _experts,
     _teacher,
     _diffusion,
+    _remote_reward,
     engine_options,
     gpus_of_nodes,
     sbatch_options,

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from hpcrl.config.problem import Problem, shown
-from hpcrl.config.surface import Setting, leaves
+from hpcrl.config.surface import Setting, values
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,6 @@ WAITS: dict[str, Wait] = {
     "data.val_subset": _DATA,
     "data.val_revision": _DATA,
     "data.local_dir": _DATA,
-    "data.test_size": _DATA,
-    "data.shuffle": _DATA,
-    "data.shuffle_seed": _DATA,
-    "data.prompt_column": _DATA,
-    "data.response_column": _DATA,
     "data.conversation_column": _SFT,
     "data.cache": _DATA,
     "data.num_workers": _DATA,
@@ -110,7 +104,6 @@ WAITS: dict[str, Wait] = {
     "trainer.critic_mini_batch_size": _CRITIC,
     "trainer.algorithm": _ALGORITHMS,
     "trainer.distillation": Wait("distillation"),
-    "trainer.fully_async.num_parallel_generation_workers": _ASYNC,
     "trainer.fully_async.sync_weight_interval": _ASYNC,
     "trainer.profiler": _TRACKING,
     "trainer.upload": _TRACKING,
@@ -125,7 +118,6 @@ WAITS: dict[str, Wait] = {
     "trainer.max_tokens_per_micro_batch": _ALGORITHMS,
     "trainer.use_sample_packing": _SHARDING,
     "trainer.update_ref_every_epoch": _ALGORITHMS,
-    "trainer.eval_batch_size": _ASYNC,
     "trainer.dump_data_batch": _ALGORITHMS,
     "generator.inference_engine.model_dtype": Wait(_ENGINE.feature, ("float32",)),
     "generator.inference_engine.quantization": _ENGINE,
@@ -138,10 +130,6 @@ WAITS: dict[str, Wait] = {
     "generator.inference_engine.fully_sharded_loras": _LORA,
     "generator.inference_engine.use_flashinfer": _ENGINE,
     "generator.inference_engine.use_flashinfer_sampler": _ENGINE,
-    "generator.sampling_params.include_stop_str_in_output": _ENGINE,
-    "generator.sampling_params.additional_kwargs": _ENGINE,
-    "generator.eval_sampling_params.include_stop_str_in_output": _ENGINE,
-    "generator.eval_sampling_params.additional_kwargs": _ENGINE,
     "generator.max_turns": _TURNS,
     "generator.max_input_length": _TURNS,
     "generator.chat_template": _ENGINE,
@@ -181,12 +169,9 @@ def wait_of(path: str) -> Wait | None:
 
 def waiting(config: Any) -> Iterator[Problem]:
     """Yield a problem for each setting of a configuration that waits and is changed nevertheless."""
-    for setting in leaves(type(config)):
+    for setting, value in values(config):
         wait = wait_of(setting.path)
-        if wait is None:
-            continue
-        value = attrgetter(setting.path)(config)
-        if value != setting.default and value not in wait.works:
+        if wait and not setting.is_default(value) and value not in wait.works:
             yield Problem(setting.path, f"{shown(value)} is not available yet ({wait.feature}); {_instead(setting, wait)}")
 
 

@@ -33,10 +33,13 @@ class Admission:
         batch_size: B, groups per step.
         staleness: S, `trainer.fully_async.max_staleness_steps`.
         total_steps: steps of the whole run.
+        at_once: groups that run at the same time at most, `trainer.fully_async.num_parallel_generation_workers`; None for no
+            bound of its own. It only lets a group begin later, so the proof above holds whatever it is.
     """
 
-    def __init__(self, batch_size: int, staleness: int, total_steps: int) -> None:
+    def __init__(self, batch_size: int, staleness: int, total_steps: int, at_once: int | None = None) -> None:
         self._batch_size, self._staleness, self._total = batch_size, staleness, total_steps
+        self._at_once = at_once
         self._cursor = 0
         self._returned: deque[int] = deque()
         self._running: dict[int, Claim] = {}
@@ -77,6 +80,8 @@ class Admission:
         """Return up to `count` groups that `worker`, whose engine holds `version`, may begin now."""
         begun = self._composed * self._batch_size + len(self._finished) + len(self._running)
         allowed = min(self._total, self._staleness + version + 1) * self._batch_size - begun
+        if self._at_once is not None:
+            allowed = min(allowed, self._at_once - len(self._running))
         claimed = []
         for _ in range(min(count, allowed)):
             if self._returned:

@@ -1,7 +1,7 @@
 """The prompt stream: one endless, global order of prompts that no restart and no number of workers changes.
 
-Group i of a run trains row `stream.row(i)`. An epoch is a permutation of the dataset that depends on (seed, epoch) alone; the rows that
-do not fill a last batch are left out of that epoch.
+Group i of a run trains row `stream.row(i)`. An epoch is a permutation of the dataset that depends on (order seed, epoch) alone, or the
+dataset as it is; the rows that do not fill a last batch are left out of that epoch.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class PromptStream:
         n_prompts: rows of the dataset.
         batch_size: prompts per step.
         seed: `trainer.seed`.
+        order_seed: of the order in each epoch; None keeps the dataset's own.
 
     Raises:
         DataError: the dataset does not fill one batch.
@@ -36,6 +37,7 @@ class PromptStream:
     n_prompts: int
     batch_size: int
     seed: int
+    order_seed: int | None
 
     def __post_init__(self) -> None:
         if self.n_prompts < self.batch_size:
@@ -51,7 +53,7 @@ class PromptStream:
     def row(self, index: int) -> int:
         """Return the dataset row that group `index` trains."""
         epoch, position = divmod(index, self.steps_per_epoch * self.batch_size)
-        return _permutation(self.n_prompts, self.seed, epoch)[position]
+        return position if self.order_seed is None else _permutation(self.n_prompts, self.order_seed, epoch)[position]
 
     def sampling_seed(self, index: int) -> int:
         """Return the base of the sampling seeds of group `index`: the same whoever generates it, in whichever attempt."""

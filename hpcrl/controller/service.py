@@ -36,6 +36,9 @@ class Schedule:
         batch_size: groups per step.
         n_samples, eval_n_samples: samples per group.
         staleness: bound in steps.
+        order_seed: of the order of training prompts; None keeps the dataset's own.
+        groups_at_once: training groups that are generated at the same time at most; None for no bound but the staleness.
+        eval_prompts_at_once: prompts that are evaluated at the same time at most.
         eval_interval: steps between evaluations; 0 or less for none.
     """
 
@@ -47,6 +50,9 @@ class Schedule:
     eval_interval: int
     eval_before_train: bool
     eval_n_samples: int
+    order_seed: int | None
+    groups_at_once: int | None
+    eval_prompts_at_once: int
 
 
 @dataclass
@@ -65,13 +71,15 @@ class Service:
     ) -> None:
         self._run, self._attempt, self._schedule = run, attempt, schedule
         self._train, self._validation = train, validation
-        self._stream = PromptStream(len(train), schedule.batch_size, schedule.seed)
-        self._admission = Admission(schedule.batch_size, schedule.staleness, schedule.total_steps)
+        self._stream = PromptStream(len(train), schedule.batch_size, schedule.seed, schedule.order_seed)
+        self._admission = Admission(
+            schedule.batch_size, schedule.staleness, schedule.total_steps, schedule.groups_at_once
+        )
         self._metrics: MetricsWriter | None = None
         self._batches: dict[int, Batch] = {}
         self._described: set[int] = set()
         self._version: int | None = None
-        self._eval = EvalQueue()
+        self._eval = EvalQueue(schedule.eval_prompts_at_once)
         self._pruned = self._started = 0
         self.workers: dict[str, Worker] = {}
         self.stop: str | None = None
@@ -248,10 +256,14 @@ class Service:
 
 
 class EvalQueue:
-    """The evaluation of one version at a time: rows that wait, run and are finished."""
+    """The evaluation of one version at a time: rows that wait, run and are finished.
 
-    def __init__(self) -> None:
-        self.version = 0
+    Args:
+        at_once: rows that run at the same time at most.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self.version, self._at_once = 0, at_once
         self._waiting: deque[int] = deque()
         self._running: dict[str, tuple[int, str]] = {}
         self._finished: dict[str, GroupMeta] = {}
@@ -270,7 +282,8 @@ class EvalQueue:
     def claim(self, worker: str, version: int, count: int) -> list[int]:
         if version < self.version:
             return []
-        rows = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+        room = min(count, len(self._waiting), self._at_once - len(self._running))
+        rows = [self._waiting.popleft() for _ in range(room)]
         self._running.update({self.name(row): (row, worker) for row in rows})
         return rows
 

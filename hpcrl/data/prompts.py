@@ -1,13 +1,14 @@
 """Datasets of prompts, with the columns that SkyRL's datasets have.
 
-A row has `prompt` (chat messages), `env_class` (or the configured default), `data_source`, `reward_spec` with the ground truth
-for rule-checked tasks, and any further columns that its environment wants.
+A row has `prompt` (chat messages or text), `env_class` (or the configured default), `data_source`, `reward_spec` with the ground
+truth for rule-checked tasks, and any further columns that its environment wants.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,44 @@ from typing import Any
 from hpcrl.errors import DataError
 from hpcrl.types import Prompt
 
-_OWN_COLUMNS = ("prompt", "env_class", "data_source")
 
-
-def load_prompts(sources: Sequence[str], default_env_class: str | None) -> list[Prompt]:
+def load_prompts(
+    sources: Sequence[str],
+    default_env_class: str | None,
+    prompt_column: str = "prompt",
+    response_column: str | None = None,
+) -> list[Prompt]:
     """Return the rows of all files in `sources`, in order.
 
-    All columns but prompt, env_class and data_source become `Prompt.extras`.
+    All columns but those of the prompt, env_class and data_source become `Prompt.extras`.
 
     Args:
         sources: paths of .parquet, .json (a list of rows) or .jsonl files.
         default_env_class: environment of the rows that name none.
+        prompt_column: chat messages, or text that becomes one message of the user.
+        response_column: reference answer, which becomes `reward_spec.ground_truth` where the row has none.
 
     Raises:
         DataError: a file is missing, unreadable or empty, or a row lacks what a prompt needs.
     """
     rows = chain.from_iterable(((source, row) for row in _rows(source)) for source in sources)
-    return [_prompt(row, str(index), source, default_env_class) for index, (source, row) in enumerate(rows)]
+    columns = _Columns(prompt_column, response_column, default_env_class)
+    return [columns.prompt(row, str(index), source) for index, (source, row) in enumerate(rows)]
+
+
+def set_aside(prompts: Sequence[Prompt], test_size: float) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts to train and those to evaluate: the first ones, which no seed and no tokenizer changes.
+
+    Args:
+        test_size: below 1 a share, of which at least one prompt is made, otherwise a number.
+
+    Raises:
+        DataError: nothing is left to train.
+    """
+    count = max(1, round(test_size * len(prompts))) if test_size < 1 else int(test_size)
+    if count >= len(prompts):
+        raise DataError(f"data.test_size = {test_size} leaves none of the {len(prompts)} prompts to train; lower it")
+    return list(prompts[count:]), list(prompts[:count])
 
 
 def drop_long(prompts: Sequence[Prompt], count_tokens: Callable[[Prompt], int], max_prompt_length: int) -> list[Prompt]:
@@ -104,25 +126,44 @@ _READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
 }
 
 
-def _prompt(row: Any, uid: str, source: str, default_env_class: str | None) -> Prompt:
-    place = f"dataset {source}, row uid {uid}"
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: expected an object with columns, found {type(row).__name__}")
-    if "prompt" not in row:
-        columns = ", ".join(sorted(row)) or "none"
-        raise DataError(f"{place}: no column `prompt` (chat messages); its columns are {columns}. Rename the column.")
-    env_class = row.get("env_class") or default_env_class
-    if env_class is None:
-        raise DataError(f"{place}: no `env_class`. Add the column, or set environment.env_class for all rows.")
-    extras = {name: value for name, value in row.items() if name not in _OWN_COLUMNS}
-    _check_json(extras, place)
-    return Prompt(
-        uid=uid,
-        messages=_messages(row["prompt"], place),
-        env_class=env_class,
-        extras=extras,
-        data_source=row.get("data_source") or "unknown",
-    )
+@dataclass(frozen=True)
+class _Columns:
+    """Which column of a row is what."""
+
+    of_prompt: str
+    of_response: str | None
+    default_env_class: str | None
+
+    def prompt(self, row: Any, uid: str, source: str) -> Prompt:
+        place = f"dataset {source}, row uid {uid}"
+        if not isinstance(row, dict):
+            raise DataError(f"{place}: expected an object with columns, found {type(row).__name__}")
+        for setting, column in (("prompt_column", self.of_prompt), ("response_column", self.of_response)):
+            if column is not None and column not in row:
+                columns = ", ".join(sorted(row)) or "none"
+                raise DataError(f"{place}: no column `{column}` (data.{setting}); its columns are {columns}")
+        env_class = row.get("env_class") or self.default_env_class
+        if env_class is None:
+            raise DataError(f"{place}: no `env_class`. Add the column, or set environment.env_class for all rows.")
+        own = (self.of_prompt, "env_class", "data_source")
+        extras = {name: value for name, value in row.items() if name not in own}
+        if self.of_response is not None:
+            extras["reward_spec"] = _with_truth(row.get("reward_spec"), row[self.of_response], place)
+        _check_json(extras, place)
+        return Prompt(
+            uid=uid,
+            messages=_messages(row[self.of_prompt], f"{place}, column `{self.of_prompt}`"),
+            env_class=env_class,
+            extras=extras,
+            data_source=row.get("data_source") or "unknown",
+        )
+
+
+def _with_truth(reward_spec: Any, answer: Any, place: str) -> dict[str, Any]:
+    spec = {} if reward_spec is None else reward_spec
+    if not isinstance(spec, dict):
+        raise DataError(f"{place}, column `reward_spec`: expected an object, found {spec!r:.80}")
+    return spec if spec.get("ground_truth") is not None else {**spec, "ground_truth": answer}
 
 
 def _check_json(extras: dict[str, Any], place: str) -> None:
@@ -137,11 +178,13 @@ def _check_json(extras: dict[str, Any], place: str) -> None:
 
 
 def _messages(value: Any, place: str) -> list[dict[str, str]]:
-    wanted = "expected a list of chat messages such as [{'role': 'user', 'content': '…'}]"
+    wanted = "expected text or a list of chat messages such as [{'role': 'user', 'content': '…'}]"
+    if isinstance(value, str) and value:
+        return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
-        raise DataError(f"{place}, column `prompt`: {wanted}, found {value!r:.80}")
+        raise DataError(f"{place}: {wanted}, found {value!r:.80}")
     for message in value:
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
-            raise DataError(f"{place}, column `prompt`: {wanted}, found the message {message!r:.80}")
+            raise DataError(f"{place}: {wanted}, found the message {message!r:.80}")
     return value

@@ -50,12 +50,13 @@ def test_on_policy_hands_out_one_batch_per_version() -> None:
     assert admission.claim("a", 2, 4) == [], "all steps are done"
 
 
+@pytest.mark.parametrize("at_once", [None, 1, 5, 7])
 @pytest.mark.parametrize("bound", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(5))
-def test_bound_holds_and_every_group_trains_once(bound: int, seed: int) -> None:
+def test_bound_holds_and_every_group_trains_once(bound: int, seed: int, at_once: int | None) -> None:
     """Workers of random speed, versions that lag, workers that vanish: the invariants hold."""
     chance, batch_size, steps = random.Random(seed), 5, 30
-    admission = Admission(batch_size, bound, steps)
+    admission = Admission(batch_size, bound, steps, at_once)
     version, running, trained = 0, list[tuple[int, int, str]](), list[int]()
     workers = {"a": 0, "b": 0, "c": 0}
     while version < steps:
@@ -63,6 +64,7 @@ def test_bound_holds_and_every_group_trains_once(bound: int, seed: int) -> None:
         if chance.random() < 0.5:
             workers[name] = version
         running += [(i, workers[name], name) for i in admission.claim(name, workers[name], chance.randint(0, 4))]
+        assert admission.running == len(running) <= (at_once or batch_size * (bound + 1))
         if chance.random() < 0.05:
             lost = admission.release(name)
             assert sorted(lost) == sorted(i for i, _, owner in running if owner == name)
@@ -79,6 +81,17 @@ def test_bound_holds_and_every_group_trains_once(bound: int, seed: int) -> None:
             assert max(staleness(version, group) for _, group in batch) <= bound
             trained += [index for index, _ in batch]
     assert sorted(trained) == list(range(batch_size * steps))
+
+
+def test_groups_in_flight_are_bounded_over_all_workers() -> None:
+    admission = Admission(batch_size=4, staleness=1, total_steps=9, at_once=5)
+    assert admission.claim("a", 0, 4) == [0, 1, 2, 3]
+    assert admission.claim("b", 0, 4) == [4]
+    assert admission.claim("b", 0, 4) == []
+    admission.complete(2, meta(2, 0))
+    assert admission.claim("b", 0, 4) == [5]
+    admission.release("a")
+    assert admission.claim("c", 0, 9) == [0, 1, 3]
 
 
 def test_complete_tells_what_is_not_wanted() -> None:
@@ -119,12 +132,16 @@ def test_million_groups_are_quick() -> None:
 
 
 def test_stream_is_a_permutation_per_epoch_and_stable() -> None:
-    stream = PromptStream(n_prompts=10, batch_size=3, seed=1)
+    stream = PromptStream(n_prompts=10, batch_size=3, seed=1, order_seed=1)
     assert stream.steps_per_epoch == 3
     first, second = [stream.row(i) for i in range(9)], [stream.row(i) for i in range(9, 18)]
     assert len(set(first)) == 9
     assert first != second
-    assert first == [PromptStream(10, 3, 1).row(i) for i in range(9)]
+    assert first == [PromptStream(10, 3, 1, 1).row(i) for i in range(9)]
     assert stream.sampling_seed(3) != stream.sampling_seed(4)
+    other = PromptStream(10, 3, 1, order_seed=2)
+    assert first != [other.row(i) for i in range(9)]
+    assert stream.sampling_seed(3) == other.sampling_seed(3), "the order is not part of what is sampled"
+    assert [PromptStream(10, 3, 1, None).row(i) for i in range(12)] == [*range(9), 0, 1, 2]
     with pytest.raises(DataError, match="train_batch_size = 3"):
-        PromptStream(n_prompts=2, batch_size=3, seed=1)
+        PromptStream(n_prompts=2, batch_size=3, seed=1, order_seed=1)

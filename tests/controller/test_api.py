@@ -30,6 +30,9 @@ SCHEDULE = Schedule(
     eval_interval=2,
     eval_before_train=True,
     eval_n_samples=1,
+    order_seed=1,
+    groups_at_once=None,
+    eval_prompts_at_once=1024,
 )
 
 

@@ -24,6 +24,9 @@ SCHEDULE = Schedule(
     eval_interval=1,
     eval_before_train=False,
     eval_n_samples=1,
+    order_seed=1,
+    groups_at_once=None,
+    eval_prompts_at_once=1024,
 )
 
 
@@ -32,7 +35,7 @@ def run(tmp_path: Path) -> Run:
     return make_run(tmp_path / "project" / "run")
 
 
-def service(run: Run, attempt: int = 1, **changes: int) -> Service:
+def service(run: Run, attempt: int = 1, **changes: int | None) -> Service:
     return Service(run, attempt, replace(SCHEDULE, **changes), prompts(9), prompts(3))
 
 
@@ -136,3 +139,48 @@ def test_samples_go_when_two_newer_checkpoints_are_there(run: Run) -> None:
             write_json(directory / "x.json", step)
         controller.committed()
     assert sorted(path.stem for path in run.samples.glob("*/*")) == [f"g{index:08d}" for index in range(4, 8)]
+
+
+@pytest.mark.parametrize("order_seed", [None, 1, 2])
+def test_a_resumed_run_trains_the_same_prompts_in_the_same_order(
+    run: Run, tmp_path: Path, order_seed: int | None
+) -> None:
+    """Also over the end of an epoch: 9 prompts make 4 steps of 2."""
+
+    def trained(run: Run, attempt: int, first: int, last: int) -> list[tuple[str, str, int]]:
+        controller = service(run, attempt, eval_interval=0, total_steps=8, order_seed=order_seed)
+        controller.start(first - 1)
+        seen = []
+        for step in range(first, last + 1):
+            work = controller.claim("rollout-0", step - 1, 2)
+            seen += [(item.group_id, item.prompt.uid, item.seed) for item in work]
+            do(run, controller, work, step - 1)
+            assert controller.batch(step)
+            controller.published(step)
+        return seen
+
+    whole = trained(make_run(tmp_path / "project" / "whole"), 1, 1, 8)
+    parts = trained(run, 1, 1, 3) + trained(run, 2, 4, 6) + trained(run, 3, 7, 8)
+    assert parts == whole
+    in_order = [f"p{i}" for i in [*range(8), *range(8)]]
+    assert ([uid for _, uid, _ in whole] == in_order) == (order_seed is None)
+
+
+def test_prompts_that_are_evaluated_at_the_same_time_are_bounded(run: Run) -> None:
+    controller = service(run, eval_before_train=True, eval_prompts_at_once=2)
+    controller.start(0)
+    first = [item for item in controller.claim("rollout-0", 0, 9) if item.kind == "eval"]
+    assert len(first) == 2
+    assert [item.kind for item in controller.claim("rollout-1", 0, 9)] == []
+    do(run, controller, first[:1], 0)
+    assert [item.group_id for item in controller.claim("rollout-1", 0, 9)] == ["e000000-00000002"]
+
+
+def test_groups_in_flight_are_bounded_over_all_workers(run: Run) -> None:
+    controller = service(run, eval_interval=0, staleness=1, groups_at_once=3)
+    controller.start(0)
+    work = controller.claim("rollout-0", 0, 2) + controller.claim("rollout-1", 0, 9)
+    assert len(work) == 3
+    assert controller.claim("rollout-1", 0, 9) == []
+    do(run, controller, work[:1], 0)
+    assert len(controller.claim("rollout-1", 0, 9)) == 1

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hpcrl.data.prompts import drop_long, load_prompts
+from hpcrl.data.prompts import drop_long, load_prompts, set_aside
 from hpcrl.errors import DataError
 
 CHAT = [{"role": "user", "content": "sort: ba"}]
@@ -56,10 +56,11 @@ def test_line_separators_inside_a_string_do_not_end_a_line(tmp_path):
         ([{"question": "2+2"}], "row uid 0: no column `prompt`.*question"),
         ([{"prompt": CHAT}], r"no `env_class`.*environment\.env_class"),
         (
-            [ROWS[0], {"prompt": "2+2", "env_class": "e"}],
-            "row uid 1, column `prompt`: expected a list of chat messages",
+            [ROWS[0], {"prompt": 4, "env_class": "e"}],
+            "row uid 1, column `prompt`: expected text or a list of chat messages",
         ),
-        ([{"prompt": [], "env_class": "e"}], "expected a list of chat messages"),
+        ([{"prompt": [], "env_class": "e"}], "expected text or a list of chat messages"),
+        ([{"prompt": "", "env_class": "e"}], "expected text or a list of chat messages"),
         ([{"prompt": [{"role": "user"}], "env_class": "e"}], "found the message"),
         ([{"prompt": ["hello"], "env_class": "e"}], "found the message 'hello'"),
         ([{"prompt": [{"role": "user", "content": None}], "env_class": "e"}], "found the message"),
@@ -110,3 +111,48 @@ def test_drop_long_keeps_order(tmp_path):
     assert drop_long([], lambda _: 1, 4) == []
     with pytest.raises(DataError, match=r"all 5 prompts.*max_prompt_length = 0"):
         drop_long(prompts, lambda prompt: prompt.extras["n"], 0)
+
+
+def test_columns_by_other_names(tmp_path):
+    rows = [
+        {"question": "1+1?", "answer": "2", "prompt": "unused", "level": 3},
+        {"question": CHAT, "answer": "2", "prompt": "unused", "reward_spec": {"ground_truth": "two", "method": "rule"}},
+        {"question": "2+2?", "answer": 4, "prompt": "unused", "reward_spec": {"method": "rule"}},
+    ]
+    source = write(tmp_path / "rows.jsonl", rows)
+    one, two, three = load_prompts([source], "e", prompt_column="question", response_column="answer")
+    assert one.messages == [{"role": "user", "content": "1+1?"}]
+    assert two.messages == CHAT
+    assert one.extras == {"answer": "2", "prompt": "unused", "level": 3, "reward_spec": {"ground_truth": "2"}}
+    assert two.extras["reward_spec"] == {"ground_truth": "two", "method": "rule"}
+    assert three.extras["reward_spec"] == {"ground_truth": 4, "method": "rule"}
+    assert load_prompts([source], "e")[0].messages == [{"role": "user", "content": "unused"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "2+2"}, r"no column `question` \(data\.prompt_column\); its columns are prompt"),
+        ({"question": "2+2"}, r"no column `answer` \(data\.response_column\); its columns are question"),
+        ({"question": "2+2", "answer": "4", "reward_spec": "4"}, "column `reward_spec`: expected an object, found '4'"),
+        ({"question": 4, "answer": "4"}, "column `question`: expected text or a list of chat messages"),
+        ({"question": "2+2", "answer": float("nan")}, "cannot be written as JSON"),
+    ],
+)
+def test_faulty_columns_by_other_names(tmp_path, row, message):
+    with pytest.raises(DataError, match=message):
+        load_prompts([write(tmp_path / "rows.json", [row])], "e", prompt_column="question", response_column="answer")
+
+
+@pytest.mark.parametrize(
+    ("test_size", "count"), [(0.2, 2), (0.25, 2), (0.01, 1), (0.99, None), (1, 1), (9, 9), (10, None)]
+)
+def test_the_first_prompts_are_set_aside(tmp_path, test_size, count):
+    prompts = load_prompts([write(tmp_path / "a.jsonl", [{"prompt": CHAT, "n": n} for n in range(10)])], "e")
+    if count is None:
+        with pytest.raises(DataError, match=f"data.test_size = {test_size} leaves none of the 10 prompts"):
+            set_aside(prompts, test_size)
+    else:
+        train, evaluation = set_aside(prompts, test_size)
+        assert [prompt.extras["n"] for prompt in evaluation] == list(range(count))
+        assert [prompt.extras["n"] for prompt in train] == list(range(count, 10))

@@ -32,7 +32,8 @@ from tests.trainer.material import REPOSITORY, environment, make_sample, torchru
 STEPS = 4
 JOB = REPOSITORY / "jobs" / "train.py"
 SCHEDULE = Schedule(
-    batch_size=4, n_samples=3, staleness=0, total_steps=STEPS, seed=1, eval_interval=-1, eval_before_train=False, eval_n_samples=1
+    batch_size=4, n_samples=3, staleness=0, total_steps=STEPS, seed=1, eval_interval=-1, eval_before_train=False, eval_n_samples=1,
+    order_seed=1, groups_at_once=None, eval_prompts_at_once=1,
 )  # fmt: skip
 
 

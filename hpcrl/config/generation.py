@@ -1,0 +1,90 @@
+"""Rules about what is generated: datasets, lengths, chat templates and sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from hpcrl.config.derive import max_input_length
+from hpcrl.config.generator import SamplingParams
+from hpcrl.config.problem import Problem
+
+if TYPE_CHECKING:
+    from hpcrl.config.root import Config
+
+_TEMPLATES = ("qwen3_with_thinking", "qwen3_without_thinking")
+_SAMPLING_NAMES = {field.name: field.name for field in fields(SamplingParams)} | {"max_tokens": "max_generate_length"}
+_SAMPLING_OWN = {"n", "seed", "detokenize", "output_kind", "skip_special_tokens", "flat_logprobs"}
+
+
+def datasets(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if not data.train_data:
+        yield Problem("data.train_data", "expected at least one dataset, found an empty list")
+    if config.trainer.eval_interval > 0 and not data.val_data and data.test_size is None:
+        yield Problem(
+            "trainer.eval_interval",
+            f"{config.trainer.eval_interval} asks for evaluation, but data.val_data is empty; name a dataset there or set trainer.eval_interval=0",
+        )
+    if data.test_size is not None and data.val_data:
+        yield Problem("data.test_size", "has no effect with data.val_data; leave one of them out")
+    if data.test_size is not None and data.test_size > 1 and data.test_size % 1:
+        yield Problem(
+            "data.test_size", f"expected a share below 1 or a whole number of prompts, found {data.test_size}"
+        )
+    if data.shuffle_seed is not None and not data.shuffle:
+        yield Problem(
+            "data.shuffle_seed", "has no effect with data.shuffle=false; leave it out, or set data.shuffle=true"
+        )
+    if data.prompt_column == data.response_column:
+        yield Problem("data.response_column", f"expected another column than data.prompt_column ({data.prompt_column})")
+    if data.prefetch_factor is not None and not data.num_workers:
+        yield Problem("data.prefetch_factor", "has no effect without data.num_workers; leave it out, or set both")
+
+
+def lengths(config: Config) -> Iterator[Problem]:
+    longest, prompt = max_input_length(config.generator, config.trainer), config.trainer.max_prompt_length
+    if config.generator.max_turns == 1 and longest != prompt:
+        yield Problem(
+            "generator.max_input_length",
+            f"expected trainer.max_prompt_length ({prompt}) where generator.max_turns=1, found {longest}; leave it out",
+        )
+    elif longest < prompt:
+        yield Problem(
+            "generator.max_input_length",
+            f"expected at least trainer.max_prompt_length ({prompt}), found {longest}",
+        )
+
+
+def chat(config: Config) -> Iterator[Problem]:
+    generator, template = config.generator, config.generator.chat_template
+    if template.source == "file" and not template.name_or_path:
+        yield Problem("generator.chat_template.name_or_path", 'required with source="file": a Jinja file')
+    if template.source == "name" and template.name_or_path and template.name_or_path not in _TEMPLATES:
+        yield Problem(
+            "generator.chat_template.name_or_path",
+            f'expected one of {", ".join(_TEMPLATES)}, or source="file", found "{template.name_or_path}"',
+        )
+    if not generator.step_wise_trajectories:
+        return
+    if template.name_or_path or not generator.use_conversation_multi_turn:
+        yield Problem(
+            "generator.step_wise_trajectories",
+            "needs the tokenizer's own chat template and generator.use_conversation_multi_turn=true",
+        )
+    if config.trainer.algorithm.advantage_estimator in ("gae", "reinforce++"):
+        yield Problem(
+            "generator.step_wise_trajectories",
+            f"does not work with trainer.algorithm.advantage_estimator={config.trainer.algorithm.advantage_estimator}, which needs the whole sample",
+        )
+
+
+def sampling_parameters(config: Config) -> Iterator[Problem]:
+    for section in ("sampling_params", "eval_sampling_params"):
+        path = f"generator.{section}"
+        for name in getattr(config.generator, section).additional_kwargs or {}:
+            if own := _SAMPLING_NAMES.get(name):
+                yield Problem(f"{path}.additional_kwargs.{name}", f"set {path}.{own} instead")
+            elif name in _SAMPLING_OWN:
+                yield Problem(f"{path}.additional_kwargs.{name}", "hpcrl sets this sampling parameter itself")
