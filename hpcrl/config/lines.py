@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _PART = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
-_NAME = rf"{_PART}(?:\s*\.\s*{_PART})*"
+_NAME = rf"{_PART}(?:[ \t]*\.[ \t]*{_PART})*"
 _TABLE = re.compile(rf"\s*\[\[?\s*({_NAME})\s*\]")
 _KEY = re.compile(rf"\s*({_NAME})\s*=")
-_LONG_QUOTE = re.compile(r'"""|\'\'\'')
+_QUOTED = re.compile(
+    r'''"""(?:\\.|[^\\])*?"""|\'\'\'.*?\'\'\'|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*''',
+    re.DOTALL,
+)
 
 
 def line_of(text: str, path: str) -> int | None:
@@ -17,20 +21,29 @@ def line_of(text: str, path: str) -> int | None:
     Returns:
         The line, counted from 1; None where the file does not mention the path.
     """
-    found: dict[str, int] = {}
-    table, quote = "", None
-    for number, line in enumerate(text.splitlines(), 1):
-        if quote is None:
-            if header := _TABLE.match(line):
-                table = _dotted(header[1]) + "."
-                found.setdefault(table[:-1], number)
-            elif key := _KEY.match(line):
-                found.setdefault(table + _dotted(key[1]), number)
-        for mark in _LONG_QUOTE.findall(line):
-            quote = mark if quote is None else None if quote == mark else quote
+    found = _lines(text)
     while path and path not in found:
         path = path.rpartition(".")[0]
     return found.get(path)
+
+
+@lru_cache(maxsize=8)
+def _lines(text: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(_QUOTED.sub(_blank, text).split("\n"), 1):
+        if header := _TABLE.match(line):
+            table = _dotted(header[1]) + "."
+            found.setdefault(table[:-1], number)
+        elif key := _KEY.match(line):
+            found.setdefault(table + _dotted(key[1]), number)
+    return found
+
+
+def _blank(quoted: re.Match[str]) -> str:
+    """Return only the line ends of a comment or of text in three quotes, which may look like a key; other text as it is."""
+    text = quoted[0]
+    return "\n" * text.count("\n") if text.startswith(("#", '"""', "'''")) else text
 
 
 def _dotted(name: str) -> str:

@@ -19,6 +19,7 @@ from hpcrl.config.surface import Setting, settings
 
 _OPENING = ("[", "{", '"', "'")
 _DEEPEST = 64
+_NOTHING_NEW = "new settings cannot be added from outside; declare them in a subclass of hpcrl.config.Config and choose it by config_class"
 
 
 @dataclass
@@ -95,19 +96,25 @@ def read(paths: Sequence[Path], overrides: Sequence[str], cls: type) -> Merged:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table in which dotted keys have become tables.
+    """Return the tree of a table whose keys are dotted paths; what lies below them is taken as it is.
 
     Raises:
-        ConfigError: a key is no text.
+        ConfigError: a key is no text, or begins with "+", or the tree is too deep.
     """
-    merged = Merged()
+    merged, problems = Merged(), []
     for key, value in flat.items():
-        if not isinstance(key, str):
-            raise_together([Problem(str(key), "expected a name that is text")], lambda _: None)
-        tree: Any = nested(value) if isinstance(value, Mapping) else value
-        for part in reversed(key.split(".")):
+        tree: Any = value
+        for part in reversed(str(key).split(".")):
             tree = {part: tree}
-        merged.merge(tree, "")
+        if not isinstance(key, str):
+            problems.append(Problem(repr(key), "expected a name that is text"))
+        elif key.startswith("+"):
+            problems.append(Problem(key, _NOTHING_NEW))
+        elif _depth(tree) > _DEEPEST:
+            problems.append(Problem(key, f"nested more than {_DEEPEST} levels deep"))
+        else:
+            merged.merge(tree, "")
+    raise_together(problems, lambda _: None)
     return merged.tree
 
 
@@ -117,8 +124,8 @@ class _Unreadable(Exception):
 
 def _parse(path: Path) -> tuple[str, dict[str, Any]]:
     try:
-        text = path.read_bytes().decode("utf-8")
-        return text, _toml(text.replace("\r\n", "\n"))
+        text = path.read_bytes().decode("utf-8").replace("\r\n", "\n")
+        return text, _toml(text)
     except FileNotFoundError:
         raise _Unreadable(f"no such file (looked in {Path.cwd()})") from None
     except OSError as error:
@@ -127,6 +134,8 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
         raise _Unreadable(f"not UTF-8 text: byte {error.start}") from None
     except tomllib.TOMLDecodeError as error:
         raise _Unreadable(f"not valid TOML: {error}") from None
+    except ValueError as error:
+        raise _Unreadable(f"no file can have this name: {error}") from None
 
 
 def _toml(text: str) -> dict[str, Any]:
@@ -144,13 +153,17 @@ def _toml(text: str) -> dict[str, Any]:
 
 
 def _depth(tree: Any) -> int:
-    deepest, todo = 0, [(tree, 1)]
-    while todo:
-        value, depth = todo.pop()
-        deepest = max(deepest, depth)
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        todo += [(item, depth + 1) for item in inner]
-    return deepest
+    """Return the levels of tables and lists, counted until they are too many."""
+    depth, level = 0, [tree]
+    while level and depth <= _DEEPEST:
+        depth += 1
+        level = [
+            item
+            for value in level
+            if isinstance(value, Mapping | list | tuple)
+            for item in (value.values() if isinstance(value, Mapping) else value)
+        ]
+    return depth
 
 
 def _apply(merged: Merged, override: str, known: Sequence[Setting]) -> None:
@@ -159,10 +172,7 @@ def _apply(merged: Merged, override: str, known: Sequence[Setting]) -> None:
     if not equals or not all(names):
         raise _Unreadable("expected name=value with a dotted name, such as trainer.epochs=2")
     if path.startswith("+"):
-        raise _Unreadable(
-            "new settings cannot be added from the command line; declare them in a subclass of hpcrl.config.Config and "
-            "choose it by config_class"
-        )
+        raise _Unreadable(_NOTHING_NEW)
     if len(names) > _DEEPEST:
         raise _Unreadable(f"nested more than {_DEEPEST} levels deep")
     if not text.strip():

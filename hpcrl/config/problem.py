@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from hpcrl.config.surface import Setting
 from hpcrl.errors import ConfigError
 
-_ALIKE = 0.7
-_NEAR = 0.15
 _MOST_SHOWN = 3
+_MOST_LISTED = 20
+_LONGEST = 80
+_LONGEST_PATH = 300
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ def raise_together(problems: Sequence[Problem], source_of: Callable[[str], str |
 
 
 def _line(problem: Problem, source: str | None) -> str:
-    return ": ".join(part for part in (source, problem.path, problem.message) if part)
+    path = problem.path if len(problem.path) <= _LONGEST_PATH else problem.path[:_LONGEST_PATH] + "..."
+    return ": ".join(part for part in (source, path, problem.message) if part)
 
 
 def shown(value: Any) -> str:
@@ -57,15 +60,50 @@ def shown(value: Any) -> str:
 
 
 def unknown(path: str, known: Sequence[Setting]) -> Problem:
-    """Return the problem of a name that does not exist, with the names that it may have meant."""
+    """Return the problem of a name that does not exist, with the names that it may have meant.
+
+    One letter too few, too many, changed or swapped always leads to the right name.
+    """
+    if near := nearest(path, known):
+        return Problem(path, f"unknown setting; did you mean {' or '.join(near)}?")
+    parent = path.rpartition(".")[0]
+    names = [setting.name for setting in known if setting.path.rpartition(".")[0] == parent]
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return Problem(path, f"unknown setting; expected one of {', '.join(names[:_MOST_LISTED])}{more}")
+
+
+def nearest(path: str, known: Sequence[Setting]) -> list[str]:
+    """Return the paths of at most three settings whose names resemble the last part of `path`, the nearest first."""
     parent, _, name = path.rpartition(".")
     scores: dict[str, float] = {}
+    alike = _one_letter_off(name, known) or set(
+        get_close_matches(name[:_LONGEST], {s.name for s in known}, _MOST_SHOWN, 0.7)
+    )
     for setting in known:
-        alike = SequenceMatcher(None, name, setting.name).ratio()
-        if alike >= _ALIKE:
-            scores[setting.path] = alike + (_NEAR if setting.path.rpartition(".")[0] == parent else 0.0)
-    best = [other for other in scores if scores[other] == max(scores.values())][:_MOST_SHOWN]
-    if best:
-        return Problem(path, f"unknown setting; did you mean {' or '.join(best)}?")
-    names = [setting.name for setting in known if setting.path.rpartition(".")[0] == parent]
-    return Problem(path, f"unknown setting; expected one of {', '.join(names)}")
+        if setting.name in alike:
+            beside = setting.path.rpartition(".")[0] == parent
+            scores[setting.path] = SequenceMatcher(None, name, setting.name).ratio() + (0.5 if beside else 0.0)
+    best = max(scores.values(), default=0.0)
+    likely = [other for other in scores if scores[other] > best - 0.5]
+    return sorted(likely, key=lambda other: -scores[other])[:_MOST_SHOWN]
+
+
+def _one_letter_off(name: str, known: Sequence[Setting]) -> set[str]:
+    if len(name) > _LONGEST:
+        return set()
+    index = _shortened(tuple(dict.fromkeys(setting.name for setting in known)))
+    return {other for short in _without_one(name) for other in index.get(short, ())}
+
+
+@lru_cache(maxsize=4)
+def _shortened(names: tuple[str, ...]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        for short in _without_one(name):
+            found.setdefault(short, []).append(name)
+    return found
+
+
+def _without_one(name: str) -> set[str]:
+    """Return the text and what is left of it without any one letter; texts one letter apart have some of these in common."""
+    return {name, *(name[:i] + name[i + 1 :] for i in range(len(name)))}

@@ -6,11 +6,10 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.problem import Problem
-from hpcrl.config.surface import leaves
+from hpcrl.config.surface import values
 
 if TYPE_CHECKING:
     from hpcrl.config.root import Config
@@ -182,8 +181,7 @@ def range_of(path: str) -> Range | None:
 
 def out_of_range(config: Config) -> Iterator[Problem]:
     """Yield a problem for each setting whose value can never work, whatever the others are."""
-    for setting in leaves(type(config)):
-        value = attrgetter(setting.path)(config)
+    for setting, value in values(config):
         if message := _wrong(setting.path, value):
             yield Problem(setting.path, message)
 
@@ -201,10 +199,10 @@ def _wrong(path: str, value: Any) -> str | None:
         return "expected texts that are not empty"
     if path in _DIRECTORY_NAMES and not _DIRECTORY_NAME.fullmatch(value):
         return f"expected a directory name of letters, digits, '.', '_' and '-' that starts with a letter or digit, found {value!r}"
-    if path.endswith(".reshard_after_forward") and not isinstance(value, bool) and value < 1:
-        return f"expected true, false or at least 1 rank, found {value}"
     if path.endswith(".inference_size") and (len(value) != 2 or min(value) < 1):
         return f"expected height and width in pixels, found {value}"
+    if path.endswith(".reshard_after_forward") and type(value) is int and value < 1:
+        return f"expected true, false or at least 1 rank, found {value}"
     allowed = range_of(path)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

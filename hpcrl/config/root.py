@@ -18,7 +18,7 @@ from hpcrl.config.load import Merged, nested, read
 from hpcrl.config.problem import raise_together
 from hpcrl.config.rules import check
 from hpcrl.config.slurm import SlurmConfig
-from hpcrl.config.surface import settings
+from hpcrl.config.surface import values
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.config.validate import build
 from hpcrl.config.vla import VLAConfig
@@ -91,12 +91,8 @@ class Config:
         Args:
             only_changed: leave out what has its default.
         """
-        tree = asdict(self)
-        if only_changed:
-            for setting in settings(type(self)):
-                if not setting.subsection:
-                    _remove_default(tree, setting.path.split("."), setting.default)
-        return tomli_w.dumps(_set_values(tree))
+        changed = {setting.path: value for setting, value in values(self) if not setting.is_default(value)}
+        return tomli_w.dumps(nested(changed) if only_changed else _set_values(asdict(self)))
 
 
 def make_config(
@@ -112,9 +108,8 @@ def make_config(
     Args:
         algorithm_cls: class of trainer.algorithm; not used where `trainer_cls` is given, which says it itself.
     """
-    if trainer_cls is None:
-        trainer_cls = _replaced(TrainerConfig, "algorithm", algorithm_cls)
-    return _replaced(_replaced(Config, "trainer", trainer_cls), "generator", generator_cls)
+    trainer = trainer_cls or _replaced(TrainerConfig, "algorithm", algorithm_cls)
+    return _replaced(_replaced(Config, "trainer", trainer), "generator", generator_cls)
 
 
 def _replaced(section: Any, name: str, cls: type) -> Any:
@@ -141,13 +136,3 @@ def _set_values(tree: dict[str, Any]) -> dict[str, Any]:
         for key, value in tree.items()
         if value is not None
     }
-
-
-def _remove_default(table: dict[str, Any], path: list[str], default: Any) -> None:
-    name, *rest = path
-    if rest:
-        _remove_default(table[name], rest, default)
-        if not table[name]:
-            del table[name]
-    elif table[name] == default:
-        del table[name]

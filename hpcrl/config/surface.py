@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hpcrl.config.location import LOCATION
+from hpcrl.errors import ConfigError
 
 _NOUNS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Any: "anything"}
 _PLURALS = {str: "texts", int: "whole numbers", float: "numbers", bool: "true or false"}
@@ -67,53 +68,101 @@ class Setting:
 
     def expects(self) -> str:
         """Say which values the setting takes."""
-        return " or ".join(_noun(kind) for kind in self.types)
+        return " or ".join(map(noun, self.types))
+
+    def is_default(self, value: Any) -> bool:
+        return value == self.default and isinstance(value, bool) == isinstance(self.default, bool)
 
 
-def _noun(kind: Any) -> str:
+def noun(kind: Any) -> str:
+    """Say which values a type, without `Annotated` and `None`, takes."""
     if get_origin(kind) is list:
-        (item,) = get_args(kind)
-        return f"a list of {_PLURALS.get(item, 'values')}"
+        items = alternatives(get_args(kind)[0])
+        return f"a list of {_PLURALS.get(items[0], 'values') if len(items) == 1 else 'values'}"
     if get_origin(kind) is dict:
         value = get_args(kind)[1]
         return "a table" if value is Any else f"a table of {_PLURALS.get(value, 'values')}"
     if get_origin(kind) is Literal:
         names = ", ".join(f'"{name}"' if isinstance(name, str) else str(name) for name in get_args(kind))
         return f"one of {names}" if len(get_args(kind)) > 1 else names
-    if is_dataclass(kind):
-        return "a table"
-    return _NOUNS.get(kind) or str(getattr(kind, "__name__", kind))
+    return _NOUNS.get(kind, "a table")
 
 
-def _bare(annotation: Any) -> tuple[tuple[Any, ...], bool]:
-    """Return the types that an annotation admits, None among them, and whether one of them is a location."""
+@cache
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """Return the types that an annotation admits, without `Annotated`; `None` is among them where it may be unset."""
     if get_origin(annotation) is Annotated:
-        kind, *marks = get_args(annotation)
-        return (kind,), LOCATION in marks
+        return alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        parts = [_bare(part) for part in get_args(annotation)]
-        return tuple(kind for kinds, _ in parts for kind in kinds), any(location for _, location in parts)
-    if get_origin(annotation) is list:
-        (item,), location = _bare(get_args(annotation)[0])
-        return (list[item],), location
-    return (annotation,), False
+        return tuple(kind for part in get_args(annotation) for kind in alternatives(part))
+    return (annotation,)
+
+
+def _is_location(annotation: Any) -> bool:
+    if get_origin(annotation) is Annotated:
+        return LOCATION in annotation.__metadata__
+    return get_origin(annotation) in (Union, UnionType, list) and any(map(_is_location, get_args(annotation)))
+
+
+def _fits_toml(annotation: Any) -> bool:
+    kinds = [kind for kind in alternatives(annotation) if kind is not NoneType]
+    return bool(kinds) and all(
+        kind in _NOUNS
+        or get_origin(kind) is Literal
+        or (get_origin(kind) is list and _fits_toml(get_args(kind)[0]))
+        or (get_origin(kind) is dict and get_args(kind)[0] is str and _fits_toml(get_args(kind)[1]))
+        or (isinstance(kind, type) and is_dataclass(kind) and len(kinds) == 1)
+        for kind in kinds
+    )
+
+
+@cache
+def _annotations(section: type) -> dict[str, Any]:
+    """Return the annotation of each setting of a section.
+
+    Raises:
+        ConfigError: the class, somebody's own, cannot be a section.
+    """
+    name = f"{section.__module__}.{section.__qualname__}"
+    if (
+        not is_dataclass(section)
+        or not vars(section).get("__annotations__", {}).keys() <= section.__dataclass_fields__.keys()
+    ):
+        raise ConfigError(
+            f"{name}: its settings are not declared; put @dataclass(frozen=True, kw_only=True) above the class"
+        )
+    try:
+        hints = get_type_hints(section, include_extras=True)
+    except (NameError, TypeError, SyntaxError, AttributeError) as error:
+        raise ConfigError(
+            f"{name}: a type in it cannot be resolved: {error}; import it at the top of the module"
+        ) from None
+    found = {field.name: hints[field.name] for field in fields(section)}
+    for field_name, annotation in found.items():
+        if not _fits_toml(annotation):
+            raise ConfigError(
+                f"{name}.{field_name}: TOML cannot hold a value of type {annotation}; declare it as str, int, float, bool, Literal, "
+                "a list or a dict[str, ...] of those, any of these or None, or a dataclass"
+            )
+    return found
 
 
 @cache
 def section_settings(section: type, prefix: str = "") -> tuple[Setting, ...]:
-    """Return the settings that a section holds itself, in the order of their declaration."""
-    hints = get_type_hints(section, include_extras=True)
+    """Return the settings that a section holds itself, in the order of their declaration.
+
+    Raises:
+        ConfigError: somebody's own class cannot be a section.
+    """
+    annotations = _annotations(section)
     found = []
     for field in fields(section):
-        kinds, location = _bare(hints[field.name])
+        annotation = annotations[field.name]
+        kinds = alternatives(annotation)
         types = tuple(kind for kind in kinds if kind is not NoneType)
         default = field.default_factory() if field.default_factory is not MISSING else field.default
-        optional = len(types) < len(kinds)
-        found.append(
-            Setting(
-                prefix + field.name, section, field.name, hints[field.name], types, optional, location, default
-            )
-        )
+        optional, location = len(types) < len(kinds), _is_location(annotation)
+        found.append(Setting(prefix + field.name, section, field.name, annotation, types, optional, location, default))
     return tuple(found)
 
 
@@ -135,6 +184,16 @@ def leaves(section: type) -> list[Setting]:
     return [setting for setting in settings(section) if not setting.subsection]
 
 
+def values(section: Any, prefix: str = "") -> Iterator[tuple[Setting, Any]]:
+    """Yield the leaves of a section that is a dataclass's instance, each with its value; of one that is unset there are none."""
+    for setting in section_settings(type(section), prefix):
+        value = getattr(section, setting.name)
+        if not setting.subsection:
+            yield setting, value
+        elif value is not None:
+            yield from values(value, setting.path + ".")
+
+
 @cache
 def _meanings(section: type) -> dict[str, str]:
     try:
@@ -145,7 +204,8 @@ def _meanings(section: type) -> dict[str, str]:
         return {}
     found: dict[str, str] = {}
     for field, below in zip(definition.body, definition.body[1:], strict=False):
-        named = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if named and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             found[field.target.id] = str(below.value.value)
     return found

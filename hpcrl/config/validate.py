@@ -1,30 +1,21 @@
-"""From a tree of plain values to the dataclasses: strict types, no unknown names, every error at once.
-
-Only what a file sets is looked at, setting by setting: building one validator for the whole tree would take longer than all else.
-"""
+"""From a tree of plain values to the dataclasses: strict types, no unknown names, every error at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
-from typing import Any, TypeVar
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from hpcrl.config.problem import Problem, raise_together, shown, unknown
-from hpcrl.config.surface import Setting, section_settings, settings
+from hpcrl.config.surface import Setting, alternatives, noun, section_settings, settings
 
 Section = TypeVar("Section")
 
 _LARGEST_INT = 2**63
 
 
-@cache
-def _adapter(annotation: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(annotation)
-
-
-def build(cls: type[Section], tree: Mapping[str, Any], source_of: Callable[[str], str | None] = lambda _: None) -> Section:
+def build(
+    cls: type[Section], tree: Mapping[str, Any], source_of: Callable[[str], str | None] = lambda _: None
+) -> Section:
     """Return the dataclass `cls`, a section or the whole configuration, filled from the table `tree`.
 
     Tables whose keys are the user's are merged with their defaults, key by key. None means unset.
@@ -71,29 +62,51 @@ def _missing(setting: Setting) -> Problem:
 
 
 def _value(setting: Setting, given: Any, problems: list[Problem]) -> Any:
-    if unfit := list(_unfit(given, setting.path)):
-        problems += unfit
-        return None
-    try:
-        value = _adapter(setting.annotation).validate_python(given, strict=True)
-    except ValidationError as error:
-        places = {_place(setting.path, entry["loc"]): entry["input"] for entry in error.errors(include_url=False)}
-        deepest = max(places, key=len) if len(setting.types) == 1 else setting.path
-        problems.append(
-            Problem(deepest, f"expected {setting.expects()}, found {shown(places.get(deepest, given))}")
-        )
-        return None
+    unfit = list(_unfit(given, setting.path))
+    value, misfits = (None, unfit) if unfit else _fitted(given, setting.annotation, setting.path)
+    problems += misfits
     return {**setting.default, **value} if isinstance(value, dict) and isinstance(setting.default, dict) else value
 
 
-def _place(path: str, where: tuple[int | str, ...]) -> str:
-    return path + "".join(f"[{part}]" for part in where if isinstance(part, int))
+def _fitted(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]:
+    """Return a value of the annotated type that equals the given one, and what is wrong with it."""
+    kinds = alternatives(annotation)
+    if any(_is_one(value, kind) for kind in kinds):
+        return value, []
+    if float in kinds and _is_one(value, int):
+        return float(value), []
+    inside: list[Problem] = []
+    for kind in kinds:
+        if isinstance(value, list | tuple) and get_origin(kind) is list:
+            places = {index: f"{path}[{index}]" for index in range(len(value))}
+            parts = [_fitted(value[index], get_args(kind)[0], place) for index, place in places.items()]
+            fitted: Any = [part for part, _ in parts]
+        elif isinstance(value, Mapping) and get_origin(kind) is dict:
+            parts = [_fitted(item, get_args(kind)[1], f"{path}.{key}") for key, item in value.items()]
+            fitted = dict(zip(value, (part for part, _ in parts), strict=True))
+        else:
+            continue
+        found = [problem for _, problems in parts for problem in problems]
+        if not found:
+            return fitted, []
+        inside = inside or found
+    expected = " or ".join(noun(kind) for kind in kinds if kind is not type(None))
+    return None, inside or [Problem(path, f"expected {expected}, found {shown(value)}")]
+
+
+def _is_one(value: Any, kind: Any) -> bool:
+    if kind is Any:
+        return True
+    if get_origin(kind) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(kind))
+    return isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def _unfit(value: Any, path: str) -> Iterator[Problem]:
     """Yield what TOML cannot hold, or no program that reads the configuration could use."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
+            yield from _unfit(key, f"{path}: a name in it") if isinstance(key, str) else _no_text(key, path)
             yield from _unfit(inner, f"{path}.{key}")
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
@@ -101,8 +114,14 @@ def _unfit(value: Any, path: str) -> Iterator[Problem]:
     elif isinstance(value, str):
         if not value.isprintable() and any("\ud800" <= letter <= "\udfff" or letter == "\0" for letter in value):
             yield Problem(path, f"expected text in UTF-8, found {value!r:.60}")
-    elif isinstance(value, int) and not -_LARGEST_INT <= value < _LARGEST_INT:
-        yield Problem(path, "expected a number of at most 64 bits")
-    elif not isinstance(value, bool | int | float):
+    elif isinstance(value, bool | float):
+        pass
+    elif not isinstance(value, int):
         hint = "; quote it" if hasattr(value, "isoformat") else ""
         yield Problem(path, f"expected text, a number, a list or a table, found {shown(value)}{hint}")
+    elif not -_LARGEST_INT <= value < _LARGEST_INT:
+        yield Problem(path, "expected a number of at most 64 bits")
+
+
+def _no_text(key: Any, path: str) -> Iterator[Problem]:
+    yield Problem(path, f"expected names that are text, found {shown(key)}")
