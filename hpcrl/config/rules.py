@@ -8,10 +8,18 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from hpcrl.config.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from hpcrl.config.derive import model_parallel_size, ref_ranks, trainer_ranks
+from hpcrl.config.derive import uses_reference
 from hpcrl.config.generation import chat, datasets, lengths, sampling_parameters
 from hpcrl.config.problem import Problem
 from hpcrl.config.ranges import out_of_range
+from hpcrl.config.ranks import (
+    colocated_engines,
+    enough_samples,
+    equal_shares,
+    parallel_sizes,
+    shared_gpus,
+    whole_mini_batches,
+)
 from hpcrl.config.site import engine_options, gpus_of_nodes, sbatch_options
 from hpcrl.config.status import waiting
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpcrl.config.derive import ref_model_path
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.trainer.engine import Engine
 from hpcrl.trainer.fsdp import FsdpEngine
@@ -16,7 +17,7 @@ def build_engine(trainer: TrainerConfig, temperature: float, world: World) -> En
     Raises:
         DataError: a model path holds no model.
     """
-    reference = (trainer.ref.model.path or trainer.policy.model.path) if trainer.algorithm.use_kl_loss else None
+    reference = ref_model_path(trainer) if trainer.algorithm.use_kl_loss else None
     return BACKENDS[trainer.strategy](
         trainer.policy,
         world,
