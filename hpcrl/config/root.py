@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, make_dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from hpcrl.config.data import DataConfig
 from hpcrl.config.environment import EnvironmentConfig
 from hpcrl.config.generator import GeneratorConfig
 from hpcrl.config.load import Merged, nested, read
+from hpcrl.config.location import Location
 from hpcrl.config.problem import raise_together
 from hpcrl.config.rules import check
 from hpcrl.config.slurm import SlurmConfig
@@ -31,6 +34,9 @@ class Config:
 
     config_class: str | None = None
     """Your own subclass of hpcrl.config.Config that adds settings, as "package.module:Class"."""
+
+    python_path: list[Location] = field(default_factory=list)
+    """Folders in which config_class and your other classes are looked for, after PYTHONPATH; "." is the folder of the file that sets it."""
 
     data: DataConfig
     trainer: TrainerConfig
@@ -74,6 +80,7 @@ class Config:
     @classmethod
     def _chosen(cls, merged: Merged) -> type[Self]:
         name = merged.tree.get("config_class")
+        _add_to_path(merged.tree.get("python_path"))
         return cls if cls is not Config or not isinstance(name, str) else _subclass(name)  # type: ignore[return-value]
 
     @classmethod
@@ -118,13 +125,23 @@ def _replaced(section: Any, name: str, cls: type) -> Any:
     return make_dataclass(section.__name__, [spec], bases=(section,), frozen=True, kw_only=True)
 
 
+_WHERE = 'Install it, or name the folder that holds it: python_path = ["."] is the folder of the TOML file'
+
+
+def _add_to_path(folders: Any) -> None:
+    """Let the classes that a configuration names be found, in every process that reads it: each process of a run does."""
+    for folder in folders if isinstance(folders, list) else ():
+        if isinstance(folder, str) and folder not in sys.path and os.path.isdir(folder):
+            sys.path.append(folder)
+
+
 def _subclass(name: str) -> type[Config]:
     module_name, _, class_name = name.partition(":")
     expected = f'config_class: expected "package.module:Class" of a dataclass below hpcrl.config.Config, found "{name}"'
     try:
         found = getattr(importlib.import_module(module_name), class_name, None)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"{expected}; {error}. Is its folder on PYTHONPATH, here and in slurm.setup?") from error
+        raise ConfigError(f"{expected}; {error}. {_WHERE}") from error
     if not (isinstance(found, type) and issubclass(found, Config)):
         raise ConfigError(expected)
     return found

@@ -44,7 +44,8 @@ def _resolve(name: str) -> EnvironmentClass:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            f"environment {name!r}: cannot import {module_name!r} ({error}). Is its folder on PYTHONPATH of the job?"
+            f"environment {name!r}: cannot import {module_name!r} ({error}). Install it, or name the folder that "
+            "holds it in python_path"
         ) from error
     found: Any = getattr(module, class_name, None)
     if not isinstance(found, type):

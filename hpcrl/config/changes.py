@@ -1,0 +1,235 @@
+"""What a changed setting does to a run that continues from a checkpoint: nothing, something to know, or it cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from hpcrl.config.difference import Difference, differences
+
+if TYPE_CHECKING:
+    from hpcrl.config.root import Config
+
+Kind = Literal["harmless", "warning", "refused"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a change.
+
+    Attributes:
+        kind: for a later attempt of the same run.
+        reason: why, in a few words.
+        from_path: for another run that starts from a checkpoint of this one.
+    """
+
+    kind: Kind
+    reason: str
+    from_path: Kind = "harmless"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that differs, and what that means."""
+
+    difference: Difference
+    kind: Kind
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.difference} ({self.reason})"
+
+
+_TABLE: tuple[tuple[Verdict, str], ...] = (
+    (
+        Verdict("refused", "the checkpoints hold the state of the other model", "refused"),
+        """
+        trainer.policy.model trainer.policy.model_config_kwargs trainer.critic.model trainer.critic.model_config_kwargs
+        trainer.policy.megatron_config.model_config_kwargs trainer.policy.megatron_config.transformer_config_kwargs
+        trainer.policy.megatron_config.lora_type trainer.algorithm.value_head_prefix
+        trainer.policy.trainable_map trainer.policy.freeze_pattern trainer.policy.diffusers.enable
+        trainer.policy.diffusers.is_video trainer.policy.diffusers.tokenizer
+        vla.enable vla.vla_type vla.use_proprio vla.proprio_dim vla.num_images_in_input
+        """,
+    ),
+    (
+        Verdict("refused", "no backend reads the checkpoints of another", "refused"),
+        "trainer.strategy",
+    ),
+    (
+        Verdict("refused", "the model would compute something else", "warning"),
+        "trainer.rope_scaling trainer.rope_theta generator.rope_scaling generator.rope_theta",
+    ),
+    (
+        Verdict("refused", "a checkpoint counts the prompts that are trained, and these would be others", "warning"),
+        """
+        data.train_data data.subset data.revision data.local_dir data.test_size data.shuffle data.shuffle_seed
+        data.prompt_column data.response_column data.conversation_column data.drop_last
+        trainer.seed trainer.train_batch_size trainer.max_prompt_length trainer.policy.diffusers.max_prompt_length
+        """,
+    ),
+    (
+        Verdict("refused", "prompts would become other tokens", "warning"),
+        "trainer.disable_fast_tokenizer generator.chat_template generator.chat_template_kwargs",
+    ),
+    (
+        Verdict("refused", "groups that wait to be trained have the old number of samples"),
+        "generator.n_samples_per_prompt generator.step_wise_trajectories",
+    ),
+    (
+        Verdict("refused", "it decides what kind of run this is"),
+        "config_class trainer.mode",
+    ),
+    (
+        Verdict("refused", "a run stays in its directory"),
+        "slurm.root trainer.project_name trainer.run_name",
+    ),
+    (
+        Verdict("refused", "a run's own checkpoints come before it"),
+        "trainer.resume_path",
+    ),
+    (
+        Verdict("warning", "it decides whether this attempt and later ones continue a checkpoint"),
+        "trainer.resume_mode",
+    ),
+    (
+        Verdict("warning", "what is optimized changes from the next step on"),
+        """
+        trainer.algorithm trainer.ref.model trainer.ref.model_config_kwargs
+        trainer.update_ref_every_epoch trainer.distillation trainer.policy.diffusers
+        generator.zero_reward_on_non_stop generator.apply_overlong_filtering
+        """,
+    ),
+    (
+        Verdict("warning", "rewards change; groups that wait to be trained have the old ones"),
+        "environment",
+    ),
+    (
+        Verdict("warning", "learning rates and updates change from the next step on; the count of updates goes on"),
+        """
+        trainer.policy.optimizer_config trainer.critic.optimizer_config trainer.update_epochs_per_batch
+        trainer.policy_mini_batch_size trainer.critic_mini_batch_size
+        """,
+    ),
+    (
+        Verdict("warning", "the end moves, and with it a learning rate that falls towards it"),
+        "trainer.epochs trainer.max_steps",
+    ),
+    (
+        Verdict("warning", "groups that wait to be trained were sampled as before"),
+        """
+        generator.sampling_params generator.max_turns generator.max_input_length generator.use_conversation_multi_turn
+        generator.append_eos_token_after_stop_str_in_multi_turn generator.inference_engine.model_dtype
+        generator.inference_engine.quantization generator.inference_engine.engine_init_kwargs
+        vla.num_envs vla.continuous
+        """,
+    ),
+    (
+        Verdict("warning", "groups that wait to be trained and are too old under it are generated again"),
+        "trainer.fully_async",
+    ),
+    (
+        Verdict("warning", "scores before and after cannot be compared"),
+        """
+        data.val_data data.val_subset data.val_revision generator.eval_n_samples_per_prompt generator.eval_sampling_params
+        environment.eval_reward_function
+        """,
+    ),
+    (
+        Verdict("warning", "the state is spread over other processes; random states of ranks are drawn anew"),
+        """
+        trainer.placement trainer.policy.sequence_parallel_size trainer.ref.sequence_parallel_size
+        trainer.critic.sequence_parallel_size trainer.policy.megatron_config trainer.ref.megatron_config slurm.gpus_per_node
+        """,
+    ),
+    (
+        Verdict("warning", "numbers are rounded in another way"),
+        """
+        trainer.policy.fsdp_config.mixed_precision trainer.ref.fsdp_config.mixed_precision
+        trainer.critic.fsdp_config.mixed_precision trainer.policy.low_precision
+        """,
+    ),
+    (
+        Verdict("warning", "the job may find other software"),
+        "slurm.setup python_path",
+    ),
+    (
+        Verdict("harmless", "it does not change what is computed"),
+        """
+        trainer.policy.fsdp_config trainer.ref.fsdp_config trainer.critic.fsdp_config trainer.deterministic
+        trainer.sequence_parallel_backend trainer.policy.use_torch_compile trainer.policy.compile_model
+        trainer.policy.async_tensor_parallel trainer.policy.activation_offload trainer.policy.enable_liger_kernel
+        trainer.gradient_checkpointing trainer.gradient_checkpointing_use_reentrant trainer.flash_attn
+        trainer.flash_attn_version trainer.micro_train_batch_size_per_gpu trainer.micro_forward_batch_size_per_gpu
+        trainer.max_tokens_per_micro_batch trainer.logprobs_chunk_size trainer.use_sample_packing
+        trainer.policy.optimizer_config.implementation trainer.policy.optimizer_config.offload_after_step
+        trainer.critic.optimizer_config.implementation trainer.critic.optimizer_config.offload_after_step
+        trainer.distillation.placement trainer.distillation.fsdp_config trainer.distillation.compile_model
+        trainer.distillation.micro_batch_size_per_gpu trainer.distillation.batch_size_per_replica
+        trainer.distillation.max_tokens_per_micro_batch trainer.distillation.use_sample_packing
+        trainer.policy.diffusers.offload vla.training_chunk_size
+        """,
+    ),
+    (
+        Verdict("harmless", "only how fast prompts are read"),
+        "data.cache data.num_workers data.prefetch_factor",
+    ),
+    (
+        Verdict("harmless", "it concerns the engines, which start anew in each attempt"),
+        "generator.inference_engine",
+    ),
+    (
+        Verdict("harmless", "it concerns what is written and when"),
+        """
+        trainer.group_name trainer.logger trainer.profiler trainer.upload trainer.policy.record_memory
+        trainer.max_ckpts_to_keep trainer.ckpt_interval trainer.ckpt_interval_epochs trainer.ckpt_mode
+        trainer.hf_save_interval trainer.eval_batch_size trainer.eval_before_train trainer.eval_interval
+        trainer.dump_data_batch trainer.dump_eval_results vla.save_video vla.trace_verbosity
+        """,
+    ),
+    (
+        Verdict("harmless", "it concerns the services, not the rewards"),
+        """
+        environment.skyrl_gym.max_env_workers environment.skyrl_gym.search.timeout
+        environment.skyrl_gym.search.log_requests environment.remote_reward.batch_size
+        """,
+    ),
+    (
+        Verdict("harmless", "only what is asked of the cluster"),
+        """
+        slurm.partition slurm.account slurm.qos slurm.constraint slurm.time_minutes slurm.cpus_per_task slurm.mem_gb
+        slurm.exclusive slurm.replicas_per_node slurm.extra slurm.network_interface slurm.array_parallelism
+        """,
+    ),
+)  # fmt: skip
+
+VERDICTS: dict[str, Verdict] = {path: verdict for verdict, paths in _TABLE for path in paths.split()}
+"""Settings and sections; what stands for a setting comes before what stands for its section."""
+
+_YOURS = Verdict("warning", "a setting of your own config_class: you know what it changes")
+
+
+def verdict_of(path: str) -> Verdict | None:
+    """Return the verdict on a setting of hpcrl's own, or a key of one that is a table; None for any other path."""
+    while path and path not in VERDICTS:
+        path = path.rpartition(".")[0]
+    return VERDICTS.get(path)
+
+
+def changes(old: Config, new: Config) -> list[Change]:
+    """Return what differs between an attempt's configuration and that of the next one."""
+    found = []
+    for difference in differences(old, new):
+        verdict = verdict_of(difference.path) or _YOURS
+        found.append(Change(difference, verdict.kind, verdict.reason))
+    return found
+
+
+def changes_from_path(saved: Config, new: Config) -> list[Change]:
+    """Return what matters of the differences between the run that saved a checkpoint and a run that starts from it."""
+    found = []
+    for difference in differences(saved, new):
+        verdict = verdict_of(difference.path) or _YOURS
+        if verdict.from_path != "harmless":
+            found.append(Change(difference, verdict.from_path, verdict.reason))
+    return found
