@@ -1,0 +1,51 @@
+"""Golden cases: what another framework answered to given inputs, read from a file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_ERROR = re.compile(r"[A-Z]\w*(?:Error|Exception)\b")
+_REFUSING = ("raises", "error", "result")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of one function of another framework.
+
+    Attributes:
+        outputs: numbers that are not finite are the texts "nan", "inf" and "-inf"; masks are 0 and 1.
+    """
+
+    id: str
+    fn: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    outputs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def refusal(self) -> str | None:
+        """The class of the exception that the other framework answered with; None where it gave values."""
+        named = (self.outputs.get(name) for name in _REFUSING)
+        found = (_ERROR.match(value) for value in named if isinstance(value, str))
+        return next((match[0] for match in found if match), None)
+
+
+def load(path: Path) -> list[Case]:
+    """Return the cases of a file `{"meta": …, "cases": [{"id", "fn", "params", "inputs", "outputs", …}]}`.
+
+    Raises:
+        ValueError: the file has another layout.
+    """
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))["cases"]
+        names = ("fn", "params", "inputs", "outputs")
+        return [Case(str(case["id"]), *(case[name] for name in names)) for case in listed]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f'{path}: expected {{"cases": [{{"id", "fn", "params", "inputs", "outputs"}}]}}: {error!r}'
+        ) from None

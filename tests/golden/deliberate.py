@@ -1,0 +1,93 @@
+"""Cases that hpcrl answers differently on purpose: patterns, read from differences.toml."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from tests.golden.cases import Case
+
+FILE = Path(__file__).parent / "differences.toml"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A pattern on cases, where `*`, `?` and `[…]` mean what they do for file names.
+
+    Attributes:
+        params: names to values; a case must have them all, among its params or the overrides and tables of its inputs. A value that
+            is text is a pattern on the case's value, written as JSON where that is no text.
+        sets: names; a case must have at least one of them, with any value.
+        outputs: patterns on what is not compared; where it is empty, nothing of the case is.
+        reason: why.
+        instead: what hpcrl does.
+    """
+
+    fn: str
+    reason: str
+    instead: str
+    id: str = "*"
+    params: tuple[tuple[str, Any], ...] = ()
+    sets: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    def matches(self, case: Case) -> bool:
+        if not (fnmatchcase(case.fn, self.fn) and fnmatchcase(case.id, self.id)):
+            return False
+        given = settings_of(case)
+        if self.sets and not any(fnmatchcase(name, pattern) for name in given for pattern in self.sets):
+            return False
+        return all(
+            any(fnmatchcase(name, pattern) and _fits(value, wanted) for name, value in given.items())
+            for pattern, wanted in self.params
+        )
+
+    def excuses(self, output: str) -> bool:
+        return any(fnmatchcase(output, pattern) for pattern in self.outputs)
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if not isinstance(wanted, str):
+        return type(value) is type(wanted) and value == wanted
+    return fnmatchcase(value if isinstance(value, str) else json.dumps(value), wanted)
+
+
+def settings_of(case: Case) -> dict[str, Any]:
+    """Return what a case sets, by dotted names: its params, `name=value` arguments and the values of tables among its inputs."""
+    found = dict(case.params)
+    for name, value in case.inputs.items():
+        if name == "args":
+            found |= dict(argument.split("=", 1) for argument in value)
+        elif isinstance(value, Mapping):
+            found |= _flat(value, "")
+        else:
+            found[name] = value
+    return found
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
+
+
+def read(path: Path = FILE) -> list[Difference]:
+    """Return the patterns of a file.
+
+    Raises:
+        TypeError: an entry lacks a key, or has one that Difference does not know.
+    """
+    listed = tomllib.loads(path.read_text(encoding="utf-8"))["difference"]
+    return [_difference(entry) for entry in listed]
+
+
+def _difference(entry: dict[str, Any]) -> Difference:
+    params = tuple(entry.pop("params", {}).items())
+    patterns = {name: tuple(entry.pop(name, ())) for name in ("sets", "outputs")}
+    return Difference(**entry, **patterns, params=params)
