@@ -13,6 +13,7 @@ import hpcrl
 from hpcrl.errors import HpcrlError
 
 if TYPE_CHECKING:
+    from hpcrl.config import Config
     from hpcrl.launch.registry import RunState
     from hpcrl.launch.submit import Submission
     from hpcrl.run.layout import Run
@@ -46,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
     cancel = run_command("cancel", "save, stop and take a run off the cluster")
     cancel.add_argument("--now", action="store_true", help="do not wait until the state is saved")
     resume = run_command("resume", "start the next attempt of a run that ended early")
+    resume.add_argument(
+        "settings", nargs="*", metavar="KEY=VALUE", help="settings to change; what cannot be is refused"
+    )
     resume.add_argument("--follow", action="store_true", help="show progress until the run is over")
     run_command("tensorboard", "write RUN/tensorboard anew from RUN/metrics")
     return parser
@@ -68,15 +72,17 @@ def _add_submit(commands: argparse._SubParsersAction) -> None:
         "--sweep", action="append", default=[], metavar="KEY=V1,V2", help="one array element per value; repeatable"
     )
     submit.add_argument("--seeds", metavar="1,2,3|0:4", help="one array element per trainer.seed")
+    submit.add_argument(
+        "--sweep-file", type=Path, metavar="FILE", help="one array element per line: KEY=VALUE [KEY=VALUE ...]"
+    )
     submit.set_defaults(action=_submit)
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from hpcrl.config import Config
     from hpcrl.errors import ConfigError
     from hpcrl.launch import submit
-    from hpcrl.launch.preflight import check_files
-    from hpcrl.launch.sweep import elements
+    from hpcrl.launch.preflight import check_checkpoint, check_files
+    from hpcrl.launch.sweep import elements, load_elements
 
     files = [Path(item) for item in arguments.settings if "=" not in item]
     overrides = [item for item in arguments.settings if "=" in item]
@@ -84,14 +90,18 @@ def _submit(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "no configuration file given; expected hpcrl submit FILE.toml [FILE.toml ...] [KEY=VALUE ...]"
         )
-    configs = [
-        (Config.from_toml(files, [*overrides, *element]), element)
-        for element in elements(arguments.sweep, arguments.seeds)
-    ]
-    for config, _ in configs:
+    warnings = dict[str, None]()
+
+    def check(config: Config) -> None:
         check_files(config)
-    name = configs[0][0].trainer.run_name or f"{files[0].stem}-{time.strftime('%m%d-%H%M%S')}"
-    submission = submit.prepare(name, configs)
+        warnings.update(dict.fromkeys(check_checkpoint(config)))
+
+    varied = elements(arguments.sweep, arguments.seeds, arguments.sweep_file)
+    configs = load_elements(files, overrides, varied, check)
+    for warning in warnings:
+        print(f"hpcrl: {warning}", file=sys.stderr)
+    name = configs[0].trainer.run_name or f"{files[0].stem}-{time.strftime('%m%d-%H%M%S')}"
+    submission = submit.prepare(name, list(zip(configs, varied, strict=True)))
     if arguments.dry_run:
         _show_dry_run(submission)
         return 0
@@ -214,10 +224,11 @@ def _cancel(arguments: argparse.Namespace) -> int:
 
 def _resume(arguments: argparse.Namespace) -> int:
     from hpcrl.launch.registry import default_root, find_run
-    from hpcrl.launch.stop import resume
+    from hpcrl.launch.resume import resume
 
     run = find_run(arguments.run, arguments.root or default_root())
-    resume(run)
+    for change in resume(run, arguments.settings):
+        print(f"  {change}")
     _announce(run)
     return _follow([run]) if arguments.follow else 0
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config.problem import Problem, shown
-from hpcrl.config.surface import Setting, values
+from hpcrl.config.surface import Setting, leaves, values
 
 
 @dataclass(frozen=True)
@@ -168,10 +168,16 @@ def wait_of(path: str) -> Wait | None:
 
 
 def waiting(config: Any) -> Iterator[Problem]:
-    """Yield a problem for each setting of a configuration that waits and is changed nevertheless."""
-    for setting, value in values(config):
-        wait = wait_of(setting.path)
-        if wait and not setting.is_default(value) and value not in wait.works:
+    """Yield a problem for each setting of a configuration that waits and is changed nevertheless.
+
+    The settings and defaults are hpcrl's own: a user's subclass may add others, which wait for nothing.
+    """
+    from hpcrl.config.root import Config
+
+    own = {setting.path: setting for setting in leaves(Config)}
+    for found, value in values(config):
+        setting, wait = own.get(found.path), wait_of(found.path)
+        if setting and wait and not setting.is_default(value) and value not in wait.works:
             yield Problem(setting.path, f"{shown(value)} is not available yet ({wait.feature}); {_instead(setting, wait)}")
 
 

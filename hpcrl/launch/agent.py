@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpcrl.config import Config
+from hpcrl.config import Config, engine_gpus
 from hpcrl.errors import HpcrlError, RunError
 from hpcrl.launch.child import Child
 from hpcrl.launch.network import choose_port, node_address
@@ -57,9 +57,10 @@ class Agent:
         self._trainer_nodes = trainer_nodes(plan)
         self._address = "127.0.0.1" if place.local else node_address(config.slurm.network_interface)
         self._interface = None if place.local else config.slurm.network_interface
-        self._cpus, self._tp = config.slurm.cpus_per_task, config.generator.inference_engine.tensor_parallel_size
+        self._cpus, self._width = config.slurm.cpus_per_task, engine_gpus(config.generator.inference_engine)
         self._children: dict[str, Child] = {}
         self._rendezvous = 0
+        self._requeued = config.trainer.resume_mode != "none"
         self._stop_reason: str | None = None
         self._stop_deadline = float("inf")
         self._signals: list[int] = []
@@ -119,8 +120,8 @@ class Agent:
             mine = visible[node.gpu_offset :] if self._place.local else visible
             if name.startswith("rollout-"):
                 position = node.replicas.index(int(name.removeprefix("rollout-")))
-                mine = mine[position * self._tp : (position + 1) * self._tp]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine[: node.ranks or self._tp])
+                mine = mine[position * self._width : (position + 1) * self._width]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine[: node.ranks or self._width])
         if name == "controller" or not node.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         return environment
@@ -187,6 +188,8 @@ class Agent:
 
     def _report_stop(self, message: str) -> None:
         kind: Kind = "cancelled" if self._stop_reason == "cancelled" else "interrupted"
+        if kind == "interrupted" and not self._requeued:
+            message += "; not requeued, because trainer.resume_mode is none"
         self._report(kind, message)
 
     def _failed(self, child: Child) -> None:

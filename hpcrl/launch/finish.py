@@ -2,7 +2,8 @@
 
     python -m hpcrl.launch.finish ELEMENT_LIST
 
-done and cancelled end the job well; interrupted requeues it; failed, or no outcome at all, fails it.
+done and cancelled end the job well; interrupted requeues it, unless it could only start again at step 0 (trainer.resume_mode=none);
+failed, or no outcome at all, fails it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from hpcrl.config import Config
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import read_attempts, read_outcome
@@ -36,7 +38,9 @@ def main(element_list: Path) -> int:
         print(f"{run.path}: the attempt left no outcome", file=sys.stderr)
         return 1
     print(f"attempt {outcome.attempt}: {outcome.kind}: {outcome.message}", flush=True)
-    if outcome.kind == "interrupted":
+    if outcome.kind == "interrupted" and Config.from_toml([run.config]).trainer.resume_mode == "none":
+        print("not requeued: trainer.resume_mode is none", flush=True)
+    elif outcome.kind == "interrupted":
         subprocess.run(["scontrol", "requeue", job_name()], check=False)
         time.sleep(_KILLED_WITHIN_S)
     return 0 if outcome.kind in ("done", "cancelled") else 1

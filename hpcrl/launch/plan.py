@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hpcrl.config import Config, replicas_per_node
+from hpcrl.config import Config, engine_gpus, replicas_per_node
 
 Role = Literal["trainer", "rollout"]
 
@@ -36,7 +36,7 @@ def make_plan(config: Config) -> list[Node]:
 
     def add(role: Role, ranks: int, replicas: tuple[int, ...]) -> None:
         nonlocal offset
-        gpus = (ranks + len(replicas) * engine.tensor_parallel_size) if on_gpu else 0
+        gpus = (ranks + len(replicas) * engine_gpus(engine)) if on_gpu else 0
         nodes.append(Node(len(nodes), role, ranks, replicas, gpus, offset))
         offset += gpus
 

@@ -1,13 +1,22 @@
-"""What can be known to fail before anything is queued: files that a run needs."""
+"""What can be known to fail before anything is queued: files that a run needs, and the checkpoint that it starts from."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.errors import DataError
+from hpcrl.config.changes import Change, changes_from_path
+from hpcrl.errors import ConfigError, DataError
+from hpcrl.data.chat import chat_template
 from hpcrl.run.commit import is_committed
-from hpcrl.run.layout import step_of
+from hpcrl.run.layout import Run, step_of
+
+_MODEL_PATHS = ("trainer.policy.model.path", "trainer.critic.model.path")
+_OF_SHAPE = re.compile(r"model_type|tie_word_embeddings|num_\w+|\w+_(size|dim|rank)")
 
 
 def _is_local(path: str) -> bool:
@@ -21,10 +30,17 @@ def check_files(config: Config) -> None:
         DataError: lists everything that is missing.
     """
     problems = []
+    for folder in config.python_path:
+        if not Path(folder).is_dir():
+            problems.append(f"python_path: no folder {folder}")
     for name, sources in (("data.train_data", config.data.train_data), ("data.val_data", config.data.val_data)):
         for source in sources:
             if not Path(source).expanduser().is_file():
                 problems.append(f"{name}: no file {source}")
+    try:
+        chat_template(config.generator.chat_template)
+    except ConfigError as error:
+        problems.append(str(error))
     models = {
         "trainer.policy.model.path": config.trainer.policy.model.path,
         "trainer.ref.model.path": config.trainer.ref.model.path,
@@ -43,3 +59,64 @@ def check_files(config: Config) -> None:
         )
     if problems:
         raise DataError("\n".join(problems))
+
+
+def check_checkpoint(config: Config) -> list[str]:
+    """Compare a run that starts from another run's checkpoint with that run.
+
+    Returns:
+        Warnings: what differs and matters, but can be; or that the two cannot be compared.
+
+    Raises:
+        ConfigError: lists every difference with which the checkpoint cannot be loaded.
+    """
+    path = config.trainer.resume_path
+    if config.trainer.resume_mode != "from_path" or path is None:
+        return []
+    saved_by = Run(Path(path).parent.parent)
+    try:
+        saved = Config.from_toml([saved_by.config])
+    except ConfigError as error:
+        return [f"trainer.resume_path: the run that saved {path} cannot be compared with this one: {error}"]
+    found = [_same_shape(change) for change in changes_from_path(saved, config)]
+    refused, others = (
+        [f"{saved_by.name} -> this run: {change}" for change in found if (change.kind == "refused") == which]
+        for which in (True, False)
+    )
+    if refused:
+        raise ConfigError(
+            "\n".join(
+                [
+                    *refused,
+                    *others,
+                    f"trainer.resume_path: {path} cannot be loaded by this run; set what is refused alike",
+                ]
+            )
+        )
+    return others
+
+
+def _same_shape(change: Change) -> Change:
+    """Let another model directory pass if it holds a model of the same shape, such as an export of the run that saved."""
+    if change.difference.path not in _MODEL_PATHS:
+        return change
+    left, right = (_shape(value) for value in (change.difference.left, change.difference.right))
+    if left is None or right is None:
+        if None in (change.difference.left, change.difference.right):
+            return change
+        return Change(change.difference, "warning", "hpcrl cannot see whether both have the same shape")
+    other = sorted(name for name in left.keys() & right.keys() if left[name] != right[name])
+    if other:
+        return Change(change.difference, "refused", f"config.json differs in {', '.join(other)}")
+    return Change(
+        change.difference, "warning", "same shape; weights come from the checkpoint, the rest from the new path"
+    )
+
+
+def _shape(path: str | None) -> Mapping[str, Any] | None:
+    """Return the entries of a model's config.json that its weights depend on, or None where it cannot be read here."""
+    try:
+        content = json.loads((Path(path or "") / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return {name: value for name, value in content.items() if _OF_SHAPE.fullmatch(name)}

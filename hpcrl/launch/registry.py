@@ -16,6 +16,8 @@ from hpcrl.run.layout import Run
 from hpcrl.run.lease import Lease, read_leases
 from hpcrl.run.ledger import Outcome, read_attempts, read_outcome
 
+_MOST_LISTED = 8
+
 
 def default_root() -> Path:
     """Return where runs are looked for: $HPCRL_ROOT, else ./runs, the default of slurm.root."""
@@ -28,22 +30,33 @@ def all_runs(root: Path) -> list[Run]:
 
 
 def find_run(name: str, root: Path) -> Run:
-    """Return the run of this name, `project/name` or path.
+    """Return the run of this name, `project/name` or path; a name may be cut off before a dash, as NAME.0 is of NAME.0-seed-1.
 
     Raises:
         RunError: none, or several, match.
     """
     if (Path(name) / "config.toml").is_file():
         return Run.open(name)
-    matches = [run for run in all_runs(root) if name in (run.name, f"{run.project}/{run.name}")]
+    names = {run: (run.name, f"{run.project}/{run.name}") for run in all_runs(root)}
+    exact = [run for run, own in names.items() if name in own]
+    matches = exact or [run for run, own in names.items() if any(other.startswith(f"{name}-") for other in own)]
     if len(matches) == 1:
         return matches[0]
+    if exact:
+        raise RunError(f"several runs are called {name}: {_listed(matches)}; name one with its project")
     if matches:
-        choices = ", ".join(f"{run.project}/{run.name}" for run in matches)
-        raise RunError(f"several runs are called {name}: {choices}; name one with its project")
+        raise RunError(f"several runs begin with {name}-: {_listed(matches)}; write more of the name")
+    near = [run for run, own in names.items() if any(other.startswith(name) for other in own)]
+    hint = f"; runs that begin so: {_listed(near)}" if near else ""
     raise RunError(
-        f"no run {name!r} under {root.absolute()}; give its path, or --root, or set HPCRL_ROOT. `hpcrl status` lists the runs there"
+        f"no run {name!r} under {root.absolute()}{hint}; give its path, or --root, or set HPCRL_ROOT. `hpcrl status` lists the "
+        "runs there"
     )
+
+
+def _listed(runs: Sequence[Run]) -> str:
+    shown = [f"{run.project}/{run.name}" for run in runs[:_MOST_LISTED]]
+    return ", ".join([*shown, f"and {len(runs) - len(shown)} more"] if len(runs) > len(shown) else shown)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Cancelling a run, and continuing one that ended."""
+"""Cancelling a run."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from hpcrl.config import Config
 from hpcrl.errors import RunError
 from hpcrl.launch.registry import RunState, states_of
 from hpcrl.launch.scheduler import cancel_slurm
-from hpcrl.launch.submit import Element, Submission, launch
 from hpcrl.run.commit import write_json
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import Outcome
 
 _POLL_S = 0.5
-_LEAVING_S = 60.0
 
 
 def cancel(run: Run, patience_s: float) -> RunState:
@@ -59,21 +56,3 @@ def _take_away(state: RunState) -> None:
                 Path(f"/proc/{job}/task/{job}/children").read_text().split()
             ):  # the job's process is a shell above it
                 os.kill(int(child), signal.SIGTERM)
-
-
-def resume(run: Run) -> None:
-    """Start the next attempt of a run, by the executor that it was submitted to.
-
-    Raises:
-        RunError: the run is active, or has finished.
-    """
-    deadline = time.monotonic() + _LEAVING_S
-    while (state := states_of([run])[0]).word == "ending" and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    if not state.over:
-        raise RunError(f"{run.name} is {state.word}; there is nothing to resume")
-    if state.word == "done":
-        raise RunError(f"{run.name} is done; to train on, submit a run with trainer.resume_mode=from_path")
-    folder = Path(os.path.realpath(run.slurm))
-    element = Element(run.name, Config.from_toml([run.config]), state.submission["overrides"])
-    launch(Submission(folder, [element]), local=state.submission["executor"] == "local")

@@ -26,9 +26,10 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmiss
 
 import hpcrl
 from hpcrl.config import Config
-from hpcrl.errors import ConfigError, RunError, SubmitError
+from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch import agent
 from hpcrl.launch.plan import make_plan
+from hpcrl.launch.sweep import run_names
 from hpcrl.run.commit import discard, write_json, write_text
 from hpcrl.run.layout import Run
 
@@ -90,31 +91,19 @@ class ArrayExecutor(submitit.SlurmExecutor):
 
 
 def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submission:
-    """Name the runs of a submission: `name`, or `name.0`, `name.1`, ... for a sweep.
+    """Name the runs of a submission, one per element of a job array.
+
+    Args:
+        name: of the submission; the runs of a sweep add to it what sets them apart.
+        elements: each configuration, and the overrides that it has alone.
 
     Raises:
         RunError: a run directory of that name exists.
-        ConfigError: the elements do not fit into one job array.
     """
     first = elements[0][0]
-    for config, overrides in elements:
-        if (
-            config.trainer.run_name != first.trainer.run_name
-            or config.trainer.project_name != first.trainer.project_name
-        ):
-            raise ConfigError(
-                f"--sweep {' '.join(overrides)}: the runs of a sweep are named by their index, NAME.0, NAME.1, ..."
-            )
-        if config.slurm != first.slurm or make_plan(config) != make_plan(first):
-            raise ConfigError(
-                f"--sweep {' '.join(overrides)}: the elements of a job array share one batch script, so a sweep cannot vary "
-                "the slurm section or the number of nodes; submit such runs one by one"
-            )
     project = (Path(first.slurm.root).expanduser() / first.trainer.project_name).absolute()
-    single = len(elements) == 1 and not elements[0][1]
-    named = [
-        Element(name if single else f"{name}.{i}", config, overrides) for i, (config, overrides) in enumerate(elements)
-    ]
+    names = run_names(name, [overrides for _, overrides in elements])
+    named = [Element(own, config, overrides) for own, (config, overrides) in zip(names, elements, strict=True)]
     submission = Submission(project / ".slurm" / name, named)
     for run in submission.runs:
         if run.path.exists():
@@ -194,7 +183,10 @@ def slurm_executor(submission: Submission) -> submitit.SlurmExecutor:
             f"{_quote(Path(sys.executable))} -m hpcrl.launch.finish {_quote(submission.element_list)}; exit $?"
         ],
         "srun_args": ["--kill-on-bad-exit=0"],
-        "additional_parameters": {"requeue": True, **slurm.extra},
+        "additional_parameters": {
+            "no-requeue" if config.trainer.resume_mode == "none" else "requeue": True,
+            **slurm.extra,
+        },
     }
     for name in _PASSED_ON:
         if (value := getattr(slurm, name)) is not None:

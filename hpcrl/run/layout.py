@@ -2,6 +2,7 @@
 
 <root>/<project>/<run>/            0700
   config.toml                      resolved; the only configuration a job reads
+  config.<attempt>.toml            what it was up to this attempt, where `hpcrl resume` changed it after
   code/                            snapshot of hpcrl/ and jobs/ that this run uses
   slurm -> ../.slurm/<name>        submitit's folder: sbatch script, pickles, agent logs
   submission.json                  job id, executor, overrides
@@ -129,6 +130,9 @@ class Run:
     @property
     def stop(self) -> Path:
         return self.path / "control" / "stop.json"
+
+    def config_of(self, attempt: int) -> Path:
+        return self.path / f"config.{attempt}.toml"
 
     def lease(self, process: str) -> Path:
         return self.endpoints / f"{process}.json"

@@ -63,7 +63,7 @@ class Checkpoints:
         A later attempt of a run goes on with the run's own checkpoints, also where the first one started from another run's.
 
         Args:
-            mode: latest or from_path.
+            mode: latest, none (always step 0) or from_path.
             path: checkpoint directory for from_path.
 
         Raises:
@@ -74,6 +74,8 @@ class Checkpoints:
         return Path(found) if found else None
 
     def _look(self, mode: str, path: str | None) -> Path | None:
+        if mode == "none":
+            return None
         own = newest_committed(self._run.checkpoints, step_of, lambda why: log.warning("checkpoint skipped: %s", why))
         if own is not None:
             return own

@@ -1,0 +1,94 @@
+"""Continuing a run that ended, with its configuration or a changed one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcrl.config import Config
+from hpcrl.config.changes import Change, changes
+from hpcrl.errors import ConfigError, RunError
+from hpcrl.launch.preflight import check_files
+from hpcrl.launch.registry import RunState, states_of
+from hpcrl.launch.submit import Element, Submission, launch
+from hpcrl.run.commit import committed, write_text
+from hpcrl.run.layout import Run, step_of
+
+_POLL_S = 0.5
+_LEAVING_S = 60.0
+
+
+def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
+    """Start the next attempt of a run, by the executor that it was submitted to.
+
+    A changed configuration takes the place of config.toml; the old one stays as config.<attempt>.toml.
+
+    Args:
+        overrides: settings to change, as for `hpcrl submit`.
+
+    Returns:
+        What the overrides change.
+
+    Raises:
+        RunError: the run is active, has finished, or never continues.
+        ConfigError: the overrides are wrong, or change what a run must keep; then nothing has happened.
+        DataError: they name files that are not there.
+    """
+    state = _ended(run)
+    old = Config.from_toml([run.config])
+    config = Config.from_toml([run.config], overrides) if overrides else old
+    found = changes(old, config)
+    if any(change.kind == "refused" for change in found):
+        raise ConfigError("\n".join([*map(str, found), f"{run.name} was not changed; {_NEW_RUN}"]))
+    if config.trainer.resume_mode == "none":
+        raise RunError(
+            f"{run.name} never continues a checkpoint (trainer.resume_mode is none): submit a new run, or resume this one with "
+            "trainer.resume_mode=latest"
+        )
+    _check_end(run, config)
+    if found:
+        check_files(config)
+    folder = Path(os.path.realpath(run.slurm))
+    element = Element(run.name, config, [*state.submission["overrides"], *overrides])
+    before = run.config.read_text()
+    if found:
+        _replace_config(run, state.attempt, before, config)
+    try:
+        launch(Submission(folder, [element]), local=state.submission["executor"] == "local")
+    except BaseException:
+        write_text(run.config, before)
+        raise
+    return found
+
+
+_NEW_RUN = (
+    "for what is refused, submit a new run; trainer.resume_mode=from_path starts it from a checkpoint of this one"
+)
+
+
+def _ended(run: Run) -> RunState:
+    deadline = time.monotonic() + _LEAVING_S
+    while (state := states_of([run])[0]).word == "ending" and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    if not state.over:
+        raise RunError(f"{run.name} is {state.word}; there is nothing to resume")
+    if state.word == "done":
+        raise RunError(f"{run.name} is done; to train on, submit a run with trainer.resume_mode=from_path")
+    return state
+
+
+def _check_end(run: Run, config: Config) -> None:
+    steps, end = committed(run.checkpoints, step_of), config.trainer.max_steps
+    if steps and end is not None and steps[-1] > end:
+        raise ConfigError(
+            f"trainer.max_steps: {run.name} has a checkpoint of step {steps[-1]}, beyond {end}; expected at least {steps[-1]}"
+        )
+
+
+def _replace_config(run: Run, attempt: int, before: str, config: Config) -> None:
+    kept = run.config_of(attempt)
+    if not kept.exists():  # else it was changed since already, and no attempt has used that
+        write_text(kept, before)
+    write_text(run.config, config.to_toml())
