@@ -49,7 +49,6 @@ RANGES: dict[str, Range] = {
     "test_size": _POSITIVE,
     "num_workers": _NOT_NEGATIVE,
     "prefetch_factor": _COUNT,
-    "num_nodes": _COUNT,
     "policy_num_nodes": _COUNT,
     "policy_num_gpus_per_node": _COUNT,
     "critic_num_nodes": _COUNT,
@@ -100,6 +99,7 @@ RANGES: dict[str, Range] = {
     "min_replace_ratio": _SHARE,
     "clip_cov.clip_ratio": _SHARE,
     "kl_cov_frac": _SHARE,
+    "ppo_kl_coef": _NOT_NEGATIVE,
     "tau_pos": _POSITIVE,
     "tau_neg": _POSITIVE,
     "cispo_eps_clip_low": _SHARE,
@@ -107,8 +107,17 @@ RANGES: dict[str, Range] = {
     "token_tis_ratio_clip_high": _POSITIVE,
     "sequence_tis_ratio_clip_high": _POSITIVE,
     "token_tis_ratio_drop_high": _POSITIVE,
+    "geo_mask_low": _NOT_NEGATIVE,
+    "geo_mask_high": _POSITIVE,
+    "product_mask_low": _NOT_NEGATIVE,
+    "product_mask_high": _POSITIVE,
+    "outlier_token_is_threshold_low": _NOT_NEGATIVE,
+    "outlier_token_is_threshold_high": _POSITIVE,
+    "token_mask_is_threshold_low": _NOT_NEGATIVE,
+    "token_mask_is_threshold_high": _POSITIVE,
     "jsd_beta": _SHARE,
     "distillation.top_k": _NOT_NEGATIVE,
+    "kl_penalty_coef": _NOT_NEGATIVE,
     "kl_discount_factor": _SHARE,
     "micro_batch_size_per_gpu": _COUNT,
     "batch_size_per_replica": _COUNT,
@@ -155,6 +164,14 @@ RANGES: dict[str, Range] = {
     "diffusers.sample.num_steps": _COUNT,
     "eval_num_steps": _COUNT,
     "timesteps_fraction": _SHARE_ABOVE_0,
+    "guidance_scale": _NOT_NEGATIVE,
+    "noise_level": _NOT_NEGATIVE,
+    "logit_std": _POSITIVE,
+    "nft_beta": _POSITIVE,
+    "inference_frames": _COUNT,
+    "train_frames": _COUNT,
+    "chunk_duration": _COUNT,
+    "temporal_window": _COUNT,
     "ema.decay": _SHARE,
     "update_step_interval": _COUNT,
     "num_envs": _COUNT,
@@ -203,6 +220,14 @@ def _wrong(path: str, value: Any) -> str | None:
         return f"expected height and width in pixels, found {value}"
     if path.endswith(".reshard_after_forward") and type(value) is int and value < 1:
         return f"expected true, false or at least 1 rank, found {value}"
+    if path.endswith(".profiler.ranks") and (not value or min(value) < 0):
+        return f"expected at least one rank, counted from 0, found {value}"
+    if path.endswith(".rank_pattern") and not all(rank >= 1 for rank in value.values()):
+        return f"expected ranks of at least 1, found {value}"
+    if isinstance(value, dict | list):
+        items = value.values() if isinstance(value, dict) else value
+        bad = [item for item in items if isinstance(item, float) and not math.isfinite(item)]
+        return f"expected finite numbers, found {bad[0]}" if bad else None
     allowed = range_of(path)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

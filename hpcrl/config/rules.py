@@ -20,7 +20,7 @@ from hpcrl.config.ranks import (
     shared_gpus,
     whole_mini_batches,
 )
-from hpcrl.config.site import engine_options, gpus_of_nodes, sbatch_options
+from hpcrl.config.site import engine_options, flash_infer, gpus_of_nodes, sbatch_options
 from hpcrl.config.status import waiting
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ def check(config: Config) -> list[Problem]:
 def impossible(config: Config) -> list[Problem]:
     """Return everything that cannot work, whatever is still to be built."""
     problems = list(out_of_range(config))
-    if not problems:  # the rules calculate with the numbers
-        problems += [problem for rule in RULES for problem in rule(config)]
-    return problems
+    wrong = {problem.path for problem in problems}
+    rules = RULES if not wrong else [rule for rule in RULES if rule not in _CALCULATING]
+    return problems + [problem for rule in rules for problem in rule(config) if problem.path not in wrong]
 
 
 def _named_functions(config: Config) -> Iterator[Problem]:
@@ -111,6 +111,11 @@ def _remote_reward(config: Config) -> Iterator[Problem]:
             "environment.remote_reward.reward_function",
             "required with environment.remote_reward.enable: the rewards that the service computes, with their weights",
         )
+    if remote.clip_min > remote.clip_max:
+        yield Problem(
+            "environment.remote_reward.clip_min",
+            f"expected at most clip_max ({remote.clip_max}), found {remote.clip_min}",
+        )
 
 
 def _warm_up(config: Config) -> Iterator[Problem]:
@@ -141,7 +146,10 @@ def _reference(config: Config) -> Iterator[Problem]:
     resets = algorithm.reference_reset_interval is not None
     if (resets or config.trainer.update_ref_every_epoch) and not uses_reference(config.trainer):
         name = "trainer.algorithm.reference_reset_interval" if resets else "trainer.update_ref_every_epoch"
-        yield Problem(name, "there is no reference model without trainer.algorithm.use_kl_loss or use_kl_in_reward")
+        yield Problem(
+            name,
+            "there is no reference model without trainer.algorithm.use_kl_loss or use_kl_in_reward; set one of them, or leave this out",
+        )
     if resets and config.trainer.update_ref_every_epoch:
         yield Problem(
             "trainer.update_ref_every_epoch",
@@ -155,16 +163,21 @@ def _off_policy(config: Config) -> Iterator[Problem]:
     low, high = correction.token_mask_is_threshold_low, correction.token_mask_is_threshold_high
     if (low is None) != (high is None):
         missing = "low" if low is None else "high"
-        yield Problem(f"{path}.token_mask_is_threshold_{missing}", "required with the other bound")
+        yield Problem(f"{path}.token_mask_is_threshold_{missing}", "required with the other bound; set both or none")
     for name in ("geo_mask", "product_mask", "outlier_token_is_threshold", "token_mask_is_threshold"):
         low, high = getattr(correction, f"{name}_low"), getattr(correction, f"{name}_high")
         if low is not None and high is not None and low > high:
-            yield Problem(f"{path}.{name}_low", f"{low} is above {name}_high ({high})")
+            yield Problem(f"{path}.{name}_low", f"expected at most {name}_high ({high}), found {low}")
+    if correction.token_tis_ratio_drop_high is not None and correction.tis_ratio_type != "token":
+        yield Problem(
+            f"{path}.token_tis_ratio_drop_high", f'has no effect without {path}.tis_ratio_type="token"; set it'
+        )
     enabled = [name for name, value in vars(correction).items() if name in _CORRECTIONS and value is not None]
     if enabled and algorithm.use_rollout_logprobs_for_loss:
         yield Problem(
             f"{path}.{enabled[0]}",
-            "has no effect with trainer.algorithm.use_rollout_logprobs_for_loss, where old and rollout log-probabilities are the same",
+            "has no effect with trainer.algorithm.use_rollout_logprobs_for_loss, where old and rollout log-probabilities are the "
+            "same; leave one of them out",
         )
 
 
@@ -183,16 +196,17 @@ def _bounds(config: Config) -> Iterator[Problem]:
     algorithm = config.trainer.algorithm
     low, high = algorithm.advantage_clip_low, algorithm.advantage_clip_high
     if low is not None and high is not None and low > high:
-        yield Problem("trainer.algorithm.advantage_clip_low", f"{low} is above advantage_clip_high ({high})")
+        yield Problem(
+            "trainer.algorithm.advantage_clip_low", f"expected at most advantage_clip_high ({high}), found {low}"
+        )
     if algorithm.clip_cov.clip_cov_lb >= algorithm.clip_cov.clip_cov_ub:
-        yield Problem("trainer.algorithm.clip_cov.clip_cov_lb", "expected less than clip_cov_ub")
+        low, high = algorithm.clip_cov.clip_cov_lb, algorithm.clip_cov.clip_cov_ub
+        yield Problem("trainer.algorithm.clip_cov.clip_cov_lb", f"expected less than clip_cov_ub ({high}), found {low}")
     if algorithm.unbiased_loss_max_tokens is not None and algorithm.loss_reduction != "seq_mean_token_mean":
         yield Problem(
             "trainer.algorithm.unbiased_loss_max_tokens",
             f"has no effect with loss_reduction={algorithm.loss_reduction}; set seq_mean_token_mean or leave it out",
         )
-    if config.environment.remote_reward.clip_min > config.environment.remote_reward.clip_max:
-        yield Problem("environment.remote_reward.clip_min", "expected at most clip_max")
 
 
 def _staleness(config: Config) -> Iterator[Problem]:
@@ -227,9 +241,9 @@ def _checkpoints(config: Config) -> Iterator[Problem]:
             f'has no effect with trainer.resume_mode="{trainer.resume_mode}"; set trainer.resume_mode="from_path" or leave it out',
         )
     if trainer.upload.s3 is not None and trainer.upload.s3_bucket is None:
-        yield Problem("trainer.upload.s3_bucket", "required with trainer.upload.s3")
+        yield Problem("trainer.upload.s3_bucket", "required with trainer.upload.s3: the bucket to copy to")
     if trainer.upload.hf and trainer.upload.hf_repo_name is None:
-        yield Problem("trainer.upload.hf_repo_name", "required with trainer.upload.hf")
+        yield Problem("trainer.upload.hf_repo_name", "required with trainer.upload.hf: the repository to push to")
 
 
 def _experts(config: Config) -> Iterator[Problem]:
@@ -260,15 +274,14 @@ def _diffusion(config: Config) -> Iterator[Problem]:
         )
 
 
+_CALCULATING: tuple[Rule, ...] = (whole_mini_batches, parallel_sizes, equal_shares, enough_samples, colocated_engines)
+"""Rules that divide by numbers and multiply them, and say something only where all numbers are in range."""
+
 RULES: tuple[Rule, ...] = (
     _named_functions,
     datasets,
-    whole_mini_batches,
-    parallel_sizes,
-    equal_shares,
-    enough_samples,
     shared_gpus,
-    colocated_engines,
+    *_CALCULATING,
     _strategy,
     _compilation,
     _lora,
@@ -288,6 +301,7 @@ RULES: tuple[Rule, ...] = (
     _diffusion,
     _remote_reward,
     engine_options,
+    flash_infer,
     gpus_of_nodes,
     sbatch_options,
 )
