@@ -62,14 +62,18 @@ def _missing(setting: Setting) -> Problem:
 
 
 def _value(setting: Setting, given: Any, problems: list[Problem]) -> Any:
-    unfit = list(_unfit(given, setting.path))
-    value, misfits = (None, unfit) if unfit else _fitted(given, setting.annotation, setting.path)
+    value, misfits = fitted(given, setting.annotation, setting.path)
     problems += misfits
     return {**setting.default, **value} if isinstance(value, dict) and isinstance(setting.default, dict) else value
 
 
-def _fitted(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]:
+def fitted(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]:
     """Return a value of the annotated type that equals the given one, and what is wrong with it."""
+    unfit = list(_unfit(value, path))
+    return (None, unfit) if unfit else _fitted(value, annotation, path)
+
+
+def _fitted(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]:
     kinds = alternatives(annotation)
     if any(_is_one(value, kind) for kind in kinds):
         return value, []
