@@ -1,0 +1,161 @@
+"""The commands `hpcrl config …`: look at configurations, compare, explain and convert them. They start nothing."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpcrl.config import Config
+    from hpcrl.config.convert.conversion import Conversion
+
+_CONVERTERS = {".toml": "cosmos", ".yaml": "skyrl", ".yml": "skyrl"}
+
+
+def add_config(commands: argparse._SubParsersAction) -> None:
+    """Add the command `config` to those of hpcrl."""
+    text = "show, compare, explain, check and convert configurations"
+    config = commands.add_parser("config", help=text, description=text[0].upper() + text[1:] + ".")
+    group = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        parser = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        parser.set_defaults(action=globals()[f"_{name}"])
+        return parser
+
+    show = command("show", "print the whole configuration of files and overrides, or of a run, as TOML")
+    show.add_argument("settings", nargs="+", metavar="FILE|RUN|KEY=VALUE", help="files or one run, then overrides")
+    show.add_argument("--changed", action="store_true", help="only what differs from the defaults")
+    diff = command("diff", "print each setting that differs; exit code 1 if there is one")
+    diff.add_argument("left", metavar="FILE|RUN")
+    diff.add_argument("right", metavar="FILE|RUN")
+    for parser in (show, diff):
+        parser.add_argument("--root", type=Path, help="where runs are looked for (default: $HPCRL_ROOT, else ./runs)")
+    explain = command("explain", "say what a setting, a section, or a field of SkyRL or Cosmos-RL is")
+    explain.add_argument("path", nargs="?", default="", metavar="PATH", help="such as trainer.algorithm.eps_clip_high")
+    validate = command("validate", "name everything that is wrong; exit code 2 if something is")
+    validate.add_argument("settings", nargs="+", metavar="FILE|KEY=VALUE", help="files, then overrides")
+    command("schema", "print the JSON Schema of configuration files, for editors")
+    command("paths", "print path, type, default and state of every setting, separated by tabs")
+    convert = command(
+        "convert", "turn a configuration of SkyRL or Cosmos-RL into TOML; exit code 1 if it is not complete"
+    )
+    convert.add_argument("settings", nargs="+", metavar="FILE|KEY=VALUE", help="one file, or SkyRL's overrides")
+    convert.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the TOML here (default: print it)")
+    convert.add_argument("--from", dest="source", choices=("skyrl", "cosmos"), help="default: by the file's suffix")
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from hpcrl.config.show import show
+
+    print(show(_load(arguments.settings, arguments.root), arguments.changed), end="")
+    return 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from hpcrl.config.difference import differences
+
+    found = differences(_load([arguments.left], arguments.root), _load([arguments.right], arguments.root))
+    for difference in found:
+        print(difference)
+    return int(bool(found))
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from hpcrl.config.explain import explain
+
+    print(explain(arguments.path), end="")
+    return 0
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from hpcrl.config import Config
+
+    files, overrides = _split(arguments.settings)
+    Config.from_toml([Path(file) for file in files], overrides)
+    print("ok")
+    return 0
+
+
+def _schema(arguments: argparse.Namespace) -> int:  # noqa: ARG001 - as every command
+    import json
+
+    from hpcrl.config.schema import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def _paths(arguments: argparse.Namespace) -> int:  # noqa: ARG001 - as every command
+    from hpcrl.config import Config
+    from hpcrl.config.explain import default_of, state_of
+    from hpcrl.config.surface import leaves
+
+    print("path\ttype\tdefault\tstate")
+    for setting in leaves(Config):
+        print(setting.path, setting.expects(), default_of(setting), state_of(setting), sep="\t")
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from hpcrl.errors import ConfigError
+
+    if arguments.output and arguments.output.exists():
+        raise ConfigError(f"{arguments.output} exists; move it away, or choose another --output")
+    conversion = _converted(*_split(arguments.settings), arguments.source)
+    for entry in conversion.entries:
+        print(entry, file=sys.stderr)
+    if arguments.output:
+        arguments.output.write_text(conversion.to_toml())
+    else:
+        print(conversion.to_toml(), end="")
+    return int(conversion.incomplete)
+
+
+def _converted(files: list[str], overrides: list[str], source: str | None) -> Conversion:
+    from hpcrl.config.convert import cosmos, skyrl
+    from hpcrl.errors import ConfigError
+
+    if not files:
+        return skyrl.convert_overrides(overrides, "a command line")
+    if overrides or len(files) > 1:
+        raise ConfigError("expected one file, or SkyRL's overrides KEY=VALUE alone; found more")
+    path = Path(files[0])
+    source = source or _CONVERTERS.get(path.suffix)
+    if source is None:
+        raise ConfigError(
+            f"{path}: expected .yaml of SkyRL or .toml of Cosmos-RL; name which with --from skyrl or --from cosmos"
+        )
+    text = _text(path)
+    return cosmos.convert_toml(text, str(path)) if source == "cosmos" else skyrl.convert_yaml(text, str(path))
+
+
+def _text(path: Path) -> str:
+    from hpcrl.errors import ConfigError
+
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # bytes that are no text, a name that no file can have
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+def _load(words: list[str], root: Path | None) -> Config:
+    """Return the configuration of files or of one run, and overrides."""
+    from hpcrl.config import Config
+    from hpcrl.launch.registry import default_root, find_run
+
+    files, overrides = _split(words)
+    if len(files) == 1 and not Path(files[0]).is_file() and Path(files[0]).suffix != ".toml":
+        paths = [find_run(files[0], root or default_root()).config]
+    else:
+        paths = [Path(file) for file in files]
+    return Config.from_toml(paths, overrides)
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return the files, or names, and the overrides."""
+    return [word for word in words if "=" not in word], [word for word in words if "=" in word]

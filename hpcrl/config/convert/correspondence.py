@@ -1,0 +1,52 @@
+"""Which fields of SkyRL and of Cosmos-RL a setting corresponds to, and what has become of each field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Literal
+
+from hpcrl.config.convert import cosmos, skyrl
+from hpcrl.config.convert.mapping import Dropped, Target, To
+from hpcrl.config.root import Config
+from hpcrl.config.status import wait_of
+from hpcrl.config.surface import settings
+
+State = Literal["works", "waits", "has no place"]
+
+SOURCES: dict[str, Mapping[str, Target]] = {"SkyRL": skyrl.TARGETS, "Cosmos-RL": cosmos.TARGETS}
+
+
+def paths_of(target: Target) -> tuple[str, ...]:
+    """Return the settings that a source's field has become, or that it decides about."""
+    if isinstance(target, Dropped):
+        return ()
+    return (target.path,) if isinstance(target, To) else target.paths
+
+
+def state_of(target: Target) -> State:
+    """Return whether a source's field has its effect here; one that decides about several settings has, if one of them works."""
+    paths = paths_of(target)
+    if not paths:
+        return "has no place"
+    return "works" if any(wait_of(leaf) is None for path in paths for leaf in _leaves(path)) else "waits"
+
+
+def fields_of(path: str) -> dict[str, list[str]]:
+    """Return the fields of each source that have become the setting at `path`, or decide about it."""
+    return {source: found for source in SOURCES if (found := _inverse(source).get(path, []))}
+
+
+@cache
+def _inverse(source: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for field, target in SOURCES[source].items():
+        for path in paths_of(target):
+            found.setdefault(path, []).append(field)
+    return found
+
+
+def _leaves(path: str) -> Iterator[str]:
+    """Yield a setting, or all settings of a section; the target may also be a key of a table whose keys are the user's."""
+    below = [s.path for s in settings(Config) if not s.subsection and s.path.startswith(path + ".")]
+    yield from below or [path]
