@@ -217,12 +217,12 @@ def verdict_of(path: str) -> Verdict | None:
 
 
 def changes(old: Config, new: Config) -> list[Change]:
-    """Return what differs between an attempt's configuration and that of the next one."""
+    """Return what differs between an attempt's configuration and that of the next one, what is refused first."""
     found = []
     for difference in differences(old, new):
         verdict = verdict_of(difference.path) or _YOURS
         found.append(Change(difference, verdict.kind, verdict.reason))
-    return found
+    return sorted(found, key=lambda change: ("refused", "warning", "harmless").index(change.kind))
 
 
 def changes_from_path(saved: Config, new: Config) -> list[Change]:

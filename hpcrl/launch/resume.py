@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from hpcrl.config import Config
@@ -52,14 +53,8 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
         check_files(config)
     folder = Path(os.path.realpath(run.slurm))
     element = Element(run.name, config, [*state.submission["overrides"], *overrides])
-    before = run.config.read_text()
-    if found:
-        _replace_config(run, state.attempt, before, config)
-    try:
+    with _changed_config(run, state.attempt, config) if found else nullcontext():
         launch(Submission(folder, [element]), local=state.submission["executor"] == "local")
-    except BaseException:
-        write_text(run.config, before)
-        raise
     return found
 
 
@@ -87,8 +82,18 @@ def _check_end(run: Run, config: Config) -> None:
         )
 
 
-def _replace_config(run: Run, attempt: int, before: str, config: Config) -> None:
-    kept = run.config_of(attempt)
-    if not kept.exists():  # else it was changed since already, and no attempt has used that
+@contextmanager
+def _changed_config(run: Run, attempt: int, config: Config) -> Iterator[None]:
+    """Change config.toml and keep the old one; both changes are taken back if what follows fails."""
+    before, kept = run.config.read_text(), run.config_of(attempt)
+    new = not kept.exists()  # else it was changed since already, and no attempt has used that
+    if new:
         write_text(kept, before)
     write_text(run.config, config.to_toml())
+    try:
+        yield
+    except BaseException:
+        write_text(run.config, before)
+        if new:
+            kept.unlink()
+        raise

@@ -171,7 +171,8 @@ def run_names(name: str, varied: Sequence[list[str]]) -> list[str]:
 
 def _part(override: str) -> str:
     key, value = _key(override).rpartition(".")[2], override.partition("=")[2].rpartition("/")[2]
-    return "-".join(_NOT_IN_NAMES.sub("-", word).strip("-.")[:_LONGEST_WORD].rstrip("-.") for word in (key, value))
+    words = (_NOT_IN_NAMES.sub("-", word).strip("-.")[:_LONGEST_WORD].rstrip("-.") for word in (key, value))
+    return "-".join(word for word in words if word)
 
 
 def _key(override: str) -> str:

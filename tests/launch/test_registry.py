@@ -112,3 +112,21 @@ def test_runs_by_name(run: Run, tmp_path: Path) -> None:
     assert find_run(str(run.path), root) == run
     with pytest.raises(RunError, match="several runs are called mine: other/mine, project/mine"):
         find_run("mine", root)
+
+
+def test_runs_by_the_beginning_of_a_name(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    for name in ("a/q.1-seed-1", "a/q.10-seed-10", "a/q.2-seed-2", "a/exp2", "b/q.2-seed-3"):
+        write_text(root / name / "config.toml", "")
+    assert find_run("q.1", root).name == "q.1-seed-1"
+    assert find_run("b/q.2", root).name == "q.2-seed-3"
+    with pytest.raises(
+        RunError, match=r"several runs begin with q\.2-: a/q\.2-seed-2, b/q\.2-seed-3; write more of the name"
+    ):
+        find_run("q.2", root)
+    with pytest.raises(RunError, match=r"no run 'exp' under .*; runs that begin so: a/exp2; give its path"):
+        find_run("exp", root)
+    with pytest.raises(RunError, match=r"no run 'q' under .*; runs that begin so: a/q\.1-seed-1, .*b/q\.2-seed-3;"):
+        find_run("q", root)
+    write_text(root / "a" / "q.1" / "config.toml", "")
+    assert find_run("q.1", root).name == "q.1", "a whole name comes first"

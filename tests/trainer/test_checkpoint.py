@@ -136,12 +136,27 @@ def test_where_training_starts(lives: Path, tmp_path: Path, alone: World, caplog
 
     shutil.copytree(whole.checkpoints, fresh.checkpoints)
     assert checkpoints.find("from_path", str(tmp_path / "nowhere")) == fresh.checkpoint(4), "a run's own come first"
+    assert checkpoints.find("none", None) is None, "its own checkpoints do not count"
     write_text(fresh.checkpoint(4) / "rng-0.safetensors", "damaged")
     assert checkpoints.find("latest", None) == fresh.checkpoint(2)
     assert "rng-0.safetensors" in caplog.text
     write_text(fresh.checkpoint(2) / "rng-0.safetensors", "damaged")
     with pytest.raises(RunError, match=r"steps \[2, 4\], but none of them is whole"):
         checkpoints.find("latest", None)
+
+
+def test_attempt_that_never_continues_trains_from_step_0_again(
+    lives: Path, model_path: Path, tmp_path: Path, alone: World
+) -> None:
+    path = tmp_path / "run"
+    scenarios.rewind(alone, {"run": str(lives / "whole"), "to": str(path), "steps": [2, 4]})
+    options = life(model_path, path, tmp_path / "a.json", until=1, saves=[1], attempt=2, mode="none")
+    scenarios.lifetime(alone, options)
+    assert started(tmp_path, "a")["step"] == 0
+    assert losses(steps(tmp_path, "a")) == pytest.approx(losses(steps(lives, "whole")[:2]), abs=1e-6)
+    run = Run.open(path)
+    assert committed(run.checkpoints, step_of) == [1], "the next attempt must not find those of the one before"
+    assert sorted(path.name for path in run.checkpoints.glob(".*")) == [".given-up-s000002.2", ".given-up-s000004.2"]
 
 
 def test_what_a_start_gave_up_is_set_aside(lives: Path, tmp_path: Path, alone: World) -> None:

@@ -1,0 +1,156 @@
+"""`hpcrl resume` with settings, on run directories as `hpcrl submit` makes them; stand-ins for Slurm's programs note or refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.errors import ConfigError, DataError, RunError, SubmitError
+from hpcrl.launch.resume import resume
+from hpcrl.run.commit import begin, finish, write_json, write_text
+from hpcrl.run.layout import Run
+from hpcrl.run.ledger import Kind, open_attempt, report_outcome
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+
+
+@pytest.fixture
+def bin_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on PATH with a squeue that knows no job."""
+    folder = tmp_path / "bin"
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    program(folder, "squeue", "true")
+    program(folder, "srun", "true")
+    return folder
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def ended(tmp_path: Path, *overrides: str, kind: Kind = "failed") -> Run:
+    """Return a run of Slurm whose first attempt has ended."""
+    root = tmp_path / "runs"
+    config = Config.from_toml([QUICKSTART], [f"slurm.root={root}", *overrides])
+    run = Run(root / "quickstart" / "mine")
+    folder = root / "quickstart" / ".slurm" / "mine"
+    folder.mkdir(parents=True)
+    write_text(run.config, config.to_toml())
+    run.slurm.symlink_to("../.slurm/mine")
+    write_json(
+        run.submission,
+        {"executor": "slurm", "host": "h", "job_id": "7_0", "overrides": ["trainer.seed=42"], "submitted": 1.0},
+    )
+    open_attempt(run, "7_0.0", ["n1"])
+    report_outcome(run, 1, kind, "why", "agent-0")
+    return run
+
+
+def checkpoint(run: Run, step: int) -> None:
+    begin(run.checkpoint(step), 1)
+    finish(run.checkpoint(step), 1, step=step)
+
+
+def contents(run: Run) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(run.path.parent.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.usefixtures("bin_path")
+def test_all_refused_changes_are_told_and_nothing_happens(tmp_path: Path) -> None:
+    run = ended(tmp_path)
+    before = contents(run)
+    with pytest.raises(ConfigError) as caught:
+        resume(
+            run,
+            ["trainer.seed=1", "trainer.policy.model.path=/other", "trainer.ckpt_interval=3", "trainer.max_steps=40"],
+        )
+    lines = str(caught.value).splitlines()
+    assert [line.partition(" -> ")[0] for line in lines[:4]] == [
+        "refused: trainer.seed: 42",
+        f'refused: trainer.policy.model.path: "{QUICKSTART.parent}/quickstart/model"',
+        "warning: trainer.max_steps: 30",
+        "harmless: trainer.ckpt_interval: 10",
+    ]
+    assert "mine was not changed" in lines[4]
+    assert "trainer.resume_mode=from_path" in lines[4]
+    assert contents(run) == before
+
+
+@pytest.mark.usefixtures("bin_path")
+@pytest.mark.parametrize(
+    ("override", "error", "expected"),
+    [
+        ("trainer.epochs=x", ConfigError, "trainer.epochs: expected a whole number"),
+        ('data.val_data=["/nowhere.parquet"]', DataError, "no file /nowhere.parquet"),
+        ("trainer.max_steps=3", ConfigError, "has a checkpoint of step 4, beyond 3"),
+        ("trainer.resume_mode=none", RunError, "never continues a checkpoint"),
+    ],
+)
+def test_settings_that_cannot_work_change_nothing(
+    tmp_path: Path, override: str, error: type[Exception], expected: str
+) -> None:
+    run = ended(tmp_path)
+    checkpoint(run, 4)
+    before = contents(run)
+    with pytest.raises(error, match=expected):
+        resume(run, [override])
+    assert contents(run) == before
+
+
+def test_changed_configuration_takes_effect_and_the_old_one_is_kept(tmp_path: Path, bin_path: Path) -> None:
+    run = ended(tmp_path)
+    original = run.config.read_text()
+    program(bin_path, "sbatch", f'cp "$1" {tmp_path}/script; echo Submitted batch job 9')
+    found = resume(run, ["trainer.ckpt_interval=3", "slurm.time_minutes=90", "trainer.placement.policy_num_nodes=2"])
+    assert [(change.kind, change.difference.path) for change in found] == [
+        ("warning", "trainer.placement.policy_num_nodes"),
+        ("harmless", "trainer.ckpt_interval"),
+        ("harmless", "slurm.time_minutes"),
+    ]
+    assert run.config_of(1).read_text() == original
+    config = Config.from_toml([run.config])
+    assert (config.trainer.ckpt_interval, config.slurm.time_minutes) == (3, 90)
+    script = (tmp_path / "script").read_text()
+    assert "--time=90" in script
+    assert "--nodes=3" in script, "the plan is made anew"
+    record = json.loads(run.submission.read_text())
+    assert record["job_id"] == "9_0"
+    assert record["overrides"][0] == "trainer.seed=42"
+    assert "trainer.ckpt_interval=3" in record["overrides"]
+
+    resume(run, ["trainer.ckpt_interval=4"])
+    assert run.config_of(1).read_text() == original, "what attempt 1 used, not what no attempt used"
+
+
+def test_without_settings_nothing_is_rewritten(tmp_path: Path, bin_path: Path) -> None:
+    run = ended(tmp_path)
+    program(bin_path, "sbatch", "echo Submitted batch job 9")
+    original = run.config.read_text()
+    assert resume(run) == []
+    assert run.config.read_text() == original
+    assert not run.config_of(1).exists()
+
+
+def test_refused_job_leaves_the_old_configuration(tmp_path: Path, bin_path: Path) -> None:
+    run = ended(tmp_path)
+    program(bin_path, "sbatch", "echo 'sbatch: error: no such partition' >&2; exit 1")
+    original = run.config.read_text()
+    with pytest.raises(SubmitError, match="no such partition"):
+        resume(run, ["slurm.partition=nope"])
+    assert run.config.read_text() == original
+    assert not run.config_of(1).exists()
+
+
+def test_run_that_never_continues(tmp_path: Path, bin_path: Path) -> None:
+    run = ended(tmp_path, "trainer.resume_mode=none", kind="interrupted")
+    with pytest.raises(RunError, match=r"submit a new run, or resume this one with trainer\.resume_mode=latest"):
+        resume(run)
+    program(bin_path, "sbatch", f'cp "$1" {tmp_path}/script; echo Submitted batch job 9')
+    (change,) = resume(run, ["trainer.resume_mode=latest"])
+    assert change.kind == "warning"
+    assert "#SBATCH --requeue" in (tmp_path / "script").read_text()
