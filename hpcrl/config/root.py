@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, make_dataclass
@@ -125,6 +126,7 @@ def _replaced(section: Any, name: str, cls: type) -> Any:
     return make_dataclass(section.__name__, [spec], bases=(section,), frozen=True, kw_only=True)
 
 
+_CLASS_NAME = re.compile(r"\w+(\.\w+)*:\w+")
 _WHERE = 'Install it, or name the folder that holds it: python_path = ["."] is the folder of the TOML file'
 
 
@@ -138,6 +140,8 @@ def _add_to_path(folders: Any) -> None:
 def _subclass(name: str) -> type[Config]:
     module_name, _, class_name = name.partition(":")
     expected = f'config_class: expected "package.module:Class" of a dataclass below hpcrl.config.Config, found "{name}"'
+    if not _CLASS_NAME.fullmatch(name):
+        raise ConfigError(expected)
     try:
         found = getattr(importlib.import_module(module_name), class_name, None)
     except (ImportError, ValueError) as error:
