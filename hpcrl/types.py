@@ -45,9 +45,9 @@ class Sample:
 
     Attributes:
         token_ids: [T] int64, prompt and response laid end to end.
-        loss_mask: [T] float32, 1 where the policy chose the token.
-        rollout_logprobs: [T] float32, of the engine at the sampling temperature; 0 where the mask is 0.
-        versions: [T] int32, policy version that chose the token; -1 where the mask is 0.
+        loss_mask: [T] float32, 1 where the policy chose the token and it is to be trained.
+        rollout_logprobs: [T] float32, of the engine at the sampling temperature; 0 where the policy did not choose.
+        versions: [T] int32, policy version that chose the token; -1 where the policy did not choose.
         rewards: [T] float32, each reward at the last token of the turn that earned it.
         stop_reason: why the last turn ended.
         env_metrics: numbers that the environment reports.
@@ -74,6 +74,7 @@ class GroupMeta:
         response_lengths: tokens that the policy chose.
         oldest_version, newest_version: over all tokens of all samples.
         seconds: from claim to the last token.
+        raw_rewards: before generator.zero_reward_on_non_stop; empty where they are the same.
     """
 
     group_id: str
@@ -89,6 +90,7 @@ class GroupMeta:
     data_source: str
     seconds: float
     env_metrics: list[dict[str, float]] = field(default_factory=list)
+    raw_rewards: list[float] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -12,11 +12,11 @@ import signal
 import sys
 
 from starlette.applications import Starlette
-from transformers import AutoTokenizer
 
 from hpcrl.config import Config, order_seed, total_steps
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.service import Schedule, Service
+from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.prompts import drop_long, load_prompts, set_aside
 from hpcrl.observe.tensorboard import Follower
 from hpcrl.run.call import read_token
@@ -32,7 +32,7 @@ def main(path: str) -> None:
     lease = LeaseWriter(run, "controller", attempt)
     lease.say("loading data")
     config = Config.from_toml([run.config])
-    tokenizer = AutoTokenizer.from_pretrained(config.trainer.policy.model.path)
+    tokenizer = load_tokenizer(config.trainer.policy.model.path, config.generator.chat_template)
 
     def count_tokens(prompt: Prompt) -> int:
         lease.say("loading data")  # a large dataset takes its time; the others wait for as long as this is renewed

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from hpcrl.config import Config, eval_sampling
+from hpcrl.config import Config, engine_rope, eval_sampling
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.scratch import Scratch
 from hpcrl.rollout.server import Server, ServerOptions
@@ -44,7 +44,9 @@ def main(path: str) -> None:
                 dump_evals=config.trainer.dump_eval_results,
             )
             server.wait_ready(START_S, lambda: lease.say("starting engine"))
-            asyncio.run(work(post, server, config.trainer.policy.model.path, config.generator, lease))
+            asyncio.run(
+                work(post, server, config.trainer.policy.model.path, config.generator, config.environment, lease)
+            )
         finally:
             server.stop()
     finally:
@@ -53,16 +55,18 @@ def main(path: str) -> None:
 
 
 def options(run: Run, config: Config) -> ServerOptions:
-    generator = config.generator
+    generator, (rope_scaling, rope_theta) = config.generator, engine_rope(config)
     longest = max(generator.sampling_params.max_generate_length, eval_sampling(generator).max_generate_length)
     return ServerOptions(
         model=config.trainer.policy.model.path,
         engine=generator.inference_engine,
-        seed=config.trainer.seed,
+        seed=config.trainer.seed if generator.inference_engine.seed is None else generator.inference_engine.seed,
         max_model_len=config.trainer.max_prompt_length + longest,
         on_cpu=config.slurm.gpus_per_node == 0,
         run_name=run.name,
         token_file=run.token,
+        rope_scaling=rope_scaling,
+        rope_theta=rope_theta,
     )
 
 

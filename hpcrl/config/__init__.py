@@ -3,6 +3,8 @@
 from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.data import DataConfig
 from hpcrl.config.derive import (
+    engine_gpus,
+    engine_rope,
     eval_sampling,
     order_seed,
     replicas_per_node,
@@ -45,6 +47,8 @@ __all__ = [
     "SamplingParams",
     "SlurmConfig",
     "TrainerConfig",
+    "engine_gpus",
+    "engine_rope",
     "eval_sampling",
     "order_seed",
     "replicas_per_node",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.data import DataConfig
-from hpcrl.config.generator import GeneratorConfig, SamplingParams
+from hpcrl.config.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.megatron import MegatronModelConfig
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.errors import DataError
@@ -44,13 +44,6 @@ def temperature(config: Config) -> float:
     """Return what divides the logits in training; where it is not set: the sampling temperature."""
     own = config.trainer.algorithm.temperature
     return config.generator.sampling_params.temperature if own is None else own
-
-
-def engine_rope(config: Config) -> tuple[dict[str, Any], float | None]:
-    """Return scaling and base of rotary positions in the engines; where they are not set: the trainer's."""
-    generator, trainer = config.generator, config.trainer
-    theta = trainer.rope_theta if generator.rope_theta is None else generator.rope_theta
-    return generator.rope_scaling or trainer.rope_scaling, theta
 
 
 def ref_model_path(trainer: TrainerConfig) -> str:
@@ -100,11 +93,23 @@ def ref_ranks(trainer: TrainerConfig) -> int:
     return nodes * (placement.policy_num_gpus_per_node if gpus is None else gpus)
 
 
+def engine_gpus(engine: InferenceEngineConfig) -> int:
+    """Return the GPUs of one replica."""
+    return engine.tensor_parallel_size * engine.pipeline_parallel_size
+
+
+def engine_rope(config: Config) -> tuple[dict[str, Any], float | None]:
+    """Return scaling and base of the engines' rotary positions; each where it is not set: the trainer's."""
+    generator, trainer = config.generator, config.trainer
+    scaling = generator.rope_scaling or trainer.rope_scaling
+    return scaling, trainer.rope_theta if generator.rope_theta is None else generator.rope_theta
+
+
 def replicas_per_node(config: Config) -> int:
     """Return how many replicas one rollout node holds; where it is not set: as many as its GPUs allow, at least 1."""
     if config.slurm.replicas_per_node is not None:
         return config.slurm.replicas_per_node
-    return max(1, config.slurm.gpus_per_node // config.generator.inference_engine.tensor_parallel_size)
+    return max(1, config.slurm.gpus_per_node // engine_gpus(config.generator.inference_engine))
 
 
 def steps_per_epoch(n_prompts: int, trainer: TrainerConfig) -> int:

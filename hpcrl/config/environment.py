@@ -101,4 +101,4 @@ class EnvironmentConfig:
     skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
 
     custom: dict[str, Any] = field(default_factory=dict)
-    """Handed to every environment, untouched, under the extra `custom`."""
+    """Handed to every environment, untouched, as the extra `custom`; rows with a column of that name keep theirs."""

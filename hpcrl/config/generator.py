@@ -35,7 +35,7 @@ class InferenceEngineConfig:
     """GPUs that share one replica's experts; 1 or data_parallel_size * tensor_parallel_size."""
 
     seed: int | None = None
-    """Seed of the engines; unset: trainer.seed. Each group has its own seed, made from trainer.seed, in any case."""
+    """Seed of what an engine draws outside of requests; unset: trainer.seed. Each sample has its own seed, made from trainer.seed."""
 
     weight_sync_backend: Literal["filesystem", "nccl", "gloo"] = "filesystem"
     """How new weights reach the engines."""
@@ -101,10 +101,10 @@ class SamplingParams:
     """Texts that end a response."""
 
     include_stop_str_in_output: bool = True
-    """Keep that text at the end of the response."""
+    """The environment sees that text at the end of the response; the sample keeps its tokens either way."""
 
     additional_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further sampling parameters of vLLM, by their names there."""
+    """Further sampling parameters of vLLM, by their names there; those that hpcrl sets are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class EvalSamplingParams:
     """Texts that end a response; unset: as in training."""
 
     include_stop_str_in_output: bool | None = None
-    """Keep that text at the end of the response; unset: as in training."""
+    """The environment sees that text at the end of the response; unset: as in training."""
 
     additional_kwargs: dict[str, Any] | None = None
     """Further sampling parameters of vLLM, by their names there; unset: as in training."""
@@ -146,7 +146,8 @@ class ChatTemplateConfig:
     """What name_or_path is: a template that comes with hpcrl, or a Jinja file."""
 
     name_or_path: Location | None = None
-    """Chat template instead of the tokenizer's own; names: qwen3_with_thinking, qwen3_without_thinking."""
+    """Chat template instead of the tokenizer's own: a file of at most 1 MiB, or a name: qwen3_with_thinking (ChatML),
+    qwen3_without_thinking (the same without the thoughts of all but the assistant's last turn)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,10 +185,10 @@ class GeneratorConfig:
     """Each turn is a sample of its own; the last one's advantage counts for all."""
 
     zero_reward_on_non_stop: bool = False
-    """Samples that did not end by themselves get reward 0."""
+    """Samples that neither an end token nor a stop text ended get reward 0, in evaluation too."""
 
     apply_overlong_filtering: bool = False
-    """Samples that did not end by themselves are left out of the loss."""
+    """Samples that neither an end token nor a stop text ended are left out of the loss; their rewards still count in the group."""
 
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     """Scaling of rotary positions in the engines; empty: trainer.rope_scaling."""

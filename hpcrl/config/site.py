@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from hpcrl.config.derive import replicas_per_node
+from hpcrl.config.derive import engine_gpus, replicas_per_node
 from hpcrl.config.generator import InferenceEngineConfig
 from hpcrl.config.problem import Problem
 
@@ -44,16 +44,26 @@ def engine_options(config: Config) -> Iterator[Problem]:
             yield Problem(f"{path}.engine_init_kwargs.{name}", "hpcrl sets this option of the server itself")
 
 
+def flash_infer(config: Config) -> Iterator[Problem]:
+    if config.generator.inference_engine.use_flashinfer and config.slurm.gpus_per_node == 0:
+        yield Problem(
+            "generator.inference_engine.use_flashinfer", "needs GPUs, but slurm.gpus_per_node=0; set it to false"
+        )
+
+
 def gpus_of_nodes(config: Config) -> Iterator[Problem]:
     gpus, ranks = config.slurm.gpus_per_node, config.trainer.placement.policy_num_gpus_per_node
     if gpus <= 0:
         return
-    parallel, replicas = config.generator.inference_engine.tensor_parallel_size, config.slurm.replicas_per_node
+    parallel, replicas = engine_gpus(config.generator.inference_engine), config.slurm.replicas_per_node
     has = f"but a node has {gpus} GPUs (slurm.gpus_per_node)"
     if ranks > gpus:
         yield Problem("trainer.placement.policy_num_gpus_per_node", f"{ranks} ranks need a GPU each, {has}")
     if parallel > gpus:
-        yield Problem("generator.inference_engine.tensor_parallel_size", f"a replica needs {parallel} GPUs, {has}")
+        yield Problem(
+            "generator.inference_engine.tensor_parallel_size",
+            f"a replica needs {parallel} GPUs (times pipeline_parallel_size), {has}",
+        )
     elif replicas is not None and parallel >= 1 and replicas_per_node(config) * parallel > gpus:
         yield Problem("slurm.replicas_per_node", f"{replicas} replicas need {replicas * parallel} GPUs, {has}")
 

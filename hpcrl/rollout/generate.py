@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from hpcrl.config import GeneratorConfig, SamplingParams, eval_sampling
+from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
 from hpcrl.envs.environment import Environment, Messages, Turn
 from hpcrl.envs.make import make_environment
 from hpcrl.errors import ConfigError, DataError, HpcrlError
@@ -27,7 +27,7 @@ from hpcrl.types import GroupMeta, Sample, Work
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ENVIRONMENTS_AT_ONCE = 64
+_HALF_A_CHARACTER = "\ufffd"  # what tokens decode to that end within a character
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,24 @@ class Group:
 
     Attributes:
         texts: the responses as the environment saw them.
+        raw_rewards: what the environment paid each sample, whatever became of it.
         seconds: from claim to the last token.
     """
 
     work: Work
     samples: list[Sample]
     texts: list[str]
+    raw_rewards: list[float]
     seconds: float
 
     @property
     def oldest_version(self) -> int:
-        return min(int(sample.versions[sample.loss_mask > 0].min()) for sample in self.samples)
+        return min(int(sample.versions[sample.versions >= 0].min()) for sample in self.samples)
+
+    @property
+    def response_lengths(self) -> list[int]:
+        """Tokens that the policy chose, trained or not."""
+        return [int((sample.versions >= 0).sum()) for sample in self.samples]
 
     def meta(self, replica: int, path: str) -> GroupMeta:
         return GroupMeta(
@@ -56,13 +63,14 @@ class Group:
             path=path,
             rewards=[float(sample.rewards.sum()) for sample in self.samples],
             lengths=[len(sample.token_ids) for sample in self.samples],
-            response_lengths=[int(sample.loss_mask.sum()) for sample in self.samples],
+            response_lengths=self.response_lengths,
             stop_reasons=[sample.stop_reason for sample in self.samples],
             oldest_version=self.oldest_version,
             newest_version=max(int(sample.versions.max()) for sample in self.samples),
             data_source=self.work.prompt.data_source,
             seconds=self.seconds,
             env_metrics=[sample.env_metrics for sample in self.samples],
+            raw_rewards=self.raw_rewards,
         )
 
 
@@ -73,14 +81,17 @@ class GroupGenerator:
         tokenizer: of the policy; it owns the chat template.
     """
 
-    def __init__(self, engine: EngineClient, tokenizer: PreTrainedTokenizerBase, config: GeneratorConfig) -> None:
-        self._engine, self._tokenizer = engine, tokenizer
-        self._template_options = config.chat_template_kwargs
-        self._sampling = {
-            "train": engine_sampling(config.sampling_params),
-            "eval": engine_sampling(eval_sampling(config)),
-        }
-        self._stepping = asyncio.Semaphore(_ENVIRONMENTS_AT_ONCE)
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: PreTrainedTokenizerBase,
+        config: GeneratorConfig,
+        environment: EnvironmentConfig,
+    ) -> None:
+        self._engine, self._tokenizer, self._config = engine, tokenizer, config
+        self._custom, threads = environment.custom, environment.skyrl_gym.max_env_workers
+        self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}
+        self._stepping = asyncio.Semaphore(threads) if threads else None
 
     async def generate(self, work: Work) -> Group:
         """Return the group.
@@ -93,8 +104,9 @@ class GroupGenerator:
         environments: list[Environment] = []
         with _Blame(work):
             try:
+                extras = {"custom": self._custom, **work.prompt.extras}
                 for _ in range(work.n_samples):
-                    environments.append(make_environment(work.prompt.env_class, work.prompt.extras))
+                    environments.append(make_environment(work.prompt.env_class, extras))
                 openings = [environment.init(list(work.prompt.messages)) for environment in environments]
             except BaseException:
                 _close(environments)
@@ -104,7 +116,9 @@ class GroupGenerator:
         finally:
             with _Blame(work):
                 _close(environments)
-        return Group(work, samples, texts, time.monotonic() - started)
+        raw_rewards = [float(sample.rewards.sum()) for sample in samples]
+        samples = [self._judged(sample) for sample in samples]
+        return Group(work, samples, texts, raw_rewards, time.monotonic() - started)
 
     async def _turn(
         self, work: Work, environments: Sequence[Environment], prompts: list[list[int]]
@@ -112,28 +126,49 @@ class GroupGenerator:
         version = self._engine.version
         generations = await self._sample(work, prompts)
         version = min(version, self._engine.version)  # all tokens count as the older one if it changed meanwhile
-        texts = [str(self._tokenizer.decode(said.token_ids, skip_special_tokens=True)) for said in generations]
+        texts = [self._text(said.token_ids, self._params[work.kind]) for said in generations]
         turns = await asyncio.gather(*(self._pay(work, *pair) for pair in zip(environments, texts, strict=True)))
         parts = zip(prompts, generations, turns, strict=True)
         return [_as_sample(prompt, said, turn, version) for prompt, said, turn in parts], texts
 
     def _prompt(self, messages: Messages) -> list[int]:
         ids = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False, **self._template_options
+            messages, add_generation_prompt=True, return_dict=False, **self._config.chat_template_kwargs
         )
         return cast(list[int], ids)
 
     async def _sample(self, work: Work, prompts: list[list[int]]) -> list[Generation]:
-        sampling, seed = self._sampling[work.kind], work.seed
+        sampling, seed = engine_sampling(self._params[work.kind]), work.seed
         if all(prompt == prompts[0] for prompt in prompts):
             return await self._engine.generate(prompts[0], work.n_samples, seed, sampling)
         alone = (self._engine.generate(prompt, 1, seed + i, sampling) for i, prompt in enumerate(prompts))
         return [generation for (generation,) in await asyncio.gather(*alone)]
 
+    def _text(self, token_ids: list[int], params: SamplingParams) -> str:
+        """Return a response as the environment sees it: without special tokens, and up to the stop text that ended it."""
+        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        if not params.stop:
+            return text
+        before = str(self._tokenizer.decode(token_ids[:-1], skip_special_tokens=True)).rstrip(_HALF_A_CHARACTER)
+        return cut_at_stop(text, len(before), params.stop, keep=params.include_stop_str_in_output)
+
+    def _judged(self, sample: Sample) -> Sample:
+        """Return the sample with what the configuration makes of one that did not end by itself."""
+        if sample.stop_reason == "stop":
+            return sample
+        if self._config.zero_reward_on_non_stop:
+            sample = replace(sample, rewards=torch.zeros_like(sample.rewards))
+        if self._config.apply_overlong_filtering:
+            sample = replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+        return sample
+
     async def _pay(self, work: Work, environment: Environment, text: str) -> Turn:
-        async with self._stepping:
-            with _Blame(work):
-                turn = _checked(await in_thread(environment.step, text))
+        with _Blame(work):
+            if self._stepping is None:
+                turn = _checked(environment.step(text))
+            else:
+                async with self._stepping:
+                    turn = _checked(await in_thread(environment.step, text))
         if not turn.done:
             raise ConfigError(
                 f"environment {work.prompt.env_class!r} wants another turn (group {work.group_id}); this version of hpcrl "
@@ -151,9 +186,25 @@ def _checked(turn: Turn) -> Turn:
     return replace(turn, reward=float(turn.reward), metrics={name: float(turn.metrics[name]) for name in turn.metrics})
 
 
+def cut_at_stop(text: str, before: int, stop: Sequence[str], *, keep: bool) -> str:
+    """Return `text` up to the first stop text that its last token completed, the whole text if there is none.
+
+    Args:
+        before: characters of the text without its last token.
+        keep: whether the stop text stays at the end.
+    """
+    starts = {one: text.find(one, max(0, before - len(one) + 1)) for one in stop}
+    found = [one for one in stop if starts[one] >= 0]
+    if not found:
+        return text
+    first = min(found, key=lambda one: starts[one] + len(one))
+    return text[: starts[first] + len(first) * keep]
+
+
 def engine_sampling(params: SamplingParams) -> dict[str, Any]:
     """Return the configured sampling under vLLM's names."""
     return {
+        **params.additional_kwargs,
         "max_tokens": params.max_generate_length,
         "temperature": params.temperature,
         "top_p": params.top_p,

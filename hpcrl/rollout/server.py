@@ -17,14 +17,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from hpcrl.config import InferenceEngineConfig
-from hpcrl.errors import EngineError
+from hpcrl.config import InferenceEngineConfig, engine_gpus
+from hpcrl.config.rope import rope_parameters
+from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.auth import RUN_NAME, TOKEN_FILE
 from hpcrl.rollout.receive import BACKEND
 from hpcrl.rollout.serve import PARENT
@@ -48,6 +49,7 @@ class ServerOptions:
         max_model_len: tokens of prompt and response together at most.
         on_cpu: whether this is vLLM's CPU build.
         run_name, token_file: who may call it.
+        rope_scaling, rope_theta: replace the model's rotary positions; empty and None: the model's own.
     """
 
     model: str
@@ -57,6 +59,8 @@ class ServerOptions:
     on_cpu: bool
     run_name: str
     token_file: Path
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    rope_theta: float | None = None
 
 
 class Server:
@@ -158,6 +162,8 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "max-model-len": options.max_model_len,
         "dtype": engine.model_dtype,
         "tensor-parallel-size": engine.tensor_parallel_size,
+        "pipeline-parallel-size": engine.pipeline_parallel_size,
+        "attention-backend": "FLASHINFER" if engine.use_flashinfer else None,
         "enable-prefix-caching": engine.enable_prefix_caching,
         "enable-chunked-prefill": engine.enable_chunked_prefill,
         "max-num-batched-tokens": max(engine.max_num_batched_tokens, options.max_model_len),
@@ -170,12 +176,26 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
     if options.on_cpu:
         arguments["kv-cache-memory-bytes"] = _CPU_CACHE_BYTES
     arguments |= {name.replace("_", "-"): value for name, value in engine.engine_init_kwargs.items()}
+    if options.rope_scaling or options.rope_theta is not None:
+        arguments["hf-overrides"] = {**arguments.get("hf-overrides", {}), "rope_parameters": _rope(options)}
     return [
         sys.executable,
         "-m",
         "hpcrl.rollout.serve",
         *(text for item in arguments.items() for text in _argument(*item)),
     ]
+
+
+def _rope(options: ServerOptions) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    own = getattr(AutoConfig.from_pretrained(options.model), "rope_parameters", None)
+    if not own or "rope_theta" not in own:
+        raise ConfigError(
+            f"generator.rope_scaling and generator.rope_theta: the model at {options.model} has no rotary positions, or other "
+            "ones per kind of layer; leave them out"
+        )
+    return rope_parameters(own, options.rope_scaling, options.rope_theta)
 
 
 def _argument(name: str, value: Any) -> list[str]:
@@ -207,7 +227,7 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
     if options.on_cpu:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        if options.engine.tensor_parallel_size == 1:
+        if engine_gpus(options.engine) == 1:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
                 "0"  # the engine core runs the model itself: one process less
             )

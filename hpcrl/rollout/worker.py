@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from hpcrl.config import GeneratorConfig
+from hpcrl.config import EnvironmentConfig, GeneratorConfig
+from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.samples import write_group
 from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter
@@ -62,14 +61,21 @@ class Post:
         return f"rollout-{self.replica}"
 
 
-async def work(post: Post, server: Server, model: str, config: GeneratorConfig, lease: LeaseWriter) -> None:
+async def work(
+    post: Post,
+    server: Server,
+    model: str,
+    config: GeneratorConfig,
+    environment: EnvironmentConfig,
+    lease: LeaseWriter,
+) -> None:
     """Work with a server that is ready until the controller says stop; as `Worker.run`.
 
     Args:
         model: HF directory or hub id of the tokenizer.
     """
     engine = EngineClient(server.socket, headers(read_token(post.run), post.run.name, post.attempt))
-    generator = GroupGenerator(engine, AutoTokenizer.from_pretrained(model), config)
+    generator = GroupGenerator(engine, load_tokenizer(model, config.chat_template), config, environment)
     try:
         await Worker(post, server, engine, generator, lease).run()
     finally:
@@ -168,7 +174,7 @@ class Worker:
 
     async def _generate(self, work: Work) -> GroupMeta:
         group = await self._generator.generate(work)
-        self._meter.tokens += sum(int(sample.loss_mask.sum()) for sample in group.samples)
+        self._meter.tokens += sum(group.response_lengths)
         run, replica = self._post.run, self._post.replica
         if work.kind == "eval":
             path = run.eval_dump(group.oldest_version, replica)

@@ -35,9 +35,9 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         (["data.response_column=prompt"], "data.response_column", "another column than data.prompt_column"),
         (["trainer.eval_batch_size=0"], "trainer.eval_batch_size", "at least 1"),
         (
-            ["trainer.fully_async.num_parallel_generation_workers=255"],
+            ["trainer.fully_async.num_parallel_generation_workers=1023"],
             "trainer.fully_async.num_parallel_generation_workers",
-            "from 256",
+            "from 1024",
         ),
         (
             [f"{SAMPLING}.additional_kwargs.max_tokens=3"],
@@ -64,7 +64,7 @@ def test_impossible_values(tmp_path: Path, overrides: list[str], path: str, word
         ["data.test_size=0.1", "data.val_data=[]"],
         ["data.test_size=7", "data.val_data=[]", "trainer.eval_interval=0"],
         ["data.prompt_column=question", "data.response_column=answer"],
-        ["trainer.fully_async.num_parallel_generation_workers=512", "trainer.fully_async.max_staleness_steps=1"],
+        ["trainer.fully_async.num_parallel_generation_workers=2048", "trainer.fully_async.max_staleness_steps=1"],
         [f"{SAMPLING}.additional_kwargs={{min_tokens=3, presence_penalty=0.5}}"],
         [f"{EVALUATION}.include_stop_str_in_output=false"],
     ],

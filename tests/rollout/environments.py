@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from hpcrl.envs.environment import Messages, Turn
 
 CLOSED: list[str] = []
+STEPS: list[tuple[str, float, float]] = []
 
 
 class CountLetters:
@@ -49,3 +52,18 @@ class Unmade(CountLetters):
 class Talks(CountLetters):
     def step(self, action: str) -> Turn:  # noqa: ARG002
         return Turn([{"role": "user", "content": "and?"}], 0.0, done=False)
+
+
+class Slow(CountLetters):
+    """Records in which thread and when it stepped."""
+
+    def step(self, action: str) -> Turn:
+        begun = time.monotonic()
+        time.sleep(0.1)
+        STEPS.append((threading.current_thread().name, begun, time.monotonic()))
+        return super().step(action)
+
+
+class Configured(CountLetters):
+    def step(self, action: str) -> Turn:  # noqa: ARG002
+        return Turn([], self._extras["custom"]["bonus"], done=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from hpcrl.config import GeneratorConfig, SamplingParams
+from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
+from hpcrl.config.environment import SkyRLGymConfig
+from hpcrl.config.generator import EvalSamplingParams
 from hpcrl.errors import ConfigError, HpcrlError
 from hpcrl.rollout.client import EngineClient
-from hpcrl.rollout.generate import Group, GroupGenerator
+from hpcrl.rollout.generate import Group, GroupGenerator, cut_at_stop
 from hpcrl.types import Prompt, Work
 from tests.rollout import environments
 from tests.rollout.conftest import WithEngine
@@ -21,6 +25,7 @@ from tests.rollout.material import EOS, QUICKSTART, distribution, logprobs
 
 TOKENIZER = AutoTokenizer.from_pretrained(QUICKSTART)
 CONFIG = GeneratorConfig(sampling_params=SamplingParams(max_generate_length=30, temperature=0.8))
+ENVIRONMENT = EnvironmentConfig()
 HERE = "tests.rollout.environments"
 
 
@@ -31,8 +36,13 @@ def work(env_class: str = "CountLetters", kind: Any = "train", n_samples: int = 
     )
 
 
-def generate(with_engine: WithEngine[Group], item: Work, config: GeneratorConfig = CONFIG) -> Group:
-    return with_engine(lambda engine: GroupGenerator(engine, TOKENIZER, config).generate(item))
+def generate(
+    with_engine: WithEngine[Group],
+    item: Work,
+    config: GeneratorConfig = CONFIG,
+    environment: EnvironmentConfig = ENVIRONMENT,
+) -> Group:
+    return with_engine(lambda engine: GroupGenerator(engine, TOKENIZER, config, environment).generate(item))
 
 
 def test_samples_say_who_chose_each_token(with_engine: WithEngine[Any], models: list[Path]) -> None:
@@ -70,7 +80,7 @@ def test_meta_describes_the_samples(with_engine: WithEngine[Any]) -> None:
 
 def test_a_group_does_not_depend_on_when_it_is_generated(with_engine: WithEngine[Any]) -> None:
     async def play(engine: EngineClient) -> None:
-        generator = GroupGenerator(engine, TOKENIZER, CONFIG)
+        generator = GroupGenerator(engine, TOKENIZER, CONFIG, ENVIRONMENT)
         together = await asyncio.gather(*(generator.generate(work()) for _ in range(3)))
         alone = await generator.generate(work())
         assert all(group.texts == alone.texts for group in together)
@@ -101,6 +111,105 @@ def test_chat_template_kwargs_reach_the_template(with_engine: WithEngine[Any]) -
     )
     sample = group.samples[0]
     assert sample.token_ids[sample.loss_mask == 0].tolist() == TOKENIZER("sort: bcaabc")["input_ids"]
+
+
+def test_additional_sampling_parameters_reach_the_engine(with_engine: WithEngine[Any]) -> None:
+    """In training; evaluation has its own, or the same where it has none."""
+    plain = replace(CONFIG.sampling_params, additional_kwargs={"allowed_token_ids": [7, 9], "min_tokens": 5})
+    own = EvalSamplingParams(additional_kwargs={"allowed_token_ids": [6]})
+    same = EvalSamplingParams(temperature=0.5)
+    for kind, evaluation, allowed in (("train", own, {7, 9}), ("eval", own, {6}), ("eval", same, {7, 9})):
+        config = GeneratorConfig(sampling_params=plain, eval_sampling_params=evaluation)
+        for sample in generate(with_engine, work(kind=kind), config).samples:
+            chosen = sample.token_ids[sample.versions >= 0].tolist()
+            assert set(chosen) <= allowed
+            assert len(chosen) == 30
+
+
+@pytest.mark.parametrize("stop", [["c"], ["ab", "c"], ["zz", "c", "b"]])
+def test_the_environment_sees_the_stop_text_or_not(with_engine: WithEngine[Any], stop: list[str]) -> None:
+    """What the policy said stays as it is either way."""
+    endless = {"ignore_eos": True}
+    groups = {}
+    for keep in (True, False):
+        params = replace(
+            CONFIG.sampling_params,
+            stop=stop,
+            include_stop_str_in_output=keep,
+            additional_kwargs=endless,
+            temperature=1.5,
+        )
+        groups[keep] = generate(with_engine, work(n_samples=16), GeneratorConfig(sampling_params=params))
+    stopped = 0
+    for kept, cut, text, shorter in zip(
+        groups[True].samples, groups[False].samples, groups[True].texts, groups[False].texts, strict=True
+    ):
+        assert kept.token_ids.tolist() == cut.token_ids.tolist()
+        if kept.stop_reason == "stop":
+            stopped += 1
+            assert any(text == shorter + one for one in stop)
+            assert not any(one in shorter for one in stop)
+        else:
+            assert text == shorter
+        assert (kept.rewards.sum(), cut.rewards.sum()) == (len(text), len(shorter))
+    assert stopped
+
+
+def test_stop_text_that_a_token_completes() -> None:
+    assert cut_at_stop("abcd", 2, ["bc"], keep=True) == "abc"
+    assert cut_at_stop("abcd", 2, ["bc"], keep=False) == "a"
+    assert cut_at_stop("abcd", 2, ["cd", "bc"], keep=True) == "abc", "the one that was complete first"
+    assert cut_at_stop("abcab", 4, ["ab"], keep=False) == "abc", "not the one before the shortest length was reached"
+    assert cut_at_stop("abcd", 4, ["b"], keep=True) == "abcd"
+
+
+def test_samples_that_do_not_end_by_themselves(with_engine: WithEngine[Any]) -> None:
+    params = replace(CONFIG.sampling_params, max_generate_length=6)
+    plain = generate(with_engine, work(n_samples=32), GeneratorConfig(sampling_params=params))
+    config = GeneratorConfig(sampling_params=params, zero_reward_on_non_stop=True, apply_overlong_filtering=True)
+    for kind in ("train", "eval"):
+        config = replace(config, eval_sampling_params=EvalSamplingParams(temperature=params.temperature))
+        group = generate(with_engine, work(kind=kind, n_samples=32), config)
+        assert {sample.stop_reason for sample in group.samples} == {"stop", "length"}
+        for sample, other in zip(group.samples, plain.samples, strict=True):
+            ended = sample.stop_reason == "stop"
+            assert sample.rewards.tolist() == (other.rewards * ended).tolist()
+            assert sample.loss_mask.tolist() == (other.loss_mask * ended).tolist()
+            assert sample.token_ids.tolist() == other.token_ids.tolist()
+            assert sample.versions.tolist() == other.versions.tolist()
+        meta, before = group.meta(0, "path"), plain.meta(0, "path")
+        assert meta.raw_rewards == before.rewards != meta.rewards
+        assert meta.rewards == [float(sample.rewards.sum()) for sample in group.samples]
+        assert meta.response_lengths == before.response_lengths, "what was said counts, trained or not"
+        assert (meta.oldest_version, meta.newest_version) == (0, 0)
+
+
+def test_each_of_the_two_judgements_alone(with_engine: WithEngine[Any]) -> None:
+    params = replace(CONFIG.sampling_params, additional_kwargs={"ignore_eos": True})
+    zeroed = generate(with_engine, work(), GeneratorConfig(sampling_params=params, zero_reward_on_non_stop=True))
+    left_out = generate(with_engine, work(), GeneratorConfig(sampling_params=params, apply_overlong_filtering=True))
+    assert all(not sample.rewards.any() and sample.loss_mask.any() for sample in zeroed.samples)
+    assert all(sample.rewards.any() and not sample.loss_mask.any() for sample in left_out.samples)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_environments_step_in_so_many_threads(with_engine: WithEngine[Any], workers: int) -> None:
+    environments.STEPS.clear()
+    config = EnvironmentConfig(skyrl_gym=SkyRLGymConfig(max_env_workers=workers))
+    generate(with_engine, work("Slow"), environment=config)
+    steps = environments.STEPS
+    together = max(sum(begun <= moment < ended for _, begun, ended in steps) for _, moment, _ in steps)
+    assert len(steps) == 6
+    assert together == max(workers, 1)
+    assert ({name for name, _, _ in steps} == {threading.current_thread().name}) == (workers == 0)
+
+
+def test_custom_settings_reach_every_environment(with_engine: WithEngine[Any]) -> None:
+    group = generate(with_engine, work("Configured"), environment=EnvironmentConfig(custom={"bonus": 2.5}))
+    assert group.raw_rewards == [2.5] * 6
+    own = replace(work("Configured"), prompt=replace(work("Configured").prompt, extras={"custom": {"bonus": 7.0}}))
+    group = generate(with_engine, own, environment=EnvironmentConfig(custom={"bonus": 2.5}))
+    assert group.raw_rewards == [7.0] * 6, "a column of the row comes first"
 
 
 @pytest.mark.parametrize(

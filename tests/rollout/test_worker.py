@@ -17,7 +17,7 @@ import httpx
 import pytest
 import torch
 
-from hpcrl.config import Config, GeneratorConfig, SamplingParams
+from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.data.samples import read_group
 from hpcrl.errors import CommitError, HpcrlError
 from hpcrl.observe.metrics import merged
@@ -79,7 +79,16 @@ def start(
 
     def main() -> None:
         try:
-            asyncio.run(work(post, server, str(QUICKSTART), GENERATOR, LeaseWriter(run, "rollout-5", ATTEMPT)))
+            asyncio.run(
+                work(
+                    post,
+                    server,
+                    str(QUICKSTART),
+                    GENERATOR,
+                    EnvironmentConfig(),
+                    LeaseWriter(run, "rollout-5", ATTEMPT),
+                )
+            )
         except HpcrlError as error:
             failed.append(error)
 

@@ -1,0 +1,70 @@
+"""The tokenizer of a run with the chat template that it was configured to use."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcrl.config.generator import ChatTemplateConfig
+from hpcrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_OWN = Path(__file__).with_name("templates")
+_MAX_BYTES = 1 << 20
+_SETTING = "generator.chat_template.name_or_path"
+
+
+def chat_template(config: ChatTemplateConfig) -> str | None:
+    """Return the Jinja text, or None for the tokenizer's own template.
+
+    Raises:
+        ConfigError: there is no such template, or its file is missing, no regular file, too large or not UTF-8.
+    """
+    if not config.name_or_path:
+        return None
+    if config.source == "name":
+        known = {path.stem: path for path in sorted(_OWN.glob("*.jinja"))}
+        if config.name_or_path not in known:
+            raise ConfigError(f'{_SETTING}: no template "{config.name_or_path}"; expected one of {", ".join(known)}')
+        return known[config.name_or_path].read_text(encoding="utf-8")
+    return _read(config.name_or_path)
+
+
+def _read(name: str) -> str:
+    try:
+        path = Path(name).expanduser()
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{_SETTING}: {name} is no regular file; expected a file with a Jinja template")
+        if status.st_size > _MAX_BYTES:
+            raise ConfigError(f"{_SETTING}: {name} has {status.st_size} bytes; expected at most {_MAX_BYTES} (1 MiB)")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{_SETTING}: {name!r} cannot be read ({error}); expected a Jinja file in UTF-8") from error
+
+
+def load_tokenizer(model: str, template: ChatTemplateConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model, which applies the configured chat template.
+
+    Args:
+        model: HF directory or hub id.
+
+    Raises:
+        ConfigError: as `chat_template`, or the template is not valid Jinja.
+    """
+    from jinja2 import TemplateSyntaxError
+    from transformers import AutoTokenizer
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    tokenizer, text = AutoTokenizer.from_pretrained(model), chat_template(template)
+    if text is None:
+        return tokenizer
+    try:
+        render_jinja_template([], chat_template=text)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"{_SETTING}: {template.name_or_path}, line {error.lineno}: {error.message}") from error
+    tokenizer.chat_template = text
+    return tokenizer
