@@ -175,7 +175,7 @@ class AlgorithmConfig:
     """Divisor of seq_mean_token_mean in tokens, instead of each sample's own length (Dr.GRPO)."""
 
     eps_clip_low: float = 0.2
-    """Probability ratios below 1 - eps_clip_low are clipped."""
+    """Probability ratios below 1 - eps_clip_low are clipped; 1: none."""
 
     eps_clip_high: float = 0.2
     """Probability ratios above 1 + eps_clip_high are clipped."""

@@ -55,6 +55,7 @@ WAITS: dict[str, Wait] = {
     "data.prefetch_factor": _DATA,
     "data.drop_last": _DATA,
     "trainer.mode": _SFT,
+    "trainer.max_length": _SFT,
     "trainer.strategy": _MEGATRON,
     "trainer.group_name": _TRACKING,
     "trainer.logger": _TRACKING,

@@ -238,6 +238,9 @@ class TrainerConfig:
     max_prompt_length: int = 512
     """Tokens; longer prompts are dropped."""
 
+    max_length: int | None = None
+    """Tokens of a conversation in supervised fine-tuning; longer ones are cut; unset: what the model can take."""
+
     dump_data_batch: bool = False
     """Write what each step trains, with advantages, into the run directory."""
 

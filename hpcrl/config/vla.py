@@ -37,3 +37,9 @@ class VLAConfig:
 
     trace_verbosity: Literal[0, 1, 2] = 1
     """Episodes that are traced; 0: none, 1: of evaluations, 2: all."""
+
+    unnorm_key: str = "libero_10_no_noops"
+    """Dataset whose statistics, which lie beside the model, turn its outputs into actions."""
+
+    max_steps: int | None = None
+    """Steps of an episode at most; unset: the simulator's own bound."""

@@ -151,7 +151,7 @@ def test_what_is_required_is_named_with_its_full_path(tmp_path: Path, text: str)
             "two numbers",
         ),
         (["trainer.policy.optimizer_config.lr=nan"], "trainer.policy.optimizer_config.lr", "at least 0"),
-        (["trainer.algorithm.eps_clip_low=1.0"], "trainer.algorithm.eps_clip_low", "less than 1"),
+        (["trainer.algorithm.eps_clip_low=1.5"], "trainer.algorithm.eps_clip_low", "at most 1"),
         (["trainer.algorithm.entropy_loss_coef=inf"], "trainer.algorithm.entropy_loss_coef", "a number"),
         (["trainer.run_name=a/b"], "trainer.run_name", "directory name"),
         (["trainer.project_name=.."], "trainer.project_name", "directory name"),

@@ -116,7 +116,7 @@ def resolve(tree: Mapping[str, Any], source_of: Callable[[str], str | None] = la
     given: dict[str, Any] = {}
     for path, value in _walk(tree, "", known, problems):
         if path not in known:
-            unknown[path] = _explained(path, kind, known)
+            unknown[path] = _explained(path, known)
             continue
         given[path], misfits = (
             (value, []) if known[path].is_table else fitted(value, known[path].setting.annotation, path)
@@ -172,7 +172,7 @@ def _walk(
             problems.append(Problem(path, f"expected a table, found {shown(value)}"))
 
 
-def _explained(path: str, kind: str, known: Mapping[str, Field]) -> str:
+def _explained(path: str, known: Mapping[str, Field]) -> str:
     other = next((field.variant for field in fields() if field.path == path), "")
     if other:
         return f'Cosmos-RL has it only with type = "{other}" and ignores it here'
@@ -223,7 +223,7 @@ def _normalise(values: dict[str, Any]) -> None:
     if values[f"{_POLICY}.dataloader_num_workers"] <= 0:
         values[f"{_POLICY}.dataloader_num_workers"] = 0
         values[f"{_POLICY}.dataloader_prefetch_factor"] = None
-    if values["train.seed"] is None and values["train.deterministic"] or (values["train.seed"] or 0) < 0:
+    if (values["train.seed"] is None and values["train.deterministic"]) or (values["train.seed"] or 0) < 0:
         values["train.seed"] = 42
     if values["train.transfer_dtype"] is None:
         values["train.transfer_dtype"] = values["train.master_dtype"]

@@ -43,3 +43,18 @@ class Dropped:
 
 
 Target = To | Translated | Dropped
+
+
+def renamed(source: str, target: str, names: str) -> dict[str, Target]:
+    """Return targets of several fields of the table `source`, in the table `target`.
+
+    Args:
+        names: separated by spaces: a name that stays as it is, or `old=new`.
+    """
+    pairs = [name.partition("=") for name in names.split()]
+    return {f"{source}.{old}": To(f"{target}.{new or old}") for old, _, new in pairs}
+
+
+def alike(source: str, names: str, target: Target) -> dict[str, Target]:
+    """Return one target for several fields, separated by spaces, of the table `source`."""
+    return {f"{source}.{name}": target for name in names.split()}
