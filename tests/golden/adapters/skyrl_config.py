@@ -9,9 +9,11 @@ from typing import Any
 import yaml
 
 from hpcrl.config import Config, eval_sampling, temperature
+from hpcrl.config.convert.skyrl import convert_overrides
+from hpcrl.config.convert.skyrl_fields import RENAMED
 from hpcrl.config.derive import engine_rope, max_input_length, max_seq_len, ref_model_path
 from hpcrl.config.load import nested
-from hpcrl.config.problem import raise_together
+from hpcrl.config.problem import Problem, raise_together
 from hpcrl.config.rules import impossible
 from hpcrl.config.surface import leaves, settings
 from hpcrl.config.validate import build
@@ -26,6 +28,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 _NULLS = {"trainer.resume_mode": "none"}  # SkyRL's other word for the same
 _KNOWN = settings(Config)
+_OLD = {*RENAMED, *(f"trainer.algorithm.{name}" for name in ("use_tis", "tis_imp_ratio_cap"))}
 
 
 def from_cli(case: Case) -> dict[str, Any]:
@@ -53,7 +56,7 @@ def resume_mode(case: Case) -> dict[str, Any]:
 def _checked(overrides: Mapping[str, Any]) -> Config:
     """Return the tree of overrides that all have a place here, if nothing in it is impossible."""
     for name in overrides:
-        if all(setting.path != name for setting in _KNOWN):
+        if name not in _OLD and all(setting.path != name for setting in _KNOWN):
             raise LookupError(f"{name}: hpcrl has no such setting, so that its refusal would say nothing about a rule")
     config = _tree(overrides)
     raise_together(impossible(config), lambda _: None)
@@ -61,10 +64,21 @@ def _checked(overrides: Mapping[str, Any]) -> Config:
 
 
 def _tree(overrides: Mapping[str, Any]) -> Config:
-    """Return the tree of SkyRL's overrides, whose values are YAML where they are text; what waits is not counted."""
+    """Return the tree of SkyRL's overrides, whose values are YAML where they are text; what waits is not counted.
+
+    Names that SkyRL itself calls old or deprecated exist in the converter only.
+    """
+    if _OLD.intersection(overrides):
+        return _converted(overrides)
     values = {name: yaml.safe_load(value) if isinstance(value, str) else value for name, value in overrides.items()}
     given = {name: _NULLS.get(name) if value is None else value for name, value in values.items()}
     return build(Config, nested({**_DEFAULTS, **given}))
+
+
+def _converted(overrides: Mapping[str, Any]) -> Config:
+    conversion = convert_overrides([f"{name}={value}" for name, value in overrides.items()], "a golden case")
+    raise_together([Problem(e.source, e.message) for e in conversion.entries if e.kind == "unknown"], lambda _: None)
+    return build(Config, nested({**_DEFAULTS, **conversion.values}))
 
 
 def _resolved(config: Config) -> dict[str, Any]:
