@@ -15,6 +15,7 @@ from hpcrl.config import (
     total_steps,
     trainer_ranks,
 )
+from hpcrl.config.generator import EvalSamplingParams
 from hpcrl.errors import DataError
 
 
@@ -25,9 +26,9 @@ def config(**sections: Any) -> Config:
 
 def test_evaluation_is_greedy_with_the_training_length_unless_set() -> None:
     generator = config(generator={"sampling_params": {"max_generate_length": 7, "top_p": 0.5}}).generator
-    assert eval_sampling(generator) == SamplingParams(temperature=0.0, max_generate_length=7)
-    chosen = SamplingParams(temperature=0.3)
-    assert eval_sampling(replace(generator, eval_sampling_params=chosen)) == chosen
+    assert eval_sampling(generator) == SamplingParams(temperature=0.0, max_generate_length=7, top_p=0.5)
+    chosen = replace(generator, eval_sampling_params=EvalSamplingParams(top_k=3))
+    assert eval_sampling(chosen) == SamplingParams(max_generate_length=7, top_p=0.5, top_k=3)
 
 
 def test_temperature_follows_sampling_unless_set() -> None:

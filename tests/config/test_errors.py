@@ -29,7 +29,7 @@ def problems(tmp_path: Path, *overrides: str, text: str = "") -> list[str]:
 
 def test_the_file_that_is_wrong_is_named(tmp_path: Path) -> None:
     assert problems(tmp_path, text="[slurm]\ntime_minutes = '1h'\n") == [
-        f'{tmp_path}/bad.toml: slurm.time_minutes: expected a whole number, found "1h" (text)'
+        f'{tmp_path}/bad.toml:2: slurm.time_minutes: expected a whole number, found "1h" (text)'
     ]
 
 
@@ -37,7 +37,7 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
     text = "[trainer]\nepochs = 'two'\nnonsense = 1\n[generator]\nn_samples_per_prompt = 2.0\n[zzz]\na = 1\n"
     lines = problems(tmp_path, "slurm.exclusive=1", text=text)
     assert len(lines) == 5
-    assert sum("bad.toml" in line for line in lines) == 4
+    assert [line.partition(": ")[0].rpartition(":")[2] for line in lines if "bad.toml" in line] == ["6", "3", "2", "5"]
     assert sum(line.startswith("override: slurm.exclusive: ") for line in lines) == 1
 
 
@@ -59,11 +59,11 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
         ("generator.eval_sampling_params=3", "generator.eval_sampling_params: expected a table"),
         ("slurm.extra=3", "slurm.extra: expected a table"),
         ("trainer.epochs={a=1}", "trainer.epochs: expected a whole number, found a table"),
-        ("trainer.resume_mode=latst", 'expected one of "latest", "from_path", found "latst" (text)'),
-        ("trainer.strategy=megatron", 'trainer.strategy: expected one of "fsdp2", found "megatron"'),
+        ("trainer.resume_mode=latst", 'expected one of "latest", "none", "from_path", found "latst" (text)'),
+        ("trainer.strategy=ddp", 'trainer.strategy: expected one of "fsdp2", "fsdp", "megatron", found "ddp" (text)'),
         (
             "data.train_data=[2024-01-01]",
-            "data.train_data[0]: expected text, a number, a list or a table, found the date",
+            'data.train_data[0]: expected text, a number, a list or a table, found "2024-01-01" (date); quote it',
         ),
     ],
 )
@@ -120,13 +120,17 @@ def test_what_is_required_is_named_with_its_full_path(tmp_path: Path, text: str)
         (["trainer.resume_mode=from_path"], "trainer.resume_path", "required"),
         (["trainer.resume_path=/c"], "trainer.resume_path", "no effect"),
         (["generator.sampling_params.temperature=0"], "generator.sampling_params.temperature", "nothing to learn"),
-        (["generator.sampling_params.temperature=-1"], "generator.sampling_params.temperature", "at least 0"),
-        (["generator.sampling_params.temperature=nan"], "generator.sampling_params.temperature", "at least 0"),
+        (["generator.sampling_params.temperature=-1"], "generator.sampling_params.temperature", "more than 0"),
+        (["generator.sampling_params.temperature=nan"], "generator.sampling_params.temperature", "more than 0"),
         (["trainer.algorithm.temperature=0"], "trainer.algorithm.temperature", "more than 0"),
         (["generator.sampling_params.top_p=0"], "generator.sampling_params.top_p", "at most 1"),
         (["generator.sampling_params.top_p=1.1"], "generator.sampling_params.top_p", "at most 1"),
         (["generator.sampling_params.top_k=0"], "generator.sampling_params.top_k", "-1"),
-        (["generator.eval_sampling_params.min_p=2"], "generator.eval_sampling_params.min_p", "from 0 to 1"),
+        (
+            ["generator.eval_sampling_params.min_p=2"],
+            "generator.eval_sampling_params.min_p",
+            "at least 0 and at most 1",
+        ),
         (
             ["generator.sampling_params.repetition_penalty=0"],
             "generator.sampling_params.repetition_penalty",
@@ -152,7 +156,7 @@ def test_what_is_required_is_named_with_its_full_path(tmp_path: Path, text: str)
         ),
         (["trainer.policy.optimizer_config.lr=nan"], "trainer.policy.optimizer_config.lr", "at least 0"),
         (["trainer.algorithm.eps_clip_low=1.5"], "trainer.algorithm.eps_clip_low", "at most 1"),
-        (["trainer.algorithm.entropy_loss_coef=inf"], "trainer.algorithm.entropy_loss_coef", "a number"),
+        (["trainer.algorithm.entropy_loss_coef=inf"], "trainer.algorithm.entropy_loss_coef", "a finite number"),
         (["trainer.run_name=a/b"], "trainer.run_name", "directory name"),
         (["trainer.project_name=.."], "trainer.project_name", "directory name"),
         (["trainer.epochs=0"], "trainer.epochs", "at least 1"),

@@ -1,13 +1,18 @@
 """Files and overrides to a configuration: order, overrides, locations, round trip."""
 
 import tomllib
-from dataclasses import fields, replace
+from dataclasses import MISSING, replace
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 import pytest
 
-from hpcrl.config import Config, SamplingParams
-from hpcrl.config.surface import Setting, settings
+from hpcrl.config import Config, SamplingParams, eval_sampling
+from hpcrl.config.generator import EvalSamplingParams
+from hpcrl.config.load import nested, read
+from hpcrl.config.megatron import MegatronConfig
+from hpcrl.config.surface import Setting, alternatives, leaves, values
+from hpcrl.config.validate import build
 from hpcrl.errors import ConfigError
 
 MINIMAL = """
@@ -38,7 +43,7 @@ def test_defaults_fill_what_a_file_leaves_out(experiment: Path) -> None:
     assert config.trainer.train_batch_size == 1024
     assert config.trainer.policy.optimizer_config.adam_betas == [0.9, 0.999]
     assert config.trainer.fully_async.max_staleness_steps == 0
-    assert config.generator.eval_sampling_params is None
+    assert config.generator.eval_sampling_params == EvalSamplingParams()
 
 
 def test_files_merge_from_left_to_right_and_overrides_come_last(experiment: Path, tmp_path: Path) -> None:
@@ -93,11 +98,11 @@ def test_an_empty_override_goes_back_to_the_default(experiment: Path, tmp_path: 
     assert Config.from_toml([experiment, limit], ["trainer.max_steps="]).trainer.max_steps is None
 
 
-def test_an_eval_override_starts_from_the_class_defaults(experiment: Path) -> None:
-    config = Config.from_toml(
-        [experiment], ["generator.eval_sampling_params.top_p=0.5", "generator.sampling_params.max_generate_length=7"]
-    )
-    assert config.generator.eval_sampling_params == SamplingParams(top_p=0.5)
+def test_an_eval_override_leaves_the_rest_as_in_training(experiment: Path) -> None:
+    overrides = ["generator.eval_sampling_params.top_p=0.5", "generator.sampling_params.max_generate_length=7"]
+    config = Config.from_toml([experiment], overrides)
+    assert config.generator.eval_sampling_params == EvalSamplingParams(top_p=0.5)
+    assert eval_sampling(config.generator) == SamplingParams(top_p=0.5, max_generate_length=7)
 
 
 def test_locations_are_relative_to_the_file_that_sets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,70 +135,73 @@ def test_locations_are_relative_to_the_file_that_sets_them(tmp_path: Path, monke
 
 
 def full() -> Config:
-    """A configuration in which every setting differs from its default or is the only value there is."""
-    tree: dict = {}
-    for setting in settings(Config):
-        if setting.is_section:
-            continue
-        *parents, name = setting.path.split(".")
-        table = tree
-        for parent in parents:
-            table = table.setdefault(parent, {})
-        table[name] = _other(setting)
-    for path, value in CHOSEN.items():
-        *parents, name = path.split(".")
-        table = tree
-        for parent in parents:
-            table = table[parent]
-        table[name] = value
-    return Config.from_dict(tree)
+    """A configuration of the right types in which every setting differs from its default, whether or not that can work."""
+    return build(
+        Config, nested({setting.path: CHOSEN.get(setting.path, _other(setting)) for setting in leaves(Config)})
+    )
 
 
 CHOSEN = {
-    "trainer.resume_mode": "from_path",
     "trainer.policy.optimizer_config.adam_betas": [0.1, 1e-12],
-    "trainer.train_batch_size": 12,
-    "trainer.policy_mini_batch_size": 6,
-    "generator.inference_engine.max_num_batched_tokens": 99999,
-    "slurm.gpus_per_node": 64,
-    "generator.inference_engine.engine_init_kwargs": {"a-b": [1, 2.5, "x"], "nested": {"t": True, "é": ""}},
-    "slurm.setup": ['echo "quoted" \\ back', "two\nlines\t", "ünïcode"],
+    "generator.inference_engine.engine_init_kwargs": {"a-b": [1, 2.5, "x"], "nested": {"t": True, "é.f": "", "": [{}]}},
+    "slurm.setup": ['echo "quoted" \\ back', "two\nlines\t\r\n", "ünïcode"],
     "slurm.extra": {"no-kill": True, "comment": ""},
+    "trainer.policy.trainable_map": {"model.layers.0": False},
 }
 
 
 def _other(setting: Setting) -> object:
-    if setting.type is bool:
-        return not setting.default
-    if setting.type is int:
-        return 2 if setting.required or setting.default is None else abs(setting.default) + 1
-    if setting.type is float:
-        return 0.123456789012345678
-    if setting.type is str:
-        return "text"
-    if setting.type == list[str]:
-        return ["one", "two"]
-    if setting.is_free:
-        return {"key": 1}
-    return setting.type.__args__[-1] if hasattr(setting.type, "__args__") else None
+    kind = setting.types[-1]
+    if setting.choices:
+        return next((choice for choice in setting.choices if choice != setting.default), setting.default)
+    if get_origin(kind) is list:
+        return [
+            _NEW[alternatives(get_args(kind)[0])[0]],
+            *(setting.default or [] if setting.default is not MISSING else []),
+        ]
+    if get_origin(kind) is dict:
+        return {"key": _NEW[alternatives(get_args(kind)[1])[0]]}
+    return not setting.default if kind is bool else _NEW[kind]
+
+
+_NEW = {bool: True, int: 987, float: 0.123456789012345678, str: "text", Any: [1, {"x": 2.0}], list[str]: ["one"]}
 
 
 def test_round_trip_is_exact(tmp_path: Path, experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a location that exists here would become absolute
     for config in (full(), Config.from_toml([experiment])):
         path = write(tmp_path / "run" / "config.toml", config.to_toml())
-        assert Config.from_toml([path]) == config
-        assert Config.from_dict(config.to_dict()) == config
-        assert Config.from_toml([path]).to_toml() == config.to_toml()
+        again = build(Config, read([path], [], Config).tree)
+        assert again == config
+        assert again.to_toml() == config.to_toml()
+        assert build(Config, nested(config.to_dict())) == config
+    assert Config.from_dict(config.to_dict()) == Config.from_toml([path]) == config
 
 
-def test_round_trip_covers_every_setting() -> None:
-    tree = tomllib.loads(full().to_toml())
-    for setting in settings(Config):
-        value = tree
-        for part in setting.path.split("."):
-            assert part in value, setting.path
-            value = value[part]
+def test_every_setting_can_be_written_and_read() -> None:
+    config = full()
+    changed = {setting.path for setting, value in values(config) if not setting.is_default(value)}
+    assert changed == {setting.path for setting in leaves(Config) if len(setting.choices) != 1 or setting.optional}
+    assert changed <= set(_paths(tomllib.loads(config.to_toml())))
+    assert changed <= set(_paths(tomllib.loads(config.to_toml(only_changed=True))))
+
+
+def _paths(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    below = [_paths(value, f"{prefix}{name}.") for name, value in tree.items() if isinstance(value, dict)]
+    return [prefix + name for name in tree] + [path for paths in below for path in paths]
+
+
+def test_only_what_is_changed_is_written(experiment: Path) -> None:
+    assert tomllib.loads(Config.from_toml([experiment], ["trainer.seed=7"]).to_toml(only_changed=True)) == {
+        "data": {"train_data": [f"{experiment.parent}/train.parquet"]},
+        "trainer": {"eval_interval": 0, "seed": 7, "policy": {"model": {"path": "org/model"}}},
+    }
+
+
+def test_given_keys_of_a_table_replace_single_defaults() -> None:
+    tree = {"transformer_config_kwargs": {"recompute_num_layers": 4, "x": 1}}
+    merged = build(MegatronConfig, tree).transformer_config_kwargs
+    assert merged == MegatronConfig().transformer_config_kwargs | tree["transformer_config_kwargs"]
 
 
 def test_sections_cannot_be_changed(experiment: Path) -> None:
@@ -201,7 +209,6 @@ def test_sections_cannot_be_changed(experiment: Path) -> None:
     with pytest.raises(AttributeError):
         config.trainer.epochs = 2  # type: ignore[misc]
     assert replace(config.trainer, epochs=2).epochs == 2
-    assert len(fields(config)) == 5
 
 
 def test_files_that_cannot_be_read_are_all_named(tmp_path: Path) -> None:
