@@ -1,0 +1,625 @@
+"""SkyRL's files and command lines converted: what the run did there, it does here, and what cannot be said is reported."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config import Config, eval_sampling
+from hpcrl.config.convert.conversion import Conversion, Entry
+from hpcrl.config.convert.skyrl import convert_overrides, convert_yaml
+from hpcrl.config.convert.skyrl_fields import SKYRL_DEFAULTS
+from hpcrl.errors import ConfigError
+
+OVERVIEW = Path(__file__).parents[2] / "spec" / "skyrl_overview.yaml"
+CRITIC = "trainer.critic.model.path=critic"
+ALGORITHM = "trainer.algorithm."
+CORRECTION = "trainer.algorithm.off_policy_correction."
+ENGINE = "generator.inference_engine."
+
+
+def command(*words: str) -> Conversion:
+    return convert_overrides(words, "command")
+
+
+def entries(conversion: Conversion, source: str) -> list[Entry]:
+    return [entry for entry in conversion.entries if entry.source == source]
+
+
+def kinds(conversion: Conversion, source: str) -> set[str]:
+    return {entry.kind for entry in entries(conversion, source)} - {"waits"}
+
+
+def load(conversion: Conversion, folder: Path) -> Config:
+    (folder / "converted.toml").write_text(conversion.to_toml())
+    return Config.from_toml([folder / "converted.toml"])
+
+
+# The page of the old layout
+
+
+def test_the_overview_page_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    conversion = convert_yaml(OVERVIEW.read_bytes(), "overview")
+    config = load(conversion, tmp_path)
+    assert config.data.train_data == ["/home/somebody/data/gsm8k/train.parquet"]
+    assert config.data.val_data == ["/home/somebody/data/gsm8k/validation.parquet"]
+    assert config.trainer.policy.model.path == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert config.trainer.placement.policy_num_gpus_per_node == config.slurm.gpus_per_node == 4
+    assert config.generator.inference_engine.tensor_parallel_size == 4
+    assert config.generator.inference_engine.enforce_eager is False
+    assert config.environment.env_class == "gsm8k"
+    assert (config.trainer.project_name, config.trainer.run_name) == ("skyrl", "test_run")
+    assert eval_sampling(config.generator).temperature == 1.0  # the page's, not greedy
+
+
+def test_the_overview_page_says_what_the_run_did() -> None:
+    conversion = convert_yaml(OVERVIEW.read_text(), "overview")
+    values = conversion.values
+    assert values["trainer.algorithm.loss_reduction"] == "sequence_mean"  # the old formula
+    assert values["trainer.algorithm.policy_loss_type"] == "regular"
+    assert values["trainer.algorithm.kl_estimator_type"] == "k3"
+    assert values["trainer.placement.colocate_all"] is False
+    assert values["trainer.ref.fsdp_config.cpu_offload"] is True
+    assert values["generator.inference_engine.weight_sync_backend"] == "filesystem"
+    assert values["trainer.logger"] == "wandb"
+    assert "generator.max_input_length" not in values  # it is trainer.max_prompt_length, as it would be anyway
+    assert not any(path.startswith("trainer.critic.") and value is not None for path, value in values.items())
+    assert not {entry.kind for entry in conversion.entries} & {"unknown", "conflict"}
+
+
+def test_the_overview_page_is_reported_line_by_line() -> None:
+    conversion = convert_yaml(OVERVIEW.read_text(), "overview")
+    (lost,) = entries(conversion, "trainer.policy.deepspeed_config")
+    assert lost.kind == "dropped"
+    assert "'deepspeed_config.train' not found" in lost.message
+    assert kinds(conversion, "trainer.placement.reward_num_nodes") == {"dropped"}
+    assert kinds(conversion, "generator.remote_inference_engine_urls") == {"dropped"}
+    reported = {entry.source for entry in conversion.entries}
+    assert len(reported & set(_leaves(OVERVIEW.read_text()))) == len(_leaves(OVERVIEW.read_text()))
+
+
+def _leaves(text: str) -> list[str]:
+    """Return the dotted names of a YAML document of two-space indents, without a YAML reader."""
+    found, above = [], []
+    for line in text.splitlines():
+        name, _, value = line.strip().partition(":")
+        del above[(len(line) - len(line.lstrip())) // 2 :]
+        above.append(name)
+        if value.strip():
+            found.append(".".join(above))
+    return found
+
+
+# Both layouts, both ways of giving them
+
+
+@pytest.mark.parametrize("names", ["generator.", ENGINE], ids=["old", "present"])
+def test_overrides_of_both_layouts_say_the_same(names: str, tmp_path: Path) -> None:
+    old = names == "generator."
+    conversion = command(
+        "data.train_data=['a.parquet', b.jsonl]",
+        f"{names}{'num_inference_engines' if old else 'num_engines'}=4",
+        f"{names}{'inference_engine_tensor_parallel_size' if old else 'tensor_parallel_size'}=2",
+        f"{names}enforce_eager=false",
+        "trainer.policy.optimizer_config.lr=5e-7",
+        "trainer.placement.policy_num_gpus_per_node=8",
+    )
+    config = load(conversion, tmp_path)
+    engine = config.generator.inference_engine
+    assert (engine.num_engines, engine.tensor_parallel_size, engine.enforce_eager) == (4, 2, False)
+    assert config.data.train_data == ["a.parquet", "b.jsonl"]
+    assert config.trainer.policy.optimizer_config.lr == 5e-7
+    assert config.slurm.gpus_per_node == 8
+    assert not conversion.incomplete
+
+
+def test_a_command_without_anything_is_skyrls_default_run(tmp_path: Path) -> None:
+    config = load(command("trainer.epochs=1"), tmp_path)
+    assert config.data.train_data == [str(Path("~/data/gsm8k/train.parquet").expanduser())]
+    assert config.trainer.policy.model.path == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert config.environment.env_class == "gsm8k"
+    assert config.slurm.gpus_per_node == 1
+    assert eval_sampling(config.generator).temperature == 0.0
+    assert config.trainer.algorithm.loss_reduction == "token_mean"
+
+
+def test_a_yaml_of_the_present_layout_with_every_default_loads(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {}
+    for path, value in SKYRL_DEFAULTS.items():
+        *above, last = path.split(".")
+        table = tree
+        for name in above:
+            table = table.setdefault(name, {})
+        table[last] = value
+    conversion = convert_yaml(json.dumps(tree), "dump")
+    assert {entry.kind for entry in conversion.entries} <= {"mapped", "translated", "dropped", "waits"}
+    config = load(conversion, tmp_path)
+    assert (
+        config.trainer.fully_async.max_staleness_steps == 0
+    )  # a dump names it, but the program is the synchronous one
+    assert config.generator.n_samples_per_prompt == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("[a,b]", ["a", "b"]),
+        ("['</a>','b c']", ["</a>", "b c"]),
+        ("null", None),
+        ('["</sql>", "</solution>"]', ["</sql>", "</solution>"]),
+    ],
+)
+def test_lists_and_null(value: str, expected: list[str] | None) -> None:
+    assert command(f"generator.sampling_params.stop={value}").values["generator.sampling_params.stop"] == expected
+
+
+@pytest.mark.parametrize("value", ["{rope_type: yarn, factor: 2.0}", "{rope_type:yarn,factor:2.0}"])
+def test_tables_as_yaml_and_as_hydra_write_them(value: str) -> None:
+    assert command(f"trainer.rope_scaling={value}").values["trainer.rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 2.0,
+    }
+
+
+def test_keys_of_a_free_table() -> None:
+    conversion = command(
+        "generator.chat_template_kwargs.enable_thinking=false", "generator.chat_template_kwargs.depth=2"
+    )
+    assert conversion.values["generator.chat_template_kwargs"] == {"enable_thinking": False, "depth": 2}
+
+
+def test_quoted_text_and_later_words_win() -> None:
+    conversion = command("environment.env_class=a", "environment.env_class='it is b'")
+    assert conversion.values["environment.env_class"] == "it is b"
+
+
+def test_a_plus_is_reported() -> None:
+    conversion = command("+generator.engine_init_kwargs.language_model_only=true", "+trainer.my_own=3")
+    assert conversion.values[ENGINE + "engine_init_kwargs"] == {"language_model_only": True}
+    assert kinds(conversion, "+generator.engine_init_kwargs.language_model_only") == {"translated"}
+    assert "subclass" in entries(conversion, "+trainer.my_own")[0].message
+    assert kinds(conversion, "trainer.my_own") == {"unknown"}
+    assert conversion.incomplete
+
+
+def test_a_deletion_and_a_stray_word_are_reported() -> None:
+    conversion = command("~trainer.epochs=1", "stray")
+    assert kinds(conversion, "~trainer.epochs") == {"conflict"}
+    assert kinds(conversion, "stray") == {"unknown"}
+
+
+def test_the_program_and_its_options_are_left_out() -> None:
+    words = [
+        "CUDA_VISIBLE_DEVICES=0",
+        "uv",
+        "run",
+        "--extra",
+        "vllm",
+        "-m",
+        "skyrl_train.entrypoints.main_base",
+        "trainer.epochs=3",
+    ]
+    conversion = command(*words)
+    assert conversion.values["trainer.epochs"] == 3
+    assert not conversion.incomplete
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "near"),
+    [
+        ("trainer.policy.optimizer_config.leraning_rate=1", "trainer.policy.optimizer_config.leraning_rate", ""),
+        ("trainer.train_batchsize=4", "trainer.train_batchsize", "trainer.train_batch_size"),
+        ("generator.num_inference_engine=4", "generator.num_inference_engine", "generator.num_inference_engines"),
+        ("trainer.polcy.model.path=x", "trainer.polcy", "trainer.policy"),
+        ("epochs=3", "epochs", "trainer.epochs"),
+    ],
+)
+def test_a_misspelt_key_is_reported_with_the_right_one(word: str, name: str, near: str) -> None:
+    conversion = command(word)
+    (entry,) = entries(conversion, name)
+    assert entry.kind == "unknown"
+    assert entry.message == "SkyRL has no such setting" + (f"; did you mean {near}?" if near else "")
+    assert conversion.incomplete
+
+
+# Interpolation
+
+
+def test_interpolations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    text = """
+    data: {train_data: ["${oc.env:HOME}/${environment.env_class}/train.parquet"], val_data: "${data.train_data}"}
+    environment: {env_class: sort}
+    trainer:
+      max_prompt_length: 300
+      policy: {model: {path: "${oc.env:MODEL,fallback}"}}
+      ref: {model: {path: "${trainer.policy.model.path}"}}
+      train_batch_size: ${trainer.policy_mini_batch_size}
+    generator:
+      max_turns: 3
+      max_input_length: ${trainer.max_prompt_length}
+      sampling_params: {max_generate_length: "${..max_input_length}", temperature: 0.5}
+      eval_sampling_params: ${generator.sampling_params}
+    """
+    values = convert_yaml(text, "file").values
+    assert values["data.train_data"] == values["data.val_data"] == ["/home/somebody/sort/train.parquet"]
+    assert values["trainer.policy.model.path"] == values["trainer.ref.model.path"] == "fallback"
+    assert values["trainer.train_batch_size"] == 256  # the default of a setting that the file leaves out
+    assert values["generator.sampling_params.max_generate_length"] == 300
+    assert values["generator.eval_sampling_params.max_generate_length"] == 300
+    assert values["generator.eval_sampling_params.temperature"] == 0.5
+
+
+def test_an_interpolation_finds_a_setting_by_either_name() -> None:
+    conversion = command(
+        "generator.num_inference_engines=3",
+        "trainer.epochs=${generator.inference_engine.num_engines}",
+        "generator.max_turns=${generator.num_inference_engines}",
+    )
+    assert conversion.values["trainer.epochs"] == conversion.values["generator.max_turns"] == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("${oc.env:HPCRL_NO_SUCH_VARIABLE}", "'HPCRL_NO_SUCH_VARIABLE' not found"),
+        ("${deepspeed_config.train}", "'deepspeed_config.train' not found"),
+        ("${trainer.run_name}", "Recursive interpolation"),
+        ("${nowhere:1}", "Unsupported interpolation type nowhere"),
+        ("???", "Missing mandatory value"),
+    ],
+)
+def test_an_interpolation_that_leads_nowhere_is_reported(text: str, reason: str) -> None:
+    conversion = convert_yaml(f"trainer: {{run_name: '{text}', epochs: 2}}", "file")
+    (entry,) = entries(conversion, "trainer.run_name")
+    assert entry.kind == "conflict"
+    assert reason in entry.message
+    assert "trainer.run_name" not in conversion.values
+    assert conversion.values["trainer.epochs"] == 2
+
+
+def test_a_model_that_cannot_be_resolved_is_not_replaced_by_skyrls_default() -> None:
+    conversion = command("trainer.policy.model.path=${oc.env:HPCRL_NO_SUCH_VARIABLE}")
+    assert "trainer.policy.model.path" not in conversion.values
+    assert any(entry.message.startswith("required") for entry in entries(conversion, "trainer.policy.model.path"))
+
+
+# Settings that are gone, or written differently
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([ALGORITHM + "ppo_loss_type=dual_clip"], {ALGORITHM + "policy_loss_type": "dual_clip"}),
+        ([ALGORITHM + "init_kl_coef=0.1"], {ALGORITHM + "kl_loss_coef": 0.1}),
+        ([ALGORITHM + "kl_target=0.3"], {ALGORITHM + "kl_ctrl.kl_target": 0.3}),
+        ([ALGORITHM + "use_kl_estimator_k3=true"], {ALGORITHM + "kl_estimator_type": "k3"}),
+        ([ALGORITHM + "use_kl_estimator_k3=false"], {ALGORITHM + "kl_estimator_type": "k1"}),
+        ([ALGORITHM + "use_abs_kl=true"], {ALGORITHM + "kl_estimator_type": "abs"}),
+        (
+            [ALGORITHM + "use_kl_estimator_k3=false", ALGORITHM + "use_abs_kl=true"],
+            {ALGORITHM + "kl_estimator_type": "abs"},
+        ),
+        (
+            [ALGORITHM + "use_tis=true", ALGORITHM + "tis_imp_ratio_cap=3.0"],
+            {CORRECTION + "tis_ratio_type": "token", CORRECTION + "token_tis_ratio_clip_high": 3.0},
+        ),
+        ([ALGORITHM + "value_clip=null", CRITIC], {ALGORITHM + "value_clip": 0.0}),
+        (
+            ["trainer.num_warmup_steps=7", CRITIC],
+            {f"trainer.{model}.optimizer_config.num_warmup_steps": 7 for model in ("policy", "critic")},
+        ),
+        (
+            ["trainer.target_modules=[q_proj]", "trainer.exclude_modules=lm_head"],
+            {
+                "trainer.policy.model.lora.target_modules": ["q_proj"],
+                "trainer.policy.model.lora.exclude_modules": "lm_head",
+            },
+        ),
+        (["trainer.resume_mode=null"], {"trainer.resume_mode": "none"}),
+        (
+            ["trainer.policy.fsdp_config.reshard_after_forward=false"],
+            {"trainer.policy.fsdp_config.reshard_after_forward": False},
+        ),
+        (
+            ["trainer.policy.fsdp_config.reshard_after_forward=4"],
+            {"trainer.policy.fsdp_config.reshard_after_forward": 4},
+        ),
+        (["data.train_data=one.parquet"], {"data.train_data": ["one.parquet"]}),
+        (["data.train_data=['$HOME/a.parquet', '~/b.json']"], {"data.train_data": ["~/a.parquet", "~/b.json"]}),
+        (["trainer.policy.model.path=$HOME/models/x"], {"trainer.policy.model.path": "~/models/x"}),
+        (["data.val_data=null", "trainer.eval_interval=-1"], {"data.val_data": []}),
+        ([ENGINE + "weight_sync_backend=nccl"], {ENGINE + "weight_sync_backend": "filesystem"}),
+        (["trainer.logger=[console, mlflow]"], {"trainer.logger": "mlflow"}),
+        (["trainer.project_name='my project: 2'"], {"trainer.project_name": "my-project-2"}),
+        (["trainer.run_name=1234"], {"trainer.run_name": "1234"}),
+        (
+            ["trainer.strategy=megatron", "trainer.policy.megatron_config.lora_config.lora_type=canonical_lora"],
+            {"trainer.policy.megatron_config.lora_type": "canonical_lora", "trainer.strategy": "megatron"},
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_values_that_are_written_differently(words: list[str], expected: dict[str, Any]) -> None:
+    conversion = command(*words)
+    assert {path: conversion.values.get(path) for path in expected} == expected
+    assert not {entry.kind for entry in conversion.entries} & {"unknown"}
+
+
+@pytest.mark.parametrize("cap", [[], [ALGORITHM + "tis_imp_ratio_cap=-1"], [ALGORITHM + "tis_imp_ratio_cap=0.0"]])
+def test_a_cap_that_would_turn_the_loss_around_is_not_taken(cap: list[str]) -> None:
+    conversion = command(ALGORITHM + "use_tis=true", CORRECTION + "token_tis_ratio_clip_high=-4", *cap)
+    assert conversion.values[CORRECTION + "tis_ratio_type"] == "token"
+    assert CORRECTION + "token_tis_ratio_clip_high" not in conversion.values
+    assert any("fault" in entry.message for entry in entries(conversion, ALGORITHM + "tis_imp_ratio_cap"))
+
+
+def test_logprobs_that_are_not_wanted_are_returned_all_the_same() -> None:
+    conversion = command("generator.sampling_params.logprobs=null")
+    assert kinds(conversion, "generator.sampling_params.logprobs") == {"translated"}
+    assert conversion.values.get("generator.sampling_params.logprobs") is None
+
+
+@pytest.mark.parametrize(
+    ("word", "kind"),
+    [
+        (ALGORITHM + "normalize_reward=true", "dropped"),
+        ("trainer.bf16=true", "dropped"),
+        ("trainer.bf16=false", "dropped"),
+        ("trainer.ckpt_path=/ckpts", "dropped"),
+        ("trainer.export_path=/exports", "dropped"),
+        ("trainer.log_path=/tmp", "dropped"),
+        ("trainer.policy.model.lora.lora_sync_path=/tmp", "dropped"),
+        ("trainer.policy.optimizer_config.offload_after_step=false", "dropped"),
+        ("trainer.critic.optimizer_config.lr=1e-5", "dropped"),
+        ("trainer.policy.megatron_config.tensor_model_parallel_size=2", "dropped"),
+        ("trainer.fully_async.max_staleness_steps=2", "dropped"),
+        ("deepspeed_config.zero_optimization.stage=3", "dropped"),
+        ("generator.async_engine=false", "dropped"),
+        ("generator.batched=true", "dropped"),
+        ("generator.run_engines_locally=true", "dropped"),
+        ("generator.run_engines_locally=false", "conflict"),
+        ("generator.remote_inference_engine_urls=['a:1']", "dropped"),
+        (ENGINE + "external_proxy_url=http://a:1", "conflict"),
+        (ENGINE + "external_server_urls=['http://a:1']", "conflict"),
+        (ENGINE + "enable_http_endpoint=true", "conflict"),
+        (ENGINE + "http_endpoint_port=9000", "dropped"),
+        (ENGINE + "served_model_name=x", "dropped"),
+        (ENGINE + "distributed_executor_backend=mp", "dropped"),
+        (ENGINE + "enable_ray_prometheus_stats=true", "dropped"),
+        (ENGINE + "override_existing_update_group=enable", "dropped"),
+        (ENGINE + "vllm_v1_disable_multiproc=false", "dropped"),
+        ("trainer.logger=console", "translated"),
+        ("trainer.resume_mode=from_path", "conflict"),
+        ("trainer.strategy=deepspeed", "conflict"),
+        ("generator.backend=sglang", "conflict"),
+        ("data.train_data=['openai/gsm8k:train']", "conflict"),
+        ("data.train_data=['$DATA/train.parquet']", "conflict"),
+        ("trainer.epochs=null", "conflict"),
+        ("trainer.epochs=many", "conflict"),
+        ("trainer=3", "conflict"),
+    ],
+)
+def test_what_becomes_of_a_setting_without_a_counterpart(word: str, kind: str) -> None:
+    conversion = command(word)
+    name = "deepspeed_config" if word.startswith("deepspeed") else word.partition("=")[0]
+    found = [entry for entry in entries(conversion, name) if entry.kind == kind]
+    assert found, [str(entry) for entry in conversion.entries]
+    assert found[0].message
+    assert ("conflict" in {entry.kind for entry in conversion.entries}) == (kind == "conflict")
+
+
+def test_substitutes_are_written() -> None:
+    conversion = command("trainer.strategy=deepspeed", "generator.backend=sglang")
+    assert conversion.values["trainer.strategy"] == "fsdp2"
+    assert conversion.values[ENGINE + "backend"] == "vllm"
+
+
+def test_two_names_of_one_setting_that_differ() -> None:
+    conversion = command("generator.num_inference_engines=2", ENGINE + "num_engines=3")
+    assert "conflict" in {entry.kind for entry in conversion.entries}
+    agreeing = command("generator.num_inference_engines=3", ENGINE + "num_engines=3")
+    assert not agreeing.incomplete
+
+
+# What a source leaves out
+
+
+def test_an_old_file_that_leaves_things_out_has_the_old_defaults() -> None:
+    conversion = convert_yaml("trainer: {algorithm: {ppo_loss_type: regular}}\ngenerator: {max_turns: 2}", "old")
+    values = conversion.values
+    assert values["trainer.placement.policy_num_gpus_per_node"] == values[ENGINE + "tensor_parallel_size"] == 4
+    assert values[ENGINE + "enforce_eager"] is False
+    assert values["generator.use_conversation_multi_turn"] is False
+    assert values[ALGORITHM + "loss_reduction"] == "sequence_mean"
+    assert values["generator.eval_sampling_params.temperature"] == 1.0
+
+
+def test_an_old_file_that_names_its_reduction_keeps_it() -> None:
+    flat = "generator: {num_inference_engines: 1}\n"
+    assert convert_yaml(flat, "old").values[ALGORITHM + "loss_reduction"] == "sequence_mean"
+    named = convert_yaml(flat + "trainer: {algorithm: {loss_reduction: token_mean}}", "old")
+    assert named.values[ALGORITHM + "loss_reduction"] == "token_mean"
+    later = convert_yaml(flat + "trainer: {algorithm: {policy_loss_type: regular}}", "old")
+    assert ALGORITHM + "loss_reduction" not in later.values
+
+
+def test_flat_names_on_a_command_line_have_the_present_defaults() -> None:
+    values = command("generator.num_inference_engines=4").values
+    assert "trainer.placement.policy_num_gpus_per_node" not in values
+    assert ALGORITHM + "loss_reduction" not in values
+
+
+def sampled_in_evaluation(conversion: Conversion, folder: Path) -> tuple[Any, ...]:
+    sampling = eval_sampling(load(conversion, folder).generator)
+    return sampling.temperature, sampling.top_p, sampling.max_generate_length, sampling.stop or None
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], (0.0, 1.0, 1024, None)),
+        (["generator.sampling_params.max_generate_length=50"], (0.0, 1.0, 50, None)),
+        (["generator.sampling_params.stop=['</a>']"], (0.0, 1.0, 1024, None)),
+        (["generator.eval_sampling_params.top_p=0.7"], (1.0, 0.7, 1024, None)),
+        (
+            ["generator.eval_sampling_params.top_p=0.7", "generator.sampling_params.max_generate_length=50"],
+            (1.0, 0.7, 1024, None),
+        ),
+        (
+            ["generator.eval_sampling_params.stop=null", "generator.sampling_params.stop=['</a>']"],
+            (1.0, 1.0, 1024, None),
+        ),
+        (["generator.eval_sampling_params.temperature=1.0"], (1.0, 1.0, 1024, None)),
+        (["generator.eval_sampling_params=null"], (0.0, 1.0, 1024, None)),
+        (
+            ["generator.sampling_params.temperature=0.6", "generator.eval_sampling_params.temperature=0.6"],
+            (0.6, 1.0, 1024, None),
+        ),
+    ],
+)
+def test_evaluation_samples_as_in_skyrl(words: list[str], expected: tuple[Any, ...], tmp_path: Path) -> None:
+    assert sampled_in_evaluation(command(*words, "trainer.epochs=1"), tmp_path) == expected
+
+
+def test_fully_asynchronous_training_has_its_staleness() -> None:
+    module = ["-m", "examples.fully_async.main_fully_async"]
+    words = ["trainer.placement.colocate_all=false", "trainer.train_batch_size=256"]
+    values = command(*module, *words).values
+    assert values["trainer.fully_async.max_staleness_steps"] == 4
+    assert values["trainer.fully_async.num_parallel_generation_workers"] == 768
+    named = command(
+        *words, "trainer.fully_async.max_staleness_steps=2", "trainer.fully_async.num_parallel_generation_workers=512"
+    )
+    assert named.values["trainer.fully_async.max_staleness_steps"] == 2
+    synchronous = command(
+        "-m", "skyrl_train.entrypoints.main_base", *words, "trainer.fully_async.max_staleness_steps=2"
+    )
+    assert "trainer.fully_async.max_staleness_steps" not in synchronous.values
+
+
+def test_placement_of_reference_and_critic() -> None:
+    four = "trainer.placement.policy_num_gpus_per_node=4"
+    apart = ["trainer.placement.colocate_all=false", "trainer.placement.colocate_policy_ref=false"]
+    ref = "trainer.placement.ref_num_gpus_per_node"
+    assert ref not in command(four, f"{ref}=4").values
+    assert command(four, *apart).values[ref] == 1  # SkyRL's default, which is not the policy's 4
+    assert ref not in command(four, *apart, ALGORITHM + "use_kl_loss=false").values
+    shared = command(four, f"{ref}=2")
+    assert ref not in shared.values
+    assert kinds(shared, ref) == {"conflict"}
+    critic = "trainer.placement.critic_num_gpus_per_node"
+    assert command(four, *apart, CRITIC).values[critic] == 1
+    assert critic not in command(four, CRITIC).values
+
+
+# Round trip, and what is no configuration
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    conversion = command(
+        "data.train_data=[a.parquet]",
+        "data.val_data=[b.parquet]",
+        "trainer.policy.model.path=model",
+        "trainer.algorithm.kl_loss_coef=0.01",
+        "trainer.max_prompt_length=1024",
+        "trainer.train_batch_size=64",
+        "trainer.policy_mini_batch_size=32",
+        "generator.n_samples_per_prompt=8",
+        "generator.sampling_params.temperature=0.7",
+        "generator.engine_init_kwargs={language_model_only: true}",
+        "environment.env_class=sort_letters",
+        "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]",
+    )
+    config = load(conversion, tmp_path)
+    assert config.to_toml(only_changed=True) == Config.from_dict(config.to_dict()).to_toml(only_changed=True)
+    for path, value in conversion.values.items():
+        found: Any = config
+        for name in path.split("."):
+            found = getattr(found, name)
+        assert found == value, path
+
+
+@pytest.mark.parametrize("path", [path for path in SKYRL_DEFAULTS if "_kwargs." not in path])
+def test_every_setting_is_reported_and_carried_at_its_default(path: str) -> None:
+    value = SKYRL_DEFAULTS[path]
+    conversion = command(f"{path}={json.dumps(value)}")
+    assert entries(conversion, path), "the report leaves it out"
+    assert not conversion.incomplete or all(
+        entry.kind == "waits" for entry in entries(conversion, path) if entry.kind != "mapped"
+    )
+
+
+def bomb() -> str:
+    levels = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
+    return "a0: &a0 [1]\n" + levels
+
+
+@pytest.mark.parametrize(
+    ("document", "place"),
+    [
+        ("trainer: [1, 2", "line 1"),
+        ("trainer: {epochs: 1}\ntrainer: {epochs: 2}", "line 2"),
+        ("a: 1\n\tb: 2", "line 2"),
+        ("- 1\n- 2", "line 1"),
+        ("just text", "line 1"),
+        ("", "empty document"),
+        ("# a comment", "empty document"),
+        ("a: &a [*a]", "recursive alias"),
+        ("a: *nowhere", "line 1"),
+        (bomb(), "expan"),
+        ("a: " + "[" * 100_000, "line 1: nested more than 64"),
+        ("a: " + "{a: " * 500 + "1" + "}" * 500, "nested more than 64"),
+        ("a: !!python/object/apply:os.system [ls]", "line 1: has the tag"),
+        ("a: !!bool x", "line 1: has the tag"),
+        ("a: " + "9" * 5000, "not a configuration"),
+        ("? [1, 2]\n: 3", "not valid YAML"),
+        ("null: 3", "not a configuration"),
+        ("a: {b: '${'}", "a.b: not a configuration"),
+        ("a: =", "line 1"),
+        ("a: <<", "line 1"),
+        ("a: 1\n--- \nb: 2", "line 2"),
+        (b"a: \xff\xfe", "not UTF-8 text: byte 3"),
+        ("a: \ud800", "not valid YAML"),
+        ("a: \0", "not valid YAML"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_what_is_no_configuration_is_refused_with_its_place(document: str | bytes, place: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        convert_yaml(document, "some/file.yaml")
+    assert str(caught.value).startswith("some/file.yaml")
+    assert place in str(caught.value)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["trainer.epochs=[1", "trainer.epochs={a", "trainer.epochs='x", "trainer.epochs=!!bool x", "trainer.epochs=${"],
+)
+def test_a_value_that_is_no_yaml_is_refused_with_its_word(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"^command: override"):
+        command(word)
+
+
+@pytest.mark.parametrize(
+    "value", ["2020-01-01", ".nan", "0x10", "1_000", "~", "off", "'x'", "{1: 2}", "[[1], {a: b}]", "!"]
+)
+def test_strange_values_are_no_crash(value: str) -> None:
+    conversion = convert_yaml(
+        f"trainer: {{run_name: {value}, rope_scaling: {value}, epochs: {value}}}" if value != "!" else "a: '!'", "f"
+    )
+    assert conversion.to_toml()
+
+
+def test_converting_is_lazy_about_omegaconf() -> None:
+    code = "import sys, hpcrl.config.convert.skyrl as s; assert not {'omegaconf', 'yaml', 'torch'} & set(sys.modules); print(len(s.TARGETS))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 300

@@ -1,0 +1,69 @@
+"""SkyRL commands in shell scripts, compared with what a real shell makes of them."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config.convert.skyrl import convert_overrides
+from hpcrl.config.convert.skyrl_script import command_words
+from hpcrl.errors import ConfigError
+
+SCRIPT = r"""#!/usr/bin/env bash
+set -x
+# a comment with 'one quote and trainer.epochs=99
+
+: "${DATA_DIR:="$HOME/data/gsm8k"}"
+: "${NUM_GPUS:=4}"  # how many
+: ${LOGGER:=console}
+INFERENCE_BACKEND=vllm
+export NAME=first-${UNSET_HERE:-second}
+
+CUDA_VISIBLE_DEVICES=0 uv run --isolated --extra $INFERENCE_BACKEND -m skyrl_train.entrypoints.main_base \
+  data.train_data="['$DATA_DIR/train.parquet']" \
+  trainer.placement.policy_num_gpus_per_node=$NUM_GPUS \
+  generator.num_inference_engines="${NUM_GPUS}" \
+  generator.sampling_params.stop='["</sql>", "</a b>"]' \
+  trainer.run_name="$NAME" \
+  trainer.logger=$LOGGER \
+  "$@" 2>&1 | tee log.txt
+trainer.epochs=7
+"""
+
+
+def test_the_words_are_those_of_a_real_shell(tmp_path: Path) -> None:
+    (tmp_path / "uv").write_text('#!/bin/sh\nprintf "%s\\0" "$@" > words\n')
+    (tmp_path / "uv").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/home/somebody"}
+    subprocess.run(["bash", "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True, check=False)
+    real = (tmp_path / "words").read_text().split("\0")[:-1]
+    found = command_words(SCRIPT, "run.sh")
+    assert found[:2] == ["CUDA_VISIBLE_DEVICES=0", "uv"]
+    assert [word.replace("$HOME", "/home/somebody") for word in found[2:]] == real
+
+
+def test_a_script_is_converted() -> None:
+    conversion = convert_overrides(command_words(SCRIPT, "run.sh"), "run.sh")
+    assert conversion.values["data.train_data"] == ["~/data/gsm8k/train.parquet"]
+    assert conversion.values["generator.inference_engine.num_engines"] == 4
+    assert conversion.values["generator.sampling_params.stop"] == ["</sql>", "</a b>"]
+    assert conversion.values["trainer.run_name"] == "first-second"
+    assert not {entry.kind for entry in conversion.entries} & {"unknown", "conflict"}
+
+
+def test_one_line_and_windows_line_ends() -> None:
+    assert command_words("python -m x a.b=1 c.d='e f'", "f") == ["python", "-m", "x", "a.b=1", "c.d=e f"]
+    assert command_words("x \\\r\n  a.b=1 \\\r\n  c.d=2\r\n", "f") == ["x", "a.b=1", "c.d=2"]
+
+
+def test_a_variable_that_is_not_set_stays() -> None:
+    words = command_words("x data.train_data=[$WHERE/a.parquet]", "f")
+    assert words == ["x", "data.train_data=[$WHERE/a.parquet]"]
+    (entry,) = [entry for entry in convert_overrides(words, "f").entries if entry.kind == "conflict"]
+    assert "$WHERE" in entry.message
+
+
+@pytest.mark.parametrize("text", ["", "echo hello", "x a.b='open", "NAME=value", "a=1"])
+def test_what_holds_no_command_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^run\.sh: "):
+        command_words(text, "run.sh")
