@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -75,8 +76,14 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     assert "SIGKILL" in status.stdout or "-9" in status.stdout
     before = trained_groups(run)
 
-    resumed = hpcrl("resume", "killed", cwd=place)
+    refused = hpcrl("resume", "killed", "trainer.seed=1", cwd=place)
+    assert refused.returncode == 2
+    assert "refused: trainer.seed: 42 -> 1" in refused.stderr
+    lr = "trainer.policy.optimizer_config.lr"
+    resumed = hpcrl("resume", "killed", f"{lr}=1e-4", "trainer.ckpt_interval=5", cwd=place)
     assert resumed.returncode == 0, resumed.stderr
+    assert f"warning: {lr}: 0.0002 -> 0.0001 (" in resumed.stdout
+    assert "harmless: trainer.ckpt_interval: 2 -> 5 (" in resumed.stdout
     assert finish(run, 2) == "done", logs_of(run)
     groups = trained_groups(run)
     assert groups[: len(before)] == before, "finished batches were not used"
@@ -87,6 +94,10 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
         assert list(curve(run, name)) == list(range(1, STEPS + 1)), name
         assert tensorboard_points(run, name) == list(range(1, STEPS + 1)), name
     assert tensorboard_points(run, "eval/all/avg_score") == [0, 10, STEPS]
+    rates = curve(run, "policy/policy_lr")
+    assert (rates[1], rates[STEPS]) == pytest.approx((2e-4 / 5, 1e-4)), "the learning rate changed with the attempt"
+    assert committed(run.checkpoints, step_of)[-1] == STEPS
+    assert "lr = 0.0002" in run.config_of(1).read_text()
     assert "killed is done" in hpcrl("resume", "killed", cwd=place).stderr
 
 
@@ -129,6 +140,27 @@ def test_from_another_runs_checkpoint_and_cancel(place: Path) -> None:
     assert trained[0] == 3
     assert saved[-1] == trained[-1], "what was trained was saved before the end"
     assert finish(second, 1) == "cancelled"
+
+
+def test_run_that_is_never_requeued_goes_on_only_when_told_so(place: Path) -> None:
+    """A preempted run of resume_mode none: it saves, says that it is not requeued, and resumes with resume_mode latest."""
+    run = submit(place, "once", "trainer.resume_mode=none", f"trainer.max_steps={STEPS}", "trainer.eval_interval=0")
+    wait_for(lambda: run.batch(3).exists(), lambda: logs_of(run), 240)
+    job = states_of([run])[0].submission["job_id"]
+    for child in Path(f"/proc/{job}/task/{job}/children").read_text().split():
+        os.kill(int(child), signal.SIGTERM)
+    assert finish(run, 1) == "interrupted", logs_of(run)
+    assert "not requeued, because trainer.resume_mode is none" in hpcrl("status", "once", cwd=place).stdout
+    (*_, saved) = committed(run.checkpoints, step_of)
+    refused = hpcrl("resume", "once", cwd=place)
+    assert refused.returncode == 5
+    assert "resume this one with trainer.resume_mode=latest" in refused.stderr
+
+    resumed = hpcrl("resume", "once", "trainer.resume_mode=latest", f"trainer.max_steps={saved + 2}", cwd=place)
+    assert resumed.returncode == 0, resumed.stderr
+    assert finish(run, 2) == "done", logs_of(run)
+    assert f"continuing after step {saved} " in run.log(2, "trainer-0").read_text()
+    assert list(curve(run, "policy/grad_norm")) == list(range(1, saved + 3))
 
 
 def test_trainer_of_two_nodes_meets_elsewhere_when_its_port_is_taken(place: Path) -> None:

@@ -37,8 +37,8 @@ def finish(cluster: DevCluster, cwd: Path, run: Run, attempt: int, seconds: floa
 def test_sweep_of_two_is_one_array_with_two_runs(cluster: DevCluster, tmp_path: Path) -> None:
     sweep = ["--sweep", "trainer.policy.optimizer_config.lr=1e-4,3e-4", "trainer.max_steps=2"]
     said = submit(cluster, tmp_path, "sweep", *sweep)
-    runs = [Run.open(tmp_path / "runs" / "quickstart" / f"sweep.{i}") for i in range(2)]
-    assert f"sweep.1: slurm job {cluster.ask(['squeue', '-h', '-o', '%F']).split()[0]}_1" in said
+    runs = [Run.open(tmp_path / "runs" / "quickstart" / f"sweep.{i}-lr-{lr}") for i, lr in enumerate(["1e-4", "3e-4"])]
+    assert f"sweep.1-lr-3e-4: slurm job {cluster.ask(['squeue', '-h', '-o', '%F']).split()[0]}_1" in said
     for run in runs:
         wait_for(
             lambda run=run: outcome_of(run, 1), lambda run=run: logs_of(run) + ask(cluster, tmp_path, "status"), 300
@@ -52,6 +52,7 @@ def test_sweep_of_two_is_one_array_with_two_runs(cluster: DevCluster, tmp_path: 
     assert trained_groups(runs[0]) == trained_groups(runs[1])
     status = ask(cluster, tmp_path, "status")
     assert status.count("done") == 2, status
+    assert ask(cluster, tmp_path, "status", "sweep.1").startswith("sweep.1-lr-3e-4: done")
 
 
 def test_dead_rank_ends_the_attempt_and_resume_goes_on(cluster: DevCluster, tmp_path: Path) -> None:
