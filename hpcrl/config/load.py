@@ -16,6 +16,7 @@ from hpcrl.config.lines import line_of
 from hpcrl.config.location import locate
 from hpcrl.config.problem import Problem, raise_together, unknown
 from hpcrl.config.surface import Setting, settings
+from hpcrl.errors import ConfigError
 
 _OPENING = ("[", "{", '"', "'")
 _DEEPEST = 64
@@ -116,6 +117,24 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
             merged.merge(tree, "")
     raise_together(problems, lambda _: None)
     return merged.tree
+
+
+def parse(text: str, origin: str) -> dict[str, Any]:
+    """Return the tables of TOML text.
+
+    Args:
+        origin: where it comes from, for errors.
+
+    Raises:
+        ConfigError: it is no TOML, or too deep.
+    """
+    try:
+        return _toml(text.replace("\r\n", "\n"))
+    except tomllib.TOMLDecodeError as error:
+        twice = " (a key that is set twice)" if "overwrite" in str(error) else ""
+        raise ConfigError(f"{origin}: not valid TOML: {error}{twice}") from None
+    except _Unreadable as error:
+        raise ConfigError(f"{origin}: {error}") from None
 
 
 class _Unreadable(Exception):

@@ -18,7 +18,6 @@ from hpcrl.config.load import nested
 from hpcrl.config.problem import Problem, nearest, raise_together, shown
 from hpcrl.config.surface import Setting, alternatives
 from hpcrl.config.validate import fitted
-from hpcrl.errors import ConfigError
 
 _FIELDS = "cosmos_fields.tsv"
 _POLICY = "train.train_policy"
@@ -38,7 +37,6 @@ _KINDS: dict[str, Any] = {
     "table of integers": dict[str, int],
     "table of numbers": dict[str, float],
 }
-_SECTIONS = {"train", "rollout", "policy", "logging", "profiler", "validation", "distillation", "vla"}
 _FOREIGN = {
     "reward_args": "the configuration of Cosmos-RL's reward service",
     "model_parallel": "a configuration of Cosmos' world foundation models (WFM), whose video diffusion RL has a tree of its own",
@@ -95,7 +93,7 @@ class Resolved:
 @cache
 def fields() -> tuple[Field, ...]:
     """Return all fields, those of both variants of train_policy included."""
-    lines = files(__package__).joinpath(_FIELDS).read_text(encoding="utf-8").splitlines()
+    lines = files("hpcrl.config.convert").joinpath(_FIELDS).read_text(encoding="utf-8").splitlines()
     return tuple(_field(*line.split("\t")) for line in lines[1:])
 
 
@@ -108,7 +106,7 @@ def resolve(tree: Mapping[str, Any], source_of: Callable[[str], str | None] = la
     Raises:
         ConfigError: names everything that Cosmos-RL refuses, or says that the tree is none of its training configurations.
     """
-    _check_kind_of_file(tree)
+    _check_kind_of_file(tree, source_of)
     kind = _policy_type(tree)
     known = {field.path: field for field in fields() if field.variant in ("", kind)}
     problems: list[Problem] = []
@@ -133,16 +131,12 @@ def resolve(tree: Mapping[str, Any], source_of: Callable[[str], str | None] = la
     return Resolved(values, tuple(path for path in given if not known[path].is_table), unknown)
 
 
-def _check_kind_of_file(tree: Mapping[str, Any]) -> None:
+def _check_kind_of_file(tree: Mapping[str, Any], source_of: Callable[[str], str | None]) -> None:
     if not tree or "train" in tree:
         return
-    found = next((kind for key, kind in _FOREIGN.items() if key in tree), None)
-    if found:
-        raise ConfigError(f"this is {found}; expected a training configuration of Cosmos-RL, which has a table [train]")
-    near = f" beside {', '.join(sorted(_SECTIONS & tree.keys()))}" if _SECTIONS & tree.keys() else ""
-    raise ConfigError(
-        f"train: expected a table [train]{near}, as in every training configuration of Cosmos-RL; found none"
-    )
+    found = next((f", but this is {kind}" for key, kind in _FOREIGN.items() if key in tree), "")
+    message = f"expected the table [train] of a training configuration of Cosmos-RL{found or '; it is missing'}"
+    raise_together([Problem("train", message)], source_of)
 
 
 def _policy_type(tree: Mapping[str, Any]) -> str:

@@ -8,7 +8,6 @@ DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 RESHARD = {"always": True, "default": True, "never": False}
 NOT_READ = Dropped("the source does not read it either")
 
-_SIZES = ("tp_size", "pp_size", "cp_size", "ep_size", "dp_shard_size", "dp_replicate_size", "n_init_replicas")
 _GPUS = ("trainer.placement.policy_num_nodes", "trainer.placement.policy_num_gpus_per_node", "slurm.gpus_per_node")
 _MEGATRON = "trainer.policy.megatron_config"
 _NO_REDIS = Dropped("there is no Redis here")
@@ -205,21 +204,22 @@ def _checkpoints() -> dict[str, Target]:
 def _policy() -> dict[str, Target]:
     parallelism, lora, policy = "policy.parallelism", "policy.lora", "trainer.policy"
     lengths = ("trainer.max_prompt_length", "trainer.max_length", "generator.inference_engine.max_num_batched_tokens")
-    strategy = "trainer.strategy"
-    paths = {
-        "tp_size": (strategy, f"{_MEGATRON}.tensor_model_parallel_size", *_GPUS),
-        "pp_size": (strategy, f"{_MEGATRON}.pipeline_model_parallel_size", *_GPUS),
-        "ep_size": (strategy, f"{_MEGATRON}.expert_model_parallel_size"),
-        "cp_size": (
-            f"{policy}.sequence_parallel_size",
-            "trainer.ref.sequence_parallel_size",
-            f"{_MEGATRON}.context_parallel_size",
-            *_GPUS,
-        ),
-    }
-    others = (*_GPUS, f"{policy}.fsdp_config.fsdp_size")
+    sizes = {"tp_size": "tensor_model", "pp_size": "pipeline_model", "ep_size": "expert_model"}
+    sequence = (
+        f"{policy}.sequence_parallel_size",
+        "trainer.ref.sequence_parallel_size",
+        f"{_MEGATRON}.context_parallel_size",
+    )
+    gpus = Translated((*_GPUS, f"{policy}.fsdp_config.fsdp_size"), "GPUs: the product of all sizes")
     return {
-        **{f"{parallelism}.{name}": Translated(paths.get(name, others), "GPUs of all replicas") for name in _SIZES},
+        **{
+            f"{parallelism}.{name}": Translated(
+                (f"{_MEGATRON}.{target}_parallel_size", "trainer.strategy"), "more than 1: Megatron"
+            )
+            for name, target in sizes.items()
+        },
+        f"{parallelism}.cp_size": Translated(sequence, "of the strategy's kind"),
+        **alike(parallelism, "dp_shard_size dp_replicate_size n_init_replicas", gpus),
         f"{parallelism}.pp_schedule": To(f"{_MEGATRON}.pipeline_schedule"),
         f"{parallelism}.pp_layers_per_stage": To(f"{_MEGATRON}.pipeline_layers_per_stage"),
         f"{parallelism}.pp_dynamic_shape": To(f"{_MEGATRON}.pipeline_dynamic_shape"),

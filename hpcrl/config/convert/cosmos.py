@@ -1,0 +1,94 @@
+"""A TOML of Cosmos-RL to one of hpcrl that does the same."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from hpcrl.config.convert import cosmos_generation, cosmos_training
+from hpcrl.config.convert.conversion import Conversion
+from hpcrl.config.convert.cosmos_idle import idle
+from hpcrl.config.convert.cosmos_resolve import Resolved, resolve
+from hpcrl.config.convert.cosmos_targets import TARGETS
+from hpcrl.config.convert.mapping import Dropped, To, Translated
+from hpcrl.config.difference import value_as_toml
+from hpcrl.config.lines import line_of
+from hpcrl.config.load import parse
+from hpcrl.config.root import Config
+from hpcrl.config.surface import settings
+
+RULES = (*cosmos_training.RULES, *cosmos_generation.RULES)
+
+__all__ = ["TARGETS", "convert_toml"]
+
+
+def convert_toml(text: str, origin: str) -> Conversion:
+    """Return the conversion of a TOML of Cosmos-RL, defaults of the source that differ included.
+
+    Args:
+        origin: where the text comes from, for errors and for the first line of the result.
+
+    Raises:
+        ConfigError: it is no TOML, no training configuration, or one that Cosmos-RL refuses.
+    """
+
+    def source_of(path: str) -> str:
+        line = line_of(text, path)
+        return f"{origin}:{line}" if line else origin
+
+    return _converted(resolve(parse(text, origin), source_of), origin)
+
+
+def _converted(source: Resolved, origin: str) -> Conversion:
+    conversion = Conversion(origin)
+    asleep = idle(source)
+    for path, value in source.values.items():
+        target = TARGETS.get(path)
+        if isinstance(target, To) and path not in asleep:
+            conversion.values[target.path] = _as_here(value, target)
+    told = [entry for rule in RULES for entry in rule(source, conversion.values)]
+    for path in source.given:
+        own = [entry for entry in told if entry.source == path]
+        if all(entry.kind == "conflict" for entry in own):
+            _note(conversion, path, source, asleep.get(path))
+        conversion.entries += own
+    conversion.entries += [entry for entry in told if entry.source not in source.given and entry.kind == "conflict"]
+    for path, explanation in source.unknown.items():
+        conversion.note("unknown", path, "", explanation)
+    conversion.finish()
+    return conversion
+
+
+def _as_here(value: Any, target: To) -> Any:
+    return target.values.get(value, value) if isinstance(value, Hashable) else value
+
+
+def _note(conversion: Conversion, path: str, source: Resolved, without: str | None) -> None:
+    """Note what became of a field that the file sets."""
+    target = TARGETS[path]
+    if isinstance(target, Dropped):
+        conversion.note("dropped", path, "", target.reason)
+    elif without is not None:
+        conversion.note("dropped", path, "", f"has no effect without {without}")
+    else:
+        _note_result(conversion, path, source[path], target)
+
+
+def _note_result(conversion: Conversion, path: str, given: Any, target: To | Translated) -> None:
+    names = (target.path,) if isinstance(target, To) else target.paths
+    results = {name: conversion.values.get(name) for name in names}
+    if len(names) == 1 and results[names[0]] == given and given is not None:
+        conversion.note("mapped", path, names[0])
+        return
+    said = {name: value for name, value in results.items() if value is not None and not _is_default(name, value)}
+    first, *others = said or names[:1]
+    found = [
+        value_as_toml(results[first]) + ("" if said else ", the default"),
+        *(f"{name} = {value_as_toml(said[name])}" for name in others),
+    ]
+    how = f" ({target.how})" if isinstance(target, Translated) else ""
+    conversion.note("translated", path, first, ", ".join(found) + how)
+
+
+def _is_default(path: str, value: Any) -> bool:
+    return any(setting.path == path and setting.is_default(value) for setting in settings(Config))
