@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from hpcrl.config import Config
     from hpcrl.config.convert.conversion import Conversion
 
-_CONVERTERS = {".toml": "cosmos", ".yaml": "skyrl", ".yml": "skyrl"}
+_KINDS = {".toml": "cosmos", ".yaml": "skyrl", ".yml": "skyrl", ".sh": "skyrl"}
 
 
 def add_config(commands: argparse._SubParsersAction) -> None:
@@ -42,7 +42,12 @@ def add_config(commands: argparse._SubParsersAction) -> None:
     convert = command(
         "convert", "turn a configuration of SkyRL or Cosmos-RL into TOML; exit code 1 if it is not complete"
     )
-    convert.add_argument("settings", nargs="+", metavar="FILE|KEY=VALUE", help="one file, or SkyRL's overrides")
+    convert.add_argument(
+        "settings",
+        nargs="+",
+        metavar="FILE|KEY=VALUE",
+        help="one file (.toml, .yaml, .sh), or the words of a SkyRL command",
+    )
     convert.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the TOML here (default: print it)")
     convert.add_argument("--from", dest="source", choices=("skyrl", "cosmos"), help="default: by the file's suffix")
 
@@ -104,7 +109,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
     if arguments.output and arguments.output.exists():
         raise ConfigError(f"{arguments.output} exists; move it away, or choose another --output")
-    conversion = _converted(*_split(arguments.settings), arguments.source)
+    conversion = _converted(arguments.settings, arguments.source)
     for entry in conversion.entries:
         print(entry, file=sys.stderr)
     if arguments.output:
@@ -114,22 +119,27 @@ def _convert(arguments: argparse.Namespace) -> int:
     return int(conversion.incomplete)
 
 
-def _converted(files: list[str], overrides: list[str], source: str | None) -> Conversion:
+def _converted(words: list[str], source: str | None) -> Conversion:
     from hpcrl.config.convert import cosmos, skyrl
+    from hpcrl.config.convert.skyrl_script import command_words
     from hpcrl.errors import ConfigError
 
-    if not files:
-        return skyrl.convert_overrides(overrides, "a command line")
-    if overrides or len(files) > 1:
-        raise ConfigError("expected one file, or SkyRL's overrides KEY=VALUE alone; found more")
-    path = Path(files[0])
-    source = source or _CONVERTERS.get(path.suffix)
-    if source is None:
+    path = Path(words[0])
+    if any("=" in word for word in words) and not path.is_file():
+        return skyrl.convert_overrides(words, "a command line")
+    if len(words) > 1:
+        raise ConfigError("expected one file, or the words of a SkyRL command alone")
+    kind = source or _KINDS.get(path.suffix)
+    if kind is None:
         raise ConfigError(
-            f"{path}: expected .yaml of SkyRL or .toml of Cosmos-RL; name which with --from skyrl or --from cosmos"
+            f"{path}: expected .yaml or .sh of SkyRL, or .toml of Cosmos-RL; or say which with --from skyrl or --from cosmos"
         )
-    text = _text(path)
-    return cosmos.convert_toml(text, str(path)) if source == "cosmos" else skyrl.convert_yaml(text, str(path))
+    text, origin = _text(path), str(path)
+    if kind == "cosmos":
+        return cosmos.convert_toml(text, origin)
+    if path.suffix == ".sh":
+        return skyrl.convert_overrides(command_words(text, origin), origin)
+    return skyrl.convert_yaml(text, origin)
 
 
 def _text(path: Path) -> str:

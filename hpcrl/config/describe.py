@@ -1,75 +1,174 @@
-"""The table of all settings in docs/configuration.md, made from the dataclasses.
+"""Writes the generated pages: docs/config/reference.md, status.md and hpcrl.schema.json, and the counts in README.md.
 
-`python -m hpcrl.config.describe docs/configuration.md` writes it anew between its two marks.
+`python -m hpcrl.config.describe`, in the checkout.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import sys
-import textwrap
-from dataclasses import is_dataclass
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import tomli_w
-
+from hpcrl.config.convert import correspondence
+from hpcrl.config.convert.correspondence import SOURCES, fields_of
+from hpcrl.config.convert.mapping import Dropped, Target, To, Translated
+from hpcrl.config.convert.skyrl_fields import SKYRL_DEFAULTS
+from hpcrl.config.explain import about, default_of, values_of
 from hpcrl.config.root import Config
-from hpcrl.config.surface import Setting, settings
+from hpcrl.config.schema import json_schema
+from hpcrl.config.status import DEFAULTS, Wait, wait_of
+from hpcrl.config.surface import Setting, leaves, section_settings
 
-BEGIN = "<!-- settings: made by `python -m hpcrl.config.describe docs/configuration.md` -->"
-END = "<!-- end of settings -->"
-
-
-def meanings(section: type) -> dict[str, str]:
-    """Return the text below each field of a section's source, where there is one."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
-    assert isinstance(definition, ast.ClassDef)
-    found: dict[str, str] = {}
-    for field, below in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
-            found[field.target.id] = ast.literal_eval(below.value)
-    return found
+_COUNTS = ("<!-- counts -->", "<!-- end of counts -->")
+_MADE = "<!-- made by `python -m hpcrl.config.describe`; do not edit -->"
 
 
-def table() -> str:
-    """Return one Markdown table per top-level section, with a row for each setting."""
-    parts: list[str] = []
-    for setting in settings(Config):
-        if "." not in setting.path:
-            parts.append(f"\n### {setting.path}\n\n| setting | value | default | meaning |\n|---|---|---|---|")
-        elif not setting.is_section or setting.optional:
-            meaning = meanings(setting.section)[setting.name]
-            parts.append(f"| `{setting.path}` | {_values(setting)} | {_default(setting)} | {meaning} |")
-    return "\n".join(parts).strip()
+def pages(root: Path) -> dict[Path, str]:
+    """Return the text of every generated file of the checkout at `root`."""
+    readme = root / "README.md"
+    before, _, rest = readme.read_text().partition(_COUNTS[0])
+    _, _, after = rest.partition(_COUNTS[1])
+    return {
+        root / "docs" / "config" / "reference.md": _reference(),
+        root / "docs" / "config" / "status.md": _status(),
+        root / "docs" / "config" / "hpcrl.schema.json": json.dumps(json_schema(), indent=1) + "\n",
+        readme: f"{before}{_COUNTS[0]}\n{_counts()}\n{_COUNTS[1]}{after}",
+    }
 
 
-def _values(setting: Setting) -> str:
-    return setting.expects().removeprefix("one of ") + (" (location)" if setting.location else "")
+def _reference() -> str:
+    lines = [
+        "# All settings",
+        "",
+        _MADE,
+        "",
+        "What files look like, and how they are merged, is in [configuration.md](../configuration.md); what waits, and what became of",
+        "each field of SkyRL and Cosmos-RL, in [status.md](status.md). A setting that is marked *waits* is accepted at its default only",
+        "(or at the values named there). `hpcrl config explain PATH` says the same in a terminal.",
+    ]
+    return "\n".join([*lines, *_tables(Config, "")]) + "\n"
+
+
+def _tables(section: type, path: str) -> Iterator[str]:
+    """Yield a heading and a table for a section, then those of the sections in it."""
+    held = section_settings(section, path + "." if path else "")
+    rows = [_row(setting) for setting in held if not setting.subsection]
+    if path:
+        yield from ("", f"{'##' if '.' not in path else '###'} {path}")
+        if "." not in path:
+            yield from ("", about(section)[:1].upper() + about(section)[1:])
+    if rows:
+        yield from ("", "| setting | value | default | meaning | elsewhere |", "|---|---|---|---|---|", *rows)
+    for setting in held:
+        if setting.subsection:
+            yield from _tables(setting.subsection, setting.path)
+
+
+def _row(setting: Setting) -> str:
+    wait = wait_of(setting.path)
+    meaning = setting.meaning + (f" *Waits for {wait.feature}.*" if wait else "")
+    theirs = "; ".join(f"{source} {_names(found, setting.path)}" for source, found in fields_of(setting.path).items())
+    cells = [_code(setting.name), values_of(setting), _default(setting), meaning, theirs]
+    return "| " + " | ".join(map(_cell, cells)) + " |"
+
+
+def _names(found: Sequence[str], own: str) -> str:
+    return ", ".join("the same" if name == own else _code(name) for name in found)
+
+
+def _status() -> str:
+    lines = ["# What works, what waits, what has no place here", "", _MADE, "", *_count_table(), ""]
+    lines += [
+        "## Settings that wait",
+        "",
+        "They are accepted at their defaults, and at the values in parentheses, only.",
+        "",
+    ]
+    lines += ["| for | settings |", "|---|---|", *_waiting_rows(), ""]
+    lines += ["## Defaults that differ from SkyRL's", "", "| setting | here | SkyRL | why |", "|---|---|---|---|"]
+    lines += [_differing(setting) for setting in leaves(Config) if setting.path in DEFAULTS]
+    for source, targets in SOURCES.items():
+        lines += ["", f"## Fields of {source}", "", f"| {source} | state | here |", "|---|---|---|"]
+        lines += [_field(name, target) for name, target in targets.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _differing(setting: Setting) -> str:
+    theirs = [name for name in fields_of(setting.path).get("SkyRL", []) if name in SKYRL_DEFAULTS]
+    default = _code(json.dumps(SKYRL_DEFAULTS[theirs[0]])) if theirs else ""
+    return f"| `{setting.path}` | {_default(setting)} | {_cell(default)} | {_cell(DEFAULTS[setting.path])} |"
+
+
+def _waiting_rows() -> Iterator[str]:
+    features: dict[str, list[str]] = {}
+    for setting in leaves(Config):
+        if wait := wait_of(setting.path):
+            features.setdefault(wait.feature, []).append(_waiting(setting, wait))
+    for feature in sorted(features, key=str.lower):
+        yield f"| {feature} | {', '.join(features[feature])} |"
+
+
+def _waiting(setting: Setting, wait: Wait) -> str:
+    return _code(setting.path) + (f" ({', '.join(map(_code, map(str, wait.works)))})" if wait.works else "")
+
+
+def _field(name: str, target: Target) -> str:
+    state = correspondence.state_of(target)
+    if isinstance(target, Dropped):
+        here = target.reason
+    elif isinstance(target, Translated):
+        here = f"{', '.join(map(_code, target.paths))}: {target.how}"
+    else:
+        values = ", ".join(f"`{json.dumps(theirs)}` is `{json.dumps(ours)}`" for theirs, ours in target.values.items())
+        here = _code(target.path) + (f" ({values})" if values else "")
+        here = "the same" if target == To(name) else here
+    return f"| `{name}` | {state} | {_cell(here)} |"
+
+
+def _count_table() -> Iterator[str]:
+    yield from ("| | fields | work | wait | have no place |", "|---|---|---|---|---|")
+    for name, count in _tallies().items():
+        own = "" if name == "hpcrl" else count["has no place"]
+        yield f"| {name} | {count.total()} | {count['works']} | {count['waits']} | {own} |"
+
+
+def _tallies() -> dict[str, Counter[str]]:
+    """Return how many fields of each source, and how many settings here, are in each state."""
+    tallies = {
+        source: Counter(correspondence.state_of(target) for target in targets.values())
+        for source, targets in SOURCES.items()
+    }
+    return tallies | {"hpcrl": Counter("waits" if wait_of(setting.path) else "works" for setting in leaves(Config))}
+
+
+def _counts() -> str:
+    parts = [
+        f"of {source}'s {count.total()} fields, those of all its versions, {count['works']} work, {count['waits']} wait "
+        f"and {count['has no place']} have no place here"
+        for source, count in _tallies().items()
+        if source != "hpcrl"
+    ]
+    own = _tallies()["hpcrl"]
+    return f"Of hpcrl's {own.total()} settings {own['works']} work and {own['waits']} wait for a feature that is still to be built; {'; '.join(parts)} ([each of them](docs/config/status.md))."
 
 
 def _default(setting: Setting) -> str:
-    if setting.required:
-        return "required"
-    if setting.default is None or is_dataclass(setting.default):
-        return "unset"
-    return f"`{_toml(setting.default)}`"
+    unset = setting.required or setting.default is None
+    return default_of(setting) if unset else _code(default_of(setting))
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return "{}" if value == {} else tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
+def _code(text: str) -> str:
+    return f"`{text}`"
 
 
-def replace_table(page: str) -> str:
-    """Return the page with the table between its marks made anew."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(replace_table(path.read_text()))
+    for path, text in pages(Path.cwd()).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        print(path)
+    print(_counts())
