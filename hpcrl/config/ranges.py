@@ -221,8 +221,6 @@ def _wrong(path: str, value: Any) -> str | None:
         return f"expected height and width in pixels, found {value}"
     if path.endswith(".reshard_after_forward") and type(value) is int and value < 1:
         return f"expected true, false or at least 1 rank, found {value}"
-    if path.endswith(".profiler.ranks") and (not value or min(value) < 0):
-        return f"expected at least one rank, counted from 0, found {value}"
     if path.endswith(".rank_pattern") and not all(rank >= 1 for rank in value.values()):
         return f"expected ranks of at least 1, found {value}"
     if isinstance(value, dict | list):

@@ -58,9 +58,9 @@ def parallel_sizes(config: Config) -> Iterator[Problem]:
 
 
 def equal_shares(config: Config) -> Iterator[Problem]:
-    samples, roles = config.generator.n_samples_per_prompt, _roles(config.trainer)
+    samples, models = config.generator.n_samples_per_prompt, _roles(config.trainer)
     for role, mini in _mini_batches(config.trainer).items():
-        ranks, together = roles[role]
+        ranks, together = models[role]
         if mini * samples % max(1, ranks // together):
             of_each = f", {together} for each sample" if together > 1 else ""
             yield Problem(
@@ -71,12 +71,9 @@ def equal_shares(config: Config) -> Iterator[Problem]:
 
 
 def enough_samples(config: Config) -> Iterator[Problem]:
-    batch, samples, roles = (
-        config.trainer.train_batch_size,
-        config.generator.n_samples_per_prompt,
-        _roles(config.trainer),
-    )
-    least = math.lcm(*(max(1, ranks // together) for role, (ranks, together) in roles.items() if role != "critic"))
+    batch, samples = config.trainer.train_batch_size, config.generator.n_samples_per_prompt
+    models = {role: sizes for role, sizes in _roles(config.trainer).items() if role != "critic"}
+    least = math.lcm(*(max(1, ranks // together) for ranks, together in models.values()))
     if batch * samples < least:
         yield Problem(
             "trainer.train_batch_size",

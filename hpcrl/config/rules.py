@@ -22,6 +22,7 @@ from hpcrl.config.ranks import (
 )
 from hpcrl.config.site import engine_options, flash_infer, gpus_of_nodes, sbatch_options
 from hpcrl.config.status import waiting
+from hpcrl.config.training import frozen, profiled_ranks, recomputation, reference_types, rotary_positions, schedule
 
 if TYPE_CHECKING:
     from hpcrl.config.root import Config
@@ -274,7 +275,14 @@ def _diffusion(config: Config) -> Iterator[Problem]:
         )
 
 
-_CALCULATING: tuple[Rule, ...] = (whole_mini_batches, parallel_sizes, equal_shares, enough_samples, colocated_engines)
+_CALCULATING: tuple[Rule, ...] = (
+    whole_mini_batches,
+    parallel_sizes,
+    equal_shares,
+    enough_samples,
+    sharding,
+    colocated_engines,
+)
 """Rules that divide by numbers and multiply them, and say something only where all numbers are in range."""
 
 RULES: tuple[Rule, ...] = (
@@ -287,6 +295,12 @@ RULES: tuple[Rule, ...] = (
     _lora,
     _low_precision,
     _warm_up,
+    schedule,
+    reference_types,
+    recomputation,
+    rotary_positions,
+    frozen,
+    profiled_ranks,
     _critic,
     _reference,
     _off_policy,

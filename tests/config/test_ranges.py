@@ -117,8 +117,6 @@ OTHERS: list[tuple[str, list[Any], dict[str, Any]]] = [
     ),
     ("trainer.policy.diffusers.inference_size", [[1, 1]], {"expected height and width in pixels, found [8]": [8]}),
     ("trainer.policy.diffusers.inference_size", [[64, 32]], {"expected height and width in pixels": [8, 0]}),
-    ("trainer.profiler.ranks", [[0, 3]], {"expected at least one rank, counted from 0, found []": []}),
-    ("trainer.profiler.ranks", [[0]], {"expected at least one rank, counted from 0, found [-1]": [-1]}),
     ("trainer.policy.model.lora.rank_pattern", [{"q": 1}], {"expected ranks of at least 1": {"q": 0}}),
     ("trainer.policy.model.lora.alpha_pattern", [{"q": 1.0}], {"expected finite numbers, found nan": {"q": math.nan}}),
     ("environment.reward_function", [{"format": -1.0}], {"expected finite numbers, found inf": {"format": math.inf}}),

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hpcrl.config import Config, generation, ranks, rules, site
+from hpcrl.config import Config, generation, ranks, rules, site, training
 from hpcrl.config.load import nested
 from hpcrl.config.problem import Problem
 from hpcrl.config.rules import impossible
+from hpcrl.config.surface import leaves
 from hpcrl.config.validate import build
+from tests.config.test_rules_trainer import CASES as TRAINER
 
 BASE = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
 
@@ -340,8 +342,9 @@ COSMOS = [
     ),
     Case(
         "warm-up and decay fit into the steps",
-        {f"{OPTIMIZER}.warmup_ratio": 0.6, f"{OPTIMIZER}.decay_ratio": 0.5}, f"{OPTIMIZER}.decay_ratio", "lower one of them",
-        {f"{OPTIMIZER}.warmup_ratio": 0.5, f"{OPTIMIZER}.decay_ratio": 0.5},
+        {f"{OPTIMIZER}.scheduler": "linear", f"{OPTIMIZER}.warmup_ratio": 0.6, f"{OPTIMIZER}.decay_ratio": 0.5},
+        f"{OPTIMIZER}.decay_ratio", "lower one of them",
+        {f"{OPTIMIZER}.scheduler": "linear", f"{OPTIMIZER}.warmup_ratio": 0.5, f"{OPTIMIZER}.decay_ratio": 0.5},
     ),
     Case(
         "evaluation has one source",
@@ -464,6 +467,7 @@ OURS = [
     ),
 ]  # fmt: skip
 
+MODULES = (rules, ranks, generation, site, training)
 CASES = [*SKYRL, *COSMOS, *OURS]
 
 
@@ -509,8 +513,17 @@ def test_values_out_of_range_do_not_hide_rules_that_need_no_arithmetic() -> None
     assert {problem.path for problem in found(settings)} == set(settings)
 
 
+@pytest.mark.parametrize("value", [0, -1])
+def test_no_rule_stumbles_over_a_value_out_of_range(value: int) -> None:
+    """Every whole number at a value that may divide, multiply or count: problems, never a ZeroDivisionError."""
+    numbers = [setting.path for setting in leaves(Config) if int in setting.types]
+    for path in numbers:
+        found({**CRITIC, **COLOCATED, path: value})
+    assert len(found(dict.fromkeys(numbers, value))) > 50
+
+
 def test_no_rule_that_can_be_violated_goes_untested() -> None:
-    """Every `yield Problem(…)` of the modules of rules is reached by one of the cases above."""
+    """Every `yield Problem(…)` of the modules of rules is reached by a case."""
     reached: set[tuple[str, int]] = set()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -520,17 +533,17 @@ def test_no_rule_that_can_be_violated_goes_untested() -> None:
             return trace
         return None
 
-    files = {inspect.getsourcefile(module) for module in (rules, ranks, generation, site)}
+    files = {inspect.getsourcefile(module) for module in MODULES}
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        for case in CASES:
-            found(case.wrong)
+        for wrong in [*(case.wrong for case in CASES), *(case[0] for case in TRAINER)]:
+            found(wrong)
     finally:
         sys.settrace(before)
     untold = [
         f"{module.__name__}: {ast.unparse(node)}"
-        for module in (rules, ranks, generation, site)
+        for module in MODULES
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Yield) and (inspect.getsourcefile(module), node.lineno) not in reached
     ]
