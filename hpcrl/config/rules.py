@@ -22,7 +22,16 @@ from hpcrl.config.ranks import (
 )
 from hpcrl.config.site import engine_options, flash_infer, gpus_of_nodes, sbatch_options
 from hpcrl.config.status import waiting
-from hpcrl.config.training import frozen, profiled_ranks, recomputation, reference_types, rotary_positions, schedule
+from hpcrl.config.training import (
+    frozen,
+    profiled_ranks,
+    recomputation,
+    reference_types,
+    rotary_positions,
+    schedule,
+    sharding,
+    units,
+)
 
 if TYPE_CHECKING:
     from hpcrl.config.root import Config
@@ -296,6 +305,7 @@ RULES: tuple[Rule, ...] = (
     _low_precision,
     _warm_up,
     schedule,
+    units,
     reference_types,
     recomputation,
     rotary_positions,

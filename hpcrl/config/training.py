@@ -1,17 +1,57 @@
-"""Rules about how models are kept, scheduled, adapted and profiled."""
+"""Rules about how models are sharded, scheduled, adapted and profiled."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hpcrl.config.derive import trainer_ranks
-from hpcrl.config.model import MixedPrecisionConfig
-from hpcrl.config.problem import Problem
+from hpcrl.config.derive import ref_ranks, trainer_ranks
+from hpcrl.config.model import FSDPConfig, MixedPrecisionConfig
+from hpcrl.config.problem import Problem, shown
 
 if TYPE_CHECKING:
     from hpcrl.config.root import Config
+
+_UNITS = {
+    "transformer_layer_cls_to_wrap": (list, "a list of class names"),
+    "min_num_params": (int, "a number of parameters"),
+    "disable": (bool, "true or false"),
+}
+
+
+def sharding(config: Config) -> Iterator[Problem]:
+    trainer = config.trainer
+    for role, ranks in (("policy", trainer_ranks(trainer)), ("ref", ref_ranks(trainer))):
+        yield from _shards(f"trainer.{role}.fsdp_config", getattr(trainer, role).fsdp_config, ranks)
+
+
+def _shards(path: str, fsdp: FSDPConfig, ranks: int) -> Iterator[Problem]:
+    copy, kept = ranks if fsdp.fsdp_size == -1 else min(fsdp.fsdp_size, ranks), fsdp.reshard_after_forward
+    if ranks % copy:
+        yield Problem(
+            f"{path}.fsdp_size",
+            f"{copy} ranks share each copy of the parameters, which does not divide the {ranks} ranks (trainer.placement); "
+            "-1: all ranks share one",
+        )
+    if not isinstance(kept, bool) and copy % kept:
+        yield Problem(
+            f"{path}.reshard_after_forward",
+            f"expected true, false or a divisor of the {copy} ranks that share a copy ({path}.fsdp_size), found {kept}",
+        )
+
+
+def units(config: Config) -> Iterator[Problem]:
+    for role in ("policy", "ref", "critic"):
+        path = f"trainer.{role}.fsdp_config.wrap_policy"
+        policy: dict[str, Any] = getattr(config.trainer, role).fsdp_config.wrap_policy
+        for name, value in policy.items():
+            if name not in _UNITS:
+                yield Problem(f"{path}.{name}", f"unknown setting; expected one of {', '.join(_UNITS)}")
+            elif type(value) is not _UNITS[name][0]:
+                yield Problem(f"{path}.{name}", f"expected {_UNITS[name][1]}, found {shown(value)}")
+        if len(policy) > 1 and policy.keys() <= _UNITS.keys():
+            yield Problem(path, f"expected one of {', '.join(policy)}; leave the others out")
 
 
 def reference_types(config: Config) -> Iterator[Problem]:

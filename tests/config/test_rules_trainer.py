@@ -1,4 +1,4 @@
-"""Rules about how models are kept, scheduled, adapted and profiled: each refuses what cannot work, and not what is next to it."""
+"""Rules about how models are sharded, scheduled, adapted and profiled: each refuses what cannot work, and not what is next to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,27 @@ BASE = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.
 FSDP, REF, OPTIMIZER = "trainer.policy.fsdp_config", "trainer.ref.fsdp_config", "trainer.policy.optimizer_config"
 
 
+FOUR = {"trainer.placement.policy_num_gpus_per_node": 4, "slurm.gpus_per_node": 4}
+UNITS = f"{FSDP}.wrap_policy"
+
 CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
+    ({**FOUR, f"{FSDP}.fsdp_size": 3}, f"{FSDP}.fsdp_size", "does not divide the 4 ranks", {**FOUR, f"{FSDP}.fsdp_size": 2}),
+    ({**FOUR, f"{REF}.fsdp_size": 3}, f"{REF}.fsdp_size", "does not divide the 4 ranks", {**FOUR, f"{REF}.fsdp_size": 8}),
+    (
+        {**FOUR, f"{FSDP}.reshard_after_forward": 3}, f"{FSDP}.reshard_after_forward", "a divisor of the 4 ranks",
+        {**FOUR, f"{FSDP}.reshard_after_forward": 2},
+    ),
+    (
+        {**FOUR, f"{FSDP}.reshard_after_forward": 4, f"{FSDP}.fsdp_size": 2}, f"{FSDP}.reshard_after_forward",
+        "a divisor of the 2 ranks that share a copy", {**FOUR, f"{FSDP}.reshard_after_forward": 2, f"{FSDP}.fsdp_size": 2},
+    ),
+    ({UNITS: {"min_params": 1}}, f"{UNITS}.min_params", "expected one of", {UNITS: {"min_num_params": 1}}),
+    ({UNITS: {"disable": 1}}, f"{UNITS}.disable", "true or false, found 1", {UNITS: {"disable": True}}),
+    (
+        {UNITS: {"transformer_layer_cls_to_wrap": "A"}}, f"{UNITS}.transformer_layer_cls_to_wrap", "a list of class names",
+        {UNITS: {"transformer_layer_cls_to_wrap": ["A"]}},
+    ),
+    ({UNITS: {"min_num_params": 5, "disable": True}}, UNITS, "leave the others out", {UNITS: {"min_num_params": 5}}),
     (
         {f"{REF}.mixed_precision.master_dtype": "bf16"}, f"{REF}.mixed_precision.master_dtype", "kept in param_dtype",
         {f"{FSDP}.mixed_precision.master_dtype": "bf16"},
