@@ -100,6 +100,17 @@ def test_preempted_run_saves_requeues_itself_and_resumes(cluster: DevCluster, tm
     assert len({group for batch in trained_groups(run) for group in batch}) == 30 * 8
 
 
+def test_preempted_run_of_resume_mode_none_is_not_requeued(cluster: DevCluster, tmp_path: Path) -> None:
+    settings = ["trainer.resume_mode=none", "trainer.max_steps=30", "trainer.eval_interval=0"]
+    submit(cluster, tmp_path, "once", *settings)
+    run = Run.open(tmp_path / "runs" / "quickstart" / "once")
+    wait_for(lambda: run.batch(3).exists(), lambda: logs_of(run) + ask(cluster, tmp_path, "status"), 180)
+    cluster.ask(["sbatch", "-p", "high", "-N4", "--exclusive", "-t1", "-o", "/dev/null", "--wrap", "sleep 3"])
+    assert finish(cluster, tmp_path, run, 1) == "interrupted", logs_of(run)
+    assert len(read_attempts(run)) == 1
+    assert "not requeued, because trainer.resume_mode is none" in ask(cluster, tmp_path, "status", "once")
+
+
 def test_refusals_of_the_real_sbatch_leave_nothing(cluster: DevCluster, tmp_path: Path) -> None:
     done = cluster.run([HPCRL, "submit", str(QUICKSTART), SITE, "slurm.partition=nope"], cwd=tmp_path)
     assert done.returncode == 3
