@@ -25,49 +25,49 @@ POLICY_LOSSES = (
 @dataclass(frozen=True, kw_only=True)
 class KLControllerConfig:
     type: Literal["fixed", "adaptive"] = "fixed"
-    """Whether the weight of the KL in the reward stays kl_loss_coef or follows kl_target."""
+    """Weight of the KL divergence in the reward (use_kl_in_reward): fixed at kl_loss_coef, or adapted from there on so that the divergence approaches kl_target."""
 
     kl_target: float = 0.1
-    """KL that the adaptive controller aims at."""
+    """KL divergence that the adaptive controller aims at, in nats per token."""
 
     horizon: int = 10000
-    """Samples over which the adaptive controller corrects (Ziegler et al., arXiv:1909.08593)."""
+    """Time constant of the adaptive controller in samples: n samples change the weight by at most 0.2 * n / horizon of itself (arXiv:1909.08593)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffPolicyCorrectionConfig:
     tis_ratio_type: Literal["token", "sequence"] | None = None
-    """Multiply the loss by min(exp(old - rollout log-probability), cap), per token or over the sample; unset: do not."""
+    """Multiply the loss by the ratio of a token's, or a whole sample's, old to rollout probability, capped; unset: do not."""
 
     token_tis_ratio_clip_high: float = 2.0
-    """Cap of the token's weight."""
+    """Cap of the ratio with tis_ratio_type=token."""
 
     sequence_tis_ratio_clip_high: float = 5.0
-    """Cap of the sample's weight."""
+    """Cap of the product of a sample's ratios with tis_ratio_type=sequence."""
 
     token_tis_ratio_drop_high: float | None = None
-    """Tokens whose weight is above this count nothing, instead of the cap."""
+    """Tokens whose ratio is above this count nothing, instead of as much as the cap; needs tis_ratio_type=token."""
 
     sequence_mask_metric: Literal["product", "geometric"] | None = None
-    """Leave out samples whose ratio, a product over tokens or its geometric mean, is out of bounds; unset: none."""
+    """Leave out samples whose ratio of old to rollout probability, the product over tokens or their geometric mean, is out of bounds; unset: none."""
 
     geo_mask_high: float = 1.01
-    """Upper bound of the geometric mean."""
+    """Upper bound of the geometric mean; the bound itself is in."""
 
     geo_mask_low: float = 0.99
-    """Lower bound of the geometric mean."""
+    """Lower bound of the geometric mean; the bound itself is in."""
 
     product_mask_high: float = 2.0
-    """Upper bound of the product."""
+    """Upper bound of the product; the bound itself is in."""
 
     product_mask_low: float = 0.5
-    """Lower bound of the product."""
+    """Lower bound of the product; the bound itself is in."""
 
     outlier_token_is_threshold_low: float | None = None
-    """Leave out samples with a token whose ratio is below this."""
+    """Leave out samples with a token whose ratio is below this; unset: none."""
 
     outlier_token_is_threshold_high: float | None = None
-    """Leave out samples with a token whose ratio is above this."""
+    """Leave out samples with a token whose ratio is above this; unset: none."""
 
     token_mask_is_threshold_low: float | None = None
     """Leave out tokens whose ratio is below this; needs the upper bound too."""
@@ -76,16 +76,16 @@ class OffPolicyCorrectionConfig:
     """Leave out tokens whose ratio is above this; needs the lower bound too."""
 
     negative_sample_mask_delta: float | None = None
-    """Leave out samples of negative advantage whose mean old - new log-probability is above this (DeepSeek-V3.2)."""
+    """Leave out samples of negative advantage whose log-probability fell by more than this, in nats per token on average, since the old policy, or since the rollout with tis_ratio_type (DeepSeek-V3.2); unset: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SAPOConfig:
     tau_pos: float = 1.0
-    """Temperature of the gate for positive advantages."""
+    """sapo: steepness of the gate around ratio 1 for positive advantages (arXiv:2511.20347)."""
 
     tau_neg: float = 1.05
-    """Temperature of the gate for other advantages."""
+    """sapo: the same for other advantages; above tau_pos: they are damped sooner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,67 +94,67 @@ class DynamicSamplingConfig:
     """What happens to groups whose rewards are all equal; filter: generate others (DAPO), replace: repeat good ones (POLARIS), unset: they are trained."""
 
     max_sample_batches: int = 30
-    """Batches that may be generated for one step before the run fails; 0 or less: no bound."""
+    """Batches of prompts that may be generated for one step before the run fails; 0 or less: no bound."""
 
     min_replace_ratio: float = 0.3
-    """replace: share of good groups above which a batch is used."""
+    """replace: share of groups with different rewards above which a batch is used; otherwise it is generated again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCovConfig:
     clip_ratio: float = 0.0002
-    """Share of the tokens that is left out, at least one token."""
+    """clip_cov: share of the tokens that is left out, drawn at random, at least one token (arXiv:2505.22617)."""
 
     clip_cov_lb: float = 1.0
-    """Lower bound of the covariance of tokens that may be left out."""
+    """clip_cov: tokens may be left out whose covariance of advantage and log-probability is above this."""
 
     clip_cov_ub: float = 5.0
-    """Upper bound of that covariance."""
+    """clip_cov: and below this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLCovConfig:
     kl_cov_frac: float = 0.2
-    """Share of the tokens, those of largest covariance, that get the KL term."""
+    """kl_cov: share of the tokens, those of largest covariance of advantage and log-probability, that get a KL term (arXiv:2505.22617)."""
 
     ppo_kl_coef: float = 1.0
-    """Weight of that term."""
+    """kl_cov: weight of that term, |new - old log-probability|."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CISPOConfig:
     cispo_eps_clip_low: float = 0.0
-    """Weights below 1 minus this are raised to it."""
+    """cispo: probability ratios below 1 - cispo_eps_clip_low are raised to that bound (arXiv:2506.13585)."""
 
     cispo_eps_clip_high: float = 5.0
-    """Weights above 1 plus this are lowered to it."""
+    """cispo: probability ratios above 1 + cispo_eps_clip_high are lowered to that bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     advantage_estimator: str = "grpo"
-    """How rewards become advantages: grpo, gae, rloo, reinforce++, maxrl, or your own as "package.module:function"."""
+    """How rewards become advantages: grpo (against the group's mean, arXiv:2402.03300), rloo (against the mean of the group's other samples, arXiv:2402.14740), reinforce++ (discounted, standardized over the batch, arXiv:2501.03262), gae (against a critic, arXiv:1506.02438), maxrl (as grpo, but divided by the mean of the group), or your own as "package.module:function"."""
 
     grpo_norm_by_std: bool = True
-    """Divide a group's advantages by the standard deviation of its rewards (false: Dr.GRPO, arXiv:2503.20783)."""
+    """grpo: divide a group's advantages by the standard deviation of its rewards (false: Dr.GRPO, arXiv:2503.20783)."""
 
     advantage_batch_normalize: bool = False
     """Standardize advantages over the whole batch."""
 
     advantage_clip_low: float | None = None
-    """Advantages below this are raised to it."""
+    """Advantages below this are raised to it; unset: none."""
 
     advantage_clip_high: float | None = None
-    """Advantages above this are lowered to it."""
+    """Advantages above this are lowered to it; unset: none."""
 
     gamma: float = 1.0
-    """Discount of later rewards, for gae and reinforce++."""
+    """gae and reinforce++: discount of a reward per token that it comes later."""
 
     lambd: float = 1.0
-    """Lambda of gae (arXiv:1506.02438)."""
+    """gae: lambda; 1: advantages from all later rewards, 0: from the next value alone."""
 
     policy_loss_type: str = "regular"
-    """Policy loss: regular (the clipped surrogate of PPO, arXiv:1707.06347), dual_clip, gspo, sapo, cispo, rollout_is, clip_cov, kl_cov, cross_entropy, importance_sampling, aipo, or your own as "package.module:function"."""
+    """Policy loss: regular (the clipped surrogate of PPO, arXiv:1707.06347), dual_clip (also bounded for negative advantages, arXiv:1912.09729), gspo (one ratio per sample, arXiv:2507.18071), sapo (a soft gate, arXiv:2511.20347), cispo (clipped weights, arXiv:2506.13585), rollout_is (ratio to the rollout, out of bounds: no weight), clip_cov and kl_cov (arXiv:2505.22617), aipo (ratio bounded on one side, arXiv:2505.24034), importance_sampling (the plain ratio), cross_entropy (likelihood, without advantages), or your own as "package.module:function"."""
 
     loss_reduction: Literal[
         "token_mean",
@@ -166,10 +166,10 @@ class AlgorithmConfig:
         "token_sum",
         "prompt_mean",
     ] = "token_mean"
-    """How the loss of tokens becomes one number; token_mean: mean over all trained tokens of the mini-batch."""
+    """How the loss of the trained tokens of a mini-batch becomes one number; token_mean: mean over tokens, token_mean_legacy: mean over micro-batches of means over their tokens, token_sum: sum, sequence_mean and seq_mean_token_mean: mean over samples of means over their tokens, seq_mean_token_sum: mean over samples of sums, seq_mean_token_sum_norm: the same divided by max_seq_len, prompt_mean: mean over groups of means over their tokens."""
 
     max_seq_len: int | None = None
-    """Divisor of seq_mean_token_sum_norm in tokens; unset: generator.max_input_length + max_generate_length."""
+    """Divisor of seq_mean_token_sum_norm in tokens; unset: generator.max_input_length + generator.sampling_params.max_generate_length."""
 
     unbiased_loss_max_tokens: int | None = None
     """Divisor of seq_mean_token_mean in tokens, instead of each sample's own length (Dr.GRPO)."""
@@ -187,25 +187,25 @@ class AlgorithmConfig:
     """aipo: upper bound of the probability ratio, the only one of this loss."""
 
     positive_nll_coef: float | None = None
-    """Weight of the negative log-likelihood of samples with positive reward (VAPO, arXiv:2504.05118)."""
+    """Weight of the negative log-likelihood, as a mean over tokens, of samples with positive reward, which is added to the loss (VAPO, arXiv:2504.05118); unset: none."""
 
     use_rollout_logprobs_for_loss: bool = False
     """The rollout's log-probabilities stand for the old policy; saves a forward pass."""
 
     use_kl_loss: bool = True
-    """Add the KL divergence from the reference model to the loss; it costs a second model."""
+    """Add the KL divergence from the reference model to the loss; excludes use_kl_in_reward, and costs a second model as that does."""
 
     use_kl_in_reward: bool = False
-    """Subtract the KL divergence from the reward of each token."""
+    """Subtract the KL divergence from the reference model from the reward of each token; excludes use_kl_loss."""
 
     kl_loss_coef: float = 0.001
     """Weight of the KL divergence, in the loss or in the reward."""
 
     kl_estimator_type: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """Estimator of the KL divergence from sampled tokens."""
+    """Estimate of the KL divergence per token, with d = policy - reference log-probability; k1: d, abs: |d|, k2: d^2 / 2, k3: exp(-d) - 1 + d."""
 
     kl_importance_weighted: bool = False
-    """Multiply the estimate by the ratio of new to old probability, which makes its gradient unbiased."""
+    """Multiply the estimate in the loss by the ratio of new to old probability, which makes its gradient unbiased."""
 
     kl_ctrl: KLControllerConfig = field(default_factory=KLControllerConfig)
 
@@ -216,22 +216,22 @@ class AlgorithmConfig:
     """Start with a fresh optimizer state after such a reset."""
 
     use_entropy_loss: bool = False
-    """Subtract the policy's entropy from the loss; the entropy is reported either way."""
+    """Subtract the policy's entropy, weighted, from the loss; it is reported either way."""
 
     entropy_loss_coef: float = 0.01
-    """Weight of the entropy."""
+    """Weight of the entropy, a mean over tokens in nats, with use_entropy_loss."""
 
     temperature: float | None = None
     """Divides the logits in training; unset: generator.sampling_params.temperature."""
 
     logprob_dtype: LogprobDtype = "fp32"
-    """Type in which logits become log-probabilities."""
+    """Number type in which logits become log-probabilities."""
 
     value_head_prefix: str = "value_head"
     """Name of the critic's output layer."""
 
     value_clip: float = 0.2
-    """The critic's prediction may move by this much per update; 0: by any amount."""
+    """A value may move by this much from that before the update, further changes count nothing; 0: no bound, as SkyRL's null."""
 
     zero_variance_filter: bool = False
     """Leave groups whose rewards are all equal out of the loss."""
@@ -240,7 +240,7 @@ class AlgorithmConfig:
     """Rewards whose sum decides whether a group's rewards are all equal; empty: the reward itself."""
 
     min_filter_prefix_tokens: int | None = None
-    """Leave the common beginning of samples of one group with different rewards out of the loss if it has this many tokens; unset: never."""
+    """Leave the common beginning of a group's samples with different rewards out of the loss where it has at least this many tokens; unset: never."""
 
     off_policy_correction: OffPolicyCorrectionConfig = field(default_factory=OffPolicyCorrectionConfig)
 

@@ -18,13 +18,13 @@ class DiffusionSamplingConfig:
     """Weight of classifier-free guidance; 1 or less: none."""
 
     noise_level: float = 1.0
-    """Noise of the stochastic samplers (eta)."""
+    """Noise of the stochastic samplers relative to the schedule's (eta); 0: none."""
 
     deterministic_sampling: bool = False
     """Integrate the ODE instead; required by dpm1 and dpm2."""
 
     solver: Literal["flow", "dance", "ddim", "dpm1", "dpm2"] = "dpm2"
-    """Sampler."""
+    """Sampler; dpm1 and dpm2 need deterministic_sampling=true."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class DiffusersConfig:
     """The policy is a diffusion pipeline (Hugging Face diffusers)."""
 
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
-    """Type of the transformer and the text encoder."""
+    """Number type of the transformer and the text encoder."""
 
     is_video: bool = False
     """The pipeline makes videos."""
@@ -69,7 +69,7 @@ class DiffusersConfig:
     """Tokens of a prompt at most."""
 
     weighting_scheme: str = "logit_normal"
-    """Density from which fine-tuning draws noise levels."""
+    """Density from which supervised fine-tuning draws noise levels, by its name in diffusers."""
 
     logit_mean: float = 0.0
     """Mean of the logit-normal density."""
@@ -90,13 +90,13 @@ class DiffusersConfig:
     """Frames of training videos."""
 
     timesteps_fraction: float = 1.0
-    """Share of the denoising steps that each sample trains."""
+    """Share of the denoising steps that each sample trains, rounded down."""
 
     nft_beta: float = 1.0
-    """Strength beta of DiffusionNFT's implicit policies."""
+    """Strength beta of DiffusionNFT's implicit policies (arXiv:2509.16117)."""
 
     weight_copy_decay_type: Literal[0, 1, 2] = 0
-    """Schedule by which the sampling adapter follows the trained one."""
+    """How much of itself the sampling adapter keeps after step s, the rest is the trained one; 0: nothing, 1: min(0.001 s, 0.5), 2: nothing until step 75, then min(0.0075 (s - 75), 0.999)."""
 
     sample: DiffusionSamplingConfig = field(default_factory=DiffusionSamplingConfig)
 

@@ -14,25 +14,25 @@ class TeacherPlacementConfig:
     """Copies of the teacher."""
 
     tensor_parallel_size: int = 1
-    """Ranks that share each layer's matrices."""
+    """Ranks of the teacher that share each layer's matrices."""
 
     pipeline_parallel_size: int = 1
-    """Ranks that share the layers."""
+    """Ranks of the teacher that share the layers."""
 
     sequence_parallel_size: int = 1
-    """Ranks that share the tokens of a sample."""
+    """Ranks of the teacher that share the tokens of a sample."""
 
     expert_parallel_size: int = 1
-    """Ranks that share the experts."""
+    """Ranks of the teacher that share the experts."""
 
     fsdp_size: int = 1
-    """Ranks that share one copy of the parameters."""
+    """Ranks of the teacher that share one copy of the parameters; -1: all share one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
     enable: bool = False
-    """Take the divergence from a teacher as the reward."""
+    """Learn from the divergence from a teacher instead of rewards."""
 
     model_path: Location | None = None
     """Directory or hub id of the teacher."""
@@ -66,7 +66,7 @@ class DistillationConfig:
     """Weight of the divergence that is subtracted from the advantage of each token."""
 
     kl_discount_factor: float = 0.0
-    """Discount with which later tokens' divergences count for a token; 0: they do not."""
+    """Discount per token with which later tokens' divergences count for a token; 0: they do not."""
 
     include_prompt: bool = False
     """Learn the tokens of the prompt too."""
@@ -75,7 +75,7 @@ class DistillationConfig:
     """Compare the probabilities of this many tokens by a generalized Jensen-Shannon divergence; 0: only of the sampled one, by reverse KL."""
 
     jsd_beta: float = 0.5
-    """Mixture of the two in that divergence; 0: KL(teacher, policy), 1: KL(policy, teacher)."""
+    """Mixture of policy (1 - jsd_beta) and teacher in that divergence; 0: KL(teacher || policy), 1: KL(policy || teacher)."""
 
     top_k_from_teacher: bool = True
     """The top_k tokens are the teacher's; otherwise the policy's."""

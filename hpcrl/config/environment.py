@@ -20,7 +20,7 @@ class LLMJudgeConfig:
     """Name of the judge model at its server."""
 
     base_url: str | None = None
-    """Address of the judge's OpenAI-compatible server."""
+    """Address of the judge's OpenAI-compatible server; unset: that of OpenAI."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +59,16 @@ class RemoteRewardConfig:
     """Rewards that the service computes, with their weights."""
 
     score_key: str = "overall_reward"
-    """Score of the reply that counts; a+b adds two."""
+    """Name of the score in the reply that counts; a+b: the sum of two."""
 
     clip_min: float = -5.0
-    """Lower bound of a score."""
+    """Lower bound of a score, before scaling."""
 
     clip_max: float = 5.0
-    """Upper bound of a score."""
+    """Upper bound of a score, before scaling."""
 
     scale: float = 1.0
-    """Factor after clipping."""
+    """Factor on a score, after clipping."""
 
     batch_size: int = 1
     """Responses per request."""
@@ -77,10 +77,10 @@ class RemoteRewardConfig:
 @dataclass(frozen=True, kw_only=True)
 class OverlongRewardConfig:
     buffer_length: int = 4096
-    """Tokens before the longest response from which on the penalty grows (DAPO, arXiv:2503.14476)."""
+    """Tokens before the longest response over which the penalty grows from 0 (DAPO, arXiv:2503.14476)."""
 
     penalty_factor: float = 1.0
-    """Penalty at the longest response."""
+    """Penalty at the longest response (generator.sampling_params.max_generate_length); it grows linearly over the buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ class MegatronModelConfig:
     """Ranks that share the layers."""
 
     context_parallel_size: int = 1
-    """Ranks that share the tokens of a sample."""
+    """Ranks that share the tokens of a sample; above 1 needs trainer.use_sample_packing."""
 
     expert_model_parallel_size: int = 1
     """Ranks that share the experts."""
@@ -45,13 +45,13 @@ class MegatronModelConfig:
     """Order of forward and backward passes in the pipeline."""
 
     pipeline_layers_per_stage: int | None = None
-    """Layers per virtual stage of an interleaved pipeline; unset: one stage per rank."""
+    """Layers per virtual stage with Interleaved1F1B; unset: one stage per rank."""
 
     pipeline_dynamic_shape: bool = False
     """Let micro-batches of one pipeline step differ in length."""
 
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    """How tokens reach their experts."""
+    """Megatron-core's way to bring tokens to their experts."""
 
     moe_router_load_balancing_type: str = "none"
     """Megatron-core's scheme that keeps experts equally busy; none: no auxiliary loss."""
@@ -60,16 +60,16 @@ class MegatronModelConfig:
     """Multiply all experts of a rank in one kernel."""
 
     moe_router_score_function: Literal["softmax", "sigmoid"] | None = None
-    """Score of the router; unset: the model's own."""
+    """How the router turns logits into scores; unset: the model's own way."""
 
     moe_router_enable_expert_bias: bool | None = None
-    """Bias that balances experts; unset: the model's own."""
+    """Let a bias of the router balance the experts; unset: the model's own way."""
 
     transformer_config_kwargs: dict[str, Any] = field(default_factory=_transformer_defaults)
     """Further fields of Megatron-core's TransformerConfig; given keys replace single defaults."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Replaces entries of the model's config.json."""
+    """Replaces entries of the model's config.json, as model_config_kwargs beside this section does with FSDP2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class MegatronDDPConfig:
     """Gather parameters during forward."""
 
     average_in_collective: bool = True
-    """Average inside the collective instead of scaling before it."""
+    """Average gradients inside the collective instead of scaling before it."""
 
 
 @dataclass(frozen=True, kw_only=True)

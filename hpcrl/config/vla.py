@@ -15,13 +15,13 @@ class VLAConfig:
     """Family of the model."""
 
     num_envs: int = 1
-    """Simulators that one replica steps at a time."""
+    """Simulators that one replica steps at the same time."""
 
     use_proprio: bool = False
     """Show the robot's state to the policy."""
 
     proprio_dim: int = 7
-    """Numbers in the robot's state."""
+    """Numbers in the robot's state, with use_proprio."""
 
     num_images_in_input: int = 1
     """Camera images per step."""
