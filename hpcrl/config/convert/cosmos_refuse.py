@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -58,6 +59,10 @@ def _training(values: Values) -> Iterator[Problem]:
     steps = values["train.max_num_steps"]
     if steps is not None and steps <= 0:
         yield Problem("train.max_num_steps", f"expected more than 0, found {steps}; leave it out for no bound")
+    if not 0 <= values["train.optm_warmup_steps"] < math.inf:
+        yield Problem(
+            "train.optm_warmup_steps", f"expected at least 0 steps, found {values['train.optm_warmup_steps']}"
+        )
     rates = values["train.optm_lr"]
     if isinstance(rates, dict) and "global" not in rates:
         yield Problem("train.optm_lr", "expected a rate for the key global too, for parameters that no other key names")

@@ -62,7 +62,7 @@ def batches(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     group = source["rollout.n_generation"] if is_grpo(source) else 1
     prompts = max(1, math.ceil(samples / group))
     if prompts * group != samples:
-        message = f"{samples} samples are no whole number of groups of {group}; {prompts} prompts, so {prompts * group} samples"
+        message = f"{samples} samples are no whole number of groups of {group}; rounded up to {prompts * group}, {prompts} x {group}"
         yield Entry("conflict", path, "trainer.train_batch_size", message)
     wanted = _slices(source)
     slices = next(n for n in range(min(wanted, prompts), prompts + 1) if prompts % n == 0)

@@ -1,0 +1,504 @@
+"""Conversion of Cosmos-RL's TOML files: what the result says, and what the report says."""
+
+import csv
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from hpcrl.config import Config
+from hpcrl.config.convert.conversion import Conversion, Entry
+from hpcrl.config.convert.cosmos import TARGETS, convert_toml
+from hpcrl.config.convert.cosmos_resolve import fields
+from hpcrl.config.convert.mapping import Dropped, To, Translated
+from hpcrl.config.surface import settings
+from hpcrl.errors import ConfigError
+
+SPEC = Path(__file__).parents[2] / "spec" / "cosmos"
+FILES = [*sorted((SPEC / "configs").glob("*.toml")), *sorted((SPEC / "extras").glob("*.toml"))]
+REFUSED = {
+    "invalid_duplicate_key": "not valid TOML: Cannot overwrite a value (at line 20, column 26) (a key that is set twice)",
+    "reward_service": "this is the configuration of Cosmos-RL's reward service",
+    "wfm_grpo_foreign_schema": "this is a configuration of Cosmos' world foundation models (WFM)",
+}
+CONVERTED = [path for path in FILES if path.stem not in REFUSED]
+
+
+def converted(name: str) -> Conversion:
+    (path,) = [path for path in FILES if path.stem.startswith(name)]
+    return convert_toml(path.read_text(), path.name)
+
+
+def of(tree: dict[str, Any]) -> Conversion:
+    """Convert nested tables; a dataset is named in them, and a batch of one group, where nothing else is said."""
+    tree.setdefault("train", {}).setdefault("train_batch_per_replica", 16)
+    tree["train"].setdefault("train_policy", {"type": "grpo"}).setdefault("dataset", {"name": "org/data"})
+    return convert_toml(tomli_w.dumps(tree), "source.toml")
+
+
+def entries(conversion: Conversion, source: str) -> list[Entry]:
+    return [entry for entry in conversion.entries if entry.source == source]
+
+
+def conflicts(conversion: Conversion) -> dict[str, str]:
+    return {entry.source: entry.message for entry in conversion.entries if entry.kind == "conflict"}
+
+
+def one_replica(**sizes: int) -> dict[str, Any]:
+    return {"parallelism": {"tp_size": 1, **sizes}}
+
+
+def test_each_field_has_a_place_or_a_reason() -> None:
+    with (SPEC / "fields.tsv").open() as file:
+        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    sections = {row["path"].rpartition(".")[0] for row in rows}
+    assert len(rows) > 330
+    for row in rows:
+        assert row["path"] in TARGETS or row["path"] in sections, row["path"]
+    tables = {field.path for field in fields() if field.is_table}
+    assert {field.path for field in fields()} - tables == set(TARGETS)
+
+
+def test_each_place_exists() -> None:
+    known = {setting.path for setting in settings(Config)}
+    for field, target in TARGETS.items():
+        if isinstance(target, Dropped):
+            assert len(target.reason) > 10, field
+            continue
+        for path in (target.path,) if isinstance(target, To) else target.paths:
+            assert path in known, f"{field} -> {path}"
+        assert not isinstance(target, Translated) or target.how
+
+
+def test_each_field_that_is_translated_changes_what_it_says_it_does() -> None:
+    promised = {path for target in TARGETS.values() if isinstance(target, Translated) for path in target.paths}
+    written: set[str] = set()
+    for tree in _VARIETY:
+        written |= of(
+            {key: dict(value) if isinstance(value, dict) else value for key, value in tree.items()}
+        ).values.keys()
+    assert promised - written == set()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_training_configuration_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        converted(name)
+    assert REFUSED[name] in str(caught.value)
+    assert str(caught.value).startswith(f"{name}.toml: ")
+
+
+@pytest.mark.parametrize("path", CONVERTED, ids=lambda path: path.stem)
+def test_the_result_is_read_by_hpcrl(path: Path, tmp_path: Path) -> None:
+    conversion = convert_toml(path.read_text(), path.name)
+    text = conversion.to_toml()
+    assert text.startswith(f"# converted by `hpcrl config convert` from {path.name}\n")
+    target = tmp_path / "converted.toml"
+    target.write_text(text)
+    own = [entry for entry in conversion.entries if entry.kind == "conflict" and entry.source not in TARGETS]
+    if own:
+        with pytest.raises(ConfigError) as caught:
+            Config.from_toml([target])
+        assert len(str(caught.value).splitlines()) == len(own)
+    else:
+        Config.from_toml([target])
+
+
+@pytest.mark.parametrize("path", CONVERTED, ids=lambda path: path.stem)
+def test_the_report_speaks_of_every_key_once(path: Path) -> None:
+    conversion = convert_toml(path.read_text(), path.name)
+    told = [
+        entry.source for entry in conversion.entries if entry.kind in ("mapped", "translated", "dropped", "unknown")
+    ]
+    assert len(told) == len(set(told))
+    keys = set(_keys(tomllib.loads(path.read_text()), ""))
+    assert {source for source in told if not any(key.startswith(source + ".") for key in keys)} <= keys
+    assert keys <= {key for key in keys for source in told if key == source or key.startswith(source + ".")}
+
+
+def _keys(table: dict[str, Any], prefix: str) -> list[str]:
+    found = []
+    for key, value in table.items():
+        inside = isinstance(value, dict) and not isinstance(TARGETS.get(prefix + key), To)
+        found += _keys(value, f"{prefix}{key}.") if inside else [prefix + key]
+    return found
+
+
+def test_plain_grpo(tmp_path: Path) -> None:
+    conversion = converted("01")
+    (tmp_path / "grpo.toml").write_text(conversion.to_toml())
+    config = Config.from_toml([tmp_path / "grpo.toml"])
+    assert config.data.train_data == ["JiaxinTsao/math_examples:train"]
+    assert (config.trainer.train_batch_size, config.generator.n_samples_per_prompt) == (12, 16)  # 192 samples
+    assert (config.trainer.policy_mini_batch_size, config.trainer.micro_train_batch_size_per_gpu) == (12, 2)
+    assert (config.trainer.max_prompt_length, config.generator.sampling_params.max_generate_length) == (2048, 2048)
+    assert not config.trainer.algorithm.use_kl_loss
+    assert config.trainer.fully_async.max_staleness_steps == 4
+    assert config.trainer.eval_interval == -1
+    assert config.trainer.policy.optimizer_config.num_warmup_steps == 20
+    assert (config.trainer.algorithm.temperature, config.generator.sampling_params.temperature) == (0.9, 1.0)
+    (mapped, conflict) = entries(conversion, "train.train_policy.temperature")
+    assert mapped.kind == "mapped"
+    assert "0.9" in conflict.message
+    assert list(conflicts(conversion)) == ["train.train_policy.temperature"]
+    assert conversion.values["trainer.algorithm.policy_loss_type"] == "dual_clip"
+    assert conversion.values["trainer.algorithm.loss_reduction"] == "token_mean_legacy"
+    assert conversion.values["environment.reward_function"] == {"boxed_math": 1.0}
+    (dropped,) = entries(conversion, "redis")
+    assert dropped.kind == "dropped"
+    assert conversion.incomplete
+
+
+def test_distillation() -> None:
+    conversion = converted("04")
+    values = conversion.values
+    assert values["trainer.distillation.enable"] is True
+    assert values["trainer.distillation.model_path"] == "Qwen/Qwen3-8B"
+    assert values["trainer.distillation.placement.fsdp_size"] == 2
+    assert values["trainer.algorithm.loss_reduction"] == "token_sum"
+    assert values["trainer.algorithm.clip_ratio_c"] == 100.0
+    assert values["trainer.algorithm.eps_clip_low"] == 1.0
+    assert values["trainer.algorithm.eps_clip_high"] > math.exp(20)
+    assert "environment.reward_function" not in values
+    assert values["data.val_data"] == ["math-ai/aime24:test"]
+    assert (values["trainer.eval_interval"], values["trainer.eval_before_train"]) == (30, True)
+    assert values["generator.eval_sampling_params.temperature"] == 0.6
+    assert values["generator.eval_sampling_params.max_generate_length"] == 32768
+    assert values["trainer.policy.optimizer_config.name"] == "Adam"
+    assert values["trainer.policy.optimizer_config.max_grad_norm"] == 0.0
+    assert not conflicts(conversion)
+
+
+def test_several_turns() -> None:
+    values = converted("05").values
+    assert values["generator.max_turns"] == 5
+    assert values["generator.chat_template_kwargs"] == {"enable_thinking": True}
+    assert values["generator.chat_template.source"] == "file"
+    assert values["generator.chat_template.name_or_path"].endswith("gsm8k_tool_chat_template.jinja2")
+    assert values["generator.inference_engine.num_engines"] == 4
+    assert values["trainer.max_prompt_length"] == 1024
+
+
+def test_fine_tuning_of_experts_in_a_pipeline() -> None:
+    conversion = converted("12")
+    values, megatron = conversion.values, "trainer.policy.megatron_config"
+    assert (values["trainer.mode"], values["trainer.strategy"]) == ("sft", "megatron")
+    assert values[f"{megatron}.pipeline_model_parallel_size"] == 4
+    assert values[f"{megatron}.expert_model_parallel_size"] == 64
+    assert values[f"{megatron}.pipeline_schedule"] == "GPipe"
+    assert f"{megatron}.pipeline_layers_per_stage" not in values  # counts for the interleaved schedule only
+    placement = values["trainer.placement.policy_num_nodes"], values["trainer.placement.policy_num_gpus_per_node"]
+    assert placement == (32, 8)  # 64 shards x 4 stages
+    assert (values["trainer.train_batch_size"], values["trainer.micro_train_batch_size_per_gpu"]) == (8, 2)
+    assert (values["trainer.max_length"], values["data.conversation_column"]) == (512, "conversation")
+    assert values["trainer.profiler.ranks"] == [1]
+    assert values["trainer.run_name"] == "deepseek-v3-sft"
+    assert not [path for path in values if path.startswith(("generator.", "trainer.algorithm."))]
+    (unknown,) = [entry for entry in conversion.entries if entry.kind == "unknown"]
+    assert unknown.source == "policy.parallelism.cp_rotate_method"
+
+
+def test_shards_that_the_source_counts_itself() -> None:
+    conversion = converted("03")
+    assert conversion.values["trainer.placement.policy_num_gpus_per_node"] == 4  # 2 stages x 2 parts of a sample
+    assert conversion.values["trainer.policy.megatron_config.context_parallel_size"] == 2
+    assert conversion.values["trainer.use_sample_packing"] is True
+    assert list(conflicts(conversion)) == ["policy.parallelism.dp_shard_size"]
+
+
+def test_robots() -> None:
+    conversion = converted("10")
+    values = conversion.values
+    assert (values["vla.enable"], values["vla.num_envs"]) == (True, 8)
+    assert values["trainer.placement.colocate_all"] is True
+    assert values["trainer.fully_async.max_staleness_steps"] == 0
+    assert values["trainer.algorithm.policy_loss_type"] == "regular"
+    assert values["trainer.algorithm.dynamic_sampling.type"] == "filter"
+    assert values["trainer.algorithm.dynamic_sampling.max_sample_batches"] == -1
+    assert values["generator.sampling_params.top_k"] == -1
+    assert "environment.reward_function" not in values
+    (idle,) = entries(conversion, "train.train_policy.lower_bound_ratio")
+    assert idle.kind == "dropped"
+    assert not conflicts(conversion)
+
+
+def test_other_engines_and_trainers_are_conflicts() -> None:
+    found = conflicts(converted("trtllm_backend"))
+    assert 'vllm is the only engine, found "trtllm"' in found["rollout.backend"]
+    assert "leaves no token" in found["policy.model_max_length"]
+    gym = converted("gym_cartpole")
+    assert {"rollout.backend", "train.train_policy.trainer_type"} <= conflicts(gym).keys()
+    assert {entry.source for entry in gym.entries if entry.kind == "unknown"} == {"model", "env"}
+
+
+def test_a_misspelt_key() -> None:
+    conversion = converted("typo_key_sft")
+    (unknown,) = entries(conversion, "policy.model_gradient_checkpointig")
+    assert (unknown.kind, "policy.model_gradient_checkpointing?" in unknown.message) == ("unknown", True)
+
+
+def test_batches_that_do_not_divide() -> None:
+    policy = {"type": "grpo", "batch_size_per_optimize": 24}
+    conversion = of(
+        {"train": {"train_batch_per_replica": 100, "train_policy": policy}, "policy": one_replica(n_init_replicas=2)}
+    )
+    assert conversion.values["trainer.train_batch_size"] == 13  # 200 samples in groups of 16
+    assert conversion.values["trainer.policy_mini_batch_size"] == 1  # 13 has no other divisor
+    assert conflicts(conversion).keys() >= {
+        "train.train_batch_per_replica",
+        "train.train_policy.batch_size_per_optimize",
+    }
+    assert "rounded up to 208, 13 x 16" in conflicts(conversion)["train.train_batch_per_replica"]
+
+
+def test_several_optimizer_steps() -> None:
+    policy = {"type": "grpo", "batch_size_per_optimize": 16, "mu_iterations": 3}
+    train = {"train_batch_per_replica": 128, "optm_warmup_steps": 5, "train_policy": policy}
+    values = of({"train": train, "policy": one_replica(dp_shard_size=2)}).values
+    assert values["trainer.train_batch_size"] == 8
+    assert values["trainer.policy_mini_batch_size"] == 2  # 64 samples of a rank in 4 parts
+    assert values["trainer.policy.optimizer_config.num_warmup_steps"] == 5 * 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "loss"),
+    [
+        ({"variant": "grpo"}, "dual_clip"),
+        ({"variant": "dapo"}, "dual_clip"),
+        ({"variant": "gspo"}, "gspo"),
+        ({"variant": "gspo", "aipo_rho": 2.5}, "aipo"),
+    ],
+)
+def test_losses(policy: dict[str, Any], loss: str) -> None:
+    values = of({"train": {"train_policy": {"type": "grpo", **policy}}}).values
+    algorithm = "trainer.algorithm"
+    assert values[f"{algorithm}.policy_loss_type"] == loss
+    assert values.get(f"{algorithm}.dynamic_sampling.type") == ("filter" if policy["variant"] == "dapo" else None)
+    assert (f"{algorithm}.clip_ratio_c" in values) is (loss == "dual_clip")
+    assert values.get(f"{algorithm}.aipo_rho") == policy.get("aipo_rho")
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ({"loss_type": "token-mean", "balance_dp_token": True}, {"loss_reduction": "token_mean"}),
+        ({"loss_type": "seq-mean-token-sum"}, {"loss_reduction": "seq_mean_token_sum"}),
+        (
+            {"loss_type": "seq-mean-token-mean", "unbiased_loss_max_tokens": 100},
+            {"loss_reduction": "seq_mean_token_mean", "unbiased_loss_max_tokens": 100},
+        ),
+        ({"unbiased_advantage": True}, {"grpo_norm_by_std": False}),
+        ({"kl_beta": 0.01}, {"use_kl_loss": True, "kl_loss_coef": 0.01}),
+        ({"entropy_coeff": 0.02}, {"use_entropy_loss": True, "entropy_loss_coef": 0.02}),
+        ({"epsilon_low": 0.1, "epsilon_high": -1}, {"eps_clip_low": 0.1, "eps_clip_high": 1e9}),
+        ({"temperature": 0}, {"temperature": 1.0}),
+        (
+            {"use_decoupled_loss": True, "behav_imp_weight_cap": 4.0},
+            {
+                "off_policy_correction.tis_ratio_type": "token",
+                "off_policy_correction.token_tis_ratio_clip_high": 1e9,
+                "off_policy_correction.token_tis_ratio_drop_high": 4.0,
+            },
+        ),
+        ({"off_policy_masking_delta": 0.3}, {"off_policy_correction.negative_sample_mask_delta": 0.3}),
+        ({"unbiased_kl_estimate": True, "kl_beta": 0.1}, {"kl_importance_weighted": True}),
+    ],
+)  # fmt: skip
+def test_algorithm(policy: dict[str, Any], expected: dict[str, Any]) -> None:
+    values = of({"train": {"train_policy": {"type": "grpo", **policy}}}).values
+    assert {name: values[f"trainer.algorithm.{name}"] for name in expected} == expected
+
+
+def test_an_unknown_loss_type_is_a_conflict() -> None:
+    found = conflicts(of({"train": {"train_policy": {"type": "grpo", "loss_type": "mean"}}}))
+    assert "expected one of token-mean" in found["train.train_policy.loss_type"]
+
+
+def test_parallelism_without_megatron() -> None:
+    values = of({"policy": one_replica(cp_size=2, dp_shard_size=4, n_init_replicas=3)}).values
+    assert "trainer.strategy" not in values
+    assert values["trainer.policy.sequence_parallel_size"] == values["trainer.ref.sequence_parallel_size"] == 2
+    assert values["trainer.policy.fsdp_config.fsdp_size"] == 8  # of 24 ranks
+    assert (values["trainer.placement.policy_num_nodes"], values["trainer.placement.policy_num_gpus_per_node"]) == (
+        3,
+        8,
+    )
+
+
+def test_optimizer() -> None:
+    train = {
+        "optm_lr": {"global": 1e-6, "model.visual": 1e-5},
+        "optm_impl": ["fused", "fused"],
+        "optm_warmup_steps": 0.1,
+        "optm_decay_type": "cosine",
+        "optm_decay_ratio": 0.5,
+        "optm_min_lr_factor": 0.1,
+        "fsdp_reshard_after_forward": "never",
+    }
+    conversion = of({"train": train})
+    optimizer = {
+        path.rpartition(".")[2]: value for path, value in conversion.values.items() if ".optimizer_config." in path
+    }
+    assert (optimizer["lr"], optimizer["implementation"], optimizer["warmup_ratio"]) == (1e-6, "fused", 0.1)
+    assert (optimizer["scheduler"], optimizer["decay_ratio"], optimizer["min_lr_factor"]) == ("cosine", 0.5, 0.1)
+    assert "num_warmup_steps" not in optimizer
+    assert conversion.values["trainer.policy.fsdp_config.reshard_after_forward"] is False
+    assert list(conflicts(conversion)) == ["train.optm_lr"]
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        ({}, {"ckpt_interval": -1, "hf_save_interval": -1}),
+        ({"ckpt": {"enable_checkpoint": True, "save_freq": 7}}, {"ckpt_interval": 7, "hf_save_interval": 7}),
+        (
+            {"ckpt": {"enable_checkpoint": True, "export_safetensors": False, "save_freq_in_epoch": 2}},
+            {"ckpt_interval_epochs": 2},
+        ),
+        (
+            {"ckpt": {"enable_checkpoint": True, "upload_s3": "all", "s3_bucket": "b", "max_keep": 0}},
+            {"upload.s3": "all", "upload.s3_bucket": "b", "max_ckpts_to_keep": 1},
+        ),
+        ({"resume": True}, {"resume_mode": "latest"}),
+    ],
+)
+def test_checkpoints(train: dict[str, Any], expected: dict[str, Any]) -> None:
+    conversion = of({"train": train})
+    assert {name: conversion.values[f"trainer.{name}"] for name in expected} == expected
+    assert not conflicts(conversion)
+
+
+def test_a_checkpoint_of_cosmos_cannot_be_continued() -> None:
+    conversion = of({"train": {"resume": "outputs/1/checkpoints/step_10/policy"}})
+    assert "cannot be read here" in conflicts(conversion)["train.resume"]
+
+
+def test_names_of_the_run() -> None:
+    train = {"output_dir": "./outputs/some run", "timestamp": "20260101"}
+    values = of({"train": dict(train), "logging": {"project_name": "my/project", "experiment_name": "None"}}).values
+    assert (values["trainer.project_name"], values["trainer.run_name"]) == ("my-project", "some-run-20260101")
+    values = of({"train": dict(train), "logging": {"experiment_name": "first"}}).values
+    assert values["trainer.run_name"] == "first-20260101"
+    assert of({}).values["trainer.run_name"] is None
+
+
+def test_evaluation_on_a_share_of_the_training_data() -> None:
+    conversion = of({"validation": {"enable": True, "freq": 3, "n_generation": 4, "reward_function": "gsm8k"}})
+    values = conversion.values
+    assert (values["data.test_size"], values["trainer.eval_interval"]) == (0.1, 3)
+    assert values["generator.eval_n_samples_per_prompt"] == 4
+    assert values["environment.eval_reward_function"] == {"gsm8k": 1.0}
+    assert (values["generator.eval_sampling_params.temperature"], values["generator.eval_sampling_params.top_k"]) == (
+        0.0,
+        1,
+    )
+
+
+def test_rewards_of_a_service() -> None:
+    rewards = [{"name": "hpsv2", "weight": 1, "clip_max": 2}]
+    policy = {"type": "grpo", "use_remote_reward": True, "remote_reward": {"reward_fns": rewards, "scale": 2.0}}
+    conversion = of({"train": {"train_policy": policy}})
+    remote = {path.rpartition(".")[2]: value for path, value in conversion.values.items() if ".remote_reward." in path}
+    assert remote == {
+        "enable": True,
+        "reward_function": {"hpsv2": 1.0},
+        "score_key": "hpsv2",
+        "clip_min": -5.0,
+        "clip_max": 2.0,
+        "scale": 2.0,
+        "batch_size": 1,
+    }
+    assert not conflicts(conversion)
+    rewards.append({"name": "ocr"})
+    assert "train.train_policy.remote_reward.reward_fns" in conflicts(of({"train": {"train_policy": policy}}))
+
+
+def test_a_diffusion_model_of_the_older_version() -> None:
+    policy = {
+        "type": "grpo",
+        "trainer_type": "diffusion_nft",
+        "kl_beta": 0.5,
+        "use_remote_reward": True,
+        "remote_reward": {"reward_fn": {"pickscore": 1.0}, "score_key": "pick"},
+    }
+    tree = {
+        "mode": "colocated",
+        "train": {"compile": False, "ema_enable": True, "train_policy": policy},
+        "rollout": {"backend": "diffusion_nft_rollout", "parallelism": {"tp_size": 1, "dp_shard_size": 8}},
+        "policy": {
+            **one_replica(dp_shard_size=8),
+            "is_diffusers": True,
+            "lora": {"r": 32, "lora_names": ["default", "ref"], "target_modules": ["to_q"]},
+            "diffusers": {"timestep_fraction": 0.99, "train_flow_shift": 5.0},
+        },
+    }
+    conversion = of(tree)
+    values, diffusers = conversion.values, "trainer.policy.diffusers"
+    assert (values[f"{diffusers}.enable"], values[f"{diffusers}.nft_beta"]) == (True, 0.5)
+    assert (values[f"{diffusers}.ema.enable"], values[f"{diffusers}.ema.update_step_interval"]) == (True, 1)
+    assert values["trainer.policy.model.lora.adapter_names"] == ["default", "ref"]
+    assert values["environment.remote_reward.reward_function"] == {"pickscore": 1.0}
+    assert values["environment.remote_reward.score_key"] == "pick"
+    assert "trainer.algorithm.policy_loss_type" not in values
+    (unknown,) = entries(conversion, "policy.diffusers.timestep_fraction")
+    assert "policy.diffusers.timesteps_fraction" in unknown.message
+    (dead,) = entries(conversion, "policy.diffusers.train_flow_shift")
+    assert dead.kind == "dropped"
+
+
+def test_patterns_of_what_is_trained() -> None:
+    import re
+
+    values = of({"policy": {"trainable_pattern": [r"^visual\.", "lm_head"]}}).values
+    (frozen,) = values["trainer.policy.freeze_pattern"]
+    names = ["visual.block.weight", "model.layers.0.weight", "model.visual.weight", "lm_head.weight"]
+    assert [bool(re.search(frozen, name)) for name in names] == [False, True, True, False]
+
+
+def test_errors_name_file_and_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        convert_toml('[train]\nmax_num_steps = 0\n[train.ckpt]\nsave_mode = "x"\n', "grpo.toml")
+    assert [line.partition(" ")[0] for line in str(caught.value).splitlines()] == ["grpo.toml:4:", "grpo.toml:2:"]
+
+
+def test_an_empty_file_is_all_defaults() -> None:
+    conversion = convert_toml("", "empty.toml")
+    assert conversion.values["trainer.policy.model.path"] == "Qwen/Qwen2.5-VL-7B-Instruct"
+    assert "train.train_policy.dataset.name" in conflicts(conversion)
+
+
+_VARIETY: list[dict[str, Any]] = [
+    {"validation": {"enable": True}},
+    {"validation": {"enable": True, "dataset": {"name": "d", "split": "test"}}},
+    {
+        "train": {
+            "train_policy": {
+                "type": "grpo",
+                "variant": "dapo",
+                "kl_beta": 0.1,
+                "entropy_coeff": 0.1,
+                "use_decoupled_loss": True,
+            }
+        }
+    },
+    {
+        "train": {"train_policy": {"type": "grpo", "aipo_rho": 2.0}, "optm_warmup_steps": 0.5},
+        "policy": one_replica(cp_size=2),
+    },
+    {"train": {"ckpt": {"enable_checkpoint": True, "save_freq_in_epoch": 1}}, "policy": {"aux_loss_coeff": 0.1}},
+    {"train": {"train_policy": {"type": "grpo", "use_remote_reward": True}}, "policy": {"trainable_pattern": ["a"]}},
+    {
+        "rollout": {"multi_turn_config": {"enable": True, "custom_chat_template_path": "t.jinja"}},
+        "distillation": {"enable": True},
+        "logging": {"project_name": "p"},
+    },
+    {
+        "train": {
+            "max_num_steps": 5,
+            "train_policy": {"type": "sft", "enable_dp_load_balancing": True, "load_balanced_max_tokens_for_batch": 10},
+        }
+    },
+]
