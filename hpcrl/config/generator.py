@@ -14,7 +14,7 @@ class InferenceEngineConfig:
     """Implementation of the engine."""
 
     model_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type of the weights in the engine."""
+    """Number type of weights and activations in the engine; weights are cast to it on arrival."""
 
     quantization: Literal["fp8"] | None = None
     """Quantize weights when they arrive; unset: do not."""
@@ -38,7 +38,7 @@ class InferenceEngineConfig:
     """Seed of what an engine draws outside of requests; unset: trainer.seed. Each sample has its own seed, made from trainer.seed."""
 
     weight_sync_backend: Literal["filesystem", "nccl", "gloo"] = "filesystem"
-    """How new weights reach the engines."""
+    """How new weights reach the engines: as files that they read, or pushed by a rank of the trainer over NCCL or gloo."""
 
     weight_transfer_threshold_cuda_ipc_GB: float = 1.0
     """Size of the buckets, in GB, by which weights reach colocated engines."""
@@ -59,7 +59,7 @@ class InferenceEngineConfig:
     """Split adapters over the GPUs of a replica too."""
 
     use_flashinfer: bool = False
-    """Use FlashInfer for attention."""
+    """Use FlashInfer for attention; needs GPUs with vLLM's FlashInfer. Otherwise vLLM chooses."""
 
     use_flashinfer_sampler: bool = False
     """Use FlashInfer for sampling."""
@@ -98,7 +98,7 @@ class SamplingParams:
     """The engine returns the log-probability of each sampled token; 0 and 1 mean the same."""
 
     stop: list[str] | None = None
-    """Texts that end a response."""
+    """Texts that end a response; unset: none beside the end-of-sequence tokens."""
 
     include_stop_str_in_output: bool = True
     """The environment sees that text at the end of the response; the sample keeps its tokens either way."""
@@ -158,7 +158,7 @@ class GeneratorConfig:
     """Samples per group in training."""
 
     eval_n_samples_per_prompt: int = 1
-    """Samples per prompt in evaluation."""
+    """Samples per prompt in evaluation; the k of pass@k."""
 
     max_turns: int = 1
     """Actions of the policy per sample at most."""
@@ -169,7 +169,7 @@ class GeneratorConfig:
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
 
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template."""
+    """Further arguments of the chat template, such as enable_thinking."""
 
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
 

@@ -1,0 +1,99 @@
+"""The controller's job as a process: which prompts it hands out is what section `data` says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config
+from hpcrl.run.call import Controller
+from hpcrl.run.commit import write_json, write_text
+from hpcrl.run.layout import Run
+from hpcrl.types import Work
+
+REPOSITORY = Path(__file__).parents[2]
+MODEL = REPOSITORY / "configs" / "quickstart" / "model"
+
+
+def make_run(path: Path, **sections: dict[str, Any]) -> Run:
+    rows = [{"question": f"sort: {'ab' * i}", "answer": f"{i}"} for i in range(12)]
+    data = path / "rows.jsonl"
+    write_text(data, "".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"prompt_column": "question", "response_column": "answer"}
+    config = {
+        "data": {"train_data": [str(data)], **columns, **sections.pop("data", {})},
+        "trainer": {
+            "policy": {"model": {"path": str(MODEL)}},
+            "train_batch_size": 2,
+            "policy_mini_batch_size": 2,
+            "max_prompt_length": 24,
+            **sections.pop("trainer", {}),
+        },
+        "environment": {"env_class": "sort_letters"},
+        **sections,
+    }
+    run = Run(path / "project" / "run")
+    write_text(run.config, Config.from_dict(config).to_toml())
+    write_text(run.token, "secret\n", mode=0o600)
+    return run
+
+
+@contextmanager
+def controller(run: Run) -> Iterator[Controller]:
+    environment = {**os.environ, "HPCRL_ATTEMPT": "1", "HPCRL_ADDRESS": "127.0.0.1"}
+    process = subprocess.Popen([sys.executable, REPOSITORY / "jobs" / "controller.py", run.path], env=environment)
+    calls = Controller(run, 1, patience_s=60)
+    try:
+        yield calls
+        write_json(run.stop, {"attempt": 1, "reason": "cancelled"})
+    finally:
+        calls.close()
+        process.kill()
+        process.wait()
+
+
+def claimed(calls: Controller, version: int = 0) -> list[Work]:
+    answer = calls.call("claim", worker="rollout-0", version=version, capacity=99, holding=[])
+    return [Work.from_json(item) for item in answer["work"]]
+
+
+def test_prompts_set_aside_in_the_order_of_the_file_by_columns_of_other_names(tmp_path: Path) -> None:
+    data = {"test_size": 0.25, "val_data": [], "shuffle": False}
+    run = make_run(tmp_path, data=data, trainer={"fully_async": {"max_staleness_steps": 1}})
+    with controller(run) as calls:
+        assert calls.call("start", step=0) == {"total_steps": 4}  # 12, but 3 set aside and one of 26 tokens
+        work = claimed(calls)
+    assert [(item.kind, item.prompt.uid) for item in work] == [
+        *[("eval", f"{i}") for i in range(3)],
+        *[("train", f"{i}") for i in range(3, 7)],
+    ]
+    for item in work:
+        index = int(item.prompt.uid)
+        assert item.prompt.messages == [{"role": "user", "content": f"sort: {'ab' * index}"}]
+        assert item.prompt.extras == {"answer": f"{index}", "reward_spec": {"ground_truth": f"{index}"}}
+
+
+def test_chat_template_counts_and_bounds_hold(tmp_path: Path) -> None:
+    template = tmp_path / "long.jinja"
+    template.write_text("{{ messages[0].content }}{{ messages[0].content }}")
+    run = make_run(
+        tmp_path,
+        data={"test_size": 3},
+        trainer={
+            "epochs": 4,
+            "eval_batch_size": 2,
+            "fully_async": {"max_staleness_steps": 3, "num_parallel_generation_workers": 3},
+        },
+        generator={"chat_template": {"source": "file", "name_or_path": str(template)}},
+    )
+    with controller(run) as calls:
+        assert calls.call("start", step=0) == {"total_steps": 4}  # of the rows 3 to 5, the longest that fit twice
+        work = claimed(calls)
+    assert [item.kind for item in work] == ["eval"] * 2 + ["train"] * 3
+    assert {int(item.prompt.uid) for item in work if item.kind == "train"} <= {3, 4, 5}

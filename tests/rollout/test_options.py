@@ -1,0 +1,159 @@
+"""Options of the engine section reach vLLM, and do there what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import runpy
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from hpcrl.config import Config
+from hpcrl.errors import ConfigError
+from hpcrl.rollout.client import EngineClient, Generation
+from hpcrl.rollout.scratch import Scratch
+from hpcrl.rollout.server import Server, ServerOptions, _command
+from hpcrl.run.call import headers
+from hpcrl.run.layout import Run
+from tests.rollout.material import LONG_PROMPT, RUN_NAME, TOKEN, logprobs, options
+
+REPOSITORY = Path(__file__).parents[2]
+SAMPLING = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
+
+
+@contextmanager
+def served(given: ServerOptions, log: Path) -> Iterator[Server]:
+    scratch = Scratch()
+    server = Server(given, scratch.path, log)
+    try:
+        server.wait_ready(180)
+        yield server
+    finally:
+        server.stop()
+        scratch.remove()
+
+
+def said_by(server: Server, weights: Path | None = None) -> list[Generation]:
+    async def main() -> list[Generation]:
+        engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1))
+        try:
+            if weights:
+                await engine.update_weights(weights, 1)
+            return await engine.generate(LONG_PROMPT, 4, 3, SAMPLING)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+def info_of(server: Server) -> str:
+    """Return what the server says of its configuration."""
+    with httpx.Client(
+        transport=httpx.HTTPTransport(uds=str(server.socket)), headers=headers(TOKEN, RUN_NAME, 1), timeout=20
+    ) as http:
+        return str(http.get("http://engine/server_info").json())
+
+
+def with_rope(model: Path, folder: Path, rope: Mapping[str, Any]) -> Path:
+    """Copy a model, with other rotary positions in its config.json."""
+    path = shutil.copytree(model, folder / "rope" / model.name)
+    config = json.loads((path / "config.json").read_text())
+    config["rope_parameters"] |= rope
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def farthest(said: list[Generation], model: Path) -> float:
+    """Return by how much the engine's log-probabilities differ from transformers' at most."""
+    return max(
+        float((torch.tensor(one.logprobs) - logprobs(model, LONG_PROMPT, one.token_ids)).abs().max()) for one in said
+    )
+
+
+def test_rotary_positions_seed_and_half_precision(models: list[Path], token_file: Path, tmp_path: Path) -> None:
+    given = options(str(models[0]), token_file)
+    engine = replace(given.engine, model_dtype="float16")
+    linear = {"rope_type": "linear", "factor": 4.0}
+    given = replace(given, engine=engine, seed=77, rope_scaling=linear, rope_theta=100.0)
+    twins = [with_rope(model, tmp_path, {**linear, "rope_theta": 100.0}) for model in models[:2]]
+    with served(given, tmp_path / "engine.log") as server:
+        first, info = said_by(server), info_of(server)
+        later = said_by(server, models[1])
+    for said, twin, model in zip((first, later), twins, models, strict=False):
+        assert 1e-4 < farthest(said, twin) < 0.05, "half precision, but otherwise the same"
+        assert farthest(said, model) > 0.3, "the model as it is says something else"
+    assert "seed=77" in info
+    assert "torch.float16" in info
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 500.0}),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+        ),
+    ],
+)
+def test_rotary_positions_keep_what_is_not_set(
+    models: list[Path], token_file: Path, rope: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    given = options(str(models[0]), token_file)
+    command = _command(replace(given, **rope), Path("socket"))
+    assert json.loads(command[command.index("--hf-overrides") + 1]) == {"rope_parameters": expected}
+    own = replace(given.engine, engine_init_kwargs={"hf_overrides": {"max_position_embeddings": 512}})
+    command = _command(replace(given, engine=own, **rope), Path("socket"))
+    assert json.loads(command[command.index("--hf-overrides") + 1]) == {
+        "rope_parameters": expected,
+        "max_position_embeddings": 512,
+    }
+
+
+def test_a_model_without_rotary_positions_is_refused(token_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ConfigError, match=r"generator\.rope_theta: the model at .* has no rotary positions"):
+        _command(replace(options(str(tmp_path), token_file), rope_theta=100.0), Path("socket"))
+
+
+def test_vllm_knows_the_options_of_gpus_by_these_names(models: list[Path], token_file: Path) -> None:
+    """What this machine cannot run, vLLM's own parser reads."""
+    from vllm.config.attention import AttentionConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    def parsed(**engine: Any) -> AsyncEngineArgs:
+        given = options(str(models[0]), token_file)
+        command = _command(replace(given, engine=replace(given.engine, **engine)), Path("socket"))
+        arguments = command[command.index("hpcrl.rollout.serve") + 1 :]
+        return AsyncEngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(arguments))
+
+    plain = parsed()
+    assert (plain.attention_backend, plain.pipeline_parallel_size, plain.seed) == (None, 1, 1)
+    chosen = AttentionConfig(backend=parsed(use_flashinfer=True).attention_backend)
+    assert chosen.backend is AttentionBackendEnum.FLASHINFER
+    assert parsed(pipeline_parallel_size=3).pipeline_parallel_size == 3
+
+
+def test_what_the_job_asks_of_the_server(token_file: Path) -> None:
+    job = runpy.run_path(str(REPOSITORY / "jobs" / "rollout.py"))
+
+    def asked(**generator: Any) -> ServerOptions:
+        trainer = {"policy": {"model": {"path": "m"}}, "eval_interval": 0, "seed": 5, "max_prompt_length": 10}
+        config = Config.from_dict({"data": {"train_data": ["t"]}, "trainer": trainer, "generator": generator})
+        return job["options"](Run(token_file.parent), config)
+
+    plain = asked(sampling_params={"max_generate_length": 20})
+    assert (plain.seed, plain.rope_scaling, plain.rope_theta, plain.max_model_len) == (5, {}, None, 30)
+    own = asked(inference_engine={"seed": 0}, rope_theta=9.0, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    assert (own.seed, own.rope_scaling, own.rope_theta) == (0, {"rope_type": "linear", "factor": 2.0}, 9.0)
