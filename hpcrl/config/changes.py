@@ -70,7 +70,7 @@ _TABLE: tuple[tuple[Verdict, str], ...] = (
     ),
     (
         Verdict("refused", "prompts would become other tokens", "warning"),
-        "trainer.disable_fast_tokenizer generator.chat_template generator.chat_template_kwargs",
+        "trainer.disable_fast_tokenizer trainer.max_length generator.chat_template generator.chat_template_kwargs",
     ),
     (
         Verdict("refused", "groups that wait to be trained have the old number of samples"),
@@ -96,7 +96,7 @@ _TABLE: tuple[tuple[Verdict, str], ...] = (
         Verdict("warning", "what is optimized changes from the next step on"),
         """
         trainer.algorithm trainer.ref.model trainer.ref.model_config_kwargs
-        trainer.update_ref_every_epoch trainer.distillation trainer.policy.diffusers
+        trainer.update_ref_every_epoch trainer.distillation trainer.policy.diffusers vla.unnorm_key
         generator.zero_reward_on_non_stop generator.apply_overlong_filtering
         """,
     ),
@@ -121,7 +121,7 @@ _TABLE: tuple[tuple[Verdict, str], ...] = (
         generator.sampling_params generator.max_turns generator.max_input_length generator.use_conversation_multi_turn
         generator.append_eos_token_after_stop_str_in_multi_turn generator.inference_engine.model_dtype
         generator.inference_engine.quantization generator.inference_engine.engine_init_kwargs
-        vla.num_envs vla.continuous
+        vla.num_envs vla.continuous vla.max_steps
         """,
     ),
     (

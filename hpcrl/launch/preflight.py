@@ -10,8 +10,8 @@ from typing import Any
 
 from hpcrl.config import Config
 from hpcrl.config.changes import Change, changes_from_path
-from hpcrl.errors import ConfigError, DataError
 from hpcrl.data.chat import chat_template
+from hpcrl.errors import ConfigError, DataError
 from hpcrl.run.commit import is_committed
 from hpcrl.run.layout import Run, step_of
 
