@@ -24,7 +24,7 @@ from hpcrl.config.model import (
     RefConfig,
     RefModelConfig,
 )
-from hpcrl.config.root import Config
+from hpcrl.config.root import Config, make_config
 from hpcrl.config.slurm import SlurmConfig
 from hpcrl.config.trainer import FullyAsyncConfig, PlacementConfig, TrainerConfig
 
@@ -50,6 +50,7 @@ __all__ = [
     "engine_gpus",
     "engine_rope",
     "eval_sampling",
+    "make_config",
     "order_seed",
     "replicas_per_node",
     "steps_per_epoch",

@@ -207,5 +207,5 @@ def _meanings(section: type) -> dict[str, str]:
         if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
             continue
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            found[field.target.id] = str(below.value.value)
+            found[field.target.id] = " ".join(str(below.value.value).split())
     return found

@@ -1,0 +1,112 @@
+"""The configuration as a library: what docs/config/library.md shows is run as it stands there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import Config, make_config
+from hpcrl.config.surface import settings
+from hpcrl.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "config" / "library.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+EXPERIMENT = (
+    '[data]\ntrain_data = ["t.parquet"]\n[trainer]\neval_interval = 0\n[trainer.policy.model]\npath = "org/model"\n'
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The files that the page speaks of."""
+    (tmp_path / "experiment.toml").write_text(EXPERIMENT)
+    (tmp_path / "site.toml").write_text("[slurm]\ngpus_per_node = 8\n")
+    module = next(text for language, text in BLOCKS if text.startswith("# my_package/my_config.py"))
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "my_config.py").write_text(module)
+    own = next(text for language, text in BLOCKS if language == "toml")
+    (tmp_path / "own.toml").write_text(own + EXPERIMENT)
+    return tmp_path
+
+
+def python(folder: Path, code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_reading_building_and_changing(folder: Path) -> None:
+    code = [text for language, text in BLOCKS if language == "python" and not text.startswith("# my_package")]
+    assert len(code) == 2
+    ends = (
+        "assert Config.from_dict(config.to_dict()) == config\n"
+        "from hpcrl.config.rules import impossible\nassert impossible(config) == []\n"
+        "assert config.trainer.seed == 7\n"
+        "import sys; assert 'torch' not in sys.modules\n"
+    )
+    python(folder, "\n".join([*code, ends]))
+
+
+def test_own_settings_are_chosen_from_toml(folder: Path) -> None:
+    code = (
+        "from pathlib import Path; from hpcrl.config import Config; from hpcrl.config.explain import explain\n"
+        "config = Config.from_toml([Path('own.toml')], ['notes.author=you'])\n"
+        "assert type(config).__name__ == 'MyConfig'\n"
+        "assert (config.trainer.algorithm.surprise, config.notes.author) == (0.25, 'you')\n"
+        "Path('again.toml').write_text(config.to_toml())\n"
+        "assert Config.from_toml([Path('again.toml')]) == config\n"
+        "print(explain('trainer.algorithm.surprise', type(config)))\n"
+    )
+    assert "Weight of the surprise in my loss." in python(folder, code)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["notes.autor=you"], "notes.autor: unknown setting; did you mean notes.author?"),
+        (["trainer.algorithm.surprise=high"], "trainer.algorithm.surprise: expected a number"),
+        (["config_class=my_package.my_config:Notes"], 'expected "package.module:Class" of a dataclass below'),
+        (["config_class=my_package.nothing:C"], "No module named"),
+        (["+notes.more=1"], "declare them in a subclass of hpcrl.config.Config"),
+    ],
+)
+def test_errors_of_own_settings(folder: Path, overrides: list[str], expected: str) -> None:
+    words = [sys.executable, "-m", "hpcrl.cli", "config", "validate", "own.toml", *overrides]
+    done = subprocess.run(words, cwd=folder, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert expected in done.stderr
+
+
+def test_a_class_that_cannot_be_a_configuration_is_refused() -> None:
+    class Undeclared(Config):
+        mine: int = 1
+
+    with pytest.raises(ConfigError, match=r"Undeclared: .* put @dataclass"):
+        settings(Undeclared)
+    with pytest.raises(ConfigError, match=r"Held\.where: TOML cannot hold a value of type .*Path"):
+        settings(_held())
+
+
+def _held() -> type:
+    @dataclass(frozen=True, kw_only=True)
+    class Held(make_config()):
+        where: Path | None = None
+
+    return Held
+
+
+def test_a_generator_without_a_trainer() -> None:
+    """Runs the page's program: a real engine samples from the quickstart's model."""
+    program = [sys.executable, "docs/config/generate_alone.py", "configs/quickstart/model"]
+    done = subprocess.run(program, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 4
+    for word, reward, _, _, *text in lines:
+        assert word == "reward"
+        assert float(reward) == float(text == ["abcdg"])
