@@ -21,9 +21,10 @@ from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.describe import Clock, describe_batch, describe_cost, describe_times, describe_updates
 from hpcrl.trainer.engine import Engine
 from hpcrl.trainer.link import Link, StopSignal
-from hpcrl.trainer.model import DTYPES
 from hpcrl.trainer.objective import build_objective
+from hpcrl.trainer.profile import profiled
 from hpcrl.trainer.publish import Publisher
+from hpcrl.trainer.sharding import DTYPES
 from hpcrl.trainer.update import Trained, group_advantages, load_mini_batches, score, train, updates_per_batch
 from hpcrl.trainer.world import World, joined
 from hpcrl.types import Batch
@@ -36,7 +37,7 @@ def main(run_dir: str) -> None:
     stop = StopSignal(run)
     config = Config.from_toml([run.config])
     trainer, dtype = config.trainer, DTYPES[config.generator.inference_engine.model_dtype]
-    with joined() as world:
+    with joined(trainer.deterministic) as world, profiled(trainer.profiler, run, attempt, world) as stepped:
         link = Link(run, attempt, world, stop)
         link.say("loading model")
         engine = build_engine(trainer, temperature(config), world)
@@ -71,6 +72,7 @@ def main(run_dir: str) -> None:
                     publisher.export(engine, step)
             if times := describe_times(clock.between()):
                 link.measured(step, times)
+            stepped()
         if batch is not None and trainer.ckpt_interval > 0 and saved < step:
             link.say("saving", step=step, total=total)
             checkpoints.save(engine, batch)

@@ -17,26 +17,26 @@ class LoraConfig:
     rank: int = 0
     """Rank of the adapters; 0: no adapters, all weights are trained."""
 
-    alpha: float = 16
+    alpha: float = 16.0
     """Adapters are scaled by alpha / rank."""
 
     dropout: float = 0.0
-    """Probability of dropping an input of an adapter."""
+    """Probability of dropping an input of an adapter in training."""
 
     target_modules: str | list[str] = "all-linear"
-    """Modules that get adapters: "all-linear" (without the output head), or parts of their names."""
+    """Modules that get adapters: "all-linear" (every linear layer but the output head), or parts of their names."""
 
     exclude_modules: str | list[str] | None = None
-    """Modules that never get adapters."""
+    """Modules that never get adapters, whatever target_modules says: parts of their names; unset: none."""
 
     init_method: Literal["kaiming", "xavier", "normal", "zero", "gaussian", "eva", "olora", "pissa"] = "kaiming"
-    """How the first matrix of an adapter starts; the second starts at 0."""
+    """How adapters start; kaiming, xavier, normal, zero, gaussian: so the first matrix, the second at 0; eva, olora, pissa: both from the model's own weights or activations."""
 
     use_rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead."""
+    """Scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
 
     modules_to_save: list[str] | None = None
-    """Modules that are trained whole and get no adapter."""
+    """Modules that are trained whole and get no adapter: parts of their names; unset: none."""
 
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     """Other alphas for the modules whose names match these regular expressions."""
@@ -51,10 +51,10 @@ class LoraConfig:
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     path: Location
-    """Directory or hub id of a model in Hugging Face format."""
+    """Directory or hub id of a model in Hugging Face format; its tokenizer and generation settings are used too, and the engines serve it."""
 
     revision: str | None = None
-    """Branch, tag or commit on the hub."""
+    """Branch, tag or commit of the model on the hub; unset: its main branch."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -85,16 +85,16 @@ class OptimizerConfig:
     """Learning rate after the warm-up."""
 
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Decay rates of the first and second moment."""
+    """Decay rates of Adam's first and second moment, per optimizer step."""
 
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of Adam's second moment, against division by 0."""
 
     weight_decay: float = 0.01
-    """Weight decay."""
+    """Weight decay: AdamW takes lr * weight_decay of each weight away at each optimizer step."""
 
     max_grad_norm: float = 1.0
-    """Bound on the norm of all gradients together; 0 or less: no clipping."""
+    """Bound on the 2-norm of all gradients together, above which they are scaled down; 0 or less: none."""
 
     offload_after_step: bool = True
     """With colocated engines: move the optimizer's state to host memory while they generate."""
@@ -103,16 +103,16 @@ class OptimizerConfig:
     """Optimizer steps (mini-batches) over which the learning rate rises linearly to lr."""
 
     warmup_ratio: float | None = None
-    """The same as a share of all optimizer steps, instead of num_warmup_steps."""
+    """The same as a share of all optimizer steps of the run, rounded, instead of num_warmup_steps."""
 
     warmup_start_factor: float = 0.0
-    """The warm-up starts at this share of lr."""
+    """Share of lr from which the warm-up rises; its first step already lies one part of the way above, so that 0 moves too."""
 
     scheduler: Scheduler = "constant_with_warmup"
-    """Learning rate after the warm-up: constant, or falling linearly, as a half cosine, or as 1 - sqrt(progress)."""
+    """Learning rate after the warm-up: constant, or falling linearly, as a half cosine, or as 1 - sqrt(progress of the decay)."""
 
     decay_ratio: float | None = None
-    """Share of all optimizer steps, at the end, over which a learning rate falls; unset: all after the warm-up."""
+    """Share of all optimizer steps of the run, at its end, over which a learning rate falls; unset: all after the warm-up, which is also the most."""
 
     min_lr_factor: float = 0.0
     """Share of lr at which a falling learning rate ends."""
@@ -127,13 +127,13 @@ class CriticOptimizerConfig(OptimizerConfig):
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecisionConfig:
     param_dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
-    """Type of parameters and activations in forward and backward."""
+    """Number type of parameters and activations in forward and backward."""
 
     reduce_dtype: Literal["bf16", "fp32"] = "fp32"
-    """Type in which gradients are summed over ranks."""
+    """Number type in which gradients are summed over ranks."""
 
     master_dtype: Literal["bf16", "fp32"] = "fp32"
-    """Type of the parameters that the optimizer changes."""
+    """Type of the parameters that the optimizer changes, and of its moments; in bf16, changes below 1/256 of a parameter are lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,33 +145,33 @@ class FSDPConfig:
     """Free gathered parameters after the forward pass and gather them again in backward: less memory, more traffic; a number: keep them sharded over so many ranks."""
 
     fsdp_size: int = -1
-    """Ranks that share one copy of the parameters; further ranks hold further copies; -1: all ranks share one."""
+    """Ranks that share one copy of the parameters; further ranks hold further copies; -1, or more than there are: all ranks share one."""
 
     mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
 
     wrap_policy: dict[str, Any] = field(default_factory=dict)
-    """Which modules are sharded as units: transformer_layer_cls_to_wrap (class names) or min_num_params; empty: each decoder layer."""
+    """Which modules are sharded as units: transformer_layer_cls_to_wrap (class names), min_num_params (a module becomes one when so many parameters in it are in none yet) or disable (one unit only); empty: each decoder layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowPrecisionConfig:
     fp8: bool = False
-    """Train eligible linear layers in FP8 (compute capability 8.9 and above)."""
+    """Train eligible linear layers in FP8; needs GPUs of compute capability 8.9 or above; excludes fp4."""
 
     fp4: bool = False
-    """Train eligible linear layers in NVFP4 (Blackwell)."""
+    """Train eligible linear layers in NVFP4; needs Blackwell GPUs; excludes fp8."""
 
     fp8_recipe: Literal["dynamic_scaling", "delayed_scaling"] = "dynamic_scaling"
-    """How FP8 scales are found."""
+    """How FP8 scales are found: from the tensor itself, or from earlier steps."""
 
     fp8_granularity: Literal["rowwise", "tensorwise"] = "rowwise"
-    """What shares one FP8 scale."""
+    """What shares one FP8 scale: a row, or a whole tensor."""
 
     fp4_recipe: Literal["dynamic_scaling", "delayed_scaling"] = "dynamic_scaling"
-    """How FP4 scales are found."""
+    """How FP4 scales are found: from the tensor itself, or from earlier steps."""
 
     fp4_granularity: Literal["rowwise", "tensorwise"] = "rowwise"
-    """What shares one FP4 scale."""
+    """What shares one FP4 scale: a row, or a whole tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,25 +198,25 @@ class PolicyConfig:
     """Compile the model's forward and backward pass with torch.compile."""
 
     async_tensor_parallel: bool = False
-    """Overlap the communication of tensor parallelism with computation; needs compile_model."""
+    """Overlap the communication of tensor parallelism with computation; needs compile_model=true."""
 
     activation_offload: bool = False
     """Move activations to host memory between forward and backward."""
 
     enable_liger_kernel: bool = False
-    """Use the Liger kernels in the model."""
+    """Replace layers of the model by the Liger kernels."""
 
     record_memory: bool = False
     """Write a snapshot of CUDA memory history after each optimizer step into the run directory."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Replaces entries of the model's config.json."""
+    """Replaces entries of the model's config.json in the trainer and in exports; engines get theirs by generator.inference_engine.engine_init_kwargs."""
 
     trainable_map: dict[str, bool] = field(default_factory=dict)
-    """Parameters or modules, by full name, that are trained (true) or frozen (false)."""
+    """Parameters or modules, by full name, that are trained (true) or frozen (false); in this order."""
 
     freeze_pattern: list[str] = field(default_factory=list)
-    """Regular expressions; parameters whose names contain a match are frozen."""
+    """Regular expressions; parameters whose names contain a match are frozen, whatever trainable_map says."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,13 +23,13 @@ class PlacementConfig:
     """Nodes of the critic; unset: as the policy."""
 
     critic_num_gpus_per_node: int | None = None
-    """Ranks of the critic per node; unset: as the policy."""
+    """Critic ranks per node; unset: as the policy."""
 
     ref_num_nodes: int | None = None
     """Nodes of the reference model; unset: as the policy."""
 
     ref_num_gpus_per_node: int | None = None
-    """Ranks of the reference model per node; unset: as the policy."""
+    """Reference ranks per node; unset: as the policy."""
 
     colocate_policy_ref: bool = True
     """The reference model shares the policy's GPUs."""
@@ -47,19 +47,19 @@ class FullyAsyncConfig:
     """Groups that are generated at the same time, by all replicas together; unset: as many as max_staleness_steps allows."""
 
     sync_weight_interval: int = 1
-    """Steps between weight updates of the engines."""
+    """Steps between weight updates of the engines; at most max_staleness_steps + 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilerConfig:
     enable: bool = False
-    """Record a PyTorch profile of the trainer into the run directory."""
+    """Record a PyTorch profile of the trainer into profile/ of the run directory, for chrome://tracing or Perfetto."""
 
     enable_nsys: bool = False
     """Bracket the recorded steps for Nsight Systems instead."""
 
     wait_steps: int = 1
-    """Steps that are skipped first."""
+    """Steps that are skipped first; counted from where an attempt starts."""
 
     warmup_steps: int = 1
     """Steps that warm the profiler up."""
@@ -89,7 +89,7 @@ class UploadConfig:
     """Push the last export to the Hugging Face hub."""
 
     hf_repo_name: str | None = None
-    """Repository on the hub; the run's name is appended."""
+    """Repository on the hub, <user>/<name>; the run's name is appended to it."""
 
     s3: Literal["final", "all"] | None = None
     """Copy the last or all checkpoints and exports to S3."""
@@ -119,7 +119,7 @@ class TrainerConfig:
     """Name of the run; unset: name of the first TOML file and the time."""
 
     group_name: str | None = None
-    """Group of runs that a tracker shows together."""
+    """Group of runs that a tracker shows together; unset: none."""
 
     logger: Literal["tensorboard", "console", "wandb", "mlflow", "swanlab"] = "tensorboard"
     """Where metrics can be seen, beside metrics/ of the run directory."""
@@ -128,7 +128,7 @@ class TrainerConfig:
     """Seed of everything that is drawn."""
 
     deterministic: bool = False
-    """Use deterministic kernels, at a cost in speed."""
+    """Use deterministic kernels only in the trainer, at a cost in speed; an operation that has none is an error."""
 
     placement: PlacementConfig = field(default_factory=PlacementConfig)
 
@@ -155,7 +155,7 @@ class TrainerConfig:
     """Use PyTorch's older, reentrant implementation of that; FSDP2 only."""
 
     flash_attn: bool = True
-    """Attention over packed samples of different lengths in one kernel where there is one (CUDA); otherwise padded."""
+    """Use flash attention: on CUDA, packed samples of different lengths in one kernel; false: other kernels, samples padded for them."""
 
     flash_attn_version: Literal[2, 3] | None = None
     """Version of FlashAttention; unset: PyTorch's choice."""
@@ -164,7 +164,7 @@ class TrainerConfig:
     """Use the slow (Python) tokenizer."""
 
     rope_scaling: dict[str, Any] = field(default_factory=dict)
-    """Scaling of rotary positions in policy and reference; empty: the model's own."""
+    """Scaling of rotary positions in policy and reference, as rope_parameters of config.json (rope_type, factor …); exports carry it; empty: the model's own."""
 
     rope_theta: float | None = None
     """Base of rotary positions in policy and reference; unset: the model's own."""
@@ -179,7 +179,7 @@ class TrainerConfig:
     """Newest checkpoints that are kept, never fewer than two; negative: all."""
 
     ckpt_interval: int = 10
-    """Steps between checkpoints; 0 or less: none."""
+    """Steps between checkpoints, with one more after the last step; 0 or less: none at all."""
 
     ckpt_interval_epochs: int | None = None
     """Epochs between checkpoints, instead of ckpt_interval."""
@@ -188,19 +188,19 @@ class TrainerConfig:
     """Whether training waits until a checkpoint is written."""
 
     hf_save_interval: int = -1
-    """Steps between exports in Hugging Face format; 0 or less: none."""
+    """Steps between exports in Hugging Face format, with one more after the last step; 0 or less: none at all."""
 
     epochs: int = 1
     """Passes over the training prompts."""
 
     max_steps: int | None = None
-    """Last step, if the epochs do not end earlier."""
+    """Last step, if the epochs do not end earlier; unset: they do."""
 
     update_epochs_per_batch: int = 1
-    """Passes over the samples of one step."""
+    """Passes over the samples of one step; each makes train_batch_size / policy_mini_batch_size optimizer steps."""
 
     train_batch_size: int = 1024
-    """Prompts per step."""
+    """Prompts per step; each has generator.n_samples_per_prompt samples."""
 
     policy_mini_batch_size: int = 256
     """Prompts per optimizer step."""
@@ -221,7 +221,7 @@ class TrainerConfig:
     """Tokens whose logits exist at the same time."""
 
     use_sample_packing: bool = True
-    """Lay the samples of a micro-batch end to end, without padding."""
+    """Lay the samples of a micro-batch end to end, without padding; otherwise each is a row of its own, padded to the longest."""
 
     update_ref_every_epoch: bool = False
     """Make the policy the new reference at the end of each epoch."""
@@ -236,7 +236,7 @@ class TrainerConfig:
     """Steps between evaluations, with one more after the last step; 0 or less: no evaluation at all."""
 
     max_prompt_length: int = 512
-    """Tokens; longer prompts are dropped."""
+    """Longest prompt in tokens, chat template included; longer ones are dropped."""
 
     max_length: int | None = None
     """Tokens of a conversation in supervised fine-tuning; longer ones are cut; unset: what the model can take."""

@@ -17,6 +17,7 @@
   exports/s000040/                 HF format
   evals/v000010/<replica>.jsonl    texts and scores of the evaluation samples
   metrics/*.jsonl                  one writer per file; the truth
+  profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks
   tensorboard/                     derived from metrics; can be rebuilt
   control/                         stop
 """
@@ -139,6 +140,9 @@ class Run:
 
     def rendezvous(self, attempt: int) -> Path:
         return self.endpoints / f"rendezvous-{attempt}.json"
+
+    def profile_of(self, attempt: int, rank: int) -> Path:
+        return self.path / "profile" / str(attempt) / f"rank-{rank}.json.gz"
 
     def logs(self, attempt: int) -> Path:
         return self.path / "logs" / str(attempt)

@@ -1,23 +1,30 @@
 """Attention over packed samples: causal within each sample, nothing across samples, and no [P, P] mask anywhere.
 
 A transformers model built with `attn_implementation=PACKED` calls `packed_attention` in every layer. The model's forward is given
-`packed=Layout.of(lengths, device)`, which transformers hands through to it.
+`packed=Layout.of(lengths, device)`, which transformers hands through to it; or `packed=None` for rows that are padded on the right.
+PADDED is the same without any flash attention kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hpcrl.errors import DataError
 
 PACKED = "hpcrl_packed"
+PADDED = "hpcrl_padded"
+
+_NO_FLASH = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,18 @@ class Layout:
         slots = torch.arange(int(ends[-1])) + offsets.repeat_interleave(sizes)
         return cls(count, longest, bounds, slots.to(device))
 
+    def rows(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return [B, Tmax, ...] for [P, ...]: a row per sample, zeros on its right."""
+        if self.slots is not None:
+            padded = packed.new_zeros(self.count * self.longest, *packed.shape[1:])
+            packed = padded.index_copy(0, self.slots, packed)
+        return packed.view(self.count, self.longest, *packed.shape[1:])
+
+    def flat(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return [P, ...] for [B, Tmax, ...]: what is not padding, end to end."""
+        flat = rows.flatten(0, 1)
+        return flat if self.slots is None else flat[self.slots]
+
 
 def packed_attention(
     module: nn.Module,
@@ -57,12 +76,15 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed: Layout,
+    packed: Layout | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    flash: bool = True,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return the attention output [1, P, H, D] for query [1, H, P, D], key and value [1, Hkv, P, D].
+
+    Without `packed`: [B, T, H, D] for rows [B, H, T, D], which may be padded on the right.
 
     Dropout is never applied: old and new log-probabilities of a policy must come from the same function.
 
@@ -70,18 +92,23 @@ def packed_attention(
         DataError: the model's attention is of a kind that this function does not compute.
     """
     assert attention_mask is None, "transformers makes no mask for an attention function that it does not know"
-    assert query.shape[0] == 1, f"packed micro-batches are one row, not {query.shape[0]}"
     unsupported = {name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None}
-    if sliding_window is not None and packed.longest > sliding_window:
-        unsupported.add(f"sliding window of {sliding_window} tokens for a sample of {packed.longest}")
+    longest = query.shape[2] if packed is None else packed.longest
+    if sliding_window is not None and longest > sliding_window:
+        unsupported.add(f"sliding window of {sliding_window} tokens for a sample of {longest}")
     if unsupported:
         raise DataError(
             f"{type(module).__name__} needs {', '.join(sorted(unsupported))}: not supported, use another model"
         )
+    if packed is None:
+        return _causal(query, key, value, scaling, flash).transpose(1, 2), None
+    assert query.shape[0] == 1, f"packed micro-batches are one row, not {query.shape[0]}"
     heads = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     # flash attention knows half precision only
-    varlen = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    return (_varlen if varlen else _padded)(*heads, packed, scaling).unsqueeze(0), None
+    if flash and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(*heads, packed, scaling).unsqueeze(0), None
+    rows = (packed.rows(head_PHD).transpose(1, 2) for head_PHD in heads)
+    return packed.flat(_causal(*rows, scaling, flash).transpose(1, 2)).unsqueeze(0), None
 
 
 def _varlen(
@@ -105,27 +132,20 @@ def _varlen(
     return output
 
 
-def _padded(
-    query_PHD: torch.Tensor, key_PHD: torch.Tensor, value_PHD: torch.Tensor, packed: Layout, scale: float | None
+def _causal(
+    query_BHTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTD: torch.Tensor, scale: float | None, flash: bool
 ) -> torch.Tensor:
     """Causal attention over right-padded rows: a token never looks at what follows it, so the padding needs no mask."""
-
-    def rows(packed_PHD: torch.Tensor) -> torch.Tensor:
-        if packed.slots is not None:
-            padded = packed_PHD.new_zeros(packed.count * packed.longest, *packed_PHD.shape[1:])
-            packed_PHD = padded.index_copy(0, packed.slots, packed_PHD)
-        return packed_PHD.view(packed.count, packed.longest, *packed_PHD.shape[1:]).transpose(1, 2)
-
-    output_BHTD = scaled_dot_product_attention(
-        rows(query_PHD),
-        rows(key_PHD),
-        rows(value_PHD),
-        is_causal=True,
-        scale=scale,
-        enable_gqa=query_PHD.shape[1] != key_PHD.shape[1],
-    )
-    output = output_BHTD.transpose(1, 2).flatten(0, 1)
-    return output if packed.slots is None else output[packed.slots]
+    with nullcontext() if flash else sdpa_kernel(_NO_FLASH):
+        return scaled_dot_product_attention(
+            query_BHTD,
+            key_BHTD,
+            value_BHTD,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=query_BHTD.shape[1] != key_BHTD.shape[1],
+        )
 
 
 ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
+ALL_ATTENTION_FUNCTIONS.register(PADDED, partial(packed_attention, flash=False))

@@ -1,4 +1,4 @@
-"""The FSDP2 backend: fp32 master weights sharded over all ranks, compute in the configured type, AdamW."""
+"""The FSDP2 backend: master weights sharded over ranks, compute in the configured type, Adam."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from hpcrl.config.model import PolicyConfig
+from hpcrl.config.derive import ref_model_path
+from hpcrl.config.model import OptimizerConfig
+from hpcrl.config.trainer import TrainerConfig
 from hpcrl.trainer.engine import Objective, StepReport
-from hpcrl.trainer.model import free_gathered, load_policy
+from hpcrl.trainer.model import PackedPolicy, Passes, free_gathered, load_policy
 from hpcrl.trainer.schedule import lr_factor
+from hpcrl.trainer.sharding import one_copy
+from hpcrl.trainer.source import Source
 from hpcrl.trainer.world import World
 from hpcrl.types import MicroBatch
 
@@ -31,38 +35,33 @@ class FsdpEngine:
     """Engine (hpcrl/trainer/engine.py) on FSDP2.
 
     Args:
-        reference_path: model of the KL term, None for none; it shares the devices.
         temperature: divides the logits of policy and reference.
-        chunk_rows: tokens whose logits exist at the same time.
     """
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        world: World,
-        *,
-        reference_path: str | None,
-        temperature: float,
-        chunk_rows: int,
-        gradient_checkpointing: bool,
-    ) -> None:
-        self._config, self._world = config, world
+    def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
+        self._config, self._world = trainer.policy, world
         self.updates = 0
         self._total_updates = 0
-        head = {"temperature": temperature, "chunk_rows": chunk_rows}
-        self._policy = load_policy(config.model.path, config.fsdp_config, world, trained=True, **head)
-        if gradient_checkpointing:
-            self._policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._reference = (
-            load_policy(reference_path, config.fsdp_config, world, trained=False, **head) if reference_path else None
+        passes = Passes(
+            temperature=temperature,
+            chunk_rows=trainer.logprobs_chunk_size,
+            packing=trainer.use_sample_packing,
+            flash=trainer.flash_attn,
+            compiled=trainer.policy.use_torch_compile,
         )
-        self._optimizer = torch.optim.AdamW(self._policy.parameters(), fused=True)
-        self._configure_optimizer(config.optimizer_config.lr)
-
-    def _configure_optimizer(self, lr: float) -> None:
-        optimizer = self._config.optimizer_config
-        for group in self._optimizer.param_groups:
-            group |= {"lr": lr, "betas": tuple(optimizer.adam_betas), "weight_decay": optimizer.weight_decay}
+        self._policy = load_policy(
+            policy_source(trainer), trainer.policy.fsdp_config, passes, world, trained=trainer.policy
+        )
+        if trainer.gradient_checkpointing:
+            reentrant = trainer.gradient_checkpointing_use_reentrant
+            self._policy.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            if reentrant:  # it only runs backward where an input wants a gradient, which a frozen embedding's would not
+                self._policy.model.enable_input_require_grads()
+        self._reference: PackedPolicy | None = None
+        if trainer.algorithm.use_kl_loss:
+            self._reference = load_policy(reference_source(trainer), trainer.ref.fsdp_config, passes, world)
+        trained = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.Adam(trained, **adam_settings(trainer.policy.optimizer_config))
 
     def schedule(self, total_updates: int) -> None:
         self._total_updates = total_updates
@@ -84,9 +83,7 @@ class FsdpEngine:
 
     def step(self) -> StepReport:
         optimizer = self._config.optimizer_config
-        lr = optimizer.lr * lr_factor(
-            optimizer.scheduler, self.updates, optimizer.num_warmup_steps, self._total_updates
-        )
+        lr = optimizer.lr * lr_factor(optimizer, self.updates, self._total_updates)
         gradients = [_local(p.grad) for p in self._policy.parameters() if p.grad is not None]
         norm = self._norm(gradients)
         finite = math.isfinite(norm)
@@ -94,16 +91,18 @@ class FsdpEngine:
             if 0 < optimizer.max_grad_norm < norm:
                 for gradient in gradients:
                     gradient.mul_(optimizer.max_grad_norm / norm)
-            # also after a resume, where the loaded state has brought the settings of the run that saved it
-            self._configure_optimizer(lr)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
             self._optimizer.step()
             self.updates += 1
         self._optimizer.zero_grad(set_to_none=True)
         return StepReport(norm, lr, skipped=not finite)
 
     def _norm(self, gradients: list[torch.Tensor]) -> float:
-        squared = torch.nn.utils.get_total_norm(gradients).square()
-        dist.all_reduce(squared)
+        # in fp32 also where gradients are not
+        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+        squared = torch.stack(norms).square().sum()
+        dist.all_reduce(squared, group=one_copy(self._policy))
         return squared.sqrt().item()
 
     def save(self, directory: Path) -> None:
@@ -112,6 +111,8 @@ class FsdpEngine:
     def restore(self, directory: Path) -> None:
         state = self._state()
         load(state, checkpoint_id=directory, process_group=self._world.control)
+        for group in state["optimizer"]["param_groups"]:  # not the settings of the run that saved
+            group |= adam_settings(self._config.optimizer_config)
         set_state_dict(
             self._policy, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
@@ -150,6 +151,40 @@ class FsdpEngine:
         device = self._world.device
         tensors = {name: value.to(device) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
         return replace(batch, **tensors)
+
+
+def policy_source(trainer: TrainerConfig) -> Source:
+    """Return the model that is trained, as it is loaded."""
+    return Source(
+        path=trainer.policy.model.path,
+        role="trainer.policy",
+        config_kwargs=trainer.policy.model_config_kwargs,
+        rope_scaling=trainer.rope_scaling,
+        rope_theta=trainer.rope_theta,
+    )
+
+
+def reference_source(trainer: TrainerConfig) -> Source:
+    """Return the model of the KL term, as it is loaded."""
+    return replace(
+        policy_source(trainer),
+        path=ref_model_path(trainer),
+        role="trainer.ref",
+        config_kwargs=trainer.ref.model_config_kwargs,
+    )
+
+
+def adam_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
+    """Return what torch.optim.Adam is made with."""
+    return {
+        "lr": optimizer.lr,
+        "betas": tuple(optimizer.adam_betas),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "decoupled_weight_decay": optimizer.name == "AdamW",
+        "fused": optimizer.implementation == "fused",
+        "foreach": optimizer.implementation == "foreach",
+    }
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

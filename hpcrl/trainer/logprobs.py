@@ -6,13 +6,37 @@ one time is [rows per slice, V], in forward and in backward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import linear, nll_loss
 from torch.utils.checkpoint import checkpoint
 
+Rows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+
+
+def plain_rows(
+    hidden_RD: torch.Tensor, head_VD: torch.Tensor, labels_R: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities of the labels and entropies, [R] float32 each, with all logits at the same time."""
+    logits_RV = linear(hidden_RD, head_VD).float() / temperature
+    logprobs_RV = logits_RV.log_softmax(-1)
+    entropy_R = -(logprobs_RV.exp() * logprobs_RV).sum(-1)
+    return -nll_loss(logprobs_RV, labels_R, reduction="none"), entropy_R
+
+
+def compiled_rows() -> Rows:
+    """Return plain_rows compiled for any number of rows, at the first call: the passes over [R, V] become few."""
+    return torch.compile(plain_rows, dynamic=True)
+
 
 def token_logprobs(
-    hidden_PD: torch.Tensor, head_VD: torch.Tensor, labels_P: torch.Tensor, temperature: float, chunk_rows: int
+    hidden_PD: torch.Tensor,
+    head_VD: torch.Tensor,
+    labels_P: torch.Tensor,
+    temperature: float,
+    chunk_rows: int,
+    rows: Rows = plain_rows,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log pi(label) and the entropy of pi at each row, both [P] float32 and differentiable.
 
@@ -20,24 +44,16 @@ def token_logprobs(
 
     Args:
         chunk_rows: rows whose logits exist at the same time.
+        rows: plain_rows or what compiled_rows made.
     """
     assert hidden_PD.ndim == 2, f"hidden states are [P, D], not {tuple(hidden_PD.shape)}"
     assert temperature > 0
     assert chunk_rows > 0
     if len(hidden_PD) <= chunk_rows:
-        return _rows(hidden_PD, head_VD, labels_P, temperature)
+        return rows(hidden_PD, head_VD, labels_P, temperature)
     slices = [
-        checkpoint(_rows, hidden, head_VD, labels, temperature, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(rows, hidden, head_VD, labels, temperature, use_reentrant=False, preserve_rng_state=False)
         for hidden, labels in zip(hidden_PD.split(chunk_rows), labels_P.split(chunk_rows), strict=True)
     ]
     logprobs, entropies = zip(*slices, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
-
-
-def _rows(
-    hidden_RD: torch.Tensor, head_VD: torch.Tensor, labels_R: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logits_RV = linear(hidden_RD, head_VD).float() / temperature
-    logprobs_RV = logits_RV.log_softmax(-1)
-    entropy_R = -(logprobs_RV.exp() * logprobs_RV).sum(-1)
-    return -nll_loss(logprobs_RV, labels_R, reduction="none"), entropy_R

@@ -102,12 +102,18 @@ def _keep_freed_memory() -> None:
 
 
 @contextmanager
-def joined() -> Iterator[World]:
+def joined(deterministic: bool = False) -> Iterator[World]:
     """Join the ranks that torchrun started, and leave together.
+
+    Args:
+        deterministic: only use kernels that give the same result each time; one that cannot raises RuntimeError.
 
     After an error nothing is torn down in an orderly way: the other ranks are not there to meet, and the exit of this process
     is what wakes them.
     """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        torch.use_deterministic_algorithms(True)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from hpcrl.config import AlgorithmConfig, FSDPConfig, MixedPrecisionConfig, ModelConfig, OptimizerConfig, PolicyConfig
+from hpcrl.config import AlgorithmConfig, TrainerConfig
+from hpcrl.config.validate import build
 from hpcrl.errors import DataError
 from hpcrl.run.commit import committed, read_json
 from hpcrl.run.layout import Run, step_of
@@ -31,23 +32,29 @@ ALGORITHM = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, use_entropy_loss
 
 
 def make_engine(world: World, model: str, options: dict[str, Any]) -> FsdpEngine:
-    optimizer = {"lr": 2e-3, "scheduler": "linear", "num_warmup_steps": 1, **options.get("optimizer", {})}
-    precision = MixedPrecisionConfig(param_dtype=options.get("param_dtype", "fp32"))
-    reshard = options.get("reshard_after_forward", True)
-    engine = FsdpEngine(
-        PolicyConfig(
-            model=ModelConfig(path=model),
-            optimizer_config=OptimizerConfig(**optimizer),
-            fsdp_config=FSDPConfig(reshard_after_forward=reshard, mixed_precision=precision),
-        ),
-        world,
-        reference_path=options.get("reference", model),
-        temperature=0.9,
-        chunk_rows=options.get("chunk_rows", 1024),
-        gradient_checkpointing=options.get("gradient_checkpointing", False),
-    )
+    """Return an engine whose configuration is the section `trainer` with options["trainer"] laid over it."""
+    fsdp = {"mixed_precision": {"param_dtype": "fp32"}}
+    defaults = {
+        "policy": {
+            "model": {"path": model},
+            "optimizer_config": {"lr": 2e-3, "scheduler": "linear", "num_warmup_steps": 1},
+            "fsdp_config": fsdp,
+        },
+        "ref": {"fsdp_config": fsdp},
+        "algorithm": {"use_kl_loss": True},
+        "gradient_checkpointing": False,
+    }
+    engine = FsdpEngine(build(TrainerConfig, laid_over(defaults, options.get("trainer", {}))), 0.9, world)
     engine.schedule(8)
     return engine
+
+
+def laid_over(table: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(table)
+    for name, value in changes.items():
+        below = merged.get(name)
+        merged[name] = laid_over(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
 
 
 class Watched(FsdpEngine):
@@ -180,6 +187,22 @@ def disagreement(world: World, options: dict[str, Any]) -> None:
         Path(options["out"]).write_text(json.dumps(ranks_alike))
 
 
+def deterministic(world: World, options: dict[str, Any]) -> None:
+    """What has no deterministic kernel is refused; training has only such as have."""
+    refused = False
+    try:
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+    except RuntimeError as error:
+        refused = "deterministic" in str(error)
+    trained = train_steps(
+        make_engine(world, options["model"], options), Run.open(options["run"]), range(1, 2), world, options
+    )
+    show(options["out"], trained, world)
+    if world.first:
+        facts = {"refused": refused, "cublas": os.environ["CUBLAS_WORKSPACE_CONFIG"]}
+        Path(options["out"]).with_suffix(".facts").write_text(json.dumps(facts))
+
+
 class Dying(FsdpEngine):
     """Is killed after it has written its part, before anything is committed."""
 
@@ -194,10 +217,12 @@ SCENARIOS = {
     "lifetime": lifetime,
     "rewind": rewind,
     "disagreement": disagreement,
+    "deterministic": deterministic,
 }
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    with joined() as world:
-        for name, options in json.loads(sys.argv[1]):
+    todo = json.loads(sys.argv[1])
+    with joined(deterministic=todo[0][0] == "deterministic") as world:
+        for name, options in todo:
             SCENARIOS[name](world, options)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hpcrl.errors import DataError
-from hpcrl.trainer.attention import PACKED, Layout, packed_attention
+from hpcrl.trainer.attention import PACKED, PADDED, Layout, packed_attention
 from tests.trainer.material import VOCABULARY
 
 CPU = torch.device("cpu")
@@ -27,11 +28,12 @@ def draw(lengths: list[int]) -> list[torch.Tensor]:
     return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
 
 
+@pytest.mark.parametrize("attention", [PACKED, PADDED])
 @pytest.mark.parametrize("lengths", [[5, 9, 1, 12], [6, 6, 6], [7]])
-def test_packed_is_unpacked(model_path: Path, lengths: list[int]) -> None:
+def test_packed_is_unpacked(model_path: Path, lengths: list[int], attention: str) -> None:
     packed, plain = (
         AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation=name)
-        for name in (PACKED, "eager")
+        for name in (attention, "eager")
     )
     samples = draw(lengths)
     outputs = packed_logits(packed, samples)
@@ -45,6 +47,14 @@ def test_packed_is_unpacked(model_path: Path, lengths: list[int]) -> None:
         torch.testing.assert_close(
             one.grad, other.grad, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+@pytest.mark.parametrize(("attention", "flash"), [(PACKED, True), (PADDED, False)])
+def test_without_flash_attention_no_such_kernel_runs(model_path: Path, attention: str, flash: bool) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation=attention)
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiled:
+        packed_logits(model, draw([8, 10]))
+    assert any("flash_attention" in event.key for event in profiled.key_averages()) == flash
 
 
 def test_samples_do_not_see_each_other(model_path: Path) -> None:

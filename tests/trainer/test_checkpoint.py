@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hpcrl.errors import CommitError, RunError
 from hpcrl.run.commit import committed, verify, write_text
@@ -18,6 +19,11 @@ from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.world import World
 from tests.trainer import scenarios
 from tests.trainer.material import make_batch, make_run, run_ranks
+
+CHANGED = {"name": "Adam", "implementation": "for-loop", "eps": 1e-3, "adam_betas": [0.5, 0.6], "weight_decay": 0.25}
+ADAM = {
+    "decoupled_weight_decay": False, "fused": False, "foreach": False, "eps": 1e-3, "betas": (0.5, 0.6), "weight_decay": 0.25
+}  # fmt: skip
 
 
 def life(model_path: Path, run: Path, out: Path, **options: Any) -> dict[str, Any]:
@@ -100,6 +106,38 @@ def test_killed_while_saving_then_resharded(lives: Path, model_path: Path, tmp_p
     assert started(tmp_path, "two")["step"] == 3
     assert losses(steps(tmp_path, "two")) == pytest.approx(expected[6:8], abs=1e-6)
     assert "random state derived anew" in done.stderr
+
+
+def test_copies_and_frozen_parameters_are_saved_and_other_optimizer_settings_hold(
+    model_path: Path, tmp_path: Path, alone: World
+) -> None:
+    """Four ranks with two copies save step 1; one rank goes on with the optimizer as it is then configured."""
+    run = make_run(tmp_path / "run")
+    for step in (1, 2):
+        make_batch(run, step, groups=4, size=3)
+    frozen = {"freeze_pattern": ["embed_tokens", "layers.0"]}
+    copies = {"policy": {"fsdp_config": {"fsdp_size": 2}, **frozen}}
+    saved = life(model_path, run.path, tmp_path / "saved.json", until=1, saves=[1], trainer=copies, micro=1)
+    whole = life(model_path, run.path, tmp_path / "on.json", until=2, attempt=2, trainer=copies, micro=1)
+    done = run_ranks(4, json.dumps([("lifetime", saved), ("lifetime", whole)]))
+    assert done.returncode == 0, done.stderr
+    assert set(load_file(run.weights_of(1) / "model-00001.safetensors")) == set(
+        load_file(model_path / "model.safetensors")
+    )
+
+    alike = {"policy": {"optimizer_config": {"implementation": "foreach"}, **frozen}}
+    scenarios.lifetime(alone, life(model_path, run.path, tmp_path / "alike.json", until=2, attempt=3, trainer=alike))
+    assert losses(steps(tmp_path, "alike")) == pytest.approx(losses(steps(tmp_path, "on")), abs=1e-6)
+
+    engine = scenarios.make_engine(
+        alone, str(model_path), {"trainer": {"policy": {"optimizer_config": CHANGED, **frozen}}}
+    )
+    engine.restore(run.checkpoint(1))
+    (group,) = engine._optimizer.param_groups
+    assert {name: group[name] for name in ADAM} == ADAM
+    moments = [engine._optimizer.state[parameter]["exp_avg"] for parameter in group["params"]]
+    assert len(moments) < len(list(engine._policy.parameters())), "what is frozen has no state"
+    assert all(moment.full_tensor().abs().max() > 0 for moment in moments)
 
 
 def test_random_state_is_restored_or_derived(lives: Path, model_path: Path, tmp_path: Path, alone: World) -> None:

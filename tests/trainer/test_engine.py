@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +21,89 @@ from hpcrl.types import Batch
 from tests.trainer.material import make_batch, make_run, run_ranks
 
 GROUPS, SIZE = 4, 3
+AdamW = partial(torch.optim.AdamW, weight_decay=0.01)
+Adam = partial(torch.optim.Adam, weight_decay=0.5, eps=1e-3, betas=(0.8, 0.99))
+FROZEN = r"embed_tokens|layers\.0\.(?!mlp\.up_proj)"
+
+
+def variant(micro: int, forward: int = 4, **trainer: Any) -> dict[str, Any]:
+    return {"micro": micro, "forward": forward, "trainer": trainer}
+
+
+def fsdp(micro: int = 2, **options: Any) -> dict[str, Any]:
+    return variant(micro, policy={"fsdp_config": options}, ref={"fsdp_config": options})
+
+
+def adam(**options: Any) -> dict[str, Any]:
+    return variant(4, policy={"optimizer_config": options})
+
+
 VARIANTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
-        "one-by-one": {"micro": 1, "forward": 1},
-        "all-at-once": {"micro": 64, "forward": 64},
-        "chunked": {"micro": 4, "chunk_rows": 5, "gradient_checkpointing": True},
+        "one-by-one": variant(1, 1),
+        "all-at-once": variant(64, 64),
+        "chunked": variant(4, logprobs_chunk_size=5, gradient_checkpointing=True),
+        "padded-rows": variant(4, use_sample_packing=False),
+        "padded-rows-without-flash": variant(4, use_sample_packing=False, flash_attn=False),
+        "without-flash": variant(4, flash_attn=False),
+        "compiled": variant(4, logprobs_chunk_size=5, policy={"use_torch_compile": True}),
+        "foreach": adam(implementation="foreach"),
+        "for-loop": adam(implementation="for-loop"),
+        "adam": adam(name="Adam", weight_decay=0.5, eps=1e-3, adam_betas=[0.8, 0.99]),
     },
     2: {
-        "two-ranks-one-by-one": {"micro": 1, "forward": 2},
-        "two-ranks": {"micro": 2, "reshard_after_forward": False},
-        "two-ranks-chunked": {"micro": 2, "chunk_rows": 5, "gradient_checkpointing": True},
-        "two-ranks-bf16": {"micro": 2, "param_dtype": "bf16"},
+        "two-ranks-one-by-one": variant(1, 2),
+        "two-ranks": fsdp(reshard_after_forward=False),
+        "two-ranks-chunked": variant(2, logprobs_chunk_size=5, gradient_checkpointing=True),
+        "reentrant": variant(2, gradient_checkpointing=True, gradient_checkpointing_use_reentrant=True),
+        "one-unit": fsdp(wrap_policy={"disable": True}),
+        "units-by-class": fsdp(wrap_policy={"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer", "Qwen2MLP"]}),
+        "units-by-size": fsdp(wrap_policy={"min_num_params": 2000}),
+        "two-ranks-frozen": variant(2, policy={"freeze_pattern": [FROZEN]}),
+        "frozen-reentrant": variant(
+            2,
+            gradient_checkpointing=True,
+            gradient_checkpointing_use_reentrant=True,
+            policy={
+                "trainable_map": {
+                    "model.embed_tokens": False,
+                    "model.layers.0": False,
+                    "model.layers.0.mlp.up_proj": True,
+                }
+            },
+        ),
+        "two-ranks-bf16": fsdp(mixed_precision={"param_dtype": "bf16"}),
+        "master-bf16": fsdp(mixed_precision={"param_dtype": "bf16", "master_dtype": "bf16"}),
+    },
+    4: {
+        "two-copies": fsdp(1, fsdp_size=2),
+        "two-copies-without-resharding": fsdp(1, fsdp_size=2, reshard_after_forward=False),
+        "resharded-over-two": fsdp(1, reshard_after_forward=2),
     },
 }
-EXACT = [name for variants in VARIANTS.values() for name in variants if not name.endswith("bf16")]
+APART = {"two-ranks-bf16", "master-bf16", "adam", "two-ranks-frozen", "frozen-reentrant"}
+EXACT = [name for variants in VARIANTS.values() for name in variants if name not in APART]
 
 
 class Truth:
     """Two batches trained with nothing but transformers and torch: no packing, no sharding, one sample at a time."""
 
-    def __init__(self, path: Path, run: Run, batches: list[Batch]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        run: Run,
+        batches: list[Batch],
+        optimizer: Callable[..., torch.optim.Optimizer] = AdamW,
+        frozen: str | None = None,
+    ) -> None:
         self.model, self.reference = (
             AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
             for _ in range(2)
         )
         self.run = run
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=0.01)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(frozen is None or not re.search(frozen, name))
+        self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
         self.losses: list[float] = []
         self.norms: list[float] = []
         for batch in batches:
@@ -97,21 +157,47 @@ def results(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
     return path
 
 
+def true(results: Path, model_path: Path, **options: Any) -> Truth:
+    run = Run.open(results / "run")
+    batches = [Batch.from_json(json.loads(run.batch(step).read_text())) for step in (1, 2)]
+    return Truth(model_path, run, batches, **options)
+
+
 @pytest.fixture(scope="module")
 def truth(results: Path, model_path: Path) -> Truth:
-    run = Run.open(results / "run")
-    return Truth(model_path, run, [Batch.from_json(json.loads(run.batch(step).read_text())) for step in (1, 2)])
+    return true(results, model_path)
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_every_way_is_the_same(results: Path, truth: Truth, name: str) -> None:
+    expect_same(results, truth, name)
+    assert truth.norms[0] > 1  # so clipping took part
+
+
+def test_adam_adds_the_decay_to_the_gradient(results: Path, truth: Truth, model_path: Path) -> None:
+    other = true(results, model_path, optimizer=Adam)
+    assert other.losses[-1] != pytest.approx(truth.losses[-1], abs=1e-3)
+    expect_same(results, other, "adam")
+
+
+@pytest.mark.parametrize("name", ["two-ranks-frozen", "frozen-reentrant"])
+def test_frozen_parameters_stay(results: Path, model_path: Path, name: str) -> None:
+    expect_same(results, true(results, model_path, frozen=FROZEN), name)
+    tensors = load_file(results / f"{name}.safetensors")
+    trained = {key.removeprefix("gradient.") for key in tensors if key.startswith("gradient.")}
+    before = load_file(model_path / "model.safetensors")
+    assert {key for key, value in before.items() if not torch.equal(value, tensors[f"parameter.{key}"])} == trained
+    assert "model.layers.0.mlp.up_proj.weight" in trained
+
+
+def expect_same(results: Path, truth: Truth, name: str) -> None:
     updates = json.loads((results / f"{name}.json").read_text())
     assert [u["final_loss"] / u["tokens"] for u in updates] == pytest.approx(truth.losses, abs=1e-5)
     assert [u["grad_norm"] for u in updates] == pytest.approx(truth.norms, rel=1e-5)
-    assert truth.norms[0] > 1  # so clipping took part
     tensors = load_file(results / f"{name}.safetensors")
     for key, parameter in truth.model.named_parameters():
-        torch.testing.assert_close(tensors[f"gradient.{key}"], truth.gradients[key], atol=1e-5, rtol=0)
+        if key in truth.gradients:
+            torch.testing.assert_close(tensors[f"gradient.{key}"], truth.gradients[key], atol=1e-5, rtol=0)
         torch.testing.assert_close(tensors[f"parameter.{key}"], parameter.detach(), atol=1e-5, rtol=0)
 
 
@@ -129,12 +215,30 @@ def test_bf16_keeps_fp32_parameters_and_stays_close(results: Path, truth: Truth)
     assert [u["final_loss"] / u["tokens"] for u in updates] == pytest.approx(truth.losses, abs=0.05)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+def test_bf16_parameters_stay_close(results: Path, truth: Truth) -> None:
+    tensors = load_file(results / "master-bf16.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    updates = json.loads((results / "master-bf16.json").read_text())
+    assert [u["final_loss"] / u["tokens"] for u in updates] == pytest.approx(truth.losses, abs=0.05)
+
+
+@pytest.mark.parametrize("ranks", VARIANTS)
 def test_a_gradient_that_is_not_finite_is_skipped(results: Path, ranks: int) -> None:
     facts = json.loads((results / f"poisoned-{ranks}.json").read_text())
     assert facts == {"skipped": [True, False], "same": True, "updates": 1}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+def test_deterministic_kernels_only(results: Path, model_path: Path) -> None:
+    """Gradient checkpointing, padded samples and two ranks: all of it has deterministic kernels, and the result is the same."""
+    options = {"model": str(model_path), "run": str(results / "run"), "out": str(results / "deterministic.json")}
+    done = run_ranks(2, json.dumps([("deterministic", options | variant(2, gradient_checkpointing=True))]))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((results / "deterministic.facts").read_text()) == {"refused": True, "cublas": ":4096:8"}
+    expected = json.loads((results / "two-ranks.json").read_text())[:2]
+    actual = json.loads((results / "deterministic.json").read_text())
+    assert [u["final_loss"] for u in actual] == pytest.approx([u["final_loss"] for u in expected], abs=1e-5)
+
+
+@pytest.mark.parametrize("ranks", VARIANTS)
 def test_ranks_agree(results: Path, ranks: int) -> None:
     assert json.loads((results / f"alike-{ranks}.json").read_text()) == ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributions import Categorical
 
-from hpcrl.trainer.logprobs import token_logprobs
+from hpcrl.trainer.logprobs import compiled_rows, token_logprobs
 from tests.trainer.material import environment
 
 
@@ -28,6 +28,17 @@ def test_equal_to_the_plain_computation(chunk_rows: int, temperature: float) -> 
     actual = token_logprobs(hidden, head, labels, temperature, chunk_rows)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(gradients(*actual), gradients(*expected), atol=1e-5, rtol=1e-5)
+
+
+def test_compiled_once_for_any_number_of_rows() -> None:
+    torch.manual_seed(0)
+    rows, head = compiled_rows(), torch.randn(50, 8, requires_grad=True)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for count in (32, 23, 17):
+        hidden, labels = torch.randn(count, 8, requires_grad=True), torch.randint(0, 50, (count,))
+        actual = token_logprobs(hidden, head, labels, 0.6, 9, rows)
+        torch.testing.assert_close(actual, token_logprobs(hidden, head, labels, 0.6, 9), atol=1e-5, rtol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
 
 
 MEASURE = """

@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from hpcrl.config import FSDPConfig, MixedPrecisionConfig, ModelConfig, PolicyConfig
+from hpcrl.config import (
+    AlgorithmConfig,
+    FSDPConfig,
+    MixedPrecisionConfig,
+    ModelConfig,
+    PolicyConfig,
+    RefConfig,
+    TrainerConfig,
+)
 from hpcrl.errors import DataError
 from hpcrl.run.commit import committed, is_committed
 from hpcrl.run.layout import Run, version_of
-from hpcrl.trainer.fsdp import FsdpEngine
+from hpcrl.trainer.fsdp import FsdpEngine, policy_source, reference_source
 from hpcrl.trainer.packing import Row, pack
 from hpcrl.trainer.publish import Publisher, write_safetensors
 from hpcrl.trainer.world import World
 from tests.trainer.material import make_run, make_sample
 
 
-def make_engine(path: Path, world: World, temperature: float = 1.0) -> FsdpEngine:
+def make_engine(
+    path: Path, world: World, temperature: float = 1.0, of_policy: dict[str, Any] | None = None, **of_trainer: Any
+) -> FsdpEngine:
     precision = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="fp32"))
-    options = {"reference_path": None, "chunk_rows": 64, "gradient_checkpointing": False}
-    policy = PolicyConfig(model=ModelConfig(path=str(path)), fsdp_config=precision)
-    return FsdpEngine(policy, world, temperature=temperature, **options)
+    policy = PolicyConfig(**{"model": ModelConfig(path=str(path)), "fsdp_config": precision, **(of_policy or {})})
+    algorithm = AlgorithmConfig(use_kl_loss=False)
+    return FsdpEngine(TrainerConfig(policy=policy, algorithm=algorithm, **of_trainer), temperature, world)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +137,66 @@ def test_fused_experts_are_exported_under_their_names_on_the_hub(run: Run, alone
         assert "model.layers.0.mlp.experts.3.up_proj.weight" in new.keys()  # noqa: SIM118
         assert all(torch.equal(new.get_tensor(name), old.get_tensor(name)) for name in old.keys())  # noqa: SIM118
     expect_same_logprobs(tmp_path / "moe", engine, temperature=1.0)
+
+
+def test_exports_carry_rotary_positions_and_replaced_entries(run: Run, alone: World, model_path: Path) -> None:
+    own = make_engine(model_path, alone)
+    batch = pack(rows())
+    for number, (options, expected) in enumerate(
+        [
+            ({"rope_theta": 100.0}, {"rope_type": "default", "rope_theta": 100.0}),
+            (
+                {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+                {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+            ),
+            (
+                {"of_policy": {"model_config_kwargs": {"rms_norm_eps": 0.5}}},
+                {"rope_type": "default", "rope_theta": 10000.0},
+            ),
+        ],
+        start=1,
+    ):
+        changed = make_engine(model_path, alone, **options)
+        assert (changed.logprobs(batch) - own.logprobs(batch)).abs().max() > 1e-3, options
+        Publisher(run, 1, alone, torch.float32, 0).export(changed, number)
+        assert AutoConfig.from_pretrained(run.export(number)).rope_parameters == expected
+        expect_same_logprobs(run.export(number), changed, temperature=1.0)
+
+
+def test_the_reference_gets_its_own_entries_and_the_same_rotary_positions(model_path: Path) -> None:
+    ref = RefConfig(model_config_kwargs={"rms_norm_eps": 0.5})
+    policy = PolicyConfig(model=ModelConfig(path=str(model_path)), model_config_kwargs={"rms_norm_eps": 0.25})
+    trainer = TrainerConfig(policy=policy, ref=ref, rope_theta=100.0)
+    configs = [policy_source(trainer).config(), reference_source(trainer).config()]
+    assert [config.rms_norm_eps for config in configs] == [0.25, 0.5]
+    assert [config.rope_parameters["rope_theta"] for config in configs] == [100.0, 100.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"of_policy": {"model_config_kwargs": {"rms_norm_esp": 1.0}}}, "did you mean rms_norm_eps"),
+        ({"of_policy": {"model_config_kwargs": {"num_hidden_layers": 3}}}, "trainer.policy.model_config_kwargs"),
+        ({"of_policy": {"model_config_kwargs": {"intermediate_size": 40}}}, "trainer.policy.model_config_kwargs"),
+        ({"rope_scaling": {"rope_type": "liner", "factor": 2.0}}, "rope_scaling"),
+        ({"of_policy": {"trainable_map": {"model.layer.0": False}}}, "near ones are model.layers"),
+        ({"of_policy": {"freeze_pattern": ["embed_token$"]}}, "near ones are model.embed_tokens"),
+        ({"of_policy": {"freeze_pattern": ["."]}}, "freeze every parameter"),
+        (
+            {"of_policy": {"fsdp_config": FSDPConfig(wrap_policy={"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]})}},
+            "no Qwen3DecoderLayer; near ones are Qwen2DecoderLayer",
+        ),
+        (
+            {"of_policy": {"fsdp_config": FSDPConfig(wrap_policy={"transformer_layer_cls_to_wrap": ["Qwen2Model"]})}},
+            "Qwen2Model cannot be a unit",
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_model_does_not_have_is_said(
+    model_path: Path, alone: World, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        make_engine(model_path, alone, **options)
 
 
 @pytest.mark.parametrize("name", ["missing", "."])

@@ -1,0 +1,44 @@
+"""PyTorch profiles of some steps of some ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from hpcrl.config.trainer import ProfilerConfig
+from hpcrl.run.layout import Run
+from hpcrl.trainer.world import World
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def profiled(config: ProfilerConfig, run: Run, attempt: int, world: World) -> Iterator[Callable[[], None]]:
+    """Yield what is to be called after each step. Once the steps to record are over, or training is, their trace is written.
+
+    Steps are counted from where this attempt starts, and each attempt writes files of its own.
+    """
+    if not config.enable or world.rank not in config.ranks:
+        yield lambda: None
+        return
+    path = run.profile_of(attempt, world.rank)
+
+    def write(finished: profile) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        finished.export_chrome_trace(str(path))
+        log.info("profile written: %s", path)
+
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (world.device.type == "cuda")
+    with profile(
+        activities=activities,
+        schedule=schedule(wait=config.wait_steps, warmup=config.warmup_steps, active=config.active_steps, repeat=1),
+        on_trace_ready=write,
+        record_shapes=config.record_shape,
+        profile_memory=config.profile_memory,
+        with_stack=config.with_stack,
+        with_modules=config.with_modules,
+    ) as profiler:
+        yield profiler.step

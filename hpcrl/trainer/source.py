@@ -1,0 +1,158 @@
+"""Models as they lie on disk: their configuration with the changes that a run makes, and their weights."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils.logging import disable_progress_bar
+
+from hpcrl.config.rope import rope_parameters
+from hpcrl.errors import DataError
+
+_LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model and what a run changes of its configuration.
+
+    Attributes:
+        path: directory or hub id in Hugging Face format.
+        role: section of the configuration that names it, "trainer.policy" or "trainer.ref"; for errors.
+        config_kwargs: entries of config.json that are replaced.
+        rope_scaling, rope_theta: replace the model's rotary positions; empty and None: the model's own.
+    """
+
+    path: str
+    role: str
+    config_kwargs: dict[str, Any] = field(default_factory=dict)
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    rope_theta: float | None = None
+
+    def config(self) -> PreTrainedConfig:
+        """Return the transformers configuration.
+
+        Raises:
+            DataError: there is none, or it does not have what is to be changed.
+        """
+        try:
+            config = AutoConfig.from_pretrained(self.path)
+            entries, _ = PreTrainedConfig.get_config_dict(self.path)
+        except (OSError, ValueError) as error:
+            raise self._not_a_model(error) from error
+        changes = self.config_kwargs
+        for name in changes:
+            if name not in entries and not hasattr(config, name):
+                near = get_close_matches(name, [*entries, *config.to_dict()], 1)
+                raise DataError(
+                    f"{self.role}.model_config_kwargs.{name}: {type(config).__name__} has no such entry"
+                    + (f"; did you mean {near[0]}?" if near else "")
+                )
+        if self.rope_scaling or self.rope_theta is not None:
+            # where both are there, config.json's older form would only be ignored
+            entries = {name: value for name, value in entries.items() if name not in ("rope_scaling", "rope_theta")}
+            changes = changes | {"rope_parameters": self._rope(config)}
+        return self._changed(config, entries | changes) if changes else config
+
+    def _changed(self, config: PreTrainedConfig, entries: dict[str, Any]) -> PreTrainedConfig:
+        try:
+            return type(config).from_dict(entries)
+        except (StrictDataclassError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"the model at {self.path} cannot have the changes of {self.role}.model_config_kwargs, trainer.rope_scaling "
+                f"and trainer.rope_theta: {error}"
+            ) from error
+
+    def _rope(self, config: PreTrainedConfig) -> dict[str, Any]:
+        own = getattr(config, "rope_parameters", None)
+        if not own or "rope_theta" not in own:
+            raise DataError(
+                f"trainer.rope_scaling and trainer.rope_theta: the model at {self.path} has no rotary positions, or other "
+                "ones in each kind of layer; leave them out"
+            )
+        kind = self.rope_scaling.get("rope_type", self.rope_scaling.get("type", "default"))
+        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise DataError(f'trainer.rope_scaling: "{kind}" is none of default, {", ".join(ROPE_INIT_FUNCTIONS)}')
+        return rope_parameters(own, self.rope_scaling, self.rope_theta)
+
+    def empty(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+        """Return the model without weights, on the meta device.
+
+        Raises:
+            DataError: there is none, or its log-probabilities would come out wrong.
+        """
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config(), dtype=dtype, attn_implementation=attention)
+        # logits must be no more than the hidden state times the head's weight
+        found = [name for name in _LOGIT_CHANGES if getattr(model.config, name, None) not in (None, 1.0)]
+        if getattr(model.get_output_embeddings(), "bias", None) is not None:
+            found.append("a bias in its output head")
+        if found:
+            raise DataError(
+                f"the model at {self.path} has {', '.join(found)}, which this version of hpcrl cannot train"
+            )
+        return model
+
+    def whole(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+        """Return the model with its weights, on the CPU.
+
+        Raises:
+            DataError: it cannot be loaded, or weights are missing.
+        """
+        disable_progress_bar()  # of no use in a log file
+        try:
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                self.path, config=self.config(), dtype=dtype, attn_implementation=attention, output_loading_info=True
+            )
+        # RuntimeError: weights of other shapes than the configuration says
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._not_a_model(error) from error
+        if missing := sorted(loaded["missing_keys"]):
+            raise self._not_a_model(f"no weights for {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}")
+        return model
+
+    def _not_a_model(self, error: Exception | str) -> DataError:
+        return DataError(
+            f"model {self.path!r} cannot be loaded: expected a directory or hub id of a causal language model in Hugging Face "
+            f"format (config.json, *.safetensors, tokenizer). Check {self.role}.model.path and {self.role}.model_config_kwargs. "
+            f"({error})"
+        )
+
+
+def freeze(model: nn.Module, trainable_map: dict[str, bool], freeze_pattern: list[str]) -> None:
+    """Stop or start the training of parameters: first what `trainable_map` names, in its order, then what a pattern finds.
+
+    Args:
+        trainable_map: full name of a parameter or module -> whether it is trained.
+        freeze_pattern: regular expressions, searched in the names of parameters.
+
+    Raises:
+        DataError: the model has no such name, a pattern finds nothing, or nothing is left to train.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    for name, trained in trainable_map.items():
+        if name not in parameters and name not in modules:
+            raise _unknown(f"trainer.policy.trainable_map.{name}", name, [*modules, *parameters])
+        (parameters[name] if name in parameters else modules[name]).requires_grad_(trained)
+    for pattern in freeze_pattern:
+        found = [name for name in parameters if re.search(pattern, name)]
+        if not found:
+            raise _unknown(f'trainer.policy.freeze_pattern "{pattern}"', pattern, list(parameters))
+        for name in found:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise DataError("trainer.policy.trainable_map and freeze_pattern freeze every parameter; leave one to train")
+
+
+def _unknown(what: str, name: str, known: list[str]) -> DataError:
+    near = get_close_matches(name, known, 3, cutoff=0.3) or known[:3]
+    return DataError(f"{what}: the model has nothing of that name; near ones are {', '.join(near)}")
