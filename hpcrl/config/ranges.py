@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.problem import Problem
-from hpcrl.config.surface import values
+from hpcrl.config.surface import leaves, values
 
 if TYPE_CHECKING:
     from hpcrl.config.root import Config
@@ -198,38 +198,46 @@ def range_of(path: str) -> Range | None:
 
 
 def out_of_range(config: Config) -> Iterator[Problem]:
-    """Yield a problem for each setting whose value can never work, whatever the others are."""
+    """Yield a problem for each setting whose value can never work, whatever the others are.
+
+    What a user's subclass adds may have any value, whatever its name.
+    """
+    from hpcrl.config.root import Config
+
+    own = {setting.path for setting in leaves(Config)}
     for setting, value in values(config):
-        if message := _wrong(setting.path, value):
+        if value is not None and setting.path in own and (message := _wrong(setting.path, value)):
             yield Problem(setting.path, message)
 
 
 def _wrong(path: str, value: Any) -> str | None:
-    if value is None:
-        return None
     if any(path.endswith("." + name) for name in _MINUS_1_OR_COUNT):
         return None if value == -1 or value >= 1 else f"expected -1 (all) or at least 1, found {value}"
     if path == "generator.sampling_params.temperature" and value == 0:
         return "0 makes all samples of a group equal, so that there is nothing to learn from; expected more than 0"
-    if path.endswith(".adam_betas") and (len(value) != 2 or not all(0 <= beta < 1 for beta in value)):
-        return f"expected two numbers from 0 to below 1, found {value}"
-    if path.endswith(".stop") and not all(value):
-        return "expected texts that are not empty"
     if path in _DIRECTORY_NAMES and not _DIRECTORY_NAME.fullmatch(value):
         return f"expected a directory name of letters, digits, '.', '_' and '-' that starts with a letter or digit, found {value!r}"
-    if path.endswith(".inference_size") and (len(value) != 2 or min(value) < 1):
-        return f"expected height and width in pixels, found {value}"
     if path.endswith(".reshard_after_forward") and type(value) is int and value < 1:
         return f"expected true, false or at least 1 rank, found {value}"
-    if path.endswith(".rank_pattern") and not all(rank >= 1 for rank in value.values()):
-        return f"expected ranks of at least 1, found {value}"
     if isinstance(value, dict | list):
-        items = value.values() if isinstance(value, dict) else value
-        bad = [item for item in items if isinstance(item, float) and not math.isfinite(item)]
-        return f"expected finite numbers, found {bad[0]}" if bad else None
-    allowed = range_of(path)
+        return _wrong_items(path, value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
+    allowed = range_of(path)
     if allowed is None:
         return None if math.isfinite(value) else f"expected a finite number, found {value}"
     return None if value in allowed else f"expected {allowed}, found {value}"
+
+
+def _wrong_items(path: str, value: dict[str, Any] | list[Any]) -> str | None:
+    items = list(value.values() if isinstance(value, dict) else value)
+    if path.endswith(".adam_betas") and (len(items) != 2 or not all(0 <= beta < 1 for beta in items)):
+        return f"expected two numbers from 0 to below 1, found {value}"
+    if path.endswith(".stop") and not all(items):
+        return "expected texts that are not empty"
+    if path.endswith(".inference_size") and (len(items) != 2 or min(items) < 1):
+        return f"expected height and width in pixels, found {value}"
+    if path.endswith(".rank_pattern") and not all(rank >= 1 for rank in items):
+        return f"expected ranks of at least 1, found {value}"
+    bad = [item for item in items if isinstance(item, float) and not math.isfinite(item)]
+    return f"expected finite numbers, found {bad[0]}" if bad else None

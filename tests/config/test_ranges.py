@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from hpcrl.config import Config
+from hpcrl.config import AlgorithmConfig, Config
 from hpcrl.config.load import nested
 from hpcrl.config.ranges import RANGES, Range, out_of_range, range_of
+from hpcrl.config.root import make_config
 from hpcrl.config.surface import Setting, leaves
 from hpcrl.config.validate import build
 
@@ -137,3 +139,17 @@ def test_other_values(path: str, right: list[Any], wrong: dict[str, Any]) -> Non
     for words, value in wrong.items():
         (message,) = told(path, value)
         assert words in message
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnAlgorithm(AlgorithmConfig):
+    seed: int = -1
+    stop: bool = False
+    top_k: str = "all"
+
+
+def test_what_a_subclass_adds_may_have_any_value() -> None:
+    own = build(make_config(algorithm_cls=OwnAlgorithm), nested(BASE))
+    assert list(out_of_range(own)) == []
+    wrong = replace(own, trainer=replace(own.trainer, epochs=0))
+    assert [problem.path for problem in out_of_range(wrong)] == ["trainer.epochs"]
