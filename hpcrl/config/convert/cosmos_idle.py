@@ -84,7 +84,7 @@ def _compares(source: Resolved) -> bool:
     return bool(is_grpo(source) and source[f"{POLICY}.kl_beta"])
 
 
-def _language(source: Resolved) -> bool:
+def is_language(source: Resolved) -> bool:
     return not is_robot(source) and not is_diffusion(source)
 
 
@@ -139,10 +139,11 @@ _IDLE = (
         'a pipeline with pp_schedule = "Interleaved1F1B"',
         lambda source: has_pipeline(source) and source["policy.parallelism.pp_schedule"] == "Interleaved1F1B",
     ),
+    Idle(_of_policy("kl_beta"), "a trainer of other models than robots'", lambda source: not is_robot(source)),
     Idle(
-        _of_policy("kl_beta", "entropy_coeff", "loss_type", "min_filter_prefix_tokens", "positive_nll_coef", "aipo_rho"),
+        _of_policy("entropy_coeff", "loss_type", "min_filter_prefix_tokens", "positive_nll_coef", "aipo_rho", "balance_dp_token"),
         "a trainer of language models",
-        lambda source: not is_robot(source),
+        is_language,
     ),
     Idle(
         _of_policy("unbiased_kl_estimate", "reference_reset_interval", "reset_optimizer_with_reference"),
@@ -153,14 +154,16 @@ _IDLE = (
         _of_policy("lower_bound_ratio"),
         "the loss of the variants grpo and dapo",
         lambda source: is_grpo(source)
-        and _language(source)
+        and is_language(source)
         and source[f"{POLICY}.variant"] != "gspo"
         and source[f"{POLICY}.aipo_rho"] is None,
     ),
     Idle(
         _of_policy("epsilon_low", "epsilon_high"),
-        f"a loss that clips ({POLICY}.aipo_rho is set, or the policy is a diffusion model)",
-        lambda source: is_grpo(source) and not is_diffusion(source) and source[f"{POLICY}.aipo_rho"] is None,
+        "a loss that clips: neither aipo nor one of diffusion models",
+        lambda source: is_grpo(source)
+        and not is_diffusion(source)
+        and (is_robot(source) or source[f"{POLICY}.aipo_rho"] is None),
     ),
     Idle(
         _of_policy("unbiased_loss_max_tokens"),
@@ -182,7 +185,7 @@ _IDLE = (
     Idle(_of_policy("dataloader_seed"), "dataloader_shuffle", lambda source: source[f"{POLICY}.dataloader_shuffle"]),
     Idle(
         _of_policy("dataset.test_size"),
-        "evaluation without a dataset of its own",
+        "evaluation on a share of the training data (validation.enable, and no dataset there)",
         lambda source: source["validation.enable"] and not source["validation.dataset.name"],
     ),
     Idle(

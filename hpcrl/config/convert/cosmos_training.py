@@ -12,6 +12,7 @@ from hpcrl.config.convert.cosmos_idle import (
     has_pipeline,
     is_diffusion,
     is_grpo,
+    is_language,
     is_robot,
     needs_megatron,
 )
@@ -136,7 +137,7 @@ def regularization(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     values[f"{_ALGORITHM}.use_kl_loss"] = bool(weight) and not is_robot(source)
     if values[f"{_ALGORITHM}.use_kl_loss"]:
         values[f"{_ALGORITHM}.kl_loss_coef"] = weight
-    if entropy and not is_robot(source):
+    if entropy and is_language(source):
         values[f"{_ALGORITHM}.use_entropy_loss"] = True
         values[f"{_ALGORITHM}.entropy_loss_coef"] = entropy
     if source[f"{POLICY}.use_decoupled_loss"]:
