@@ -62,7 +62,7 @@ def settings_of(case: Case) -> dict[str, Any]:
     found = dict(case.params)
     for name, value in case.inputs.items():
         if name == "args":
-            found |= dict(argument.split("=", 1) for argument in value)
+            found |= {argument.partition("=")[0]: argument.partition("=")[2] for argument in value}
         elif isinstance(value, Mapping):
             found |= _flat(value, "")
         else:

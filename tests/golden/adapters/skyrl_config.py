@@ -32,7 +32,8 @@ _OLD = {*RENAMED, *(f"trainer.algorithm.{name}" for name in ("use_tis", "tis_imp
 
 
 def from_cli(case: Case) -> dict[str, Any]:
-    return _resolved(_tree(dict(argument.split("=", 1) for argument in case.inputs["args"])))
+    arguments = [argument.partition("=") for argument in case.inputs["args"]]
+    return _resolved(_tree({name: value for name, _, value in arguments}))
 
 
 def validate_config(case: Case) -> dict[str, Any]:
