@@ -62,8 +62,12 @@ def shown(value: Any) -> str:
 def unknown(path: str, known: Sequence[Setting]) -> Problem:
     """Return the problem of a name that does not exist, with the names that it may have meant.
 
-    One letter too few, too many, changed or swapped always leads to the right name.
+    One letter too few, too many, changed or swapped always leads to the right name, and so does a name of SkyRL or Cosmos-RL.
     """
+    from hpcrl.config.convert.correspondence import elsewhere
+
+    if theirs := elsewhere(path):
+        return Problem(path, f"unknown setting, but {theirs}")
     if near := nearest(path, known):
         return Problem(path, f"unknown setting; did you mean {' or '.join(near)}?")
     parent = path.rpartition(".")[0]

@@ -37,6 +37,17 @@ def fields_of(path: str) -> dict[str, list[str]]:
     return {source: found for source in SOURCES if (found := _inverse(source).get(path, []))}
 
 
+def elsewhere(path: str) -> str | None:
+    """Return what a name that is no setting here is in SkyRL or Cosmos-RL, and here; None where they have none of this name."""
+    for source, targets in SOURCES.items():
+        target = targets.get(path)
+        if isinstance(target, Dropped):
+            return f"one of {source}, which has no place here: {target.reason}"
+        if target is not None:
+            return f"one of {source}; did you mean {' or '.join(paths_of(target))}?"
+    return None
+
+
 @cache
 def _inverse(source: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
