@@ -146,7 +146,9 @@ def waiting(config: Any) -> Iterator[Problem]:
     for found, value in values(config):
         setting, wait = own.get(found.path), wait_of(found.path)
         if setting and wait and not setting.is_default(value) and value not in wait.works:
-            yield Problem(setting.path, f"{shown(value)} is not available yet ({wait.feature}); {_instead(setting, wait)}")
+            yield Problem(
+                setting.path, f"{shown(value)} is not available yet ({wait.feature}); {_instead(setting, wait)}"
+            )
 
 
 def _instead(setting: Setting, wait: Wait) -> str:
@@ -155,7 +157,9 @@ def _instead(setting: Setting, wait: Wait) -> str:
 
 
 _AS_POLICY = "unset follows the policy's placement; SkyRL's 1 is wrong as soon as the policy has more"
-_AS_TRAINING = "unset is as in training; SkyRL falls back to fixed values as soon as one setting of the section is given"
+_AS_TRAINING = (
+    "unset is as in training; SkyRL falls back to fixed values as soon as one setting of the section is given"
+)
 _EMPTY = "an empty table says what SkyRL's null says"
 _USERS_OWN = "what a run learns from is the user's to name; SkyRL's default is a path in its authors' setup"
 

@@ -77,7 +77,9 @@ class Conversion:
         """Return TOML with the settings that differ from the defaults; those that wait are comments at its end."""
         lines = [f"# converted by `hpcrl config convert` from {self.origin}", ""]
         lines += [tomli_w.dumps(nested(self._active()))]
-        lines += [f"# not available yet ({feature}): {_assignment(path, value)}" for path, value, feature in self._waiting()]
+        lines += [
+            f"# not available yet ({feature}): {_assignment(path, value)}" for path, value, feature in self._waiting()
+        ]
         return "\n".join(lines).rstrip() + "\n"
 
     def _active(self) -> dict[str, Any]:
