@@ -107,8 +107,8 @@ def packed_attention(
     # flash attention knows half precision only
     if flash and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         return _varlen(*heads, packed, scaling).unsqueeze(0), None
-    rows = (packed.rows(head_PHD).transpose(1, 2) for head_PHD in heads)
-    return packed.flat(_causal(*rows, scaling, flash).transpose(1, 2)).unsqueeze(0), None
+    query, key, value = (packed.rows(head_PHD).transpose(1, 2) for head_PHD in heads)
+    return packed.flat(_causal(query, key, value, scaling, flash).transpose(1, 2)).unsqueeze(0), None
 
 
 def _varlen(

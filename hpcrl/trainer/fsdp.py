@@ -99,8 +99,8 @@ class FsdpEngine:
         return StepReport(norm, lr, skipped=not finite)
 
     def _norm(self, gradients: list[torch.Tensor]) -> float:
-        # in fp32 also where gradients are not
-        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+        # torch.nn.utils.get_total_norm calls this too, but in the type of the gradients
+        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
         squared = torch.stack(norms).square().sum()
         dist.all_reduce(squared, group=one_copy(self._policy))
         return squared.sqrt().item()

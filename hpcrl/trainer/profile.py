@@ -27,6 +27,9 @@ def profiled(config: ProfilerConfig, run: Run, attempt: int, world: World) -> It
     path = run.profile_of(attempt, world.rank)
 
     def write(finished: profile) -> None:
+        if finished.step_num <= config.wait_steps + config.warmup_steps:
+            log.warning("no profile: training ended after %d steps, before the first to record", finished.step_num)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         finished.export_chrome_trace(str(path))
         log.info("profile written: %s", path)

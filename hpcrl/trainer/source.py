@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -109,12 +109,13 @@ class Source:
         """
         disable_progress_bar()  # of no use in a log file
         try:
-            model, loaded = AutoModelForCausalLM.from_pretrained(
+            answer = AutoModelForCausalLM.from_pretrained(
                 self.path, config=self.config(), dtype=dtype, attn_implementation=attention, output_loading_info=True
             )
         # RuntimeError: weights of other shapes than the configuration says
         except (OSError, ValueError, RuntimeError) as error:
             raise self._not_a_model(error) from error
+        model, loaded = cast("tuple[PreTrainedModel, dict[str, Any]]", answer)
         if missing := sorted(loaded["missing_keys"]):
             raise self._not_a_model(f"no weights for {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}")
         return model

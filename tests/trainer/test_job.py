@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import os
 import signal
@@ -48,6 +49,8 @@ def make_run(path: Path, model: Path) -> Run:
                     "optimizer_config": {"lr": 1e-3},
                     "fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}},
                 },
+                "ref": {"fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}}},
+                "profiler": {"enable": True},
                 "train_batch_size": 4,
                 "policy_mini_batch_size": 2,
                 "micro_train_batch_size_per_gpu": 2,
@@ -199,6 +202,16 @@ def test_a_step_done_again_is_the_same(run: Run) -> None:
     ):
         assert first[name] == pytest.approx(second[name], abs=1e-6), name
     assert first["policy/policy_kl"] > 0
+
+
+def test_the_third_step_of_an_attempt_is_profiled(run: Run) -> None:
+    """wait_steps, warmup_steps and active_steps are 1; the second attempt has two steps, so nothing to record."""
+    trace = json.loads(gzip.decompress(run.profile_of(1, 0).read_bytes()))["traceEvents"]
+    names = [event["name"] for event in trace if event.get("cat") == "user_annotation"]
+    assert names.count("ProfilerStep#2") == 1
+    assert sum(name.startswith("Optimizer.step") for name in names) == 2, "mini-batches of one step"
+    assert not run.profile_of(1, 1).exists()
+    assert not run.profile_of(2, 0).exists()
 
 
 def test_metrics(run: Run) -> None:

@@ -42,6 +42,7 @@ def test_the_steps_that_were_asked_for(tmp_path: Path, alone: World, steps: int,
 
 
 def test_nothing_is_written_where_nothing_was_asked_for(tmp_path: Path, alone: World) -> None:
+    assert not work(2, ProfilerConfig(enable=True), tmp_path / "too-short", alone).exists()
     config = ProfilerConfig(enable=True, ranks=[1])
     assert not work(5, config, tmp_path / "other-rank", alone).exists()
     assert not work(5, replace(config, enable=False, ranks=[0]), tmp_path / "off", alone).exists()
