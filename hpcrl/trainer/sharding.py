@@ -25,7 +25,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float32": torch.float32,
-    "float16": torch.float16,
 }
 
 
