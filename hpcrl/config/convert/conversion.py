@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import tomli_w
-
+from hpcrl.config.difference import value_as_toml
 from hpcrl.config.load import nested
 from hpcrl.config.root import Config
-from hpcrl.config.status import wait_of
-from hpcrl.config.surface import settings
+from hpcrl.config.status import Wait, wait_of
+from hpcrl.config.surface import Setting, leaves, settings
 from hpcrl.errors import ConfigError
 
 Kind = Literal["mapped", "translated", "dropped", "waits", "unknown", "conflict"]
@@ -64,41 +62,44 @@ class Conversion:
 
     def finish(self) -> None:
         """Note what waits, and everything that is wrong with the result or missing in it."""
-        for path, value, feature in self._waiting():
-            self.note("waits", path, "", f"{path} = {value!r} is not available yet ({feature}); a comment in the TOML")
+        for setting, value in self._changed():
+            if wait := self._waits_for(setting, value):
+                self.note("waits", setting.path, "", f"{value_as_toml(value)} is not available yet ({wait.feature})")
+        active = {s.path: value for s, value in self._changed() if not self._waits_for(s, value)}
         try:
-            Config.from_dict(nested(self._active()))
+            Config.from_dict(nested(active))
         except ConfigError as error:
             for line in str(error).splitlines():
                 path, _, message = line.partition(": ")
                 self.note("conflict", path, "", message)
 
     def to_toml(self) -> str:
-        """Return TOML with the settings that differ from the defaults; those that wait are comments at its end."""
-        lines = [f"# converted by `hpcrl config convert` from {self.origin}", ""]
-        lines += [tomli_w.dumps(nested(self._active()))]
-        lines += [
-            f"# not available yet ({feature}): {_assignment(path, value)}" for path, value, feature in self._waiting()
-        ]
-        return "\n".join(lines).rstrip() + "\n"
+        """Return TOML with the settings that differ from the defaults; those that wait are comments, each in its table."""
+        tables: dict[str, list[str]] = {}
+        for setting, value in self._changed():
+            line = f"{setting.name} = {value_as_toml(value)}"
+            if wait := self._waits_for(setting, value):
+                line = f"# {line}  # not available yet: {wait.feature}"
+            tables.setdefault(setting.path.rpartition(".")[0], []).append(line)
+        parts = [f"# converted by `hpcrl config convert` from {self.origin}"]
+        for table in ["", *(setting.path for setting in settings(Config) if setting.subsection)]:
+            if table in tables:
+                parts.append("\n".join([f"[{table}]", *tables[table]] if table else tables[table]))
+        return "\n\n".join(parts) + "\n"
 
-    def _active(self) -> dict[str, Any]:
-        waiting = {path for path, _, _ in self._waiting()}
-        known = {setting.path: setting for setting in settings(Config)}
-        return {
-            path: value
-            for path, value in self.values.items()
-            if path not in waiting and value is not None and not (path in known and known[path].default == value)
-        }
+    def _changed(self) -> list[tuple[Setting, Any]]:
+        """Return the settings that are not at their defaults, in the order of the tree."""
+        tree = nested(self.values)
+        found = ((setting, _at(tree, setting.path)) for setting in leaves(Config))
+        return [(setting, value) for setting, value in found if value is not None and not setting.is_default(value)]
 
-    def _waiting(self) -> Iterator[tuple[str, Any, str]]:
-        known = {setting.path: setting for setting in settings(Config)}
-        for path, value in self.values.items():
-            wait = wait_of(path)
-            if wait and value is not None and value != known[path].default and value not in wait.works:
-                yield path, value, wait.feature
+    @staticmethod
+    def _waits_for(setting: Setting, value: Any) -> Wait | None:
+        wait = wait_of(setting.path)
+        return None if wait is None or value in wait.works else wait
 
 
-def _assignment(path: str, value: Any) -> str:
-    text = tomli_w.dumps({"value": value}) if not isinstance(value, dict) else f"value = {value!r}"
-    return path + text.removeprefix("value").replace("\n", " ").rstrip()
+def _at(tree: Any, path: str) -> Any:
+    for name in path.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
