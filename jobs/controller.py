@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from hpcrl.config import Config, order_seed, total_steps
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.service import Schedule, Service
-from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.chat import load_tokenizer, prompt_ids
 from hpcrl.data.prompts import drop_long, load_prompts, set_aside
 from hpcrl.observe.tensorboard import Follower
 from hpcrl.run.call import read_token
@@ -36,8 +36,7 @@ def main(path: str) -> None:
 
     def count_tokens(prompt: Prompt) -> int:
         lease.say("loading data")  # a large dataset takes its time; the others wait for as long as this is renewed
-        options = config.generator.chat_template_kwargs
-        return len(tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, **options)["input_ids"])
+        return len(prompt_ids(tokenizer, prompt.messages, config.generator.chat_template_kwargs))
 
     def load(sources: list[str]) -> list[Prompt]:
         return load_prompts(

@@ -1,10 +1,11 @@
-"""The tokenizer of a run with the chat template that it was configured to use."""
+"""From chat messages to tokens: the tokenizer of a run, with the chat template that it was configured to use."""
 
 from __future__ import annotations
 
 import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from hpcrl.config.generator import ChatTemplateConfig
 from hpcrl.errors import ConfigError
@@ -44,6 +45,18 @@ def _read(name: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{_SETTING}: {name!r} cannot be read ({error}); expected a Jinja file in UTF-8") from error
+
+
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], options: Mapping[str, Any]
+) -> list[int]:
+    """Return the tokens that the policy continues.
+
+    Args:
+        options: arguments of the template, `generator.chat_template_kwargs`.
+    """
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
+    return cast(list[int], ids)
 
 
 def load_tokenizer(model: str, template: ChatTemplateConfig) -> PreTrainedTokenizerBase:

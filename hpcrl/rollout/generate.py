@@ -12,11 +12,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
+from hpcrl.data.chat import prompt_ids
 from hpcrl.envs.environment import Environment, Messages, Turn
 from hpcrl.envs.make import make_environment
 from hpcrl.errors import ConfigError, DataError, HpcrlError
@@ -132,10 +133,7 @@ class GroupGenerator:
         return [_as_sample(prompt, said, turn, version) for prompt, said, turn in parts], texts
 
     def _prompt(self, messages: Messages) -> list[int]:
-        ids = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False, **self._config.chat_template_kwargs
-        )
-        return cast(list[int], ids)
+        return prompt_ids(self._tokenizer, messages, self._config.chat_template_kwargs)
 
     async def _sample(self, work: Work, prompts: list[list[int]]) -> list[Generation]:
         sampling, seed = engine_sampling(self._params[work.kind]), work.seed

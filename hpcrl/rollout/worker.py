@@ -128,7 +128,9 @@ class Worker:
         update: asyncio.Task[None] | None = None
         while self._stop is None:
             free, behind = self._free(), self._newest > self._engine.version
-            if behind and update is None and not any(item.kind == "eval" for item in self._flight.values()):
+            evaluating = any(item.kind == "eval" for item in self._flight.values())
+            # a claim under way may be answered with work for the version at hand; with news it is answered at once
+            if behind and update is None and claim is None and not evaluating:
                 update = asyncio.create_task(self._update(self._newest))
             if not behind and claim is None and free > 0:
                 claim = asyncio.create_task(self._claim(free))

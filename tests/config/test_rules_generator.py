@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config, eval_sampling, order_seed
+from hpcrl.config.derive import engine_gpus, engine_rope, replicas_per_node
+from hpcrl.config.generator import InferenceEngineConfig
 from hpcrl.errors import ConfigError
 
 GOOD = """
@@ -90,3 +92,25 @@ def test_evaluation_samples_as_training_where_it_is_not_set(tmp_path: Path) -> N
     own = [f"{EVALUATION}.include_stop_str_in_output=true", f"{EVALUATION}.additional_kwargs={{}}"]
     other = eval_sampling(load(tmp_path, *training, *own).generator)
     assert (other.include_stop_str_in_output, other.additional_kwargs) == (True, {})
+
+
+def test_engines_have_the_trainers_rotary_positions_unless_set(tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    trainer = ["trainer.rope_theta=7.0", "trainer.rope_scaling={rope_type='linear', factor=2.0}"]
+    assert engine_rope(load(tmp_path)) == ({}, None)
+    assert engine_rope(load(tmp_path, *trainer)) == (scaling, 7.0)
+    assert engine_rope(load(tmp_path, *trainer, "generator.rope_theta=9.0")) == (scaling, 9.0)
+    own = {"rope_type": "linear", "factor": 3.0}
+    assert engine_rope(
+        load(tmp_path, *trainer, "generator.rope_scaling.factor=3.0", "generator.rope_scaling.rope_type=linear")
+    ) == (
+        own,
+        7.0,
+    )
+
+
+def test_gpus_of_a_replica(tmp_path: Path) -> None:
+    assert engine_gpus(InferenceEngineConfig()) == 1
+    assert engine_gpus(InferenceEngineConfig(tensor_parallel_size=3, pipeline_parallel_size=2)) == 6
+    wide = load(tmp_path, "generator.inference_engine.tensor_parallel_size=3", "slurm.gpus_per_node=8")
+    assert replicas_per_node(wide) == 2

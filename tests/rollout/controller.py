@@ -22,12 +22,13 @@ from hpcrl.types import GroupMeta, Work
 
 
 class FakeController:
-    """Set `work`, `version` and `stop`; look at `completed`, `claims` and `leases`."""
+    """Set `work`, `version`, `stop` and `claim_takes`, in seconds; look at `completed`, `claims` and `leases`."""
 
     def __init__(self) -> None:
         self.work: deque[Work] = deque()
         self.version = 0
         self.stop: str | None = None
+        self.claim_takes = 0.0
         self.completed: list[GroupMeta] = []
         self.claims: list[dict[str, Any]] = []
         self.leases: list[dict[str, Any]] = []
@@ -39,6 +40,7 @@ class FakeController:
             if time.monotonic() > deadline:
                 break
             await asyncio.sleep(0.02)
+        await asyncio.sleep(self.claim_takes)
         work = [self.work.popleft().to_json() for _ in range(min(body["capacity"], len(self.work)))]
         return {"stop": self.stop, "version": self.version, "work": work}
 

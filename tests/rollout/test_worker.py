@@ -162,10 +162,18 @@ def test_running_groups_keep_their_older_version(
     assert {meta.oldest_version for meta in controller.completed} == {0}
 
 
+@pytest.mark.parametrize("claim_takes", [0.0, 1.0])
 def test_evaluation_is_not_interrupted_by_new_weights(
-    run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any], models: list[Path]
+    run: Run,
+    controller: FakeController,
+    server: Server,
+    with_engine: WithEngine[Any],
+    models: list[Path],
+    claim_takes: float,
 ) -> None:
+    """Also where the worker hears of them while the claim's answer is still on its way."""
     publish(run, 1, models[1])
+    controller.claim_takes = claim_takes
     controller.work.extend(item(f"e{i}", "eval", 1) for i in range(3))
     controller.version = 1
     thread, failed = start(run, server, with_engine)
