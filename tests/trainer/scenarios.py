@@ -106,6 +106,9 @@ def variants(world: World, options: dict[str, Any]) -> None:
         show(f"{options['out']}/{name}.json", trained, world)
         if world.first:
             save_file(tensors, f"{options['out']}/{name}.safetensors")
+            norm = engine._policy.model.base_model.norm.weight
+            share = norm.to_local().numel() / norm.numel()
+            Path(f"{options['out']}/{name}.share").write_text(json.dumps(share))
 
 
 def poisoned(world: World, options: dict[str, Any]) -> None:

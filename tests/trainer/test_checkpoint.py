@@ -139,6 +139,12 @@ def test_copies_and_frozen_parameters_are_saved_and_other_optimizer_settings_hol
     assert len(moments) < len(list(engine._policy.parameters())), "what is frozen has no state"
     assert all(moment.full_tensor().abs().max() > 0 for moment in moments)
 
+    bf16 = {"policy": {"fsdp_config": {"mixed_precision": {"master_dtype": "bf16"}}, **frozen}}
+    other = scenarios.make_engine(alone, str(model_path), {"trainer": bf16})
+    other.restore(run.checkpoint(1))
+    for name, parameter in scenarios.parameters(engine).items():
+        assert torch.equal(scenarios.parameters(other)[name], parameter.bfloat16()), name
+
 
 def test_random_state_is_restored_or_derived(lives: Path, model_path: Path, tmp_path: Path, alone: World) -> None:
     path = tmp_path / "run"

@@ -228,6 +228,13 @@ def test_a_gradient_that_is_not_finite_is_skipped(results: Path, ranks: int) -> 
     assert facts == {"skipped": [True, False], "same": True, "updates": 1}
 
 
+def test_copies_are_held_by_fewer_ranks(results: Path) -> None:
+    shares = {
+        name: json.loads((results / f"{name}.share").read_text()) for name in ("two-copies", "resharded-over-two")
+    }
+    assert shares == {"two-copies": 1 / 2, "resharded-over-two": 1 / 4}
+
+
 def test_deterministic_kernels_only(results: Path, model_path: Path) -> None:
     """Gradient checkpointing, padded samples and two ranks: all of it has deterministic kernels, and the result is the same."""
     options = {"model": str(model_path), "run": str(results / "run"), "out": str(results / "deterministic.json")}
