@@ -70,7 +70,7 @@ _TABLE: tuple[tuple[Verdict, str], ...] = (
     ),
     (
         Verdict("refused", "prompts would become other tokens", "warning"),
-        "trainer.disable_fast_tokenizer trainer.max_length generator.chat_template generator.chat_template_kwargs",
+        "trainer.max_length generator.chat_template generator.chat_template_kwargs",
     ),
     (
         Verdict("refused", "groups that wait to be trained have the old number of samples"),

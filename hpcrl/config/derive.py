@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.config.data import DataConfig
 from hpcrl.config.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.megatron import MegatronModelConfig
+from hpcrl.config.model import FSDPConfig, MixedPrecisionConfig
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.errors import DataError
 
@@ -49,6 +50,13 @@ def temperature(config: Config) -> float:
 def ref_model_path(trainer: TrainerConfig) -> str:
     """Return the model that the KL divergence compares with; where it is not set: the policy's initial model."""
     return trainer.ref.model.path or trainer.policy.model.path
+
+
+def ref_sharding(trainer: TrainerConfig) -> FSDPConfig:
+    """Return how the reference model is sharded, and its number type; where that is not set: the policy's."""
+    own = trainer.ref.fsdp_config
+    dtype = own.mixed_precision.param_dtype or trainer.policy.fsdp_config.mixed_precision.param_dtype
+    return FSDPConfig(**{**vars(own), "mixed_precision": MixedPrecisionConfig(param_dtype=dtype)})
 
 
 def uses_reference(trainer: TrainerConfig) -> bool:

@@ -61,9 +61,6 @@ class InferenceEngineConfig:
     use_flashinfer: bool = False
     """Use FlashInfer for attention; needs GPUs with vLLM's FlashInfer. Otherwise vLLM chooses."""
 
-    use_flashinfer_sampler: bool = False
-    """Use FlashInfer for sampling."""
-
     gpu_memory_utilization: float = 0.8
     """Share of a GPU's memory that the engine may use; no effect on CPU."""
 

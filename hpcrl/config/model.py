@@ -137,7 +137,13 @@ class MixedPrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDPConfig:
+class RefPrecisionConfig:
+    param_dtype: Literal["bf16", "fp32", "fp16"] | None = None
+    """Number type of parameters and activations of the reference model; unset: as the policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory outside forward and backward."""
 
@@ -147,10 +153,18 @@ class FSDPConfig:
     fsdp_size: int = -1
     """Ranks that share one copy of the parameters; further ranks hold further copies; -1, or more than there are: all ranks share one."""
 
-    mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
-
     wrap_policy: dict[str, Any] = field(default_factory=dict)
     """Which modules are sharded as units: transformer_layer_cls_to_wrap (class names), min_num_params (a module becomes one when so many parameters in it are in none yet) or disable (one unit only); empty: each decoder layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPConfig(ShardingConfig):
+    mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefFSDPConfig(ShardingConfig):
+    mixed_precision: RefPrecisionConfig = field(default_factory=RefPrecisionConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +240,7 @@ class RefConfig:
     sequence_parallel_size: int = 1
     """Ranks that share the tokens of one sample in the reference's forward pass."""
 
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: RefFSDPConfig = field(default_factory=RefFSDPConfig)
 
     megatron_config: MegatronModelConfig = field(default_factory=MegatronModelConfig)
 

@@ -86,7 +86,6 @@ WAITS: dict[str, Wait] = {
     "trainer.profiler.enable_nsys": _TRACKING,
     "trainer.upload": _TRACKING,
     "trainer.flash_attn_version": Wait("a choice between versions of FlashAttention"),
-    "trainer.disable_fast_tokenizer": Wait("slow tokenizers, which transformers 5 does not have"),
     "trainer.ckpt_interval_epochs": Wait("checkpoints by epochs"),
     "trainer.ckpt_mode": Wait("checkpoints in the background"),
     "trainer.max_tokens_per_micro_batch": _ALGORITHMS,
@@ -99,9 +98,6 @@ WAITS: dict[str, Wait] = {
     "generator.inference_engine.weight_sync_backend": Wait("weights pushed over NCCL"),
     "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Wait("colocated engines"),
     "generator.inference_engine.fully_sharded_loras": _LORA,
-    "generator.inference_engine.use_flashinfer_sampler": Wait(
-        "a FlashInfer sampler that gives each sample its own seed and the log-probability it was sampled with"
-    ),
     "generator.max_turns": _TURNS,
     "generator.max_input_length": _TURNS,
     "generator.use_conversation_multi_turn": _TURNS,
@@ -179,6 +175,7 @@ DEFAULTS: dict[str, str] = {
     "trainer.run_name": "a run is a directory, so two runs cannot share SkyRL's one name",
     "trainer.logger": "needs neither an account nor a network",
     "trainer.profiler.ranks": "a profile of no rank would be empty; SkyRL's megatron_config.torch_profiler_config.ranks is []",
+    "trainer.ref.fsdp_config.mixed_precision.param_dtype": "the reference computes as the policy, unless it says otherwise",
     "trainer.rope_scaling": _EMPTY,
     "generator.rope_scaling": _EMPTY,
     "generator.sampling_params.additional_kwargs": _EMPTY,

@@ -160,9 +160,6 @@ class TrainerConfig:
     flash_attn_version: Literal[2, 3] | None = None
     """Version of FlashAttention; unset: PyTorch's choice."""
 
-    disable_fast_tokenizer: bool = False
-    """Use the slow (Python) tokenizer."""
-
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     """Scaling of rotary positions in policy and reference, as rope_parameters of config.json (rope_type, factor …); exports carry it; empty: the model's own."""
 

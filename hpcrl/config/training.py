@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.derive import ref_ranks, trainer_ranks
-from hpcrl.config.model import FSDPConfig, MixedPrecisionConfig
+from hpcrl.config.model import ShardingConfig
 from hpcrl.config.problem import Problem, shown
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def sharding(config: Config) -> Iterator[Problem]:
         yield from _shards(f"trainer.{role}.fsdp_config", getattr(trainer, role).fsdp_config, ranks)
 
 
-def _shards(path: str, fsdp: FSDPConfig, ranks: int) -> Iterator[Problem]:
+def _shards(path: str, fsdp: ShardingConfig, ranks: int) -> Iterator[Problem]:
     copy, kept = ranks if fsdp.fsdp_size == -1 else min(fsdp.fsdp_size, ranks), fsdp.reshard_after_forward
     if ranks % copy:
         yield Problem(
@@ -52,16 +52,6 @@ def units(config: Config) -> Iterator[Problem]:
                 yield Problem(f"{path}.{name}", f"expected {_UNITS[name][1]}, found {shown(value)}")
         if len(policy) > 1 and policy.keys() <= _UNITS.keys():
             yield Problem(path, f"expected one of {', '.join(policy)}; leave the others out")
-
-
-def reference_types(config: Config) -> Iterator[Problem]:
-    precision = config.trainer.ref.fsdp_config.mixed_precision
-    for name in ("reduce_dtype", "master_dtype"):
-        if getattr(precision, name) != getattr(MixedPrecisionConfig(), name):
-            yield Problem(
-                f"trainer.ref.fsdp_config.mixed_precision.{name}",
-                "has no effect: the reference is not trained and is kept in param_dtype; leave it out",
-            )
 
 
 def schedule(config: Config) -> Iterator[Problem]:

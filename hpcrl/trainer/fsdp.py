@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from hpcrl.config.derive import ref_model_path
+from hpcrl.config.derive import ref_model_path, ref_sharding
 from hpcrl.config.model import OptimizerConfig
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.trainer.engine import Objective, StepReport
@@ -59,7 +59,7 @@ class FsdpEngine:
                 self._policy.model.enable_input_require_grads()
         self._reference: PackedPolicy | None = None
         if trainer.algorithm.use_kl_loss:
-            self._reference = load_policy(reference_source(trainer), trainer.ref.fsdp_config, passes, world)
+            self._reference = load_policy(reference_source(trainer), ref_sharding(trainer), passes, world)
         trained = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.Adam(trained, **adam_settings(trainer.policy.optimizer_config))
 

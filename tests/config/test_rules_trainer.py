@@ -37,14 +37,6 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ),
     ({UNITS: {"min_num_params": 5, "disable": True}}, UNITS, "leave the others out", {UNITS: {"min_num_params": 5}}),
     (
-        {f"{REF}.mixed_precision.master_dtype": "bf16"}, f"{REF}.mixed_precision.master_dtype", "kept in param_dtype",
-        {f"{FSDP}.mixed_precision.master_dtype": "bf16"},
-    ),
-    (
-        {f"{REF}.mixed_precision.reduce_dtype": "bf16"}, f"{REF}.mixed_precision.reduce_dtype", "is not trained",
-        {f"{REF}.mixed_precision.param_dtype": "fp16"},
-    ),
-    (
         {f"{OPTIMIZER}.min_lr_factor": 0.1}, f"{OPTIMIZER}.min_lr_factor", "which never falls",
         {f"{OPTIMIZER}.min_lr_factor": 0.1, f"{OPTIMIZER}.scheduler": "sqrt"},
     ),

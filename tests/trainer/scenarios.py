@@ -40,7 +40,6 @@ def make_engine(world: World, model: str, options: dict[str, Any]) -> FsdpEngine
             "optimizer_config": {"lr": 2e-3, "scheduler": "linear", "num_warmup_steps": 1},
             "fsdp_config": fsdp,
         },
-        "ref": {"fsdp_config": fsdp},
         "algorithm": {"use_kl_loss": True},
         "gradient_checkpointing": False,
     }

@@ -31,7 +31,8 @@ def variant(micro: int, forward: int = 4, **trainer: Any) -> dict[str, Any]:
 
 
 def fsdp(micro: int = 2, **options: Any) -> dict[str, Any]:
-    return variant(micro, policy={"fsdp_config": options}, ref={"fsdp_config": options})
+    shared = {name: value for name, value in options.items() if name != "mixed_precision"}
+    return variant(micro, policy={"fsdp_config": options}, ref={"fsdp_config": shared})
 
 
 def adam(**options: Any) -> dict[str, Any]:

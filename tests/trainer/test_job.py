@@ -49,7 +49,6 @@ def make_run(path: Path, model: Path) -> Run:
                     "optimizer_config": {"lr": 1e-3},
                     "fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}},
                 },
-                "ref": {"fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}}},
                 "profiler": {"enable": True},
                 "train_batch_size": 4,
                 "policy_mini_batch_size": 2,

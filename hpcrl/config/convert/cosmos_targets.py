@@ -106,7 +106,9 @@ def _rollout() -> dict[str, Target]:
         **renamed("rollout", sampling, "max_response_length=max_generate_length include_stop_str_in_output"),
         **renamed("rollout.sampling_config", sampling, "temperature top_p repetition_penalty"),
         "rollout.sampling_config.top_k": To(f"{sampling}.top_k", {0: -1}),
-        "rollout.sampling_config.use_flashinfer": To(f"{engine}.use_flashinfer_sampler"),
+        "rollout.sampling_config.use_flashinfer": Dropped(
+            "vLLM turns that sampler off where it returns the log-probabilities and takes the seeds that training needs"
+        ),
         "rollout.n_generation": To("generator.n_samples_per_prompt"),
         **alike("rollout", "n_generation_to_batch n_generation_mini_batch batch_size mode", _VLLM),
         "rollout.async_config.max_concurrent_requests": _VLLM,

@@ -104,6 +104,8 @@ _DROPPED: dict[str, str] = {
     "trainer.policy.deepspeed_config": _DEEPSPEED,
     "trainer.critic.deepspeed_config": _DEEPSPEED,
     "trainer.ref.deepspeed_config": _DEEPSPEED,
+    "trainer.disable_fast_tokenizer": "transformers 5 has one tokenizer per model",
+    "trainer.ref.fsdp_config.mixed_precision.reduce_dtype": "the reference is not trained",
     "defaults": _HYDRA,
     "hydra": _HYDRA,
 }
