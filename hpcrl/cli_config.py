@@ -49,6 +49,7 @@ def add_config(commands: argparse._SubParsersAction) -> None:
         help="one file (.toml, .yaml, .sh), or the words of a SkyRL command",
     )
     convert.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the TOML here (default: print it)")
+    convert.add_argument("--all", action="store_true", help="report what is as it was too, a line for each setting")
     convert.add_argument("--from", dest="source", choices=("skyrl", "cosmos"), help="default: by the file's suffix")
 
 
@@ -110,12 +111,11 @@ def _convert(arguments: argparse.Namespace) -> int:
     if arguments.output and arguments.output.exists():
         raise ConfigError(f"{arguments.output} exists; move it away, or choose another --output")
     conversion = _converted(arguments.settings, arguments.source)
-    for entry in conversion.entries:
-        print(entry, file=sys.stderr)
     if arguments.output:
         arguments.output.write_text(conversion.to_toml())
     else:
-        print(conversion.to_toml(), end="")
+        print(conversion.to_toml(), end="", flush=True)
+    print(conversion.report(arguments.all), end="", file=sys.stderr)
     return int(conversion.incomplete)
 
 

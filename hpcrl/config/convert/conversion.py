@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, get_args
 
 from hpcrl.config.difference import value_as_toml
 from hpcrl.config.load import nested
+from hpcrl.config.problem import Problem
 from hpcrl.config.root import Config
+from hpcrl.config.rules import impossible
 from hpcrl.config.status import Wait, wait_of
 from hpcrl.config.surface import Setting, leaves, settings
+from hpcrl.config.validate import build
 from hpcrl.errors import ConfigError
 
-Kind = Literal["mapped", "translated", "dropped", "waits", "unknown", "conflict"]
+Kind = Literal["mapped", "dropped", "translated", "waits", "unknown", "conflict"]
 _INCOMPLETE: tuple[Kind, ...] = ("waits", "unknown", "conflict")
+_DATASETS = ("data.train_data", "data.val_data")
+_FILES = (".parquet", ".json", ".jsonl")
+_VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+_MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -21,8 +32,8 @@ class Entry:
     """What became of one setting.
 
     Attributes:
-        kind: mapped (the same value, perhaps under another name), translated (another value), dropped (has no place here), waits
-            (for a feature that is still to be built), unknown (the source does not know it either), conflict (it contradicts another).
+        kind: mapped (as it was, perhaps under another name), translated (said in another way), dropped (has no place here), waits
+            (for a feature that is still to be built), unknown (the source does not know it either), conflict (something is wrong with it).
         source: dotted path in the source.
         target: dotted path here; empty where there is none.
         message: why, and what to do.
@@ -34,8 +45,14 @@ class Entry:
     message: str = ""
 
     def __str__(self) -> str:
-        names = self.source if self.target in ("", self.source) else f"{self.source} -> {self.target}"
-        return f"{self.kind:10} {names}" + (f": {self.message}" if self.message else "")
+        return self.of([self.source])
+
+    def of(self, sources: list[str]) -> str:
+        """Return the line for several settings of which the same is to be said."""
+        more = len(sources) - _MOST_NAMED
+        names = ", ".join(sources[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        arrow = "" if self.target in ("", names) else f" -> {self.target}"
+        return f"{self.kind:10} {names}{arrow}" + (f": {self.message}" if self.message else "")
 
 
 @dataclass
@@ -62,16 +79,51 @@ class Conversion:
 
     def finish(self) -> None:
         """Note what waits, and everything that is wrong with the result or missing in it."""
-        for setting, value in self._changed():
+        changed = self._changed()
+        for setting, value in changed:
             if wait := self._waits_for(setting, value):
-                self.note("waits", setting.path, "", f"{value_as_toml(value)} is not available yet ({wait.feature})")
-        active = {s.path: value for s, value in self._changed() if not self._waits_for(s, value)}
-        try:
-            Config.from_dict(nested(active))
-        except ConfigError as error:
-            for line in str(error).splitlines():
-                path, _, message = line.partition(": ")
+                self.note("waits", setting.path, "", f"not available yet ({wait.feature})")
+            if setting.location:
+                self._check_location(setting.path, value)
+        told = {entry.target for entry in self.entries if entry.kind == "conflict"}
+        for problem in _problems({setting.path: value for setting, value in changed}):
+            if problem.path not in told:
+                self.note("conflict", problem.path, "", problem.message)
+
+    def _check_location(self, path: str, value: Any) -> None:
+        for item in value if isinstance(value, list) else [value]:
+            if _VARIABLE.search(item):
+                message = (
+                    f"{value_as_toml(item)} names a variable of the shell, which hpcrl does not resolve; write it out"
+                )
                 self.note("conflict", path, "", message)
+            elif path in _DATASETS and not item.endswith(_FILES):
+                self.note(
+                    "waits",
+                    path,
+                    "",
+                    f"{value_as_toml(item)} is no {', '.join(_FILES)} file; download it from its hub, and name that",
+                )
+
+    def report(self, every: bool = False) -> str:
+        """Return what became of the settings, a line each, and how many there are of each kind.
+
+        Args:
+            every: a line for each setting, in the order of the source; otherwise what is as it was is left out, settings of which
+                the same is to be said share a line, and what needs a hand comes last.
+        """
+        kinds: tuple[Kind, ...] = get_args(Kind)
+        if every:
+            lines = [str(entry) for entry in self.entries]
+        else:
+            alike: dict[tuple[Kind, str, str], list[Entry]] = {}
+            for entry in self.entries:
+                if entry.kind != "mapped" or entry.message:
+                    alike.setdefault((entry.kind, entry.target, entry.message), []).append(entry)
+            ordered = sorted(alike.values(), key=lambda entries: kinds.index(entries[0].kind))
+            lines = [entries[0].of([entry.source for entry in entries]) for entries in ordered]
+        count = Counter(entry.kind for entry in self.entries)
+        return "\n".join([*lines, ", ".join(f"{count[kind]} {kind}" for kind in kinds if count[kind])]) + "\n"
 
     def to_toml(self) -> str:
         """Return TOML with the settings that differ from the defaults; those that wait are comments, each in its table."""
@@ -97,6 +149,26 @@ class Conversion:
     def _waits_for(setting: Setting, value: Any) -> Wait | None:
         wait = wait_of(setting.path)
         return None if wait is None or value in wait.works else wait
+
+
+@cache
+def known() -> dict[str, Setting]:
+    """Return the settings and sections here, by dotted path."""
+    return {setting.path: setting for setting in settings(Config)}
+
+
+def directory_name(text: str) -> str | None:
+    """Return a name of a project or a run that resembles a text, or None where nothing of it can be in one."""
+    return _NOT_IN_NAMES.sub("-", text).strip("-._") or None
+
+
+def _problems(values: dict[str, Any]) -> list[Problem]:
+    """Return what is wrong with settings, those that wait included."""
+    try:
+        return impossible(build(Config, nested(values)))
+    except ConfigError as error:
+        found = (line.partition(": ") for line in str(error).splitlines())
+        return [Problem(path, message) for path, _, message in found]
 
 
 def _at(tree: Any, path: str) -> Any:

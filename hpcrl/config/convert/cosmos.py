@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from hpcrl.config.convert import cosmos_generation, cosmos_training
-from hpcrl.config.convert.conversion import Conversion
+from hpcrl.config.convert.conversion import Conversion, known
 from hpcrl.config.convert.cosmos_idle import idle
 from hpcrl.config.convert.cosmos_resolve import Resolved, resolve
 from hpcrl.config.convert.cosmos_targets import TARGETS
@@ -14,8 +14,6 @@ from hpcrl.config.convert.mapping import Dropped, To, Translated
 from hpcrl.config.difference import value_as_toml
 from hpcrl.config.lines import line_of
 from hpcrl.config.load import parse
-from hpcrl.config.root import Config
-from hpcrl.config.surface import settings
 
 RULES = (*cosmos_training.RULES, *cosmos_generation.RULES)
 
@@ -76,19 +74,14 @@ def _note(conversion: Conversion, path: str, source: Resolved, without: str | No
 
 def _note_result(conversion: Conversion, path: str, given: Any, target: To | Translated) -> None:
     names = (target.path,) if isinstance(target, To) else target.paths
-    results = {name: conversion.values.get(name) for name in names}
-    if len(names) == 1 and results[names[0]] == given and given is not None:
-        conversion.note("mapped", path, names[0])
-        return
-    said = {name: value for name, value in results.items() if value is not None and not _is_default(name, value)}
-    first, *others = said or names[:1]
-    found = [
-        value_as_toml(results[first]) + ("" if said else ", the default"),
-        *(f"{name} = {value_as_toml(said[name])}" for name in others),
-    ]
-    how = f" ({target.how})" if isinstance(target, Translated) else ""
-    conversion.note("translated", path, first, ", ".join(found) + how)
-
-
-def _is_default(path: str, value: Any) -> bool:
-    return any(setting.path == path and setting.is_default(value) for setting in settings(Config))
+    results = {name: conversion.values[name] for name in names if name in conversion.values}
+    said = {name: value for name, value in results.items() if value is not None and not known()[name].is_default(value)}
+    how = target.how if isinstance(target, Translated) else ""
+    if not results:
+        conversion.note("dropped", path, "", how)
+    elif not said or said == {names[0]: given}:
+        conversion.note("mapped", path, next(iter(said or results)))
+    else:
+        first, *others = said
+        found = [value_as_toml(said[first]), *(f"{name} = {value_as_toml(said[name])}" for name in others)]
+        conversion.note("translated", path, first, ", ".join(found) + (f" ({how})" if how else ""))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
-from hpcrl.config.convert.conversion import Entry
+from hpcrl.config.convert.conversion import Entry, directory_name
 from hpcrl.config.convert.cosmos_idle import POLICY, ROBOT_TRAINERS, is_grpo, is_robot
 from hpcrl.config.convert.cosmos_resolve import Resolved
 from hpcrl.config.convert.cosmos_training import Rule
@@ -139,19 +138,15 @@ def distillation(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
 def names(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     project, experiment, output = "logging.project_name", "logging.experiment_name", "train.output_dir"
     if project in source.given:
-        values["trainer.project_name"] = _directory_name(source[project])
+        values["trainer.project_name"] = directory_name(source[project])
     named = source[experiment] not in (None, "", "None")
     run = source[experiment] if named else PurePosixPath(source[output]).name if output in source.given else ""
     stamp = source["train.timestamp"]
-    values["trainer.run_name"] = _directory_name(f"{run}-{stamp}" if run and stamp else run or stamp)
+    values["trainer.run_name"] = directory_name(f"{run}-{stamp}" if run and stamp else run or stamp)
     if named and output in source.given:
         yield Entry("dropped", output, "", f"the run is named after {experiment}; it lies below slurm.root")
     elif experiment in source.given and not named:
         yield Entry("translated", experiment, "trainer.run_name", "none: the run is named after train.output_dir")
-
-
-def _directory_name(text: str) -> str | None:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or None
 
 
 def logging(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:

@@ -139,7 +139,7 @@ _IDLE = (
         'a pipeline with pp_schedule = "Interleaved1F1B"',
         lambda source: has_pipeline(source) and source["policy.parallelism.pp_schedule"] == "Interleaved1F1B",
     ),
-    Idle(_of_policy("kl_beta"), "a trainer of other models than robots'", lambda source: not is_robot(source)),
+    Idle(_of_policy("kl_beta", "mini_batch", "mu_iterations"), "a trainer of other models than robots'", lambda source: not is_robot(source)),
     Idle(
         _of_policy("entropy_coeff", "loss_type", "min_filter_prefix_tokens", "positive_nll_coef", "aipo_rho", "balance_dp_token"),
         "a trainer of language models",

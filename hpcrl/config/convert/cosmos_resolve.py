@@ -170,12 +170,10 @@ def _explained(path: str, known: Mapping[str, Field]) -> str:
     other = next((field.variant for field in fields() if field.path == path), "")
     if other:
         return f'Cosmos-RL has it only with type = "{other}" and ignores it here'
-    near = nearest(path, [field.setting for field in known.values() if field.since != "seed"])
-    return (
-        f"Cosmos-RL does not know it and ignores it; did you mean {' or '.join(near)}?"
-        if near
-        else ("Cosmos-RL does not know it and ignores it")
-    )
+    tables = sorted({other.rpartition(".")[0] for other in known} - {"", *known})
+    now = [field.setting for field in known.values() if field.since != "seed"]
+    near = nearest(path, [*now, *(_field(table, "section", "null", "", "").setting for table in tables)])
+    return "Cosmos-RL does not know it and ignores it" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
 
 def _with_defaults(given: Mapping[str, Any], known: Mapping[str, Field]) -> dict[str, Any]:

@@ -40,7 +40,8 @@ def _batches() -> dict[str, Target]:
         f"{policy}.uncentralized_training": Dropped("samples always take the way over the controller"),
         **alike(policy, "rollout_as_token_ids collect_rollout_logprobs", _TOKENS),
         "train.train_batch_per_replica": Translated(
-            ("trainer.train_batch_size",), "samples of all replicas to prompts: divided by rollout.n_generation"
+            ("trainer.train_batch_size",),
+            "samples of all replicas to prompts: divided by rollout.n_generation; with type = sft, of all their ranks",
         ),
         "train.sync_weight_interval": Translated(
             ("trainer.fully_async.sync_weight_interval",), "1 where trainer and engines take turns"

@@ -34,44 +34,44 @@ _MEANS = {
 _SCHEDULERS = {None: "constant_with_warmup", "none": "constant_with_warmup", "None": "constant_with_warmup"}
 
 
-def ranks(source: Resolved) -> int:
-    """Return the GPUs of all policy replicas; a dp_shard_size of -1 counts as the least that holds the experts."""
-    sizes = [
-        source[f"{_PARALLELISM}.{name}"]
-        for name in ("n_init_replicas", "tp_size", "pp_size", "cp_size", "dp_replicate_size")
-    ]
-    return math.prod(sizes) * _shards(source)
+def _ranks(source: Resolved) -> int:
+    """Return the GPUs of all policy replicas."""
+    return _copies(source) * math.prod(source[f"{_PARALLELISM}.{name}"] for name in ("tp_size", "pp_size", "cp_size"))
+
+
+def _copies(source: Resolved) -> int:
+    """Return how many ranks or groups of ranks of all policy replicas take samples of their own."""
+    return math.prod(source[f"{_PARALLELISM}.{name}"] for name in ("n_init_replicas", "dp_replicate_size")) * _shards(
+        source
+    )
 
 
 def _shards(source: Resolved) -> int:
+    """Return the ranks that share one copy of the parameters; -1 counts as the least that holds the experts."""
     size = source[f"{_PARALLELISM}.dp_shard_size"]
     return source[f"{_PARALLELISM}.ep_size"] if size == -1 else size
 
 
-def _slices(source: Resolved) -> int:
-    """Return the optimizer steps in one pass over a batch."""
-    per_step = source[f"{POLICY}.batch_size_per_optimize"] if is_grpo(source) else None
-    if not per_step or per_step < 0:
-        return 1
-    of_rank = source["train.train_batch_per_replica"] / (_shards(source) * source[f"{_PARALLELISM}.dp_replicate_size"])
-    return max(1, math.ceil(of_rank / per_step))
-
-
 def batches(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
-    path, mini = "train.train_batch_per_replica", f"{POLICY}.batch_size_per_optimize"
-    samples = source[path] * source[f"{_PARALLELISM}.n_init_replicas"]
-    group = source["rollout.n_generation"] if is_grpo(source) else 1
+    path, copies = "train.train_batch_per_replica", _copies(source)
+    if is_grpo(source):
+        samples, group = source[path] * source[f"{_PARALLELISM}.n_init_replicas"], source["rollout.n_generation"]
+    else:
+        samples, group = source[path] * copies, 1  # each rank of a replica loads so many
     prompts = max(1, math.ceil(samples / group))
     if prompts * group != samples:
         message = f"{samples} samples are no whole number of groups of {group}; rounded up to {prompts * group}, {prompts} x {group}"
         yield Entry("conflict", path, "trainer.train_batch_size", message)
-    wanted = _slices(source)
+    per_step = source[f"{POLICY}.batch_size_per_optimize"] if is_grpo(source) else None
+    wanted = max(1, math.ceil(samples / copies / per_step)) if per_step and per_step > 0 else 1
     slices = next(n for n in range(min(wanted, prompts), prompts + 1) if prompts % n == 0)
     if slices != wanted:
         message = f"{wanted} optimizer steps do not divide {prompts} prompts equally; {slices} do"
-        yield Entry("conflict", mini, "trainer.policy_mini_batch_size", message)
+        yield Entry("conflict", f"{POLICY}.batch_size_per_optimize", "trainer.policy_mini_batch_size", message)
     values["trainer.train_batch_size"] = prompts
     values["trainer.policy_mini_batch_size"] = prompts // slices
+    if is_robot(source):
+        return  # their trainers have one pass per chunk of actions
     micro = source[f"{POLICY}.mini_batch"]
     values["trainer.micro_forward_batch_size_per_gpu"] = micro
     values["trainer.micro_train_batch_size_per_gpu"] = (
@@ -124,6 +124,12 @@ def _reduction(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
         values[path] = "token_mean" if source[f"{POLICY}.balance_dp_token"] else "token_mean_legacy"
     elif kind in _MEANS:
         values[path] = _MEANS[kind]
+        if kind == "token-sum":
+            message = (
+                '"token_sum", the sum over a mini-batch; the source takes the mean of the sums of its micro-batches and ranks, so that '
+                "its gradients are smaller by their number: mind trainer.policy.optimizer_config.max_grad_norm"
+            )
+            yield Entry("translated", f"{POLICY}.loss_type", path, message)
     else:
         yield Entry(
             "conflict", f"{POLICY}.loss_type", path, f'expected one of token-mean, {", ".join(_MEANS)}, found "{kind}"'
@@ -156,7 +162,7 @@ def temperatures(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
         return
     path, own = f"{POLICY}.temperature", source[f"{POLICY}.temperature"]
     own, sampled = own if own > 1e-6 else 1.0, source["rollout.sampling_config.temperature"]
-    values[f"{_ALGORITHM}.temperature"] = own
+    values[f"{_ALGORITHM}.temperature"] = None if own == sampled else own
     if own != sampled:
         message = (
             f"training divides logits by {own:g}, sampling by {sampled:g} (rollout.sampling_config.temperature); both stay as "
@@ -181,14 +187,16 @@ def optimizer(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     if isinstance(warm_up, float) and warm_up <= 1:
         values[f"{_OPTIMIZER}.warmup_ratio"] = warm_up
     else:
-        per_step = _slices(source) * (source[f"{POLICY}.mu_iterations"] if is_grpo(source) else 1)
-        values[f"{_OPTIMIZER}.num_warmup_steps"] = int(warm_up) * per_step
+        per_step = values["trainer.train_batch_size"] // values["trainer.policy_mini_batch_size"]
+        values[f"{_OPTIMIZER}.num_warmup_steps"] = (
+            int(warm_up) * per_step * values.get("trainer.update_epochs_per_batch", 1)
+        )
     kind = source["train.optm_decay_type"]
     values[f"{_OPTIMIZER}.scheduler"] = _SCHEDULERS.get(kind, kind)
 
 
 def placement(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
-    total, path = ranks(source), f"{_PARALLELISM}.dp_shard_size"
+    total, path = _ranks(source), f"{_PARALLELISM}.dp_shard_size"
     on_node = next(n for n in range(min(_NODE, total), 0, -1) if total % n == 0)
     values["trainer.placement.policy_num_nodes"] = total // on_node
     values["trainer.placement.policy_num_gpus_per_node"] = on_node

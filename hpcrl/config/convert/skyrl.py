@@ -18,9 +18,9 @@ What counts is what the source's run did:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_origin
 
-from hpcrl.config.convert.conversion import Conversion
+from hpcrl.config.convert.conversion import Conversion, known
 from hpcrl.config.convert.mapping import Dropped, Target, To
 from hpcrl.config.convert.skyrl_fields import HARMLESS, OLD_DEFAULTS, SKYRL_DEFAULTS, TARGETS
 from hpcrl.config.convert.skyrl_source import Source, read_overrides, read_yaml
@@ -32,11 +32,9 @@ from hpcrl.config.convert.skyrl_translate import (
     is_fully_async,
     left_out_cap,
     location,
-    names_a_variable,
     other_placement,
 )
-from hpcrl.config.root import Config
-from hpcrl.config.surface import Setting, settings
+from hpcrl.config.difference import value_as_toml
 
 __all__ = ["TARGETS", "convert_overrides", "convert_yaml"]
 
@@ -70,6 +68,7 @@ _ONE_TURN = ("generator.use_conversation_multi_turn", "generator.append_eos_toke
 _REMARKS = {
     _TRAIN + "repetition_penalty": "SkyRL never hands it to the engine; here it has its effect",
     _EVAL + "repetition_penalty": "SkyRL never hands it to the engine; here it has its effect",
+    _ALGORITHM + "zero_variance_filter": "SkyRL's has no effect on rewards per token, its default; here it always has",
     _ENGINE + "enable_chunked_prefill": "SkyRL never hands it to the engine; here it has its effect",
 }
 
@@ -102,9 +101,8 @@ def convert_overrides(words: Sequence[str], origin: str) -> Conversion:
 
 
 def _convert(source: Source, conversion: Conversion) -> Conversion:
-    known = {setting.path: setting for setting in settings(Config)}
     for path in source.names:
-        _convert_setting(source, conversion, path, known)
+        _convert_setting(source, conversion, path)
     for complete in (_left_out, _old_loss, _placement, left_out_cap, _eval_sampling, _fully_async, _gpus_per_node):
         complete(source, conversion)
     order = {name: index for index, name in enumerate(source.names.values())}
@@ -113,33 +111,30 @@ def _convert(source: Source, conversion: Conversion) -> Conversion:
     return conversion
 
 
-def _convert_setting(source: Source, conversion: Conversion, path: str, known: dict[str, Setting]) -> None:
+def _convert_setting(source: Source, conversion: Conversion, path: str) -> None:
     name, target = source.names[path], TARGETS[path]
     if reason := _without_effect(source, path):
         conversion.note("dropped", name, "", reason)
     elif isinstance(target, Dropped) and path not in TRANSLATIONS:
         harmless = path not in HARMLESS or source.given.get(path) in HARMLESS[path]
-        also = f" ({source.unread[path]})" if path in source.unread else ""
-        conversion.note("dropped" if harmless else "conflict", name, "", target.reason + also)
+        conversion.note("dropped" if harmless else "conflict", name, "", target.reason)
     elif path in source.unread:
         conversion.note("conflict", name, "", source.unread[path])
     elif path in TRANSLATIONS:
         TRANSLATIONS[path](source, conversion, path)
     else:
-        _map(source, conversion, path, target, known)
+        _map(source, conversion, path, target)
 
 
-def _map(source: Source, conversion: Conversion, path: str, target: Target, known: dict[str, Setting]) -> None:
+def _map(source: Source, conversion: Conversion, path: str, target: Target) -> None:
     assert isinstance(target, To)
-    value, name, setting = source.given[path], source.names[path], known.get(target.path)
+    value, name, setting = source.given[path], source.names[path], known().get(target.path)
     if value is None or isinstance(value, str):
         value = target.values.get(value, value)
     if setting and setting.location:
         value = location(value)
-        if names_a_variable(value):
-            conversion.note(
-                "conflict", name, target.path, f"{value!r} names a variable of the shell, which hpcrl does not resolve"
-            )
+    if isinstance(value, str) and setting and all(get_origin(kind) is list for kind in setting.types):
+        value = [value]
     if value is None and setting and not setting.optional and setting.default != {}:
         conversion.note("conflict", name, target.path, f"null has no meaning here; expected {setting.expects()}")
         return
@@ -197,7 +192,7 @@ def _left_out(source: Source, conversion: Conversion) -> None:
 def _write_default(source: Source, conversion: Conversion, path: str) -> None:
     conversion.values[path] = source[path]
     layout = "old layout's default" if source.old and path in OLD_DEFAULTS else "default"
-    conversion.note("mapped", path, path, f"left out: SkyRL's {layout}, {source[path]!r}")
+    conversion.note("mapped", path, path, f"left out: SkyRL's {layout}, {value_as_toml(source[path])}")
 
 
 def _old_loss(source: Source, conversion: Conversion) -> None:
@@ -240,7 +235,7 @@ def _eval_sampling(source: Source, conversion: Conversion) -> None:
         if value is None and source[_TRAIN + name]:
             value = empty.get(name)
         conversion.values[_EVAL + name] = value
-    if added := [f"{name} = {chosen[name]!r}" for name in written if name not in given]:
+    if added := [f"{name} = {value_as_toml(chosen[name])}" for name in written if name not in given]:
         conversion.note(
             "translated",
             _EVAL[:-1],

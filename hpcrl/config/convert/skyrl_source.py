@@ -94,8 +94,7 @@ def read_overrides(words: Sequence[str], conversion: Conversion) -> Source:
                 conversion.note("unknown", word, "", "expected name=value")
             continue
         started = True
-        _note_prefix(match[1], match[2], conversion)
-        if "~" not in match[1]:
+        if _takes(match[1], match[2], conversion):
             _merge(tree, _parse_override(word, match[2], match[3], conversion.origin))
     source.old = any(path in REFUSED for path, _, _ in _settings(tree))
     _fill(source, tree, conversion)
@@ -183,19 +182,18 @@ def _parse_override(word: str, name: str, value: str, origin: str) -> dict[str, 
     return found
 
 
-def _note_prefix(prefix: str, name: str, conversion: Conversion) -> None:
-    known = any(name == path or name.startswith(path + ".") for path in TARGETS)
+def _takes(prefix: str, name: str, conversion: Conversion) -> bool:
+    """Return whether a word with such a prefix sets something, and note the prefix."""
     if "~" in prefix:
         conversion.note("conflict", "~" + name, "", "deletes a setting; leave it out here, and its default counts")
-    elif "+" in prefix and known:
-        conversion.note("translated", prefix + name, name, "SkyRL has this setting; the + is left out")
-    elif "+" in prefix:
-        conversion.note(
-            "translated",
-            prefix + name,
-            "",
-            "a + adds a setting; here declare it in a subclass of hpcrl.config.Config (config_class)",
-        )
+        return False
+    if not prefix or any(name == path or name.startswith(path + ".") for path in TARGETS):
+        if prefix:
+            conversion.note("translated", prefix + name, name, "SkyRL has this setting; the + is left out")
+        return True
+    message = "SkyRL has no such setting; here declare it in a subclass of hpcrl.config.Config (config_class)"
+    conversion.note("unknown", prefix + name, "", message)
+    return False
 
 
 def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from hpcrl.config.convert.conversion import Conversion
+from hpcrl.config.convert.conversion import Conversion, directory_name
 from hpcrl.config.convert.skyrl_source import Source
 
 _PLACEMENT = "trainer.placement."
@@ -14,10 +14,7 @@ _ALGORITHM = "trainer.algorithm."
 _CORRECTION = _ALGORITHM + "off_policy_correction."
 _ENGINE = "generator.inference_engine."
 _CRITIC = "trainer.critic.model.path"
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
-_VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
 _HOME = re.compile(r"\$(?:HOME|\{HOME\})(?=/|$)")
-_FILES = (".parquet", ".json", ".jsonl")
 
 Translation = Callable[[Source, Conversion, str], None]
 
@@ -49,43 +46,9 @@ def location(value: Any) -> Any:
     return _HOME.sub("~", value, count=1) if isinstance(value, str) and _HOME.match(value) else value
 
 
-def names_a_variable(value: Any) -> bool:
-    return any(
-        isinstance(item, str) and _VARIABLE.search(item) for item in (value if isinstance(value, list) else [value])
-    )
-
-
-def datasets(source: Source, conversion: Conversion, path: str) -> None:
+def name_of_directory(source: Source, conversion: Conversion, path: str) -> None:
     value, name = source.given[path], source.names[path]
-    value = [value] if isinstance(value, str) else [] if value is None else value
-    found = conversion.values[path] = location(value)
-    same = found == source.given[path]
-    conversion.note("mapped" if same else "translated", name, path, "" if same else "a list of paths, with ~ for $HOME")
-    for item in found if isinstance(found, list) else []:
-        if isinstance(item, str) and _VARIABLE.search(item):
-            conversion.note(
-                "conflict",
-                name,
-                path,
-                f"{item!r} names a variable of the shell, which hpcrl does not resolve; write it out",
-            )
-        elif isinstance(item, str) and not item.endswith(_FILES):
-            conversion.note(
-                "conflict",
-                name,
-                path,
-                f"{item!r} is a dataset on a hub; download it and name its {', '.join(_FILES)} file",
-            )
-
-
-def directory_name(source: Source, conversion: Conversion, path: str) -> None:
-    value, name = source.given[path], source.names[path]
-    if value is None:
-        conversion.note("mapped", name, path, "null: unset")
-        return
-    fitting = _NOT_IN_NAMES.sub("-", str(value)).strip("-._")
-    if fitting:
-        conversion.values[path] = fitting
+    fitting = conversion.values[path] = None if value is None else directory_name(str(value))
     if fitting == value:
         conversion.note("mapped", name, path)
     else:
@@ -101,10 +64,10 @@ def logger(source: Source, conversion: Conversion, path: str) -> None:
         conversion.note("translated", name, "", "`hpcrl submit --follow` shows metrics on the console, for every run")
         return
     conversion.values[path] = trackers[0]
-    kept = "metrics are in tensorboard/ of the run directory in any case"
-    conversion.note("mapped", name, path, kept if trackers[0] != "tensorboard" else "")
+    conversion.note("mapped", name, path)
     for tracker in trackers[1:]:
-        conversion.note("conflict", name, path, f"{tracker} beside {trackers[0]}: one tracker at a time; {kept}")
+        message = f"{tracker} beside {trackers[0]}: one tracker at a time; metrics are in tensorboard/ of the run directory in any case"
+        conversion.note("conflict", name, path, message)
 
 
 def strategy(source: Source, conversion: Conversion, path: str) -> None:
@@ -260,7 +223,7 @@ def other_placement(source: Source, conversion: Conversion, path: str) -> None:
             )
     elif value == policy:
         if path in source.given:
-            conversion.note("mapped", name, path, "as the policy's, which is the default here")
+            conversion.note("mapped", name, path)
     elif not shared:
         conversion.values[path] = value
         conversion.note("mapped", name, path, "" if path in source.given else f"left out: SkyRL's default, {value}")
@@ -308,18 +271,14 @@ def bf16(source: Source, conversion: Conversion, path: str) -> None:
 
 def max_input_length(source: Source, conversion: Conversion, path: str) -> None:
     value, name = source.given[path], source.names[path]
-    if value == source["trainer.max_prompt_length"]:
-        conversion.note("mapped", name, path, "as trainer.max_prompt_length, which is the default here")
-    else:
+    if value != source["trainer.max_prompt_length"]:  # which is the default here
         conversion.values[path] = value
-        conversion.note("mapped", name, path)
+    conversion.note("mapped", name, path)
 
 
 TRANSLATIONS: dict[str, Translation] = {
-    "data.train_data": datasets,
-    "data.val_data": datasets,
-    "trainer.project_name": directory_name,
-    "trainer.run_name": directory_name,
+    "trainer.project_name": name_of_directory,
+    "trainer.run_name": name_of_directory,
     "trainer.logger": logger,
     "trainer.strategy": strategy,
     "trainer.bf16": bf16,

@@ -39,3 +39,31 @@ def test_a_result_that_cannot_work_is_reported() -> None:
 def test_defaults_are_left_out() -> None:
     conversion = Conversion("somewhere", {"trainer.epochs": 1, "trainer.max_steps": None})
     assert conversion.to_toml() == "# converted by `hpcrl config convert` from somewhere\n"
+
+
+def test_the_report_ends_with_what_needs_a_hand() -> None:
+    conversion = Conversion("somewhere")
+    conversion.note("conflict", "x", "", "no")
+    conversion.note("mapped", "a", "b")
+    for name in ("c", "d", "e", "f", "g"):
+        conversion.note("dropped", name, "", "old")
+    conversion.note("mapped", "h", "h", "but")
+    assert conversion.report().splitlines() == [
+        "mapped     h: but",
+        "dropped    c, d, e, f and 1 more: old",
+        "conflict   x: no",
+        "2 mapped, 5 dropped, 1 conflict",
+    ]
+    every = conversion.report(every=True).splitlines()
+    assert every[:3] == ["conflict   x: no", "mapped     a -> b", "dropped    c: old"]
+    assert len(every) == 9
+
+
+def test_what_waits_takes_part_in_the_check_of_the_result() -> None:
+    values = {"data.train_data": ["t.parquet"], "trainer.policy.model.path": "m", "trainer.eval_interval": 0}
+    conversion = Conversion("somewhere", values | {"trainer.algorithm.advantage_estimator": "gae"})
+    conversion.finish()
+    assert [(entry.kind, entry.source) for entry in conversion.entries] == [
+        ("waits", "trainer.algorithm.advantage_estimator"),
+        ("conflict", "trainer.critic.model.path"),
+    ]
