@@ -65,6 +65,7 @@ def options(run: Run, config: Config) -> ServerOptions:
         on_cpu=config.slurm.gpus_per_node == 0,
         run_name=run.name,
         token_file=run.token,
+        model_config_kwargs=config.trainer.policy.model_config_kwargs,
         rope_scaling=rope_scaling,
         rope_theta=rope_theta,
     )

@@ -224,7 +224,7 @@ class PolicyConfig:
     """Write a snapshot of CUDA memory history after each optimizer step into the run directory."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Replaces entries of the model's config.json in the trainer and in exports; engines get theirs by generator.inference_engine.engine_init_kwargs."""
+    """Replaces entries of the model's config.json in the trainer, the engines and exports; engines take generator.inference_engine.engine_init_kwargs.hf_overrides before it."""
 
     trainable_map: dict[str, bool] = field(default_factory=dict)
     """Parameters or modules, by full name, that are trained (true) or frozen (false); in this order."""

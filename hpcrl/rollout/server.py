@@ -49,6 +49,7 @@ class ServerOptions:
         max_model_len: tokens of prompt and response together at most.
         on_cpu: whether this is vLLM's CPU build.
         run_name, token_file: who may call it.
+        model_config_kwargs: entries of the model's config.json that are replaced.
         rope_scaling, rope_theta: replace the model's rotary positions; empty and None: the model's own.
     """
 
@@ -59,6 +60,7 @@ class ServerOptions:
     on_cpu: bool
     run_name: str
     token_file: Path
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     rope_theta: float | None = None
 
@@ -176,8 +178,11 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
     if options.on_cpu:
         arguments["kv-cache-memory-bytes"] = _CPU_CACHE_BYTES
     arguments |= {name.replace("_", "-"): value for name, value in engine.engine_init_kwargs.items()}
+    entries = {**options.model_config_kwargs, **arguments.get("hf-overrides", {})}
     if options.rope_scaling or options.rope_theta is not None:
-        arguments["hf-overrides"] = {**arguments.get("hf-overrides", {}), "rope_parameters": _rope(options)}
+        entries["rope_parameters"] = _rope(options)
+    if entries:
+        arguments["hf-overrides"] = entries
     return [
         sys.executable,
         "-m",

@@ -62,11 +62,12 @@ def info_of(server: Server) -> str:
         return str(http.get("http://engine/server_info").json())
 
 
-def with_rope(model: Path, folder: Path, rope: Mapping[str, Any]) -> Path:
-    """Copy a model, with other rotary positions in its config.json."""
-    path = shutil.copytree(model, folder / "rope" / model.name)
+def with_changes(model: Path, folder: Path, rope: Mapping[str, Any], **entries: Any) -> Path:
+    """Copy a model, with other rotary positions and entries in its config.json."""
+    path = shutil.copytree(model, folder / "changed" / model.name)
     config = json.loads((path / "config.json").read_text())
     config["rope_parameters"] |= rope
+    config |= entries
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -78,12 +79,13 @@ def farthest(said: list[Generation], model: Path) -> float:
     )
 
 
-def test_rotary_positions_seed_and_half_precision(models: list[Path], token_file: Path, tmp_path: Path) -> None:
+def test_rotary_positions_entries_seed_and_half_precision(models: list[Path], token_file: Path, tmp_path: Path) -> None:
     given = options(str(models[0]), token_file)
     engine = replace(given.engine, model_dtype="float16")
     linear = {"rope_type": "linear", "factor": 4.0}
-    given = replace(given, engine=engine, seed=77, rope_scaling=linear, rope_theta=100.0)
-    twins = [with_rope(model, tmp_path, {**linear, "rope_theta": 100.0}) for model in models[:2]]
+    entries = {"rms_norm_eps": 0.5}
+    given = replace(given, engine=engine, seed=77, model_config_kwargs=entries, rope_scaling=linear, rope_theta=100.0)
+    twins = [with_changes(model, tmp_path, {**linear, "rope_theta": 100.0}, **entries) for model in models[:2]]
     with served(given, tmp_path / "engine.log") as server:
         first, info = said_by(server), info_of(server)
         later = said_by(server, models[1])
@@ -111,11 +113,17 @@ def test_rotary_positions_keep_what_is_not_set(
     command = _command(replace(given, **rope), Path("socket"))
     assert json.loads(command[command.index("--hf-overrides") + 1]) == {"rope_parameters": expected}
     own = replace(given.engine, engine_init_kwargs={"hf_overrides": {"max_position_embeddings": 512}})
-    command = _command(replace(given, engine=own, **rope), Path("socket"))
+    entries = {"max_position_embeddings": 256, "rms_norm_eps": 1e-5}
+    command = _command(replace(given, engine=own, model_config_kwargs=entries, **rope), Path("socket"))
     assert json.loads(command[command.index("--hf-overrides") + 1]) == {
         "rope_parameters": expected,
         "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
     }
+
+
+def test_without_changes_the_engine_reads_the_models_configuration(models: list[Path], token_file: Path) -> None:
+    assert "--hf-overrides" not in _command(options(str(models[0]), token_file), Path("socket"))
 
 
 def test_a_model_without_rotary_positions_is_refused(token_file: Path, tmp_path: Path) -> None:
@@ -149,11 +157,13 @@ def test_what_the_job_asks_of_the_server(token_file: Path) -> None:
     job = runpy.run_path(str(REPOSITORY / "jobs" / "rollout.py"))
 
     def asked(**generator: Any) -> ServerOptions:
-        trainer = {"policy": {"model": {"path": "m"}}, "eval_interval": 0, "seed": 5, "max_prompt_length": 10}
+        policy = {"model": {"path": "m"}, "model_config_kwargs": {"rms_norm_eps": 0.5}}
+        trainer = {"policy": policy, "eval_interval": 0, "seed": 5, "max_prompt_length": 10}
         config = Config.from_dict({"data": {"train_data": ["t"]}, "trainer": trainer, "generator": generator})
         return job["options"](Run(token_file.parent), config)
 
     plain = asked(sampling_params={"max_generate_length": 20})
     assert (plain.seed, plain.rope_scaling, plain.rope_theta, plain.max_model_len) == (5, {}, None, 30)
+    assert plain.model_config_kwargs == {"rms_norm_eps": 0.5}
     own = asked(inference_engine={"seed": 0}, rope_theta=9.0, rope_scaling={"rope_type": "linear", "factor": 2.0})
     assert (own.seed, own.rope_scaling, own.rope_theta) == (0, {"rope_type": "linear", "factor": 2.0}, 9.0)
