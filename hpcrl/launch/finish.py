@@ -12,9 +12,9 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
-from hpcrl.config import Config
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import read_attempts, read_outcome
@@ -38,7 +38,8 @@ def main(element_list: Path) -> int:
         print(f"{run.path}: the attempt left no outcome", file=sys.stderr)
         return 1
     print(f"attempt {outcome.attempt}: {outcome.kind}: {outcome.message}", flush=True)
-    if outcome.kind == "interrupted" and Config.from_toml([run.config]).trainer.resume_mode == "none":
+    # not by Config, which would import the modules of a user's config_class once more
+    if outcome.kind == "interrupted" and tomllib.loads(run.config.read_text())["trainer"]["resume_mode"] == "none":
         print("not requeued: trainer.resume_mode is none", flush=True)
     elif outcome.kind == "interrupted":
         subprocess.run(["scontrol", "requeue", job_name()], check=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -30,37 +32,58 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
         overrides: settings to change, as for `hpcrl submit`.
 
     Returns:
-        What the overrides change.
+        What differs from the configuration that the last attempt had, whoever changed it.
 
     Raises:
-        RunError: the run is active, has finished, or never continues.
+        RunError: the run is active, has finished, never continues, or is being resumed by somebody else.
         ConfigError: the overrides are wrong, or change what a run must keep; then nothing has happened.
         DataError: they name files that are not there.
     """
-    state = _ended(run)
-    old = Config.from_toml([run.config])
-    config = Config.from_toml([run.config], overrides) if overrides else old
-    found = changes(old, config)
-    if any(change.kind == "refused" for change in found):
-        raise ConfigError("\n".join([*map(str, found), f"{run.name} was not changed; {_NEW_RUN}"]))
-    if config.trainer.resume_mode == "none":
-        raise RunError(
-            f"{run.name} never continues a checkpoint (trainer.resume_mode is none): submit a new run, or resume this one with "
-            "trainer.resume_mode=latest"
-        )
-    _check_end(run, config)
-    if found:
-        check_files(config)
-    folder = Path(os.path.realpath(run.slurm))
-    element = Element(run.name, config, [*state.submission["overrides"], *overrides])
-    with _changed_config(run, state.attempt, config) if found else nullcontext():
-        launch(Submission(folder, [element]), local=state.submission["executor"] == "local")
-    return found
+    with _alone(run):
+        state = _ended(run)
+        config = Config.from_toml([run.config], overrides)  # first: it may say anew where a config_class lies
+        current, kept = Config.from_toml([run.config]), run.config_of(state.attempt)
+        found = changes(Config.from_toml([kept]) if kept.exists() else current, config)
+        if any(change.kind == "refused" for change in found):
+            raise ConfigError("\n".join([*map(str, found), f"{run.name} was not changed; {_NEW_RUN}"]))
+        if config.trainer.resume_mode == "none":
+            raise RunError(
+                f"{run.name} never continues a checkpoint (trainer.resume_mode is none): submit a new run, or resume this one "
+                "with trainer.resume_mode=latest"
+            )
+        _check_end(run, config)
+        if found:
+            check_files(config)
+        folder = Path(os.path.realpath(run.slurm))
+        element = Element(run.name, config, [*state.submission["overrides"], *overrides])
+        with _changed_config(run, kept, config) if config != current else nullcontext():
+            launch(Submission(folder, [element]), local=state.submission["executor"] == "local")
+        return found
 
 
 _NEW_RUN = (
     "for what is refused, submit a new run; trainer.resume_mode=from_path starts it from a checkpoint of this one"
 )
+
+
+@contextmanager
+def _alone(run: Run) -> Iterator[None]:
+    """Hold the record of the last job; who waits for nothing finds in the next record that the run is active."""
+    try:
+        record = run.submission.open("r+")
+    except FileNotFoundError:
+        raise RunError(
+            f"{run.name} was never handed to Slurm: its submission was cut short. Remove {run.path} and submit it again"
+        ) from None
+    with record:
+        try:
+            fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"{run.name} is being resumed by another `hpcrl resume`; wait for it") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):  # a filesystem without locks
+                raise
+        yield
 
 
 def _ended(run: Run) -> RunState:
@@ -83,10 +106,12 @@ def _check_end(run: Run, config: Config) -> None:
 
 
 @contextmanager
-def _changed_config(run: Run, attempt: int, config: Config) -> Iterator[None]:
+def _changed_config(run: Run, kept: Path, config: Config) -> Iterator[None]:
     """Change config.toml and keep the old one; both changes are taken back if what follows fails."""
-    before, kept = run.config.read_text(), run.config_of(attempt)
-    new = not kept.exists()  # else it was changed since already, and no attempt has used that
+    before, new = (
+        run.config.read_text(),
+        not kept.exists(),
+    )  # else it was changed since already, and no attempt used that
     if new:
         write_text(kept, before)
     write_text(run.config, config.to_toml())

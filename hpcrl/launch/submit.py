@@ -274,15 +274,20 @@ def launch(submission: Submission, local: bool) -> None:
             jobs = executor.map_array(agent.main, [str(run.path) for run in runs])
     except (FailedJobError, FailedSubmissionError) as error:
         raise SubmitError(f"Slurm refused the job: {_refusal(str(error))}") from error
-    for run, element, job in zip(runs, submission.elements, jobs, strict=True):
-        record = {
-            "executor": "local" if local else "slurm",
-            "host": socket.gethostname(),
-            "job_id": job.job_id,
-            "overrides": element.overrides,
-            "submitted": time.time(),
-        }
-        write_json(run.submission, record)
+    try:
+        for run, element, job in zip(runs, submission.elements, jobs, strict=True):
+            record = {
+                "executor": "local" if local else "slurm",
+                "host": socket.gethostname(),
+                "job_id": job.job_id,
+                "overrides": element.overrides,
+                "submitted": time.time(),
+            }
+            write_json(run.submission, record)
+    except BaseException:
+        for job in jobs:  # nobody would find it
+            job.cancel(check=False)
+        raise
 
 
 @contextmanager

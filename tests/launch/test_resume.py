@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,3 +157,63 @@ def test_run_that_never_continues(tmp_path: Path, bin_path: Path) -> None:
     (change,) = resume(run, ["trainer.resume_mode=latest"])
     assert change.kind == "warning"
     assert "#SBATCH --requeue" in (tmp_path / "script").read_text()
+
+
+def test_what_a_resume_changed_that_was_killed_is_told_by_the_next_one(tmp_path: Path, bin_path: Path) -> None:
+    run = ended(tmp_path)
+    original = run.config.read_text()
+    program(bin_path, "sbatch", "kill -9 $PPID")
+    command = [sys.executable, "-m", "hpcrl.cli", "resume", str(run.path), "trainer.ckpt_interval=3"]
+    assert subprocess.run(command, check=False).returncode == -9
+    program(bin_path, "sbatch", "echo Submitted batch job 9")
+    assert [change.difference.path for change in resume(run)] == ["trainer.ckpt_interval"]
+    assert Config.from_toml([run.config]).trainer.ckpt_interval == 3
+    assert run.config_of(1).read_text() == original
+
+    assert resume(run, ["trainer.ckpt_interval=10"]) == [], "as attempt 1 had it"
+    assert Config.from_toml([run.config]).trainer.ckpt_interval == 10
+
+
+def test_one_resume_at_a_time(tmp_path: Path, bin_path: Path) -> None:
+    run = ended(tmp_path)
+    program(bin_path, "sbatch", "echo Submitted batch job 9")
+    with run.submission.open() as record:
+        fcntl.flock(record, fcntl.LOCK_EX)
+        with pytest.raises(RunError, match="is being resumed by another"):
+            resume(run)
+    resume(run)
+
+
+@pytest.mark.usefixtures("bin_path")
+def test_a_submission_that_was_cut_short_cannot_be_resumed(tmp_path: Path) -> None:
+    run = ended(tmp_path)
+    run.submission.unlink()
+    with pytest.raises(RunError, match=f"Remove {run.path} and submit it again"):
+        resume(run)
+
+
+def test_a_job_that_cannot_be_recorded_is_cancelled(tmp_path: Path, bin_path: Path) -> None:
+    run = ended(tmp_path)
+    original = run.config.read_text()
+    # the file to be replaced is a directory when the job is there
+    program(bin_path, "sbatch", f"rm {run.submission}; mkdir {run.submission}; echo Submitted batch job 9")
+    program(bin_path, "scancel", f'echo "$@" > {tmp_path}/cancelled')
+    with pytest.raises(IsADirectoryError):
+        resume(run, ["trainer.ckpt_interval=3"])
+    assert (tmp_path / "cancelled").read_text() == "9_0\n"
+    assert run.config.read_text() == original
+
+
+def test_modules_of_ones_own_may_have_moved(tmp_path: Path, bin_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    module = tmp_path / "here" / "moved_config.py"
+    write_text(module, "from hpcrl.config import Config\n\nclass Mine(Config):\n    pass\n")
+    run = ended(tmp_path, "config_class=moved_config:Mine", f'python_path=["{module.parent}"]')
+    module.parent.rename(tmp_path / "there")
+    del sys.modules["moved_config"]
+    sys.path.remove(str(module.parent))
+    with pytest.raises(ConfigError, match="No module named 'moved_config'"):
+        resume(run)
+    program(bin_path, "sbatch", "echo Submitted batch job 9")
+    (change,) = resume(run, [f'python_path=["{tmp_path}/there"]'])
+    assert change.difference.path == "python_path"
