@@ -121,7 +121,6 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 def _converted(words: list[str], source: str | None) -> Conversion:
     from hpcrl.config.convert import cosmos, skyrl
-    from hpcrl.config.convert.skyrl_script import command_words
     from hpcrl.errors import ConfigError
 
     path = Path(words[0])
@@ -138,7 +137,7 @@ def _converted(words: list[str], source: str | None) -> Conversion:
     if kind == "cosmos":
         return cosmos.convert_toml(text, origin)
     if path.suffix == ".sh":
-        return skyrl.convert_overrides(command_words(text, origin), origin)
+        return skyrl.convert_script(text, origin)
     return skyrl.convert_yaml(text, origin)
 
 

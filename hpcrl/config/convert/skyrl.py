@@ -23,6 +23,7 @@ from typing import Any, get_origin
 from hpcrl.config.convert.conversion import Conversion, known
 from hpcrl.config.convert.mapping import Dropped, Target, To
 from hpcrl.config.convert.skyrl_fields import HARMLESS, OLD_DEFAULTS, SKYRL_DEFAULTS, TARGETS
+from hpcrl.config.convert.skyrl_script import command_words
 from hpcrl.config.convert.skyrl_source import Source, read_overrides, read_yaml
 from hpcrl.config.convert.skyrl_translate import (
     TRANSLATIONS,
@@ -36,7 +37,7 @@ from hpcrl.config.convert.skyrl_translate import (
 )
 from hpcrl.config.difference import value_as_toml
 
-__all__ = ["TARGETS", "convert_overrides", "convert_yaml"]
+__all__ = ["TARGETS", "convert_overrides", "convert_script", "convert_yaml"]
 
 _PLACEMENT = "trainer.placement."
 _ALGORITHM = "trainer.algorithm."
@@ -98,6 +99,19 @@ def convert_overrides(words: Sequence[str], origin: str) -> Conversion:
     """
     conversion = Conversion(origin)
     return _convert(read_overrides(words, conversion), conversion)
+
+
+def convert_script(text: str, origin: str) -> Conversion:
+    """Return the conversion of the SkyRL command in a shell script.
+
+    Raises:
+        ConfigError: there is none, or a value of it is not YAML.
+    """
+    words, others = command_words(text, origin)
+    conversion = convert_overrides(words, origin)
+    for word in others:
+        conversion.note("conflict", word, "", "stands in another command of the script, which is not converted")
+    return conversion
 
 
 def _convert(source: Source, conversion: Conversion) -> Conversion:

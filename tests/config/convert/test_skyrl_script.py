@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config.convert.skyrl import convert_overrides
+from hpcrl.config.convert.skyrl import convert_script
 from hpcrl.config.convert.skyrl_script import command_words
 from hpcrl.errors import ConfigError
 
@@ -19,6 +19,12 @@ set -x
 INFERENCE_BACKEND=vllm
 export NAME=first-${UNSET_HERE:-second}
 
+MORE=(
+  trainer.seed=$NUM_GPUS  # one to a line
+  "environment.env_class=a b"
+)
+MORE+=(trainer.eval_batch_size=$((4 * NUM_GPUS)) trainer.dump_data_batch=$(echo "true"))
+
 CUDA_VISIBLE_DEVICES=0 uv run --isolated --extra $INFERENCE_BACKEND -m skyrl_train.entrypoints.main_base \
   data.train_data="['$DATA_DIR/train.parquet']" \
   trainer.placement.policy_num_gpus_per_node=$NUM_GPUS \
@@ -26,6 +32,7 @@ CUDA_VISIBLE_DEVICES=0 uv run --isolated --extra $INFERENCE_BACKEND -m skyrl_tra
   generator.sampling_params.stop='["</sql>", "</a b>"]' \
   trainer.run_name="$NAME" \
   trainer.logger=$LOGGER \
+  "${MORE[@]}" \
   "$@" 2>&1 | tee log.txt
 trainer.epochs=7
 """
@@ -37,30 +44,43 @@ def test_the_words_are_those_of_a_real_shell(tmp_path: Path) -> None:
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/home/somebody"}
     subprocess.run(["bash", "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True, check=False)
     real = (tmp_path / "words").read_text().split("\0")[:-1]
-    found = command_words(SCRIPT, "run.sh")
+    found, others = command_words(SCRIPT, "run.sh")
+    assert others == ["trainer.epochs=7"]
     assert found[:2] == ["CUDA_VISIBLE_DEVICES=0", "uv"]
-    assert [word.replace("$HOME", "/home/somebody") for word in found[2:]] == real
+    ran = {"$HOME": "/home/somebody", "$((4 * NUM_GPUS))": "16", '$(echo "true")': "true"}
+    for text, result in ran.items():
+        found = [word.replace(text, result) for word in found]
+    assert found[2:] == real
 
 
 def test_a_script_is_converted() -> None:
-    conversion = convert_overrides(command_words(SCRIPT, "run.sh"), "run.sh")
+    conversion = convert_script(SCRIPT, "run.sh")
     assert conversion.values["data.train_data"] == ["~/data/gsm8k/train.parquet"]
     assert conversion.values["generator.inference_engine.num_engines"] == 4
     assert conversion.values["generator.sampling_params.stop"] == ["</sql>", "</a b>"]
     assert conversion.values["trainer.run_name"] == "first-second"
-    assert not {entry.kind for entry in conversion.entries} & {"unknown", "conflict"}
+    assert conversion.values["environment.env_class"] == "a b"
+    wrong = {entry.source: entry.message for entry in conversion.entries if entry.kind in ("unknown", "conflict")}
+    assert wrong.keys() == {"trainer.epochs=7", "trainer.eval_batch_size", "trainer.dump_data_batch"}
+    assert "another command" in wrong["trainer.epochs=7"]
+    assert "$((4 * NUM_GPUS))" in wrong["trainer.eval_batch_size"]
 
 
 def test_one_line_and_windows_line_ends() -> None:
-    assert command_words("python -m x a.b=1 c.d='e f'", "f") == ["python", "-m", "x", "a.b=1", "c.d=e f"]
-    assert command_words("x \\\r\n  a.b=1 \\\r\n  c.d=2\r\n", "f") == ["x", "a.b=1", "c.d=2"]
+    assert command_words("python -m x a.b=1 c.d='e f'", "f")[0] == ["python", "-m", "x", "a.b=1", "c.d=e f"]
+    assert command_words("x \\\r\n  a.b=1 \\\r\n  c.d=2\r\n", "f")[0] == ["x", "a.b=1", "c.d=2"]
 
 
 def test_a_variable_that_is_not_set_stays() -> None:
-    words = command_words("x data.train_data=[$WHERE/a.parquet]", "f")
-    assert words == ["x", "data.train_data=[$WHERE/a.parquet]"]
-    (entry,) = [entry for entry in convert_overrides(words, "f").entries if entry.kind == "conflict"]
+    script = "x data.train_data=[$WHERE/a.parquet]"
+    assert command_words(script, "f") == (script.split(), [])
+    (entry,) = [entry for entry in convert_script(script, "f").entries if entry.kind == "conflict"]
     assert "$WHERE" in entry.message
+
+
+def test_a_comment_ends_a_continued_command() -> None:
+    script = "x a.b=1 \\\n  # c.d=2 \\\n  e.f=3\n"
+    assert command_words(script, "f") == (["x", "a.b=1"], ["e.f=3"])
 
 
 @pytest.mark.parametrize("text", ["", "echo hello", "x a.b='open", "NAME=value", "a=1"])
