@@ -10,17 +10,18 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from io import StringIO
 
 from hpcrl.errors import ConfigError
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _ASSIGNED_UNLESS_SET = re.compile(r"\$\{([A-Za-z_]\w*):?=(.*)\}", re.DOTALL)
-_ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
+_ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _ITEMS = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?[-=]([^}]*))?\})")
 _OVERRIDE = re.compile(r"[+~]*[a-z_]\w*(\.[\w.]+)+=.*", re.DOTALL)
 _COMMENT = re.compile(r"^[ \t]*#.*$", re.MULTILINE)
-_SUBSTITUTED = re.compile(r"\$\(\(?[^()]*\)\)?|`[^`]*`")
+_SUBSTITUTED = re.compile(r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`")
 _HIDDEN = {ord(letter): 0xE000 + ord(letter) for letter in " \t\n()<>;&|#'\"\\"}
 _SHOWN = {hidden: letter for letter, hidden in _HIDDEN.items()}
 _REST = {"$@", "$*", "${@}", "${@:1}"}
@@ -39,9 +40,8 @@ def command_words(text: str, origin: str) -> tuple[list[str], list[str]]:
     try:
         for words in _commands(text):
             expanded = [item for word in words if word not in _REST for item in _expand(word, variables, arrays)]
-            if words and _ARRAY.fullmatch(words[0]):
-                name, extended = words[0].rstrip("+="), words[0].endswith("+=")
-                arrays[name] = [*(arrays.get(name, []) if extended else []), *expanded[1:]]
+            if words and words[0].endswith("(") and (array := _ARRAY.fullmatch(words[0][:-1])):
+                arrays[array[1]] = [*(arrays.get(array[1], []) if array[2] else []), *expanded[1:]]
             elif any(_OVERRIDE.fullmatch(word) for word in expanded):
                 found.append(expanded)
             else:
@@ -55,10 +55,19 @@ def command_words(text: str, origin: str) -> tuple[list[str], list[str]]:
     return found[0], [word for words in found[1:] for word in words if _OVERRIDE.fullmatch(word)]
 
 
+class _Lines(StringIO):
+    """Text whose comments, which the lexer skips by the line, do not take the end of the line with them."""
+
+    def readline(self, size: int = -1, /) -> str:
+        line = super().readline(size)
+        self.seek(self.tell() - line.endswith("\n"))
+        return line
+
+
 def _commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command; those of an array start with its name and an equals sign."""
+    """Yield the words of each command; those of an array start with "NAME=("."""
     text = _SUBSTITUTED.sub(lambda found: found[0].translate(_HIDDEN), _COMMENT.sub("", text.replace("\r\n", "\n")))
-    lexer = shlex.shlex(text.replace("\\\n", " "), posix=True, punctuation_chars=";&|()<>\n")
+    lexer = shlex.shlex(_Lines(text.replace("\\\n", " ")), posix=True, punctuation_chars=";&|()<>\n")
     lexer.whitespace, lexer.whitespace_split = " \t", True
     words: list[str] = []
     in_array = False
@@ -66,7 +75,7 @@ def _commands(text: str) -> Iterator[list[str]]:
         if not _END.issuperset(word):
             words.append(word.translate(_SHOWN))
         elif word[0] == "(" and words and _ARRAY.fullmatch(words[-1]):
-            words, in_array = words[-1:], True
+            words, in_array = [words[-1] + "("], True
         elif not in_array or ")" in word:
             yield words[:-1] if word[0] in "<>" and words and words[-1].isdigit() else words
             words, in_array = [], False

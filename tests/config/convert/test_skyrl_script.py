@@ -78,6 +78,10 @@ def test_a_variable_that_is_not_set_stays() -> None:
     assert "$WHERE" in entry.message
 
 
+def test_a_comment_leaves_the_end_of_its_line() -> None:
+    assert command_words("N=4 # don't\npython a.b=$N\n", "f") == (["python", "a.b=4"], [])
+
+
 def test_a_comment_ends_a_continued_command() -> None:
     script = "x a.b=1 \\\n  # c.d=2 \\\n  e.f=3\n"
     assert command_words(script, "f") == (["x", "a.b=1"], ["e.f=3"])
