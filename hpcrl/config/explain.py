@@ -113,7 +113,7 @@ def _nearest(name: str, known: dict[str, Setting]) -> str:
     theirs = {field: source for source, targets in SOURCES.items() for field in targets}
     close = get_close_matches(name, theirs, 2, 0.85)
     own = nearest(name, list(known.values()))
-    near = [*own, *(f"{field} ({theirs[field]})" for field in close if field not in own)]
+    near = [*own, *(f"{field} ({theirs[field]})" for field in close if field not in known)]
     return (
         f"no such setting; did you mean {' or '.join(near)}?" if near else unknown(name, list(known.values())).message
     )

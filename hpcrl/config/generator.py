@@ -50,7 +50,7 @@ class InferenceEngineConfig:
     """Let long prompts share a batch with decoding."""
 
     max_num_batched_tokens: int = 8192
-    """Tokens per forward pass of the engine."""
+    """Tokens per forward pass of the engine; raised to the longest prompt and response together where it is less."""
 
     enforce_eager: bool = True
     """Run without compiled graphs: faster start, slower generation."""

@@ -65,10 +65,10 @@ class Merged:
             table = table.get(parent) if isinstance(table, dict) else None
         if isinstance(table, dict):
             table.pop(name, None)
-            self.sources.pop(path, None)
+            self.sources = {one: source for one, source in self.sources.items() if not f"{one}.".startswith(f"{path}.")}
 
 
-def read(paths: Sequence[Path], overrides: Sequence[str], cls: type) -> Merged:
+def read(paths: Sequence[Path | str], overrides: Sequence[str], cls: type) -> Merged:
     """Return the merged values of TOML files and of overrides `a.b.c=value`.
 
     Args:
@@ -79,7 +79,7 @@ def read(paths: Sequence[Path], overrides: Sequence[str], cls: type) -> Merged:
         ConfigError: names every file that cannot be read and every override that is malformed.
     """
     merged, problems, known = Merged(), [], settings(cls)
-    for path in paths:
+    for path in map(Path, paths):
         try:
             text, tree = _parse(path)
         except _Unreadable as error:
@@ -129,10 +129,9 @@ def parse(text: str, origin: str) -> dict[str, Any]:
         ConfigError: it is no TOML, or too deep.
     """
     try:
-        return _toml(text.replace("\r\n", "\n"))
+        return _toml(text)
     except tomllib.TOMLDecodeError as error:
-        twice = " (a key that is set twice)" if "overwrite" in str(error) else ""
-        raise ConfigError(f"{origin}: not valid TOML: {error}{twice}") from None
+        raise ConfigError(f"{origin}: {_no_toml(error)}") from None
     except _Unreadable as error:
         raise ConfigError(f"{origin}: {error}") from None
 
@@ -143,7 +142,7 @@ class _Unreadable(Exception):
 
 def _parse(path: Path) -> tuple[str, dict[str, Any]]:
     try:
-        text = path.read_bytes().decode("utf-8").replace("\r\n", "\n")
+        text = path.read_bytes().decode("utf-8-sig")  # editors on Windows begin files with a byte order mark
         return text, _toml(text)
     except FileNotFoundError:
         raise _Unreadable(f"no such file (looked in {Path.cwd()})") from None
@@ -152,9 +151,14 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
     except UnicodeDecodeError as error:
         raise _Unreadable(f"not UTF-8 text: byte {error.start}") from None
     except tomllib.TOMLDecodeError as error:
-        raise _Unreadable(f"not valid TOML: {error}") from None
+        raise _Unreadable(_no_toml(error)) from None
     except ValueError as error:
         raise _Unreadable(f"no file can have this name: {error}") from None
+
+
+def _no_toml(error: tomllib.TOMLDecodeError) -> str:
+    twice = " (a key that is set twice)" if "overwrite" in str(error) else ""
+    return f"not valid TOML: {error}{twice}"
 
 
 def _toml(text: str) -> dict[str, Any]:

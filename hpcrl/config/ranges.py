@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcrl.config.problem import Problem
-from hpcrl.config.surface import leaves, values
-
-if TYPE_CHECKING:
-    from hpcrl.config.root import Config
+from hpcrl.config.surface import Setting, leaves
 
 
 @dataclass(frozen=True)
@@ -197,15 +194,15 @@ def range_of(path: str) -> Range | None:
     return next((RANGES[name] for n in range(len(parts)) if (name := ".".join(parts[n:])) in RANGES), None)
 
 
-def out_of_range(config: Config) -> Iterator[Problem]:
-    """Yield a problem for each setting whose value can never work, whatever the others are.
+def out_of_range(given: Iterable[tuple[Setting, Any]]) -> Iterator[Problem]:
+    """Yield a problem for each setting whose value, of the right type, can never work, whatever the others are.
 
     What a user's subclass adds may have any value, whatever its name.
     """
     from hpcrl.config.root import Config
 
     own = {setting.path for setting in leaves(Config)}
-    for setting, value in values(config):
+    for setting, value in given:
         if value is not None and setting.path in own and (message := _wrong(setting.path, value)):
             yield Problem(setting.path, message)
 

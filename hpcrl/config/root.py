@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,14 +19,13 @@ from hpcrl.config.environment import EnvironmentConfig
 from hpcrl.config.generator import GeneratorConfig
 from hpcrl.config.load import Merged, nested, read
 from hpcrl.config.location import Location
-from hpcrl.config.problem import raise_together
-from hpcrl.config.rules import check
+from hpcrl.config.problem import Problem, raise_together
+from hpcrl.config.rules import alone, check
 from hpcrl.config.slurm import SlurmConfig
 from hpcrl.config.surface import values
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.config.validate import build
 from hpcrl.config.vla import VLAConfig
-from hpcrl.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ class Config:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
     @classmethod
-    def from_toml(cls, paths: Sequence[Path], overrides: Sequence[str] = ()) -> Self:
+    def from_toml(cls, paths: Sequence[Path | str] | Path | str, overrides: Sequence[str] | str = ()) -> Self:
         """Return the checked configuration of TOML files, merged from left to right, and overrides `a.b.c=value`.
 
         Where they set `config_class`, and this is called on `Config` itself, the result is of that class.
@@ -55,12 +54,14 @@ class Config:
         Raises:
             ConfigError: names everything that is wrong, each with its file, path, what was expected and what was found.
         """
+        paths = [paths] if isinstance(paths, Path | str) else paths
+        overrides = [overrides] if isinstance(overrides, str) else overrides
         merged = read(paths, overrides, cls)
         chosen = cls._chosen(merged)
         return chosen._checked(merged if chosen is cls else read(paths, overrides, chosen))
 
     @classmethod
-    def from_cli_overrides(cls, overrides: Sequence[str] | Mapping[str, Any]) -> Self:
+    def from_cli_overrides(cls, overrides: Sequence[str] | str | Mapping[str, Any]) -> Self:
         """Return the checked configuration of overrides alone: `a.b.c=value`, or a table with dotted or nested names.
 
         Raises:
@@ -82,11 +83,13 @@ class Config:
     def _chosen(cls, merged: Merged) -> type[Self]:
         name = merged.tree.get("config_class")
         _add_to_path(merged.tree.get("python_path"))
-        return cls if cls is not Config or not isinstance(name, str) else _subclass(name)  # type: ignore[return-value]
+        if cls is not Config or not isinstance(name, str):
+            return cls
+        return _subclass(name, merged.source_of)  # type: ignore[return-value]
 
     @classmethod
     def _checked(cls, merged: Merged) -> Self:
-        config = build(cls, merged.tree, merged.source_of)
+        config = build(cls, merged.tree, merged.source_of, alone)
         raise_together(check(config), merged.source_of)
         return config
 
@@ -105,8 +108,8 @@ class Config:
 
 def make_config(
     *,
-    algorithm_cls: type[AlgorithmConfig] = AlgorithmConfig,
-    trainer_cls: type[TrainerConfig] | None = None,
+    algorithm_cls: type[AlgorithmConfig] | None = None,
+    trainer_cls: type[TrainerConfig] = TrainerConfig,
     generator_cls: type[GeneratorConfig] = GeneratorConfig,
 ) -> type[Config]:
     """Return a subclass of Config whose sections are your own dataclasses.
@@ -114,9 +117,9 @@ def make_config(
     Assign it to a name in a module, and choose it from TOML by `config_class = "your_module:ThatName"`.
 
     Args:
-        algorithm_cls: class of trainer.algorithm; not used where `trainer_cls` is given, which says it itself.
+        algorithm_cls: class of trainer.algorithm, of `trainer_cls` too; None: the one that `trainer_cls` says.
     """
-    trainer = trainer_cls or _replaced(TrainerConfig, "algorithm", algorithm_cls)
+    trainer = _replaced(trainer_cls, "algorithm", algorithm_cls) if algorithm_cls else trainer_cls
     return _replaced(_replaced(Config, "trainer", trainer), "generator", generator_cls)
 
 
@@ -126,6 +129,8 @@ def _replaced(section: Any, name: str, cls: type) -> Any:
     return make_dataclass(section.__name__, [spec], bases=(section,), frozen=True, kw_only=True)
 
 
+# What a module raises while it is imported, if it is not yet right; anything else is told with its traceback.
+_WRITTEN_WRONGLY = (SyntaxError, TypeError, ValueError, NameError, AttributeError)
 _CLASS_NAME = re.compile(r"\w+(\.\w+)*:\w+")
 _WHERE = 'Install it, or name the folder that holds it: python_path = ["."] is the folder of the TOML file'
 
@@ -137,18 +142,22 @@ def _add_to_path(folders: Any) -> None:
             sys.path.append(folder)
 
 
-def _subclass(name: str) -> type[Config]:
+def _subclass(name: str, source_of: Callable[[str], str | None]) -> type[Config]:
     module_name, _, class_name = name.partition(":")
-    expected = f'config_class: expected "package.module:Class" of a dataclass below hpcrl.config.Config, found "{name}"'
-    if not _CLASS_NAME.fullmatch(name):
-        raise ConfigError(expected)
-    try:
-        found = getattr(importlib.import_module(module_name), class_name, None)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{expected}; {error}. {_WHERE}") from error
+    found, why = None, ""
+    if _CLASS_NAME.fullmatch(name):
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            why = f"; {error}. {_WHERE}"
+        except _WRITTEN_WRONGLY as error:
+            why = f"; {module_name} cannot be imported: {type(error).__name__}: {error}"
+        else:
+            found, why = getattr(module, class_name, None), f"; see {module.__file__}"
     if not (isinstance(found, type) and issubclass(found, Config)):
-        raise ConfigError(expected)
-    return found
+        expected = f'expected "package.module:Class" of a dataclass below hpcrl.config.Config, found "{name}"{why}'
+        raise_together([Problem("config_class", expected)], source_of)
+    return found  # type: ignore[return-value]  # raise_together raised
 
 
 def _set_values(tree: dict[str, Any]) -> dict[str, Any]:

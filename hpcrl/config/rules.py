@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from hpcrl.config.derive import uses_reference
@@ -22,6 +22,7 @@ from hpcrl.config.ranks import (
 )
 from hpcrl.config.site import engine_options, flash_infer, gpus_of_nodes, sbatch_options
 from hpcrl.config.status import waiting
+from hpcrl.config.surface import Setting, values
 from hpcrl.config.training import (
     frozen,
     profiled_ranks,
@@ -42,12 +43,18 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 def check(config: Config) -> list[Problem]:
     """Return everything that cannot work, and everything that cannot work yet, in a configuration of the right types."""
-    return [*impossible(config), *waiting(config)]
+    return [*impossible(config), *waiting(values(config))]
+
+
+def alone(given: Iterable[tuple[Setting, Any]]) -> list[Problem]:
+    """Return what is wrong with single values of the right types, whatever the others are."""
+    found = list(given)
+    return [*out_of_range(found), *waiting(found)]
 
 
 def impossible(config: Config) -> list[Problem]:
     """Return everything that cannot work, whatever is still to be built."""
-    problems = list(out_of_range(config))
+    problems = list(out_of_range(values(config)))
     wrong = {problem.path for problem in problems}
     rules = RULES if not wrong else [rule for rule in RULES if rule not in _CALCULATING]
     return problems + [problem for rule in rules for problem in rule(config) if problem.path not in wrong]

@@ -5,12 +5,12 @@ A setting that waits is accepted at its default only. This is the one place that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config.problem import Problem, shown
-from hpcrl.config.surface import Setting, leaves, values
+from hpcrl.config.surface import Setting, leaves
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ WAITS: dict[str, Wait] = {
     "trainer.mode": _SFT,
     "trainer.max_length": _SFT,
     "trainer.strategy": _MEGATRON,
+    "trainer.sequence_parallel_backend": _PARALLEL,
     "trainer.group_name": _TRACKING,
     "trainer.logger": _TRACKING,
     "trainer.placement.critic_num_nodes": _CRITIC,
@@ -131,15 +132,15 @@ def wait_of(path: str) -> Wait | None:
     return None
 
 
-def waiting(config: Any) -> Iterator[Problem]:
-    """Yield a problem for each setting of a configuration that waits and is changed nevertheless.
+def waiting(given: Iterable[tuple[Setting, Any]]) -> Iterator[Problem]:
+    """Yield a problem for each setting that waits and is changed nevertheless.
 
     The settings and defaults are hpcrl's own: a user's subclass may add others, which wait for nothing.
     """
     from hpcrl.config.root import Config
 
     own = {setting.path: setting for setting in leaves(Config)}
-    for found, value in values(config):
+    for found, value in given:
         setting, wait = own.get(found.path), wait_of(found.path)
         if setting and wait and not setting.is_default(value) and value not in wait.works:
             yield Problem(
@@ -148,7 +149,8 @@ def waiting(config: Any) -> Iterator[Problem]:
 
 
 def _instead(setting: Setting, wait: Wait) -> str:
-    values = [shown(value) for value in (setting.default, *wait.works) if value not in (None, [], {}, "")]
+    working = (setting.default, *wait.works)
+    values = [shown(value) for value in working if value not in (None, [], "") and not isinstance(value, dict)]
     return f"what works: {', '.join(values)}" if values else "leave it out"
 
 

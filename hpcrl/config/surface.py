@@ -162,7 +162,18 @@ def section_settings(section: type, prefix: str = "") -> tuple[Setting, ...]:
         types = tuple(kind for kind in kinds if kind is not NoneType)
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         optional, location = len(types) < len(kinds), _is_location(annotation)
-        found.append(Setting(prefix + field.name, section, field.name, annotation, types, optional, location, default))
+        setting = Setting(prefix + field.name, section, field.name, annotation, types, optional, location, default)
+        if (
+            setting.subsection
+            and not setting.required
+            and default is not None
+            and field.default_factory is not types[0]
+        ):
+            raise ConfigError(  # else its defaults would be other ones as soon as a file sets one setting in it
+                f"{section.__module__}.{section.__qualname__}.{field.name}: expected field(default_factory={types[0].__name__}); "
+                f"put other defaults into a subclass of {types[0].__name__}, and name that as the type"
+            )
+        found.append(setting)
     return tuple(found)
 
 

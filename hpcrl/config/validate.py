@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from hpcrl.config.problem import Problem, raise_together, shown, unknown
@@ -10,11 +11,16 @@ from hpcrl.config.surface import Setting, alternatives, noun, section_settings, 
 
 Section = TypeVar("Section")
 
+Given = list[tuple[Setting, Any]]
+
 _LARGEST_INT = 2**63
 
 
 def build(
-    cls: type[Section], tree: Mapping[str, Any], source_of: Callable[[str], str | None] = lambda _: None
+    cls: type[Section],
+    tree: Mapping[str, Any],
+    source_of: Callable[[str], str | None] = lambda _: None,
+    also: Callable[[Given], Iterable[Problem]] = lambda _: (),
 ) -> Section:
     """Return the dataclass `cls`, a section or the whole configuration, filled from the table `tree`.
 
@@ -22,36 +28,58 @@ def build(
 
     Args:
         source_of: file or override that set a dotted path.
+        also: what is wrong with given values of the right type, each by itself; told beside what does not fit.
 
     Raises:
         ConfigError: names every unknown setting, wrong type and missing value.
     """
     problems: list[Problem] = []
-    built = _section(cls, tree, "", settings(cls), problems)
-    raise_together(problems, source_of)
+    fitting: Given = []
+    built = _section(cls, tree, "", settings(cls), problems, fitting)
+    if problems:
+        raise_together([*problems, *also(fitting)], source_of)
     return built
 
 
 def _section(
-    cls: type[Section], tree: Mapping[str, Any], prefix: str, known: tuple[Setting, ...], problems: list[Problem]
+    cls: type[Section],
+    tree: Mapping[str, Any],
+    prefix: str,
+    known: tuple[Setting, ...],
+    problems: list[Problem],
+    fitting: Given,
 ) -> Section:
     here = {setting.name: setting for setting in section_settings(cls, prefix)}
-    problems += [unknown(prefix + str(name), known) for name in tree if name not in here]
+    problems += [_unknown(str(name), prefix, known) for name in tree if name not in here]
     values: dict[str, Any] = {}
     for name, setting in here.items():
         given = tree.get(name)
-        if given is None and (setting.optional or setting.required or name not in tree):
-            if setting.required and not setting.subsection:
-                problems.append(_missing(setting))
-                continue
+        if given is None:
             if not setting.required:
+                continue
+            if not setting.subsection:
+                problems.append(_missing(setting))
                 continue
             given = {}  # so that an error names the setting that is missing in it
         if setting.subsection and isinstance(given, Mapping):
-            values[name] = _section(setting.subsection, given, setting.path + ".", known, problems)
+            values[name] = _section(setting.subsection, given, setting.path + ".", known, problems, fitting)
         else:
-            values[name] = _value(setting, given, problems)
-    return cls(**values) if not problems else None  # type: ignore[return-value]  # build raises
+            values[name] = _value(setting, given, problems, fitting)
+    if not problems:
+        try:
+            return cls(**values)
+        except ValueError as error:  # what the __post_init__ of a user's own class says
+            problems.append(Problem(prefix.rstrip("."), str(error)))
+    return None  # type: ignore[return-value]  # build raises
+
+
+def _unknown(name: str, prefix: str, known: tuple[Setting, ...]) -> Problem:
+    if "." in name:
+        return Problem(
+            prefix + name,
+            "dots divide no name that is quoted in TOML, or that is below the top of a dict; write tables instead",
+        )
+    return unknown(prefix + name, known)
 
 
 def _missing(setting: Setting) -> Problem:
@@ -61,10 +89,15 @@ def _missing(setting: Setting) -> Problem:
     )
 
 
-def _value(setting: Setting, given: Any, problems: list[Problem]) -> Any:
+def _value(setting: Setting, given: Any, problems: list[Problem], fitting: Given) -> Any:
     value, misfits = fitted(given, setting.annotation, setting.path)
-    problems += misfits
-    return {**setting.default, **value} if isinstance(value, dict) and isinstance(setting.default, dict) else value
+    if misfits:
+        problems += misfits
+        return None
+    if isinstance(value, dict) and isinstance(setting.default, dict):
+        value = {**setting.default, **value}
+    fitting.append((setting, value))
+    return value
 
 
 def fitted(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]:
@@ -95,7 +128,9 @@ def _fitted(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]
             return fitted, []
         inside = inside or found
     expected = " or ".join(noun(kind) for kind in kinds if kind is not type(None))
-    return None, inside or [Problem(path, f"expected {expected}, found {shown(value)}")]
+    quoted = f'"{json.dumps(value)}"' if str in kinds and isinstance(value, int | float) else ""
+    hint = f"; quote it: {quoted}, on a command line '{quoted}'" if quoted else ""
+    return None, inside or [Problem(path, f"expected {expected}, found {shown(value)}{hint}")]
 
 
 def _is_one(value: Any, kind: Any) -> bool:

@@ -145,6 +145,11 @@ def test_explain_of_what_is_not_there_names_the_nearest(name: str, near: str, ca
     assert near in capsys.readouterr().err
 
 
+def test_explain_names_no_setting_of_hpcrl_as_one_of_skyrl(capsys: Output) -> None:
+    assert main(["config", "explain", "trainer.algorithm.eps_clip_hihg"]) == 2
+    assert capsys.readouterr().err.endswith("did you mean trainer.algorithm.eps_clip_high?\n")
+
+
 def test_everything_can_be_explained(capsys: Output) -> None:
     names = [setting.path for setting in settings(Config)] + [name for targets in SOURCES.values() for name in targets]
     for name in names:

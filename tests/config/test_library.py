@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from hpcrl.config import Config, make_config
+from hpcrl.config import AlgorithmConfig, Config, GeneratorConfig, TrainerConfig, make_config
 from hpcrl.config.surface import settings
 from hpcrl.errors import ConfigError
 
@@ -91,6 +91,77 @@ def test_a_class_that_cannot_be_a_configuration_is_refused() -> None:
         settings(Undeclared)
     with pytest.raises(ConfigError, match=r"Held\.where: TOML cannot hold a value of type .*Path"):
         settings(_held())
+
+
+def test_own_classes_stand_in_for_all_three_sections() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Algorithm(AlgorithmConfig):
+        surprise: float = 0.5
+
+    @dataclass(frozen=True, kw_only=True)
+    class Trainer(TrainerConfig):
+        epochs: int = 7
+
+    @dataclass(frozen=True, kw_only=True)
+    class Generator(GeneratorConfig):
+        n_samples_per_prompt: int = 9
+
+    own = make_config(algorithm_cls=Algorithm, trainer_cls=Trainer, generator_cls=Generator)
+    config = own.from_dict(
+        {"data.train_data": ["t"], "trainer.eval_interval": 0, "trainer.policy.model.path": "m", "trainer.seed": 1}
+    )
+    assert isinstance(config.trainer.algorithm, Algorithm)
+    assert (config.trainer.epochs, config.generator.n_samples_per_prompt) == (7, 9)
+    assert own.from_dict(config.to_dict()) == config
+    assert "epochs" not in config.to_toml(only_changed=True)
+
+
+def test_a_default_that_a_file_would_lose_is_refused() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Own(Config):
+        generator: GeneratorConfig = field(default_factory=lambda: GeneratorConfig(n_samples_per_prompt=9))
+
+    with pytest.raises(ConfigError, match=r"Own\.generator: .* into a subclass of GeneratorConfig"):
+        settings(Own)
+
+
+def test_what_an_own_class_refuses_is_told_as_everything_else(tmp_path: Path) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Algorithm(AlgorithmConfig):
+        surprise: float = 0.5
+
+        def __post_init__(self) -> None:
+            if self.surprise < 0:
+                raise ValueError("surprise: expected at least 0")
+
+    path = tmp_path / "experiment.toml"
+    path.write_text(EXPERIMENT)
+    own = make_config(algorithm_cls=Algorithm)
+    assert own.from_toml([path]).trainer.seed == 42
+    with pytest.raises(ConfigError, match=r"^override: trainer\.algorithm: surprise: expected at least 0$"):
+        own.from_toml([path], ["trainer.algorithm.surprise=-1"])
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        ("import nowhere", "No module named 'nowhere'"),
+        ("def (:", "SyntaxError"),
+        ("from hpcrl.config import Config\nclass Other: pass", "see "),
+        (
+            "from dataclasses import dataclass\nfrom hpcrl.config import Config\n@dataclass\nclass Mine(Config):\n    a: int = 1",
+            "TypeError: cannot inherit non-frozen dataclass",
+        ),
+    ],
+)
+def test_a_module_that_is_not_right_yet(tmp_path: Path, module: str, told: str) -> None:
+    (tmp_path / "own.py").write_text(module)
+    (tmp_path / "own.toml").write_text('config_class = "own:Mine"\npython_path = ["."]\n' + EXPERIMENT)
+    words = [sys.executable, "-m", "hpcrl.cli", "config", "validate", "own.toml"]
+    done = subprocess.run(words, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("hpcrl: own.toml:1: config_class: expected ")
+    assert told in done.stderr
 
 
 def _held() -> type:

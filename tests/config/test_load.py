@@ -211,6 +211,33 @@ def test_sections_cannot_be_changed(experiment: Path) -> None:
     assert replace(config.trainer, epochs=2).epochs == 2
 
 
+def test_files_of_other_systems(experiment: Path) -> None:
+    config = Config.from_toml([experiment])
+    experiment.write_bytes(b"\xef\xbb\xbf" + MINIMAL.replace("\n", "\r\n").encode())
+    assert Config.from_toml([experiment]) == config
+    experiment.write_bytes(experiment.read_bytes() + b"[slurm]\r\npartitions = 'main'\r\n")
+    line = MINIMAL.count("\n") + 2
+    with pytest.raises(ConfigError, match=rf"^{experiment}:{line}: slurm\.partitions: unknown"):
+        Config.from_toml([experiment])
+
+
+def test_one_file_and_one_override_need_no_list(experiment: Path) -> None:
+    config = Config.from_toml([experiment], ["trainer.seed=7"])
+    assert (
+        Config.from_toml(experiment, "trainer.seed=7")
+        == Config.from_toml(str(experiment), ["trainer.seed=7"])
+        == config
+    )
+
+
+def test_none_is_unset_everywhere(experiment: Path) -> None:
+    config = Config.from_toml([experiment])
+    tree = {"trainer.seed": None, "trainer.placement": None, "slurm.extra": None, "trainer.max_steps": None}
+    assert Config.from_dict({**config.to_dict(), **tree}) == config
+    with pytest.raises(ConfigError, match=r"data\.train_data: required"):
+        Config.from_dict({**config.to_dict(), "data": None})
+
+
 def test_files_that_cannot_be_read_are_all_named(tmp_path: Path) -> None:
     broken = write(tmp_path / "broken.toml", "[data]\ntrain_data = [\n")
     binary = tmp_path / "binary.toml"

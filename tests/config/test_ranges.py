@@ -12,7 +12,7 @@ from hpcrl.config import AlgorithmConfig, Config
 from hpcrl.config.load import nested
 from hpcrl.config.ranges import RANGES, Range, out_of_range, range_of
 from hpcrl.config.root import make_config
-from hpcrl.config.surface import Setting, leaves
+from hpcrl.config.surface import Setting, leaves, values
 from hpcrl.config.validate import build
 
 BASE = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
@@ -39,7 +39,7 @@ UNBOUNDED = {
 
 
 def told(path: str, value: Any) -> list[str]:
-    problems = list(out_of_range(build(Config, nested({**BASE, path: value}))))
+    problems = list(out_of_range(values(build(Config, nested({**BASE, path: value})))))
     assert all(problem.path == path for problem in problems)
     return [problem.message for problem in problems]
 
@@ -150,6 +150,6 @@ class OwnAlgorithm(AlgorithmConfig):
 
 def test_what_a_subclass_adds_may_have_any_value() -> None:
     own = build(make_config(algorithm_cls=OwnAlgorithm), nested(BASE))
-    assert list(out_of_range(own)) == []
+    assert list(out_of_range(values(own))) == []
     wrong = replace(own, trainer=replace(own.trainer, epochs=0))
-    assert [problem.path for problem in out_of_range(wrong)] == ["trainer.epochs"]
+    assert [problem.path for problem in out_of_range(values(wrong))] == ["trainer.epochs"]
