@@ -69,7 +69,7 @@ def main(run_dir: str) -> None:
                     link.committed(saved := step)
             if trainer.hf_save_interval > 0 and (step % trainer.hf_save_interval == 0 or step == total):
                 with clock("save_hf_model"):
-                    publisher.export(engine, step)
+                    publisher.export(engine, step, trainer.policy.model.path, config.generator.chat_template)
             if times := describe_times(clock.between()):
                 link.measured(step, times)
             stepped()

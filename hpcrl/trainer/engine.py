@@ -72,5 +72,5 @@ class Engine(Protocol):
         ...
 
     def export_config(self, directory: Path, dtype: torch.dtype) -> None:
-        """Write what makes exported weights a model: configuration and tokenizer. Rank 0 writes."""
+        """Write what makes exported weights a model: its configuration and generation settings. Rank 0 writes."""
         ...

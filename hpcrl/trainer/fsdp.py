@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -143,7 +143,6 @@ class FsdpEngine:
         config = type(self._policy.model.config).from_dict(self._policy.model.config.to_dict())
         config.dtype = dtype
         config.save_pretrained(directory)
-        AutoTokenizer.from_pretrained(self._config.model.path).save_pretrained(directory)
         with suppress(OSError):  # a model need not have one
             GenerationConfig.from_pretrained(self._config.model.path).save_pretrained(directory)
 

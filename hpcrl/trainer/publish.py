@@ -6,12 +6,14 @@ Both are the same files, safetensors under Hugging Face names; an export adds co
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from hpcrl.config.generator import ChatTemplateConfig
+from hpcrl.data.chat import load_tokenizer
 from hpcrl.run.commit import committed, committed_directory, discard, is_committed
 from hpcrl.run.layout import Run, version_of
 from hpcrl.trainer.engine import Engine
@@ -56,13 +58,28 @@ class Publisher:
             for old in committed(self._run.weights, version_of)[: -self._kept_versions]:
                 discard(self._run.weights_of(old))
 
-    def export(self, engine: Engine, step: int) -> None:
-        """Commit exports/s<step>, a model directory for transformers and vLLM."""
+    def export(self, engine: Engine, step: int, model: str, template: ChatTemplateConfig) -> None:
+        """Commit exports/s<step>, a model directory for transformers and vLLM.
+
+        Args:
+            model: whose tokenizer it gets.
+            template: chat template with which the policy was trained; the tokenizer keeps it.
+
+        Raises:
+            ConfigError: as `load_tokenizer`.
+        """
+
+        def complete(directory: Path) -> None:
+            engine.export_config(directory, self._dtype)
+            load_tokenizer(model, template).save_pretrained(directory)
+
         target = self._run.export(step)
         if not self._world.look(lambda: is_committed(target)):
-            self._write(engine, target, model=True, step=step)
+            self._write(engine, target, complete, step=step)
 
-    def _write(self, engine: Engine, target: Path, *, model: bool = False, **facts: int) -> None:
+    def _write(
+        self, engine: Engine, target: Path, complete: Callable[[Path], None] = lambda _: None, **facts: int
+    ) -> None:
         pieces = engine.export_weights(self._dtype)
         if not self._world.first:
             for _ in pieces:
@@ -70,8 +87,7 @@ class Publisher:
         else:
             with committed_directory(target, self._attempt, **facts) as directory:
                 write_safetensors(directory, pieces, SHARD_BYTES)
-                if model:
-                    engine.export_config(directory, self._dtype)
+                complete(directory)
         self._world.barrier()
 
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from hpcrl.config import AlgorithmConfig, TrainerConfig
+from hpcrl.config.generator import ChatTemplateConfig
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
 from hpcrl.run.commit import committed, read_json
@@ -150,7 +151,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     if world.first:
         Path(options["out"]).with_suffix(".started").write_text(json.dumps({"step": step, "random": random}))
     if options.get("export"):
-        publisher.export(engine, options["until"])
+        publisher.export(engine, options["until"], options["model"], ChatTemplateConfig())
         batch = Batch.from_json(read_json(run.batch(1)))
         (mini,) = load_mini_batches(run, batch, group_advantages(batch, ALGORITHM), len(batch.groups), world)
         score(engine, mini, 16, old=True, reference=False)

@@ -20,6 +20,7 @@ from hpcrl.config import (
     RefConfig,
     TrainerConfig,
 )
+from hpcrl.config.generator import ChatTemplateConfig
 from hpcrl.errors import DataError
 from hpcrl.run.commit import committed, is_committed
 from hpcrl.run.layout import Run, version_of
@@ -71,13 +72,24 @@ def expect_same_logprobs(path: Path, engine: FsdpEngine, temperature: float, ato
 
 
 def test_an_export_is_a_model(run: Run, alone: World, engine: FsdpEngine, model_path: Path) -> None:
-    Publisher(run, 1, alone, torch.float32, 0).export(engine, 3)
+    Publisher(run, 1, alone, torch.float32, 0).export(engine, 3, str(model_path), ChatTemplateConfig())
     assert is_committed(run.export(3))
     expect_same_logprobs(run.export(3), engine, temperature=0.7)
     text = [{"role": "user", "content": "a"}]
     assert AutoTokenizer.from_pretrained(run.export(3)).apply_chat_template(text) == AutoTokenizer.from_pretrained(
         model_path
     ).apply_chat_template(text)
+
+
+def test_an_export_keeps_the_chat_template_of_the_run(
+    run: Run, alone: World, engine: FsdpEngine, model_path: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for message in messages %}{{ message.content }}{% endfor %} b")
+    own = ChatTemplateConfig(source="file", name_or_path=str(file))
+    Publisher(run, 1, alone, torch.float32, 0).export(engine, 1, str(model_path), own)
+    text = [{"role": "user", "content": "a"}]
+    assert AutoTokenizer.from_pretrained(run.export(1)).apply_chat_template(text, tokenize=False) == "a b"
 
 
 def test_weights_have_the_engines_type_and_tied_ones_come_once(run: Run, alone: World, engine: FsdpEngine) -> None:
@@ -158,7 +170,7 @@ def test_exports_carry_rotary_positions_and_replaced_entries(run: Run, alone: Wo
     ):
         changed = make_engine(model_path, alone, **options)
         assert (changed.logprobs(batch) - own.logprobs(batch)).abs().max() > 1e-3, options
-        Publisher(run, 1, alone, torch.float32, 0).export(changed, number)
+        Publisher(run, 1, alone, torch.float32, 0).export(changed, number, str(model_path), ChatTemplateConfig())
         assert AutoConfig.from_pretrained(run.export(number)).rope_parameters == expected
         expect_same_logprobs(run.export(number), changed, temperature=1.0)
 
