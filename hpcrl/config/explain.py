@@ -112,7 +112,7 @@ def _field(source: str, name: str, target: Target, known: dict[str, Setting]) ->
 def _nearest(name: str, known: dict[str, Setting]) -> str:
     theirs = {field: source for source, targets in SOURCES.items() for field in targets}
     close = get_close_matches(name, theirs, 2, 0.85)
-    own = nearest(name, list(known.values()))
+    own = nearest(name, list(known))
     near = [*own, *(f"{field} ({theirs[field]})" for field in close if field not in known)]
     return (
         f"no such setting; did you mean {' or '.join(near)}?" if near else unknown(name, list(known.values())).message

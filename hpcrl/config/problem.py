@@ -68,7 +68,7 @@ def unknown(path: str, known: Sequence[Setting]) -> Problem:
 
     if theirs := elsewhere(path):
         return Problem(path, f"unknown setting, but {theirs}")
-    if near := nearest(path, known):
+    if near := nearest(path, [setting.path for setting in known]):
         return Problem(path, f"unknown setting; did you mean {' or '.join(near)}?")
     parent = path.rpartition(".")[0]
     names = [setting.name for setting in known if setting.path.rpartition(".")[0] == parent]
@@ -76,26 +76,27 @@ def unknown(path: str, known: Sequence[Setting]) -> Problem:
     return Problem(path, f"unknown setting; expected one of {', '.join(names[:_MOST_LISTED])}{more}")
 
 
-def nearest(path: str, known: Sequence[Setting]) -> list[str]:
-    """Return the paths of at most three settings whose names resemble the last part of `path`, the nearest first."""
+def nearest(path: str, known: Sequence[str]) -> list[str]:
+    """Return at most three of the paths `known` whose last parts resemble that of `path`, the nearest first."""
     parent, _, name = path.rpartition(".")
     scores: dict[str, float] = {}
-    alike = _one_letter_off(name, known) or set(
-        get_close_matches(name[:_LONGEST], {s.name for s in known}, _MOST_SHOWN, 0.7)
+    names = {other: other.rpartition(".")[2] for other in known}
+    alike = _one_letter_off(name, tuple(dict.fromkeys(names.values()))) or set(
+        get_close_matches(name[:_LONGEST], set(names.values()), _MOST_SHOWN, 0.7)
     )
-    for setting in known:
-        if setting.name in alike:
-            beside = setting.path.rpartition(".")[0] == parent
-            scores[setting.path] = SequenceMatcher(None, name, setting.name).ratio() + (0.5 if beside else 0.0)
+    for other, own in names.items():
+        if own in alike:
+            beside = other.rpartition(".")[0] == parent
+            scores[other] = SequenceMatcher(None, name, own).ratio() + (0.5 if beside else 0.0)
     best = max(scores.values(), default=0.0)
     likely = [other for other in scores if scores[other] > best - 0.5]
     return sorted(likely, key=lambda other: -scores[other])[:_MOST_SHOWN]
 
 
-def _one_letter_off(name: str, known: Sequence[Setting]) -> set[str]:
+def _one_letter_off(name: str, names: tuple[str, ...]) -> set[str]:
     if len(name) > _LONGEST:
         return set()
-    index = _shortened(tuple(dict.fromkeys(setting.name for setting in known)))
+    index = _shortened(names)
     return {other for short in _without_one(name) for other in index.get(short, ())}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpcrl.config.convert.cosmos_resolve import Resolved
@@ -35,16 +35,7 @@ class Idle:
 def idle(source: Resolved) -> dict[str, str]:
     """Return the paths of fields that do not count, each with what they lack."""
     asleep = [part for part in _IDLE if not part.counts(source)]
-    found = ((path, part.without) for path in source.values for part in asleep if part.covers(path))
-    return dict(_first(found))
-
-
-def _first(pairs: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    seen: set[str] = set()
-    for path, without in pairs:
-        if path not in seen:
-            seen.add(path)
-            yield path, without
+    return {path: part.without for part in reversed(asleep) for path in source.values if part.covers(path)}
 
 
 def is_grpo(source: Resolved) -> bool:

@@ -170,9 +170,9 @@ def _explained(path: str, known: Mapping[str, Field]) -> str:
     other = next((field.variant for field in fields() if field.path == path), "")
     if other:
         return f'Cosmos-RL has it only with type = "{other}" and ignores it here'
-    tables = sorted({other.rpartition(".")[0] for other in known} - {"", *known})
-    now = [field.setting for field in known.values() if field.since != "seed"]
-    near = nearest(path, [*now, *(_field(table, "section", "null", "", "").setting for table in tables)])
+    now = [other for other, field in known.items() if field.since != "seed"]
+    tables = {other.rpartition(".")[0] for other in now} - {""}
+    near = nearest(path, [*now, *sorted(tables)])
     return "Cosmos-RL does not know it and ignores it" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
 

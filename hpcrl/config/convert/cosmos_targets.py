@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrl.config.convert.cosmos_targets_trainer import DTYPES, NOT_READ, RESHARD, TRAINER_TARGETS
+from hpcrl.config.convert.cosmos_targets_trainer import DTYPES, NEWEST, NOT_READ, RESHARD, TRAINER_TARGETS
 from hpcrl.config.convert.mapping import Dropped, Target, To, Translated, alike, renamed
 
 _UNSET = {"": None}
@@ -10,7 +10,6 @@ _VLLM = Dropped("vLLM decides it; its own options stand in generator.inference_e
 _LOADER = Dropped("the controller hands prompts out one by one")
 _PIPELINE_OF_VLLM = Dropped("vLLM runs its pipeline its own way")
 _TEACHER_PIPELINE = Dropped("the teacher only runs forward, without a schedule")
-_NEWEST = Dropped("a replica always loads the newest weights that there are")
 _EVAL_REMOTE = Dropped("evaluation asks the same service as training (environment.remote_reward)")
 
 
@@ -112,7 +111,7 @@ def _rollout() -> dict[str, Target]:
         "rollout.n_generation": To("generator.n_samples_per_prompt"),
         **alike("rollout", "n_generation_to_batch n_generation_mini_batch batch_size mode", _VLLM),
         "rollout.async_config.max_concurrent_requests": _VLLM,
-        **alike("rollout", "async_r2r_sync broadcast_all_params", _NEWEST),
+        **alike("rollout", "async_r2r_sync broadcast_all_params", NEWEST),
         **alike("rollout", "prefetch_rollout prefetch_queue_maxsize", _LOADER),
         **alike(turns, "enable max_assistant_turns", Translated(("generator.max_turns",), "1 where enable is false")),
         f"{turns}.enable_tools": NOT_READ,

@@ -12,7 +12,7 @@ _GPUS = ("trainer.placement.policy_num_nodes", "trainer.placement.policy_num_gpu
 _MEGATRON = "trainer.policy.megatron_config"
 _NO_REDIS = Dropped("there is no Redis here")
 _TOKENS = Dropped("samples are always token ids with their log-probabilities here")
-_NEWEST = Dropped("a replica always loads the newest weights that there are")
+NEWEST = Dropped("a replica always loads the newest weights that there are")
 _AT_EXIT = Dropped("a checkpoint is always written before Slurm ends an attempt")
 _LIGER = Dropped("logits never exist as a whole here (trainer.logprobs_chunk_size)")
 
@@ -46,7 +46,7 @@ def _batches() -> dict[str, Target]:
         "train.sync_weight_interval": Translated(
             ("trainer.fully_async.sync_weight_interval",), "1 where trainer and engines take turns"
         ),
-        "train.coalesce_weight_sync": _NEWEST,
+        "train.coalesce_weight_sync": NEWEST,
     }
 
 
@@ -166,7 +166,7 @@ def _checkpoints() -> dict[str, Target]:
     ckpt, upload = "train.ckpt", "trainer.upload"
     interval, epochs, exports = "trainer.ckpt_interval", "trainer.ckpt_interval_epochs", "trainer.hf_save_interval"
     return {
-        f"{ckpt}.enable_checkpoint": Translated((interval, exports), "false: -1, none"),
+        f"{ckpt}.enable_checkpoint": Translated((interval, epochs, exports), "false: -1, none"),
         f"{ckpt}.save_freq": Translated((interval,), "steps"),
         f"{ckpt}.save_freq_in_epoch": Translated((epochs,), "0: save_freq counts"),
         f"{ckpt}.save_mode": To("trainer.ckpt_mode"),

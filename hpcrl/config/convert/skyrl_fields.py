@@ -170,12 +170,8 @@ _ELSEWHERE: dict[str, Target] = {
     "trainer.logger": Translated(("trainer.logger",), "the first tracker of a list; console: `hpcrl submit --follow`"),
     _ENGINE + "backend": Translated((_ENGINE + "backend",), "sglang: vllm"),
     _ENGINE + "weight_sync_backend": Translated((_ENGINE + "weight_sync_backend",), "nccl and gloo: filesystem"),
-    "generator.sampling_params.logprobs": Translated(
-        ("generator.sampling_params.logprobs",), "null: 1, because the engine always returns them"
-    ),
-    "generator.eval_sampling_params.logprobs": Translated(
-        ("generator.eval_sampling_params.logprobs",), "null: 1, because the engine always returns them"
-    ),
+    "generator.sampling_params.logprobs": To("generator.sampling_params.logprobs", {None: 1}),
+    "generator.eval_sampling_params.logprobs": To("generator.eval_sampling_params.logprobs", {None: 1}),
 }  # fmt: skip
 
 

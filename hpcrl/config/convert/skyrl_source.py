@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
 from typing import Any
 
 from hpcrl.config.convert.conversion import Conversion
@@ -22,13 +21,13 @@ from hpcrl.config.convert.skyrl_fields import (
     SKYRL_DEFAULTS,
     TARGETS,
 )
+from hpcrl.config.problem import nearest
 from hpcrl.errors import ConfigError
 
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.\-/@]*)=(.*)", re.DOTALL)
 _ENVIRONMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
 _TIGHT_COLON = re.compile(r"(?<=[\w'\"]):(?=[^\s/])")
 _DEEPEST = 64
-_ALIKE = 0.7
 
 Keys = tuple[Any, ...]
 
@@ -99,17 +98,6 @@ def read_overrides(words: Sequence[str], conversion: Conversion) -> Source:
     source.old = any(path in REFUSED for path, _, _ in _settings(tree))
     _fill(source, tree, conversion)
     return source
-
-
-def nearest(name: str) -> str:
-    """Return the setting or section of SkyRL whose last part is most like that of `name`, or nothing."""
-
-    def alike(path: str) -> tuple[float, float]:
-        last = SequenceMatcher(None, name.rpartition(".")[2], path.rpartition(".")[2]).ratio()
-        return last, SequenceMatcher(None, name, path).ratio()
-
-    best = max((*TARGETS, *SECTIONS), key=alike)
-    return best if alike(best)[0] >= _ALIKE else ""
 
 
 def _load(text: str | bytes, origin: str) -> dict[str, Any]:
@@ -272,8 +260,9 @@ def _fill_section(source: Source, path: str, keys: Keys, value: Any, resolved: A
 
 def _fill_setting(source: Source, path: str, keys: Keys, resolved: Any, conversion: Conversion) -> None:
     if path not in TARGETS:
-        near = nearest(path)
-        conversion.note("unknown", path, "", "SkyRL has no such setting" + (f"; did you mean {near}?" if near else ""))
+        near = nearest(path, [*TARGETS, *sorted(SECTIONS)])
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        conversion.note("unknown", path, "", "SkyRL has no such setting" + hint)
         return
     present = RENAMED.get(path, path)
     try:

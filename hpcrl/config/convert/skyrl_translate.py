@@ -70,24 +70,17 @@ def logger(source: Source, conversion: Conversion, path: str) -> None:
         conversion.note("conflict", name, path, message)
 
 
-def strategy(source: Source, conversion: Conversion, path: str) -> None:
-    _instead(source, conversion, path, {"deepspeed": "fsdp2"})
+def _instead(old: str, new: str) -> Translation:
+    def instead(source: Source, conversion: Conversion, path: str) -> None:
+        name, value = source.names[path], source.given[path]
+        conversion.values[path] = new if value == old else value
+        if value == old:
+            message = f"there is no {old} here, nor in the present SkyRL; {new} stands for it"
+            conversion.note("conflict", name, path, message)
+        else:
+            conversion.note("mapped", name, path)
 
-
-def backend(source: Source, conversion: Conversion, path: str) -> None:
-    _instead(source, conversion, path, {"sglang": "vllm"})
-
-
-def _instead(source: Source, conversion: Conversion, path: str, substitutes: dict[str, str]) -> None:
-    value, name = source.given[path], source.names[path]
-    substitute = substitutes.get(value) if isinstance(value, str) else None
-    conversion.values[path] = substitute or value
-    if substitute:
-        conversion.note(
-            "conflict", name, path, f"there is no {value} here, nor in the present SkyRL; {substitute} stands for it"
-        )
-    else:
-        conversion.note("mapped", name, path)
+    return instead
 
 
 def weight_sync_backend(source: Source, conversion: Conversion, path: str) -> None:
@@ -98,15 +91,6 @@ def weight_sync_backend(source: Source, conversion: Conversion, path: str) -> No
         path,
         f"{source.given[path]}: filesystem, new weights reach the engines as files",
     )
-
-
-def logprobs(source: Source, conversion: Conversion, path: str) -> None:
-    value = source.given[path]
-    if value is None:
-        conversion.note("translated", source.names[path], path, "null: 1, the engine always returns log-probabilities")
-    else:
-        conversion.values[path] = value
-        conversion.note("mapped", source.names[path], path)
 
 
 def use_tis(source: Source, conversion: Conversion, path: str) -> None:
@@ -280,7 +264,7 @@ TRANSLATIONS: dict[str, Translation] = {
     "trainer.project_name": name_of_directory,
     "trainer.run_name": name_of_directory,
     "trainer.logger": logger,
-    "trainer.strategy": strategy,
+    "trainer.strategy": _instead("deepspeed", "fsdp2"),
     "trainer.bf16": bf16,
     "trainer.resume_mode": resume_mode,
     "trainer.resume_path": resume_path,
@@ -297,9 +281,7 @@ TRANSLATIONS: dict[str, Translation] = {
     _PLACEMENT + "ref_num_gpus_per_node": other_placement,
     _PLACEMENT + "critic_num_nodes": other_placement,
     _PLACEMENT + "critic_num_gpus_per_node": other_placement,
-    _ENGINE + "backend": backend,
+    _ENGINE + "backend": _instead("sglang", "vllm"),
     _ENGINE + "weight_sync_backend": weight_sync_backend,
     "generator.max_input_length": max_input_length,
-    "generator.sampling_params.logprobs": logprobs,
-    "generator.eval_sampling_params.logprobs": logprobs,
 }

@@ -553,3 +553,10 @@ def test_what_waits_counts_when_the_result_is_checked() -> None:
     fits = of({"train": {"train_batch_per_replica": 4}, "policy": policy, "rollout": {"n_generation": 4}})
     assert conflicts(fits) == {}
     assert {"trainer.strategy"} <= {entry.source for entry in fits.entries if entry.kind == "waits"}
+
+
+def test_checkpoints_by_epochs() -> None:
+    ckpt = {"enable_checkpoint": True, "save_freq_in_epoch": 2, "export_safetensors": False}
+    conversion = of({"train": {"train_policy": {"type": "grpo"}, "ckpt": ckpt}})
+    (entry,) = entries(conversion, "train.ckpt.enable_checkpoint")
+    assert (entry.kind, entry.target) == ("translated", "trainer.ckpt_interval_epochs")

@@ -361,8 +361,7 @@ def test_a_cap_that_would_turn_the_loss_around_is_not_taken(cap: list[str]) -> N
 
 def test_logprobs_that_are_not_wanted_are_returned_all_the_same() -> None:
     conversion = command("generator.sampling_params.logprobs=null")
-    assert kinds(conversion, "generator.sampling_params.logprobs") == {"translated"}
-    assert conversion.values.get("generator.sampling_params.logprobs") is None
+    assert conversion.values["generator.sampling_params.logprobs"] == 1
 
 
 @pytest.mark.parametrize(

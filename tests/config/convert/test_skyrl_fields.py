@@ -2,14 +2,15 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from hpcrl.config import Config
 from hpcrl.config.convert.mapping import Dropped, To, Translated
+from hpcrl.config.convert.skyrl import convert_overrides
 from hpcrl.config.convert.skyrl_fields import OLD_DEFAULTS, ONLY_OLD, RENAMED, SKYRL_DEFAULTS, TARGETS
-from hpcrl.config.convert.skyrl_source import nearest
 from hpcrl.config.convert.skyrl_translate import TRANSLATIONS
 from hpcrl.config.status import DEFAULTS
 from hpcrl.config.surface import settings
@@ -117,8 +118,15 @@ def test_every_default_that_differs_has_a_reason_and_every_reason_a_difference()
         ("generator.num_inference_engine", "generator.num_inference_engines"),
         ("generator.inference_engine.num_engine", "generator.inference_engine.num_engines"),
         ("trainer.algorithm.eps_clip_hi", "trainer.algorithm.eps_clip_high"),
-        ("trainer.zzz", ""),
     ],
 )
 def test_the_nearest_name(wrong: str, right: str) -> None:
-    assert nearest(wrong) == right
+    found = [entry.message for entry in convert_overrides([f"{wrong}=1"], "f").entries if entry.kind == "unknown"]
+    assert [re.split(r" or |\?", message)[0] for message in found] == [
+        f"SkyRL has no such setting; did you mean {right}"
+    ]
+
+
+def test_a_name_like_no_other() -> None:
+    (entry,) = [entry for entry in convert_overrides(["trainer.zzz=1"], "f").entries if entry.kind == "unknown"]
+    assert entry.message == "SkyRL has no such setting"
