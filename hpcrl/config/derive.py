@@ -9,7 +9,7 @@ from hpcrl.config.data import DataConfig
 from hpcrl.config.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.megatron import MegatronModelConfig
 from hpcrl.config.model import FSDPConfig, MixedPrecisionConfig
-from hpcrl.config.trainer import TrainerConfig
+from hpcrl.config.trainer import PlacementConfig, TrainerConfig
 from hpcrl.errors import DataError
 
 if TYPE_CHECKING:
@@ -88,17 +88,18 @@ def _megatron_size(sizes: MegatronModelConfig) -> int:
 def critic_ranks(trainer: TrainerConfig) -> int:
     """Return the ranks of the critic; where they are not set: the policy's."""
     placement = trainer.placement
-    nodes = placement.policy_num_nodes if placement.critic_num_nodes is None else placement.critic_num_nodes
-    gpus = placement.critic_num_gpus_per_node
-    return nodes * (placement.policy_num_gpus_per_node if gpus is None else gpus)
+    return _ranks(placement, placement.critic_num_nodes, placement.critic_num_gpus_per_node)
 
 
 def ref_ranks(trainer: TrainerConfig) -> int:
     """Return the ranks of the reference model; where they are not set: the policy's."""
     placement = trainer.placement
-    nodes = placement.policy_num_nodes if placement.ref_num_nodes is None else placement.ref_num_nodes
-    gpus = placement.ref_num_gpus_per_node
-    return nodes * (placement.policy_num_gpus_per_node if gpus is None else gpus)
+    return _ranks(placement, placement.ref_num_nodes, placement.ref_num_gpus_per_node)
+
+
+def _ranks(placement: PlacementConfig, nodes: int | None, ranks_per_node: int | None) -> int:
+    nodes = placement.policy_num_nodes if nodes is None else nodes
+    return nodes * (placement.policy_num_gpus_per_node if ranks_per_node is None else ranks_per_node)
 
 
 def engine_gpus(engine: InferenceEngineConfig) -> int:

@@ -87,4 +87,6 @@ def sampling_parameters(config: Config) -> Iterator[Problem]:
             if own := _SAMPLING_NAMES.get(name):
                 yield Problem(f"{path}.additional_kwargs.{name}", f"set {path}.{own} instead")
             elif name in _SAMPLING_OWN:
-                yield Problem(f"{path}.additional_kwargs.{name}", "hpcrl sets this sampling parameter itself")
+                yield Problem(
+                    f"{path}.additional_kwargs.{name}", "hpcrl sets this sampling parameter itself; leave it out"
+                )

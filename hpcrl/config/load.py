@@ -234,7 +234,7 @@ def _located(tree: dict[str, Any], base: Path, known: Sequence[Setting]) -> dict
         for parent in parents:
             table = table.get(parent) if isinstance(table, dict) else None
         value = table.get(name) if isinstance(table, dict) else None
-        if isinstance(value, str):
+        if isinstance(value, str) and value != setting.default:  # a default that is written out stays the same
             table[name] = locate(value, base)
         elif isinstance(value, list):
             table[name] = [locate(item, base) if isinstance(item, str) else item for item in value]

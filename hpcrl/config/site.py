@@ -17,6 +17,7 @@ _ENGINE_NAMES = {field.name: field.name for field in fields(InferenceEngineConfi
 _ENGINE_OWN = {"uds", "host", "port", "middleware", "model", "max_model_len", "logprobs_mode", "api_key"}
 _ENGINE_OWN |= {"weight_transfer_config", "enable_scale_out", "served_model_name"}
 _SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
+_SBATCH_OWN |= {"requeue", "no_requeue"}
 _SBATCH_NAMES = {
     "partition": "partition",
     "account": "account",
@@ -41,7 +42,9 @@ def engine_options(config: Config) -> Iterator[Problem]:
         if own := _ENGINE_NAMES.get(name.replace("-", "_")):
             yield Problem(f"{path}.engine_init_kwargs.{name}", f"set {path}.{own} instead")
         elif name.replace("-", "_") in _ENGINE_OWN:
-            yield Problem(f"{path}.engine_init_kwargs.{name}", "hpcrl sets this option of the server itself")
+            yield Problem(
+                f"{path}.engine_init_kwargs.{name}", "hpcrl sets this option of the server itself; leave it out"
+            )
 
 
 def flash_infer(config: Config) -> Iterator[Problem]:
@@ -73,4 +76,4 @@ def sbatch_options(config: Config) -> Iterator[Problem]:
         if own := _SBATCH_NAMES.get(name.replace("-", "_")):
             yield Problem(f"slurm.extra.{name}", f"set slurm.{own} instead")
         elif name.replace("-", "_") in _SBATCH_OWN:
-            yield Problem(f"slurm.extra.{name}", "hpcrl sets this option of sbatch itself")
+            yield Problem(f"slurm.extra.{name}", "hpcrl sets this option of sbatch itself; leave it out")

@@ -54,7 +54,7 @@ WAITS: dict[str, Wait] = {
     "data.drop_last": _DATA,
     "trainer.mode": _SFT,
     "trainer.max_length": _SFT,
-    "trainer.strategy": _MEGATRON,
+    "trainer.strategy": Wait("Megatron and FSDP1"),
     "trainer.sequence_parallel_backend": _PARALLEL,
     "trainer.group_name": _TRACKING,
     "trainer.logger": _TRACKING,

@@ -240,6 +240,7 @@ def test_what_is_required_is_named_with_its_full_path(tmp_path: Path, text: str)
             "slurm.replicas_per_node",
             "6 GPUs",
         ),
+        (["slurm.extra.no-requeue=true"], "slurm.extra.no-requeue", "leave it out"),
         (["slurm.extra.time=5"], "slurm.extra.time", "slurm.time_minutes instead"),
         (["slurm.time_minutes=0"], "slurm.time_minutes", "at least 5"),
     ],

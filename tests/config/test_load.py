@@ -134,6 +134,15 @@ def test_locations_are_relative_to_the_file_that_sets_them(tmp_path: Path, monke
     assert relative.data.train_data == config.data.train_data
 
 
+def test_a_default_location_that_is_written_out_stays_the_default(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    config = Config.from_toml([experiment])
+    assert Config.from_toml([write(tmp_path / "config.toml", config.to_toml())]) == config
+
+
 def full() -> Config:
     """A configuration of the right types in which every setting differs from its default, whether or not that can work."""
     return build(
