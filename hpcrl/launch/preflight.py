@@ -24,7 +24,7 @@ def _is_local(path: str) -> bool:
 
 
 def check_files(config: Config) -> None:
-    """Look at every file that the configuration names.
+    """Look at every file that the configuration names, but for the checkpoint that a first attempt may start from.
 
     Raises:
         DataError: lists everything that is missing.
@@ -48,15 +48,6 @@ def check_files(config: Config) -> None:
     for name, path in models.items():
         if path and _is_local(path) and not (Path(path).expanduser() / "config.json").is_file():
             problems.append(f"{name}: {path} is no model directory (it has no config.json)")
-    resume = config.trainer.resume_path
-    if (
-        config.trainer.resume_mode == "from_path"
-        and resume
-        and not (is_committed(Path(resume)) and step_of(Path(resume)))
-    ):
-        problems.append(
-            f"trainer.resume_path: {resume} is no committed checkpoint; expected <run>/checkpoints/sNNNNNN with a COMMIT file"
-        )
     if problems:
         raise DataError("\n".join(problems))
 
@@ -68,11 +59,16 @@ def check_checkpoint(config: Config) -> list[str]:
         Warnings: what differs and matters, but can be; or that the two cannot be compared.
 
     Raises:
+        DataError: there is no such checkpoint.
         ConfigError: lists every difference with which the checkpoint cannot be loaded.
     """
     path = config.trainer.resume_path
     if config.trainer.resume_mode != "from_path" or path is None:
         return []
+    if not (is_committed(Path(path)) and step_of(Path(path))):
+        raise DataError(
+            f"trainer.resume_path: {path} is no committed checkpoint; expected <run>/checkpoints/sNNNNNN with a COMMIT file"
+        )
     saved_by = Run(Path(path).parent.parent)
     try:
         saved = Config.from_toml([saved_by.config])

@@ -129,4 +129,6 @@ def _state(run: Run, submission: dict[str, Any], job: JobState) -> RunState:
     else:
         word = "lost"
         detail = f"the job is gone ({job.name.lower()}) and left no outcome; `hpcrl resume {run.name}` continues it"
+        if not submission:
+            detail = "its submission was cut short; submit it again under another name"
     return RunState(run, submission, job, number, current, leases, word, detail)

@@ -73,7 +73,7 @@ def _alone(run: Run) -> Iterator[None]:
         record = run.submission.open("r+")
     except FileNotFoundError:
         raise RunError(
-            f"{run.name} was never handed to Slurm: its submission was cut short. Remove {run.path} and submit it again"
+            f"the submission of {run.name} was cut short, so there is nothing to resume; submit it again under another name"
         ) from None
     with record:
         try:

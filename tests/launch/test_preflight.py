@@ -80,6 +80,11 @@ def test_checkpoint_without_its_run_cannot_be_compared(saved: Run) -> None:
     assert "config.toml" in line
 
 
+def test_a_checkpoint_that_is_none(saved: Run) -> None:
+    with pytest.raises(DataError, match=r"s000003 is no committed checkpoint; expected <run>/checkpoints/sNNNNNN"):
+        check_checkpoint(config(saved, f"trainer.resume_path={saved.checkpoint(3)}"))
+
+
 def test_folders_of_ones_own_modules_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"python_path: no folder {tmp_path}/nowhere"):
         check_files(Config.from_toml([QUICKSTART], [f'python_path=["{tmp_path}/nowhere", "{tmp_path}"]']))

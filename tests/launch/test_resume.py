@@ -12,6 +12,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.errors import ConfigError, DataError, RunError, SubmitError
+from hpcrl.launch.registry import states_of
 from hpcrl.launch.resume import resume
 from hpcrl.run.commit import begin, finish, write_json, write_text
 from hpcrl.run.layout import Run
@@ -188,8 +189,11 @@ def test_one_resume_at_a_time(tmp_path: Path, bin_path: Path) -> None:
 def test_a_submission_that_was_cut_short_cannot_be_resumed(tmp_path: Path) -> None:
     run = ended(tmp_path)
     run.submission.unlink()
-    with pytest.raises(RunError, match=f"Remove {run.path} and submit it again"):
+    run.attempts.unlink()
+    run.outcome.unlink()
+    with pytest.raises(RunError, match="submission of mine was cut short"):
         resume(run)
+    assert states_of([run])[0].detail == "its submission was cut short; submit it again under another name"
 
 
 def test_a_job_that_cannot_be_recorded_is_cancelled(tmp_path: Path, bin_path: Path) -> None:
@@ -217,3 +221,12 @@ def test_modules_of_ones_own_may_have_moved(tmp_path: Path, bin_path: Path, monk
     program(bin_path, "sbatch", "echo Submitted batch job 9")
     (change,) = resume(run, [f'python_path=["{tmp_path}/there"]'])
     assert change.difference.path == "python_path"
+
+
+def test_the_checkpoint_that_it_once_started_from_is_no_longer_needed(tmp_path: Path, bin_path: Path) -> None:
+    gone = tmp_path / "other" / "checkpoints" / "s000002"
+    run = ended(tmp_path, "trainer.resume_mode=from_path", f"trainer.resume_path={gone}")
+    checkpoint(run, 4)
+    program(bin_path, "sbatch", "echo Submitted batch job 9")
+    (change,) = resume(run, ["trainer.ckpt_interval=3"])
+    assert change.kind == "harmless"
