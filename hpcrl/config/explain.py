@@ -37,6 +37,7 @@ def explain(name: str, cls: type[Config] = Config) -> str:
     if own:
         return _setting(own)
     found = [_field(source, name, targets[name], known) for source, targets in SOURCES.items() if name in targets]
+    found = found or [_their_section(source, name) for source in SOURCES if _below(source, name)]
     if not found:
         raise ConfigError(f"{name}: {_nearest(name, known)}")
     return "\n".join(found)
@@ -107,6 +108,17 @@ def _field(source: str, name: str, target: Target, known: dict[str, Setting]) ->
     return "\n".join(
         lines + [_setting(own) for path in paths_of(target) if (own := _own(path, known)) and not own.subsection]
     )
+
+
+def _below(source: str, section: str) -> list[str]:
+    return [field for field in SOURCES[source] if field.startswith(section + ".")]
+
+
+def _their_section(source: str, name: str) -> str:
+    lines = [f"{name} is a section of {source}; its fields, and what they are here:"]
+    for field in _below(source, name):
+        lines.append(f"  {field}: {', '.join(paths_of(SOURCES[source][field])) or 'no place'}")
+    return "\n".join(lines) + "\n"
 
 
 def _nearest(name: str, known: dict[str, Setting]) -> str:

@@ -70,8 +70,10 @@ def unknown(path: str, known: Sequence[Setting]) -> Problem:
         return Problem(path, f"unknown setting, but {theirs}")
     if near := nearest(path, [setting.path for setting in known]):
         return Problem(path, f"unknown setting; did you mean {' or '.join(near)}?")
-    parent = path.rpartition(".")[0]
-    names = [setting.name for setting in known if setting.path.rpartition(".")[0] == parent]
+    parent, names = path, list[str]()
+    while parent and not names:
+        parent = parent.rpartition(".")[0]
+        names = [setting.name for setting in known if setting.path.rpartition(".")[0] == parent]
     more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
     return Problem(path, f"unknown setting; expected one of {', '.join(names[:_MOST_LISTED])}{more}")
 

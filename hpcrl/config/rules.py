@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 Rule = Callable[["Config"], Iterator[Problem]]
 
+_COUNTED = re.compile(r"(_size|_nodes|_per_node|_per_prompt|_engines|_steps|\.reshard_after_forward)$")
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -56,7 +57,7 @@ def impossible(config: Config) -> list[Problem]:
     """Return everything that cannot work, whatever is still to be built."""
     problems = list(out_of_range(values(config)))
     wrong = {problem.path for problem in problems}
-    rules = RULES if not wrong else [rule for rule in RULES if rule not in _CALCULATING]
+    rules = [rule for rule in RULES if rule not in _CALCULATING] if any(map(_COUNTED.search, wrong)) else RULES
     return problems + [problem for rule in rules for problem in rule(config) if problem.path not in wrong]
 
 
@@ -298,7 +299,7 @@ _CALCULATING: tuple[Rule, ...] = (
     sharding,
     colocated_engines,
 )
-"""Rules that divide by numbers and multiply them, and say something only where all numbers are in range."""
+"""Rules that divide and multiply what `_COUNTED` names, and say something only where all of that is in range."""
 
 RULES: tuple[Rule, ...] = (
     _named_functions,

@@ -123,6 +123,7 @@ def test_schema_and_paths_are_for_programs(capsys: Output) -> None:
         ("train.train_policy.kl_beta", ["Cosmos-RL", "trainer.algorithm.kl_loss_coef"]),
         ("generator.num_inference_engines", ["SkyRL", "generator.inference_engine.num_engines"]),
         ("trainer.ckpt_path", ["SkyRL", "has no place here"]),
+        ("policy.lora", ["a section of Cosmos-RL", "policy.lora.r: trainer.policy.model.lora.rank"]),
     ],
 )
 def test_explain(name: str, words: list[str], capsys: Output) -> None:
@@ -138,6 +139,7 @@ def test_explain(name: str, words: list[str], capsys: Output) -> None:
         ("trainer.algorithm.eps_clip", "trainer.algorithm.eps_clip_low"),
         ("train.train_policy.klbeta", "train.train_policy.kl_beta (Cosmos-RL)"),
         ("generator.num_inference_engine", "generator.num_inference_engines (SkyRL)"),
+        ("qqqqq.wwwww", "expected one of config_class, python_path, data, trainer"),
     ],
 )
 def test_explain_of_what_is_not_there_names_the_nearest(name: str, near: str, capsys: Output) -> None:

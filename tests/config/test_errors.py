@@ -51,6 +51,14 @@ def test_wrong_types_hide_neither_impossible_values_nor_what_waits(tmp_path: Pat
     ]
 
 
+def test_a_number_out_of_range_hides_no_rule_about_others(tmp_path: Path) -> None:
+    lines = problems(tmp_path, "generator.sampling_params.top_p=3", "trainer.policy_mini_batch_size=7")
+    assert [line.split(": ")[-2] for line in lines] == [
+        "generator.sampling_params.top_p",
+        "trainer.train_batch_size",
+    ]
+
+
 def test_a_table_that_waits_is_to_be_left_out(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, "trainer.policy.megatron_config.transformer_config_kwargs.x=1")
     assert line.endswith("a table is not available yet (Megatron); leave it out")
