@@ -40,7 +40,7 @@ class Engine(Protocol):
     updates: int
 
     def schedule(self, total_updates: int) -> None:
-        """Tell how many optimizer steps the whole run has, for learning rates that fall to 0 at its end."""
+        """Tell how many optimizer steps the whole run has, for learning rates that fall towards its end."""
         ...
 
     def logprobs(self, batch: MicroBatch, *, reference: bool = False) -> torch.Tensor:
