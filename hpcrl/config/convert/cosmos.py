@@ -7,9 +7,9 @@ from typing import Any
 
 from hpcrl.config.convert import cosmos_generation, cosmos_training
 from hpcrl.config.convert.conversion import Conversion, known
+from hpcrl.config.convert.cosmos_fields import TARGETS
 from hpcrl.config.convert.cosmos_idle import idle
 from hpcrl.config.convert.cosmos_resolve import Resolved, resolve
-from hpcrl.config.convert.cosmos_targets import TARGETS
 from hpcrl.config.convert.mapping import Dropped, To, Translated
 from hpcrl.config.difference import value_as_toml
 from hpcrl.config.lines import line_of

@@ -1,70 +1,25 @@
-"""How Cosmos-RL itself reads a TOML file: defaults, what it changes, what it refuses, and the keys that it silently ignores.
-
-The fields are those of its HEAD (89f2e5b, July 2026) and, where a file sets them, those that only the version of January 2026 had.
-"""
+"""How Cosmos-RL itself reads a TOML file: defaults, what it changes, what it refuses, and the keys that it silently ignores."""
 
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
-from typing import Any, Literal, Union
+from typing import Any
 
+from hpcrl.config.convert.cosmos_fields import Field, fields
 from hpcrl.config.convert.cosmos_refuse import refused
 from hpcrl.config.load import nested
 from hpcrl.config.problem import Problem, nearest, raise_together, shown
-from hpcrl.config.surface import Setting, alternatives
 from hpcrl.config.validate import fitted
 
-_FIELDS = "cosmos_fields.tsv"
 _POLICY = "train.train_policy"
 _GRPO_KEYS = {"temperature", "epsilon_low", "epsilon_high", "kl_beta", "use_remote_reward"}
-_KINDS: dict[str, Any] = {
-    "boolean": bool,
-    "integer": int,
-    "number": float,
-    "string": str,
-    "null": None,
-    "strings": list[str],
-    "integers": list[int],
-    "numbers": list[float],
-    "tables": list[dict[str, Any]],
-    "table of any": dict[str, Any],
-    "table of booleans": dict[str, bool],
-    "table of integers": dict[str, int],
-    "table of numbers": dict[str, float],
-}
 _FOREIGN = {
     "reward_args": "the configuration of Cosmos-RL's reward service",
     "model_parallel": "a configuration of Cosmos' world foundation models (WFM), whose video diffusion RL has a tree of its own",
     "dataloader_train": "a configuration of Cosmos' world foundation models (WFM), whose video diffusion RL has a tree of its own",
 }
-
-
-@dataclass(frozen=True)
-class Field:
-    """A field of Cosmos-RL's configuration.
-
-    Attributes:
-        setting: path, type and default; a table that may be null has type None.
-        variant: the train_policy.type that has it; empty: both.
-        since: "head" or "seed" where only that version has it.
-    """
-
-    setting: Setting
-    variant: str
-    since: str
-
-    @property
-    def path(self) -> str:
-        return self.setting.path
-
-    @property
-    def is_table(self) -> bool:
-        return self.setting.annotation is None
 
 
 @dataclass(frozen=True)
@@ -88,13 +43,6 @@ class Resolved:
     def tree(self) -> dict[str, Any]:
         """The values as nested tables."""
         return nested({path: copy.deepcopy(value) for path, value in self.values.items()})
-
-
-@cache
-def fields() -> tuple[Field, ...]:
-    """Return all fields, those of both variants of train_policy included."""
-    lines = files("hpcrl.config.convert").joinpath(_FIELDS).read_text(encoding="utf-8").splitlines()
-    return tuple(_field(*line.split("\t")) for line in lines[1:])
 
 
 def resolve(tree: Mapping[str, Any], source_of: Callable[[str], str | None] = lambda _: None) -> Resolved:
@@ -260,18 +208,3 @@ def _settle(values: dict[str, Any]) -> None:
             "validation.remote_reward." + path.removeprefix(below): copy.deepcopy(value)
             for path, value in shared.items()
         }
-
-
-def _field(path: str, kind: str, default: str, variant: str, since: str) -> Field:
-    annotation = None if kind.startswith("section") else _annotation(kind)
-    types = tuple(found for found in alternatives(annotation) if found not in (None, type(None)))
-    name, optional = path.rpartition(".")[2], "null" in kind
-    setting = Setting(path, object, name, annotation, types, optional, False, json.loads(default))
-    return Field(setting, variant, since)
-
-
-def _annotation(kind: str) -> Any:
-    """Return the Python type that a type of the table of fields stands for: names of _KINDS, and "one of" some texts."""
-    parts = kind.split(" | ")
-    found = [Literal[tuple(part[7:].split(","))] if part.startswith("one of ") else _KINDS[part] for part in parts]  # type: ignore[valid-type]
-    return Union[tuple(found)]  # noqa: UP007

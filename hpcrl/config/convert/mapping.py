@@ -1,9 +1,17 @@
-"""What becomes of a setting of another framework."""
+"""What becomes of a setting of another framework.
+
+`skyrl_fields.tsv` and `cosmos_fields.tsv` list the settings of each, one to a row, tabs between the columns; the last three say what becomes
+of it: `becomes`, the paths here, = for the same one; `values`, pairs of values there and here as JSON; `why`, the rule where the
+setting decides with others about those paths, or the reason where it has no place.
+"""
 
 from __future__ import annotations
 
+import csv
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any
 
 
@@ -45,16 +53,17 @@ class Dropped:
 Target = To | Translated | Dropped
 
 
-def renamed(source: str, target: str, names: str) -> dict[str, Target]:
-    """Return targets of several fields of the table `source`, in the table `target`.
-
-    Args:
-        names: separated by spaces: a name that stays as it is, or `old=new`.
-    """
-    pairs = [name.partition("=") for name in names.split()]
-    return {f"{source}.{old}": To(f"{target}.{new or old}") for old, _, new in pairs}
+def rows(name: str) -> list[dict[str, str]]:
+    """Return the rows of one of those tables, by the names of its columns."""
+    lines = files("hpcrl.config.convert").joinpath(name).read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
-def alike(source: str, names: str, target: Target) -> dict[str, Target]:
-    """Return one target for several fields, separated by spaces, of the table `source`."""
-    return {f"{source}.{name}": target for name in names.split()}
+def target_of(row: Mapping[str, str]) -> Target:
+    """Return what becomes of the setting of one row."""
+    paths = [row["path"] if path == "=" else path for path in row["becomes"].split()]
+    if not paths:
+        return Dropped(row["why"])
+    if row["why"]:
+        return Translated(tuple(paths), row["why"])
+    return To(paths[0], dict(json.loads(row["values"])) if row["values"] else {})
