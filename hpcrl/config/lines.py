@@ -6,9 +6,9 @@ import re
 from functools import lru_cache
 
 _PART = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
-_NAME = rf"{_PART}(?:[ \t]*\.[ \t]*{_PART})*"
-_TABLE = re.compile(rf"\s*\[\[?\s*({_NAME})\s*\]")
-_KEY = re.compile(rf"\s*({_NAME})\s*=")
+NAME = rf"{_PART}(?:[ \t]*\.[ \t]*{_PART})*"
+_TABLE = re.compile(rf"\s*\[\[?\s*({NAME})\s*\]")
+_KEY = re.compile(rf"\s*({NAME})\s*=")
 _QUOTED = re.compile(
     r'''"""(?:\\.|[^\\])*?"""|\'\'\'.*?\'\'\'|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*''',
     re.DOTALL,
@@ -33,10 +33,10 @@ def _lines(text: str) -> dict[str, int]:
     table = ""
     for number, line in enumerate(_QUOTED.sub(_blank, text).split("\n"), 1):
         if header := _TABLE.match(line):
-            table = _dotted(header[1]) + "."
+            table = ".".join(parts(header[1])) + "."
             found.setdefault(table[:-1], number)
         elif key := _KEY.match(line):
-            found.setdefault(table + _dotted(key[1]), number)
+            found.setdefault(table + ".".join(parts(key[1])), number)
     return found
 
 
@@ -46,5 +46,6 @@ def _blank(quoted: re.Match[str]) -> str:
     return "\n" * text.count("\n") if text.startswith(("#", '"""', "'''")) else text
 
 
-def _dotted(name: str) -> str:
-    return ".".join(part.strip("\"'") for part in re.findall(_PART, name))
+def parts(name: str) -> list[str]:
+    """Return the parts of a dotted name, some of which may be quoted."""
+    return [part.strip("\"'") for part in re.findall(_PART, name)]

@@ -6,13 +6,14 @@ Tables merge, key by key; every other value replaces the one before it. Files co
 from __future__ import annotations
 
 import datetime
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.lines import line_of
+from hpcrl.config.lines import NAME, line_of, parts
 from hpcrl.config.location import locate
 from hpcrl.config.problem import Problem, raise_together, unknown
 from hpcrl.config.surface import Setting, settings
@@ -58,8 +59,9 @@ class Merged:
             else:
                 into[key] = value
 
-    def unset(self, path: str) -> None:
-        *parents, name = path.split(".")
+    def unset(self, names: Sequence[str]) -> None:
+        *parents, name = names
+        path = ".".join(names)
         table: Any = self.tree
         for parent in parents:
             table = table.get(parent) if isinstance(table, dict) else None
@@ -191,8 +193,10 @@ def _depth(tree: Any) -> int:
 
 def _apply(merged: Merged, override: str, known: Sequence[Setting]) -> None:
     name, equals, text = override.partition("=")
-    path, names = name.strip(), name.strip().split(".")
-    if not equals or not all(names):
+    quoted = re.fullmatch(NAME, name.strip())
+    names = parts(name) if quoted else name.strip().split(".")
+    path = ".".join(names)
+    if not equals or not all(names) or (not quoted and {'"', "'"} & set(name)):
         raise _Unreadable("expected name=value with a dotted name, such as trainer.epochs=2")
     if path.startswith("+"):
         raise _Unreadable(_NOTHING_NEW)
@@ -203,7 +207,7 @@ def _apply(merged: Merged, override: str, known: Sequence[Setting]) -> None:
             path == setting.path or (setting.is_free and path.startswith(setting.path + ".")) for setting in known
         ):
             raise _Unreadable(unknown(path, known).message)
-        merged.unset(path)
+        merged.unset(names)
         return
     tree: Any = _value(text)
     for part in reversed(names):

@@ -173,6 +173,11 @@ def section_settings(section: type, prefix: str = "") -> tuple[Setting, ...]:
                 f"{section.__module__}.{section.__qualname__}.{field.name}: expected field(default_factory={types[0].__name__}); "
                 f"put other defaults into a subclass of {types[0].__name__}, and name that as the type"
             )
+        if optional and not setting.subsection and default is not None and default is not MISSING:
+            raise ConfigError(
+                f"{section.__module__}.{section.__qualname__}.{field.name}: TOML cannot say None, so that what may be None is None "
+                "by default; leave one of them out"
+            )
         found.append(setting)
     return tuple(found)
 

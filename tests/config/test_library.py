@@ -121,6 +121,12 @@ def test_a_default_that_a_file_would_lose_is_refused() -> None:
     class Own(Config):
         generator: GeneratorConfig = field(default_factory=lambda: GeneratorConfig(n_samples_per_prompt=9))
 
+    @dataclass(frozen=True, kw_only=True)
+    class Optional(Config):
+        mine: float | None = 3.0
+
+    with pytest.raises(ConfigError, match=r"Optional\.mine: TOML cannot say None"):
+        settings(Optional)
     with pytest.raises(ConfigError, match=r"Own\.generator: .* into a subclass of GeneratorConfig"):
         settings(Own)
 

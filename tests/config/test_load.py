@@ -72,6 +72,7 @@ def test_files_merge_from_left_to_right_and_overrides_come_last(experiment: Path
         ("slurm.constraint=1\ntime_minutes = 3", "slurm", "constraint", "1\ntime_minutes = 3"),
         ('slurm.setup=["a=1", "b"]', "slurm", "setup", ["a=1", "b"]),
         ("slurm.extra={nice = 1}", "slurm", "extra", {"nice": 1}),
+        ('slurm.extra."a.b".c=1', "slurm", "extra", {"a.b": {"c": 1}}),
         ("slurm.extra.no-kill=true", "slurm", "extra", {"no-kill": True}),
         ("trainer.run_name=", "trainer", "run_name", None),
         ('environment.env_class=""', "environment", "env_class", ""),
@@ -96,6 +97,11 @@ def test_an_empty_override_goes_back_to_the_default(experiment: Path, tmp_path: 
     limit = write(tmp_path / "limit.toml", "[trainer]\nmax_steps = 3\n")
     assert Config.from_toml([experiment, limit]).trainer.max_steps == 3
     assert Config.from_toml([experiment, limit], ["trainer.max_steps="]).trainer.max_steps is None
+
+
+def test_an_empty_override_takes_a_quoted_key_away(experiment: Path, tmp_path: Path) -> None:
+    extra = write(tmp_path / "extra.toml", '[slurm.extra]\n"a.b" = 1\nnice = 2\n')
+    assert Config.from_toml([experiment, extra], ['slurm.extra."a.b"=']).slurm.extra == {"nice": 2}
 
 
 def test_an_eval_override_leaves_the_rest_as_in_training(experiment: Path) -> None:
@@ -269,7 +275,9 @@ def test_a_syntax_error_names_the_line(tmp_path: Path) -> None:
         Config.from_toml([broken])
 
 
-@pytest.mark.parametrize("override", ["trainer.epochs", "=3", "trainer..epochs=3", ".epochs=1", 'slurm.setup=["a"'])
+@pytest.mark.parametrize(
+    "override", ["trainer.epochs", "=3", "trainer..epochs=3", ".epochs=1", 'slurm.extra."a=1', 'slurm.setup=["a"']
+)
 def test_malformed_overrides(experiment: Path, override: str) -> None:
     with pytest.raises(ConfigError, match="override"):
         Config.from_toml([experiment], [override])
