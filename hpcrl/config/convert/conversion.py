@@ -92,18 +92,15 @@ class Conversion:
 
     def _check_location(self, path: str, value: Any) -> None:
         for item in value if isinstance(value, list) else [value]:
+            shown = value_as_toml(item)
+            if not isinstance(item, str):
+                continue  # a wrong type, which is told elsewhere
             if _VARIABLE.search(item):
-                message = (
-                    f"{value_as_toml(item)} names a variable of the shell, which hpcrl does not resolve; write it out"
-                )
+                message = f"{shown} names a variable of the shell, which hpcrl does not resolve; write it out"
                 self.note("conflict", path, "", message)
             elif path in _DATASETS and not item.endswith(_FILES):
-                self.note(
-                    "waits",
-                    path,
-                    "",
-                    f"{value_as_toml(item)} is no {', '.join(_FILES)} file; download it from its hub, and name that",
-                )
+                message = f"{shown} is no {', '.join(_FILES)} file; download it from its hub, and name that"
+                self.note("waits", path, "", message)
 
     def report(self, every: bool = False) -> str:
         """Return what became of the settings, a line each, and how many there are of each kind.

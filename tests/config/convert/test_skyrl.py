@@ -399,6 +399,7 @@ def test_logprobs_that_are_not_wanted_are_returned_all_the_same() -> None:
         ("generator.backend=sglang", "conflict"),
         ("data.train_data=['openai/gsm8k:train']", "waits"),
         ("data.train_data=['$DATA/train.parquet']", "conflict"),
+        ("data.train_data=3", "conflict"),
         ("trainer.epochs=null", "conflict"),
         ("trainer.epochs=many", "conflict"),
         ("trainer=3", "conflict"),
