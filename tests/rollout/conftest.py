@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 import pytest
 
 from hpcrl.rollout.client import EngineClient
-from hpcrl.rollout.scratch import Scratch
 from hpcrl.rollout.server import Server
 from hpcrl.run.call import headers
 from hpcrl.run.commit import write_text
-from tests.rollout.material import RUN_NAME, TOKEN, make_model, options
+from tests.rollout.material import RUN_NAME, TOKEN, make_model, options, served
 
 R = TypeVar("R")
 WithEngine = Callable[[Callable[[EngineClient], Coroutine[Any, Any, R]]], R]
@@ -37,14 +36,8 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(models: list[Path], token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    scratch = Scratch()
-    server = Server(options(str(models[0]), token_file), scratch.path, tmp_path_factory.mktemp("log") / "engine.log")
-    try:
-        server.wait_ready(180)
+    with served(options(str(models[0]), token_file), tmp_path_factory.mktemp("log") / "engine.log") as server:
         yield server
-    finally:
-        server.stop()
-        scratch.remove()
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import InferenceEngineConfig
-from hpcrl.rollout.server import ServerOptions
+from hpcrl.rollout.scratch import Scratch
+from hpcrl.rollout.server import Server, ServerOptions
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
 RUN_NAME, TOKEN = "tested", "a-token-of-the-tests"
@@ -99,3 +101,15 @@ def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
         assert time.monotonic() < deadline, what
         time.sleep(0.05)
     return value
+
+
+@contextmanager
+def served(given: ServerOptions, log: Path) -> Iterator[Server]:
+    scratch = Scratch()
+    server = Server(given, scratch.path, log)
+    try:
+        server.wait_ready(180)
+        yield server
+    finally:
+        server.stop()
+        scratch.remove()

@@ -6,8 +6,7 @@ import asyncio
 import json
 import runpy
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,26 +18,13 @@ import torch
 from hpcrl.config import Config
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.client import EngineClient, Generation
-from hpcrl.rollout.scratch import Scratch
 from hpcrl.rollout.server import Server, ServerOptions, _command
 from hpcrl.run.call import headers
 from hpcrl.run.layout import Run
-from tests.rollout.material import LONG_PROMPT, RUN_NAME, TOKEN, logprobs, options
+from tests.rollout.material import LONG_PROMPT, RUN_NAME, TOKEN, logprobs, options, served
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLING = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
-
-
-@contextmanager
-def served(given: ServerOptions, log: Path) -> Iterator[Server]:
-    scratch = Scratch()
-    server = Server(given, scratch.path, log)
-    try:
-        server.wait_ready(180)
-        yield server
-    finally:
-        server.stop()
-        scratch.remove()
 
 
 def said_by(server: Server, weights: Path | None = None) -> list[Generation]:
