@@ -77,7 +77,7 @@ def _models(values: Values) -> Iterator[Problem]:
         if not values[f"{section}.model_name_or_path"]:
             yield Problem(f"{section}.model_name_or_path", "expected a model, found empty text")
         parallelism = f"{section}.parallelism"
-        for name in ("tp_size", "cp_size", "ep_size", "pp_size"):
+        for name in ("n_init_replicas", "dp_replicate_size", "tp_size", "cp_size", "ep_size", "pp_size"):
             if values[f"{parallelism}.{name}"] < 1:
                 yield Problem(f"{parallelism}.{name}", f"expected at least 1, found {values[f'{parallelism}.{name}']}")
         shard = values[f"{parallelism}.dp_shard_size"]
@@ -169,7 +169,7 @@ def _lora_of_grpo(values: Values) -> Iterator[Problem]:
 
 
 def _sizes_of_grpo(values: Values) -> Iterator[Problem]:
-    for path in ("rollout.n_generation", "train.train_batch_per_replica", "policy.parallelism.n_init_replicas"):
+    for path in ("rollout.n_generation", "train.train_batch_per_replica"):
         if values[path] < 1:
             yield Problem(path, f"expected at least 1, found {values[path]}")
     if values["policy.parallelism.dp_replicate_size"] != 1:

@@ -560,3 +560,8 @@ def test_checkpoints_by_epochs() -> None:
     conversion = of({"train": {"train_policy": {"type": "grpo"}, "ckpt": ckpt}})
     (entry,) = entries(conversion, "train.ckpt.enable_checkpoint")
     assert (entry.kind, entry.target) == ("translated", "trainer.ckpt_interval_epochs")
+
+
+def test_fine_tuning_on_no_replica_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"policy\.parallelism\.n_init_replicas: expected at least 1, found 0"):
+        of({"train": {"train_policy": {"type": "sft"}}, "policy": {"parallelism": {"n_init_replicas": 0}}})
