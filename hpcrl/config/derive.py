@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.data import DataConfig
 from hpcrl.config.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.megatron import MegatronModelConfig
-from hpcrl.config.model import FSDPConfig, MixedPrecisionConfig
+from hpcrl.config.model import FSDPConfig, MixedPrecisionConfig, ShardingConfig
 from hpcrl.config.trainer import PlacementConfig, TrainerConfig
 from hpcrl.errors import DataError
 
@@ -56,7 +56,8 @@ def ref_sharding(trainer: TrainerConfig) -> FSDPConfig:
     """Return how the reference model is sharded, and its number type; where that is not set: the policy's."""
     own = trainer.ref.fsdp_config
     dtype = own.mixed_precision.param_dtype or trainer.policy.fsdp_config.mixed_precision.param_dtype
-    return FSDPConfig(**{**vars(own), "mixed_precision": MixedPrecisionConfig(param_dtype=dtype)})
+    shared = {field.name: getattr(own, field.name) for field in fields(ShardingConfig)}
+    return FSDPConfig(**shared, mixed_precision=MixedPrecisionConfig(param_dtype=dtype))
 
 
 def uses_reference(trainer: TrainerConfig) -> bool:

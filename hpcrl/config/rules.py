@@ -140,7 +140,9 @@ def _warm_up(config: Config) -> Iterator[Problem]:
         optimizer = getattr(config.trainer, name).optimizer_config
         path = f"trainer.{name}.optimizer_config"
         if optimizer.warmup_ratio is not None and optimizer.num_warmup_steps:
-            yield Problem(f"{path}.warmup_ratio", f"given beside {path}.num_warmup_steps; leave one of them out")
+            yield Problem(
+                f"{path}.warmup_ratio", f"given beside {path}.num_warmup_steps; leave it out, or set num_warmup_steps=0"
+            )
         if (optimizer.warmup_ratio or 0) + (optimizer.decay_ratio or 0) > 1:
             yield Problem(f"{path}.decay_ratio", f"with {path}.warmup_ratio more than all steps; lower one of them")
 

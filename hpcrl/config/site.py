@@ -38,6 +38,10 @@ def engine_options(config: Config) -> Iterator[Problem]:
             f"{path}.max_num_batched_tokens",
             f"expected at least {path}.max_num_seqs ({engine.max_num_seqs}), found {engine.max_num_batched_tokens}",
         )
+    if not isinstance(engine.engine_init_kwargs.get("hf_overrides", {}), dict):
+        yield Problem(
+            f"{path}.engine_init_kwargs.hf_overrides", "expected a table of entries of the model's config.json"
+        )
     for name in engine.engine_init_kwargs:
         if own := _ENGINE_NAMES.get(name.replace("-", "_")):
             yield Problem(f"{path}.engine_init_kwargs.{name}", f"set {path}.{own} instead")

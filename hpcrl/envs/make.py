@@ -29,10 +29,15 @@ def make_environment(name: str, extras: Mapping[str, Any]) -> Environment:
         ConfigError: nothing has this name.
         DataError: the extras lack what the environment needs.
     """
-    return _resolve(name)(extras)
+    return environment_class(name)(extras)
 
 
-def _resolve(name: str) -> EnvironmentClass:
+def environment_class(name: str) -> EnvironmentClass:
+    """Return what makes the environments of a name.
+
+    Raises:
+        ConfigError: nothing has this name.
+    """
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
     module_name, colon, class_name = name.partition(":")

@@ -11,6 +11,7 @@ from typing import Any
 from hpcrl.config import Config
 from hpcrl.config.changes import Change, changes_from_path
 from hpcrl.data.chat import chat_template
+from hpcrl.envs.make import environment_class
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.run.commit import is_committed
 from hpcrl.run.layout import Run, step_of
@@ -41,6 +42,12 @@ def check_files(config: Config) -> None:
         chat_template(config.generator.chat_template)
     except ConfigError as error:
         problems.append(str(error))
+    name = config.environment.env_class
+    if name and ":" not in name:  # one's own is imported by the job: here its packages may be missing
+        try:
+            environment_class(name)
+        except ConfigError as error:
+            problems.append(f"environment.env_class: {error}")
     models = {
         "trainer.policy.model.path": config.trainer.policy.model.path,
         "trainer.ref.model.path": config.trainer.ref.model.path,

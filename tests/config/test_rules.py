@@ -337,7 +337,7 @@ COSMOS = [
     ),
     Case(
         "warm-up is given once",
-        {f"{OPTIMIZER}.warmup_ratio": 0.1, f"{OPTIMIZER}.num_warmup_steps": 5}, f"{OPTIMIZER}.warmup_ratio", "leave one of them out",
+        {f"{OPTIMIZER}.warmup_ratio": 0.1, f"{OPTIMIZER}.num_warmup_steps": 5}, f"{OPTIMIZER}.warmup_ratio", "set num_warmup_steps=0",
         {f"{OPTIMIZER}.warmup_ratio": 0.1},
     ),
     Case(
@@ -428,6 +428,12 @@ OURS = [
         {f"{ENGINE}.engine_init_kwargs": {"enforce-eager": True}},
         f"{ENGINE}.engine_init_kwargs.enforce-eager", f"set {ENGINE}.enforce_eager instead",
         {f"{ENGINE}.engine_init_kwargs": {"swap-space": 1}},
+    ),
+    Case(
+        "entries of config.json for the engine are a table",
+        {f"{ENGINE}.engine_init_kwargs": {"hf_overrides": "{}"}},
+        f"{ENGINE}.engine_init_kwargs.hf_overrides", "expected a table",
+        {f"{ENGINE}.engine_init_kwargs": {"hf_overrides": {"a": 1}}},
     ),
     Case(
         "engine options that are hpcrl's",
