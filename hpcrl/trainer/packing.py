@@ -19,21 +19,18 @@ class Row:
     """A sample on its way through training.
 
     Attributes:
-        advantage: of every token of the sample.
+        advantages: [T] float32, entry t of token t.
         old_logprobs, ref_logprobs: [T] float32, entry t speaks about token t + 1; None until computed.
     """
 
     sample: Sample
-    advantage: float
+    advantages: torch.Tensor
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
 
 
-def load_rows(run: Run, batch: Batch, picks: Sequence[Pick], advantages: Sequence[torch.Tensor]) -> list[Row]:
+def load_samples(run: Run, batch: Batch, picks: Sequence[Pick]) -> list[Sample]:
     """Read the picked samples in the order of `picks`.
-
-    Args:
-        advantages: per group of the batch, [n samples].
 
     Raises:
         DataError: a sample file is missing or damaged.
@@ -45,7 +42,7 @@ def load_rows(run: Run, batch: Batch, picks: Sequence[Pick], advantages: Sequenc
     for group, indices in wanted.items():
         found = read_group(run.inside(batch.groups[group].path), indices)
         samples |= {(group, index): sample for index, sample in zip(indices, found, strict=True)}
-    return [Row(samples[pick.group, pick.index], float(advantages[pick.group][pick.index])) for pick in picks]
+    return [samples[pick.group, pick.index] for pick in picks]
 
 
 def trained_tokens(rows: Sequence[Row]) -> int:
@@ -76,7 +73,7 @@ def pack(rows: Sequence[Row]) -> MicroBatch:
         labels=shifted(token_ids),
         loss_mask=shifted(torch.cat([sample.loss_mask for sample in samples])),
         rollout_logprobs=shifted(torch.cat([sample.rollout_logprobs for sample in samples])),
-        advantages=torch.tensor([row.advantage for row in rows]).repeat_interleave(torch.tensor(lengths)),
+        advantages=shifted(torch.cat([row.advantages for row in rows])),
         old_logprobs=_joined([row.old_logprobs for row in rows]),
         ref_logprobs=_joined([row.ref_logprobs for row in rows]),
     )

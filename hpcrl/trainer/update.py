@@ -12,8 +12,8 @@ from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.run.layout import Run
 from hpcrl.trainer.engine import Engine, Objective, StepReport
-from hpcrl.trainer.packing import Row, load_rows, pack, trained_tokens
-from hpcrl.trainer.plan import cut, deal, mini_batches, passes
+from hpcrl.trainer.packing import Row, load_samples, pack, trained_tokens
+from hpcrl.trainer.plan import Pick, cut, deal, mini_batches, passes
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch
 
@@ -64,10 +64,18 @@ def load_mini_batches(
         DataError: a sample file is missing or damaged.
     """
     shares = [deal(picks, world.size) for picks in mini_batches(batch, groups_per_mini_batch)]
-    rows = [load_rows(run, batch, ranks[world.rank], advantages) for ranks in shares]
+    rows = [_load_rows(run, batch, ranks[world.rank], advantages) for ranks in shares]
     tokens = world.sum([trained_tokens(mine) for mine in rows])
     return [
         MiniBatch(mine, passes(ranks, 1), round(count)) for mine, ranks, count in zip(rows, shares, tokens, strict=True)
+    ]
+
+
+def _load_rows(run: Run, batch: Batch, picks: Sequence[Pick], advantages: Sequence[torch.Tensor]) -> list[Row]:
+    samples = load_samples(run, batch, picks)
+    return [
+        Row(sample, advantages[pick.group][pick.index].expand(len(sample.token_ids)))
+        for sample, pick in zip(samples, picks, strict=True)
     ]
 
 

@@ -119,11 +119,11 @@ def poisoned(world: World, options: dict[str, Any]) -> None:
     score(engine, mini, 8, old=True, reference=True)
     before = parameters(engine)
     if world.first:
-        mini.rows[0].advantage = float("inf")
+        mini.rows[0].advantages = torch.full_like(mini.rows[0].advantages, float("inf"))
     skipped = train(engine, mini, 4, build_objective(ALGORITHM), world).report
     same = all(torch.equal(before[name], value) for name, value in parameters(engine).items())
     if world.first:
-        mini.rows[0].advantage = 1.0
+        mini.rows[0].advantages = torch.ones_like(mini.rows[0].advantages)
     after = train(engine, mini, 4, build_objective(ALGORITHM), world).report
     if world.first:
         facts = {"skipped": [skipped.skipped, after.skipped], "same": same, "updates": engine.updates}
