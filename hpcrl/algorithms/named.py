@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from hpcrl.errors import ConfigError
 
@@ -35,7 +35,7 @@ def find(setting: str, name: str, known: Mapping[str, Function]) -> Function:
             f"{setting}={name!r}: cannot import {module_name!r} ({error}); install it, or name the folder that holds "
             "it in python_path"
         ) from error
-    found: Any = getattr(module, function_name, None)
-    if not callable(found):
+    function: Any = getattr(module, function_name, None)
+    if not callable(function):
         raise ConfigError(f"{setting}={name!r}: module {module_name!r} has no function {function_name!r}")
-    return found
+    return cast(Function, function)
