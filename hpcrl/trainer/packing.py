@@ -21,12 +21,16 @@ class Row:
     Attributes:
         advantages: [T] float32, entry t of token t.
         old_logprobs, ref_logprobs: [T] float32, entry t speaks about token t + 1; None until computed.
+        weight: of the loss of each trained token.
+        nll_weight: of the negative log-likelihood of each trained token; 0 without a positive reward.
     """
 
     sample: Sample
     advantages: torch.Tensor
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
+    weight: float = 0.0
+    nll_weight: float = 0.0
 
 
 def load_samples(run: Run, batch: Batch, picks: Sequence[Pick]) -> list[Sample]:
@@ -66,12 +70,18 @@ def pack(rows: Sequence[Row]) -> MicroBatch:
     def shifted(values_P: torch.Tensor) -> torch.Tensor:
         return values_P.roll(-1).index_fill_(0, ends, 0)
 
+    def spread(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
+
+    loss_mask = shifted(torch.cat([sample.loss_mask for sample in samples]))
     return MicroBatch(
         token_ids=token_ids,
         positions=torch.arange(len(token_ids)) - starts.repeat_interleave(torch.tensor(lengths)),
         lengths=lengths,
         labels=shifted(token_ids),
-        loss_mask=shifted(torch.cat([sample.loss_mask for sample in samples])),
+        loss_mask=loss_mask,
+        weights=loss_mask * spread([row.weight for row in rows]),
+        nll_weights=loss_mask * spread([row.nll_weight for row in rows]),
         rollout_logprobs=shifted(torch.cat([sample.rollout_logprobs for sample in samples])),
         advantages=shifted(torch.cat([row.advantages for row in rows])),
         old_logprobs=_joined([row.old_logprobs for row in rows]),
@@ -93,6 +103,8 @@ def _idle() -> MicroBatch:
         lengths=[1],
         labels=torch.zeros(1, dtype=torch.int64),
         loss_mask=zero,
+        weights=zero,
+        nll_weights=zero,
         rollout_logprobs=zero,
         advantages=zero,
         old_logprobs=zero,

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig, TrainerConfig
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
@@ -24,7 +25,7 @@ from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.fsdp import FsdpEngine
 from hpcrl.trainer.objective import build_objective
 from hpcrl.trainer.publish import Publisher
-from hpcrl.trainer.update import Trained, group_advantages, load_mini_batches, score, train
+from hpcrl.trainer.update import Trained, load_mini_batches, score, train
 from hpcrl.trainer.world import World, joined
 from hpcrl.types import Batch
 
@@ -80,7 +81,7 @@ def train_steps(engine: FsdpEngine, run: Run, steps: range, world: World, option
     trained = []
     for step in steps:
         batch = Batch.from_json(read_json(run.batch(step)))
-        minis = load_mini_batches(run, batch, group_advantages(batch, ALGORITHM), 2, world)
+        minis, _ = load_mini_batches(run, batch, ALGORITHM, 2, world, Reduction())
         for mini in minis:
             score(engine, mini, options.get("forward", 4), old=True, reference=True)
         trained += [train(engine, mini, options["micro"], build_objective(ALGORITHM), world) for mini in minis]
@@ -115,7 +116,7 @@ def poisoned(world: World, options: dict[str, Any]) -> None:
     engine = make_engine(world, options["model"], {})
     run = Run.open(options["run"])
     batch = Batch.from_json(read_json(run.batch(1)))
-    (mini,) = load_mini_batches(run, batch, group_advantages(batch, ALGORITHM), len(batch.groups), world)
+    (mini,), _ = load_mini_batches(run, batch, ALGORITHM, len(batch.groups), world, Reduction())
     score(engine, mini, 8, old=True, reference=True)
     before = parameters(engine)
     if world.first:
@@ -128,6 +129,22 @@ def poisoned(world: World, options: dict[str, Any]) -> None:
     if world.first:
         facts = {"skipped": [skipped.skipped, after.skipped], "same": same, "updates": engine.updates}
         Path(options["out"]).write_text(json.dumps(facts))
+
+
+def worth(world: World, options: dict[str, Any]) -> None:
+    """What each token was worth under several settings, by its sample's token ids; each rank tells of its samples."""
+    run, told = Run.open(options["run"]), {}
+    batch = Batch.from_json(read_json(run.batch(1)))
+    for name, settings in options["settings"].items():
+        minis, advantages = load_mini_batches(run, batch, build(AlgorithmConfig, settings), 2, world, Reduction())
+        rows = [(str(row.sample.token_ids.tolist()), row) for mini in minis for row in mini.rows]
+        told[name] = {
+            "advantages": {key: row.advantages.tolist() for key, row in rows},
+            "weights": {key: row.weight for key, row in rows},
+            "means": [advantages.mean, advantages.mean_abs],
+            "tokens": [mini.tokens for mini in minis],
+        }
+    Path(f"{options['out']}/{world.rank}-of-{world.size}.json").write_text(json.dumps(told))
 
 
 def lifetime(world: World, options: dict[str, Any]) -> None:
@@ -152,7 +169,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     if options.get("export"):
         publisher.export(engine, options["until"])
         batch = Batch.from_json(read_json(run.batch(1)))
-        (mini,) = load_mini_batches(run, batch, group_advantages(batch, ALGORITHM), len(batch.groups), world)
+        (mini,), _ = load_mini_batches(run, batch, ALGORITHM, len(batch.groups), world, Reduction())
         score(engine, mini, 16, old=True, reference=False)
         rows = {f"{n}.logprobs": row.old_logprobs for n, row in enumerate(mini.rows) if row.old_logprobs is not None}
         rows |= {f"{n}.ids": row.sample.token_ids for n, row in enumerate(mini.rows)}
@@ -216,6 +233,7 @@ class Dying(FsdpEngine):
 SCENARIOS = {
     "variants": variants,
     "poisoned": poisoned,
+    "worth": worth,
     "lifetime": lifetime,
     "rewind": rewind,
     "disagreement": disagreement,

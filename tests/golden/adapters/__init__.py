@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from tests.golden.adapters import cosmos_advantages, cosmos_config, skyrl_advantages, skyrl_config
+from tests.golden.adapters import cosmos_advantages, cosmos_config, skyrl_advantages, skyrl_config, skyrl_losses
 from tests.golden.cases import Case
 
 Adapter = Callable[[Case], Mapping[str, Any]]
@@ -20,6 +20,7 @@ ADAPTERS: dict[str, Adapter] = {
     **cosmos_config.ADAPTERS,
     **skyrl_advantages.ADAPTERS,
     **skyrl_config.ADAPTERS,
+    **skyrl_losses.ADAPTERS,
 }
 """Patterns on `fn` to adapters; the first that matches counts."""
 
