@@ -240,12 +240,3 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce++_baseline": reinforce_plus_plus_baseline,
     "gae": gae,
 }
-
-
-# SHIM until update.py moves over
-def _shim(rewards_n, norm_by_std=True):
-    out = Outcomes(rewards_n.double(), torch.ones(len(rewards_n)).double(), [1] * len(rewards_n), torch.zeros(len(rewards_n)).long())
-    return grpo(out, AlgorithmConfig(grpo_norm_by_std=norm_by_std)).float()
-
-
-ADVANTAGES = {"grpo": _shim}
