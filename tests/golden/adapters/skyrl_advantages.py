@@ -10,6 +10,13 @@ import torch
 from hpcrl.algorithms.advantages import ESTIMATORS, Outcomes, lambda_returns, normalize, whiten
 from hpcrl.algorithms.filters import varied
 from hpcrl.config import AlgorithmConfig
+from hpcrl.config.load import nested
+from hpcrl.config.validate import build
+from hpcrl.controller.describe import describe
+from hpcrl.trainer.advantages import estimate_advantages, trained_groups
+from hpcrl.trainer.describe import describe_batch
+from hpcrl.trainer.plan import Pick
+from hpcrl.types import Batch, GroupMeta, Sample
 from tests.golden.cases import Case
 
 
@@ -79,6 +86,62 @@ def zero_variance_filter(case: Case) -> dict[str, Any]:
     return {"kept_indices": kept}
 
 
+def trainer_advantages(case: Case) -> dict[str, Any]:
+    """The rows that SkyRL added to fill a batch are left out."""
+    size = len(case.inputs["rewards"]) - case.inputs["metadata"]["pad_size"]
+    rewards, masks = case.inputs["rewards"][:size], case.inputs["loss_mask"][:size]
+    samples = [_sample(row, mask) for row, mask in zip(rewards, masks, strict=True)]
+    batch, places = _batch(samples, case.inputs["metadata"]["uids"][:size])
+    algorithm = build(AlgorithmConfig, nested(case.params)["trainer"]["algorithm"])
+    advantages = estimate_advantages(batch, list(places), [samples[at] for at in places.values()], algorithm, list)
+    found = describe_batch(batch, advantages)
+    return {"metrics": {name: found[name] for name in case.outputs["metrics"]}}
+
+
+def postprocess(case: Case) -> dict[str, Any]:
+    masks = case.inputs["loss_masks"]
+    samples = [_sample([reward], [1.0]) for reward in case.inputs["rewards"]]
+    batch, places = _batch(samples, case.inputs["uids"])
+    name = "trainer.algorithm.zero_variance_filter"
+    trained = trained_groups(batch, AlgorithmConfig(zero_variance_filter=case.params.get(name, False)))
+    kept = {at for pick, at in places.items() if pick.group in trained}
+    found = describe(batch)
+    return {
+        "loss_masks": [mask if at in kept else [0] * len(mask) for at, mask in enumerate(masks)],
+        "metrics": {name: found[name] for name in case.outputs["metrics"]},
+    }
+
+
+def _sample(rewards: Sequence[float], mask: Sequence[float]) -> Sample:
+    """Return a response to a prompt of one token."""
+    rewards_T, mask_T = torch.tensor([0.0, *rewards]), torch.tensor([0.0, *mask])
+    return Sample(torch.zeros(len(mask_T)).long(), mask_T, mask_T, mask_T.int(), rewards_T, "stop")
+
+
+def _batch(samples: Sequence[Sample], uids: Sequence[str]) -> tuple[Batch, dict[Pick, int]]:
+    """Return the samples' groups as a batch, and the place of each sample there with its number here."""
+    members = {uid: [at for at, other in enumerate(uids) if other == uid] for uid in uids}
+    groups = [
+        GroupMeta(
+            group_id=uid,
+            kind="train",
+            replica=0,
+            path="",
+            rewards=[float(samples[at].rewards.sum()) for at in found],
+            lengths=[len(samples[at].token_ids) for at in found],
+            response_lengths=[int(samples[at].loss_mask.sum()) for at in found],
+            stop_reasons=["stop"] * len(found),
+            oldest_version=0,
+            newest_version=0,
+            data_source="",
+            seconds=0.0,
+        )
+        for uid, found in members.items()
+    ]
+    places = {Pick(g, i, 0): at for g, found in enumerate(members.values()) for i, at in enumerate(found)}
+    return Batch(1, groups, 0), places
+
+
 ADAPTERS = {
     "advantage.batch_normalize": batch_normalize,
     "advantage.grpo": estimate,
@@ -87,4 +150,6 @@ ADAPTERS = {
     "advantage.reinforce++": estimate,
     "util.masked_whiten": masked_whiten,
     "sampling.zero_variance_filter": zero_variance_filter,
+    "trainer.advantages": trainer_advantages,
+    "reward.postprocess": postprocess,
 }
