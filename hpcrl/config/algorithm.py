@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 LogprobDtype = Literal["fp32", "bf16", "fp16"]
-ADVANTAGE_ESTIMATORS = ("grpo", "gae", "rloo", "reinforce++", "maxrl")
+ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "maxrl", "opo", "reinforce++", "reinforce++_baseline", "gae")
 POLICY_LOSSES = (
     "regular",
     "dual_clip",
@@ -133,13 +133,13 @@ class CISPOConfig:
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     advantage_estimator: str = "grpo"
-    """How rewards become advantages: grpo (against the group's mean, arXiv:2402.03300), rloo (against the mean of the group's other samples, arXiv:2402.14740), reinforce++ (discounted, standardized over the batch, arXiv:2501.03262), gae (against a critic, arXiv:1506.02438), maxrl (as grpo, but divided by the mean of the group), or your own as "package.module:function"."""
+    """How rewards become advantages: grpo (against the group's mean, arXiv:2402.03300), rloo (against the mean of the group's other samples, arXiv:2402.14740), maxrl (as grpo, but divided by the mean of the group, arXiv:2602.02710), opo (against the group's mean weighted by length, arXiv:2505.23585), reinforce++ (rewards from each token on, discounted, standardized over the batch, arXiv:2501.03262), reinforce++_baseline (against the group's mean, standardized over the batch), gae (against a critic, arXiv:1506.02438), or your own as "package.module:function"."""
 
     grpo_norm_by_std: bool = True
     """grpo: divide a group's advantages by the standard deviation of its rewards (false: Dr.GRPO, arXiv:2503.20783)."""
 
     advantage_batch_normalize: bool = False
-    """Standardize advantages over the whole batch."""
+    """Standardize advantages over all trained tokens of the batch."""
 
     advantage_clip_low: float | None = None
     """Advantages below this are raised to it; unset: none."""
@@ -148,7 +148,7 @@ class AlgorithmConfig:
     """Advantages above this are lowered to it; unset: none."""
 
     gamma: float = 1.0
-    """gae and reinforce++: discount of a reward per token that it comes later."""
+    """gae and reinforce++: discount of a reward per trained token that it comes later."""
 
     lambd: float = 1.0
     """gae: lambda; 1: advantages from all later rewards, 0: from the next value alone."""
@@ -234,7 +234,7 @@ class AlgorithmConfig:
     """A value may move by this much from that before the update, further changes count nothing; 0: no bound, as SkyRL's null."""
 
     zero_variance_filter: bool = False
-    """Leave groups whose rewards are all equal out of the loss."""
+    """Leave groups of several samples whose rewards are all equal out of the loss, which then does not count them either."""
 
     filter_reward_metric: list[str] = field(default_factory=list)
     """Rewards whose sum decides whether a group's rewards are all equal; empty: the reward itself."""
