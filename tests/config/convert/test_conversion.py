@@ -11,7 +11,7 @@ VALUES = {
     "data.train_data": ["t.parquet"],
     "trainer.policy.model.path": "m",
     "trainer.eval_interval": 0,
-    "trainer.algorithm.policy_loss_type": "gspo",
+    "trainer.algorithm.min_filter_prefix_tokens": 8,
     "trainer.critic.model.path": "c",
     "generator.n_samples_per_prompt": 4,
     "generator.inference_engine.engine_init_kwargs": {"a-b": [1, "x"], "nested": {"t": True}},

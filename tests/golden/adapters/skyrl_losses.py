@@ -15,16 +15,18 @@ import torch
 from hpcrl.algorithms.kl import KL_ESTIMATORS
 from hpcrl.algorithms.losses import Tokens, bounded_exp, sample_means
 from hpcrl.algorithms.off_policy import correct, is_enabled
-from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight, weighted_sum
+from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
 from hpcrl.trainer.describe import loss_metrics
-from hpcrl.trainer.objective import LOSS_METRICS, build_objective
-from hpcrl.trainer.update import merge
-from hpcrl.types import MicroBatch
+from hpcrl.trainer.objective import LOSS_METRICS
+from tests.golden.adapters.packed import WHOLE, sample_weights, train
 from tests.golden.cases import Case
 
-_WHOLE = 10**6  # rows of a micro-batch: all
+_NAMES = {
+    "logprobs": "log_probs", "old": "old_log_probs", "rollout": "rollout_logprobs", "reference": "log_probs_base",
+    "advantages": "advantages", "mask": "loss_mask",
+}  # fmt: skip
 _SUMS = {"cross_entropy", "importance_sampling"}
 Rows = Sequence[Sequence[float]]
 
@@ -43,8 +45,8 @@ def kl_loss_term(case: Case) -> dict[str, Any]:
     algorithm = {"kl_estimator_type": case.params["kl_estimator_type"], "kl_loss_coef": 1.0}
     inputs = {
         **case.inputs,
-        "ref": case.inputs["log_probs_base"],
-        "reduction": Reduction("sequence_mean", micro_batch_size=_WHOLE),
+        "old_log_probs": case.inputs["log_probs"],
+        "reduction": Reduction("sequence_mean", micro_batch_size=WHOLE),
     }
     loss, _, gradient = _objective(algorithm, inputs)
     return {
@@ -57,20 +59,19 @@ def kl_loss_term(case: Case) -> dict[str, Any]:
 def reduce(case: Case) -> dict[str, Any]:
     loss = torch.tensor(case.inputs["loss"])
     mask = torch.ones_like(loss) if case.inputs["loss_mask"] is None else torch.tensor(case.inputs["loss_mask"])
-    return {"loss": weighted_sum(loss.flatten(), _weights(_reduction(case.params), mask).flatten())}
+    return {"loss": weighted_sum(loss.flatten(), (mask * _weights(_reduction(case.params), mask)).flatten())}
 
 
 def scale_advantages(case: Case) -> dict[str, Any]:
     """SkyRL multiplies advantages by the weights of a token; here losses are."""
     mask = torch.tensor(case.inputs["loss_mask"])
     reduction = replace(_reduction(case.params), micro_batch_size=case.params["micro_batch_size"])
-    weights = _sample_weights(reduction, mask)
-    return {"scaled_advantages": torch.tensor(case.inputs["advantages"]) * weights[:, None]}
+    return {"scaled_advantages": torch.tensor(case.inputs["advantages"]) * _weights(reduction, mask)}
 
 
 def policy_loss(case: Case) -> dict[str, Any]:
     kind = case.params["policy_loss_type"]
-    reduction = Reduction("token_sum", micro_batch_size=_WHOLE) if kind in _SUMS else _reduction(case.params)
+    reduction = Reduction("token_sum", micro_batch_size=WHOLE) if kind in _SUMS else _reduction(case.params)
     algorithm = {name: value for name, value in case.params.items() if name not in ("loss_reduction", "max_seq_len")}
     loss, metrics, gradient = _objective({**algorithm, "use_kl_loss": False}, {**case.inputs, "reduction": reduction})
     known = case.outputs["metrics"]
@@ -123,57 +124,24 @@ def masked_mean(case: Case) -> dict[str, Any]:
     return {"out": means[0] if whole else means}
 
 
-def _objective(
-    algorithm: Mapping[str, Any], inputs: Mapping[str, Any]
-) -> tuple[torch.Tensor, dict[str, float], torch.Tensor]:
-    """Return loss, metrics and gradient of a mini-batch, from micro-batches of the reduction's size, or from a single one."""
-    reduction: Reduction = inputs["reduction"]
-    rows = inputs["log_probs"]
-    logprobs, mask = torch.tensor(rows, requires_grad=True), torch.tensor(inputs["loss_mask"])
-    old = torch.tensor(inputs.get("old_log_probs", rows))
-    rollout = torch.tensor(old.tolist() if inputs.get("rollout_logprobs") is None else inputs["rollout_logprobs"])
-    advantages = torch.tensor(inputs["advantages"]) if "advantages" in inputs else torch.zeros_like(old)
-    reference = torch.tensor(inputs.get("ref", rows))
-    weights, objective = _weights(reduction, mask), build_objective(build(AlgorithmConfig, dict(algorithm)))
-    total, totals = torch.zeros(()), {}
-    for at in torch.arange(len(rows)).split(reduction.micro_batch_size):
-        ids = torch.zeros(mask[at].numel(), dtype=torch.int64)
-        parts = (weights, torch.zeros_like(mask), rollout, advantages, old, reference)
-        flat = [part[at].flatten() for part in parts]
-        batch = MicroBatch(ids, ids, _lengths(mask[at]), ids, mask[at].flatten(), *flat)
-        loss, sums = objective(batch, logprobs[at].flatten(), torch.zeros(len(ids)))
-        loss.backward()
-        total = total + loss.detach()
-        merge(totals, sums)
-    assert logprobs.grad is not None
-    return total, loss_metrics({name: value.item() for name, value in totals.items()}), logprobs.grad
+def _objective(algorithm: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[float, dict[str, float], torch.Tensor]:
+    """Return loss, metrics and gradient of a mini-batch."""
+    rows = {ours: torch.tensor(inputs[name]) for ours, name in _NAMES.items() if inputs.get(name) is not None}
+    rows["zeros"] = torch.zeros_like(rows["mask"])
+    samples = [{name: values[at] for name, values in rows.items()} for at in range(len(rows["mask"]))]
+    sums, gradient_P = train(build(AlgorithmConfig, dict(algorithm)), inputs["reduction"], samples)
+    return sums["final_loss"], loss_metrics(sums), _rows(gradient_P, inputs["log_probs"])
 
 
 def _reduction(params: Mapping[str, Any]) -> Reduction:
     """Return the reduction of a whole mini-batch in one micro-batch, by a name that the configuration knows."""
     algorithm = build(AlgorithmConfig, {"loss_reduction": params["loss_reduction"]})
-    return Reduction(algorithm.loss_reduction, max_seq_len=params["max_seq_len"], micro_batch_size=_WHOLE)
-
-
-def _sample_weights(reduction: Reduction, mask: torch.Tensor) -> torch.Tensor:
-    lengths, size = [int(row.sum()) for row in mask], reduction.micro_batch_size
-    counts = [
-        Counts(
-            length=length,
-            tokens=sum(lengths),
-            samples=len(lengths),
-            groups=len(lengths),
-            group_tokens=length,
-            micro_tokens=sum(lengths[at - at % size : at - at % size + size]),
-            micro_batches=len(mask.split(size)),
-        )
-        for at, length in enumerate(lengths)
-    ]
-    return torch.tensor([sample_weight(reduction, count) for count in counts])
+    return Reduction(algorithm.loss_reduction, max_seq_len=params["max_seq_len"], micro_batch_size=WHOLE)
 
 
 def _weights(reduction: Reduction, mask: torch.Tensor) -> torch.Tensor:
-    return mask * _sample_weights(reduction, mask)[:, None]
+    """Return the weight of each row, [B, 1]."""
+    return torch.tensor(sample_weights(reduction, [int(row.sum()) for row in mask]))[:, None]
 
 
 def _flat(rows: Rows) -> torch.Tensor:
