@@ -37,7 +37,7 @@ class KLControllerConfig:
 @dataclass(frozen=True, kw_only=True)
 class OffPolicyCorrectionConfig:
     tis_ratio_type: Literal["token", "sequence"] | None = None
-    """Multiply the loss by the ratio of a token's, or a whole sample's, old to rollout probability, capped; unset: do not."""
+    """Multiply the loss by the ratio of a token's, or a whole sample's, old to rollout probability, capped; unset: do not. What is left out or weighs less still counts in the means of loss_reduction, with this and all other corrections."""
 
     token_tis_ratio_clip_high: float = 2.0
     """Cap of the ratio with tis_ratio_type=token."""
@@ -103,7 +103,7 @@ class DynamicSamplingConfig:
 @dataclass(frozen=True, kw_only=True)
 class ClipCovConfig:
     clip_ratio: float = 0.0002
-    """clip_cov: share of the tokens that is left out, drawn at random, at least one token (arXiv:2505.22617)."""
+    """clip_cov: share of the tokens of a micro-batch that is left out, drawn at random, at least one token (arXiv:2505.22617)."""
 
     clip_cov_lb: float = 1.0
     """clip_cov: tokens may be left out whose covariance of advantage and log-probability is above this."""
@@ -115,7 +115,7 @@ class ClipCovConfig:
 @dataclass(frozen=True, kw_only=True)
 class KLCovConfig:
     kl_cov_frac: float = 0.2
-    """kl_cov: share of the tokens, those of largest covariance of advantage and log-probability, that get a KL term (arXiv:2505.22617)."""
+    """kl_cov: share of the tokens of a micro-batch, those of largest covariance of advantage and log-probability, that get a KL term (arXiv:2505.22617)."""
 
     ppo_kl_coef: float = 1.0
     """kl_cov: weight of that term, |new - old log-probability|."""
@@ -199,7 +199,7 @@ class AlgorithmConfig:
     """Subtract the KL divergence from the reference model from the reward of each token; excludes use_kl_loss."""
 
     kl_loss_coef: float = 0.001
-    """Weight of the KL divergence, in the loss or in the reward."""
+    """Weight of the KL divergence, in the loss, where tokens are reduced as loss_reduction says, or in the reward."""
 
     kl_estimator_type: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimate of the KL divergence per token, with d = policy - reference log-probability; k1: d, abs: |d|, k2: d^2 / 2, k3: exp(-d) - 1 + d."""
@@ -219,7 +219,7 @@ class AlgorithmConfig:
     """Subtract the policy's entropy, weighted, from the loss; it is reported either way."""
 
     entropy_loss_coef: float = 0.01
-    """Weight of the entropy, a mean over tokens in nats, with use_entropy_loss."""
+    """Weight of the entropy in nats with use_entropy_loss; tokens are reduced as loss_reduction says."""
 
     temperature: float | None = None
     """Divides the logits in training; unset: generator.sampling_params.temperature."""

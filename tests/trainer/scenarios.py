@@ -22,8 +22,9 @@ from hpcrl.errors import DataError
 from hpcrl.run.commit import committed, read_json
 from hpcrl.run.layout import Run, step_of
 from hpcrl.trainer.checkpoint import Checkpoints
+from hpcrl.trainer.describe import describe_updates
 from hpcrl.trainer.fsdp import FsdpEngine
-from hpcrl.trainer.objective import build_objective
+from hpcrl.trainer.objective import build_objective, build_reduction
 from hpcrl.trainer.publish import Publisher
 from hpcrl.trainer.update import Trained, load_mini_batches, score, train
 from hpcrl.trainer.world import World, joined
@@ -147,6 +148,26 @@ def worth(world: World, options: dict[str, Any]) -> None:
     Path(f"{options['out']}/{world.rank}-of-{world.size}.json").write_text(json.dumps(told))
 
 
+def weighed(world: World, options: dict[str, Any]) -> None:
+    """Train one batch with each algorithm, from the same start; two mini-batches, `micro` samples at a time."""
+    run, found = Run.open(options["run"]), {}
+    batch = Batch.from_json(read_json(run.batch(1)))
+    for name, table in options["algorithms"].items():
+        policy = {"model": {"path": options["model"]}}
+        sizes = {"micro_train_batch_size_per_gpu": options["micro"]}
+        section = build(TrainerConfig, {"policy": policy, "algorithm": table, **sizes})
+        algorithm = section.algorithm
+        engine = make_engine(world, options["model"], {"trainer": {"algorithm": table}})
+        minis, _ = load_mini_batches(run, batch, algorithm, 2, world, build_reduction(section, max_seq_len=40))
+        for mini in minis:
+            score(engine, mini, 4, old=not algorithm.use_rollout_logprobs_for_loss, reference=algorithm.use_kl_loss)
+        objective = build_objective(algorithm)
+        trained = [train(engine, mini, options["micro"], objective, world) for mini in minis]
+        found[name] = [describe_updates([update]) for update in trained]
+    if world.first:
+        Path(options["out"]).write_text(json.dumps(found))
+
+
 def lifetime(world: World, options: dict[str, Any]) -> None:
     """Resume, train up to a step, save where asked, maybe die while saving; publish and export at the end."""
     engine = make_engine(world, options["model"], options)
@@ -234,6 +255,7 @@ SCENARIOS = {
     "variants": variants,
     "poisoned": poisoned,
     "worth": worth,
+    "weighed": weighed,
     "lifetime": lifetime,
     "rewind": rewind,
     "disagreement": disagreement,
