@@ -20,7 +20,7 @@ from hpcrl.run.parent import die_with_parent
 from hpcrl.trainer.build import build_engine
 from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.describe import Clock, describe_batch, describe_cost, describe_times, describe_updates
-from hpcrl.trainer.engine import Engine
+from hpcrl.trainer.engine import Engine, Objective
 from hpcrl.trainer.link import Link, StopSignal
 from hpcrl.trainer.objective import build_objective, build_reduction
 from hpcrl.trainer.profile import profiled
@@ -39,7 +39,7 @@ def main(run_dir: str) -> None:
     config = Config.from_toml([run.config])
     trainer, dtype = config.trainer, DTYPES[config.generator.inference_engine.model_dtype]
     with joined(trainer.deterministic) as world, profiled(trainer.profiler, run, attempt, world) as stepped:
-        reduction = build_reduction(trainer, max_seq_len(config))
+        objective, reduction = build_objective(trainer.algorithm), build_reduction(trainer, max_seq_len(config))
         link = Link(run, attempt, world, stop)
         link.say("loading model")
         engine = build_engine(trainer, temperature(config), world)
@@ -58,7 +58,7 @@ def main(run_dir: str) -> None:
                 break
             batch, step = upcoming, step + 1
             link.say(f"step {step}/{total}", step=step, total=total, **clock.pace())
-            metrics = train_batch(engine, run, batch, trainer, reduction, world, clock)
+            metrics = train_batch(engine, run, batch, trainer, objective, reduction, world, clock)
             with clock("sync_weights"):
                 publisher.publish(engine, step)
                 link.published(step)
@@ -87,12 +87,12 @@ def train_batch(
     run: Run,
     batch: Batch,
     trainer: TrainerConfig,
+    objective: Objective,
     reduction: Reduction,
     world: World,
     clock: Clock,
 ) -> dict[str, float]:
     algorithm, epochs = trainer.algorithm, trainer.update_epochs_per_batch
-    objective = build_objective(algorithm)
     with clock("compute_advantages_and_returns"):
         size = trainer.policy_mini_batch_size
         minis, advantages = load_mini_batches(run, batch, algorithm, size, world, reduction)

@@ -112,15 +112,24 @@ def _policy_loss(algorithm: AlgorithmConfig) -> Loss:
 def loss_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """Return what the loss of the configuration is called with, beside the tokens."""
     clip = {"eps_clip_low": algorithm.eps_clip_low, "eps_clip_high": algorithm.eps_clip_high}
+    sapo, cispo, clip_cov, kl_cov = algorithm.sapo, algorithm.cispo, algorithm.clip_cov, algorithm.kl_cov
     settings: dict[str, dict[str, Any]] = {
         "regular": clip,
         "dual_clip": {**clip, "clip_ratio_c": algorithm.clip_ratio_c},
         "gspo": clip,
-        "sapo": vars(algorithm.sapo),
-        "cispo": vars(algorithm.cispo),
+        "sapo": {"tau_pos": sapo.tau_pos, "tau_neg": sapo.tau_neg},
+        "cispo": {
+            "cispo_eps_clip_low": cispo.cispo_eps_clip_low,
+            "cispo_eps_clip_high": cispo.cispo_eps_clip_high,
+        },
         "rollout_is": clip,
-        "clip_cov": {**clip, **vars(algorithm.clip_cov)},
-        "kl_cov": vars(algorithm.kl_cov),
+        "clip_cov": {
+            **clip,
+            "clip_ratio": clip_cov.clip_ratio,
+            "clip_cov_lb": clip_cov.clip_cov_lb,
+            "clip_cov_ub": clip_cov.clip_cov_ub,
+        },
+        "kl_cov": {"kl_cov_frac": kl_cov.kl_cov_frac, "ppo_kl_coef": kl_cov.ppo_kl_coef},
         "aipo": {"aipo_rho": algorithm.aipo_rho},
     }
     return settings.get(algorithm.policy_loss_type, {})

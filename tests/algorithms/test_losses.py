@@ -15,6 +15,7 @@ from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.algorithm import POLICY_LOSSES as DOCUMENTED
 from hpcrl.config.validate import build
+from hpcrl.errors import ConfigError
 from hpcrl.trainer.objective import build_objective, loss_settings
 from tests.algorithms.material import Sample, joined, make_samples, micro_batch, run, tokens_of, weights_of
 
@@ -165,6 +166,11 @@ def test_a_loss_of_ones_own() -> None:
     samples = make_samples()
     total, _ = run(samples, algorithm, reduction("token_sum"), [[0, 1, 2, 3, 4, 5]])
     torch.testing.assert_close(total, 2 * masked_sum(joined(samples, "logprobs"), joined(samples, "mask")))
+
+
+def test_a_loss_that_nobody_knows_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="policy_loss_type: nothing is called 'gspoo'; did you mean 'gspo'"):
+        build_objective(build(AlgorithmConfig, {"policy_loss_type": "gspoo"}))
 
 
 def mine(tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

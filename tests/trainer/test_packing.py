@@ -51,6 +51,17 @@ def test_scores_come_back_in_place() -> None:
         pack(rows)
 
 
+def test_weights_are_those_of_the_sample_where_its_tokens_are_trained() -> None:
+    rows = [
+        Row(sample([11, 12, 13], [0, 1, 1]), torch.zeros(3), weight=0.5),
+        Row(sample([14, 15], [1, 1]), torch.zeros(2)),
+    ]
+    rows[1].weight, rows[1].nll_weight = 0.25, 2.0
+    batch = pack(rows)
+    assert batch.weights.tolist() == [0.5, 0.5, 0, 0.25, 0]
+    assert batch.nll_weights.tolist() == [0, 0, 0, 2, 0]
+
+
 def test_no_rows_count_for_nothing() -> None:
     batch = pack([])
     assert batch.lengths == [len(batch.token_ids)] == [1]
