@@ -156,6 +156,9 @@ class MicroBatch:
         lengths: tokens of each packed sample; they sum to P.
         labels: [P] int64, the next token of the same sample; 0 at a sample's last position.
         loss_mask: [P] float32, 0 at a sample's last position.
+        weights: [P] float32, the loss mask times the weight of each sample (hpcrl/algorithms/reductions.py): the loss of a
+            mini-batch is the sum of weight x loss over all its micro-batches, of all ranks.
+        nll_weights: [P] float32, the same for the mean over the tokens of samples with positive reward.
         rollout_logprobs, old_logprobs, ref_logprobs: [P] float32; the last two are None until computed.
         advantages: [P] float32.
     """
@@ -165,6 +168,8 @@ class MicroBatch:
     lengths: list[int]
     labels: torch.Tensor
     loss_mask: torch.Tensor
+    weights: torch.Tensor
+    nll_weights: torch.Tensor
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
     old_logprobs: torch.Tensor | None = None

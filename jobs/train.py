@@ -13,19 +13,20 @@ import sys
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hpcrl.config import Config, TrainerConfig, temperature
+from hpcrl.algorithms.reductions import Reduction
+from hpcrl.config import Config, TrainerConfig, max_seq_len, temperature
 from hpcrl.run.layout import Run
 from hpcrl.run.parent import die_with_parent
 from hpcrl.trainer.build import build_engine
 from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.describe import Clock, describe_batch, describe_cost, describe_times, describe_updates
-from hpcrl.trainer.engine import Engine
+from hpcrl.trainer.engine import Engine, Objective
 from hpcrl.trainer.link import Link, StopSignal
-from hpcrl.trainer.objective import build_objective
+from hpcrl.trainer.objective import build_objective, build_reduction
 from hpcrl.trainer.profile import profiled
 from hpcrl.trainer.publish import Publisher
 from hpcrl.trainer.sharding import DTYPES
-from hpcrl.trainer.update import Trained, group_advantages, load_mini_batches, score, train, updates_per_batch
+from hpcrl.trainer.update import Trained, load_mini_batches, score, train, updates_per_batch
 from hpcrl.trainer.world import World, joined
 from hpcrl.types import Batch
 
@@ -38,6 +39,7 @@ def main(run_dir: str) -> None:
     config = Config.from_toml([run.config])
     trainer, dtype = config.trainer, DTYPES[config.generator.inference_engine.model_dtype]
     with joined(trainer.deterministic) as world, profiled(trainer.profiler, run, attempt, world) as stepped:
+        objective, reduction = build_objective(trainer.algorithm), build_reduction(trainer, max_seq_len(config))
         link = Link(run, attempt, world, stop)
         link.say("loading model")
         engine = build_engine(trainer, temperature(config), world)
@@ -56,7 +58,7 @@ def main(run_dir: str) -> None:
                 break
             batch, step = upcoming, step + 1
             link.say(f"step {step}/{total}", step=step, total=total, **clock.pace())
-            metrics = train_batch(engine, run, batch, trainer, world, clock)
+            metrics = train_batch(engine, run, batch, trainer, objective, reduction, world, clock)
             with clock("sync_weights"):
                 publisher.publish(engine, step)
                 link.published(step)
@@ -81,17 +83,23 @@ def main(run_dir: str) -> None:
 
 
 def train_batch(
-    engine: Engine, run: Run, batch: Batch, trainer: TrainerConfig, world: World, clock: Clock
+    engine: Engine,
+    run: Run,
+    batch: Batch,
+    trainer: TrainerConfig,
+    objective: Objective,
+    reduction: Reduction,
+    world: World,
+    clock: Clock,
 ) -> dict[str, float]:
     algorithm, epochs = trainer.algorithm, trainer.update_epochs_per_batch
-    objective = build_objective(algorithm)
     with clock("compute_advantages_and_returns"):
-        advantages = group_advantages(batch, algorithm)
-        minis = load_mini_batches(run, batch, advantages, trainer.policy_mini_batch_size, world)
+        size = trainer.policy_mini_batch_size
+        minis, advantages = load_mini_batches(run, batch, algorithm, size, world, reduction)
     with clock("fwd_logprobs_values_reward"):
         for number, mini in enumerate(minis):
             # what the first update trains, and only once, still meets the old policy itself
-            old = number > 0 or epochs > 1
+            old = (number > 0 or epochs > 1) and not algorithm.use_rollout_logprobs_for_loss
             score(engine, mini, trainer.micro_forward_batch_size_per_gpu, old=old, reference=algorithm.use_kl_loss)
     updates: list[Trained] = []
     with clock("policy_train"):

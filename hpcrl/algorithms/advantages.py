@@ -1,37 +1,242 @@
-"""How the rewards of a group become advantages.
+"""How rewards become advantages.
 
-An estimator sees one group at a time: rewards [n], one number per sample, to advantages [n]. Every token of a sample carries
-the advantage of its sample.
+An estimator sees samples laid end to end, as `Outcomes`, and the section `trainer.algorithm`, and returns one number per entry. A
+user's own has the same signature. `ESTIMATORS` gives them names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from hpcrl.config.algorithm import AlgorithmConfig
 
 _EPSILON = 1e-6
+_LEAST_VARIANCE = 1e-8
 
 
-def grpo(rewards_n: torch.Tensor, norm_by_std: bool = True) -> torch.Tensor:
+def _all_here(sums: torch.Tensor) -> torch.Tensor:
+    return sums
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What came of samples that are laid end to end, B of them with P entries in all.
+
+    An entry is a token for estimators that are marked `per_token`; these see the samples of one rank. The others see every sample
+    of the batch, each as one entry that stands for all of its tokens.
+
+    Attributes:
+        rewards_P: [P] float64. A sample's reward is the sum over its entries.
+        mask_P: [P] float64, trained tokens that the entry stands for: 0 or 1 for a token.
+        lengths: entries of each sample; they sum to P.
+        groups_B: [B] int64, the number of each sample's group.
+        values_P: [P] float64, what a critic expected before each token; None without one.
+        total: gives the sum over all ranks of a tensor; the tensor itself where every sample is here.
+    """
+
+    rewards_P: torch.Tensor
+    mask_P: torch.Tensor
+    lengths: Sequence[int]
+    groups_B: torch.Tensor
+    values_P: torch.Tensor | None = None
+    total: Callable[[torch.Tensor], torch.Tensor] = _all_here
+
+    def __post_init__(self) -> None:
+        shapes = [tensor.shape for tensor in (self.rewards_P, self.mask_P, self.values_P) if tensor is not None]
+        assert all(shape == (sum(self.lengths),) for shape in shapes), f"{shapes} for {sum(self.lengths)} entries"
+        assert self.groups_B.shape == (len(self.lengths),), (
+            f"{len(self.groups_B)} groups for {len(self.lengths)} samples"
+        )
+
+    def by_sample(self, values_P: torch.Tensor) -> torch.Tensor:
+        """Return the sum over each sample's entries, [B]."""
+        sample_P = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
+        return values_P.new_zeros(len(self.lengths)).index_add_(0, sample_P, values_P)
+
+    def by_group(self, values_B: torch.Tensor) -> torch.Tensor:
+        """Return for each sample the sum over its whole group, [B]."""
+        if not len(values_B):
+            return values_B
+        sums = values_B.new_zeros(int(self.groups_B.max()) + 1)
+        return sums.index_add_(0, self.groups_B, values_B)[self.groups_B]
+
+    def to_entries(self, values_B: torch.Tensor) -> torch.Tensor:
+        """Return [P]: each entry has its sample's value, and 0 where nothing is trained."""
+        values_P = values_B.repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64))
+        return torch.where(self.mask_P > 0, values_P, 0.0)
+
+
+Estimator = Callable[[Outcomes, AlgorithmConfig], torch.Tensor]
+"""(outcomes, trainer.algorithm) -> advantages [P]; what they are where the mask is 0 does not matter."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def per_token(estimator: Function) -> Function:
+    """Mark an estimator that needs every token."""
+    vars(estimator)["per_token"] = True
+    return estimator
+
+
+def is_per_token(estimator: Estimator) -> bool:
+    return getattr(estimator, "per_token", False)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Each sample's reward, and the size and mean of its group, [B] each; a group of one has the mean 0, as it has no other."""
+
+    rewards_B: torch.Tensor
+    sizes_B: torch.Tensor
+    means_B: torch.Tensor
+
+
+def _groups(outcomes: Outcomes) -> _Groups:
+    rewards_B = outcomes.by_sample(outcomes.rewards_P)
+    sizes_B = outcomes.by_group(torch.ones_like(rewards_B))
+    means_B = torch.where(sizes_B > 1, outcomes.by_group(rewards_B) / sizes_B, 0.0)
+    return _Groups(rewards_B, sizes_B, means_B)
+
+
+def grpo(outcomes: Outcomes, algorithm: AlgorithmConfig) -> torch.Tensor:
     """Return how much better each sample is than its group (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
-    (r - mean) / (std + 1e-6) with the unbiased standard deviation, or r - mean (Dr. GRPO, arXiv:2503.20783). A group whose
-    rewards are all equal teaches nothing: 0. A group of one has nothing to compare with: mean 0 and std 1.
-
-    Args:
-        rewards_n: [n], any floating type.
-
-    Returns:
-        [n] float32.
+    (r - mean) / (std + 1e-6) with the unbiased standard deviation, or with grpo_norm_by_std=false r - mean (Dr. GRPO,
+    arXiv:2503.20783). A group whose rewards are all equal teaches nothing: 0. A group of one has nothing to compare with: mean 0
+    and std 1.
     """
-    assert rewards_n.ndim == 1, f"rewards of one group are [n], not {tuple(rewards_n.shape)}"
-    rewards_n = rewards_n.double()  # in float32 the mean of equal rewards can miss them, and the tiny std blows that up
-    alone = len(rewards_n) == 1
-    centered_n = rewards_n if alone else rewards_n - rewards_n.mean()
-    if norm_by_std:
-        centered_n = centered_n / ((1.0 if alone else rewards_n.std()) + _EPSILON)
-    return centered_n.float()
+    groups = _groups(outcomes)
+    centered_B = groups.rewards_B - groups.means_B
+    if algorithm.grpo_norm_by_std:
+        variance_B = outcomes.by_group(centered_B.square()) / (groups.sizes_B - 1).clamp(min=1)
+        centered_B = centered_B / (torch.where(groups.sizes_B > 1, variance_B.sqrt(), 1.0) + _EPSILON)
+    return outcomes.to_entries(centered_B)
 
 
-ADVANTAGES: dict[str, Callable[..., torch.Tensor]] = {"grpo": grpo}
+def rloo(outcomes: Outcomes, _: AlgorithmConfig) -> torch.Tensor:
+    """Return r minus the mean of the group's other samples (arXiv:2402.14740); 0 where there is no other."""
+    groups = _groups(outcomes)
+    factor_B = groups.sizes_B / (groups.sizes_B - 1).clamp(min=1)
+    centered_B = (groups.rewards_B - groups.means_B) * factor_B
+    return outcomes.to_entries(torch.where(groups.sizes_B > 1, centered_B, 0.0))
+
+
+def maxrl(outcomes: Outcomes, _: AlgorithmConfig) -> torch.Tensor:
+    """Return (r - mean) / (mean + 1e-6), for rewards that are not negative (arXiv:2602.02710); r in a group of one.
+
+    Prompts that the policy rarely answers well count more than others.
+    """
+    groups = _groups(outcomes)
+    divisor_B = torch.where(groups.sizes_B > 1, groups.means_B + _EPSILON, 1.0)
+    return outcomes.to_entries((groups.rewards_B - groups.means_B) / divisor_B)
+
+
+def opo(outcomes: Outcomes, _: AlgorithmConfig) -> torch.Tensor:
+    """Return r minus the group's mean weighted by trained tokens (arXiv:2505.23585, section 3).
+
+    That baseline makes the variance of an on-policy gradient least, if the squared norm of a sample's gradient grows with its
+    tokens. A group of one is its own baseline: 0.
+    """
+    rewards_B, tokens_B = outcomes.by_sample(outcomes.rewards_P), outcomes.by_sample(outcomes.mask_P)
+    weights_B = torch.where(outcomes.by_group(tokens_B) > 0, tokens_B, 1.0)
+    return outcomes.to_entries(rewards_B - outcomes.by_group(weights_B * rewards_B) / outcomes.by_group(weights_B))
+
+
+@per_token
+def reinforce_plus_plus(outcomes: Outcomes, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """Return the discounted rewards from each token on, whitened over the batch (arXiv:2501.03262).
+
+    The penalty of the paper, the KL divergence from the reference, is part of the rewards with use_kl_in_reward.
+    """
+    returns_P = lambda_returns(outcomes, torch.zeros_like(outcomes.rewards_P), algorithm.gamma, 1.0)
+    return whiten(returns_P, outcomes.mask_P, outcomes.total) * outcomes.mask_P
+
+
+def reinforce_plus_plus_baseline(outcomes: Outcomes, _: AlgorithmConfig) -> torch.Tensor:
+    """Return r minus the group's mean, whitened over the tokens of the batch (arXiv:2501.03262, with a baseline per prompt)."""
+    groups = _groups(outcomes)
+    centered_P = outcomes.to_entries(groups.rewards_B - groups.means_B)
+    return torch.where(outcomes.mask_P > 0, whiten(centered_P, outcomes.mask_P, outcomes.total), 0.0)
+
+
+@per_token
+def gae(outcomes: Outcomes, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """Return generalized advantages against a critic (arXiv:1506.02438), whitened over the batch."""
+    assert outcomes.values_P is not None, "gae needs a critic's values"
+    returns_P = lambda_returns(outcomes, outcomes.values_P, algorithm.gamma, algorithm.lambd)
+    return whiten(returns_P - outcomes.values_P, outcomes.mask_P, outcomes.total) * outcomes.mask_P
+
+
+def lambda_returns(outcomes: Outcomes, values_P: torch.Tensor, gamma: float, lambd: float) -> torch.Tensor:
+    """Return what a critic should have expected before each token, [P]: its value plus the generalized advantage.
+
+    Only trained tokens are steps: values elsewhere count nothing, time stands still there, and a reward there belongs to the last
+    trained token before it. The sources step through padding and through what the environment said.
+    """
+
+    def columns(of_P: torch.Tensor) -> torch.Tensor:
+        return pad_sequence(list(of_P.split(list(outcomes.lengths)))).flip(0)  # [longest, B], last entry first
+
+    if not outcomes.lengths:
+        return values_P
+    advantage_B = next_value_B = reward_B = values_P.new_zeros(len(outcomes.lengths))
+    backwards = []
+    for rewards_B, value_B, mask_B in zip(
+        columns(outcomes.rewards_P), columns(values_P), columns(outcomes.mask_P), strict=True
+    ):
+        reward_B = reward_B + rewards_B
+        step_B = reward_B + gamma * next_value_B - value_B + gamma * lambd * advantage_B
+        trained_B = mask_B > 0
+        advantage_B = torch.where(trained_B, step_B, advantage_B)
+        next_value_B = torch.where(trained_B, value_B, next_value_B)
+        reward_B = torch.where(trained_B, 0.0, reward_B)
+        backwards.append(torch.where(trained_B, advantage_B + value_B, 0.0))
+    rows = torch.stack(backwards[::-1], dim=1)  # [B, longest]
+    return torch.cat([row[:length] for row, length in zip(rows, outcomes.lengths, strict=True)])
+
+
+def whiten(
+    values_P: torch.Tensor, mask_P: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor] = _all_here
+) -> torch.Tensor:
+    """Return values with mean 0 and unbiased variance 1 over the mask on all ranks; the sources fail with fewer than two tokens."""
+    count, mean, squares = _moments(values_P, mask_P, total)
+    return (values_P - mean) / (squares / (count - 1).clamp(min=1) + _LEAST_VARIANCE).sqrt()
+
+
+def normalize(
+    advantages_P: torch.Tensor, mask_P: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor] = _all_here
+) -> torch.Tensor:
+    """Return advantages with mean 0 and variance 1 over the mask on all ranks, and 0 outside of it.
+
+    The variance is the mean square, at least 1e-8. SkyRL's mean also counts padding.
+    """
+    count, mean, squares = _moments(advantages_P, mask_P, total)
+    normal_P = (advantages_P - mean) / (squares / count).clamp(min=_LEAST_VARIANCE).sqrt()
+    return torch.where(mask_P > 0, normal_P, 0.0)
+
+
+def _moments(
+    values_P: torch.Tensor, mask_P: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return how many tokens the mask has, at least 1, and the mean and the sum of squared differences from it."""
+    count, summed = total(torch.stack([mask_P.sum(), (values_P * mask_P).sum()]))
+    count = count.clamp(min=1)
+    mean = summed / count
+    (squares,) = total(((values_P - mean).square() * mask_P).sum()[None])
+    return count, mean, squares
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": grpo,
+    "rloo": rloo,
+    "maxrl": maxrl,
+    "opo": opo,
+    "reinforce++": reinforce_plus_plus,
+    "reinforce++_baseline": reinforce_plus_plus_baseline,
+    "gae": gae,
+}

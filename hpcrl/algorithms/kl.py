@@ -1,7 +1,10 @@
 """Estimators of the KL divergence from the policy to a reference, per sampled token.
 
 With x drawn from the policy, each estimates KL(pi || ref) (J. Schulman, "Approximating KL Divergence",
-http://joschu.net/blog/kl-approx.html).
+http://joschu.net/blog/kl-approx.html); d = log pi - log ref. The gradient flows through the policy's log-probabilities.
+
+Tokens that an older policy drew estimate it with the weight r = pi / pi_old, whose gradient counts too: that makes the gradient of
+the estimate the gradient of the divergence (DeepSeek-V3.2, arXiv:2512.02556).
 """
 
 from __future__ import annotations
@@ -10,15 +13,41 @@ from collections.abc import Callable
 
 import torch
 
+from hpcrl.algorithms.losses import widened
 
-def k3(logprobs_P: torch.Tensor, ref_logprobs_P: torch.Tensor) -> torch.Tensor:
-    """Return exp(d) - d - 1 with d = log ref - log pi: never negative, and with little variance.
+KlEstimator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | float], torch.Tensor]
+"""(log-probabilities [P], those of the reference [P], weights [P] or 1.0) -> divergence [P]."""
 
-    d is clamped to [-20, 20] and the value to [-10, 10]. The gradient flows through `logprobs_P`.
+
+def k1(logprobs_P: torch.Tensor, ref_logprobs_P: torch.Tensor, ratio_P: torch.Tensor | float = 1.0) -> torch.Tensor:
+    """Return d: unbiased, of either sign."""
+    return _difference(logprobs_P, ref_logprobs_P) * ratio_P
+
+
+def k2(logprobs_P: torch.Tensor, ref_logprobs_P: torch.Tensor, ratio_P: torch.Tensor | float = 1.0) -> torch.Tensor:
+    """Return d^2 / 2: never negative; its gradient on samples of the policy is that of the divergence."""
+    return _difference(logprobs_P, ref_logprobs_P).square() / 2 * ratio_P
+
+
+def k3(logprobs_P: torch.Tensor, ref_logprobs_P: torch.Tensor, ratio_P: torch.Tensor | float = 1.0) -> torch.Tensor:
+    """Return exp(-d) - 1 + d: never negative, and with little variance.
+
+    d is clamped to [-20, 20] and the value, times the weight, to [-10, 10].
     """
+    difference_P = (-_difference(logprobs_P, ref_logprobs_P)).clamp(-20.0, 20.0)
+    return ((difference_P.exp() - difference_P - 1.0) * ratio_P).clamp(-10.0, 10.0)
+
+
+def absolute(
+    logprobs_P: torch.Tensor, ref_logprobs_P: torch.Tensor, ratio_P: torch.Tensor | float = 1.0
+) -> torch.Tensor:
+    """Return |d|."""
+    return _difference(logprobs_P, ref_logprobs_P).abs() * ratio_P
+
+
+def _difference(logprobs_P: torch.Tensor, ref_logprobs_P: torch.Tensor) -> torch.Tensor:
     assert logprobs_P.shape == ref_logprobs_P.shape, f"{tuple(logprobs_P.shape)} and {tuple(ref_logprobs_P.shape)}"
-    difference_P = (ref_logprobs_P - logprobs_P).clamp(-20.0, 20.0)
-    return (difference_P.exp() - difference_P - 1.0).clamp(-10.0, 10.0)
+    return widened(logprobs_P) - widened(ref_logprobs_P)
 
 
-KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k3": k3}
+KL_ESTIMATORS: dict[str, KlEstimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}

@@ -1,55 +1,261 @@
 """Policy losses per token, from log-probabilities.
 
-A loss gives [P] values and the sums of its own metrics over the mask. Who calls it sums over the mask and divides once, by the
-token count of the whole mini-batch, so a loss does not depend on packing, micro-batch size or number of ranks.
+A loss gives [P] values and the sums of its own metrics over the mask. It neither divides nor knows the mini-batch: who calls it
+multiplies by the weights of hpcrl/algorithms/reductions.py and adds everything up, so that nothing depends on packing, micro-batch
+size or number of ranks. The exceptions are clip_cov and kl_cov, which compare a token with the others of its micro-batch.
+
+A user's own loss has the signature of `Loss`, and is named as "package.module:function".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 
 _MAX_LOG_RATIO = 20.0
+_MAX_LOG_SAMPLE_RATIO = 10.0
+
+Values = tuple[torch.Tensor, dict[str, torch.Tensor]]
+Loss = Callable[..., Values]
+"""(tokens, its settings by keyword) -> loss [P], and sums over the mask of metrics, by name."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a loss knows of the tokens of a micro-batch: [P] tensors, 16-bit ones widened to float32.
+
+    Attributes:
+        logprobs: of the policy; carries the gradient, the others do not.
+        old_logprobs: of the policy that the update began with.
+        rollout_logprobs: of the engine that chose the tokens.
+        mask: 0 where the policy did not choose the token.
+        lengths: tokens of each sample; they sum to P.
+    """
+
+    logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    lengths: Sequence[int]
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in fields(self) if field.name != "lengths"]
+        shapes = {name: tuple(getattr(self, name).shape) for name in names}
+        assert set(shapes.values()) == {(sum(self.lengths),)}, f"all tensors are [{sum(self.lengths)}], not {shapes}"
+        for name in names:
+            object.__setattr__(self, name, widened(getattr(self, name)))
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """Return `values` in float32, or float64 where they are."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def masked_sum(values_P: torch.Tensor, mask_P: torch.Tensor) -> torch.Tensor:
-    """Return the sum of `values_P` where `mask_P` is not 0, in float32; a NaN outside the mask does no harm."""
-    return torch.where(mask_P > 0, values_P.float(), 0.0).sum()
+    """Return the sum of `values_P` where `mask_P` is not 0; a NaN outside the mask does no harm."""
+    return torch.where(mask_P > 0, widened(values_P), 0.0).sum()
+
+
+def sample_sums(values_P: torch.Tensor, mask_P: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Return [B] sums over the mask, one per sample."""
+    counts_B = torch.tensor(lengths, device=values_P.device)
+    samples_P = torch.arange(len(lengths), device=values_P.device).repeat_interleave(counts_B)
+    kept_P = torch.where(mask_P > 0, widened(values_P), 0.0)
+    return kept_P.new_zeros(len(lengths)).index_add(0, samples_P, kept_P)
+
+
+def sample_means(values_P: torch.Tensor, mask_P: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Return [B] means over the mask, one per sample; 0 for a sample without a token in it."""
+    counts_B = sample_sums(mask_P, mask_P, lengths)
+    return sample_sums(values_P, mask_P, lengths) / counts_B.clamp(min=1)
+
+
+def spread(values_B: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Return [P]: the value of each sample at all its tokens."""
+    return values_B.repeat_interleave(torch.tensor(lengths, device=values_B.device))
+
+
+def bounded_exp(values: torch.Tensor) -> torch.Tensor:
+    """Return exp of `values` clamped to [-20, 20]."""
+    return values.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
 
 def ratio(logprobs_P: torch.Tensor, old_logprobs_P: torch.Tensor) -> torch.Tensor:
     """Return pi / pi_old per token, its logarithm clamped to [-20, 20]."""
-    return (logprobs_P - old_logprobs_P).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    return bounded_exp(widened(logprobs_P) - widened(old_logprobs_P))
 
 
-def clipped_surrogate(
-    logprobs_P: torch.Tensor,
-    old_logprobs_P: torch.Tensor,
-    advantages_P: torch.Tensor,
-    mask_P: torch.Tensor,
-    *,
-    eps_clip_low: float,
-    eps_clip_high: float,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def clipped_surrogate(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float) -> Values:
     """Return PPO's clipped surrogate loss (arXiv:1707.06347, equation 7; two bounds as in DAPO, arXiv:2503.14476).
 
     -min(r A, clip(r, 1 - eps_clip_low, 1 + eps_clip_high) A) with r = pi / pi_old.
 
-    Args:
-        logprobs_P: [P], carries the gradient; the others do not.
-        mask_P: [P], 0 where the policy did not choose the token.
-
     Returns:
         loss [P], and the sum of `clip_ratio`: tokens for which the clipped branch is the larger loss.
     """
-    shapes = {tensor.shape for tensor in (logprobs_P, old_logprobs_P, advantages_P, mask_P)}
-    assert len(shapes) == 1, f"all arguments have one shape, not {shapes}"
-    ratio_P = ratio(logprobs_P, old_logprobs_P)
-    plain_P = -ratio_P * advantages_P
-    clipped_P = -ratio_P.clamp(1 - eps_clip_low, 1 + eps_clip_high) * advantages_P
-    clipped = masked_sum((clipped_P > plain_P).float(), mask_P)
-    return torch.maximum(plain_P, clipped_P), {"clip_ratio": clipped.detach()}
+    return _clipped(tokens, ratio(tokens.logprobs, tokens.old_logprobs), eps_clip_low, eps_clip_high)
 
 
-POLICY_LOSSES: dict[str, Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]] = {"regular": clipped_surrogate}
+def dual_clip(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float, clip_ratio_c: float) -> Values:
+    """Return the clipped surrogate, at most clip_ratio_c |A| where A < 0 (arXiv:1912.09729)."""
+    loss_P, sums = clipped_surrogate(tokens, eps_clip_low=eps_clip_low, eps_clip_high=eps_clip_high)
+    bounded_P = torch.minimum(-clip_ratio_c * tokens.advantages, loss_P)
+    return torch.where(tokens.advantages < 0, bounded_P, loss_P), sums
+
+
+def gspo(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float) -> Values:
+    """Return the clipped surrogate with one ratio per sample (GSPO-token, arXiv:2507.18071).
+
+    r_t = stop(w) pi_t / stop(pi_t), where w = exp(mean over the sample of log pi - log pi_old), and its logarithm at most 10.
+    """
+    difference_P = tokens.logprobs.detach() - tokens.old_logprobs
+    log_ratio_P = spread(sample_means(difference_P, tokens.mask, tokens.lengths), tokens.lengths)
+    log_ratio_P = tokens.logprobs - tokens.logprobs.detach() + log_ratio_P
+    return _clipped(tokens, log_ratio_P.clamp(max=_MAX_LOG_SAMPLE_RATIO).exp(), eps_clip_low, eps_clip_high)
+
+
+def sapo(tokens: Tokens, *, tau_pos: float, tau_neg: float) -> Values:
+    """Return the soft-gated loss (SAPO, arXiv:2511.20347).
+
+    -sigmoid(tau (r - 1)) 4 / tau A, with tau = tau_pos where A > 0, else tau_neg. Nothing is clipped: `clip_ratio` is 0.
+    """
+    ratio_P = ratio(tokens.logprobs, tokens.old_logprobs)
+    tau_P = torch.where(tokens.advantages > 0, tau_pos, tau_neg)
+    gate_P = torch.sigmoid(tau_P * (ratio_P - 1)) * 4 / tau_P
+    return -gate_P * tokens.advantages, {"clip_ratio": masked_sum(torch.zeros_like(ratio_P), tokens.mask)}
+
+
+def cispo(tokens: Tokens, *, cispo_eps_clip_low: float, cispo_eps_clip_high: float) -> Values:
+    """Return the loss with clipped weights (CISPO, arXiv:2506.13585): -stop(clip(r)) A log pi.
+
+    Returns:
+        loss [P], and the sum of `clip_ratio`: tokens whose ratio is out of bounds.
+    """
+    ratio_P = ratio(tokens.logprobs.detach(), tokens.old_logprobs)
+    clipped_P = ratio_P.clamp(1 - cispo_eps_clip_low, 1 + cispo_eps_clip_high)
+    out = masked_sum((ratio_P != clipped_P).float(), tokens.mask)
+    return -tokens.advantages * clipped_P * tokens.logprobs, {"clip_ratio": out}
+
+
+def rollout_is(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float) -> Values:
+    """Return the loss weighted by the ratio to the rollout (IcePop, https://ringtech.notion.site/icepop): -stop(w) A log pi.
+
+    w = pi / pi_rollout inside (1 - eps_clip_low, 1 + eps_clip_high), else 0.
+
+    Returns:
+        loss [P], and the sum of `clip_ratio`: tokens whose ratio is out of bounds.
+    """
+    ratio_P = ratio(tokens.logprobs.detach(), tokens.rollout_logprobs)
+    inside_P = (ratio_P > 1 - eps_clip_low) & (ratio_P < 1 + eps_clip_high)
+    out = masked_sum((~inside_P).float(), tokens.mask)
+    return -torch.where(inside_P, ratio_P, 0.0) * tokens.advantages * tokens.logprobs, {"clip_ratio": out}
+
+
+def clip_cov(
+    tokens: Tokens,
+    *,
+    eps_clip_low: float,
+    eps_clip_high: float,
+    clip_ratio: float,
+    clip_cov_lb: float,
+    clip_cov_ub: float,
+) -> Values:
+    """Return the clipped surrogate without some tokens of high covariance (Clip-Cov, arXiv:2505.22617).
+
+    Of the tokens of the micro-batch that are not clipped and whose covariance of advantage and log-probability lies between the
+    bounds, a share `clip_ratio` of all tokens, at least one, is drawn at random and left out.
+
+    Returns:
+        loss [P], and the sum of `clip_ratio`: tokens that were drawn.
+    """
+    ratio_P = ratio(tokens.logprobs, tokens.old_logprobs)
+    plain_P = -ratio_P * tokens.advantages
+    clipped_P = -ratio_P.clamp(1 - eps_clip_low, 1 + eps_clip_high) * tokens.advantages
+    covariance_P = _covariance(tokens)
+    free_P = (tokens.mask > 0) & (clipped_P <= plain_P)
+    candidates = (free_P & (covariance_P > clip_cov_lb) & (covariance_P < clip_cov_ub)).nonzero().flatten()
+    wanted = max(int(clip_ratio * tokens.mask.sum().item()), 1)
+    order = torch.randperm(len(candidates), device=candidates.device)
+    drawn_P = torch.zeros_like(free_P).index_fill(0, candidates[order[:wanted]], True)
+    loss_P = torch.where(drawn_P, 0.0, torch.maximum(plain_P, clipped_P))
+    return loss_P, {"clip_ratio": masked_sum(drawn_P.float(), tokens.mask)}
+
+
+def kl_cov(tokens: Tokens, *, kl_cov_frac: float, ppo_kl_coef: float) -> Values:
+    """Return -r A, plus ppo_kl_coef |log pi - log pi_old| for tokens of high covariance (KL-Cov, arXiv:2505.22617).
+
+    These are a share `kl_cov_frac` of the tokens of the micro-batch, at least one: those with the largest covariance of advantage
+    and log-probability. Nothing is clipped: `clip_ratio` is 0.
+    """
+    loss_P = -ratio(tokens.logprobs, tokens.old_logprobs) * tokens.advantages
+    trained = tokens.mask.count_nonzero().item()
+    chosen = min(int(trained), max(1, int(trained * kl_cov_frac)))
+    covariance_P = torch.where(tokens.mask > 0, _covariance(tokens), -torch.inf)
+    high_P = torch.zeros_like(covariance_P).index_fill(0, covariance_P.topk(chosen).indices, 1.0)
+    divergence_P = (tokens.logprobs - tokens.old_logprobs).abs()
+    loss_P = loss_P + ppo_kl_coef * high_P * divergence_P
+    return loss_P, {"clip_ratio": masked_sum(torch.zeros_like(high_P), tokens.mask)}
+
+
+def cross_entropy(tokens: Tokens) -> Values:
+    """Return -log pi: the likelihood of the tokens, whatever their advantages. Nothing is clipped: `clip_ratio` is 0.
+
+    Unlike SkyRL's, it obeys loss_reduction (token_sum gives SkyRL's sum) and excludes no KL or entropy term.
+    """
+    return -tokens.logprobs, {"clip_ratio": masked_sum(torch.zeros_like(tokens.mask), tokens.mask)}
+
+
+def importance_sampling(tokens: Tokens) -> Values:
+    """Return -r A, the plain ratio (the surrogate of TRPO, arXiv:1502.05477, equation 14).
+
+    Unlike SkyRL's, it obeys loss_reduction (token_sum gives SkyRL's sum).
+
+    Returns:
+        loss [P], and the sum of `importance_ratio`, r.
+    """
+    ratio_P = ratio(tokens.logprobs, tokens.old_logprobs)
+    return -ratio_P * tokens.advantages, {"importance_ratio": masked_sum(ratio_P.detach(), tokens.mask)}
+
+
+def aipo(tokens: Tokens, *, aipo_rho: float) -> Values:
+    """Return -min(r, aipo_rho) A, a ratio bounded on one side whatever the advantage (AIPO, arXiv:2505.24034).
+
+    Returns:
+        loss [P], and the sum of `clip_ratio`: tokens whose ratio is above the bound.
+    """
+    ratio_P = ratio(tokens.logprobs, tokens.old_logprobs)
+    above = masked_sum((ratio_P > aipo_rho).float(), tokens.mask)
+    return -ratio_P.clamp(max=aipo_rho) * tokens.advantages, {"clip_ratio": above}
+
+
+def _clipped(tokens: Tokens, ratio_P: torch.Tensor, low: float, high: float) -> Values:
+    plain_P = -ratio_P * tokens.advantages
+    clipped_P = -ratio_P.clamp(1 - low, 1 + high) * tokens.advantages
+    clipped = masked_sum((clipped_P > plain_P).float(), tokens.mask)
+    return torch.maximum(plain_P, clipped_P), {"clip_ratio": clipped}
+
+
+def _covariance(tokens: Tokens) -> torch.Tensor:
+    """Return [P] what each token of the micro-batch adds to the covariance of advantage and log-probability."""
+    count = tokens.mask.sum().clamp(min=1)
+    logprobs_P = tokens.logprobs.detach()
+    advantage = masked_sum(tokens.advantages, tokens.mask) / count
+    return (tokens.advantages - advantage) * (logprobs_P - masked_sum(logprobs_P, tokens.mask) / count)
+
+
+POLICY_LOSSES: dict[str, Loss] = {
+    "regular": clipped_surrogate,
+    "dual_clip": dual_clip,
+    "gspo": gspo,
+    "sapo": sapo,
+    "cispo": cispo,
+    "rollout_is": rollout_is,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "cross_entropy": cross_entropy,
+    "importance_sampling": importance_sampling,
+    "aipo": aipo,
+}

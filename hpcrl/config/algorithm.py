@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 LogprobDtype = Literal["fp32", "bf16", "fp16"]
-ADVANTAGE_ESTIMATORS = ("grpo", "gae", "rloo", "reinforce++", "maxrl")
+ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "maxrl", "opo", "reinforce++", "reinforce++_baseline", "gae")
 POLICY_LOSSES = (
     "regular",
     "dual_clip",
@@ -37,7 +37,7 @@ class KLControllerConfig:
 @dataclass(frozen=True, kw_only=True)
 class OffPolicyCorrectionConfig:
     tis_ratio_type: Literal["token", "sequence"] | None = None
-    """Multiply the loss by the ratio of a token's, or a whole sample's, old to rollout probability, capped; unset: do not."""
+    """Multiply the loss by the ratio of a token's, or a whole sample's, old to rollout probability, capped; unset: do not. What is left out or weighs less still counts in the means of loss_reduction, with this and all other corrections."""
 
     token_tis_ratio_clip_high: float = 2.0
     """Cap of the ratio with tis_ratio_type=token."""
@@ -103,7 +103,7 @@ class DynamicSamplingConfig:
 @dataclass(frozen=True, kw_only=True)
 class ClipCovConfig:
     clip_ratio: float = 0.0002
-    """clip_cov: share of the tokens that is left out, drawn at random, at least one token (arXiv:2505.22617)."""
+    """clip_cov: share of the tokens of a micro-batch that is left out, drawn at random, at least one token (arXiv:2505.22617)."""
 
     clip_cov_lb: float = 1.0
     """clip_cov: tokens may be left out whose covariance of advantage and log-probability is above this."""
@@ -115,7 +115,7 @@ class ClipCovConfig:
 @dataclass(frozen=True, kw_only=True)
 class KLCovConfig:
     kl_cov_frac: float = 0.2
-    """kl_cov: share of the tokens, those of largest covariance of advantage and log-probability, that get a KL term (arXiv:2505.22617)."""
+    """kl_cov: share of the tokens of a micro-batch, those of largest covariance of advantage and log-probability, that get a KL term (arXiv:2505.22617)."""
 
     ppo_kl_coef: float = 1.0
     """kl_cov: weight of that term, |new - old log-probability|."""
@@ -133,13 +133,13 @@ class CISPOConfig:
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     advantage_estimator: str = "grpo"
-    """How rewards become advantages: grpo (against the group's mean, arXiv:2402.03300), rloo (against the mean of the group's other samples, arXiv:2402.14740), reinforce++ (discounted, standardized over the batch, arXiv:2501.03262), gae (against a critic, arXiv:1506.02438), maxrl (as grpo, but divided by the mean of the group), or your own as "package.module:function"."""
+    """How rewards become advantages: grpo (against the group's mean, arXiv:2402.03300), rloo (against the mean of the group's other samples, arXiv:2402.14740), maxrl (as grpo, but divided by the mean of the group, arXiv:2602.02710), opo (against the group's mean weighted by length, arXiv:2505.23585), reinforce++ (rewards from each token on, discounted, standardized over the batch, arXiv:2501.03262), reinforce++_baseline (against the group's mean, standardized over the batch), gae (against a critic, arXiv:1506.02438), or your own as "package.module:function"."""
 
     grpo_norm_by_std: bool = True
     """grpo: divide a group's advantages by the standard deviation of its rewards (false: Dr.GRPO, arXiv:2503.20783)."""
 
     advantage_batch_normalize: bool = False
-    """Standardize advantages over the whole batch."""
+    """Standardize advantages over all trained tokens of the batch."""
 
     advantage_clip_low: float | None = None
     """Advantages below this are raised to it; unset: none."""
@@ -148,7 +148,7 @@ class AlgorithmConfig:
     """Advantages above this are lowered to it; unset: none."""
 
     gamma: float = 1.0
-    """gae and reinforce++: discount of a reward per token that it comes later."""
+    """gae and reinforce++: discount of a reward per trained token that it comes later."""
 
     lambd: float = 1.0
     """gae: lambda; 1: advantages from all later rewards, 0: from the next value alone."""
@@ -199,7 +199,7 @@ class AlgorithmConfig:
     """Subtract the KL divergence from the reference model from the reward of each token; excludes use_kl_loss."""
 
     kl_loss_coef: float = 0.001
-    """Weight of the KL divergence, in the loss or in the reward."""
+    """Weight of the KL divergence, in the loss, where tokens are reduced as loss_reduction says, or in the reward."""
 
     kl_estimator_type: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimate of the KL divergence per token, with d = policy - reference log-probability; k1: d, abs: |d|, k2: d^2 / 2, k3: exp(-d) - 1 + d."""
@@ -219,7 +219,7 @@ class AlgorithmConfig:
     """Subtract the policy's entropy, weighted, from the loss; it is reported either way."""
 
     entropy_loss_coef: float = 0.01
-    """Weight of the entropy, a mean over tokens in nats, with use_entropy_loss."""
+    """Weight of the entropy in nats with use_entropy_loss; tokens are reduced as loss_reduction says."""
 
     temperature: float | None = None
     """Divides the logits in training; unset: generator.sampling_params.temperature."""
@@ -234,7 +234,7 @@ class AlgorithmConfig:
     """A value may move by this much from that before the update, further changes count nothing; 0: no bound, as SkyRL's null."""
 
     zero_variance_filter: bool = False
-    """Leave groups whose rewards are all equal out of the loss."""
+    """Leave groups of several samples whose rewards are all equal out of the loss, which then does not count them either."""
 
     filter_reward_metric: list[str] = field(default_factory=list)
     """Rewards whose sum decides whether a group's rewards are all equal; empty: the reward itself."""

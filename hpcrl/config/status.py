@@ -81,7 +81,17 @@ WAITS: dict[str, Wait] = {
     "trainer.ref.megatron_config": _MEGATRON,
     "trainer.critic": _CRITIC,
     "trainer.critic_mini_batch_size": _CRITIC,
-    "trainer.algorithm": _ALGORITHMS,
+    "trainer.algorithm.lambd": _CRITIC,
+    "trainer.algorithm.value_head_prefix": _CRITIC,
+    "trainer.algorithm.value_clip": _CRITIC,
+    "trainer.algorithm.use_kl_in_reward": _ALGORITHMS,
+    "trainer.algorithm.kl_ctrl": _ALGORITHMS,
+    "trainer.algorithm.reference_reset_interval": _ALGORITHMS,
+    "trainer.algorithm.reset_optimizer_with_reference": _ALGORITHMS,
+    "trainer.algorithm.logprob_dtype": _ALGORITHMS,
+    "trainer.algorithm.filter_reward_metric": _REWARDS,
+    "trainer.algorithm.min_filter_prefix_tokens": _ALGORITHMS,
+    "trainer.algorithm.dynamic_sampling": _ALGORITHMS,
     "trainer.distillation": Wait("distillation"),
     "trainer.fully_async.sync_weight_interval": _ASYNC,
     "trainer.profiler.enable_nsys": _TRACKING,
@@ -114,17 +124,9 @@ WAITS: dict[str, Wait] = {
     "vla": Wait("vision-language-action models"),
 }
 
-_WORKING = {
-    "grpo_norm_by_std", "eps_clip_low", "eps_clip_high", "use_kl_loss", "kl_loss_coef", "use_entropy_loss",
-    "entropy_loss_coef", "temperature",
-}  # fmt: skip
-
 
 def wait_of(path: str) -> Wait | None:
     """Return what the setting at a dotted path waits for, or None where it has its effect."""
-    section, _, name = path.rpartition(".")
-    if section == "trainer.algorithm" and name in _WORKING:
-        return None
     while path:
         if path in WAITS:
             return WAITS[path]

@@ -6,14 +6,19 @@ import math
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from hpcrl.algorithms.off_policy import PER_SAMPLE
+from hpcrl.trainer.advantages import Advantages
+from hpcrl.trainer.objective import LOSS_METRICS
 from hpcrl.trainer.update import Trained
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch
+
+_EXTREMES = ("_max", "_min")
 
 
 class Clock:
@@ -48,44 +53,66 @@ class Clock:
         return {} if self._pace is None else {"seconds_per_step": self._pace}
 
 
-def describe_batch(batch: Batch, advantages: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Return loss/* and policy/response_length, from metadata alone."""
+def describe_batch(batch: Batch, advantages: Advantages) -> dict[str, float]:
+    """Return loss/* and policy/response_length."""
     rewards = [reward for group in batch.groups for reward in group.rewards]
     lengths_N = torch.tensor([length for group in batch.groups for length in group.response_lengths]).double()
-    advantages_N = torch.cat(list(advantages)).double()
-    tokens = max(lengths_N.sum().item(), 1.0)
     return {
         "loss/avg_final_rewards": sum(rewards) / len(rewards),
-        "loss/avg_raw_advantages": (advantages_N * lengths_N).sum().item() / tokens,
-        "loss/avg_raw_advantages_abs": (advantages_N.abs() * lengths_N).sum().item() / tokens,
+        "loss/avg_raw_advantages": advantages.mean,
+        "loss/avg_raw_advantages_abs": advantages.mean_abs,
         "policy/response_length": lengths_N.mean().item(),
     }
 
 
 def describe_updates(updates: Sequence[Trained]) -> dict[str, float]:
-    """Return policy/*: token means of each optimizer step, averaged over the optimizer steps."""
+    """Return policy/* of each optimizer step, averaged over the optimizer steps: the loss as it was reduced, all else as means."""
     each = [_describe_update(update) for update in updates]
     means = {name: sum(values[name] for values in each) / len(each) for name in each[0]}
+    for name in means:
+        if name.endswith(_EXTREMES):
+            means[name] = (max if name.endswith("_max") else min)(values[name] for values in each)
     return means | {"policy/skipped_updates": float(sum(update.report.skipped for update in updates))}
 
 
 def _describe_update(update: Trained) -> dict[str, float]:
-    count = max(update.sums["tokens"], 1.0)
-    mean = {name: value / count for name, value in update.sums.items()}
-    # unbiased, as torch.std; rounding may push a tiny variance below 0
-    variance = max(0.0, mean["abs_diff_squared"] - mean["abs_diff"] ** 2) * count / max(count - 1, 1.0)
+    sums, count = update.sums, max(update.sums["tokens"], 1.0)
     described = {
-        "policy/final_loss": mean["final_loss"],
-        "policy/policy_loss": mean["policy_loss"],
-        "policy/policy_entropy": mean["entropy"],
+        "policy/final_loss": sums["final_loss"],
+        "policy/policy_loss": sums["policy_loss"],
+        "policy/policy_entropy": sums["entropy"] / count,
         "policy/policy_lr": update.report.lr,
         "policy/grad_norm": update.report.grad_norm,
-        "policy/loss_metrics/clip_ratio": mean["clip_ratio"],
-        "policy/loss_metrics/ratio": mean["ratio"],
-        "policy/rollout_train_logprobs_abs_diff_mean": mean["abs_diff"],
-        "policy/rollout_train_logprobs_abs_diff_std": math.sqrt(variance),
+        "policy/rollout_train_logprobs_abs_diff_mean": sums["abs_diff"] / count,
+        "policy/rollout_train_logprobs_abs_diff_std": _deviation(sums["abs_diff"], sums["abs_diff_squared"], count),
     }
-    return described | ({"policy/policy_kl": mean["policy_kl"]} if "policy_kl" in mean else {})
+    described |= {f"policy/loss_metrics/{name}": value for name, value in loss_metrics(sums).items()}
+    described |= {"policy/policy_kl": sums["policy_kl"] / count} if "policy_kl" in sums else {}
+    return described | ({"policy/positive_nll": sums["positive_nll"]} if "positive_nll" in sums else {})
+
+
+def loss_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of policy loss and correction, from the sums of one optimizer step: means over trained tokens or samples."""
+    tokens, samples = max(sums["tokens"], 1.0), max(sums["samples"], 1.0)
+    found = {name.removeprefix(LOSS_METRICS): value for name, value in sums.items() if name.startswith(LOSS_METRICS)}
+    squared = found.pop("is_ratio_squared", None)
+    means = {
+        name: _extreme(value) if name.endswith(_EXTREMES) else value / (samples if name in PER_SAMPLE else tokens)
+        for name, value in found.items()
+    }
+    if squared is not None:
+        means["is_ratio_std"] = _deviation(found["is_ratio_mean"], squared, tokens)
+    return means
+
+
+def _extreme(value: float) -> float:
+    return value if math.isfinite(value) else 0.0  # of no token at all
+
+
+def _deviation(total: float, squared: float, count: float) -> float:
+    """Return the standard deviation from a sum and a sum of squares; unbiased, as torch.std."""
+    variance = (squared / count - (total / count) ** 2) * count / max(count - 1, 1.0)
+    return math.sqrt(max(0.0, variance))  # rounding may push a tiny variance below 0
 
 
 def describe_cost(batch: Batch, seconds: dict[str, float], world: World) -> dict[str, float]:

@@ -12,7 +12,8 @@ import torch
 from hpcrl.types import MicroBatch
 
 Objective = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(micro-batch, logprobs [P], entropies [P]) -> the loss to differentiate and the metrics, all of them sums over the mask."""
+"""(micro-batch, logprobs [P], entropies [P]) -> the loss to differentiate and the metrics, all of them sums: over all micro-batches and ranks they
+are the loss and the metrics of the mini-batch."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,8 @@ class Engine(Protocol):
         """Return [P] log-probabilities of the labels on the CPU, of the policy or of the reference, without gradient."""
         ...
 
-    def forward_backward(self, batch: MicroBatch, objective: Objective, tokens: int) -> dict[str, torch.Tensor]:
-        """Add the gradient of the objective's sum divided by `tokens`; return this rank's metric sums.
-
-        Args:
-            tokens: trained tokens of the whole mini-batch, over all micro-batches and ranks.
-        """
+    def forward_backward(self, batch: MicroBatch, objective: Objective) -> dict[str, torch.Tensor]:
+        """Add the gradient of the objective's loss; return the metric sums of this micro-batch."""
         ...
 
     def step(self) -> StepReport:

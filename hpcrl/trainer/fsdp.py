@@ -74,11 +74,11 @@ class FsdpEngine:
             free_gathered(policy)
             return logprobs_P.cpu()
 
-    def forward_backward(self, batch: MicroBatch, objective: Objective, tokens: int) -> dict[str, torch.Tensor]:
+    def forward_backward(self, batch: MicroBatch, objective: Objective) -> dict[str, torch.Tensor]:
         batch = self._moved(batch)
         logprobs_P, entropies_P = self._policy.run(batch, self._world.device)
         loss, sums = objective(batch, logprobs_P, entropies_P)
-        (loss / tokens).backward()
+        loss.backward()
         return sums
 
     def step(self) -> StepReport:

@@ -1,54 +1,135 @@
-"""The loss of a run: policy loss, KL to the reference, entropy, put together from the algorithms that the configuration names.
+"""The loss of a run: policy loss, its correction, KL to the reference, entropy, put together from the algorithms that the configuration names.
 
-All of it as sums over the mask; the engine divides once, by the token count of the whole mini-batch.
+All of it as sums of weighted tokens: every part is reduced by trainer.algorithm.loss_reduction, the KL term too (SkyRL takes the
+mean over tokens of each sample, then over the samples of a micro-batch, whatever the reduction).
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 
 from hpcrl.algorithms.kl import KL_ESTIMATORS
-from hpcrl.algorithms.losses import POLICY_LOSSES, masked_sum, ratio
+from hpcrl.algorithms.losses import POLICY_LOSSES, Loss, Tokens, masked_sum, ratio
+from hpcrl.algorithms.named import find
+from hpcrl.algorithms.off_policy import correct, is_enabled
+from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.config.algorithm import AlgorithmConfig
+from hpcrl.config.trainer import TrainerConfig
 from hpcrl.trainer.engine import Objective
 from hpcrl.types import MicroBatch
+
+LOSS_METRICS = "loss_metrics/"
+
+
+def build_reduction(trainer: TrainerConfig, max_seq_len: int) -> Reduction:
+    """Return how the loss of a mini-batch becomes one number.
+
+    Args:
+        max_seq_len: as worked out from the whole configuration.
+    """
+    algorithm = trainer.algorithm
+    return Reduction(
+        algorithm.loss_reduction,
+        max_seq_len=max_seq_len,
+        max_tokens=algorithm.unbiased_loss_max_tokens,
+        micro_batch_size=trainer.micro_train_batch_size_per_gpu,
+    )
 
 
 def build_objective(algorithm: AlgorithmConfig) -> Objective:
     """Return what turns a micro-batch and the policy's log-probabilities into loss and metric sums.
 
     Without old log-probabilities the policy is its own old policy: exact where a batch makes one optimizer step.
+
+    Raises:
+        ConfigError: nothing has the name of the loss.
     """
-    assert algorithm.loss_reduction == "token_mean", "sums divided by the mini-batch's tokens are its token mean"
-    policy_loss = POLICY_LOSSES[algorithm.policy_loss_type]
-    kl = KL_ESTIMATORS[algorithm.kl_estimator_type] if algorithm.use_kl_loss else None
-    clip = {"eps_clip_low": algorithm.eps_clip_low, "eps_clip_high": algorithm.eps_clip_high}
+    policy_loss, corrected = _policy_loss(algorithm), is_enabled(algorithm.off_policy_correction)
 
     def objective(
         batch: MicroBatch, logprobs_P: torch.Tensor, entropies_P: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mask_P = batch.loss_mask
         old_P = logprobs_P.detach() if batch.old_logprobs is None else batch.old_logprobs
-        loss_P, sums = policy_loss(logprobs_P, old_P, batch.advantages, mask_P, **clip)
-        loss = policy = masked_sum(loss_P, mask_P)
-        entropy = masked_sum(entropies_P, mask_P)
-        if algorithm.use_entropy_loss:
-            loss = loss - algorithm.entropy_loss_coef * entropy
-        if kl is not None:
-            assert batch.ref_logprobs is not None
-            divergence = masked_sum(kl(logprobs_P, batch.ref_logprobs), mask_P)
-            loss = loss + algorithm.kl_loss_coef * divergence
-            sums["policy_kl"] = divergence
-        difference_P = (old_P - batch.rollout_logprobs).abs()
+        old_P = batch.rollout_logprobs if algorithm.use_rollout_logprobs_for_loss else old_P
+        mask_P = batch.loss_mask
+        tokens = Tokens(logprobs_P, old_P, batch.rollout_logprobs, batch.advantages, mask_P, batch.lengths)
+        loss_P, metrics = policy_loss(tokens)
+        if corrected:
+            correction = correct(tokens, algorithm.off_policy_correction)
+            loss_P, metrics = correction.of(loss_P), metrics | correction.sums
+        policy = weighted_sum(loss_P, batch.weights)
+        loss, sums = _added_terms(algorithm, batch, tokens, entropies_P, policy)
+        ratio_P = ratio(tokens.logprobs, tokens.old_logprobs)
+        metrics = {"ratio": masked_sum(ratio_P, mask_P), **metrics}
+        difference_P = (tokens.old_logprobs - tokens.rollout_logprobs).abs()
+        sums |= {f"{LOSS_METRICS}{name}": value for name, value in metrics.items()}
         sums |= {
             "tokens": mask_P.sum(),
+            "samples": _trained_samples(batch),
             "final_loss": loss,
             "policy_loss": policy,
-            "entropy": entropy,
-            "ratio": masked_sum(ratio(logprobs_P, old_P), mask_P),
+            "entropy": masked_sum(entropies_P, mask_P),
             "abs_diff": masked_sum(difference_P, mask_P),
             "abs_diff_squared": masked_sum(difference_P.square(), mask_P),
         }
         return loss, {name: value.detach() for name, value in sums.items()}
 
     return objective
+
+
+def _added_terms(
+    algorithm: AlgorithmConfig, batch: MicroBatch, tokens: Tokens, entropies_P: torch.Tensor, loss: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss with entropy, KL and likelihood of positive samples, as far as they are switched on, and their metrics."""
+    sums: dict[str, torch.Tensor] = {}
+    if algorithm.use_entropy_loss:
+        loss = loss - algorithm.entropy_loss_coef * weighted_sum(entropies_P, batch.weights)
+    if algorithm.use_kl_loss:
+        assert batch.ref_logprobs is not None
+        weight_P = ratio(tokens.logprobs, tokens.old_logprobs) if algorithm.kl_importance_weighted else 1.0
+        divergence_P = KL_ESTIMATORS[algorithm.kl_estimator_type](tokens.logprobs, batch.ref_logprobs, weight_P)
+        loss = loss + algorithm.kl_loss_coef * weighted_sum(divergence_P, batch.weights)
+        sums["policy_kl"] = masked_sum(divergence_P, tokens.mask)
+    if algorithm.positive_nll_coef is not None:
+        likelihood = weighted_sum(-tokens.logprobs, batch.nll_weights)
+        loss = loss + algorithm.positive_nll_coef * likelihood
+        sums["positive_nll"] = likelihood
+    return loss, sums
+
+
+def _trained_samples(batch: MicroBatch) -> torch.Tensor:
+    return torch.stack([mask_T.any() for mask_T in batch.loss_mask.split(batch.lengths)]).sum()
+
+
+def _policy_loss(algorithm: AlgorithmConfig) -> Loss:
+    loss = find("trainer.algorithm.policy_loss_type", algorithm.policy_loss_type, POLICY_LOSSES)
+    return partial(loss, **loss_settings(algorithm))
+
+
+def loss_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """Return what the loss of the configuration is called with, beside the tokens."""
+    clip = {"eps_clip_low": algorithm.eps_clip_low, "eps_clip_high": algorithm.eps_clip_high}
+    sapo, cispo, clip_cov, kl_cov = algorithm.sapo, algorithm.cispo, algorithm.clip_cov, algorithm.kl_cov
+    settings: dict[str, dict[str, Any]] = {
+        "regular": clip,
+        "dual_clip": {**clip, "clip_ratio_c": algorithm.clip_ratio_c},
+        "gspo": clip,
+        "sapo": {"tau_pos": sapo.tau_pos, "tau_neg": sapo.tau_neg},
+        "cispo": {
+            "cispo_eps_clip_low": cispo.cispo_eps_clip_low,
+            "cispo_eps_clip_high": cispo.cispo_eps_clip_high,
+        },
+        "rollout_is": clip,
+        "clip_cov": {
+            **clip,
+            "clip_ratio": clip_cov.clip_ratio,
+            "clip_cov_lb": clip_cov.clip_cov_lb,
+            "clip_cov_ub": clip_cov.clip_cov_ub,
+        },
+        "kl_cov": {"kl_cov_frac": kl_cov.kl_cov_frac, "ppo_kl_coef": kl_cov.ppo_kl_coef},
+        "aipo": {"aipo_rho": algorithm.aipo_rho},
+    }
+    return settings.get(algorithm.policy_loss_type, {})

@@ -19,21 +19,22 @@ class Row:
     """A sample on its way through training.
 
     Attributes:
-        advantage: of every token of the sample.
+        advantages: [T] float32, entry t of token t.
         old_logprobs, ref_logprobs: [T] float32, entry t speaks about token t + 1; None until computed.
+        weight: of the loss of each trained token.
+        nll_weight: of the negative log-likelihood of each trained token; 0 without a positive reward.
     """
 
     sample: Sample
-    advantage: float
+    advantages: torch.Tensor
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
+    weight: float = 0.0
+    nll_weight: float = 0.0
 
 
-def load_rows(run: Run, batch: Batch, picks: Sequence[Pick], advantages: Sequence[torch.Tensor]) -> list[Row]:
+def load_samples(run: Run, batch: Batch, picks: Sequence[Pick]) -> list[Sample]:
     """Read the picked samples in the order of `picks`.
-
-    Args:
-        advantages: per group of the batch, [n samples].
 
     Raises:
         DataError: a sample file is missing or damaged.
@@ -45,7 +46,7 @@ def load_rows(run: Run, batch: Batch, picks: Sequence[Pick], advantages: Sequenc
     for group, indices in wanted.items():
         found = read_group(run.inside(batch.groups[group].path), indices)
         samples |= {(group, index): sample for index, sample in zip(indices, found, strict=True)}
-    return [Row(samples[pick.group, pick.index], float(advantages[pick.group][pick.index])) for pick in picks]
+    return [samples[pick.group, pick.index] for pick in picks]
 
 
 def trained_tokens(rows: Sequence[Row]) -> int:
@@ -69,14 +70,20 @@ def pack(rows: Sequence[Row]) -> MicroBatch:
     def shifted(values_P: torch.Tensor) -> torch.Tensor:
         return values_P.roll(-1).index_fill_(0, ends, 0)
 
+    def spread(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
+
+    loss_mask = shifted(torch.cat([sample.loss_mask for sample in samples]))
     return MicroBatch(
         token_ids=token_ids,
         positions=torch.arange(len(token_ids)) - starts.repeat_interleave(torch.tensor(lengths)),
         lengths=lengths,
         labels=shifted(token_ids),
-        loss_mask=shifted(torch.cat([sample.loss_mask for sample in samples])),
+        loss_mask=loss_mask,
+        weights=loss_mask * spread([row.weight for row in rows]),
+        nll_weights=loss_mask * spread([row.nll_weight for row in rows]),
         rollout_logprobs=shifted(torch.cat([sample.rollout_logprobs for sample in samples])),
-        advantages=torch.tensor([row.advantage for row in rows]).repeat_interleave(torch.tensor(lengths)),
+        advantages=shifted(torch.cat([row.advantages for row in rows])),
         old_logprobs=_joined([row.old_logprobs for row in rows]),
         ref_logprobs=_joined([row.ref_logprobs for row in rows]),
     )
@@ -96,6 +103,8 @@ def _idle() -> MicroBatch:
         lengths=[1],
         labels=torch.zeros(1, dtype=torch.int64),
         loss_mask=zero,
+        weights=zero,
+        nll_weights=zero,
         rollout_logprobs=zero,
         advantages=zero,
         old_logprobs=zero,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
-from hpcrl.algorithms.advantages import ADVANTAGES
+from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight
 from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.run.layout import Run
+from hpcrl.trainer.advantages import Advantages, estimate_advantages, trained_groups
 from hpcrl.trainer.engine import Engine, Objective, StepReport
-from hpcrl.trainer.packing import Row, load_rows, pack, trained_tokens
-from hpcrl.trainer.plan import cut, deal, mini_batches, passes
+from hpcrl.trainer.packing import Row, load_samples, pack, trained_tokens
+from hpcrl.trainer.plan import Pick, cut, deal, mini_batches, passes
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch
 
@@ -40,35 +42,78 @@ def updates_per_batch(trainer: TrainerConfig) -> int:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one optimizer step did: metric sums over all ranks, the tokens they are over, and the step itself."""
+    """What one optimizer step did: metric sums (or extremes, see `merge`) over all ranks, and the step itself."""
 
     sums: dict[str, float]
     report: StepReport
 
 
-def group_advantages(batch: Batch, algorithm: AlgorithmConfig) -> list[torch.Tensor]:
-    """Return the advantages of each group's samples, [n] each, from the rewards in the batch's metadata."""
-    estimate = ADVANTAGES[algorithm.advantage_estimator]
-    return [
-        estimate(torch.tensor(group.rewards, dtype=torch.float64), norm_by_std=algorithm.grpo_norm_by_std)
-        for group in batch.groups
-    ]
-
-
 def load_mini_batches(
-    run: Run, batch: Batch, advantages: Sequence[torch.Tensor], groups_per_mini_batch: int, world: World
-) -> list[MiniBatch]:
-    """Deal each mini-batch to the ranks and read this rank's samples.
+    run: Run,
+    batch: Batch,
+    algorithm: AlgorithmConfig,
+    groups_per_mini_batch: int,
+    world: World,
+    reduction: Reduction,
+) -> tuple[list[MiniBatch], Advantages]:
+    """Deal each mini-batch to the ranks, read this rank's samples, say what their tokens were worth, and weigh them.
 
     Raises:
         DataError: a sample file is missing or damaged.
     """
-    shares = [deal(picks, world.size) for picks in mini_batches(batch, groups_per_mini_batch)]
-    rows = [load_rows(run, batch, ranks[world.rank], advantages) for ranks in shares]
-    tokens = world.sum([trained_tokens(mine) for mine in rows])
-    return [
-        MiniBatch(mine, passes(ranks, 1), round(count)) for mine, ranks, count in zip(rows, shares, tokens, strict=True)
-    ]
+    trained = set(trained_groups(batch, algorithm))
+    planned = mini_batches(batch, groups_per_mini_batch)
+    shares = [deal([pick for pick in picks if pick.group in trained], world.size) for picks in planned]
+    picks = [pick for ranks in shares for pick in ranks[world.rank]]
+    samples = load_samples(run, batch, picks)
+    advantages = estimate_advantages(batch, picks, samples, algorithm, world.sum)
+    rows = iter([Row(sample, worth) for sample, worth in zip(samples, advantages.samples, strict=True)])
+    # a pass even without a sample: the step still asks for what it did
+    minis = [MiniBatch(list(islice(rows, len(ranks[world.rank]))), max(passes(ranks, 1), 1), 0) for ranks in shares]
+    weigh(minis, shares, batch, world, reduction)
+    return minis, advantages
+
+
+def weigh(
+    minis: Sequence[MiniBatch],
+    shares: Sequence[Sequence[Sequence[Pick]]],
+    batch: Batch,
+    world: World,
+    reduction: Reduction,
+) -> None:
+    """Fill in the tokens of each mini-batch and the weights of its rows, from the counts of all ranks.
+
+    Args:
+        shares: per mini-batch and rank, the picks of the rows.
+    """
+    per_group, positive = [0] * len(batch.groups), [0] * len(minis)
+    lengths = [[trained_tokens([row]) for row in mini.rows] for mini in minis]
+    for number, ranks in enumerate(shares):
+        for pick, length in zip(ranks[world.rank], lengths[number], strict=True):
+            per_group[pick.group] += length
+            positive[number] += length if _is_positive(batch, pick) else 0
+    sums = [round(count) for count in world.sum([*per_group, *positive])]
+    per_group, positive = sums[: len(per_group)], sums[len(per_group) :]
+    size = reduction.micro_batch_size
+    for mini, ranks, own, likelihood in zip(minis, shares, lengths, positive, strict=True):
+        groups = {pick.group for share in ranks for pick in share}
+        mini.tokens = sum(per_group[group] for group in groups)
+        for at, (row, pick) in enumerate(zip(mini.rows, ranks[world.rank], strict=True)):
+            counts = Counts(
+                length=own[at],
+                tokens=mini.tokens,
+                samples=sum(len(share) for share in ranks),
+                groups=len(groups),
+                group_tokens=per_group[pick.group],
+                micro_tokens=sum(own[at - at % size : at - at % size + size]),
+                micro_batches=sum(-(-len(share) // size) for share in ranks),
+            )
+            row.weight = sample_weight(reduction, counts)
+            row.nll_weight = 1 / likelihood if own[at] and _is_positive(batch, pick) else 0.0
+
+
+def _is_positive(batch: Batch, pick: Pick) -> bool:
+    return batch.groups[pick.group].rewards[pick.index] > 0
 
 
 def score(engine: Engine, mini: MiniBatch, size: int, *, old: bool, reference: bool) -> None:
@@ -86,9 +131,29 @@ def train(engine: Engine, mini: MiniBatch, size: int, objective: Objective, worl
     """Make one optimizer step, `size` samples per forward and backward pass."""
     totals: dict[str, torch.Tensor] = {}
     for rows in cut(mini.rows, size, -(-mini.largest // size)):
-        for name, value in engine.forward_backward(pack(rows), objective, max(mini.tokens, 1)).items():
-            totals[name] = totals[name] + value.double() if name in totals else value.double()
+        merge(totals, engine.forward_backward(pack(rows), objective))
     report = engine.step()
-    names = sorted(totals)
-    sums = world.sum(torch.stack([totals[name] for name in names]).tolist())
-    return Trained(dict(zip(names, sums, strict=True)), report)
+    return Trained(_over_ranks(totals, world), report)
+
+
+def merge(totals: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
+    """Add metrics to `totals`: sums, but for names that end in _max or _min, which are extremes."""
+    for name, value in more.items():
+        value = value.double()
+        if name not in totals:
+            totals[name] = value
+        elif name.endswith("_max"):
+            totals[name] = torch.maximum(totals[name], value)
+        elif name.endswith("_min"):
+            totals[name] = torch.minimum(totals[name], value)
+        else:
+            totals[name] = totals[name] + value
+
+
+def _over_ranks(totals: Mapping[str, torch.Tensor], world: World) -> dict[str, float]:
+    values = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
+    signs = {name: 1 if name.endswith("_max") else -1 for name in sorted(values) if name.endswith(("_max", "_min"))}
+    summed = sorted(set(values) - set(signs))
+    found = dict(zip(summed, world.sum([values[name] for name in summed]), strict=True))
+    extremes = world.max([sign * values[name] for name, sign in signs.items()]) if signs else []
+    return found | {name: sign * extreme for (name, sign), extreme in zip(signs.items(), extremes, strict=True)}

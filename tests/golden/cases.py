@@ -44,8 +44,17 @@ def load(path: Path) -> list[Case]:
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))["cases"]
         names = ("fn", "params", "inputs", "outputs")
-        return [Case(str(case["id"]), *(case[name] for name in names)) for case in listed]
+        return [Case(str(case["id"]), *(_plain(case[name]) for name in names)) for case in listed]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(
             f'{path}: expected {{"cases": [{{"id", "fn", "params", "inputs", "outputs"}}]}}: {error!r}'
         ) from None
+
+
+def _plain(value: Any) -> Any:
+    """Return nested values with lists in the place of arrays that are written as {"dtype", "shape", "data"}."""
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    return value["data"] if value.keys() == {"dtype", "shape", "data"} else {k: _plain(v) for k, v in value.items()}

@@ -41,6 +41,8 @@ def make_batch(run: Run, step: int, groups: int, size: int) -> Batch:
         lengths = torch.randint(5, 16, (size,), generator=generator).tolist()
         rewards = torch.rand(size, generator=generator).tolist()
         samples = [make_sample(generator, length, prompt=3) for length in lengths]
+        for sample, reward in zip(samples, rewards, strict=True):
+            sample.rewards[-1] = reward
         meta = GroupMeta(
             group_id=f"g{step}-{number}",
             kind="train",

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig, TrainerConfig
 from hpcrl.config.generator import ChatTemplateConfig
 from hpcrl.config.validate import build
@@ -22,10 +23,11 @@ from hpcrl.errors import DataError
 from hpcrl.run.commit import committed, read_json
 from hpcrl.run.layout import Run, step_of
 from hpcrl.trainer.checkpoint import Checkpoints
+from hpcrl.trainer.describe import describe_updates
 from hpcrl.trainer.fsdp import FsdpEngine
-from hpcrl.trainer.objective import build_objective
+from hpcrl.trainer.objective import build_objective, build_reduction
 from hpcrl.trainer.publish import Publisher
-from hpcrl.trainer.update import Trained, group_advantages, load_mini_batches, score, train
+from hpcrl.trainer.update import Trained, load_mini_batches, score, train
 from hpcrl.trainer.world import World, joined
 from hpcrl.types import Batch
 
@@ -81,7 +83,7 @@ def train_steps(engine: FsdpEngine, run: Run, steps: range, world: World, option
     trained = []
     for step in steps:
         batch = Batch.from_json(read_json(run.batch(step)))
-        minis = load_mini_batches(run, batch, group_advantages(batch, ALGORITHM), 2, world)
+        minis, _ = load_mini_batches(run, batch, ALGORITHM, 2, world, Reduction())
         for mini in minis:
             score(engine, mini, options.get("forward", 4), old=True, reference=True)
         trained += [train(engine, mini, options["micro"], build_objective(ALGORITHM), world) for mini in minis]
@@ -116,19 +118,55 @@ def poisoned(world: World, options: dict[str, Any]) -> None:
     engine = make_engine(world, options["model"], {})
     run = Run.open(options["run"])
     batch = Batch.from_json(read_json(run.batch(1)))
-    (mini,) = load_mini_batches(run, batch, group_advantages(batch, ALGORITHM), len(batch.groups), world)
+    (mini,), _ = load_mini_batches(run, batch, ALGORITHM, len(batch.groups), world, Reduction())
     score(engine, mini, 8, old=True, reference=True)
     before = parameters(engine)
     if world.first:
-        mini.rows[0].advantage = float("inf")
+        mini.rows[0].advantages = torch.full_like(mini.rows[0].advantages, float("inf"))
     skipped = train(engine, mini, 4, build_objective(ALGORITHM), world).report
     same = all(torch.equal(before[name], value) for name, value in parameters(engine).items())
     if world.first:
-        mini.rows[0].advantage = 1.0
+        mini.rows[0].advantages = torch.ones_like(mini.rows[0].advantages)
     after = train(engine, mini, 4, build_objective(ALGORITHM), world).report
     if world.first:
         facts = {"skipped": [skipped.skipped, after.skipped], "same": same, "updates": engine.updates}
         Path(options["out"]).write_text(json.dumps(facts))
+
+
+def worth(world: World, options: dict[str, Any]) -> None:
+    """What each token was worth under several settings, by its sample's token ids; each rank tells of its samples."""
+    run, told = Run.open(options["run"]), {}
+    batch = Batch.from_json(read_json(run.batch(1)))
+    for name, settings in options["settings"].items():
+        minis, advantages = load_mini_batches(run, batch, build(AlgorithmConfig, settings), 2, world, Reduction())
+        rows = [(str(row.sample.token_ids.tolist()), row) for mini in minis for row in mini.rows]
+        told[name] = {
+            "advantages": {key: row.advantages.tolist() for key, row in rows},
+            "weights": {key: row.weight for key, row in rows},
+            "means": [advantages.mean, advantages.mean_abs],
+            "tokens": [mini.tokens for mini in minis],
+        }
+    Path(f"{options['out']}/{world.rank}-of-{world.size}.json").write_text(json.dumps(told))
+
+
+def weighed(world: World, options: dict[str, Any]) -> None:
+    """Train one batch with each algorithm, from the same start; two mini-batches, `micro` samples at a time."""
+    run, found = Run.open(options["run"]), {}
+    batch = Batch.from_json(read_json(run.batch(1)))
+    for name, table in options["algorithms"].items():
+        policy = {"model": {"path": options["model"]}}
+        sizes = {"micro_train_batch_size_per_gpu": options["micro"]}
+        section = build(TrainerConfig, {"policy": policy, "algorithm": table, **sizes})
+        algorithm = section.algorithm
+        engine = make_engine(world, options["model"], {"trainer": {"algorithm": table}})
+        minis, _ = load_mini_batches(run, batch, algorithm, 2, world, build_reduction(section, max_seq_len=40))
+        for mini in minis:
+            score(engine, mini, 4, old=not algorithm.use_rollout_logprobs_for_loss, reference=algorithm.use_kl_loss)
+        objective = build_objective(algorithm)
+        trained = [train(engine, mini, options["micro"], objective, world) for mini in minis]
+        found[name] = [describe_updates([update]) for update in trained]
+    if world.first:
+        Path(options["out"]).write_text(json.dumps(found))
 
 
 def lifetime(world: World, options: dict[str, Any]) -> None:
@@ -153,7 +191,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     if options.get("export"):
         publisher.export(engine, options["until"], options["model"], ChatTemplateConfig())
         batch = Batch.from_json(read_json(run.batch(1)))
-        (mini,) = load_mini_batches(run, batch, group_advantages(batch, ALGORITHM), len(batch.groups), world)
+        (mini,), _ = load_mini_batches(run, batch, ALGORITHM, len(batch.groups), world, Reduction())
         score(engine, mini, 16, old=True, reference=False)
         rows = {f"{n}.logprobs": row.old_logprobs for n, row in enumerate(mini.rows) if row.old_logprobs is not None}
         rows |= {f"{n}.ids": row.sample.token_ids for n, row in enumerate(mini.rows)}
@@ -217,6 +255,8 @@ class Dying(FsdpEngine):
 SCENARIOS = {
     "variants": variants,
     "poisoned": poisoned,
+    "worth": worth,
+    "weighed": weighed,
     "lifetime": lifetime,
     "rewind": rewind,
     "disagreement": disagreement,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpcrl.errors import DataError
-from hpcrl.trainer.packing import Row, load_rows, pack, trained_tokens
+from hpcrl.trainer.packing import Row, load_samples, pack, trained_tokens
 from hpcrl.trainer.plan import Pick
 from hpcrl.types import Sample
 from tests.trainer.material import make_batch, make_run
@@ -20,7 +20,10 @@ def sample(ids: list[int], mask: list[float]) -> Sample:
 
 
 def test_labels_are_shifted_once_and_stay_in_their_sample() -> None:
-    rows = [Row(sample([11, 12, 13], [0, 1, 1]), 2.0), Row(sample([14, 15], [1, 1]), -1.0)]
+    rows = [
+        Row(sample([11, 12, 13], [0, 1, 1]), torch.tensor([0.0, 2.0, 3.0])),
+        Row(sample([14, 15], [1, 1]), torch.tensor([-1.0, -2.0])),
+    ]
     batch = pack(rows)
     assert batch.token_ids.tolist() == [11, 12, 13, 14, 15]
     assert batch.positions.tolist() == [0, 1, 2, 0, 1]
@@ -28,15 +31,15 @@ def test_labels_are_shifted_once_and_stay_in_their_sample() -> None:
     assert batch.labels.tolist() == [12, 13, 0, 15, 0]
     assert batch.loss_mask.tolist() == [1, 1, 0, 1, 0]
     torch.testing.assert_close(batch.rollout_logprobs, torch.tensor([-1.2, -1.3, 0, -1.5, 0]))
-    assert batch.advantages.tolist() == [2, 2, 2, -1, -1]
+    assert batch.advantages.tolist() == [2, 3, 0, -2, 0]
     assert batch.old_logprobs is None
     assert trained_tokens(rows) == batch.loss_mask.sum() == 3
 
 
 def test_scores_come_back_in_place() -> None:
     rows = [
-        Row(sample([1, 2], [0, 1]), 0.0, torch.tensor([1.0, 2.0]), torch.tensor([5.0, 6.0])),
-        Row(sample([3], [1]), 0.0, torch.tensor([3.0]), torch.tensor([7.0])),
+        Row(sample([1, 2], [0, 1]), torch.zeros(2), torch.tensor([1.0, 2.0]), torch.tensor([5.0, 6.0])),
+        Row(sample([3], [1]), torch.zeros(1), torch.tensor([3.0]), torch.tensor([7.0])),
     ]
     batch = pack(rows)
     assert batch.old_logprobs is not None
@@ -46,6 +49,17 @@ def test_scores_come_back_in_place() -> None:
     rows[1].ref_logprobs = None
     with pytest.raises(AssertionError, match="have been scored"):
         pack(rows)
+
+
+def test_weights_are_those_of_the_sample_where_its_tokens_are_trained() -> None:
+    rows = [
+        Row(sample([11, 12, 13], [0, 1, 1]), torch.zeros(3), weight=0.5),
+        Row(sample([14, 15], [1, 1]), torch.zeros(2)),
+    ]
+    rows[1].weight, rows[1].nll_weight = 0.25, 2.0
+    batch = pack(rows)
+    assert batch.weights.tolist() == [0.5, 0.5, 0, 0.25, 0]
+    assert batch.nll_weights.tolist() == [0, 0, 0, 2, 0]
 
 
 def test_no_rows_count_for_nothing() -> None:
@@ -58,10 +72,8 @@ def test_only_picked_samples_are_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     batch = make_batch(run, step=1, groups=3, size=4)
     (run.path / batch.groups[2].path).unlink()
-    advantages = [torch.full((4,), float(group)) + torch.arange(4) / 10 for group in range(3)]
     picks = [Pick(1, 3, 0), Pick(0, 2, 0), Pick(1, 0, 0)]
-    rows = load_rows(run, batch, picks, advantages)
-    assert [round(row.advantage, 3) for row in rows] == [1.3, 0.2, 1.0]
-    assert [len(row.sample.token_ids) for row in rows] == [batch.groups[p.group].lengths[p.index] for p in picks]
+    samples = load_samples(run, batch, picks)
+    assert [len(sample.token_ids) for sample in samples] == [batch.groups[p.group].lengths[p.index] for p in picks]
     with pytest.raises(DataError, match="missing"):
-        load_rows(run, batch, [Pick(2, 0, 0)], advantages)
+        load_samples(run, batch, [Pick(2, 0, 0)])

@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> Run:
 
 def rows() -> list[Row]:
     generator = torch.Generator().manual_seed(5)
-    return [Row(make_sample(generator, length, prompt=2), 0.0) for length in (9, 5, 12)]
+    return [Row(make_sample(generator, length, prompt=2), torch.zeros(length)) for length in (9, 5, 12)]
 
 
 def expect_same_logprobs(path: Path, engine: FsdpEngine, temperature: float, atol: float = 1e-5) -> None:

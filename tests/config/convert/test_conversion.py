@@ -11,7 +11,7 @@ VALUES = {
     "data.train_data": ["t.parquet"],
     "trainer.policy.model.path": "m",
     "trainer.eval_interval": 0,
-    "trainer.algorithm.policy_loss_type": "gspo",
+    "trainer.algorithm.min_filter_prefix_tokens": 8,
     "trainer.critic.model.path": "c",
     "generator.n_samples_per_prompt": 4,
     "generator.inference_engine.engine_init_kwargs": {"a-b": [1, "x"], "nested": {"t": True}},
@@ -61,9 +61,9 @@ def test_the_report_ends_with_what_needs_a_hand() -> None:
 
 def test_what_waits_takes_part_in_the_check_of_the_result() -> None:
     values = {"data.train_data": ["t.parquet"], "trainer.policy.model.path": "m", "trainer.eval_interval": 0}
-    conversion = Conversion("somewhere", values | {"trainer.algorithm.advantage_estimator": "gae"})
+    conversion = Conversion("somewhere", values | {"trainer.algorithm.use_kl_in_reward": True})
     conversion.finish()
     assert [(entry.kind, entry.source) for entry in conversion.entries] == [
-        ("waits", "trainer.algorithm.advantage_estimator"),
-        ("conflict", "trainer.critic.model.path"),
+        ("waits", "trainer.algorithm.use_kl_in_reward"),
+        ("conflict", "trainer.algorithm.use_kl_in_reward"),  # beside use_kl_loss
     ]

@@ -10,14 +10,25 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from tests.golden.adapters import cosmos_config, skyrl_config
+from tests.golden.adapters import (
+    cosmos_advantages,
+    cosmos_config,
+    cosmos_losses,
+    skyrl_advantages,
+    skyrl_config,
+    skyrl_losses,
+)
 from tests.golden.cases import Case
 
 Adapter = Callable[[Case], Mapping[str, Any]]
 
 ADAPTERS: dict[str, Adapter] = {
+    **cosmos_advantages.ADAPTERS,
     **cosmos_config.ADAPTERS,
+    **cosmos_losses.ADAPTERS,
+    **skyrl_advantages.ADAPTERS,
     **skyrl_config.ADAPTERS,
+    **skyrl_losses.ADAPTERS,
 }
 """Patterns on `fn` to adapters; the first that matches counts."""
 

@@ -1,0 +1,121 @@
+"""What each token of a batch was worth: rewards become advantages, on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hpcrl.algorithms.advantages import ESTIMATORS, Estimator, Outcomes, is_per_token, normalize
+from hpcrl.algorithms.filters import varied
+from hpcrl.algorithms.named import find
+from hpcrl.config.algorithm import AlgorithmConfig
+from hpcrl.trainer.plan import Pick
+from hpcrl.types import Batch, Sample
+
+Sum = Callable[[Sequence[float]], list[float]]
+"""Gives the element-wise sums over all ranks: World.sum, or `list` where there is one rank."""
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Advantages of this rank's samples, and what is told of those of all ranks.
+
+    Attributes:
+        samples: [T] float32 of each sample, entry t of token t.
+        mean, mean_abs: over all trained tokens, as the estimator gave them: before advantage_batch_normalize and clipping.
+    """
+
+    samples: list[torch.Tensor]
+    mean: float
+    mean_abs: float
+
+
+def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
+    """Return which groups of the batch are trained: all, or with zero_variance_filter those whose rewards differ.
+
+    The others are not even read, and no reduction of the loss counts them.
+    """
+    groups = range(len(batch.groups))
+    return [at for at in groups if not algorithm.zero_variance_filter or varied(batch.groups[at].rewards)]
+
+
+def estimate_advantages(
+    batch: Batch, picks: Sequence[Pick], samples: Sequence[Sample], algorithm: AlgorithmConfig, over_ranks: Sum
+) -> Advantages:
+    """Return the advantages of this rank's samples.
+
+    Every rank calls it. An estimator that gives all tokens of a sample the same number gets every sample of the batch from the
+    batch's metadata, the same on every rank; one that needs tokens gets this rank's, and sums over ranks.
+
+    Args:
+        picks: which samples of the batch this rank has; together, ranks have those of all trained groups.
+
+    Raises:
+        ConfigError: a user's own estimator cannot be found.
+    """
+    estimator = find("trainer.algorithm.advantage_estimator", algorithm.advantage_estimator, ESTIMATORS)
+
+    def total(sums: torch.Tensor) -> torch.Tensor:
+        return sums.new_tensor(over_ranks(sums.tolist()))
+
+    lengths = [len(sample.token_ids) for sample in samples]
+    masks = [_trained(sample) for sample in samples]
+    mask_P = _joined(masks)
+    if is_per_token(estimator):
+        rewards_P = _joined([sample.rewards.double() for sample in samples])
+        groups_B = torch.tensor([pick.group for pick in picks], dtype=torch.int64)
+        raw_P = estimator(Outcomes(rewards_P, mask_P, lengths, groups_B, total=total), algorithm)
+    else:
+        values_B = _by_sample(batch, picks, [mask.sum().item() for mask in masks], estimator, algorithm, over_ranks)
+        raw_P = values_B.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    assert raw_P.shape == mask_P.shape, (
+        f"{algorithm.advantage_estimator}: {tuple(raw_P.shape)} for {len(mask_P)} tokens"
+    )
+    raw_P = torch.where(mask_P > 0, raw_P.double(), 0.0)
+    summed, summed_abs, count = over_ranks([raw_P.sum().item(), raw_P.abs().sum().item(), mask_P.sum().item()])
+    advantages_P = normalize(raw_P, mask_P, total) if algorithm.advantage_batch_normalize else raw_P
+    low, high = algorithm.advantage_clip_low, algorithm.advantage_clip_high
+    if low is not None or high is not None:
+        advantages_P = advantages_P.clamp(low, high)
+    count = max(count, 1.0)
+    return Advantages(list(advantages_P.float().split(lengths)), summed / count, summed_abs / count)
+
+
+def _by_sample(
+    batch: Batch,
+    picks: Sequence[Pick],
+    tokens: Sequence[float],
+    estimator: Estimator,
+    algorithm: AlgorithmConfig,
+    over_ranks: Sum,
+) -> torch.Tensor:
+    """Return one advantage for each of this rank's samples, from the rewards of all samples of the trained groups.
+
+    Args:
+        tokens: trained tokens of each of this rank's samples.
+    """
+    groups = trained_groups(batch, algorithm)
+    places = [(group, index) for group in groups for index in range(len(batch.groups[group].rewards))]
+    numbers = {place: number for number, place in enumerate(places)}
+    mine = [numbers[pick.group, pick.index] for pick in picks]
+    counts = [0.0] * len(places)
+    for place, count in zip(mine, tokens, strict=True):
+        counts[place] = count
+    outcomes = Outcomes(
+        rewards_P=torch.tensor([batch.groups[group].rewards[index] for group, index in places], dtype=torch.float64),
+        mask_P=torch.tensor(over_ranks(counts), dtype=torch.float64),
+        lengths=[1] * len(places),
+        groups_B=torch.tensor([group for group, _ in places], dtype=torch.int64),
+    )
+    return estimator(outcomes, algorithm)[mine]
+
+
+def _trained(sample: Sample) -> torch.Tensor:
+    """Return the sample's mask without its first token, which nothing predicts, [T]."""
+    return torch.cat([torch.zeros(1), sample.loss_mask[1:]]).double()
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)

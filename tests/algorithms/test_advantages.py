@@ -1,0 +1,248 @@
+"""Advantages: by hand in float64, and what holds for every estimator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+import torch
+
+from hpcrl.algorithms.advantages import ESTIMATORS, Outcomes, is_per_token, lambda_returns, normalize, whiten
+from hpcrl.algorithms.filters import varied
+from hpcrl.config import AlgorithmConfig
+
+GROUPS = [0, 0, 0, 1, 1, 2, 2, 2, 2]
+REWARDS = [1.0, 0.0, 0.25, 3.0, 1.0, 0.5, 0.5, 2.0, 0.0]
+TOKENS = [3, 1, 4, 2, 5, 1, 6, 2, 3]
+NAMES = list(ESTIMATORS)
+BY_GROUP = ["grpo", "rloo", "opo", "reinforce++_baseline"]
+
+
+def outcomes(
+    rewards: Sequence[float] = REWARDS,
+    groups: Sequence[int] = GROUPS,
+    tokens: Sequence[int] = TOKENS,
+    holes: bool = True,
+    seed: int = 0,
+) -> Outcomes:
+    """Samples of a prompt of two tokens, a hole after the first token that the policy chose, the reward at the last."""
+    parts, masks = [], []
+    for reward, count in zip(rewards, tokens, strict=True):
+        mask = [0.0, 0.0] + [1.0] * count
+        if holes and count > 1:
+            mask.insert(3, 0.0)
+        masks.append(torch.tensor(mask, dtype=torch.float64))
+        parts.append(torch.zeros(len(mask), dtype=torch.float64))
+        parts[-1][-1] = reward
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [len(part) for part in parts]
+    return Outcomes(
+        rewards_P=torch.cat(parts),
+        mask_P=torch.cat(masks),
+        lengths=lengths,
+        groups_B=torch.tensor(groups),
+        values_P=torch.randn(sum(lengths), generator=generator, dtype=torch.float64),
+    )
+
+
+def estimate(name: str, given: Outcomes, **settings: Any) -> list[torch.Tensor]:
+    """Return the advantages of each sample's trained tokens."""
+    advantages_P = ESTIMATORS[name](given, AlgorithmConfig(**settings))
+    assert advantages_P.isfinite().all()
+    assert advantages_P[given.mask_P == 0].abs().sum() == 0
+    lengths = list(given.lengths)
+    return [part[mask > 0] for part, mask in zip(advantages_P.split(lengths), given.mask_P.split(lengths), strict=True)]
+
+
+def close(found: Sequence[torch.Tensor], expected: Sequence[Sequence[float] | torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, torch.as_tensor(other, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+# By hand.
+
+FORMULAS: dict[str, Callable[[float, list[float], list[int]], float]] = {
+    "grpo": lambda r, group, _: (r - fmean(group)) / (stdev(group) + 1e-6),
+    "rloo": lambda r, group, _: r - (sum(group) - r) / (len(group) - 1),
+    "maxrl": lambda r, group, _: (r - fmean(group)) / (fmean(group) + 1e-6),
+    "opo": lambda r, group, tokens: r - sum(n * x for n, x in zip(tokens, group, strict=True)) / sum(tokens),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_every_token_has_what_its_sample_has_over_its_group(name: str) -> None:
+    expected = []
+    for reward, group, count in zip(REWARDS, GROUPS, TOKENS, strict=True):
+        others = [r for r, g in zip(REWARDS, GROUPS, strict=True) if g == group]
+        tokens = [n for n, g in zip(TOKENS, GROUPS, strict=True) if g == group]
+        expected.append([FORMULAS[name](reward, others, tokens)] * count)
+    close(estimate(name, outcomes()), expected)
+
+
+def test_grpo_without_the_standard_deviation() -> None:
+    means = [1.25 / 3] * 3 + [2.0] * 2 + [0.75] * 4
+    expected = [[r - mean] * n for r, mean, n in zip(REWARDS, means, TOKENS, strict=True)]
+    close(estimate("grpo", outcomes(), grpo_norm_by_std=False), expected)
+
+
+def test_whitened_group_advantages() -> None:
+    means = [1.25 / 3] * 3 + [2.0] * 2 + [0.75] * 4
+    tokens = [r - mean for r, mean, n in zip(REWARDS, means, TOKENS, strict=True) for _ in range(n)]
+    expected = [
+        [(r - mean - fmean(tokens)) / math.sqrt(stdev(tokens) ** 2 + 1e-8)] * n
+        for r, mean, n in zip(REWARDS, means, TOKENS, strict=True)
+    ]
+    close(estimate("reinforce++_baseline", outcomes()), expected)
+
+
+def test_discounted_returns_by_hand() -> None:
+    """Time passes with trained tokens only; a reward beside them belongs to the last one before."""
+    given = Outcomes(
+        rewards_P=torch.tensor([9.0, 0, 1, 2, 0, 4, 8, 9, 1], dtype=torch.float64),
+        mask_P=torch.tensor([0.0, 1, 1, 0, 1, 1, 0, 0, 1], dtype=torch.float64),
+        lengths=[7, 2],
+        groups_B=torch.tensor([0, 0]),
+    )
+    returns = lambda_returns(given, torch.zeros(9, dtype=torch.float64), 0.5, 1.0)
+    # 12 at the last token, 6 before it, 3 + 3, and half of that; the 9s earned nothing that is trained
+    assert returns.tolist() == [0, 3, 6, 0, 6, 12, 0, 0, 1]
+    expected = [3.0, 6.0, 6.0, 12.0, 1.0]
+    whitened = [(x - fmean(expected)) / math.sqrt(stdev(expected) ** 2 + 1e-8) for x in expected]
+    close(estimate("reinforce++", given, gamma=0.5), [whitened[:4], whitened[4:]])
+
+
+@pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.9, 0.8), (0.5, 0.0), (0.0, 1.0)])
+def test_gae_is_the_recursion_over_the_trained_tokens_of_each_sample(gamma: float, lambd: float) -> None:
+    given = outcomes()
+    assert given.values_P is not None
+    raw = []
+    lengths = list(given.lengths)
+    for rewards, values, mask in zip(
+        *(x.split(lengths) for x in (given.rewards_P, given.values_P, given.mask_P)), strict=True
+    ):
+        r, v = rewards[mask > 0].tolist(), values[mask > 0].tolist()
+        deltas = [r[t] + gamma * (v[t + 1] if t + 1 < len(v) else 0.0) - v[t] for t in range(len(v))]
+        raw.append([sum((gamma * lambd) ** (k - t) * deltas[k] for k in range(t, len(v))) for t in range(len(v))])
+    tokens = [x for part in raw for x in part]
+    scale = math.sqrt(stdev(tokens) ** 2 + 1e-8)
+    expected = [[(x - fmean(tokens)) / scale for x in part] for part in raw]
+    close(estimate("gae", given, gamma=gamma, lambd=lambd), expected)
+
+
+def test_with_lambda_1_returns_are_the_discounted_rewards_whatever_the_critic_says() -> None:
+    given = outcomes()
+    assert given.values_P is not None
+    zeros = torch.zeros_like(given.values_P)
+    torch.testing.assert_close(lambda_returns(given, given.values_P, 0.9, 1.0), lambda_returns(given, zeros, 0.9, 1.0))
+
+
+def test_normalized_over_the_mask() -> None:
+    given = outcomes()
+    values_P = torch.randn(len(given.mask_P), dtype=torch.float64) * 3 + 5
+    normal = normalize(values_P, given.mask_P)
+    chosen = normal[given.mask_P > 0]
+    assert chosen.mean().item() == pytest.approx(0, abs=1e-12)
+    assert chosen.square().mean().item() == pytest.approx(1)
+    assert normal[given.mask_P == 0].abs().sum() == 0
+    assert whiten(values_P, given.mask_P)[given.mask_P > 0].var().item() == pytest.approx(1, rel=1e-6)
+
+
+# What holds for every estimator.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_order_of_samples_and_the_numbers_of_groups_do_not_matter(name: str) -> None:
+    order = torch.randperm(len(GROUPS), generator=torch.Generator().manual_seed(1)).tolist()
+    given = outcomes()
+    mixed = outcomes(
+        [REWARDS[i] for i in order], [{0: 5, 1: 0, 2: 3}[GROUPS[i]] for i in order], [TOKENS[i] for i in order]
+    )
+    assert given.values_P is not None
+    values = given.values_P.split(list(given.lengths))
+    mixed = Outcomes(
+        mixed.rewards_P, mixed.mask_P, mixed.lengths, mixed.groups_B, torch.cat([values[i] for i in order])
+    )
+    found = estimate(name, given, gamma=0.9, lambd=0.7)
+    close(estimate(name, mixed, gamma=0.9, lambd=0.7), [found[i] for i in order])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not is_per_token(ESTIMATORS[name])])
+def test_one_entry_per_sample_says_the_same(name: str) -> None:
+    whole = Outcomes(
+        rewards_P=torch.tensor(REWARDS, dtype=torch.float64),
+        mask_P=torch.tensor(TOKENS, dtype=torch.float64),
+        lengths=[1] * len(GROUPS),
+        groups_B=torch.tensor(GROUPS),
+    )
+    values = ESTIMATORS[name](whole, AlgorithmConfig())
+    close(estimate(name, outcomes()), [[value] * n for value, n in zip(values.tolist(), TOKENS, strict=True)])
+
+
+@pytest.mark.parametrize("name", BY_GROUP)
+def test_what_all_rewards_of_a_group_share_does_not_matter(name: str) -> None:
+    shifted = [r + (7, -3, 100)[g] for r, g in zip(REWARDS, GROUPS, strict=True)]
+    for one, other in zip(estimate(name, outcomes(shifted)), estimate(name, outcomes()), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "power"),
+    [("grpo", 0), ("rloo", 1), ("opo", 1), ("maxrl", 0), ("reinforce++", 0), ("reinforce++_baseline", 0)],
+)
+def test_the_scale_of_rewards(name: str, power: int) -> None:
+    scaled = estimate(name, outcomes([r * 8 for r in REWARDS]))
+    for one, other in zip(scaled, estimate(name, outcomes()), strict=True):
+        torch.testing.assert_close(one, other * 8**power, rtol=1e-4, atol=1e-6)  # but for the epsilons
+
+
+@pytest.mark.parametrize("name", [*BY_GROUP, "maxrl", "reinforce++"])
+def test_equal_rewards_teach_nothing(name: str) -> None:
+    for part in estimate(name, outcomes([0.1] * 9)):
+        assert part.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("grpo", [0.7, -0.3]), ("maxrl", [0.7, -0.3]), ("rloo", [0.0, 0.0]), ("opo", [0.0, 0.0])]
+)
+def test_a_sample_alone(name: str, expected: list[float]) -> None:
+    found = estimate(name, outcomes([0.7, -0.3], [0, 1], [2, 3]))
+    for part, value in zip(found, expected, strict=True):
+        torch.testing.assert_close(part, torch.full_like(part, value), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tokens", [[0, 0, 0], [0, 1, 0], [0, 3, 1]])
+def test_samples_without_a_trained_token_are_harmless(name: str, tokens: list[int]) -> None:
+    found = estimate(name, outcomes([1.0, 0.0, 0.5], [0, 0, 1], tokens))
+    assert [len(part) for part in found] == tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_without_samples(name: str) -> None:
+    empty = torch.zeros(0, dtype=torch.float64)
+    assert estimate(name, Outcomes(empty, empty, [], torch.zeros(0, dtype=torch.int64), empty)) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_large_rewards_stay_finite(name: str) -> None:
+    estimate(name, outcomes([r * 1e12 for r in REWARDS]))
+    estimate(name, outcomes([r * 1e-30 for r in REWARDS]))
+
+
+def test_shapes_are_checked() -> None:
+    ones = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(AssertionError, match="for 4 entries"):
+        Outcomes(ones, ones, [2, 2], torch.tensor([0, 0]))
+    with pytest.raises(AssertionError, match="1 groups for 2 samples"):
+        Outcomes(ones, ones, [2, 1], torch.tensor([0]))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "worth"), [([0.1] * 7, False), ([0.0, 1.0], True), ([1.0], True), ([-1.0, -1.0], False)]
+)
+def test_groups_that_teach_something(rewards: list[float], worth: bool) -> None:
+    assert varied(rewards) is worth

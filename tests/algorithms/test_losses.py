@@ -1,0 +1,247 @@
+"""What the losses promise beyond the numbers of others: no dependence on layout, true gradients, no NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+
+from hpcrl.algorithms import losses, off_policy
+from hpcrl.algorithms.kl import KL_ESTIMATORS, k3
+from hpcrl.algorithms.losses import POLICY_LOSSES, Tokens, clipped_surrogate, masked_sum
+from hpcrl.algorithms.reductions import Reduction
+from hpcrl.config import AlgorithmConfig
+from hpcrl.config.algorithm import POLICY_LOSSES as DOCUMENTED
+from hpcrl.config.validate import build
+from hpcrl.errors import ConfigError
+from hpcrl.trainer.objective import build_objective, loss_settings
+from tests.algorithms.material import Sample, joined, make_samples, micro_batch, run, tokens_of, weights_of
+
+OF_A_MICRO_BATCH = {"clip_cov", "kl_cov"}  # they compare a token with the others of its micro-batch
+BY_TOKEN = sorted(set(POLICY_LOSSES) - OF_A_MICRO_BATCH)
+REDUCTIONS = sorted(set(get_args(get_type_hints(AlgorithmConfig)["loss_reduction"])) - {"token_mean_legacy"})
+EVERYTHING: dict[str, Any] = {
+    "use_kl_loss": True, "kl_loss_coef": 0.1, "use_entropy_loss": True, "entropy_loss_coef": 0.02, "positive_nll_coef": 0.3,
+    "kl_importance_weighted": True,
+}  # fmt: skip
+CORRECTION = {
+    "tis_ratio_type": "token",
+    "sequence_mask_metric": "geometric",
+    "geo_mask_low": 0.85,
+    "geo_mask_high": 1.2,
+}
+ORDERS = [[[4, 1, 5, 0, 3, 2]], [[0], [1], [2], [3], [4], [5]], [[5, 2, 0], [1, 3], [4]]]
+
+
+def reduction(name: str) -> Reduction:
+    return Reduction(name, max_seq_len=11, micro_batch_size=2)
+
+
+def test_every_documented_loss_is_there() -> None:
+    assert set(POLICY_LOSSES) == set(DOCUMENTED)
+    assert set(KL_ESTIMATORS) == set(get_args(get_type_hints(AlgorithmConfig)["kl_estimator_type"]))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["permuted", "one by one", "uneven"])
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("loss", BY_TOKEN)
+def test_layout_does_not_matter(loss: str, name: str, order: list[list[int]]) -> None:
+    algorithm = {**EVERYTHING, "policy_loss_type": loss, "off_policy_correction": CORRECTION}
+    samples = make_samples()
+    expected = run(samples, algorithm, reduction(name), [[0, 1, 2, 3, 4, 5]])
+    found = run(samples, algorithm, reduction(name), order)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert expected[0] != 0
+
+
+@pytest.mark.parametrize("loss", sorted(OF_A_MICRO_BATCH))
+def test_order_within_a_micro_batch_does_not_matter(loss: str) -> None:
+    # so wide that every candidate is drawn, whatever chance says
+    algorithm = {"policy_loss_type": loss, "use_kl_loss": False, "clip_cov": {"clip_ratio": 1.0, "clip_cov_lb": 0.1}}
+    samples = make_samples()
+    expected = run(samples, algorithm, reduction("token_mean"), [[0, 1, 2, 3, 4, 5]])
+    found = run(samples, algorithm, reduction("token_mean"), [[3, 5, 1, 0, 2, 4]])
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_legacy_mean_is_one_of_micro_batches() -> None:
+    samples, algorithm = make_samples(), {"kl_loss_coef": 0.1}
+    pairs = [run(samples[at : at + 2], algorithm, Reduction(), [[0, 1]])[0] for at in (0, 2, 4)]
+    found, _ = run(samples, algorithm, reduction("token_mean_legacy"), [[0, 1], [2, 3], [4, 5]])
+    torch.testing.assert_close(found, torch.stack(pairs).mean())
+    assert found.item() != pytest.approx(run(samples, algorithm, Reduction(), [[0, 1, 2, 3, 4, 5]])[0].item())
+
+
+@pytest.mark.parametrize("loss", BY_TOKEN)
+def test_gradients_are_those_of_the_value(loss: str) -> None:
+    """Losses that stop a gradient inside are not gradients of their value; their weights are held fixed here."""
+    algorithm = build(AlgorithmConfig, {"policy_loss_type": loss, "use_kl_loss": False})
+    settings = loss_settings(algorithm)
+    (sample,) = make_samples([6], seed=3, spread=0.05)
+    stopped = loss in ("cispo", "rollout_is", "gspo")
+
+    def value(logprobs: torch.Tensor) -> torch.Tensor:
+        tokens = tokens_of([sample], logprobs)
+        return masked_sum(POLICY_LOSSES[loss](tokens, **settings)[0], tokens.mask)
+
+    leaf = sample.logprobs.clone().requires_grad_()
+    if not stopped:
+        assert torch.autograd.gradcheck(value, (leaf,), eps=1e-6, atol=1e-8)
+        return
+    (gradient,) = torch.autograd.grad(value(leaf), leaf)
+    ratio = (sample.logprobs - (sample.rollout_logprobs if loss == "rollout_is" else sample.old_logprobs)).exp()
+    if loss == "gspo":
+        kept = sample.mask > 0
+        ratio = (sample.logprobs - sample.old_logprobs)[kept].mean().exp().expand_as(ratio)
+    torch.testing.assert_close(
+        gradient, -ratio.clamp(0.8 if loss != "cispo" else 1.0) * sample.advantages * sample.mask
+    )
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_of_divergences(name: str, weighted: bool) -> None:
+    (sample,) = make_samples([6])
+
+    def value(logprobs: torch.Tensor) -> torch.Tensor:
+        ratio = losses.ratio(logprobs, sample.old_logprobs) if weighted else 1.0
+        return KL_ESTIMATORS[name](logprobs, sample.ref_logprobs, ratio).sum()
+
+    assert torch.autograd.gradcheck(value, (sample.logprobs.clone().requires_grad_(),), atol=1e-8)
+
+
+def test_gspo_is_the_gradient_of_the_samples_ratio() -> None:
+    """The token form moves the policy as the paper's loss of whole samples does, where advantages are one per sample."""
+    (sample,) = make_samples([6], spread=0.05)
+    leaf = sample.logprobs.clone().requires_grad_()
+    wide = {"eps_clip_low": 1.0, "eps_clip_high": 9.0}
+    (masked_sum(losses.gspo(tokens_of([sample], leaf), **wide)[0], sample.mask) / sample.mask.sum()).backward()
+    other = sample.logprobs.clone().requires_grad_()
+    mean = masked_sum(other - sample.old_logprobs, sample.mask) / sample.mask.sum()
+    (-mean.exp() * sample.advantages[0]).backward()
+    torch.testing.assert_close(leaf.grad, other.grad)
+
+
+EXTREME = {
+    "apart": [1e4, -1e4, 1e4, -1e4, 0.0],
+    "up": [1e4] * 5,
+    "down": [-1e4] * 5,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", [*EXTREME, "masked", "one token"])
+@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
+def test_everything_is_finite(loss: str, case: str, dtype: torch.dtype) -> None:
+    lengths = [1] if case == "one token" else [2, 3]
+    samples = [_cast(sample, dtype) for sample in make_samples(lengths)]
+    if case in EXTREME:
+        shifts = torch.tensor(EXTREME[case]).split(lengths)
+        samples = [
+            replace(
+                s, old_logprobs=s.logprobs - shift, rollout_logprobs=s.logprobs + shift, ref_logprobs=s.logprobs - shift
+            )
+            for s, shift in zip(samples, shifts, strict=True)
+        ]
+    if case == "masked":
+        samples = [replace(sample, mask=torch.zeros_like(sample.mask)) for sample in samples]
+    correction = {
+        **CORRECTION, "tis_ratio_type": "sequence", "negative_sample_mask_delta": 0.1, "outlier_token_is_threshold_low": 1e-9,
+        "token_mask_is_threshold_low": 0.0, "token_mask_is_threshold_high": 1e9,
+    }  # fmt: skip
+    algorithm = {**EVERYTHING, "policy_loss_type": loss, "off_policy_correction": correction}
+    for name in (*REDUCTIONS, "token_mean_legacy"):
+        total, gradients = run(samples, algorithm, reduction(name), [list(range(len(samples)))])
+        assert torch.isfinite(total)
+        assert all(torch.isfinite(gradient).all() for gradient in gradients)
+        if case == "masked":
+            assert total == 0
+            assert not torch.cat(gradients).any()
+
+
+def test_a_loss_of_ones_own() -> None:
+    algorithm = {"policy_loss_type": f"{__name__}:mine", "use_kl_loss": False, "loss_reduction": "token_sum"}
+    samples = make_samples()
+    total, _ = run(samples, algorithm, reduction("token_sum"), [[0, 1, 2, 3, 4, 5]])
+    torch.testing.assert_close(total, 2 * masked_sum(joined(samples, "logprobs"), joined(samples, "mask")))
+
+
+def test_a_loss_that_nobody_knows_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="policy_loss_type: nothing is called 'gspoo'; did you mean 'gspo'"):
+        build_objective(build(AlgorithmConfig, {"policy_loss_type": "gspoo"}))
+
+
+def mine(tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return 2 * tokens.logprobs, {"mine": masked_sum(tokens.logprobs, tokens.mask)}
+
+
+def test_rollouts_stand_for_the_old_policy() -> None:
+    samples = make_samples()
+    rolled = [replace(sample, old_logprobs=sample.rollout_logprobs) for sample in samples]
+    algorithm = {"use_kl_loss": False}
+    expected = run(rolled, algorithm, Reduction(), [[0, 1, 2, 3, 4, 5]])
+    found = run(samples, {**algorithm, "use_rollout_logprobs_for_loss": True}, Reduction(), [[0, 1, 2, 3, 4, 5]])
+    torch.testing.assert_close(found, expected)
+
+
+def test_at_the_old_policy_the_gradient_is_the_advantage() -> None:
+    (sample,) = make_samples([9])
+    leaf = sample.logprobs.clone().requires_grad_()
+    tokens = replace(tokens_of([sample], leaf), old_logprobs=sample.logprobs, mask=torch.ones_like(sample.mask))
+    loss, metrics = clipped_surrogate(tokens, eps_clip_low=0.2, eps_clip_high=0.2)
+    loss.sum().backward()
+    torch.testing.assert_close(leaf.grad, -sample.advantages)
+    assert metrics["clip_ratio"] == 0
+
+
+def test_nan_outside_the_mask_does_no_harm() -> None:
+    assert masked_sum(torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 0.0])) == 1.0
+
+
+def test_kl_pulls_towards_the_reference() -> None:
+    logprobs = torch.tensor([-1.0, -3.0], requires_grad=True)
+    k3(logprobs, torch.tensor([-2.0, -2.0])).sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[0] > 0 > logprobs.grad[1]
+
+
+def test_entropy_has_a_gradient() -> None:
+    samples = make_samples([4])
+    objective = build_objective(build(AlgorithmConfig, {"use_kl_loss": False, "use_entropy_loss": True}))
+    entropies = samples[0].entropies.requires_grad_()
+    batch = micro_batch(samples, weights_of(samples, Reduction()), [0.0])
+    objective(batch, samples[0].logprobs, entropies)[0].backward()
+    torch.testing.assert_close(entropies.grad, -0.01 * batch.weights)
+
+
+def test_shapes_are_checked() -> None:
+    with pytest.raises(AssertionError, match="all tensors are"):
+        Tokens(torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.zeros(2, 1), torch.ones(2), [2])
+
+
+def test_negative_samples_that_fell_are_left_out() -> None:
+    settings = build(
+        AlgorithmConfig, {"off_policy_correction": {"negative_sample_mask_delta": 0.5}}
+    ).off_policy_correction
+    logprobs = torch.tensor([-2.0, -2.0, -2.0, -2.0, -1.2, -1.2])
+    old, advantages = torch.full((6,), -1.0), torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
+    tokens = Tokens(logprobs, old, old, advantages, torch.ones(6), [2, 2, 2])
+    found = off_policy.correct(tokens, settings)
+    assert found.mask.tolist() == [0, 0, 1, 1, 1, 1]
+    assert found.sums["negative_sample_masked_ratio"] == 1
+
+
+def test_dropping_is_not_capping() -> None:
+    table = {"off_policy_correction": {"tis_ratio_type": "token", "token_tis_ratio_drop_high": 3.0}}
+    settings = build(AlgorithmConfig, table).off_policy_correction
+    old, rollout = torch.zeros(3), -torch.tensor([0.5, 2.5, 3.5]).log()
+    found = off_policy.correct(Tokens(old, old, rollout, old, torch.ones(3), [3]), settings)
+    assert found.weights is not None
+    torch.testing.assert_close(found.weights, torch.tensor([0.5, 2.5, 0.0]))
+
+
+def _cast(sample: Sample, dtype: torch.dtype) -> Sample:
+    tensors = {name: value.to(dtype) for name, value in vars(sample).items() if isinstance(value, torch.Tensor)}
+    return replace(sample, **tensors)

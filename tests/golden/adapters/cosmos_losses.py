@@ -1,0 +1,78 @@
+"""Cosmos-RL's policy loss: its settings go through the converter, and a mini-batch is one micro-batch of packed samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hpcrl.algorithms.losses import sample_means
+from hpcrl.algorithms.reductions import Reduction
+from hpcrl.config import AlgorithmConfig
+from hpcrl.config.convert.cosmos import convert_toml
+from hpcrl.config.difference import value_as_toml
+from hpcrl.config.load import nested
+from hpcrl.config.validate import build
+from tests.golden.adapters.packed import WHOLE, train
+from tests.golden.cases import Case
+
+
+def compute_loss(case: Case) -> dict[str, Any]:
+    """The policy loss and its gradient; kl_loss is what a second run gives whose advantages are 0 and whose weight is 1."""
+    algorithm = _algorithm(case)
+    reduction = Reduction(
+        algorithm.loss_reduction, max_tokens=algorithm.unbiased_loss_max_tokens, micro_batch_size=WHOLE
+    )
+    samples = _samples(case.inputs)
+    sums, gradient = train(algorithm, reduction, samples)
+    found = {"loss": sums["final_loss"], "per_token_loss": sums["policy_loss"], "grad_current": gradient}
+    if algorithm.use_kl_loss:
+        still = [{**sample, "advantages": sample["zeros"]} for sample in samples]
+        alone, _ = train(replace(algorithm, kl_loss_coef=1.0), reduction, still)
+        return {**found, "kl_loss": alone["final_loss"]}
+    return {**found, "kl_loss": 0.0}
+
+
+def masked_mean(case: Case) -> dict[str, Any]:
+    values, mask = (_tensor(case.inputs[name]) for name in ("values", "mask"))
+    return {"out": sample_means(values.flatten(), mask.flatten(), [len(row) for row in values])}
+
+
+def _algorithm(case: Case) -> AlgorithmConfig:
+    given = {name: value for name, value in case.params.items() if value is not None}
+    given["use_decoupled_loss"] = case.inputs["rollout_per_token_logps"] is not None
+    lines = [f"{name} = {value_as_toml(value)}" for name, value in given.items()]
+    text = "\n".join(["[train.train_policy]", 'type = "grpo"', *lines])
+    values = nested(convert_toml(text, "a golden case").values)
+    return build(AlgorithmConfig, values["trainer"]["algorithm"])
+
+
+def _samples(inputs: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """Return the trained tokens of each row; padding and prompts are not among Cosmos-RL's log-probabilities."""
+    lengths = _tensor(inputs["cu_seqlens"]).diff().int().tolist()
+    advantages = _tensor(inputs["current_advantages"])
+    if advantages.ndim > 1:
+        advantages = advantages[_tensor(inputs["logprob_masks"]) > 0]
+    current = _tensor(inputs["current_token_logps"])
+    packed = {
+        "logprobs": current,
+        "old": _tensor(inputs["old_per_token_logps"]),
+        "advantages": advantages,
+        "mask": torch.ones_like(current),
+        "zeros": torch.zeros_like(current),
+    }
+    if inputs["rollout_per_token_logps"] is not None:
+        packed["rollout"] = torch.tensor([value for row in inputs["rollout_per_token_logps"] for value in row])
+    if inputs["ref_per_token_logps"] is not None:
+        packed["reference"] = _tensor(inputs["ref_per_token_logps"])
+    parts = {name: values.split(lengths) for name, values in packed.items()}
+    return [{name: part[at] for name, part in parts.items()} for at in range(len(lengths))]
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+ADAPTERS = {"compute_loss": compute_loss, "masked_mean": masked_mean}

@@ -1,0 +1,236 @@
+"""What a batch's tokens were worth does not depend on the number of ranks; and each setting does what it says."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import fmean, pstdev, stdev
+from typing import Any
+
+import pytest
+import torch
+
+from hpcrl.algorithms.advantages import ESTIMATORS, Outcomes, grpo, per_token
+from hpcrl.algorithms.reductions import Reduction
+from hpcrl.config import AlgorithmConfig
+from hpcrl.config.algorithm import ADVANTAGE_ESTIMATORS
+from hpcrl.config.validate import build
+from hpcrl.data.samples import read_group, write_group
+from hpcrl.errors import ConfigError
+from hpcrl.run.commit import write_json
+from hpcrl.run.layout import Run
+from hpcrl.trainer.advantages import Advantages, estimate_advantages, trained_groups
+from hpcrl.trainer.describe import describe_batch, describe_updates
+from hpcrl.trainer.objective import build_objective
+from hpcrl.trainer.plan import Pick
+from hpcrl.trainer.update import load_mini_batches, score, train
+from hpcrl.trainer.world import World
+from hpcrl.types import Batch, Sample
+from tests.trainer.material import make_batch, make_run, run_ranks
+from tests.trainer.scenarios import make_engine
+
+EQUAL = 1  # a group whose rewards are all equal
+MUTED = (2, 0)  # a sample without a trained token, as overlong filtering leaves it
+OWN = "tests.trainer.test_advantages"
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{name: {"advantage_estimator": name, "gamma": 0.9} for name in ESTIMATORS if name != "gae"},
+    "normalized": {"advantage_batch_normalize": True},
+    "clipped": {"advantage_clip_low": -0.25, "advantage_clip_high": 0.5, "grpo_norm_by_std": False},
+    "clipped above": {"advantage_clip_high": 0.5},
+    "filtered": {"zero_variance_filter": True, "advantage_estimator": "reinforce++_baseline"},
+    "own": {"advantage_estimator": f"{OWN}:rank_of_reward"},
+    "own per token": {"advantage_estimator": f"{OWN}:share_of_tokens"},
+}
+
+
+def rank_of_reward(outcomes: Outcomes, algorithm: AlgorithmConfig) -> torch.Tensor:
+    assert len(outcomes.lengths) == 16, "every sample of the batch, on every rank"
+    assert algorithm.advantage_estimator.startswith(OWN)
+    return outcomes.rewards_P.argsort().argsort().double()
+
+
+@per_token
+def share_of_tokens(outcomes: Outcomes, _: AlgorithmConfig) -> torch.Tensor:
+    return outcomes.mask_P / outcomes.total(outcomes.mask_P.sum()[None])
+
+
+def some_batch(path: Path) -> tuple[Run, Batch]:
+    """Four groups of four."""
+    run = make_run(path)
+    batch = make_batch(run, step=1, groups=4, size=4)
+    for at, group in enumerate(batch.groups):
+        samples = read_group(run.path / group.path)
+        if at == MUTED[0]:
+            samples[MUTED[1]].loss_mask.zero_()
+        if at == EQUAL:
+            group.rewards[:] = [0.3] * 4
+        write_group(run.path / group.path, samples, group)
+    write_json(run.batch(1), batch.to_json())
+    return run, batch
+
+
+def everything(run: Run, batch: Batch) -> tuple[list[Pick], list[Sample]]:
+    picks = [Pick(at, index, 0) for at in range(4) for index in range(4)]
+    return picks, [sample for group in batch.groups for sample in read_group(run.path / group.path)]
+
+
+def one_rank(run: Run, batch: Batch, **settings: Any) -> Advantages:
+    return estimate_advantages(batch, *everything(run, batch), build(AlgorithmConfig, settings), list)
+
+
+def trained(samples: list[Sample], advantages: Advantages) -> list[float]:
+    pairs = zip(samples, advantages.samples, strict=True)
+    return [x for sample, values in pairs for x in values[sample.loss_mask > 0].tolist()]
+
+
+def test_every_number_of_ranks_gives_the_same(tmp_path: Path) -> None:
+    run, _ = some_batch(tmp_path / "run")
+    todo = json.dumps([["worth", {"run": str(run.path), "out": str(tmp_path), "settings": SETTINGS}]])
+    for ranks in (1, 2, 3):
+        result = run_ranks(ranks, todo)
+        assert result.returncode == 0, result.stderr
+    (one,) = told(tmp_path, 1)
+    for ranks in (2, 3):
+        for name, expected in one.items():
+            parts = [part[name] for part in told(tmp_path, ranks)]
+            for part in parts:
+                assert part["means"] == pytest.approx(expected["means"], abs=1e-12)
+                assert part["tokens"] == expected["tokens"]
+            for fact in ("advantages", "weights"):
+                joined = {key: value for part in parts for key, value in part[fact].items()}
+                assert sum(len(part[fact]) for part in parts) == len(joined) == len(expected[fact])
+                for key, values in expected[fact].items():
+                    assert joined[key] == pytest.approx(values, abs=1e-6), (name, fact)
+
+
+def told(path: Path, ranks: int) -> list[dict[str, Any]]:
+    return [json.loads((path / f"{rank}-of-{ranks}.json").read_text()) for rank in range(ranks)]
+
+
+def test_a_group_advantage_is_that_of_every_trained_token(tmp_path: Path) -> None:
+    run, batch = some_batch(tmp_path / "run")
+    _, samples = everything(run, batch)
+    found = one_rank(run, batch)
+    rewards = [reward for group in batch.groups for reward in group.rewards]
+    outcomes = Outcomes(
+        rewards_P=torch.tensor(rewards, dtype=torch.float64),
+        mask_P=torch.ones(16, dtype=torch.float64),
+        lengths=[1] * 16,
+        groups_B=torch.arange(4).repeat_interleave(4),
+    )
+    for sample, values, expected in zip(samples, found.samples, grpo(outcomes, AlgorithmConfig()), strict=True):
+        assert values.dtype == torch.float32
+        torch.testing.assert_close(values, torch.where(sample.loss_mask > 0, expected.float(), 0.0))
+
+
+def test_returns_come_from_the_rewards_of_tokens(tmp_path: Path) -> None:
+    run, batch = some_batch(tmp_path / "run")
+    _, samples = everything(run, batch)
+    raw = [
+        0.5**later * sample.rewards.sum().item()
+        for sample in samples
+        for later in reversed(range(int(sample.loss_mask.sum())))
+    ]
+    found = trained(samples, one_rank(run, batch, advantage_estimator="reinforce++", gamma=0.5))
+    mean, deviation = fmean(raw), stdev(raw)
+    assert found == pytest.approx([(x - mean) / deviation for x in raw], rel=1e-5, abs=1e-6)
+
+
+def test_normalized_over_the_trained_tokens_of_the_batch(tmp_path: Path) -> None:
+    run, batch = some_batch(tmp_path / "run")
+    _, samples = everything(run, batch)
+    raw, normal = one_rank(run, batch), one_rank(run, batch, advantage_batch_normalize=True)
+    before = trained(samples, raw)
+    mean, deviation = fmean(before), pstdev(before)
+    assert trained(samples, normal) == pytest.approx([(x - mean) / deviation for x in before], rel=1e-5)
+    assert (normal.mean, normal.mean_abs) == (raw.mean, raw.mean_abs)  # what is told is what the estimator gave
+
+
+def test_clipped_after_all_else(tmp_path: Path) -> None:
+    run, batch = some_batch(tmp_path / "run")
+    _, samples = everything(run, batch)
+    normal = trained(samples, one_rank(run, batch, advantage_batch_normalize=True))
+    bounds = {"advantage_clip_low": -0.5, "advantage_clip_high": 0.25}
+    found = trained(samples, one_rank(run, batch, advantage_batch_normalize=True, **bounds))
+    assert found == pytest.approx([min(max(x, -0.5), 0.25) for x in normal])
+    assert {-0.5, 0.25} <= set(found)
+    assert min(trained(samples, one_rank(run, batch, advantage_clip_high=0.25))) == min(
+        trained(samples, one_rank(run, batch))
+    )
+
+
+def test_metrics_are_means_over_the_trained_tokens(tmp_path: Path) -> None:
+    run, batch = some_batch(tmp_path / "run")
+    _, samples = everything(run, batch)
+    for settings in ({}, {"advantage_estimator": "reinforce++", "gamma": 0.9}):
+        advantages = one_rank(run, batch, **settings)
+        values = trained(samples, advantages)
+        described = describe_batch(batch, advantages)
+        assert described["loss/avg_raw_advantages"] == pytest.approx(fmean(values), abs=1e-6)
+        assert described["loss/avg_raw_advantages_abs"] == pytest.approx(fmean(map(abs, values)))
+
+
+def test_groups_of_equal_rewards_are_not_there_at_all(tmp_path: Path) -> None:
+    run, batch = some_batch(tmp_path / "run")
+    algorithm = AlgorithmConfig(zero_variance_filter=True, advantage_estimator="reinforce++_baseline")
+    assert trained_groups(batch, AlgorithmConfig()) == [0, 1, 2, 3]
+    assert trained_groups(batch, algorithm) == [0, 2, 3]
+    picks, samples = everything(run, batch)
+    kept = [(pick, sample) for pick, sample in zip(picks, samples, strict=True) if pick.group != EQUAL]
+    found = estimate_advantages(batch, [pick for pick, _ in kept], [sample for _, sample in kept], algorithm, list)
+    values = trained([sample for _, sample in kept], found)
+    assert fmean(values) == pytest.approx(0, abs=1e-6)  # whitened without them
+    assert stdev(values) == pytest.approx(1, rel=1e-5)
+
+
+def test_the_filter_in_the_mini_batches(tmp_path: Path) -> None:
+    run, batch = some_batch(tmp_path / "run")
+    (run.path / batch.groups[EQUAL].path).unlink()  # not even read
+    todo = json.dumps(
+        [["worth", {"run": str(run.path), "out": str(tmp_path), "settings": {"on": SETTINGS["filtered"]}}]]
+    )
+    result = run_ranks(2, todo)
+    assert result.returncode == 0, result.stderr
+    parts = [part["on"] for part in told(tmp_path, 2)]
+    lengths = {
+        at: sum(int(s.loss_mask.sum()) for s in read_group(run.path / batch.groups[at].path)) for at in (0, 2, 3)
+    }
+    assert all(part["tokens"] == [lengths[0], lengths[2] + lengths[3]] for part in parts)
+    weights = [weight for part in parts for weight in part["weights"].values()]
+    assert len(weights) == 12
+    assert set(weights) <= {0.0, 1 / lengths[0], 1 / (lengths[2] + lengths[3])}
+
+
+def test_a_batch_that_teaches_nothing_is_a_step_without_gradient(
+    tmp_path: Path, model_path: Path, alone: World
+) -> None:
+    run, batch = some_batch(tmp_path / "run")
+    for group in batch.groups:
+        group.rewards[:] = [1.0] * 4
+    engine = make_engine(alone, str(model_path), {})
+    algorithm = AlgorithmConfig(zero_variance_filter=True)
+    (mini,), advantages = load_mini_batches(run, batch, algorithm, 4, alone, Reduction())
+    score(engine, mini, 4, old=True, reference=True)
+    update = train(engine, mini, 4, build_objective(algorithm), alone)
+    assert update.report.grad_norm == 0
+    described = describe_batch(batch, advantages) | describe_updates([update])
+    assert all(math.isfinite(value) for value in described.values())
+
+
+def test_estimators_are_those_of_the_configuration() -> None:
+    assert tuple(ESTIMATORS) == ADVANTAGE_ESTIMATORS
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no.such:thing", "cannot import 'no.such'"),
+        (f"{OWN}:nothing", "has no function 'nothing'"),
+        ("grop", "did you mean 'grpo'"),
+    ],
+)
+def test_an_estimator_that_is_not_there(tmp_path: Path, name: str, message: str) -> None:
+    run, batch = some_batch(tmp_path / "run")
+    with pytest.raises(ConfigError, match=message):
+        one_rank(run, batch, advantage_estimator=name)

@@ -1,0 +1,87 @@
+"""Losses, reductions and corrections of whole mini-batches depend neither on ranks nor on micro-batches, and their metrics do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.material import make_batch, make_run, run_ranks
+
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "token": {"tis_ratio_type": "token", "token_mask_is_threshold_low": 0.1, "token_mask_is_threshold_high": 3.0},
+    "dropped": {"tis_ratio_type": "token", "token_tis_ratio_drop_high": 1.5},
+    "sequence": {"tis_ratio_type": "sequence", "sequence_mask_metric": "product", "product_mask_low": 0.001},
+    "outliers": {
+        "outlier_token_is_threshold_high": 1.5,
+        "sequence_mask_metric": "geometric",
+        "geo_mask_low": 0.1,
+        "geo_mask_high": 2.0,
+        "negative_sample_mask_delta": 0.001,
+    },
+}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gspo": {"policy_loss_type": "gspo", "loss_reduction": "sequence_mean"},
+    "sapo": {"policy_loss_type": "sapo", "loss_reduction": "seq_mean_token_sum_norm", "kl_estimator_type": "k2"},
+    "cispo": {"policy_loss_type": "cispo", "loss_reduction": "prompt_mean", "use_entropy_loss": True},
+    "aipo": {"policy_loss_type": "aipo", "loss_reduction": "seq_mean_token_mean", "unbiased_loss_max_tokens": 16},
+    "dual_clip": {
+        "policy_loss_type": "dual_clip",
+        "loss_reduction": "seq_mean_token_sum",
+        "kl_importance_weighted": True,
+    },
+    "likelihood": {"policy_loss_type": "importance_sampling", "loss_reduction": "token_sum", "positive_nll_coef": 0.5},
+    "rollout": {"use_rollout_logprobs_for_loss": True},
+    **{name: {"off_policy_correction": table} for name, table in CORRECTIONS.items()},
+    "legacy": {"loss_reduction": "token_mean_legacy"},
+}
+WAYS = {"together": (1, 64), "one by one": (1, 1), "two ranks": (2, 3)}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("losses")
+    run = make_run(path / "run")
+    make_batch(run, step=1, groups=4, size=3)
+    found = {}
+    for way, (ranks, micro) in WAYS.items():
+        options = {"model": str(model_path), "run": str(run.path), "micro": micro, "algorithms": ALGORITHMS}
+        out = path / f"{way}.json"
+        done = run_ranks(ranks, json.dumps([("weighed", {**options, "out": str(out)})]))
+        assert done.returncode == 0, done.stderr
+        found[way] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "together"])
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "legacy"])
+def test_every_way_is_the_same(results: dict[str, Any], name: str, way: str) -> None:
+    for found, expected in zip(results[way][name], results["together"][name], strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert found["policy/grad_norm"] > 0
+
+
+def test_the_legacy_mean_depends_on_micro_batches(results: dict[str, Any]) -> None:
+    norms = {way: found["legacy"][0]["policy/grad_norm"] for way, found in results.items()}
+    assert norms["one by one"] != pytest.approx(norms["together"], rel=1e-3)
+
+
+def test_corrections_are_reported(results: dict[str, Any]) -> None:
+    def metrics(name: str) -> dict[str, float]:
+        prefix = "policy/loss_metrics/"
+        return {
+            key.removeprefix(prefix): v for key, v in results["together"][name][0].items() if key.startswith(prefix)
+        }
+
+    general = {"is_ratio_mean", "is_ratio_std", "is_ratio_max", "is_ratio_min", "ratio", "clip_ratio"}
+    assert set(metrics("token")) == general | {"tis_token_clip_high_ratio", "token_mask_ratio"}
+    assert set(metrics("dropped")) == general | {"tis_token_drop_high_ratio"}
+    assert set(metrics("likelihood")) == {"ratio", "importance_ratio"}
+    assert {"tis_seq_clip_high_ratio", "product_sequence_mask_masked_ratio"} < set(metrics("sequence"))
+    assert {"outlier_seq_masked_ratio", "geo_sequence_mask_masked_ratio"} < set(metrics("outliers"))
+    for name in CORRECTIONS:
+        assert metrics(name)["is_ratio_min"] < metrics(name)["is_ratio_mean"] < metrics(name)["is_ratio_max"]
+    assert 0 < metrics("token")["token_mask_ratio"] < 1
+    assert 0 < metrics("sequence")["product_sequence_mask_masked_ratio"] <= 1
