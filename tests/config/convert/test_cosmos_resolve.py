@@ -12,7 +12,7 @@ from hpcrl.config.convert.cosmos_resolve import fields, resolve
 from hpcrl.errors import ConfigError
 
 SPEC = Path(__file__).parents[2] / "spec" / "cosmos"
-CASES: list[dict[str, Any]] = json.loads((SPEC / "golden_config.json").read_text())
+CASES: list[dict[str, Any]] = json.loads((SPEC.parents[1] / "golden" / "cosmos_config.json").read_text())["cases"]
 DELIBERATE = {314: 'an explicit type = "grpo" is honoured; the version of January 2026 made it sft'}
 NOW = "TS"
 
