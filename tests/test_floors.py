@@ -18,7 +18,8 @@ FLOORS = {
 }  # fmt: skip
 FILES = sorted([*(ROOT / "hpcrl").rglob("*.py"), *(ROOT / "jobs").glob("*.py")])
 LOGIN = ["hpcrl.cli", "hpcrl.cli_config", "hpcrl.config", "hpcrl.launch.submit", "hpcrl.launch.agent", "hpcrl.launch.registry",
-         "hpcrl.launch.logs", "hpcrl.launch.stop", "hpcrl.launch.finish", "hpcrl.observe.view", "hpcrl.run.call"]  # fmt: skip
+         "hpcrl.launch.logs", "hpcrl.launch.stop", "hpcrl.launch.finish", "hpcrl.launch.preflight", "hpcrl.launch.resume",
+         "hpcrl.launch.sweep", "hpcrl.config.convert.cosmos", "hpcrl.config.convert.skyrl", "hpcrl.observe.view", "hpcrl.run.call"]  # fmt: skip
 
 
 def room(module: str) -> str:

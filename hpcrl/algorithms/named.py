@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar, cast
 
+from hpcrl.config.own import imported
 from hpcrl.errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -28,14 +28,7 @@ def find(setting: str, name: str, known: Mapping[str, Function]) -> Function:
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
         raise ConfigError(f'{setting}: nothing is called {name!r}; {hint}, or your own as "package.module:function"')
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"{setting}={name!r}: cannot import {module_name!r} ({error}); install it, or name the folder that holds "
-            "it in python_path"
-        ) from error
-    function: Any = getattr(module, function_name, None)
+    function = imported(f"{setting}={name!r}", name)
     if not callable(function):
         raise ConfigError(f"{setting}={name!r}: module {module_name!r} has no function {function_name!r}")
     return cast(Function, function)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hpcrl.config.own import imported
 from hpcrl.envs.environment import Environment
 from hpcrl.envs.sort_letters import SortLetters
 from hpcrl.errors import ConfigError
@@ -45,14 +45,7 @@ def environment_class(name: str) -> EnvironmentClass:
         near = difflib.get_close_matches(name, ENVIRONMENTS, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(sorted(ENVIRONMENTS))}."
         raise ConfigError(f"unknown environment {name!r}. {hint} Your own is written as package.module:Class.")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"environment {name!r}: cannot import {module_name!r} ({error}). Install it, or name the folder that "
-            "holds it in python_path"
-        ) from error
-    found: Any = getattr(module, class_name, None)
+    found = imported(f"environment {name!r}", name)
     if not isinstance(found, type):
         raise ConfigError(f"environment {name!r}: module {module_name!r} has no class {class_name!r}")
     return found
