@@ -36,6 +36,7 @@ class Outcomes:
         lengths: entries of each sample; they sum to P.
         groups_B: [B] int64, the number of each sample's group.
         values_P: [P] float64, what a critic expected before each token; None without one.
+        baselines_B: [B] float64, the reward of the greedy response to each sample's prompt; None without these.
         total: gives the sum over all ranks of a tensor; the tensor itself where every sample is here.
     """
 
@@ -44,6 +45,7 @@ class Outcomes:
     lengths: Sequence[int]
     groups_B: torch.Tensor
     values_P: torch.Tensor | None = None
+    baselines_B: torch.Tensor | None = None
     total: Callable[[torch.Tensor], torch.Tensor] = _all_here
 
     def __post_init__(self) -> None:
@@ -51,6 +53,9 @@ class Outcomes:
         assert all(shape == (sum(self.lengths),) for shape in shapes), f"{shapes} for {sum(self.lengths)} entries"
         assert self.groups_B.shape == (len(self.lengths),), (
             f"{len(self.groups_B)} groups for {len(self.lengths)} samples"
+        )
+        assert self.baselines_B is None or self.baselines_B.shape == self.groups_B.shape, (
+            f"{len(self.baselines_B)} baselines for {len(self.lengths)} samples"
         )
 
     def by_sample(self, values_P: torch.Tensor) -> torch.Tensor:
@@ -147,6 +152,15 @@ def opo(outcomes: Outcomes, _: AlgorithmConfig) -> torch.Tensor:
     return outcomes.to_entries(rewards_B - outcomes.by_group(weights_B * rewards_B) / outcomes.by_group(weights_B))
 
 
+def remax(outcomes: Outcomes, _: AlgorithmConfig) -> torch.Tensor:
+    """Return r minus the reward of the greedy response to the same prompt (ReMax, arXiv:2310.10505, algorithm 2).
+
+    No other sample is needed: a group of one learns too.
+    """
+    assert outcomes.baselines_B is not None, "remax needs the rewards of greedy responses"
+    return outcomes.to_entries(outcomes.by_sample(outcomes.rewards_P) - outcomes.baselines_B)
+
+
 @per_token
 def reinforce_plus_plus(outcomes: Outcomes, algorithm: AlgorithmConfig) -> torch.Tensor:
     """Return the discounted rewards from each token on, whitened over the batch (arXiv:2501.03262).
@@ -236,6 +250,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "rloo": rloo,
     "maxrl": maxrl,
     "opo": opo,
+    "remax": remax,
     "reinforce++": reinforce_plus_plus,
     "reinforce++_baseline": reinforce_plus_plus_baseline,
     "gae": gae,

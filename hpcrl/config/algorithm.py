@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 LogprobDtype = Literal["fp32", "bf16", "fp16"]
-ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "maxrl", "opo", "reinforce++", "reinforce++_baseline", "gae")
+ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "maxrl", "opo", "remax", "reinforce++", "reinforce++_baseline", "gae")
 POLICY_LOSSES = (
     "regular",
     "dual_clip",
@@ -133,7 +133,7 @@ class CISPOConfig:
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     advantage_estimator: str = "grpo"
-    """How rewards become advantages: grpo (against the group's mean, arXiv:2402.03300), rloo (against the mean of the group's other samples, arXiv:2402.14740), maxrl (as grpo, but divided by the mean of the group, arXiv:2602.02710), opo (against the group's mean weighted by length, arXiv:2505.23585), reinforce++ (rewards from each token on, discounted, standardized over the batch, arXiv:2501.03262), reinforce++_baseline (against the group's mean, standardized over the batch), gae (against a critic, arXiv:1506.02438), or your own as "package.module:function"."""
+    """How rewards become advantages: grpo (against the group's mean, arXiv:2402.03300), rloo (against the mean of the group's other samples, arXiv:2402.14740), maxrl (as grpo, but divided by the mean of the group, arXiv:2602.02710), opo (against the group's mean weighted by length, arXiv:2505.23585), remax (against the greedy response to the same prompt, which is generated beside the group, arXiv:2310.10505), reinforce++ (rewards from each token on, discounted, standardized over the batch, arXiv:2501.03262), reinforce++_baseline (against the group's mean, standardized over the batch), gae (against a critic, arXiv:1506.02438), or your own as "package.module:function"."""
 
     grpo_norm_by_std: bool = True
     """grpo: divide a group's advantages by the standard deviation of its rewards (false: Dr.GRPO, arXiv:2503.20783)."""

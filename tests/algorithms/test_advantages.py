@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean, stdev
 from typing import Any
 
@@ -18,6 +19,7 @@ GROUPS = [0, 0, 0, 1, 1, 2, 2, 2, 2]
 REWARDS = [1.0, 0.0, 0.25, 3.0, 1.0, 0.5, 0.5, 2.0, 0.0]
 TOKENS = [3, 1, 4, 2, 5, 1, 6, 2, 3]
 NAMES = list(ESTIMATORS)
+BASELINES = {0: 0.5, 1: -1.0, 2: 0.125}  # of each group
 BY_GROUP = ["grpo", "rloo", "opo", "reinforce++_baseline"]
 
 
@@ -27,6 +29,7 @@ def outcomes(
     tokens: Sequence[int] = TOKENS,
     holes: bool = True,
     seed: int = 0,
+    baselines: Mapping[int, float] = BASELINES,
 ) -> Outcomes:
     """Samples of a prompt of two tokens, a hole after the first token that the policy chose, the reward at the last."""
     parts, masks = [], []
@@ -45,6 +48,7 @@ def outcomes(
         lengths=lengths,
         groups_B=torch.tensor(groups),
         values_P=torch.randn(sum(lengths), generator=generator, dtype=torch.float64),
+        baselines_B=torch.tensor([baselines[group] for group in groups], dtype=torch.float64),
     )
 
 
@@ -81,6 +85,13 @@ def test_every_token_has_what_its_sample_has_over_its_group(name: str) -> None:
         tokens = [n for n, g in zip(TOKENS, GROUPS, strict=True) if g == group]
         expected.append([FORMULAS[name](reward, others, tokens)] * count)
     close(estimate(name, outcomes()), expected)
+
+
+def test_remax_against_the_greedy_response() -> None:
+    expected = [[r - BASELINES[g]] * n for r, g, n in zip(REWARDS, GROUPS, TOKENS, strict=True)]
+    close(estimate("remax", outcomes()), expected)
+    with pytest.raises(AssertionError, match="the rewards of greedy responses"):
+        estimate("remax", replace(outcomes(), baselines_B=None))
 
 
 def test_grpo_without_the_standard_deviation() -> None:
@@ -158,14 +169,16 @@ def test_normalized_over_the_mask() -> None:
 def test_the_order_of_samples_and_the_numbers_of_groups_do_not_matter(name: str) -> None:
     order = torch.randperm(len(GROUPS), generator=torch.Generator().manual_seed(1)).tolist()
     given = outcomes()
+    names = {0: 5, 1: 0, 2: 3}
     mixed = outcomes(
-        [REWARDS[i] for i in order], [{0: 5, 1: 0, 2: 3}[GROUPS[i]] for i in order], [TOKENS[i] for i in order]
+        [REWARDS[i] for i in order],
+        [names[GROUPS[i]] for i in order],
+        [TOKENS[i] for i in order],
+        baselines={names[group]: baseline for group, baseline in BASELINES.items()},
     )
     assert given.values_P is not None
     values = given.values_P.split(list(given.lengths))
-    mixed = Outcomes(
-        mixed.rewards_P, mixed.mask_P, mixed.lengths, mixed.groups_B, torch.cat([values[i] for i in order])
-    )
+    mixed = replace(mixed, values_P=torch.cat([values[i] for i in order]))
     found = estimate(name, given, gamma=0.9, lambd=0.7)
     close(estimate(name, mixed, gamma=0.9, lambd=0.7), [found[i] for i in order])
 
@@ -177,6 +190,7 @@ def test_one_entry_per_sample_says_the_same(name: str) -> None:
         mask_P=torch.tensor(TOKENS, dtype=torch.float64),
         lengths=[1] * len(GROUPS),
         groups_B=torch.tensor(GROUPS),
+        baselines_B=outcomes().baselines_B,
     )
     values = ESTIMATORS[name](whole, AlgorithmConfig())
     close(estimate(name, outcomes()), [[value] * n for value, n in zip(values.tolist(), TOKENS, strict=True)])
@@ -206,7 +220,14 @@ def test_equal_rewards_teach_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("grpo", [0.7, -0.3]), ("maxrl", [0.7, -0.3]), ("rloo", [0.0, 0.0]), ("opo", [0.0, 0.0])]
+    ("name", "expected"),
+    [
+        ("grpo", [0.7, -0.3]),
+        ("maxrl", [0.7, -0.3]),
+        ("rloo", [0.0, 0.0]),
+        ("opo", [0.0, 0.0]),
+        ("remax", [0.2, 0.7]),
+    ],
 )
 def test_a_sample_alone(name: str, expected: list[float]) -> None:
     found = estimate(name, outcomes([0.7, -0.3], [0, 1], [2, 3]))
@@ -224,7 +245,7 @@ def test_samples_without_a_trained_token_are_harmless(name: str, tokens: list[in
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rank_without_samples(name: str) -> None:
     empty = torch.zeros(0, dtype=torch.float64)
-    assert estimate(name, Outcomes(empty, empty, [], torch.zeros(0, dtype=torch.int64), empty)) == []
+    assert estimate(name, Outcomes(empty, empty, [], torch.zeros(0, dtype=torch.int64), empty, empty)) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -239,6 +260,8 @@ def test_shapes_are_checked() -> None:
         Outcomes(ones, ones, [2, 2], torch.tensor([0, 0]))
     with pytest.raises(AssertionError, match="1 groups for 2 samples"):
         Outcomes(ones, ones, [2, 1], torch.tensor([0]))
+    with pytest.raises(AssertionError, match="1 baselines for 2 samples"):
+        Outcomes(ones, ones, [2, 1], torch.tensor([0, 0]), baselines_B=ones[:1])
 
 
 @pytest.mark.parametrize(
