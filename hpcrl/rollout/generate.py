@@ -118,7 +118,7 @@ class GroupGenerator:
             with _Blame(work):
                 _close(environments)
         raw_rewards = [float(sample.rewards.sum()) for sample in samples]
-        samples = [self._judged(sample) for sample in samples]
+        samples = [judged(sample, self._config) for sample in samples]
         return Group(work, samples, texts, raw_rewards, time.monotonic() - started)
 
     async def _turn(
@@ -150,16 +150,6 @@ class GroupGenerator:
         before = str(self._tokenizer.decode(token_ids[:-1], skip_special_tokens=True)).rstrip(_HALF_A_CHARACTER)
         return cut_at_stop(text, len(before), params.stop, keep=params.include_stop_str_in_output)
 
-    def _judged(self, sample: Sample) -> Sample:
-        """Return the sample with what the configuration makes of one that did not end by itself."""
-        if sample.stop_reason == "stop":
-            return sample
-        if self._config.zero_reward_on_non_stop:
-            sample = replace(sample, rewards=torch.zeros_like(sample.rewards))
-        if self._config.apply_overlong_filtering:
-            sample = replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
-        return sample
-
     async def _pay(self, work: Work, environment: Environment, text: str) -> Turn:
         with _Blame(work):
             if self._stepping is None:
@@ -182,6 +172,17 @@ def _checked(turn: Turn) -> Turn:
         if not math.isfinite(float(value)):
             raise DataError(f"{name} is {value}; expected a finite number")
     return replace(turn, reward=float(turn.reward), metrics={name: float(turn.metrics[name]) for name in turn.metrics})
+
+
+def judged(sample: Sample, config: GeneratorConfig) -> Sample:
+    """Return the sample with what the configuration makes of one that did not end by itself."""
+    if sample.stop_reason == "stop":
+        return sample
+    if config.zero_reward_on_non_stop:
+        sample = replace(sample, rewards=torch.zeros_like(sample.rewards))
+    if config.apply_overlong_filtering:
+        sample = replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+    return sample
 
 
 def cut_at_stop(text: str, before: int, stop: Sequence[str], *, keep: bool) -> str:

@@ -1,7 +1,7 @@
-"""Learning rate over optimizer steps: a pure function, so that resuming needs no state but the count.
+"""What is due at which step: pure functions, so that resuming needs no state but the count.
 
-Steps are counted as SkyRL counts them: optimizer steps (mini-batches) that were not skipped. The shapes of the decay are those of
-Cosmos-RL and of transformers' schedulers of the same names.
+Optimizer steps are counted as SkyRL counts them: mini-batches that were not skipped. The shapes of the decay are those of Cosmos-RL
+and of transformers' schedulers of the same names.
 """
 
 from __future__ import annotations
@@ -9,6 +9,11 @@ from __future__ import annotations
 import math
 
 from hpcrl.config.model import OptimizerConfig
+
+
+def is_due(interval: int, step: int, total: int) -> bool:
+    """Return whether what happens every `interval` steps happens after `step`: after the last one too, never where it is 0."""
+    return interval > 0 and (step % interval == 0 or step == total)
 
 
 def lr_factor(config: OptimizerConfig, update: int, total: int) -> float:

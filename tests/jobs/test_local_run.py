@@ -6,13 +6,12 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hpcrl.launch.registry import all_runs, states_of
+from hpcrl.launch.registry import states_of
 from hpcrl.run.commit import committed, read_json
 from hpcrl.run.layout import Run, step_of
 from hpcrl.run.ledger import outcome_of, read_attempts, read_outcome
@@ -45,15 +44,6 @@ def finish(run: Run, attempt: int, seconds: float = 240) -> str:
 
 
 STEPS = 20  # enough that a kill during the first few meets a run that is still training
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
-    """A working directory; what still runs in it when the test ends is taken away."""
-    yield tmp_path
-    for state in states_of(all_runs(tmp_path / "runs")):
-        if not state.over:
-            hpcrl("cancel", "--now", str(state.run.path), cwd=tmp_path)
 
 
 def tensorboard_points(run: Run, tag: str) -> list[int]:

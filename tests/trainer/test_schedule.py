@@ -10,7 +10,7 @@ import torch
 from transformers import get_scheduler
 
 from hpcrl.config import OptimizerConfig
-from hpcrl.trainer.schedule import lr_factor
+from hpcrl.trainer.schedule import is_due, lr_factor
 
 
 def factors(total: int = 10, **options: Any) -> list[float]:
@@ -58,3 +58,8 @@ def test_a_decay_begins_after_the_warm_up_and_ends_with_the_run() -> None:
     assert factors(**options)[7:] == pytest.approx([8 / 9, 1.0, 0.75])
     assert lr_factor(OptimizerConfig(**options), 30, 10) == 0.5
     assert factors(scheduler="linear", decay_ratio=0.0) == [1.0] * 10
+
+
+@pytest.mark.parametrize(("interval", "steps"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
+def test_what_is_due_every_few_steps(interval: int, steps: list[int]) -> None:
+    assert [step for step in range(1, 6) if is_due(interval, step, 5)] == steps

@@ -1,0 +1,44 @@
+"""Every family of algorithms learns the quickstart's task: real vLLM, real training, 30 steps each. Slow; see docs/development.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.run.commit import read_json
+from hpcrl.run.layout import Run
+from tests.jobs.story import QUICKSTART, hpcrl, logs_of
+
+STEPS = 30
+ALGORITHM = "trainer.algorithm."
+NO_REFERENCE = f"{ALGORITHM}use_kl_loss=false"
+
+FAMILIES = {
+    "grpo": [],
+    "rloo": [f"{ALGORITHM}advantage_estimator=rloo"],
+    "reinforce++": [f"{ALGORITHM}advantage_estimator=reinforce++"],
+    "gspo": [f"{ALGORITHM}policy_loss_type=gspo", f"{ALGORITHM}loss_reduction=sequence_mean"],
+    "cispo": [f"{ALGORITHM}policy_loss_type=cispo", NO_REFERENCE],
+    "sapo": [f"{ALGORITHM}policy_loss_type=sapo", f"{ALGORITHM}loss_reduction=sequence_mean"],
+}
+"""What each family changes in configs/quickstart.toml."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_learns_to_sort(place: Path, family: str) -> None:
+    settings = [f"trainer.run_name={family}", f"trainer.max_steps={STEPS}", f"trainer.eval_interval={STEPS}"]
+    done = hpcrl("submit", str(QUICKSTART), "--local", "--follow", *settings, *FAMILIES[family], cwd=place, timeout=600)
+    run = Run.open(place / "runs" / "quickstart" / family)
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    before, after = (eval_score(run, version) for version in (0, STEPS))
+    print(f"{family}: {before:.3f} -> {after:.3f}")
+    assert before < 0.5
+    assert after >= 0.9
+
+
+def eval_score(run: Run, version: int) -> float:
+    summary = read_json(run.evals_of(version) / "summary.json")
+    assert summary is not None, f"version {version} was not evaluated"
+    return summary["eval/all/avg_score"]
