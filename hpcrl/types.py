@@ -75,6 +75,8 @@ class GroupMeta:
         oldest_version, newest_version: over all tokens of all samples.
         seconds: from claim to the last token.
         raw_rewards: before generator.zero_reward_on_non_stop; empty where they are the same.
+        baseline: reward of the policy's greedy response to the prompt, where the advantage estimator compares with it. That response
+            is no sample of the group, and nothing else of it is kept.
     """
 
     group_id: str
@@ -91,6 +93,7 @@ class GroupMeta:
     seconds: float
     env_metrics: list[dict[str, float]] = field(default_factory=list)
     raw_rewards: list[float] = field(default_factory=list)
+    baseline: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -130,18 +133,26 @@ class Batch:
     Attributes:
         step: the step that trains these groups; the first is 1.
         cursor: index in the prompt stream of the first group that no batch up to this one has used.
+        dropped: ids of the groups that were generated for this step and that dynamic sampling keeps from training, with the mean
+            over a group's samples of what it judges them by. No step generates or trains them again.
     """
 
     step: int
     groups: list[GroupMeta]
     cursor: int
+    dropped: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def generated(self) -> set[str]:
+        """Ids of all groups that were generated for this step."""
+        return {group.group_id for group in self.groups} | self.dropped.keys()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Batch:
-        return cls(value["step"], [GroupMeta.from_json(group) for group in value["groups"]], value["cursor"])
+        return cls(**{**value, "groups": [GroupMeta.from_json(group) for group in value["groups"]]})
 
 
 @dataclass
@@ -159,8 +170,7 @@ class MicroBatch:
         weights: [P] float32, the loss mask times the weight of each sample (hpcrl/algorithms/reductions.py): the loss of a
             mini-batch is the sum of weight x loss over all its micro-batches, of all ranks.
         nll_weights: [P] float32, the same for the mean over the tokens of samples with positive reward.
-        rollout_logprobs, old_logprobs, ref_logprobs: [P] float32; the last two are None until computed.
-        advantages: [P] float32.
+        rollout_logprobs, old_logprobs, ref_logprobs, advantages: [P] float32; the last three are None until computed.
     """
 
     token_ids: torch.Tensor
@@ -171,6 +181,6 @@ class MicroBatch:
     weights: torch.Tensor
     nll_weights: torch.Tensor
     rollout_logprobs: torch.Tensor
-    advantages: torch.Tensor
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None

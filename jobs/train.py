@@ -17,6 +17,7 @@ from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import Config, TrainerConfig, max_seq_len, temperature
 from hpcrl.run.layout import Run
 from hpcrl.run.parent import die_with_parent
+from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.build import build_engine
 from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.describe import Clock, describe_batch, describe_cost, describe_times, describe_updates
@@ -25,6 +26,7 @@ from hpcrl.trainer.link import Link, StopSignal
 from hpcrl.trainer.objective import build_objective, build_reduction
 from hpcrl.trainer.profile import profiled
 from hpcrl.trainer.publish import Publisher
+from hpcrl.trainer.schedule import is_due
 from hpcrl.trainer.sharding import DTYPES
 from hpcrl.trainer.update import Trained, load_mini_batches, score, train, updates_per_batch
 from hpcrl.trainer.world import World, joined
@@ -65,11 +67,11 @@ def main(run_dir: str) -> None:
             link.measured(
                 step, metrics | describe_cost(batch, clock.lap(), world)
             )  # before the commit: none may be missing
-            if trainer.ckpt_interval > 0 and (step % trainer.ckpt_interval == 0 or step == total):
+            if is_due(trainer.ckpt_interval, step, total):
                 with clock("save_checkpoints"):
                     checkpoints.save(engine, batch)
                     link.committed(saved := step)
-            if trainer.hf_save_interval > 0 and (step % trainer.hf_save_interval == 0 or step == total):
+            if is_due(trainer.hf_save_interval, step, total):
                 with clock("save_hf_model"):
                     publisher.export(engine, step, trainer.policy.model.path, config.generator.chat_template)
             if times := describe_times(clock.between()):
@@ -93,14 +95,16 @@ def train_batch(
     clock: Clock,
 ) -> dict[str, float]:
     algorithm, epochs = trainer.algorithm, trainer.update_epochs_per_batch
-    with clock("compute_advantages_and_returns"):
-        size = trainer.policy_mini_batch_size
-        minis, advantages = load_mini_batches(run, batch, algorithm, size, world, reduction)
+    with clock("load_samples"):
+        minis = load_mini_batches(run, batch, algorithm, trainer.policy_mini_batch_size, world, reduction)
     with clock("fwd_logprobs_values_reward"):
         for number, mini in enumerate(minis):
             # what the first update trains, and only once, still meets the old policy itself
             old = (number > 0 or epochs > 1) and not algorithm.use_rollout_logprobs_for_loss
             score(engine, mini, trainer.micro_forward_batch_size_per_gpu, old=old, reference=algorithm.use_kl_loss)
+    with clock("compute_advantages_and_returns"):
+        rows = [row for mini in minis for row in mini.rows]
+        advantages = estimate_advantages(batch, rows, algorithm, world.sum)
     updates: list[Trained] = []
     with clock("policy_train"):
         for mini in minis * epochs:

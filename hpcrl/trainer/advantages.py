@@ -11,7 +11,7 @@ from hpcrl.algorithms.advantages import ESTIMATORS, Estimator, Outcomes, is_per_
 from hpcrl.algorithms.filters import varied
 from hpcrl.algorithms.named import find
 from hpcrl.config.algorithm import AlgorithmConfig
-from hpcrl.trainer.plan import Pick
+from hpcrl.trainer.packing import Row
 from hpcrl.types import Batch, Sample
 
 Sum = Callable[[Sequence[float]], list[float]]
@@ -20,14 +20,12 @@ Sum = Callable[[Sequence[float]], list[float]]
 
 @dataclass(frozen=True)
 class Advantages:
-    """Advantages of this rank's samples, and what is told of those of all ranks.
+    """What is told of the advantages of all ranks.
 
     Attributes:
-        samples: [T] float32 of each sample, entry t of token t.
         mean, mean_abs: over all trained tokens, as the estimator gave them: before advantage_batch_normalize and clipping.
     """
 
-    samples: list[torch.Tensor]
     mean: float
     mean_abs: float
 
@@ -41,16 +39,14 @@ def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
     return [at for at in groups if not algorithm.zero_variance_filter or varied(batch.groups[at].rewards)]
 
 
-def estimate_advantages(
-    batch: Batch, picks: Sequence[Pick], samples: Sequence[Sample], algorithm: AlgorithmConfig, over_ranks: Sum
-) -> Advantages:
-    """Return the advantages of this rank's samples.
+def estimate_advantages(batch: Batch, rows: Sequence[Row], algorithm: AlgorithmConfig, over_ranks: Sum) -> Advantages:
+    """Fill in the advantages of this rank's samples.
 
     Every rank calls it. An estimator that gives all tokens of a sample the same number gets every sample of the batch from the
     batch's metadata, the same on every rank; one that needs tokens gets this rank's, and sums over ranks.
 
     Args:
-        picks: which samples of the batch this rank has; together, ranks have those of all trained groups.
+        rows: this rank's samples; together, ranks have those of all trained groups.
 
     Raises:
         ConfigError: a user's own estimator cannot be found.
@@ -60,15 +56,15 @@ def estimate_advantages(
     def total(sums: torch.Tensor) -> torch.Tensor:
         return sums.new_tensor(over_ranks(sums.tolist()))
 
-    lengths = [len(sample.token_ids) for sample in samples]
-    masks = [_trained(sample) for sample in samples]
+    lengths = [len(row.sample.token_ids) for row in rows]
+    masks = [_trained(row.sample) for row in rows]
     mask_P = _joined(masks)
     if is_per_token(estimator):
-        rewards_P = _joined([sample.rewards.double() for sample in samples])
-        groups_B = torch.tensor([pick.group for pick in picks], dtype=torch.int64)
+        rewards_P = _joined([row.sample.rewards.double() for row in rows])
+        groups_B = torch.tensor([row.pick.group for row in rows], dtype=torch.int64)
         raw_P = estimator(Outcomes(rewards_P, mask_P, lengths, groups_B, total=total), algorithm)
     else:
-        values_B = _by_sample(batch, picks, [mask.sum().item() for mask in masks], estimator, algorithm, over_ranks)
+        values_B = _by_sample(batch, rows, [mask.sum().item() for mask in masks], estimator, algorithm, over_ranks)
         raw_P = values_B.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     assert raw_P.shape == mask_P.shape, (
         f"{algorithm.advantage_estimator}: {tuple(raw_P.shape)} for {len(mask_P)} tokens"
@@ -79,13 +75,15 @@ def estimate_advantages(
     low, high = algorithm.advantage_clip_low, algorithm.advantage_clip_high
     if low is not None or high is not None:
         advantages_P = advantages_P.clamp(low, high)
+    for row, advantages_T in zip(rows, advantages_P.float().split(lengths), strict=True):
+        row.advantages = advantages_T
     count = max(count, 1.0)
-    return Advantages(list(advantages_P.float().split(lengths)), summed / count, summed_abs / count)
+    return Advantages(summed / count, summed_abs / count)
 
 
 def _by_sample(
     batch: Batch,
-    picks: Sequence[Pick],
+    rows: Sequence[Row],
     tokens: Sequence[float],
     estimator: Estimator,
     algorithm: AlgorithmConfig,
@@ -99,7 +97,7 @@ def _by_sample(
     groups = trained_groups(batch, algorithm)
     places = [(group, index) for group in groups for index in range(len(batch.groups[group].rewards))]
     numbers = {place: number for number, place in enumerate(places)}
-    mine = [numbers[pick.group, pick.index] for pick in picks]
+    mine = [numbers[row.pick.group, row.pick.index] for row in rows]
     counts = [0.0] * len(places)
     for place, count in zip(mine, tokens, strict=True):
         counts[place] = count

@@ -6,6 +6,7 @@ mean over tokens of each sample, then over the samples of a micro-batch, whateve
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,7 @@ def build_objective(algorithm: AlgorithmConfig) -> Objective:
     def objective(
         batch: MicroBatch, logprobs_P: torch.Tensor, entropies_P: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert batch.advantages is not None
         old_P = logprobs_P.detach() if batch.old_logprobs is None else batch.old_logprobs
         old_P = batch.rollout_logprobs if algorithm.use_rollout_logprobs_for_loss else old_P
         mask_P = batch.loss_mask
@@ -112,24 +114,17 @@ def _policy_loss(algorithm: AlgorithmConfig) -> Loss:
 def loss_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """Return what the loss of the configuration is called with, beside the tokens."""
     clip = {"eps_clip_low": algorithm.eps_clip_low, "eps_clip_high": algorithm.eps_clip_high}
-    sapo, cispo, clip_cov, kl_cov = algorithm.sapo, algorithm.cispo, algorithm.clip_cov, algorithm.kl_cov
     settings: dict[str, dict[str, Any]] = {
         "regular": clip,
         "dual_clip": {**clip, "clip_ratio_c": algorithm.clip_ratio_c},
         "gspo": clip,
-        "sapo": {"tau_pos": sapo.tau_pos, "tau_neg": sapo.tau_neg},
-        "cispo": {
-            "cispo_eps_clip_low": cispo.cispo_eps_clip_low,
-            "cispo_eps_clip_high": cispo.cispo_eps_clip_high,
-        },
+        "sapo": asdict(algorithm.sapo),
+        "cispo": asdict(algorithm.cispo),
         "rollout_is": clip,
-        "clip_cov": {
-            **clip,
-            "clip_ratio": clip_cov.clip_ratio,
-            "clip_cov_lb": clip_cov.clip_cov_lb,
-            "clip_cov_ub": clip_cov.clip_cov_ub,
-        },
-        "kl_cov": {"kl_cov_frac": kl_cov.kl_cov_frac, "ppo_kl_coef": kl_cov.ppo_kl_coef},
+        "clip_cov": {**clip, **asdict(algorithm.clip_cov)},
+        "kl_cov": asdict(algorithm.kl_cov),
         "aipo": {"aipo_rho": algorithm.aipo_rho},
+        "dppo": asdict(algorithm.dppo),
+        "gmpo": asdict(algorithm.gmpo),
     }
     return settings.get(algorithm.policy_loss_type, {})

@@ -19,14 +19,16 @@ class Row:
     """A sample on its way through training.
 
     Attributes:
-        advantages: [T] float32, entry t of token t.
+        pick: its place in the batch.
+        advantages: [T] float32, entry t of token t; None until estimated.
         old_logprobs, ref_logprobs: [T] float32, entry t speaks about token t + 1; None until computed.
         weight: of the loss of each trained token.
         nll_weight: of the negative log-likelihood of each trained token; 0 without a positive reward.
     """
 
     sample: Sample
-    advantages: torch.Tensor
+    pick: Pick
+    advantages: torch.Tensor | None = None
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     weight: float = 0.0
@@ -70,6 +72,8 @@ def pack(rows: Sequence[Row]) -> MicroBatch:
     def shifted(values_P: torch.Tensor) -> torch.Tensor:
         return values_P.roll(-1).index_fill_(0, ends, 0)
 
+    advantages = _joined([row.advantages for row in rows])
+
     def spread(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
 
@@ -83,9 +87,9 @@ def pack(rows: Sequence[Row]) -> MicroBatch:
         weights=loss_mask * spread([row.weight for row in rows]),
         nll_weights=loss_mask * spread([row.nll_weight for row in rows]),
         rollout_logprobs=shifted(torch.cat([sample.rollout_logprobs for sample in samples])),
-        advantages=shifted(torch.cat([row.advantages for row in rows])),
         old_logprobs=_joined([row.old_logprobs for row in rows]),
         ref_logprobs=_joined([row.ref_logprobs for row in rows]),
+        advantages=None if advantages is None else shifted(advantages),
     )
 
 
@@ -106,7 +110,7 @@ def _idle() -> MicroBatch:
         weights=zero,
         nll_weights=zero,
         rollout_logprobs=zero,
-        advantages=zero,
         old_logprobs=zero,
         ref_logprobs=zero,
+        advantages=zero,
     )

@@ -12,7 +12,7 @@ from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight
 from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.run.layout import Run
-from hpcrl.trainer.advantages import Advantages, estimate_advantages, trained_groups
+from hpcrl.trainer.advantages import trained_groups
 from hpcrl.trainer.engine import Engine, Objective, StepReport
 from hpcrl.trainer.packing import Row, load_samples, pack, trained_tokens
 from hpcrl.trainer.plan import Pick, cut, deal, mini_batches, passes
@@ -55,8 +55,8 @@ def load_mini_batches(
     groups_per_mini_batch: int,
     world: World,
     reduction: Reduction,
-) -> tuple[list[MiniBatch], Advantages]:
-    """Deal each mini-batch to the ranks, read this rank's samples, say what their tokens were worth, and weigh them.
+) -> list[MiniBatch]:
+    """Deal each mini-batch to the ranks, read this rank's samples and weigh them.
 
     Raises:
         DataError: a sample file is missing or damaged.
@@ -66,12 +66,11 @@ def load_mini_batches(
     shares = [deal([pick for pick in picks if pick.group in trained], world.size) for picks in planned]
     picks = [pick for ranks in shares for pick in ranks[world.rank]]
     samples = load_samples(run, batch, picks)
-    advantages = estimate_advantages(batch, picks, samples, algorithm, world.sum)
-    rows = iter([Row(sample, worth) for sample, worth in zip(samples, advantages.samples, strict=True)])
+    rows = iter([Row(sample, pick) for sample, pick in zip(samples, picks, strict=True)])
     # a pass even without a sample: the step still asks for what it did
     minis = [MiniBatch(list(islice(rows, len(ranks[world.rank]))), max(passes(ranks, 1), 1), 0) for ranks in shares]
     weigh(minis, shares, batch, world, reduction)
-    return minis, advantages
+    return minis
 
 
 def weigh(
@@ -88,28 +87,28 @@ def weigh(
     """
     per_group, positive = [0] * len(batch.groups), [0] * len(minis)
     lengths = [[trained_tokens([row]) for row in mini.rows] for mini in minis]
-    for number, ranks in enumerate(shares):
-        for pick, length in zip(ranks[world.rank], lengths[number], strict=True):
-            per_group[pick.group] += length
-            positive[number] += length if _is_positive(batch, pick) else 0
+    for number in range(len(minis)):
+        for row, length in zip(minis[number].rows, lengths[number], strict=True):
+            per_group[row.pick.group] += length
+            positive[number] += length if _is_positive(batch, row.pick) else 0
     sums = [round(count) for count in world.sum([*per_group, *positive])]
     per_group, positive = sums[: len(per_group)], sums[len(per_group) :]
     size = reduction.micro_batch_size
     for mini, ranks, own, likelihood in zip(minis, shares, lengths, positive, strict=True):
         groups = {pick.group for share in ranks for pick in share}
         mini.tokens = sum(per_group[group] for group in groups)
-        for at, (row, pick) in enumerate(zip(mini.rows, ranks[world.rank], strict=True)):
+        for at, row in enumerate(mini.rows):
             counts = Counts(
                 length=own[at],
                 tokens=mini.tokens,
                 samples=sum(len(share) for share in ranks),
                 groups=len(groups),
-                group_tokens=per_group[pick.group],
+                group_tokens=per_group[row.pick.group],
                 micro_tokens=sum(own[at - at % size : at - at % size + size]),
                 micro_batches=sum(-(-len(share) // size) for share in ranks),
             )
             row.weight = sample_weight(reduction, counts)
-            row.nll_weight = 1 / likelihood if own[at] and _is_positive(batch, pick) else 0.0
+            row.nll_weight = 1 / likelihood if own[at] and _is_positive(batch, row.pick) else 0.0
 
 
 def _is_positive(batch: Batch, pick: Pick) -> bool:

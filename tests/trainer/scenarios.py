@@ -22,12 +22,13 @@ from hpcrl.config.validate import build
 from hpcrl.errors import DataError
 from hpcrl.run.commit import committed, read_json
 from hpcrl.run.layout import Run, step_of
+from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.describe import describe_updates
 from hpcrl.trainer.fsdp import FsdpEngine
 from hpcrl.trainer.objective import build_objective, build_reduction
 from hpcrl.trainer.publish import Publisher
-from hpcrl.trainer.update import Trained, load_mini_batches, score, train
+from hpcrl.trainer.update import MiniBatch, Trained, load_mini_batches, score, train
 from hpcrl.trainer.world import World, joined
 from hpcrl.types import Batch
 
@@ -78,12 +79,21 @@ def parameters(engine: FsdpEngine) -> dict[str, torch.Tensor]:
     return {name: whole(parameter) for name, parameter in engine._policy.model.named_parameters()}
 
 
+def loaded(
+    run: Run, batch: Batch, algorithm: AlgorithmConfig, groups: int, world: World, reduction: Reduction | None = None
+) -> list[MiniBatch]:
+    """Return the mini-batches of a batch, with advantages."""
+    minis = load_mini_batches(run, batch, algorithm, groups, world, reduction or Reduction())
+    estimate_advantages(batch, [row for mini in minis for row in mini.rows], algorithm, world.sum)
+    return minis
+
+
 def train_steps(engine: FsdpEngine, run: Run, steps: range, world: World, options: dict[str, Any]) -> list[Trained]:
     """Train batches with two mini-batches of two groups each, scoring old and reference log-probabilities first."""
     trained = []
     for step in steps:
         batch = Batch.from_json(read_json(run.batch(step)))
-        minis, _ = load_mini_batches(run, batch, ALGORITHM, 2, world, Reduction())
+        minis = loaded(run, batch, ALGORITHM, 2, world)
         for mini in minis:
             score(engine, mini, options.get("forward", 4), old=True, reference=True)
         trained += [train(engine, mini, options["micro"], build_objective(ALGORITHM), world) for mini in minis]
@@ -118,15 +128,16 @@ def poisoned(world: World, options: dict[str, Any]) -> None:
     engine = make_engine(world, options["model"], {})
     run = Run.open(options["run"])
     batch = Batch.from_json(read_json(run.batch(1)))
-    (mini,), _ = load_mini_batches(run, batch, ALGORITHM, len(batch.groups), world, Reduction())
+    (mini,) = loaded(run, batch, ALGORITHM, len(batch.groups), world)
     score(engine, mini, 8, old=True, reference=True)
     before = parameters(engine)
+    length = len(mini.rows[0].sample.token_ids)
     if world.first:
-        mini.rows[0].advantages = torch.full_like(mini.rows[0].advantages, float("inf"))
+        mini.rows[0].advantages = torch.full((length,), float("inf"))
     skipped = train(engine, mini, 4, build_objective(ALGORITHM), world).report
     same = all(torch.equal(before[name], value) for name, value in parameters(engine).items())
     if world.first:
-        mini.rows[0].advantages = torch.ones_like(mini.rows[0].advantages)
+        mini.rows[0].advantages = torch.ones(length)
     after = train(engine, mini, 4, build_objective(ALGORITHM), world).report
     if world.first:
         facts = {"skipped": [skipped.skipped, after.skipped], "same": same, "updates": engine.updates}
@@ -138,10 +149,12 @@ def worth(world: World, options: dict[str, Any]) -> None:
     run, told = Run.open(options["run"]), {}
     batch = Batch.from_json(read_json(run.batch(1)))
     for name, settings in options["settings"].items():
-        minis, advantages = load_mini_batches(run, batch, build(AlgorithmConfig, settings), 2, world, Reduction())
+        algorithm = build(AlgorithmConfig, settings)
+        minis = load_mini_batches(run, batch, algorithm, 2, world, Reduction())
+        advantages = estimate_advantages(batch, [row for mini in minis for row in mini.rows], algorithm, world.sum)
         rows = [(str(row.sample.token_ids.tolist()), row) for mini in minis for row in mini.rows]
         told[name] = {
-            "advantages": {key: row.advantages.tolist() for key, row in rows},
+            "advantages": {key: row.advantages.tolist() for key, row in rows if row.advantages is not None},
             "weights": {key: row.weight for key, row in rows},
             "means": [advantages.mean, advantages.mean_abs],
             "tokens": [mini.tokens for mini in minis],
@@ -159,7 +172,7 @@ def weighed(world: World, options: dict[str, Any]) -> None:
         section = build(TrainerConfig, {"policy": policy, "algorithm": table, **sizes})
         algorithm = section.algorithm
         engine = make_engine(world, options["model"], {"trainer": {"algorithm": table}})
-        minis, _ = load_mini_batches(run, batch, algorithm, 2, world, build_reduction(section, max_seq_len=40))
+        minis = loaded(run, batch, algorithm, 2, world, build_reduction(section, max_seq_len=40))
         for mini in minis:
             score(engine, mini, 4, old=not algorithm.use_rollout_logprobs_for_loss, reference=algorithm.use_kl_loss)
         objective = build_objective(algorithm)
@@ -191,7 +204,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     if options.get("export"):
         publisher.export(engine, options["until"], options["model"], ChatTemplateConfig())
         batch = Batch.from_json(read_json(run.batch(1)))
-        (mini,), _ = load_mini_batches(run, batch, ALGORITHM, len(batch.groups), world, Reduction())
+        (mini,) = loaded(run, batch, ALGORITHM, len(batch.groups), world)
         score(engine, mini, 16, old=True, reference=False)
         rows = {f"{n}.logprobs": row.old_logprobs for n, row in enumerate(mini.rows) if row.old_logprobs is not None}
         rows |= {f"{n}.ids": row.sample.token_ids for n, row in enumerate(mini.rows)}

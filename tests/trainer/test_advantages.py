@@ -23,10 +23,11 @@ from hpcrl.run.layout import Run
 from hpcrl.trainer.advantages import Advantages, estimate_advantages, trained_groups
 from hpcrl.trainer.describe import describe_batch, describe_updates
 from hpcrl.trainer.objective import build_objective
+from hpcrl.trainer.packing import Row
 from hpcrl.trainer.plan import Pick
 from hpcrl.trainer.update import load_mini_batches, score, train
 from hpcrl.trainer.world import World
-from hpcrl.types import Batch, Sample
+from hpcrl.types import Batch
 from tests.trainer.material import make_batch, make_run, run_ranks
 from tests.trainer.scenarios import make_engine
 
@@ -34,7 +35,7 @@ EQUAL = 1  # a group whose rewards are all equal
 MUTED = (2, 0)  # a sample without a trained token, as overlong filtering leaves it
 OWN = "tests.trainer.test_advantages"
 SETTINGS: dict[str, dict[str, Any]] = {
-    **{name: {"advantage_estimator": name, "gamma": 0.9} for name in ESTIMATORS if name != "gae"},
+    **{name: {"advantage_estimator": name, "gamma": 0.9} for name in ESTIMATORS if name not in ("gae", "remax")},
     "normalized": {"advantage_batch_normalize": True},
     "clipped": {"advantage_clip_low": -0.25, "advantage_clip_high": 0.5, "grpo_norm_by_std": False},
     "clipped above": {"advantage_clip_high": 0.5},
@@ -70,18 +71,25 @@ def some_batch(path: Path) -> tuple[Run, Batch]:
     return run, batch
 
 
-def everything(run: Run, batch: Batch) -> tuple[list[Pick], list[Sample]]:
+def everything(run: Run, batch: Batch) -> list[Row]:
     picks = [Pick(at, index, 0) for at in range(4) for index in range(4)]
-    return picks, [sample for group in batch.groups for sample in read_group(run.path / group.path)]
+    samples = [sample for group in batch.groups for sample in read_group(run.path / group.path)]
+    return [Row(sample, pick) for sample, pick in zip(samples, picks, strict=True)]
 
 
-def one_rank(run: Run, batch: Batch, **settings: Any) -> Advantages:
-    return estimate_advantages(batch, *everything(run, batch), build(AlgorithmConfig, settings), list)
+def one_rank(run: Run, batch: Batch, **settings: Any) -> tuple[list[Row], Advantages]:
+    """Return the samples with their advantages, and what is told of these."""
+    rows = everything(run, batch)
+    return rows, estimate_advantages(batch, rows, build(AlgorithmConfig, settings), list)
 
 
-def trained(samples: list[Sample], advantages: Advantages) -> list[float]:
-    pairs = zip(samples, advantages.samples, strict=True)
-    return [x for sample, values in pairs for x in values[sample.loss_mask > 0].tolist()]
+def of(row: Row) -> torch.Tensor:
+    assert row.advantages is not None
+    return row.advantages
+
+
+def trained(rows: list[Row]) -> list[float]:
+    return [x for row in rows for x in of(row)[row.sample.loss_mask > 0].tolist()]
 
 
 def test_every_number_of_ranks_gives_the_same(tmp_path: Path) -> None:
@@ -110,8 +118,7 @@ def told(path: Path, ranks: int) -> list[dict[str, Any]]:
 
 def test_a_group_advantage_is_that_of_every_trained_token(tmp_path: Path) -> None:
     run, batch = some_batch(tmp_path / "run")
-    _, samples = everything(run, batch)
-    found = one_rank(run, batch)
+    rows, _ = one_rank(run, batch)
     rewards = [reward for group in batch.groups for reward in group.rewards]
     outcomes = Outcomes(
         rewards_P=torch.tensor(rewards, dtype=torch.float64),
@@ -119,53 +126,49 @@ def test_a_group_advantage_is_that_of_every_trained_token(tmp_path: Path) -> Non
         lengths=[1] * 16,
         groups_B=torch.arange(4).repeat_interleave(4),
     )
-    for sample, values, expected in zip(samples, found.samples, grpo(outcomes, AlgorithmConfig()), strict=True):
-        assert values.dtype == torch.float32
-        torch.testing.assert_close(values, torch.where(sample.loss_mask > 0, expected.float(), 0.0))
+    for row, expected in zip(rows, grpo(outcomes, AlgorithmConfig()), strict=True):
+        assert of(row).dtype == torch.float32
+        torch.testing.assert_close(of(row), torch.where(row.sample.loss_mask > 0, expected.float(), 0.0))
 
 
 def test_returns_come_from_the_rewards_of_tokens(tmp_path: Path) -> None:
     run, batch = some_batch(tmp_path / "run")
-    _, samples = everything(run, batch)
+    rows, _ = one_rank(run, batch, advantage_estimator="reinforce++", gamma=0.5)
     raw = [
-        0.5**later * sample.rewards.sum().item()
-        for sample in samples
-        for later in reversed(range(int(sample.loss_mask.sum())))
+        0.5**later * row.sample.rewards.sum().item()
+        for row in rows
+        for later in reversed(range(int(row.sample.loss_mask.sum())))
     ]
-    found = trained(samples, one_rank(run, batch, advantage_estimator="reinforce++", gamma=0.5))
+    found = trained(rows)
     mean, deviation = fmean(raw), stdev(raw)
     assert found == pytest.approx([(x - mean) / deviation for x in raw], rel=1e-5, abs=1e-6)
 
 
 def test_normalized_over_the_trained_tokens_of_the_batch(tmp_path: Path) -> None:
     run, batch = some_batch(tmp_path / "run")
-    _, samples = everything(run, batch)
-    raw, normal = one_rank(run, batch), one_rank(run, batch, advantage_batch_normalize=True)
-    before = trained(samples, raw)
+    (rows, raw), (normal_rows, normal) = one_rank(run, batch), one_rank(run, batch, advantage_batch_normalize=True)
+    before = trained(rows)
     mean, deviation = fmean(before), pstdev(before)
-    assert trained(samples, normal) == pytest.approx([(x - mean) / deviation for x in before], rel=1e-5)
+    assert trained(normal_rows) == pytest.approx([(x - mean) / deviation for x in before], rel=1e-5)
     assert (normal.mean, normal.mean_abs) == (raw.mean, raw.mean_abs)  # what is told is what the estimator gave
 
 
 def test_clipped_after_all_else(tmp_path: Path) -> None:
     run, batch = some_batch(tmp_path / "run")
-    _, samples = everything(run, batch)
-    normal = trained(samples, one_rank(run, batch, advantage_batch_normalize=True))
+    normal = trained(one_rank(run, batch, advantage_batch_normalize=True)[0])
     bounds = {"advantage_clip_low": -0.5, "advantage_clip_high": 0.25}
-    found = trained(samples, one_rank(run, batch, advantage_batch_normalize=True, **bounds))
+    found = trained(one_rank(run, batch, advantage_batch_normalize=True, **bounds)[0])
     assert found == pytest.approx([min(max(x, -0.5), 0.25) for x in normal])
     assert {-0.5, 0.25} <= set(found)
-    assert min(trained(samples, one_rank(run, batch, advantage_clip_high=0.25))) == min(
-        trained(samples, one_rank(run, batch))
-    )
+    only_above, free = one_rank(run, batch, advantage_clip_high=0.25)[0], one_rank(run, batch)[0]
+    assert min(trained(only_above)) == min(trained(free))
 
 
 def test_metrics_are_means_over_the_trained_tokens(tmp_path: Path) -> None:
     run, batch = some_batch(tmp_path / "run")
-    _, samples = everything(run, batch)
     for settings in ({}, {"advantage_estimator": "reinforce++", "gamma": 0.9}):
-        advantages = one_rank(run, batch, **settings)
-        values = trained(samples, advantages)
+        rows, advantages = one_rank(run, batch, **settings)
+        values = trained(rows)
         described = describe_batch(batch, advantages)
         assert described["loss/avg_raw_advantages"] == pytest.approx(fmean(values), abs=1e-6)
         assert described["loss/avg_raw_advantages_abs"] == pytest.approx(fmean(map(abs, values)))
@@ -176,10 +179,9 @@ def test_groups_of_equal_rewards_are_not_there_at_all(tmp_path: Path) -> None:
     algorithm = AlgorithmConfig(zero_variance_filter=True, advantage_estimator="reinforce++_baseline")
     assert trained_groups(batch, AlgorithmConfig()) == [0, 1, 2, 3]
     assert trained_groups(batch, algorithm) == [0, 2, 3]
-    picks, samples = everything(run, batch)
-    kept = [(pick, sample) for pick, sample in zip(picks, samples, strict=True) if pick.group != EQUAL]
-    found = estimate_advantages(batch, [pick for pick, _ in kept], [sample for _, sample in kept], algorithm, list)
-    values = trained([sample for _, sample in kept], found)
+    kept = [row for row in everything(run, batch) if row.pick.group != EQUAL]
+    estimate_advantages(batch, kept, algorithm, list)
+    values = trained(kept)
     assert fmean(values) == pytest.approx(0, abs=1e-6)  # whitened without them
     assert stdev(values) == pytest.approx(1, rel=1e-5)
 
@@ -210,8 +212,9 @@ def test_a_batch_that_teaches_nothing_is_a_step_without_gradient(
         group.rewards[:] = [1.0] * 4
     engine = make_engine(alone, str(model_path), {})
     algorithm = AlgorithmConfig(zero_variance_filter=True)
-    (mini,), advantages = load_mini_batches(run, batch, algorithm, 4, alone, Reduction())
+    (mini,) = load_mini_batches(run, batch, algorithm, 4, alone, Reduction())
     score(engine, mini, 4, old=True, reference=True)
+    advantages = estimate_advantages(batch, mini.rows, algorithm, alone.sum)
     update = train(engine, mini, 4, build_objective(algorithm), alone)
     assert update.report.grad_norm == 0
     described = describe_batch(batch, advantages) | describe_updates([update])

@@ -11,6 +11,8 @@ from hpcrl.trainer.plan import Pick
 from hpcrl.types import Sample
 from tests.trainer.material import make_batch, make_run
 
+PLACE = Pick(0, 0, 0)
+
 
 def sample(ids: list[int], mask: list[float]) -> Sample:
     length = len(ids)
@@ -21,8 +23,8 @@ def sample(ids: list[int], mask: list[float]) -> Sample:
 
 def test_labels_are_shifted_once_and_stay_in_their_sample() -> None:
     rows = [
-        Row(sample([11, 12, 13], [0, 1, 1]), torch.tensor([0.0, 2.0, 3.0])),
-        Row(sample([14, 15], [1, 1]), torch.tensor([-1.0, -2.0])),
+        Row(sample([11, 12, 13], [0, 1, 1]), PLACE, torch.tensor([0.0, 2.0, 3.0])),
+        Row(sample([14, 15], [1, 1]), PLACE, torch.tensor([-1.0, -2.0])),
     ]
     batch = pack(rows)
     assert batch.token_ids.tolist() == [11, 12, 13, 14, 15]
@@ -31,6 +33,7 @@ def test_labels_are_shifted_once_and_stay_in_their_sample() -> None:
     assert batch.labels.tolist() == [12, 13, 0, 15, 0]
     assert batch.loss_mask.tolist() == [1, 1, 0, 1, 0]
     torch.testing.assert_close(batch.rollout_logprobs, torch.tensor([-1.2, -1.3, 0, -1.5, 0]))
+    assert batch.advantages is not None
     assert batch.advantages.tolist() == [2, 3, 0, -2, 0]
     assert batch.old_logprobs is None
     assert trained_tokens(rows) == batch.loss_mask.sum() == 3
@@ -38,10 +41,11 @@ def test_labels_are_shifted_once_and_stay_in_their_sample() -> None:
 
 def test_scores_come_back_in_place() -> None:
     rows = [
-        Row(sample([1, 2], [0, 1]), torch.zeros(2), torch.tensor([1.0, 2.0]), torch.tensor([5.0, 6.0])),
-        Row(sample([3], [1]), torch.zeros(1), torch.tensor([3.0]), torch.tensor([7.0])),
+        Row(sample([1, 2], [0, 1]), PLACE, None, torch.tensor([1.0, 2.0]), torch.tensor([5.0, 6.0])),
+        Row(sample([3], [1]), PLACE, None, torch.tensor([3.0]), torch.tensor([7.0])),
     ]
     batch = pack(rows)
+    assert batch.advantages is None
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
     assert batch.old_logprobs.tolist() == [1, 2, 3]
@@ -53,8 +57,8 @@ def test_scores_come_back_in_place() -> None:
 
 def test_weights_are_those_of_the_sample_where_its_tokens_are_trained() -> None:
     rows = [
-        Row(sample([11, 12, 13], [0, 1, 1]), torch.zeros(3), weight=0.5),
-        Row(sample([14, 15], [1, 1]), torch.zeros(2)),
+        Row(sample([11, 12, 13], [0, 1, 1]), PLACE, weight=0.5),
+        Row(sample([14, 15], [1, 1]), PLACE),
     ]
     rows[1].weight, rows[1].nll_weight = 0.25, 2.0
     batch = pack(rows)

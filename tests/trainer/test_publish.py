@@ -26,6 +26,7 @@ from hpcrl.run.commit import committed, is_committed
 from hpcrl.run.layout import Run, version_of
 from hpcrl.trainer.fsdp import FsdpEngine, policy_source, reference_source
 from hpcrl.trainer.packing import Row, pack
+from hpcrl.trainer.plan import Pick
 from hpcrl.trainer.publish import Publisher, write_safetensors
 from hpcrl.trainer.world import World
 from tests.trainer.material import make_run, make_sample
@@ -57,7 +58,7 @@ def run(tmp_path: Path) -> Run:
 
 def rows() -> list[Row]:
     generator = torch.Generator().manual_seed(5)
-    return [Row(make_sample(generator, length, prompt=2), torch.zeros(length)) for length in (9, 5, 12)]
+    return [Row(make_sample(generator, length, prompt=2), Pick(0, 0, length)) for length in (9, 5, 12)]
 
 
 def expect_same_logprobs(path: Path, engine: FsdpEngine, temperature: float, atol: float = 1e-5) -> None:
