@@ -9,8 +9,8 @@ import torch
 
 from hpcrl.algorithms.advantages import ESTIMATORS, Estimator, Outcomes, is_per_token, normalize
 from hpcrl.algorithms.filters import varied
-from hpcrl.algorithms.named import find
 from hpcrl.config.algorithm import AlgorithmConfig
+from hpcrl.config.own import find
 from hpcrl.trainer.packing import Row
 from hpcrl.types import Batch, Sample
 

@@ -14,10 +14,10 @@ import torch
 
 from hpcrl.algorithms.kl import KL_ESTIMATORS
 from hpcrl.algorithms.losses import POLICY_LOSSES, Loss, Tokens, masked_sum, ratio
-from hpcrl.algorithms.named import find
 from hpcrl.algorithms.off_policy import correct, is_enabled
 from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.config.algorithm import AlgorithmConfig
+from hpcrl.config.own import find
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.trainer.engine import Objective
 from hpcrl.types import MicroBatch
