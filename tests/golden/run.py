@@ -65,19 +65,19 @@ def replay(case: Case, deliberate: Iterable[Difference]) -> Outcome:
     return Outcome(case, "failed" if lines else "passed", lines or tuple(f"not compared: {name}" for name in excused))
 
 
-def _without(ours: list[Difference], outputs: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:
-    """Return the outputs that are compared, and the dotted names of those that are not."""
+def _without(ours: list[Difference], outputs: Any, prefix: str = "") -> tuple[Any, list[str]]:
+    """Return the outputs that are compared, and the dotted names of those that are not; entries of lists count from 0."""
+    if not any(difference.outputs for difference in ours) or not isinstance(outputs, Mapping | list | tuple):
+        return outputs, []
     kept, excused = {}, []
-    for name, value in outputs.items():
-        path = prefix + name
+    for name, value in outputs.items() if isinstance(outputs, Mapping) else enumerate(outputs):
+        path = f"{prefix}{name}"
         if any(difference.excuses(path) for difference in ours):
             excused.append(path)
-        elif isinstance(value, Mapping):
+        else:
             kept[name], below = _without(ours, value, path + ".")
             excused += below
-        else:
-            kept[name] = value
-    return kept, excused
+    return (kept if isinstance(outputs, Mapping) else list(kept.values())), excused
 
 
 def replay_file(path: Path) -> list[Outcome]:

@@ -51,11 +51,11 @@ def test_every_adapter_has_a_case_that_it_passes(pattern: str) -> None:
     assert any(replay(case, read()).state == "passed" for case in cases)
 
 
-def _names(outputs: dict[str, Any], prefix: str = "") -> list[str]:
-    below = [
-        name for key, value in outputs.items() if isinstance(value, dict) for name in _names(value, f"{prefix}{key}.")
-    ]
-    return [prefix + key for key in outputs] + below
+def _names(outputs: Any, prefix: str = "") -> list[str]:
+    if not isinstance(outputs, dict | list):
+        return []
+    pairs = outputs.items() if isinstance(outputs, dict) else enumerate(outputs)
+    return [name for key, value in pairs for name in (f"{prefix}{key}", *_names(value, f"{prefix}{key}."))]
 
 
 # The replay itself.

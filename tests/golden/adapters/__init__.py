@@ -14,9 +14,13 @@ from tests.golden.adapters import (
     cosmos_advantages,
     cosmos_config,
     cosmos_losses,
+    kl_penalty,
+    logprobs,
+    rollout,
     skyrl_advantages,
     skyrl_config,
     skyrl_losses,
+    steps,
 )
 from tests.golden.cases import Case
 
@@ -26,9 +30,13 @@ ADAPTERS: dict[str, Adapter] = {
     **cosmos_advantages.ADAPTERS,
     **cosmos_config.ADAPTERS,
     **cosmos_losses.ADAPTERS,
+    **kl_penalty.ADAPTERS,
+    **logprobs.ADAPTERS,
+    **rollout.ADAPTERS,
     **skyrl_advantages.ADAPTERS,
     **skyrl_config.ADAPTERS,
     **skyrl_losses.ADAPTERS,
+    **steps.ADAPTERS,
 }
 """Patterns on `fn` to adapters; the first that matches counts."""
 

@@ -1,0 +1,127 @@
+"""SkyRL's rollouts of one turn: its scripts play the engine and the environment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
+from hpcrl.config.validate import build
+from hpcrl.controller.describe import describe
+from hpcrl.envs.environment import Messages, Turn
+from hpcrl.rollout.client import Generation
+from hpcrl.rollout.generate import Group, GroupGenerator, engine_sampling, judged
+from hpcrl.types import Batch, Prompt, Sample, Work
+from tests.golden.cases import Case
+
+_EOS = 1
+
+
+class Letters:
+    """The tokenizer of the cases: a token per character."""
+
+    def apply_chat_template(self, messages: Messages, **_: object) -> list[int]:
+        said = "".join(f"[{message['role']}]{message['content']}{chr(_EOS)}\n" for message in messages)
+        return [ord(letter) for letter in f"{said}[assistant]"]
+
+    def decode(self, ids: Sequence[int], **_: object) -> str:
+        return "".join(chr(token) for token in ids if token != _EOS)
+
+
+class Engine:
+    """Says what the script has next."""
+
+    version = 0
+
+    def __init__(self, script: Sequence[Mapping[str, Any]]) -> None:
+        self._script, self.prompts = iter(script), list[list[int]]()
+
+    async def generate(self, prompt_ids: list[int], n_samples: int, *_: object) -> list[Generation]:
+        self.prompts.append(prompt_ids)
+        turns = [next(self._script) for _ in range(n_samples)]
+        return [Generation(turn["ids"], turn["lp"], turn["stop"]) for turn in turns]
+
+
+class Scripted:
+    """Pays what the script has, after one turn."""
+
+    def __init__(self, extras: Mapping[str, Any]) -> None:
+        (self._turn,) = extras["turns"]
+
+    def init(self, messages: Messages) -> Messages:
+        return messages
+
+    def step(self, action: str) -> Turn:  # noqa: ARG002
+        return Turn(self._turn["obs"], self._turn["reward"], self._turn["done"])
+
+    def close(self) -> None:
+        pass
+
+
+def generate(case: Case) -> dict[str, Any]:
+    settings = {name.removeprefix("generator."): value for name, value in case.params.items()}
+    engine, place = Engine(case.inputs["engine_script"]), f"{Scripted.__module__}:{Scripted.__name__}"
+    generator = GroupGenerator(engine, Letters(), build(GeneratorConfig, settings), EnvironmentConfig())
+
+    async def play() -> list[Group]:
+        rows = zip(case.inputs["prompts"], case.inputs["env_script"], strict=True)
+        prompts = [Prompt(str(at), messages, place, {"turns": turns}) for at, (messages, turns) in enumerate(rows)]
+        return [await generator.generate(Work(prompt.uid, "train", prompt, 1, 0)) for prompt in prompts]
+
+    groups = asyncio.run(play())
+    samples = [sample for group in groups for sample in group.samples]
+    starts = [int((sample.versions < 0).sum()) for sample in samples]
+
+    def responses(name: str) -> list[Any]:
+        return [getattr(sample, name)[start:].tolist() for sample, start in zip(samples, starts, strict=True)]
+
+    metrics = describe(Batch(1, [group.meta(0, "") for group in groups], 0))
+    return {
+        "prompt_token_ids": [sample.token_ids[:start].tolist() for sample, start in zip(samples, starts, strict=True)],
+        "response_ids": responses("token_ids"),
+        "rewards": responses("rewards"),
+        "loss_masks": responses("loss_mask"),
+        "rollout_logprobs": responses("rollout_logprobs"),
+        "stop_reasons": [sample.stop_reason for sample in samples],
+        "rollout_metrics": {name: metrics[name] for name in case.outputs["rollout_metrics"]},
+        "engine_prompts": engine.prompts,
+    }
+
+
+def zero_reward_on_non_stop(case: Case) -> dict[str, Any]:
+    """A reward of the whole response is that of its only token."""
+    config, given = GeneratorConfig(zero_reward_on_non_stop=True), case.inputs["rewards"]
+    found = [
+        judged(_sample(reward if isinstance(reward, list) else [reward], "rewards", reason), config).rewards.tolist()
+        for reward, reason in zip(given, case.inputs["stop_reasons"], strict=True)
+    ]
+    return {"rewards": [now if isinstance(was, list) else now[0] for now, was in zip(found, given, strict=True)]}
+
+
+def overlong_filter(case: Case) -> dict[str, Any]:
+    config = GeneratorConfig(apply_overlong_filtering=True)
+    rows = zip(case.inputs["loss_masks"], case.inputs["stop_reasons"], strict=True)
+    return {"loss_masks": [judged(_sample(mask, "loss_mask", reason), config).loss_mask for mask, reason in rows]}
+
+
+def sampling_params(case: Case) -> dict[str, Any]:
+    given = {name: value for name, value in case.inputs["sampling_params"].items() if value is not None}
+    found = engine_sampling(build(SamplingParams, given))
+    return {**{name: found[name] for name in case.outputs if name in found}, "stop": found["stop"] or None}
+
+
+def _sample(values: Sequence[float], name: str, stop_reason: Any) -> Sample:
+    values_T = torch.tensor(values, dtype=torch.float32)
+    fields = dict.fromkeys(("loss_mask", "rollout_logprobs", "rewards"), torch.zeros_like(values_T)) | {name: values_T}
+    return Sample(torch.zeros(len(values_T)).long(), versions=values_T.int(), stop_reason=stop_reason, **fields)
+
+
+ADAPTERS = {
+    "rollout.generate": generate,
+    "rollout.zero_reward_on_non_stop": zero_reward_on_non_stop,
+    "rollout.overlong_filter": overlong_filter,
+    "engine.sampling_params": sampling_params,
+}
