@@ -14,7 +14,7 @@ import sys
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.algorithms.reductions import Reduction
-from hpcrl.config import Config, TrainerConfig, max_seq_len, temperature
+from hpcrl.config import Config, TrainerConfig, max_seq_len, temperature, uses_reference
 from hpcrl.run.layout import Run
 from hpcrl.run.parent import die_with_parent
 from hpcrl.trainer.advantages import estimate_advantages
@@ -24,6 +24,8 @@ from hpcrl.trainer.describe import Clock, describe_batch, describe_cost, describ
 from hpcrl.trainer.engine import Engine, Objective
 from hpcrl.trainer.link import Link, StopSignal
 from hpcrl.trainer.objective import build_objective, build_reduction
+from hpcrl.trainer.penalty import KlPenalty
+from hpcrl.trainer.plan import Limit
 from hpcrl.trainer.profile import profiled
 from hpcrl.trainer.publish import Publisher
 from hpcrl.trainer.schedule import is_due
@@ -47,7 +49,8 @@ def main(run_dir: str) -> None:
         engine = build_engine(trainer, temperature(config), world)
         checkpoints = Checkpoints(run, attempt, world, keep=trainer.max_ckpts_to_keep, seed=trainer.seed)
         publisher = Publisher(run, attempt, world, dtype, trainer.fully_async.max_staleness_steps)
-        step = checkpoints.resume(engine, trainer.resume_mode, trainer.resume_path)
+        step, carried = checkpoints.resume(engine, trainer.resume_mode, trainer.resume_path)
+        penalty = KlPenalty(trainer.algorithm, carried)
         publisher.resume(engine, step)
         total = link.start(step)
         engine.schedule(total * updates_per_batch(trainer))
@@ -60,7 +63,7 @@ def main(run_dir: str) -> None:
                 break
             batch, step = upcoming, step + 1
             link.say(f"step {step}/{total}", step=step, total=total, **clock.pace())
-            metrics = train_batch(engine, run, batch, trainer, objective, reduction, world, clock)
+            metrics = train_batch(engine, run, batch, trainer, objective, reduction, penalty, world, clock)
             with clock("sync_weights"):
                 publisher.publish(engine, step)
                 link.published(step)
@@ -69,7 +72,7 @@ def main(run_dir: str) -> None:
             )  # before the commit: none may be missing
             if is_due(trainer.ckpt_interval, step, total):
                 with clock("save_checkpoints"):
-                    checkpoints.save(engine, batch)
+                    checkpoints.save(engine, batch, penalty.carried())
                     link.committed(saved := step)
             if is_due(trainer.hf_save_interval, step, total):
                 with clock("save_hf_model"):
@@ -79,7 +82,7 @@ def main(run_dir: str) -> None:
             stepped()
         if batch is not None and trainer.ckpt_interval > 0 and saved < step:
             link.say("saving", step=step, total=total)
-            checkpoints.save(engine, batch)
+            checkpoints.save(engine, batch, penalty.carried())
             link.committed(step)
         link.close("finished" if step >= total else "stopped")
 
@@ -91,25 +94,30 @@ def train_batch(
     trainer: TrainerConfig,
     objective: Objective,
     reduction: Reduction,
+    penalty: KlPenalty,
     world: World,
     clock: Clock,
 ) -> dict[str, float]:
     algorithm, epochs = trainer.algorithm, trainer.update_epochs_per_batch
+    forward = Limit(trainer.micro_forward_batch_size_per_gpu, trainer.max_tokens_per_micro_batch)
+    backward = Limit(trainer.micro_train_batch_size_per_gpu, trainer.max_tokens_per_micro_batch)
     with clock("load_samples"):
-        minis = load_mini_batches(run, batch, algorithm, trainer.policy_mini_batch_size, world, reduction)
+        minis = load_mini_batches(run, batch, algorithm, trainer.policy_mini_batch_size, backward, world, reduction)
     with clock("fwd_logprobs_values_reward"):
         for number, mini in enumerate(minis):
             # what the first update trains, and only once, still meets the old policy itself
-            old = (number > 0 or epochs > 1) and not algorithm.use_rollout_logprobs_for_loss
-            score(engine, mini, trainer.micro_forward_batch_size_per_gpu, old=old, reference=algorithm.use_kl_loss)
+            old = number > 0 or epochs > 1 or algorithm.use_kl_in_reward
+            old &= not algorithm.use_rollout_logprobs_for_loss
+            score(engine, mini, forward, old=old, reference=uses_reference(trainer))
     with clock("compute_advantages_and_returns"):
         rows = [row for mini in minis for row in mini.rows]
+        charged = penalty.charge(rows, world.sum)
         advantages = estimate_advantages(batch, rows, algorithm, world.sum)
     updates: list[Trained] = []
     with clock("policy_train"):
         for mini in minis * epochs:
-            updates.append(train(engine, mini, trainer.micro_train_batch_size_per_gpu, objective, world))
-    return describe_batch(batch, advantages) | describe_updates(updates)
+            updates.append(train(engine, mini, backward, objective, world))
+    return describe_batch(batch, advantages) | charged | describe_updates(updates)
 
 
 if __name__ == "__main__":

@@ -50,4 +50,17 @@ def _difference(logprobs_P: torch.Tensor, ref_logprobs_P: torch.Tensor) -> torch
     return widened(logprobs_P) - widened(ref_logprobs_P)
 
 
+def adapted(coefficient: float, divergence: float, samples: float, target: float, horizon: float) -> float:
+    """Return the coefficient after a batch: larger where the divergence was above its target (arXiv:1909.08593, section 2.2).
+
+    coefficient (1 + clip(divergence / target - 1, -0.2, 0.2) samples / horizon)
+
+    Args:
+        divergence: mean of the batch, in nats per token.
+        horizon: in samples.
+    """
+    error = min(max(divergence / target - 1.0, -0.2), 0.2)
+    return coefficient * (1.0 + error * samples / horizon)
+
+
 KL_ESTIMATORS: dict[str, KlEstimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}

@@ -13,6 +13,7 @@ from hpcrl.config.derive import (
     temperature,
     total_steps,
     trainer_ranks,
+    uses_reference,
 )
 from hpcrl.config.environment import EnvironmentConfig
 from hpcrl.config.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
@@ -59,4 +60,5 @@ __all__ = [
     "temperature",
     "total_steps",
     "trainer_ranks",
+    "uses_reference",
 ]

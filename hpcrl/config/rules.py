@@ -162,6 +162,11 @@ def _reference(config: Config) -> Iterator[Problem]:
             "trainer.algorithm.use_kl_in_reward",
             "the KL divergence counts in the loss or in the reward, not in both; set trainer.algorithm.use_kl_loss=false",
         )
+    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
+        yield Problem(
+            "trainer.algorithm.kl_ctrl.type",
+            "has no effect without trainer.algorithm.use_kl_in_reward, whose weight it adapts; set that, or leave it out",
+        )
     resets = algorithm.reference_reset_interval is not None
     if (resets or config.trainer.update_ref_every_epoch) and not uses_reference(config.trainer):
         name = "trainer.algorithm.reference_reset_interval" if resets else "trainer.update_ref_every_epoch"
@@ -190,6 +195,11 @@ def _off_policy(config: Config) -> Iterator[Problem]:
     if correction.token_tis_ratio_drop_high is not None and correction.tis_ratio_type != "token":
         yield Problem(
             f"{path}.token_tis_ratio_drop_high", f'has no effect without {path}.tis_ratio_type="token"; set it'
+        )
+    if correction.tis_ratio_type is not None and algorithm.policy_loss_type == "dppo":
+        yield Problem(
+            f"{path}.tis_ratio_type",
+            "the loss dppo has the ratio to the rollout already, which would count twice; leave it out",
         )
     enabled = [name for name, value in vars(correction).items() if name in _CORRECTIONS and value is not None]
     if enabled and algorithm.use_rollout_logprobs_for_loss:

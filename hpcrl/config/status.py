@@ -84,8 +84,6 @@ WAITS: dict[str, Wait] = {
     "trainer.algorithm.lambd": _CRITIC,
     "trainer.algorithm.value_head_prefix": _CRITIC,
     "trainer.algorithm.value_clip": _CRITIC,
-    "trainer.algorithm.use_kl_in_reward": _ALGORITHMS,
-    "trainer.algorithm.kl_ctrl": _ALGORITHMS,
     "trainer.algorithm.reference_reset_interval": _ALGORITHMS,
     "trainer.algorithm.reset_optimizer_with_reference": _ALGORITHMS,
     "trainer.algorithm.logprob_dtype": _ALGORITHMS,

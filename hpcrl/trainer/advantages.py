@@ -12,7 +12,7 @@ from hpcrl.algorithms.filters import varied
 from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.own import find
 from hpcrl.trainer.packing import Row
-from hpcrl.types import Batch, Sample
+from hpcrl.types import Batch
 
 Sum = Callable[[Sequence[float]], list[float]]
 """Gives the element-wise sums over all ranks: World.sum, or `list` where there is one rank."""
@@ -57,14 +57,13 @@ def estimate_advantages(batch: Batch, rows: Sequence[Row], algorithm: AlgorithmC
         return sums.new_tensor(over_ranks(sums.tolist()))
 
     lengths = [len(row.sample.token_ids) for row in rows]
-    masks = [_trained(row.sample) for row in rows]
-    mask_P = _joined(masks)
+    mask_P = _joined([row.trained for row in rows])
     if is_per_token(estimator):
-        rewards_P = _joined([row.sample.rewards.double() for row in rows])
+        rewards_P = _joined([row.rewards for row in rows])
         groups_B = torch.tensor([row.pick.group for row in rows], dtype=torch.int64)
         raw_P = estimator(Outcomes(rewards_P, mask_P, lengths, groups_B, total=total), algorithm)
     else:
-        values_B = _by_sample(batch, rows, [mask.sum().item() for mask in masks], estimator, algorithm, over_ranks)
+        values_B = _by_sample(batch, rows, estimator, algorithm, over_ranks)
         raw_P = values_B.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     assert raw_P.shape == mask_P.shape, (
         f"{algorithm.advantage_estimator}: {tuple(raw_P.shape)} for {len(mask_P)} tokens"
@@ -82,37 +81,27 @@ def estimate_advantages(batch: Batch, rows: Sequence[Row], algorithm: AlgorithmC
 
 
 def _by_sample(
-    batch: Batch,
-    rows: Sequence[Row],
-    tokens: Sequence[float],
-    estimator: Estimator,
-    algorithm: AlgorithmConfig,
-    over_ranks: Sum,
+    batch: Batch, rows: Sequence[Row], estimator: Estimator, algorithm: AlgorithmConfig, over_ranks: Sum
 ) -> torch.Tensor:
-    """Return one advantage for each of this rank's samples, from the rewards of all samples of the trained groups.
-
-    Args:
-        tokens: trained tokens of each of this rank's samples.
-    """
+    """Return one advantage for each of this rank's samples, from the rewards of all samples of the trained groups."""
     groups = trained_groups(batch, algorithm)
     places = [(group, index) for group in groups for index in range(len(batch.groups[group].rewards))]
     numbers = {place: number for number, place in enumerate(places)}
     mine = [numbers[row.pick.group, row.pick.index] for row in rows]
-    counts = [0.0] * len(places)
-    for place, count in zip(mine, tokens, strict=True):
-        counts[place] = count
+    tokens, penalties = [0.0] * len(places), [0.0] * len(places)
+    for place, row in zip(mine, rows, strict=True):
+        tokens[place] = row.trained.sum().item()
+        penalties[place] = 0.0 if row.penalties is None else row.penalties.sum().item()
+    sums = torch.tensor(over_ranks([*tokens, *penalties]), dtype=torch.float64)
+    tokens_B, penalties_B = sums.split(len(places))
+    rewards_B = torch.tensor([batch.groups[group].rewards[index] for group, index in places], dtype=torch.float64)
     outcomes = Outcomes(
-        rewards_P=torch.tensor([batch.groups[group].rewards[index] for group, index in places], dtype=torch.float64),
-        mask_P=torch.tensor(over_ranks(counts), dtype=torch.float64),
+        rewards_P=rewards_B - penalties_B,
+        mask_P=tokens_B,
         lengths=[1] * len(places),
         groups_B=torch.tensor([group for group, _ in places], dtype=torch.int64),
     )
     return estimator(outcomes, algorithm)[mine]
-
-
-def _trained(sample: Sample) -> torch.Tensor:
-    """Return the sample's mask without its first token, which nothing predicts, [T]."""
-    return torch.cat([torch.zeros(1), sample.loss_mask[1:]]).double()
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

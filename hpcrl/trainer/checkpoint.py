@@ -46,16 +46,16 @@ class Checkpoints:
         if world.first and 0 <= keep < _NEVER_DELETED:
             log.warning("trainer.max_ckpts_to_keep = %d: the newest %d are kept all the same", keep, _NEVER_DELETED)
 
-    def resume(self, engine: Engine, mode: str, path: str | None) -> int:
-        """Bring the engine to where training continues and return that step, 0 for a fresh start.
+    def resume(self, engine: Engine, mode: str, path: str | None) -> tuple[int, dict[str, float]]:
+        """Bring the engine to where training continues; return that step and what `save` was given to carry.
 
-        Args and errors as in `find`.
+        A fresh start is step 0 and carries nothing. Args and errors as in `find`.
         """
         self._seed_rng(0)
         found = self.find(mode, path)
-        step = self.restore(engine, found) if found else 0
+        step, carried = self.restore(engine, found) if found else (0, {})
         self.set_aside_after(step)
-        return step
+        return step, carried
 
     def find(self, mode: str, path: str | None) -> Path | None:
         """Return the checkpoint to start from, the same on every rank, or None to start at step 0.
@@ -86,14 +86,14 @@ class Checkpoints:
             )
         return _foreign(path) if mode == "from_path" else None
 
-    def restore(self, engine: Engine, checkpoint: Path) -> int:
-        """Load a checkpoint that `find` gave and return its step."""
+    def restore(self, engine: Engine, checkpoint: Path) -> tuple[int, dict[str, float]]:
+        """Load a checkpoint that `find` gave; return its step and what it carries."""
         facts = self._world.look(lambda: verify(checkpoint, checksums=False))
         engine.restore(checkpoint)
         self._restore_rng(checkpoint, facts)
         if self._world.first:
             log.info("continuing after step %d of %s", facts["step"], checkpoint)
-        return facts["step"]
+        return facts["step"], facts.get("carried", {})
 
     def _restore_rng(self, checkpoint: Path, facts: dict[str, Any]) -> None:
         rank, file = self._world.rank, _rng_file(checkpoint, self._world.rank)
@@ -115,8 +115,12 @@ class Checkpoints:
         text = f"{self._seed}/{step}/{self._world.rank}"
         torch.manual_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()))
 
-    def save(self, engine: Engine, batch: Batch) -> None:
-        """Commit the state after `batch` was trained. All ranks write; returns on every rank once it is committed."""
+    def save(self, engine: Engine, batch: Batch, carried: dict[str, float]) -> None:
+        """Commit the state after `batch` was trained. All ranks write; returns on every rank once it is committed.
+
+        Args:
+            carried: numbers beside the engine's state, the same on every rank.
+        """
         target = self._run.checkpoint(batch.step)
         if self._world.first:
             begin(target, self._attempt)
@@ -132,7 +136,7 @@ class Checkpoints:
         if self._world.first:
             facts = {"step": batch.step, "cursor": batch.cursor, "world_size": self._world.size, "seed": self._seed}
             pointer = self._run.batch(batch.step).relative_to(self._run.path)
-            finish(target, self._attempt, **facts, batch=str(pointer), torch=str(torch.__version__))
+            finish(target, self._attempt, **facts, carried=carried, batch=str(pointer), torch=str(torch.__version__))
             self._retire()
         self._world.barrier()
 

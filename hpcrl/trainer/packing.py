@@ -20,6 +20,7 @@ class Row:
 
     Attributes:
         pick: its place in the batch.
+        penalties: [T] float64, subtracted from the reward of token t; None: nothing is.
         advantages: [T] float32, entry t of token t; None until estimated.
         old_logprobs, ref_logprobs: [T] float32, entry t speaks about token t + 1; None until computed.
         weight: of the loss of each trained token.
@@ -31,8 +32,20 @@ class Row:
     advantages: torch.Tensor | None = None
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
+    penalties: torch.Tensor | None = None
     weight: float = 0.0
     nll_weight: float = 0.0
+
+    @property
+    def trained(self) -> torch.Tensor:
+        """[T] float64: the loss mask without the first token, which nothing predicts."""
+        return torch.cat([torch.zeros(1), self.sample.loss_mask[1:]]).double()
+
+    @property
+    def rewards(self) -> torch.Tensor:
+        """[T] float64: of each token, after penalties."""
+        rewards_T = self.sample.rewards.double()
+        return rewards_T if self.penalties is None else rewards_T - self.penalties
 
 
 def load_samples(run: Run, batch: Batch, picks: Sequence[Pick]) -> list[Sample]:
@@ -53,7 +66,7 @@ def load_samples(run: Run, batch: Batch, picks: Sequence[Pick]) -> list[Sample]:
 
 def trained_tokens(rows: Sequence[Row]) -> int:
     """Return how many tokens of these rows enter the loss: those that the policy chose, but a sample's first one."""
-    return int(sum(row.sample.loss_mask[1:].sum().item() for row in rows))
+    return int(sum(row.trained.sum().item() for row in rows))
 
 
 def pack(rows: Sequence[Row]) -> MicroBatch:

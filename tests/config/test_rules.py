@@ -130,6 +130,12 @@ SKYRL = [
         {f"{ALGORITHM}.use_kl_in_reward": True, **NO_KL},
     ),
     Case(
+        "only a divergence in the reward has an adaptive weight",
+        {f"{ALGORITHM}.kl_ctrl.type": "adaptive"},
+        f"{ALGORITHM}.kl_ctrl.type", "has no effect without trainer.algorithm.use_kl_in_reward",
+        {f"{ALGORITHM}.kl_ctrl.type": "adaptive", f"{ALGORITHM}.use_kl_in_reward": True, **NO_KL},
+    ),
+    Case(
         "FSDP1 cannot offload what it trains",
         {"trainer.strategy": "fsdp", "trainer.policy.fsdp_config.cpu_offload": True},
         "trainer.policy.fsdp_config.cpu_offload", "use trainer.strategy=fsdp2",
@@ -401,6 +407,12 @@ OURS = [
         "bounds of ratios have an order",
         {f"{CORRECTION}.geo_mask_low": 1.02}, f"{CORRECTION}.geo_mask_low", "expected at most geo_mask_high (1.01), found 1.02",
         {f"{CORRECTION}.geo_mask_low": 1.01},
+    ),
+    Case(
+        "dppo has its own importance ratio",
+        {f"{CORRECTION}.tis_ratio_type": "token", f"{ALGORITHM}.policy_loss_type": "dppo"},
+        f"{CORRECTION}.tis_ratio_type", "the ratio to the rollout already",
+        {f"{CORRECTION}.sequence_mask_metric": "geometric", f"{ALGORITHM}.policy_loss_type": "dppo"},
     ),
     Case(
         "bounds of advantages have an order",

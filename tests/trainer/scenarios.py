@@ -25,8 +25,10 @@ from hpcrl.run.layout import Run, step_of
 from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.describe import describe_updates
-from hpcrl.trainer.fsdp import FsdpEngine
+from hpcrl.trainer.fsdp import FsdpPolicy
 from hpcrl.trainer.objective import build_objective, build_reduction
+from hpcrl.trainer.penalty import KlPenalty
+from hpcrl.trainer.plan import Limit
 from hpcrl.trainer.publish import Publisher
 from hpcrl.trainer.update import MiniBatch, Trained, load_mini_batches, score, train
 from hpcrl.trainer.world import World, joined
@@ -35,7 +37,7 @@ from hpcrl.types import Batch
 ALGORITHM = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, use_entropy_loss=True, entropy_loss_coef=0.02)
 
 
-def make_engine(world: World, model: str, options: dict[str, Any]) -> FsdpEngine:
+def make_engine(world: World, model: str, options: dict[str, Any]) -> FsdpPolicy:
     """Return an engine whose configuration is the section `trainer` with options["trainer"] laid over it."""
     fsdp = {"mixed_precision": {"param_dtype": "fp32"}}
     defaults = {
@@ -47,7 +49,7 @@ def make_engine(world: World, model: str, options: dict[str, Any]) -> FsdpEngine
         "algorithm": {"use_kl_loss": True},
         "gradient_checkpointing": False,
     }
-    engine = FsdpEngine(build(TrainerConfig, laid_over(defaults, options.get("trainer", {}))), 0.9, world)
+    engine = FsdpPolicy(build(TrainerConfig, laid_over(defaults, options.get("trainer", {}))), 0.9, world)
     engine.schedule(8)
     return engine
 
@@ -60,13 +62,13 @@ def laid_over(table: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-class Watched(FsdpEngine):
+class Watched(FsdpPolicy):
     """Keeps whole copies of the last gradients, which the verbs do not show."""
 
     seen: dict[str, torch.Tensor]
 
     def step(self):
-        self.seen = {name: whole(p.grad) for name, p in self._policy.model.named_parameters() if p.grad is not None}
+        self.seen = {name: whole(p.grad) for name, p in self._model.model.named_parameters() if p.grad is not None}
         return super().step()
 
 
@@ -75,28 +77,35 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor.detach().full_tensor().clone()
 
 
-def parameters(engine: FsdpEngine) -> dict[str, torch.Tensor]:
-    return {name: whole(parameter) for name, parameter in engine._policy.model.named_parameters()}
+def parameters(engine: FsdpPolicy) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in engine._model.model.named_parameters()}
 
 
 def loaded(
-    run: Run, batch: Batch, algorithm: AlgorithmConfig, groups: int, world: World, reduction: Reduction | None = None
+    run: Run,
+    batch: Batch,
+    algorithm: AlgorithmConfig,
+    groups: int,
+    world: World,
+    limit: Limit,
+    reduction: Reduction | None = None,
 ) -> list[MiniBatch]:
     """Return the mini-batches of a batch, with advantages."""
-    minis = load_mini_batches(run, batch, algorithm, groups, world, reduction or Reduction())
+    minis = load_mini_batches(run, batch, algorithm, groups, limit, world, reduction or Reduction())
     estimate_advantages(batch, [row for mini in minis for row in mini.rows], algorithm, world.sum)
     return minis
 
 
-def train_steps(engine: FsdpEngine, run: Run, steps: range, world: World, options: dict[str, Any]) -> list[Trained]:
+def train_steps(engine: FsdpPolicy, run: Run, steps: range, world: World, options: dict[str, Any]) -> list[Trained]:
     """Train batches with two mini-batches of two groups each, scoring old and reference log-probabilities first."""
     trained = []
+    limit = Limit(options["micro"], options.get("tokens"))
     for step in steps:
         batch = Batch.from_json(read_json(run.batch(step)))
-        minis = loaded(run, batch, ALGORITHM, 2, world)
+        minis = loaded(run, batch, ALGORITHM, 2, world, limit)
         for mini in minis:
-            score(engine, mini, options.get("forward", 4), old=True, reference=True)
-        trained += [train(engine, mini, options["micro"], build_objective(ALGORITHM), world) for mini in minis]
+            score(engine, mini, Limit(options.get("forward", 4), limit.tokens), old=True, reference=True)
+        trained += [train(engine, mini, limit, build_objective(ALGORITHM), world) for mini in minis]
     return trained
 
 
@@ -118,7 +127,7 @@ def variants(world: World, options: dict[str, Any]) -> None:
         show(f"{options['out']}/{name}.json", trained, world)
         if world.first:
             save_file(tensors, f"{options['out']}/{name}.safetensors")
-            norm = engine._policy.model.base_model.norm.weight
+            norm = engine._model.model.base_model.norm.weight
             share = norm.to_local().numel() / norm.numel()
             Path(f"{options['out']}/{name}.share").write_text(json.dumps(share))
 
@@ -128,17 +137,17 @@ def poisoned(world: World, options: dict[str, Any]) -> None:
     engine = make_engine(world, options["model"], {})
     run = Run.open(options["run"])
     batch = Batch.from_json(read_json(run.batch(1)))
-    (mini,) = loaded(run, batch, ALGORITHM, len(batch.groups), world)
-    score(engine, mini, 8, old=True, reference=True)
+    (mini,) = loaded(run, batch, ALGORITHM, len(batch.groups), world, Limit(4))
+    score(engine, mini, Limit(8), old=True, reference=True)
     before = parameters(engine)
     length = len(mini.rows[0].sample.token_ids)
     if world.first:
         mini.rows[0].advantages = torch.full((length,), float("inf"))
-    skipped = train(engine, mini, 4, build_objective(ALGORITHM), world).report
+    skipped = train(engine, mini, Limit(4), build_objective(ALGORITHM), world).report
     same = all(torch.equal(before[name], value) for name, value in parameters(engine).items())
     if world.first:
         mini.rows[0].advantages = torch.ones(length)
-    after = train(engine, mini, 4, build_objective(ALGORITHM), world).report
+    after = train(engine, mini, Limit(4), build_objective(ALGORITHM), world).report
     if world.first:
         facts = {"skipped": [skipped.skipped, after.skipped], "same": same, "updates": engine.updates}
         Path(options["out"]).write_text(json.dumps(facts))
@@ -150,33 +159,45 @@ def worth(world: World, options: dict[str, Any]) -> None:
     batch = Batch.from_json(read_json(run.batch(1)))
     for name, settings in options["settings"].items():
         algorithm = build(AlgorithmConfig, settings)
-        minis = load_mini_batches(run, batch, algorithm, 2, world, Reduction())
-        advantages = estimate_advantages(batch, [row for mini in minis for row in mini.rows], algorithm, world.sum)
+        minis = load_mini_batches(run, batch, algorithm, 2, Limit(1, options.get("tokens")), world, Reduction())
+        flat = [row for mini in minis for row in mini.rows]
+        for row in flat:
+            spread = row.sample.token_ids / 10
+            row.old_logprobs, row.ref_logprobs = -spread, -spread.square()
+        penalty = KlPenalty(algorithm, {})
+        charged = penalty.charge(flat, world.sum)
+        advantages = estimate_advantages(batch, flat, algorithm, world.sum)
         rows = [(str(row.sample.token_ids.tolist()), row) for mini in minis for row in mini.rows]
         told[name] = {
             "advantages": {key: row.advantages.tolist() for key, row in rows if row.advantages is not None},
             "weights": {key: row.weight for key, row in rows},
-            "means": [advantages.mean, advantages.mean_abs],
+            "means": [advantages.mean, advantages.mean_abs, *charged.values(), penalty.coefficient],
             "tokens": [mini.tokens for mini in minis],
         }
     Path(f"{options['out']}/{world.rank}-of-{world.size}.json").write_text(json.dumps(told))
 
 
 def weighed(world: World, options: dict[str, Any]) -> None:
-    """Train one batch with each algorithm, from the same start; two mini-batches, `micro` samples at a time."""
+    """Train one batch with each algorithm, from the same start; two mini-batches, `micro` samples or `tokens` tokens at a time."""
     run, found = Run.open(options["run"]), {}
-    batch = Batch.from_json(read_json(run.batch(1)))
+    batch, limit = Batch.from_json(read_json(run.batch(1))), Limit(options["micro"], options.get("tokens"))
     for name, table in options["algorithms"].items():
         policy = {"model": {"path": options["model"]}}
         sizes = {"micro_train_batch_size_per_gpu": options["micro"]}
         section = build(TrainerConfig, {"policy": policy, "algorithm": table, **sizes})
         algorithm = section.algorithm
         engine = make_engine(world, options["model"], {"trainer": {"algorithm": table}})
-        minis = loaded(run, batch, algorithm, 2, world, build_reduction(section, max_seq_len=40))
+        minis = loaded(run, batch, algorithm, 2, world, limit, build_reduction(section, max_seq_len=40))
         for mini in minis:
-            score(engine, mini, 4, old=not algorithm.use_rollout_logprobs_for_loss, reference=algorithm.use_kl_loss)
+            score(
+                engine,
+                mini,
+                Limit(4, limit.tokens),
+                old=not algorithm.use_rollout_logprobs_for_loss,
+                reference=algorithm.use_kl_loss,
+            )
         objective = build_objective(algorithm)
-        trained = [train(engine, mini, options["micro"], objective, world) for mini in minis]
+        trained = [train(engine, mini, limit, objective, world) for mini in minis]
         found[name] = [describe_updates([update]) for update in trained]
     if world.first:
         Path(options["out"]).write_text(json.dumps(found))
@@ -188,7 +209,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     run, attempt = Run.open(options["run"]), options["attempt"]
     checkpoints = Checkpoints(run, attempt, world, keep=options.get("keep", -1), seed=3)
     publisher = Publisher(run, attempt, world, torch.float32, max_staleness=0)
-    step = checkpoints.resume(engine, options.get("mode", "latest"), options.get("path"))
+    step, carried = checkpoints.resume(engine, options.get("mode", "latest"), options.get("path"))
     publisher.resume(engine, step)
     trained, random = [], torch.rand(3).tolist()
     for at in range(step + 1, options["until"] + 1):
@@ -197,15 +218,17 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
         if at in options.get("dies_saving", []) and world.rank == world.size - 1:
             engine.__class__ = Dying
         if at in options["saves"]:
-            checkpoints.save(engine, Batch.from_json(read_json(run.batch(at))))
+            checkpoints.save(engine, Batch.from_json(read_json(run.batch(at))), {"trained": float(at)})
     show(options["out"], trained, world)
     if world.first:
-        Path(options["out"]).with_suffix(".started").write_text(json.dumps({"step": step, "random": random}))
+        Path(options["out"]).with_suffix(".started").write_text(
+            json.dumps({"step": step, "random": random, "carried": carried})
+        )
     if options.get("export"):
         publisher.export(engine, options["until"], options["model"], ChatTemplateConfig())
         batch = Batch.from_json(read_json(run.batch(1)))
-        (mini,) = loaded(run, batch, ALGORITHM, len(batch.groups), world)
-        score(engine, mini, 16, old=True, reference=False)
+        (mini,) = loaded(run, batch, ALGORITHM, len(batch.groups), world, Limit(4))
+        score(engine, mini, Limit(16), old=True, reference=False)
         rows = {f"{n}.logprobs": row.old_logprobs for n, row in enumerate(mini.rows) if row.old_logprobs is not None}
         rows |= {f"{n}.ids": row.sample.token_ids for n, row in enumerate(mini.rows)}
         if world.first:
@@ -257,7 +280,7 @@ def deterministic(world: World, options: dict[str, Any]) -> None:
         Path(options["out"]).with_suffix(".facts").write_text(json.dumps(facts))
 
 
-class Dying(FsdpEngine):
+class Dying(FsdpPolicy):
     """Is killed after it has written its part, before anything is committed."""
 
     def save(self, directory: Path) -> None:

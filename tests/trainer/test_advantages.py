@@ -24,7 +24,7 @@ from hpcrl.trainer.advantages import Advantages, estimate_advantages, trained_gr
 from hpcrl.trainer.describe import describe_batch, describe_updates
 from hpcrl.trainer.objective import build_objective
 from hpcrl.trainer.packing import Row
-from hpcrl.trainer.plan import Pick
+from hpcrl.trainer.plan import Limit, Pick
 from hpcrl.trainer.update import load_mini_batches, score, train
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch
@@ -40,6 +40,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clipped": {"advantage_clip_low": -0.25, "advantage_clip_high": 0.5, "grpo_norm_by_std": False},
     "clipped above": {"advantage_clip_high": 0.5},
     "filtered": {"zero_variance_filter": True, "advantage_estimator": "reinforce++_baseline"},
+    "penalized": {"use_kl_loss": False, "use_kl_in_reward": True, "kl_loss_coef": 0.1},
+    "penalized per token": {
+        "use_kl_loss": False,
+        "use_kl_in_reward": True,
+        "kl_loss_coef": 0.1,
+        "advantage_estimator": "reinforce++",
+        "kl_ctrl": {"type": "adaptive", "kl_target": 0.01, "horizon": 100},
+    },
     "own": {"advantage_estimator": f"{OWN}:rank_of_reward"},
     "own per token": {"advantage_estimator": f"{OWN}:share_of_tokens"},
 }
@@ -212,10 +220,10 @@ def test_a_batch_that_teaches_nothing_is_a_step_without_gradient(
         group.rewards[:] = [1.0] * 4
     engine = make_engine(alone, str(model_path), {})
     algorithm = AlgorithmConfig(zero_variance_filter=True)
-    (mini,) = load_mini_batches(run, batch, algorithm, 4, alone, Reduction())
-    score(engine, mini, 4, old=True, reference=True)
+    (mini,) = load_mini_batches(run, batch, algorithm, 4, Limit(4), alone, Reduction())
+    score(engine, mini, Limit(4), old=True, reference=True)
     advantages = estimate_advantages(batch, mini.rows, algorithm, alone.sum)
-    update = train(engine, mini, 4, build_objective(algorithm), alone)
+    update = train(engine, mini, Limit(4), build_objective(algorithm), alone)
     assert update.report.grad_norm == 0
     described = describe_batch(batch, advantages) | describe_updates([update])
     assert all(math.isfinite(value) for value in described.values())

@@ -76,6 +76,7 @@ def test_contents_of_a_checkpoint(lives: Path) -> None:
 
 def test_resumed_is_uninterrupted(lives: Path) -> None:
     assert started(lives, "resumed")["step"] == 2
+    assert started(lives, "resumed")["carried"] == {"trained": 2.0}
     resumed, expected = steps(lives, "resumed"), steps(lives, "whole")[4:]
     assert losses(resumed) == pytest.approx(losses(expected), abs=1e-6)
     assert [update["lr"] for update in resumed] == [update["lr"] for update in expected]
@@ -136,7 +137,7 @@ def test_copies_and_frozen_parameters_are_saved_and_other_optimizer_settings_hol
     (group,) = engine._optimizer.param_groups
     assert {name: group[name] for name in ADAM} == ADAM
     moments = [engine._optimizer.state[parameter]["exp_avg"] for parameter in group["params"]]
-    assert len(moments) < len(list(engine._policy.parameters())), "what is frozen has no state"
+    assert len(moments) < len(list(engine._model.parameters())), "what is frozen has no state"
     assert all(moment.full_tensor().abs().max() > 0 for moment in moments)
 
     bf16 = {"policy": {"fsdp_config": {"mixed_precision": {"master_dtype": "bf16"}}, **frozen}}
