@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpcrl.config.data import DataConfig
+from hpcrl.config.environment import EnvironmentConfig
 from hpcrl.config.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.megatron import MegatronModelConfig
 from hpcrl.config.model import FSDPConfig, MixedPrecisionConfig, ShardingConfig
@@ -20,6 +21,12 @@ def eval_sampling(generator: GeneratorConfig) -> SamplingParams:
     """Return how evaluation samples: as training where it is not set, but greedy where nothing of it is set."""
     chosen = {name: value for name, value in vars(generator.eval_sampling_params).items() if value is not None}
     return replace(generator.sampling_params, **(chosen or {"temperature": 0.0}))
+
+
+def reward_weights(environment: EnvironmentConfig, kind: Literal["train", "eval"]) -> dict[str, float]:
+    """Return the rewards that pay samples of training or evaluation, with their weights; none where the environment pays."""
+    own = environment.eval_reward_function if kind == "eval" else {}
+    return own or environment.reward_function
 
 
 def max_input_length(generator: GeneratorConfig, trainer: TrainerConfig) -> int:

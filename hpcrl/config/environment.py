@@ -7,6 +7,11 @@ from typing import Any
 
 from hpcrl.config.location import Location
 
+COMPARING_REWARDS = ("single_choice", "boxed_math", "gsm8k", "direct_math")
+"""Rewards that compare a response with the ground truth of its row."""
+
+REWARDS = (*COMPARING_REWARDS, "format", "overlong")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Text2SQLConfig:
@@ -77,19 +82,19 @@ class RemoteRewardConfig:
 @dataclass(frozen=True, kw_only=True)
 class OverlongRewardConfig:
     buffer_length: int = 4096
-    """Tokens before the longest response over which the penalty grows from 0 (DAPO, arXiv:2503.14476)."""
+    """overlong: tokens before the longest response over which the penalty grows from 0 (DAPO, arXiv:2503.14476)."""
 
     penalty_factor: float = 1.0
-    """Penalty at the longest response (generator.sampling_params.max_generate_length); it grows linearly over the buffer."""
+    """overlong: penalty at the longest response (max_generate_length of training or evaluation); it grows linearly over the buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
     env_class: str | None = None
-    """Environment of rows that have no env_class column; unset: every row must have one."""
+    """Environment of rows that have no env_class column; unset: every row must have one, unless reward_function pays."""
 
     reward_function: dict[str, float] = field(default_factory=dict)
-    """Built-in rewards and their weights in the sum; empty: the environment pays."""
+    """Rewards and their weights in the sum that each sample is paid, in the place of an environment: single_choice (the answer in <answer> tags, as a text), boxed_math (the answer as a formula, by math-verify), gsm8k (the number after ####), direct_math (the line after "Answer:", 1 or -1), format (<think> and <answer> tags), overlong (a penalty on long responses), or your own as "package.module:function". With weight 0 a reward is only reported, as environment/<name>. Empty: the environment pays."""
 
     eval_reward_function: dict[str, float] = field(default_factory=dict)
     """The same for evaluation; empty: reward_function."""

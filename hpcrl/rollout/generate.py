@@ -1,7 +1,7 @@
 """Turns one piece of work into a group of samples: chat template, engine, environment.
 
 A sample grows turn by turn through three verbs: `_prompt` (what the policy sees), `_sample` (what it says), `_pay` (what the
-environment answers). This version plays one turn.
+environment answers, or named rewards in its place). This version plays one turn.
 """
 
 from __future__ import annotations
@@ -9,21 +9,25 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
+from hpcrl.config.derive import reward_weights
 from hpcrl.data.chat import prompt_ids
+from hpcrl.envs.blame import Blame
 from hpcrl.envs.environment import Environment, Messages, Turn
 from hpcrl.envs.make import make_environment
-from hpcrl.errors import ConfigError, DataError, HpcrlError
+from hpcrl.envs.rewards.response import Response, truth_of
+from hpcrl.envs.rewards.weighted import WeightedRewards
+from hpcrl.errors import ConfigError, DataError
 from hpcrl.rollout.client import EngineClient, Generation
 from hpcrl.rollout.threads import in_thread
-from hpcrl.types import GroupMeta, Sample, Work
+from hpcrl.types import GroupMeta, Kind, Sample, Work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,34 +96,41 @@ class GroupGenerator:
         self._engine, self._tokenizer, self._config = engine, tokenizer, config
         self._custom, threads = environment.custom, environment.skyrl_gym.max_env_workers
         self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}
+        self._rewards = {"train": _rewards(environment, "train"), "eval": _rewards(environment, "eval")}
         self._stepping = asyncio.Semaphore(threads) if threads else None
 
     async def generate(self, work: Work) -> Group:
         """Return the group.
 
         Raises:
-            HpcrlError: an environment failed; the message names it and the group.
+            HpcrlError: an environment or a reward failed; the message names it and the group.
             EngineError: the engine failed.
         """
         started = time.monotonic()
         environments: list[Environment] = []
-        with _Blame(work):
+        with self._blame(work):
             try:
-                extras = {"custom": self._custom, **work.prompt.extras}
-                for _ in range(work.n_samples):
-                    environments.append(make_environment(work.prompt.env_class, extras))
-                openings = [environment.init(list(work.prompt.messages)) for environment in environments]
+                openings = self._open(work, environments)
             except BaseException:
                 _close(environments)
                 raise
         try:
             samples, texts = await self._turn(work, environments, [self._prompt(messages) for messages in openings])
         finally:
-            with _Blame(work):
+            with self._blame(work):
                 _close(environments)
         raw_rewards = [float(sample.rewards.sum()) for sample in samples]
         samples = [judged(sample, self._config) for sample in samples]
         return Group(work, samples, texts, raw_rewards, time.monotonic() - started)
+
+    def _open(self, work: Work, environments: list[Environment]) -> list[Messages]:
+        """Return what starts each sample; its environments, if there are any, are added to the list."""
+        if self._rewards[work.kind] is not None:
+            return [list(work.prompt.messages)] * work.n_samples
+        extras = {"custom": self._custom, **work.prompt.extras}
+        for _ in range(work.n_samples):
+            environments.append(make_environment(work.prompt.env_class, extras))
+        return [environment.init(list(work.prompt.messages)) for environment in environments]
 
     async def _turn(
         self, work: Work, environments: Sequence[Environment], prompts: list[list[int]]
@@ -128,9 +139,27 @@ class GroupGenerator:
         generations = await self._sample(work, prompts)
         version = min(version, self._engine.version)  # all tokens count as the older one if it changed meanwhile
         texts = [self._text(said.token_ids, self._params[work.kind]) for said in generations]
-        turns = await asyncio.gather(*(self._pay(work, *pair) for pair in zip(environments, texts, strict=True)))
+        scorers = self._scorers(work, environments, generations, texts)
+        turns = await asyncio.gather(*(self._pay(work, scorer) for scorer in scorers))
         parts = zip(prompts, generations, turns, strict=True)
         return [_as_sample(prompt, said, turn, version) for prompt, said, turn in parts], texts
+
+    def _scorers(
+        self, work: Work, environments: Sequence[Environment], generations: Sequence[Generation], texts: Sequence[str]
+    ) -> list[Callable[[], Turn]]:
+        """Return what scores each sample."""
+        rewards, prompt = self._rewards[work.kind], work.prompt
+        if rewards is None:
+            return [partial(environment.step, text) for environment, text in zip(environments, texts, strict=True)]
+        response = Response(
+            text="",
+            ground_truth=truth_of(prompt.extras),
+            max_tokens=self._params[work.kind].max_generate_length,
+            messages=prompt.messages,
+            extras=prompt.extras,
+        )
+        said = zip(texts, generations, strict=True)
+        return [partial(rewards, replace(response, text=text, n_tokens=len(g.token_ids))) for text, g in said]
 
     def _prompt(self, messages: Messages) -> list[int]:
         return prompt_ids(self._tokenizer, messages, self._config.chat_template_kwargs)
@@ -150,19 +179,29 @@ class GroupGenerator:
         before = str(self._tokenizer.decode(token_ids[:-1], skip_special_tokens=True)).rstrip(_HALF_A_CHARACTER)
         return cut_at_stop(text, len(before), params.stop, keep=params.include_stop_str_in_output)
 
-    async def _pay(self, work: Work, environment: Environment, text: str) -> Turn:
-        with _Blame(work):
+    async def _pay(self, work: Work, scorer: Callable[[], Turn]) -> Turn:
+        with self._blame(work):
             if self._stepping is None:
-                turn = _checked(environment.step(text))
+                turn = _checked(scorer())
             else:
                 async with self._stepping:
-                    turn = _checked(await in_thread(environment.step, text))
+                    turn = _checked(await in_thread(scorer))
         if not turn.done:
             raise ConfigError(
                 f"environment {work.prompt.env_class!r} wants another turn (group {work.group_id}); this version of hpcrl "
                 "plays one turn: return Turn(..., done=True)"
             )
         return turn
+
+    def _blame(self, work: Work) -> Blame:
+        group = f"group {work.group_id} (row {work.prompt.uid})"
+        paid_by_environment = self._rewards[work.kind] is None
+        return Blame(f"environment {work.prompt.env_class!r}, {group}" if paid_by_environment else group)
+
+
+def _rewards(environment: EnvironmentConfig, kind: Kind) -> WeightedRewards | None:
+    weights = reward_weights(environment, kind)
+    return WeightedRewards("environment.reward_function", weights, environment) if weights else None
 
 
 def _checked(turn: Turn) -> Turn:
@@ -233,22 +272,3 @@ def _as_sample(prompt: list[int], said: Generation, turn: Turn, version: int) ->
 def _close(environments: Sequence[Environment]) -> None:
     for environment in environments:
         environment.close()
-
-
-class _Blame:
-    """Says which environment and group an exception comes from."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, Exception):
-            where = f"environment {self._work.prompt.env_class!r}, group {self._work.group_id} (row {self._work.prompt.uid})"
-            if isinstance(error, HpcrlError):
-                raise type(error)(f"{where}: {error}") from error
-            raise HpcrlError(f"{where} raised {type(error).__name__}: {error}") from error

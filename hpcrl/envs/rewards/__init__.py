@@ -1,0 +1,1 @@
+"""Rewards: functions that score one response, each known by a name."""

@@ -1,0 +1,86 @@
+"""Rewards for final answers that are compared as numbers or as text, without computer algebra."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+
+from hpcrl.config import EnvironmentConfig
+from hpcrl.envs.rewards.response import Response, ground_truth
+from hpcrl.errors import DataError
+
+_FINAL = re.compile(r"#### (-?[0-9.,]+)")
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+
+# What Minerva's normalization takes out of an answer (arXiv:2206.14858, appendix): articles, units, spaces and their remains.
+_ARTICLES_AND_SPACES = re.compile(r"an |a |\\\$|\\ | ")
+_AND = re.compile(r",?\\text\{and\}")
+_UNITS = re.compile(
+    "square|ways|integers|dollars|mph|inches|hours|km|units|sue|points|feet|minutes|digits|cents|degrees|cm|gm|pounds|meters|"
+    "meals|edges|students|childrentickets|multiples"
+)
+_REMAINS = re.compile(
+    r'\\l?dots|\\text\{(?:m|s|\.|\n|\ns)?\}(?:\^[23])?|\\mathrm\{th\}|\^\\circ|\^\{\\circ\}|\\;|,\\!|\{,\}|"'
+)
+_FIRST_FORMULA = re.compile(r".*?\$([^$\n]*)\$.*")
+_WRAPPED = re.compile(r"\\(?:text|textbf|overline)\{(.*?)\}")
+_BOXED = re.compile(r"\\boxed\{(.*)\}")
+_SHORT_FRACTION = re.compile(r"frac([^{])(.)")
+_SHORT_ROOT = re.compile(r"sqrt([^{])")
+
+
+def gsm8k(response: Response, _environment: EnvironmentConfig) -> float:
+    """Return 1 if the number after the first `#### ` is the ground truth; otherwise 0 (GSM8K, arXiv:2110.14168).
+
+    Numbers are compared exactly, whatever their thousands separators, trailing zeros and the full stop of a sentence. The ground
+    truth is a number, or a text with one after `#### `, such as the column `answer` of GSM8K.
+
+    Raises:
+        DataError: the row has no ground truth, or there is no number in it.
+    """
+    truth = ground_truth(response).strip()
+    expected = _final_number(truth)
+    if expected is None:
+        expected = _number(truth)
+    if expected is None:
+        raise DataError(f"expected a number as ground truth, or a text with one after `#### `, found {truth!r:.80}")
+    return float(_final_number(response.text) == expected)
+
+
+def direct_math(response: Response, _environment: EnvironmentConfig) -> float:
+    """Return 1 if the last line that begins with `Answer:` holds the ground truth; otherwise -1 (DAPO, arXiv:2503.14476).
+
+    `Answer:` may stand anywhere in the line, in any letter case. Both sides are brought into Minerva's normal form
+    (arXiv:2206.14858) and compared as texts.
+
+    Raises:
+        DataError: the row has no ground truth.
+    """
+    expected = normal_form(ground_truth(response))
+    answers = _ANSWER.findall(response.text)
+    return 1.0 if answers and normal_form(answers[-1]) == expected else -1.0
+
+
+def normal_form(answer: str) -> str:
+    r"""Return an answer without units, articles, spaces and the marks of LaTeX, with \frac and \sqrt written out in full."""
+    text = answer.rpartition("=")[2].replace(".$", "$").replace("mbox", "text")
+    text = _AND.sub(",", _ARTICLES_AND_SPACES.sub("", text))
+    text = _REMAINS.sub("", _UNITS.sub("", text))
+    text = _FIRST_FORMULA.sub(r"$\1$", text)
+    text = _BOXED.sub(r"\1", _WRAPPED.sub(r"\1", text))
+    text = _SHORT_ROOT.sub(r"sqrt{\1}", _SHORT_FRACTION.sub(r"frac{\1}{\2}", text)).replace("$", "")
+    plain = text.replace(",", "")
+    return (plain if plain.isdigit() else text).strip()
+
+
+def _final_number(text: str) -> Decimal | None:
+    found = _FINAL.search(text)
+    return _number(found[1]) if found else None
+
+
+def _number(text: str) -> Decimal | None:
+    try:
+        found = Decimal(text.replace(",", "").removesuffix("."))
+    except InvalidOperation:
+        return None
+    return found if found.is_finite() else None

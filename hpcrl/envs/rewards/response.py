@@ -1,0 +1,60 @@
+"""What a reward function sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcrl.config import EnvironmentConfig
+from hpcrl.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """One response to a prompt.
+
+    Attributes:
+        text: what the policy said, special tokens such as the end marker removed.
+        ground_truth: `reward_spec.ground_truth` of the prompt's row, or its data.response_column; None where it has neither.
+        n_tokens: tokens that the policy chose, its end marker included.
+        max_tokens: tokens that it may have chosen, max_generate_length of training or evaluation.
+        messages: the prompt.
+        extras: the columns of the prompt's row that are not hpcrl's own.
+    """
+
+    text: str
+    ground_truth: Any = None
+    n_tokens: int = 0
+    max_tokens: int = 0
+    messages: list[dict[str, str]] = field(default_factory=list)
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+
+Reward = Callable[[Response, EnvironmentConfig], float]
+"""What a response is worth, a finite number. It depends on its arguments alone, and may be called in any thread.
+
+The second argument is the section `environment`; settings of one's own are in its table `custom`.
+"""
+
+
+def truth_of(extras: Mapping[str, Any]) -> Any:
+    """Return the ground truth of a prompt's row; None where it has none."""
+    spec = extras.get("reward_spec")
+    return spec.get("ground_truth") if isinstance(spec, Mapping) else None
+
+
+def ground_truth(response: Response) -> str:
+    """Return the text that a response is compared with.
+
+    Raises:
+        DataError: the row has none.
+    """
+    truth = response.ground_truth
+    text = str(truth) if isinstance(truth, int | float) and not isinstance(truth, bool) else truth
+    if not isinstance(text, str) or not text.strip():
+        raise DataError(
+            "the row needs a ground truth, a text or a number: `ground_truth` in its column `reward_spec`, or the column "
+            f"that data.response_column names; found {truth!r:.80}"
+        )
+    return text

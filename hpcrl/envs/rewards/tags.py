@@ -1,0 +1,40 @@
+"""Rewards for responses of the form <think>…</think>, <answer>…</answer> (DeepSeek-R1, arXiv:2501.12948)."""
+
+from __future__ import annotations
+
+from hpcrl.config import EnvironmentConfig
+from hpcrl.envs.rewards.response import Response, ground_truth
+
+_THINK, _THINK_END, _ANSWER, _ANSWER_END = "<think>", "</think>", "<answer>", "</answer>"
+
+
+def single_choice(response: Response, _environment: EnvironmentConfig) -> float:
+    """Return 1 if the answer is the ground truth, but for letter case and surrounding white space; otherwise 0.
+
+    The answer is what the first <answer>…</answer> holds, the whole text where there is none; in the ground truth too.
+
+    Raises:
+        DataError: the row has no ground truth.
+    """
+    expected = _answer(ground_truth(response))
+    return float(_answer(response.text).lower() == expected.lower())
+
+
+def well_formed(response: Response, _environment: EnvironmentConfig) -> float:
+    """Return 1 if the text is one thought, an empty line and one answer, each in its tags, and nothing else; otherwise 0.
+
+    Neither of the two may hold tags of its own kind. A line break at the very end is allowed.
+    """
+    text = response.text.removesuffix("\n")
+    if not (text.startswith(_THINK) and text.endswith(_ANSWER_END)):
+        return 0.0
+    inside = text[len(_THINK) : -len(_ANSWER_END)]
+    thought, between, answer = inside.partition(f"{_THINK_END}\n\n{_ANSWER}")
+    nested = _THINK in thought or _THINK_END in thought or _ANSWER in answer or _ANSWER_END in answer
+    return float(bool(between) and not nested)
+
+
+def _answer(text: str) -> str:
+    start = text.find(_ANSWER)
+    end = text.find(_ANSWER_END, start) if start >= 0 else -1
+    return (text[start + len(_ANSWER) : end] if end >= 0 else text).strip()

@@ -1,0 +1,124 @@
+"""Named rewards in the place of an environment, with a real engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
+from hpcrl.config.environment import OverlongRewardConfig
+from hpcrl.config.generator import EvalSamplingParams
+from hpcrl.envs.rewards.response import Response
+from hpcrl.errors import ConfigError, HpcrlError
+from hpcrl.rollout.client import EngineClient
+from hpcrl.rollout.generate import Group, GroupGenerator
+from hpcrl.types import Prompt, Work
+from tests.rollout.conftest import WithEngine
+from tests.rollout.test_generate import CONFIG, TOKENIZER
+
+HERE = "tests.rollout.test_rewards"
+LENGTH = f"{HERE}:length"
+TRUTH = {"reward_spec": {"ground_truth": "abc"}}
+SEEN: list[Response] = []
+
+
+def length(response: Response, environment: EnvironmentConfig) -> float:
+    SEEN.append(response)
+    return len(response.text) * environment.custom.get("per_letter", 1.0)
+
+
+def fails(response: Response, environment: EnvironmentConfig) -> float:  # noqa: ARG001
+    raise ZeroDivisionError("cannot score")
+
+
+def endless(response: Response, environment: EnvironmentConfig) -> float:  # noqa: ARG001
+    return float("inf")
+
+
+def generate(
+    with_engine: WithEngine[Group],
+    environment: EnvironmentConfig,
+    config: GeneratorConfig = CONFIG,
+    kind: Any = "train",
+    extras: dict[str, Any] = TRUTH,
+) -> Group:
+    prompt = Prompt("row3", [{"role": "user", "content": "sort: bca"}], "", extras, "letters")
+
+    def play(engine: EngineClient) -> Any:
+        return GroupGenerator(engine, TOKENIZER, config, environment).generate(Work("g7", kind, prompt, 6, seed=40))
+
+    return with_engine(play)
+
+
+def test_the_weighted_sum_pays_and_every_reward_is_reported(with_engine: WithEngine[Group]) -> None:
+    SEEN.clear()
+    weights = {LENGTH: 0.5, "overlong": 2.0, "format": 0.0}
+    overlong = OverlongRewardConfig(buffer_length=20, penalty_factor=3.0)
+    group = generate(
+        with_engine, EnvironmentConfig(reward_function=weights, overlong_reward=overlong, custom={"per_letter": 4.0})
+    )
+    penalties = set()
+    for sample, text, n_tokens in zip(group.samples, group.texts, group.response_lengths, strict=True):
+        penalty = -3.0 * max(0, n_tokens - 10) / 20
+        penalties.add(penalty)
+        assert sample.env_metrics == {LENGTH: 4.0 * len(text), "overlong": pytest.approx(penalty), "format": 0.0}
+        assert (
+            float(sample.rewards.sum()) == float(sample.rewards[-1]) == pytest.approx(2.0 * len(text) + 2.0 * penalty)
+        )
+    assert len(penalties) > 1
+    assert group.meta(0, "p").env_metrics == [sample.env_metrics for sample in group.samples]
+    assert {(seen.ground_truth, seen.max_tokens) for seen in SEEN} == {("abc", 30)}
+    assert sorted((seen.text, seen.n_tokens) for seen in SEEN) == sorted(
+        zip(group.texts, group.response_lengths, strict=True)
+    )
+    assert SEEN[0].extras == TRUTH
+    assert SEEN[0].messages == [{"role": "user", "content": "sort: bca"}]
+
+
+def test_evaluation_has_its_own_rewards_and_length_or_those_of_training(with_engine: WithEngine[Group]) -> None:
+    config = replace(CONFIG, eval_sampling_params=EvalSamplingParams(max_generate_length=12))
+    training = EnvironmentConfig(reward_function={"single_choice": 1.0})
+    own = replace(training, eval_reward_function={LENGTH: 1.0})
+    only = EnvironmentConfig(eval_reward_function={LENGTH: 1.0})
+    for environment, expected in ((training, "single_choice"), (own, LENGTH), (only, LENGTH)):
+        SEEN.clear()
+        group = generate(with_engine, environment, config, "eval")
+        assert all(list(sample.env_metrics) == [expected] for sample in group.samples)
+        assert {seen.max_tokens for seen in SEEN} == ({12} if expected == LENGTH else set())
+
+
+def test_a_policy_that_is_cut_short_is_judged_as_with_an_environment(with_engine: WithEngine[Group]) -> None:
+    params = SamplingParams(max_generate_length=6, additional_kwargs={"ignore_eos": True})
+    config = GeneratorConfig(sampling_params=params, zero_reward_on_non_stop=True)
+    group = generate(with_engine, EnvironmentConfig(reward_function={LENGTH: 1.0}), config)
+    assert not any(sample.rewards.any() for sample in group.samples)
+    assert all(group.raw_rewards)
+
+
+@pytest.mark.parametrize(
+    ("name", "extras", "kind", "said"),
+    [
+        (
+            f"{HERE}:fails",
+            TRUTH,
+            HpcrlError,
+            rf"group g7 \(row row3\): reward '{HERE}:fails' raised ZeroDivisionError: c",
+        ),
+        (f"{HERE}:endless", TRUTH, HpcrlError, f"reward '{HERE}:endless': inf; expected a finite number"),
+        (f"{HERE}:missing", TRUTH, ConfigError, "has no function 'missing'"),
+        (
+            "single_choice",
+            {},
+            HpcrlError,
+            r"row row3\): reward 'single_choice': the row needs a ground truth",
+        ),
+        ("gsm8k", {"reward_spec": "5"}, HpcrlError, "found None"),
+    ],
+)
+def test_what_a_reward_does_wrong_is_named(
+    with_engine: WithEngine[Group], name: str, extras: dict[str, Any], kind: type[HpcrlError], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        generate(with_engine, EnvironmentConfig(reward_function={name: 1.0}), extras=extras)
