@@ -15,7 +15,7 @@ from hpcrl.run.layout import Run
 from hpcrl.trainer.advantages import trained_groups
 from hpcrl.trainer.engine import Engine, Objective, StepReport
 from hpcrl.trainer.packing import Row, load_samples, pack, trained_tokens
-from hpcrl.trainer.plan import Pick, cut, deal, mini_batches, passes
+from hpcrl.trainer.plan import Limit, Pick, cut, deal, mini_batches
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch
 
@@ -26,13 +26,19 @@ class MiniBatch:
 
     Attributes:
         rows: this rank's samples, longest first.
-        largest: samples of the rank that has the most.
+        shares: of all ranks, the places of their samples.
+        rank: this one.
         tokens: trained tokens of all ranks.
     """
 
     rows: list[Row]
-    largest: int
-    tokens: int
+    shares: list[list[Pick]]
+    rank: int
+    tokens: int = 0
+
+    def micro_batches(self, limit: Limit) -> list[list[Row]]:
+        """Return what this rank passes through a model at a time; as many times as the other ranks, maybe nothing."""
+        return [[self.rows[at] for at in part] for part in cut(self.shares, limit)[self.rank]]
 
 
 def updates_per_batch(trainer: TrainerConfig) -> int:
@@ -53,38 +59,31 @@ def load_mini_batches(
     batch: Batch,
     algorithm: AlgorithmConfig,
     groups_per_mini_batch: int,
+    limit: Limit,
     world: World,
     reduction: Reduction,
 ) -> list[MiniBatch]:
     """Deal each mini-batch to the ranks, read this rank's samples and weigh them.
+
+    Args:
+        limit: of the micro-batches that are trained.
 
     Raises:
         DataError: a sample file is missing or damaged.
     """
     trained = set(trained_groups(batch, algorithm))
     planned = mini_batches(batch, groups_per_mini_batch)
-    shares = [deal([pick for pick in picks if pick.group in trained], world.size) for picks in planned]
+    shares = [deal([pick for pick in picks if pick.group in trained], world.size, limit) for picks in planned]
     picks = [pick for ranks in shares for pick in ranks[world.rank]]
     samples = load_samples(run, batch, picks)
     rows = iter([Row(sample, pick) for sample, pick in zip(samples, picks, strict=True)])
-    # a pass even without a sample: the step still asks for what it did
-    minis = [MiniBatch(list(islice(rows, len(ranks[world.rank]))), max(passes(ranks, 1), 1), 0) for ranks in shares]
-    weigh(minis, shares, batch, world, reduction)
+    minis = [MiniBatch(list(islice(rows, len(ranks[world.rank]))), ranks, world.rank) for ranks in shares]
+    weigh(minis, batch, limit, world, reduction)
     return minis
 
 
-def weigh(
-    minis: Sequence[MiniBatch],
-    shares: Sequence[Sequence[Sequence[Pick]]],
-    batch: Batch,
-    world: World,
-    reduction: Reduction,
-) -> None:
-    """Fill in the tokens of each mini-batch and the weights of its rows, from the counts of all ranks.
-
-    Args:
-        shares: per mini-batch and rank, the picks of the rows.
-    """
+def weigh(minis: Sequence[MiniBatch], batch: Batch, limit: Limit, world: World, reduction: Reduction) -> None:
+    """Fill in the tokens of each mini-batch and the weights of its rows, from the counts of all ranks."""
     per_group, positive = [0] * len(batch.groups), [0] * len(minis)
     lengths = [[trained_tokens([row]) for row in mini.rows] for mini in minis]
     for number in range(len(minis)):
@@ -93,31 +92,34 @@ def weigh(
             positive[number] += length if _is_positive(batch, row.pick) else 0
     sums = [round(count) for count in world.sum([*per_group, *positive])]
     per_group, positive = sums[: len(per_group)], sums[len(per_group) :]
-    size = reduction.micro_batch_size
-    for mini, ranks, own, likelihood in zip(minis, shares, lengths, positive, strict=True):
-        groups = {pick.group for share in ranks for pick in share}
+    for mini, own, likelihood in zip(minis, lengths, positive, strict=True):
+        groups = {pick.group for share in mini.shares for pick in share}
         mini.tokens = sum(per_group[group] for group in groups)
-        for at, row in enumerate(mini.rows):
-            counts = Counts(
-                length=own[at],
-                tokens=mini.tokens,
-                samples=sum(len(share) for share in ranks),
-                groups=len(groups),
-                group_tokens=per_group[row.pick.group],
-                micro_tokens=sum(own[at - at % size : at - at % size + size]),
-                micro_batches=sum(-(-len(share) // size) for share in ranks),
-            )
-            row.weight = sample_weight(reduction, counts)
-            row.nll_weight = 1 / likelihood if own[at] and _is_positive(batch, row.pick) else 0.0
+        planned = cut(mini.shares, limit)
+        used = sum(bool(part) for parts in planned for part in parts)
+        for part in planned[mini.rank]:
+            for at in part:
+                row = mini.rows[at]
+                counts = Counts(
+                    length=own[at],
+                    tokens=mini.tokens,
+                    samples=sum(map(len, mini.shares)),
+                    groups=len(groups),
+                    group_tokens=per_group[row.pick.group],
+                    micro_tokens=sum(own[other] for other in part),
+                    micro_batches=used,
+                )
+                row.weight = sample_weight(reduction, counts)
+                row.nll_weight = 1 / likelihood if own[at] and _is_positive(batch, row.pick) else 0.0
 
 
 def _is_positive(batch: Batch, pick: Pick) -> bool:
     return batch.groups[pick.group].rewards[pick.index] > 0
 
 
-def score(engine: Engine, mini: MiniBatch, size: int, *, old: bool, reference: bool) -> None:
-    """Fill in old and reference log-probabilities, `size` samples per forward pass."""
-    for rows in cut(mini.rows, size, -(-mini.largest // size)):
+def score(engine: Engine, mini: MiniBatch, limit: Limit, *, old: bool, reference: bool) -> None:
+    """Fill in old and reference log-probabilities."""
+    for rows in mini.micro_batches(limit):
         batch = pack(rows)
         wanted = [("old_logprobs", False)] * old + [("ref_logprobs", True)] * reference
         for name, of_reference in wanted:
@@ -126,10 +128,10 @@ def score(engine: Engine, mini: MiniBatch, size: int, *, old: bool, reference: b
                 setattr(row, name, logprobs_T)
 
 
-def train(engine: Engine, mini: MiniBatch, size: int, objective: Objective, world: World) -> Trained:
-    """Make one optimizer step, `size` samples per forward and backward pass."""
+def train(engine: Engine, mini: MiniBatch, limit: Limit, objective: Objective, world: World) -> Trained:
+    """Make one optimizer step."""
     totals: dict[str, torch.Tensor] = {}
-    for rows in cut(mini.rows, size, -(-mini.largest // size)):
+    for rows in mini.micro_batches(limit):
         merge(totals, engine.forward_backward(pack(rows), objective))
     report = engine.step()
     return Trained(_over_ranks(totals, world), report)

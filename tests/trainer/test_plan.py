@@ -1,16 +1,36 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hpcrl.trainer.plan import Pick, cut, deal, mini_batches, passes
+from hpcrl.trainer.plan import Limit, Pick, balanced, cut, deal, idle_share, mini_batches
 from hpcrl.types import Batch, GroupMeta
+
+SAMPLES = Limit(1)
 
 
 def meta(lengths: list[int]) -> GroupMeta:
     zeros = [0.0] * len(lengths)
     return GroupMeta("g", "train", 0, "p", zeros, lengths, lengths, ["stop"] * len(lengths), 0, 0, "x", 1.0)
+
+
+def picks_of(lengths: Sequence[int]) -> list[Pick]:
+    return [Pick(0, index, length) for index, length in enumerate(lengths)]
+
+
+def skewed(count: int, seed: int = 0) -> list[Pick]:
+    """Most samples short, some very long, as of a policy that reasons."""
+    draw = random.Random(seed)
+    return picks_of([min(16384, 100 + int(draw.lognormvariate(7, 0.8))) for _ in range(count)])
+
+
+def tokens(picks: Sequence[Pick]) -> int:
+    return sum(pick.length for pick in picks)
 
 
 def test_mini_batches_are_consecutive_groups() -> None:
@@ -20,26 +40,99 @@ def test_mini_batches_are_consecutive_groups() -> None:
     assert second == [Pick(2, 0, 6)]
 
 
+@pytest.mark.parametrize("limit", [SAMPLES, Limit(1, 8000)])
 @pytest.mark.parametrize("ranks", [1, 2, 7, 8])
-def test_deal_is_fair_and_complete(ranks: int) -> None:
+def test_deal_is_complete_and_orders_shares(ranks: int, limit: Limit) -> None:
     draw = random.Random(0)
     picks = [Pick(group, index, draw.randint(1, 4000)) for group in range(32) for index in range(16)]
-    shares = deal(picks, ranks)
+    shares = deal(picks, ranks, limit)
     assert sorted((p.group, p.index) for share in shares for p in share) == [(p.group, p.index) for p in picks]
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    tokens = [sum(p.length for p in share) for share in shares]
-    assert max(tokens) - min(tokens) <= 4000
     assert all([p.length for p in s] == sorted((p.length for p in s), reverse=True) for s in shares)
+    assert max(map(tokens, shares)) - min(map(tokens, shares)) <= 4000
+    if limit.tokens is None:
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_deal_does_not_depend_on_the_order_it_is_given() -> None:
+@pytest.mark.parametrize("limit", [SAMPLES, Limit(1, 10)])
+def test_deal_does_not_depend_on_the_order_it_is_given(limit: Limit) -> None:
     picks = [Pick(group, index, 5) for group in range(4) for index in range(3)]
-    assert deal(picks, 3) == deal(picks[::-1], 3)
+    assert deal(picks, 3, limit) == deal(picks[::-1], 3, limit)
 
 
-def test_every_rank_runs_the_same_number_of_passes() -> None:
-    shares = deal([Pick(0, index, 5) for index in range(5)], 4)
-    count = passes(shares, 1)
-    assert count == 2
-    assert [len(part) for part in cut(shares[0], 1, count)] == [1, 0]
-    assert [list(part) for part in cut([1, 2, 3], 2, 2)] == [[1, 2], [3]]
+def test_a_token_limit_deals_equal_tokens() -> None:
+    picks = skewed(64 * 16)
+    mean = tokens(picks) / 64
+    by_samples, by_tokens = (max(map(tokens, deal(picks, 64, limit))) for limit in (SAMPLES, Limit(1, 16384)))
+    assert by_samples > 1.15 * mean
+    assert by_tokens < 1.02 * mean
+
+
+def test_every_rank_runs_the_same_number_of_micro_batches() -> None:
+    shares = deal(picks_of([5] * 5), 4, SAMPLES)
+    assert cut(shares, SAMPLES) == [[[0], []], [[0], []], [[0], []], [[0], [1]]]
+    assert cut([picks_of([3, 2, 1])], Limit(2)) == [[[0, 1], [2]]]
+
+
+@pytest.mark.parametrize("limit", [SAMPLES, Limit(1, 8)])
+def test_ranks_without_a_sample_run_too(limit: Limit) -> None:
+    assert cut(deal([], 2, limit), limit) == [[[]], [[]]]
+    assert [len(parts) for parts in cut(deal(picks_of([7]), 3, limit), limit)] == [1, 1, 1]
+
+
+def test_a_token_limit_makes_few_and_equal_micro_batches() -> None:
+    picks = picks_of([5, 9, 3, 12, 7, 1, 8])
+    (parts,) = cut([picks], Limit(1, 16))
+    assert [sum(picks[at].length for at in part) for part in parts] == [15, 15, 15]
+    assert parts[0] == [2, 3], "the longest sample, whose attention costs most, comes first"
+
+
+def test_a_sample_beyond_the_limit_is_a_micro_batch_of_its_own() -> None:
+    (parts,) = cut([picks_of([3, 100, 3, 30])], Limit(1, 10))
+    assert parts == [[1], [3], [0, 2]]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=24),
+    ranks=st.integers(1, 4),
+    limit=st.builds(Limit, st.integers(1, 5), st.none() | st.integers(1, 60)),
+)
+def test_micro_batches_hold_every_sample_once_and_no_more_than_they_may(
+    lengths: list[int], ranks: int, limit: Limit
+) -> None:
+    shares = deal(picks_of(lengths), ranks, limit)
+    planned = cut(shares, limit)
+    assert len({len(parts) for parts in planned}) == 1
+    for share, parts in zip(shares, planned, strict=True):
+        assert sorted(at for part in parts for at in part) == list(range(len(share)))
+        for part in parts:
+            if limit.tokens is None:
+                assert len(part) <= limit.samples
+            else:
+                assert len(part) < 2 or tokens([share[at] for at in part]) <= limit.tokens
+    if limit.tokens is not None and len(lengths) > 1:
+        # halves of the limit always fit together, so but for one micro-batch of a rank all are more than half full
+        needed = max(2 * tokens(share) // limit.tokens + 1 for share in shares)
+        assert len(planned[0]) <= max(needed, 1)
+
+
+@given(lengths=st.lists(st.integers(1, 100), max_size=7), parts=st.integers(1, 3))
+def test_balanced_parts_are_near_the_best(lengths: list[int], parts: int) -> None:
+    def largest(where: Sequence[int]) -> int:
+        return max(
+            sum(length for length, part in zip(lengths, where, strict=True) if part == at) for at in range(parts)
+        )
+
+    found = balanced(lengths, parts)
+    assert sorted(at for part in found for at in part) == list(range(len(lengths)))
+    best = min(largest(where) for where in product(range(parts), repeat=len(lengths)))
+    assert max(sum(lengths[at] for at in part) for part in found) <= 4 / 3 * best
+
+
+def test_ranks_wait_less_with_a_token_limit() -> None:
+    picks = skewed(64 * 16)
+    shares = {limit: deal(picks, 64, limit) for limit in (Limit(4), Limit(4, 32768))}
+    by_samples, by_tokens = (idle_share(share, cut(share, limit)) for limit, share in shares.items())
+    assert by_samples > 0.1
+    assert by_tokens < 0.05
+    assert idle_share([[], []], [[[]], [[]]]) == 0
+    assert idle_share([picks_of([3]), picks_of([1])], [[[0]], [[0]]]) == pytest.approx(1 / 3)
