@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar, cast
@@ -10,6 +11,8 @@ from typing import Any, TypeVar, cast
 from hpcrl.errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def imported(subject: str, name: str) -> Any:

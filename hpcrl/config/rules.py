@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.config.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from hpcrl.config.derive import uses_reference
 from hpcrl.config.generation import chat, datasets, lengths, sampling_parameters
+from hpcrl.config.own import IMPORT_PATH
 from hpcrl.config.problem import Problem
 from hpcrl.config.ranges import out_of_range
 from hpcrl.config.ranks import (
@@ -20,6 +21,7 @@ from hpcrl.config.ranks import (
     shared_gpus,
     whole_mini_batches,
 )
+from hpcrl.config.scoring import overlong, remote_reward, reward_names, who_pays
 from hpcrl.config.site import engine_options, flash_infer, gpus_of_nodes, sbatch_options
 from hpcrl.config.status import waiting
 from hpcrl.config.surface import Setting, values
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 Rule = Callable[["Config"], Iterator[Problem]]
 
 _COUNTED = re.compile(r"(_size|_nodes|_per_node|_per_prompt|_engines|_steps|\.reshard_after_forward)$")
-_IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def check(config: Config) -> list[Problem]:
@@ -65,7 +66,7 @@ def _named_functions(config: Config) -> Iterator[Problem]:
     algorithm = config.trainer.algorithm
     for name, known in (("advantage_estimator", ADVANTAGE_ESTIMATORS), ("policy_loss_type", POLICY_LOSSES)):
         value = getattr(algorithm, name)
-        if value not in known and not _IMPORT_PATH.fullmatch(value):
+        if value not in known and not IMPORT_PATH.fullmatch(value):
             near = get_close_matches(value, known, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             yield Problem(
@@ -119,20 +120,6 @@ def _lora(config: Config) -> Iterator[Problem]:
 def _low_precision(config: Config) -> Iterator[Problem]:
     if config.trainer.policy.low_precision.fp8 and config.trainer.policy.low_precision.fp4:
         yield Problem("trainer.policy.low_precision.fp4", "given beside fp8; set one of them to false")
-
-
-def _remote_reward(config: Config) -> Iterator[Problem]:
-    remote = config.environment.remote_reward
-    if remote.enable and not remote.reward_function:
-        yield Problem(
-            "environment.remote_reward.reward_function",
-            "required with environment.remote_reward.enable: the rewards that the service computes, with their weights",
-        )
-    if remote.clip_min > remote.clip_max:
-        yield Problem(
-            "environment.remote_reward.clip_min",
-            f"expected at most clip_max ({remote.clip_max}), found {remote.clip_min}",
-        )
 
 
 def _warm_up(config: Config) -> Iterator[Problem]:
@@ -341,7 +328,10 @@ RULES: tuple[Rule, ...] = (
     _experts,
     _teacher,
     _diffusion,
-    _remote_reward,
+    reward_names,
+    who_pays,
+    overlong,
+    remote_reward,
     engine_options,
     flash_infer,
     gpus_of_nodes,

@@ -33,7 +33,7 @@ _DATA = Wait("datasets on a hub and other columns")
 _LORA = Wait("LoRA")
 _MEGATRON = Wait("Megatron")
 _PARALLEL = Wait("sequence parallelism")
-_REWARDS = Wait("built-in and remote rewards")
+_REWARDS = Wait("remote rewards")
 _SFT = Wait("supervised fine-tuning")
 _SPEED = Wait("compiled, offloaded and low-precision training")
 _TRACKING = Wait("trackers, profiles and uploads")
@@ -112,9 +112,6 @@ WAITS: dict[str, Wait] = {
     "generator.use_conversation_multi_turn": _TURNS,
     "generator.append_eos_token_after_stop_str_in_multi_turn": _TURNS,
     "generator.step_wise_trajectories": _TURNS,
-    "environment.reward_function": _REWARDS,
-    "environment.eval_reward_function": _REWARDS,
-    "environment.overlong_reward": _REWARDS,
     "environment.remote_reward": _REWARDS,
     "environment.skyrl_gym.text2sql": _ENVIRONMENTS,
     "environment.skyrl_gym.llm_as_a_judge": _ENVIRONMENTS,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hpcrl.config import Config, generation, ranks, rules, site, training
+from hpcrl.config import Config, generation, ranks, rules, scoring, site, training
 from hpcrl.config.load import nested
 from hpcrl.config.problem import Problem
 from hpcrl.config.rules import impossible
@@ -483,9 +483,53 @@ OURS = [
         {"slurm.extra": {"array": "0-3"}}, "slurm.extra.array", "hpcrl sets this option of sbatch itself",
         {"slurm.extra": {"licenses": "x"}},
     ),
+    Case(
+        "rewards are known",
+        {"environment.reward_function": {"boxed_meth": 1.0}}, "environment.reward_function", 'found "boxed_meth"; did you mean boxed_math?',
+        {"environment.reward_function": {"boxed_math": 1.0, "format": 0.0, "mine.rewards:taste": -0.5}},
+    ),
+    Case(
+        "rewards of evaluation are known",
+        {"environment.eval_reward_function": {"chess": 1.0}}, "environment.eval_reward_function", "expected names of single_choice, ",
+        {"environment.eval_reward_function": {"gsm8k": 1.0}},
+    ),
+    Case(
+        "a reward counts",
+        {"environment.reward_function": {"gsm8k": 0.0, "format": 0.0}}, "environment.reward_function", "every weight is 0",
+        {"environment.reward_function": {"gsm8k": 1.0, "format": 0.0}},
+    ),
+    Case(
+        "an environment or rewards pay",
+        {"environment.reward_function": {"gsm8k": 1.0}, "environment.env_class": "mine.envs:Mine"},
+        "environment.env_class", "so that mine.envs:Mine has no effect",
+        {"environment.eval_reward_function": {"gsm8k": 1.0}, "environment.env_class": "mine.envs:Mine"},
+    ),
+    Case(
+        "the overlong penalty is listed",
+        {"environment.overlong_reward.penalty_factor": 0.5}, "environment.overlong_reward.penalty_factor", "list it there",
+        {
+            "environment.overlong_reward": {"penalty_factor": 0.5, "buffer_length": 1024},
+            "environment.reward_function": {"gsm8k": 1.0, "overlong": 1.0},
+        },
+    ),
+    Case(
+        "the buffer of the overlong penalty is within the longest response",
+        {"environment.reward_function": {"overlong": 1.0}}, "environment.overlong_reward.buffer_length",
+        "expected at most the longest response (generator.sampling_params.max_generate_length = 1024), found 4096",
+        {"environment.reward_function": {"overlong": 1.0}, "generator.sampling_params.max_generate_length": 4096},
+    ),
+    Case(
+        "the buffer of the overlong penalty is within the longest response of evaluation",
+        {
+            "environment.eval_reward_function": {"overlong": 1.0}, "environment.overlong_reward.buffer_length": 512,
+            "generator.eval_sampling_params.max_generate_length": 300,
+        },
+        "environment.overlong_reward.buffer_length", "generator.eval_sampling_params.max_generate_length = 300",
+        {"environment.eval_reward_function": {"overlong": 1.0}, "environment.overlong_reward.buffer_length": 512},
+    ),
 ]  # fmt: skip
 
-MODULES = (rules, ranks, generation, site, training)
+MODULES = (rules, ranks, generation, scoring, site, training)
 CASES = [*SKYRL, *COSMOS, *OURS]
 
 
