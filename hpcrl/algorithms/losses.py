@@ -16,6 +16,7 @@ import torch
 
 _MAX_LOG_RATIO = 20.0
 _MAX_LOG_SAMPLE_RATIO = 10.0
+_LEAST_PROBABILITY = 1e-8
 
 Values = tuple[torch.Tensor, dict[str, torch.Tensor]]
 Loss = Callable[..., Values]
@@ -231,6 +232,63 @@ def aipo(tokens: Tokens, *, aipo_rho: float) -> Values:
     return -ratio_P.clamp(max=aipo_rho) * tokens.advantages, {"clip_ratio": above}
 
 
+def dppo(tokens: Tokens, *, dppo_type: str, delta_low: float, delta_high: float) -> Values:
+    """Return -r A of the tokens inside a trust region of divergence (DPPO, arXiv:2602.04879, equations 11 to 14).
+
+    r = pi / pi_rollout. A token counts nothing where the divergence from the rollout is above delta_high while A > 0 and pi has
+    risen, or above delta_low while A < 0 and pi has fallen: on the way back nothing is in its way. The divergence is that between
+    two outcomes, this token or any other: binary_tv, |pi - pi_rollout|, or binary_kl, KL(rollout || policy). Unlike a ratio, it
+    lets rare tokens move, and holds frequent ones.
+
+    Returns:
+        loss [P], and the sum of `clip_ratio`: tokens that count nothing.
+    """
+    divergence_P = _binary_divergence(tokens.logprobs.detach(), tokens.rollout_logprobs, dppo_type)
+    risen_P, fallen_P = tokens.logprobs > tokens.rollout_logprobs, tokens.logprobs < tokens.rollout_logprobs
+    out_P = (tokens.advantages > 0) & risen_P & (divergence_P > delta_high)
+    out_P = out_P | ((tokens.advantages < 0) & fallen_P & (divergence_P > delta_low))
+    loss_P = -ratio(tokens.logprobs, tokens.rollout_logprobs) * tokens.advantages
+    return torch.where(out_P, 0.0, loss_P), {"clip_ratio": masked_sum(out_P.float(), tokens.mask)}
+
+
+def gpg(tokens: Tokens) -> Values:
+    """Return -A log pi, the gradient of the policy without a ratio (GPG, arXiv:2504.02546, equation 3).
+
+    It is right for samples of the policy itself. With zero_variance_filter the mean over tokens leaves groups out that teach
+    nothing, which is the paper's factor for them.
+    """
+    return -tokens.advantages * tokens.logprobs, {}
+
+
+def gmpo(tokens: Tokens, *, log_clip_low: float, log_clip_high: float) -> Values:
+    """Return -w A, with the geometric mean w of the sample's clipped ratios (GMPO, arXiv:2507.20673, equation 4).
+
+    Logarithms of ratios are lowered to log_clip_high where A > 0, and raised to -log_clip_low where A < 0; their mean is at most
+    10. The paper's mean over samples is loss_reduction=sequence_mean.
+
+    Returns:
+        loss [P], and the sum of `clip_ratio`: tokens whose ratio was clipped.
+    """
+    log_ratio_P = tokens.logprobs - tokens.old_logprobs
+    high_P = torch.where(tokens.advantages > 0, log_clip_high, torch.inf)
+    low_P = torch.where(tokens.advantages < 0, -log_clip_low, -torch.inf)
+    clipped_P = torch.clamp(log_ratio_P, low_P, high_P)
+    mean_B = sample_means(clipped_P, tokens.mask, tokens.lengths).clamp(max=_MAX_LOG_SAMPLE_RATIO)
+    loss_P = -spread(mean_B.exp(), tokens.lengths) * tokens.advantages
+    return loss_P, {"clip_ratio": masked_sum((clipped_P != log_ratio_P).float(), tokens.mask)}
+
+
+def _binary_divergence(logprobs_P: torch.Tensor, rollout_logprobs_P: torch.Tensor, dppo_type: str) -> torch.Tensor:
+    """Return the divergence from the rollout's distribution over two outcomes, this token or any other, to the policy's, [P]."""
+    log_P, rollout_log_P = logprobs_P.clamp(max=0), rollout_logprobs_P.clamp(max=0)
+    chosen_P, rollout_P = log_P.exp(), rollout_log_P.exp()
+    if dppo_type == "binary_tv":
+        return (chosen_P - rollout_P).abs()
+    assert dppo_type == "binary_kl", f"no divergence {dppo_type}"
+    other_P, rollout_other_P = (-torch.expm1(log).clamp(max=-_LEAST_PROBABILITY) for log in (log_P, rollout_log_P))
+    return rollout_P * (rollout_log_P - log_P) + rollout_other_P * (rollout_other_P / other_P).log()
+
+
 def _clipped(tokens: Tokens, ratio_P: torch.Tensor, low: float, high: float) -> Values:
     plain_P = -ratio_P * tokens.advantages
     clipped_P = -ratio_P.clamp(1 - low, 1 + high) * tokens.advantages
@@ -258,4 +316,7 @@ POLICY_LOSSES: dict[str, Loss] = {
     "cross_entropy": cross_entropy,
     "importance_sampling": importance_sampling,
     "aipo": aipo,
+    "dppo": dppo,
+    "gpg": gpg,
+    "gmpo": gmpo,
 }

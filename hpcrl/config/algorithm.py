@@ -19,6 +19,9 @@ POLICY_LOSSES = (
     "cross_entropy",
     "importance_sampling",
     "aipo",
+    "dppo",
+    "gpg",
+    "gmpo",
 )
 
 
@@ -131,6 +134,27 @@ class CISPOConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DPPOConfig:
+    dppo_type: Literal["binary_tv", "binary_kl"] = "binary_tv"
+    """dppo: divergence of the policy from the rollout, of this token against all others; binary_tv: difference of the probabilities, binary_kl: KL(rollout || policy) in nats (arXiv:2602.04879)."""
+
+    delta_low: float = 0.2
+    """dppo: tokens of negative advantage count nothing once the policy has fallen from the rollout by a divergence above this; 0.05 is usual with binary_kl."""
+
+    delta_high: float = 0.2
+    """dppo: the same for tokens of positive advantage and a policy that has risen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GMPOConfig:
+    log_clip_low: float = 0.4
+    """gmpo: logarithms of probability ratios below -log_clip_low are raised to it, where the advantage is negative (arXiv:2507.20673)."""
+
+    log_clip_high: float = 0.4
+    """gmpo: those above log_clip_high are lowered to it, where the advantage is positive."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     advantage_estimator: str = "grpo"
     """How rewards become advantages: grpo (against the group's mean, arXiv:2402.03300), rloo (against the mean of the group's other samples, arXiv:2402.14740), maxrl (as grpo, but divided by the mean of the group, arXiv:2602.02710), opo (against the group's mean weighted by length, arXiv:2505.23585), remax (against the greedy response to the same prompt, which is generated beside the group, arXiv:2310.10505), reinforce++ (rewards from each token on, discounted, standardized over the batch, arXiv:2501.03262), reinforce++_baseline (against the group's mean, standardized over the batch), gae (against a critic, arXiv:1506.02438), or your own as "package.module:function"."""
@@ -154,7 +178,7 @@ class AlgorithmConfig:
     """gae: lambda; 1: advantages from all later rewards, 0: from the next value alone."""
 
     policy_loss_type: str = "regular"
-    """Policy loss: regular (the clipped surrogate of PPO, arXiv:1707.06347), dual_clip (also bounded for negative advantages, arXiv:1912.09729), gspo (one ratio per sample, arXiv:2507.18071), sapo (a soft gate, arXiv:2511.20347), cispo (clipped weights, arXiv:2506.13585), rollout_is (ratio to the rollout, out of bounds: no weight), clip_cov and kl_cov (arXiv:2505.22617), aipo (ratio bounded on one side, arXiv:2505.24034), importance_sampling (the plain ratio), cross_entropy (likelihood, without advantages), or your own as "package.module:function"."""
+    """Policy loss: regular (the clipped surrogate of PPO, arXiv:1707.06347), dual_clip (also bounded for negative advantages, arXiv:1912.09729), gspo (one ratio per sample, arXiv:2507.18071), sapo (a soft gate, arXiv:2511.20347), cispo (clipped weights, arXiv:2506.13585), rollout_is (ratio to the rollout, out of bounds: no weight), clip_cov and kl_cov (arXiv:2505.22617), aipo (ratio bounded on one side, arXiv:2505.24034), dppo (ratio to the rollout, inside a bound on the divergence, arXiv:2602.04879), gmpo (geometric mean of a sample's ratios, arXiv:2507.20673; the paper's loss_reduction is sequence_mean), gpg (no ratio, arXiv:2504.02546), importance_sampling (the plain ratio), cross_entropy (likelihood, without advantages), or your own as "package.module:function"."""
 
     loss_reduction: Literal[
         "token_mean",
@@ -253,3 +277,7 @@ class AlgorithmConfig:
     kl_cov: KLCovConfig = field(default_factory=KLCovConfig)
 
     cispo: CISPOConfig = field(default_factory=CISPOConfig)
+
+    dppo: DPPOConfig = field(default_factory=DPPOConfig)
+
+    gmpo: GMPOConfig = field(default_factory=GMPOConfig)

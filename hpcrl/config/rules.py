@@ -161,6 +161,11 @@ def _reference(config: Config) -> Iterator[Problem]:
             name,
             "there is no reference model without trainer.algorithm.use_kl_loss or use_kl_in_reward; set one of them, or leave this out",
         )
+    if not resets and not algorithm.reset_optimizer_with_reference:
+        yield Problem(
+            "trainer.algorithm.reset_optimizer_with_reference",
+            "has no effect without trainer.algorithm.reference_reset_interval; set that, or leave this out",
+        )
     if resets and config.trainer.update_ref_every_epoch:
         yield Problem(
             "trainer.update_ref_every_epoch",

@@ -14,6 +14,7 @@ from hpcrl.algorithms.losses import POLICY_LOSSES, Tokens, clipped_surrogate, ma
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.algorithm import POLICY_LOSSES as DOCUMENTED
+from hpcrl.config.algorithm import OffPolicyCorrectionConfig
 from hpcrl.config.validate import build
 from hpcrl.errors import ConfigError
 from hpcrl.trainer.objective import build_objective, loss_settings
@@ -26,12 +27,17 @@ EVERYTHING: dict[str, Any] = {
     "use_kl_loss": True, "kl_loss_coef": 0.1, "use_entropy_loss": True, "entropy_loss_coef": 0.02, "positive_nll_coef": 0.3,
     "kl_importance_weighted": True,
 }  # fmt: skip
-CORRECTION = {
-    "tis_ratio_type": "token",
-    "sequence_mask_metric": "geometric",
-    "geo_mask_low": 0.85,
-    "geo_mask_high": 1.2,
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "token": {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.2},
+    "dropped": {"tis_ratio_type": "token", "token_tis_ratio_drop_high": 1.2},
+    "sequence": {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 1.3},
+    "geometric": {"sequence_mask_metric": "geometric", "geo_mask_low": 0.85, "geo_mask_high": 1.2},
+    "product": {"sequence_mask_metric": "product", "product_mask_low": 0.6, "product_mask_high": 1.5},
+    "outliers": {"outlier_token_is_threshold_low": 0.5, "outlier_token_is_threshold_high": 1.8},
+    "tokens": {"token_mask_is_threshold_low": 0.7, "token_mask_is_threshold_high": 1.5},
+    "negative": {"negative_sample_mask_delta": 0.01},
 }
+CORRECTION = CORRECTIONS["token"] | CORRECTIONS["geometric"]
 ORDERS = [[[4, 1, 5, 0, 3, 2]], [[0], [1], [2], [3], [4], [5]], [[5, 2, 0], [1, 3], [4]]]
 
 
@@ -39,8 +45,9 @@ def reduction(name: str) -> Reduction:
     return Reduction(name, max_seq_len=11, micro_batch_size=2)
 
 
-def test_every_documented_loss_is_there() -> None:
+def test_everything_documented_is_there() -> None:
     assert set(POLICY_LOSSES) == set(DOCUMENTED)
+    assert {name for table in CORRECTIONS.values() for name in table} == set(vars(OffPolicyCorrectionConfig()))
     assert set(KL_ESTIMATORS) == set(get_args(get_type_hints(AlgorithmConfig)["kl_estimator_type"]))
 
 
@@ -54,6 +61,26 @@ def test_layout_does_not_matter(loss: str, name: str, order: list[list[int]]) ->
     found = run(samples, algorithm, reduction(name), order)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert expected[0] != 0
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_corrections_are_those_of_samples_whatever_the_layout(name: str) -> None:
+    plain = {"use_kl_loss": False}
+    algorithm = {**plain, "off_policy_correction": CORRECTIONS[name]}
+    samples = make_samples()
+    expected = run(samples, algorithm, Reduction(), [[0, 1, 2, 3, 4, 5]])
+    assert expected[0] != run(samples, plain, Reduction(), [[0, 1, 2, 3, 4, 5]])[0]
+    for order in ORDERS:
+        torch.testing.assert_close(run(samples, algorithm, Reduction(), order), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_divergences_are_those_of_tokens_whatever_the_layout(name: str) -> None:
+    algorithm = {"kl_estimator_type": name, "kl_loss_coef": 1.0}
+    samples = make_samples()
+    expected = run(samples, algorithm, Reduction(), [[0, 1, 2, 3, 4, 5]])
+    for order in ORDERS:
+        torch.testing.assert_close(run(samples, algorithm, Reduction(), order), expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("loss", sorted(OF_A_MICRO_BATCH))
@@ -74,15 +101,18 @@ def test_the_legacy_mean_is_one_of_micro_batches() -> None:
     assert found.item() != pytest.approx(run(samples, algorithm, Reduction(), [[0, 1, 2, 3, 4, 5]])[0].item())
 
 
-@pytest.mark.parametrize("loss", BY_TOKEN)
+@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
 def test_gradients_are_those_of_the_value(loss: str) -> None:
     """Losses that stop a gradient inside are not gradients of their value; their weights are held fixed here."""
-    algorithm = build(AlgorithmConfig, {"policy_loss_type": loss, "use_kl_loss": False})
+    algorithm = build(
+        AlgorithmConfig, {"policy_loss_type": loss, "clip_cov": {"clip_cov_lb": 0.01}, "gmpo": {"log_clip_low": 0.02}}
+    )
     settings = loss_settings(algorithm)
     (sample,) = make_samples([6], seed=3, spread=0.05)
     stopped = loss in ("cispo", "rollout_is", "gspo")
 
     def value(logprobs: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)  # clip_cov draws tokens
         tokens = tokens_of([sample], logprobs)
         return masked_sum(POLICY_LOSSES[loss](tokens, **settings)[0], tokens.mask)
 
@@ -131,10 +161,8 @@ EXTREME = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", [*EXTREME, "masked", "one token"])
-@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
-def test_everything_is_finite(loss: str, case: str, dtype: torch.dtype) -> None:
+def extreme(case: str, dtype: torch.dtype) -> list[Sample]:
+    """Return samples whose log-ratios, masks or lengths are extreme."""
     lengths = [1] if case == "one token" else [2, 3]
     samples = [_cast(sample, dtype) for sample in make_samples(lengths)]
     if case in EXTREME:
@@ -147,6 +175,14 @@ def test_everything_is_finite(loss: str, case: str, dtype: torch.dtype) -> None:
         ]
     if case == "masked":
         samples = [replace(sample, mask=torch.zeros_like(sample.mask)) for sample in samples]
+    return samples
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", [*EXTREME, "masked", "one token"])
+@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
+def test_everything_is_finite(loss: str, case: str, dtype: torch.dtype) -> None:
+    samples = extreme(case, dtype)
     correction = {
         **CORRECTION, "tis_ratio_type": "sequence", "negative_sample_mask_delta": 0.1, "outlier_token_is_threshold_low": 1e-9,
         "token_mask_is_threshold_low": 0.0, "token_mask_is_threshold_high": 1e9,
@@ -159,6 +195,31 @@ def test_everything_is_finite(loss: str, case: str, dtype: torch.dtype) -> None:
         if case == "masked":
             assert total == 0
             assert not torch.cat(gradients).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_divergences_are_finite(name: str, weighted: bool, dtype: torch.dtype) -> None:
+    logprobs = torch.tensor([-0.5, -1e4, -1e4, -0.5, 0.0], dtype=dtype, requires_grad=True)
+    reference, old = torch.tensor([[-1e4, -0.5, -1e4, -0.5, 0.0], [-0.5, -0.5, -0.5, -1e4, 0.0]], dtype=dtype)
+    weights = losses.ratio(logprobs, old) if weighted else 1.0
+    values = KL_ESTIMATORS[name](logprobs, reference, weights)
+    assert values.dtype == torch.float32
+    assert values.isfinite().all()
+    values.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", [*EXTREME, "masked", "one token"])
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_corrections_are_finite(name: str, case: str, dtype: torch.dtype) -> None:
+    samples, algorithm = extreme(case, dtype), {"off_policy_correction": CORRECTIONS[name]}
+    total, gradients = run(samples, algorithm, Reduction(), [list(range(len(samples)))])
+    assert torch.isfinite(total)
+    assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
 def test_a_loss_of_ones_own() -> None:

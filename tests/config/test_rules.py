@@ -310,6 +310,12 @@ COSMOS = [
         {f"{ALGORITHM}.reference_reset_interval": 5},
     ),
     Case(
+        "an optimizer is only reset with the reference",
+        {f"{ALGORITHM}.reset_optimizer_with_reference": False},
+        f"{ALGORITHM}.reset_optimizer_with_reference", "has no effect without trainer.algorithm.reference_reset_interval",
+        {f"{ALGORITHM}.reset_optimizer_with_reference": False, f"{ALGORITHM}.reference_reset_interval": 5},
+    ),
+    Case(
         "a reset needs a reference",
         {f"{ALGORITHM}.reference_reset_interval": 5, **NO_KL},
         f"{ALGORITHM}.reference_reset_interval", "set one of them, or leave this out",
