@@ -14,15 +14,18 @@ import sys
 from starlette.applications import Starlette
 
 from hpcrl.config import Config, order_seed, total_steps
+from hpcrl.config.derive import required_columns
 from hpcrl.controller.api import Api, Guard, bind, serve
+from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.data.chat import load_tokenizer, prompt_ids
 from hpcrl.data.prompts import drop_long, load_prompts, set_aside
+from hpcrl.errors import HpcrlError
 from hpcrl.observe.tensorboard import Follower
 from hpcrl.run.call import read_token
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import RENEW_S, LeaseWriter
-from hpcrl.types import Prompt
+from hpcrl.types import Kind, Prompt
 
 
 def main(path: str) -> None:
@@ -38,10 +41,9 @@ def main(path: str) -> None:
         lease.say("loading data")  # a large dataset takes its time; the others wait for as long as this is renewed
         return len(prompt_ids(tokenizer, prompt.messages, config.generator.chat_template_kwargs))
 
-    def load(sources: list[str]) -> list[Prompt]:
-        return load_prompts(
-            sources, config.environment.env_class, config.data.prompt_column, config.data.response_column
-        )
+    def load(sources: list[str], kinds: tuple[Kind, ...]) -> list[Prompt]:
+        columns = config.environment.env_class, config.data.prompt_column, config.data.response_column
+        return load_prompts(sources, *columns, **required_columns(config.environment, kinds))
 
     def fit(prompts: list[Prompt], what: str) -> list[Prompt]:
         kept = drop_long(prompts, count_tokens, config.trainer.max_prompt_length)
@@ -49,7 +51,8 @@ def main(path: str) -> None:
         return kept
 
     trainer, data = config.trainer, config.data
-    train, validation = load(data.train_data), load(data.val_data) if trainer.eval_interval > 0 else []
+    train = load(data.train_data, ("train",) if data.test_size is None else ("train", "eval"))
+    validation = load(data.val_data, ("eval",)) if trainer.eval_interval > 0 else []
     if data.test_size is not None:
         train, validation = set_aside(train, data.test_size)
     train, validation = fit(train, "training"), fit(validation, "evaluation") if trainer.eval_interval > 0 else []
@@ -65,6 +68,9 @@ def main(path: str) -> None:
         order_seed=order_seed(data, trainer),
         groups_at_once=trainer.fully_async.num_parallel_generation_workers,
         eval_prompts_at_once=trainer.eval_batch_size,
+        sampling=DynamicSampling(
+            trainer.algorithm.dynamic_sampling, trainer.algorithm.filter_reward_metric, trainer.seed
+        ),
     )
     asyncio.run(_serve(run, attempt, lease, Service(run, attempt, schedule, train, validation)))
 
@@ -89,4 +95,8 @@ async def _serve(run: Run, attempt: int, lease: LeaseWriter, service: Service) -
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    try:
+        main(sys.argv[1])
+    except HpcrlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -4,10 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpcrl.errors import DataError
+from hpcrl.types import GroupMeta
 
-def varied(rewards: Sequence[float]) -> bool:
-    """Return whether a group's rewards differ, or it has no second sample to differ from.
+
+def filter_values(group: GroupMeta, metrics: Sequence[str]) -> list[float]:
+    """Return the number of each sample that decides whether a group is worth training.
+
+    Args:
+        metrics: `trainer.algorithm.filter_reward_metric`, numbers that the environment reports, which are added up; a sample that
+            does not report one that others of its group do has 0. Empty: the reward, the sum over a sample's tokens.
+
+    Raises:
+        DataError: no sample of the group reports one of the metrics.
+    """
+    if not metrics:
+        return group.rewards
+    reported = {name for sample in group.env_metrics for name in sample}
+    for name in metrics:
+        if name not in reported:
+            there = f"it reports {', '.join(sorted(reported))}" if reported else "it reports none"
+            raise DataError(
+                f"group {group.group_id} (data source {group.data_source}): no sample has the metric {name!r}, which "
+                f"trainer.algorithm.filter_reward_metric names; name metrics that the environment reports: {there}"
+            )
+    return [sum(sample.get(name, 0.0) for name in metrics) for sample in group.env_metrics]
+
+
+def varied(values: Sequence[float]) -> bool:
+    """Return whether the rewards of a group, or what else it is judged by, differ, or it has no second sample to differ from.
 
     Otherwise every sample is as good as its group, so that estimators which compare within it find nothing to learn.
     """
-    return len(rewards) == 1 or min(rewards) < max(rewards)
+    return len(values) == 1 or min(values) < max(values)

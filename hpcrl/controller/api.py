@@ -94,7 +94,7 @@ class Api:
     async def start(self, body: dict[str, Any]) -> dict[str, Any]:
         total = self._service.start(body["step"])
         await self._notify()
-        return {"total_steps": total}
+        return {"total_steps": total, "steps_per_epoch": self._service.steps_per_epoch}
 
     async def published(self, body: dict[str, Any]) -> dict[str, Any]:
         self._service.published(body["version"])
@@ -130,6 +130,8 @@ class Api:
             request = read_json(run.stop)
             if request and request["attempt"] == attempt:
                 await self.end(request["reason"])
+            if self._service.failure:
+                raise self._service.failure
             for name in self._service.expire():
                 say(f"{name} is silent; its groups go to others")
             heard = time.monotonic() if self._service.workers or self._service.version is None else heard

@@ -44,3 +44,18 @@ def describe(batch: Batch) -> dict[str, float]:
         "async/staleness_ratio": fmean(value > 0 for value in stale),
         **{f"environment/{name}": fmean(values) for name, values in environment.items()},
     }
+
+
+def describe_dropped(batch: Batch) -> dict[str, float]:
+    """Return what dynamic sampling made of the groups that were generated for one batch.
+
+    filtered_positive and filtered_negative count the dropped groups by the mean of what they are judged by, their rewards as a rule:
+    above 0, or not.
+    """
+    positive = sum(worth > 0 for worth in batch.dropped.values())
+    return {
+        "generate/dropped_groups": len(batch.dropped),
+        "generate/sample_batches": len(batch.generated) / len(batch.groups),
+        "generate/filtered_positive": positive,
+        "generate/filtered_negative": len(batch.dropped) - positive,
+    }

@@ -31,8 +31,8 @@ class History:
 
     Attributes:
         composed: newest step whose batch is complete on disk, at least the step that training continues after.
-        used: indices of all groups in those batches.
-        finished: complete groups that no batch has used.
+        used: indices of all groups in those batches, and of those that were dropped for them.
+        finished: complete groups that no batch has used; some may be of the kind that dynamic sampling drops.
         batches: batches that training has still to do.
     """
 
@@ -44,6 +44,9 @@ class History:
 
 def read_history(run: Run, step: int, batch_size: int, keep: Callable[[int, GroupMeta], bool]) -> History:
     """Read what is on disk for a training that continues after `step`.
+
+    Batches that cannot be trained again, because a file of theirs is gone, are removed with all later ones: their groups may train in
+    other batches now.
 
     A run that starts from another run's checkpoint has no batches of the steps before it: their groups count as used, in order.
 
@@ -61,10 +64,12 @@ def read_history(run: Run, step: int, batch_size: int, keep: Callable[[int, Grou
         batch = batches[number]
         if number > step:
             if number != history.composed + 1 or not _complete(run, batch):
+                for void in (later for later in batches if later >= number):
+                    run.batch(void).unlink()
                 break
             history.composed = number
             history.batches[number] = batch
-        history.used |= {index for group in batch.groups if (index := group_index(group.group_id)) is not None}
+        history.used |= {index for name in batch.generated if (index := group_index(name)) is not None}
     for path in run.samples.glob("*/g*.safetensors"):
         index = group_index(path.stem)
         if index is None or index in history.used:

@@ -50,6 +50,10 @@ class PromptStream:
     def steps_per_epoch(self) -> int:
         return self.n_prompts // self.batch_size
 
+    def epoch(self, index: int) -> int:
+        """Return the epoch that group `index` belongs to; the first is 0."""
+        return index // (self.steps_per_epoch * self.batch_size)
+
     def row(self, index: int) -> int:
         """Return the dataset row that group `index` trains."""
         epoch, position = divmod(index, self.steps_per_epoch * self.batch_size)

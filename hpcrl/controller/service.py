@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from hpcrl.controller.admission import Admission, staleness
-from hpcrl.controller.describe import describe
+from hpcrl.controller.describe import describe, describe_dropped
+from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.evaluation import is_due, scores
 from hpcrl.controller.history import group_id, group_index, read_history
 from hpcrl.controller.sampling import PromptStream
-from hpcrl.errors import RunError
+from hpcrl.errors import DataError, HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.run.commit import committed, discard, read_json, write_json
 from hpcrl.run.layout import Run, step_of, version_of
@@ -40,6 +41,7 @@ class Schedule:
         groups_at_once: training groups that are generated at the same time at most; None for no bound but the staleness.
         eval_prompts_at_once: prompts that are evaluated at the same time at most.
         eval_interval: steps between evaluations; 0 or less for none.
+        sampling: what becomes of groups whose samples are all equally good.
     """
 
     batch_size: int
@@ -53,6 +55,7 @@ class Schedule:
     order_seed: int | None
     groups_at_once: int | None
     eval_prompts_at_once: int
+    sampling: DynamicSampling = field(default_factory=DynamicSampling)
 
 
 @dataclass
@@ -64,7 +67,12 @@ class Worker:
 
 
 class Service:
-    """One attempt's controller."""
+    """One attempt's controller.
+
+    Attributes:
+        stop: why the run ends; None while it goes on.
+        failure: why it cannot go on.
+    """
 
     def __init__(
         self, run: Run, attempt: int, schedule: Schedule, train: list[Prompt], validation: list[Prompt]
@@ -83,6 +91,7 @@ class Service:
         self._pruned = self._started = 0
         self.workers: dict[str, Worker] = {}
         self.stop: str | None = None
+        self.failure: HpcrlError | None = None
 
     @property
     def version(self) -> int | None:
@@ -92,6 +101,10 @@ class Service:
     @property
     def total_steps(self) -> int:
         return self._schedule.total_steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._stream.steps_per_epoch
 
     def start(self, step: int) -> int:
         """The trainer is ready to continue after `step`; return the number of steps of the run."""
@@ -114,6 +127,7 @@ class Service:
         self._batches = history.batches
         self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
         self._started = step
+        self._sift(history.finished)
         self.published(step)
         return self._schedule.total_steps
 
@@ -138,7 +152,7 @@ class Service:
         Args:
             capacity: training groups that the worker has room for; as many samples fit if they are for evaluation.
         """
-        if self._version is None or version > self._version or self.stop:
+        if self._version is None or version > self._version or self.stop or self.failure:
             return []
         per_group, per_row = self._schedule.n_samples, self._schedule.eval_n_samples
         room = max(capacity * per_group // per_row, min(capacity, 1))
@@ -162,7 +176,7 @@ class Service:
 
     def complete(self, groups: list[GroupMeta]) -> dict[str, str]:
         """Take finished groups; return those that are not wanted, with the reason."""
-        rejected = {}
+        rejected, taken = {}, dict[int, GroupMeta]()
         for meta in groups:
             if meta.kind == "eval":
                 reason = self._eval.complete(meta)
@@ -170,8 +184,11 @@ class Service:
                 self._run.inside(meta.path)
                 index = group_index(meta.group_id)
                 reason = "unknown group" if index is None else self._admission.complete(index, meta)
+                if index is not None and not reason:
+                    taken[index] = meta
             if reason:
                 rejected[meta.group_id] = reason
+        self._sift(taken)
         self._compose()
         self._conclude_evaluation()
         self._finish_if_done()
@@ -187,8 +204,9 @@ class Service:
             return None
         if step not in self._described:
             assert self._metrics is not None
-            position = {"trainer/global_step": step, "trainer/epoch": (step - 1) // self._stream.steps_per_epoch}
-            self._metrics.write(step, describe(batch) | position)
+            position = {"trainer/global_step": step, "trainer/epoch": self._epoch(batch)}
+            dropped = describe_dropped(batch) if self._schedule.sampling.config.type else {}
+            self._metrics.write(step, describe(batch) | dropped | position)
             self._described.add(step)
         return str(self._run.batch(step).relative_to(self._run.path))
 
@@ -198,8 +216,9 @@ class Service:
         oldest = kept[0] if len(kept) == 2 else 0
         for step in range(self._pruned + 1, oldest + 1):
             value = read_json(self._run.batch(step))
-            for group in value["groups"] if value else []:
-                self._run.inside(group["path"]).unlink(missing_ok=True)
+            for name in Batch.from_json(value).generated if value else ():
+                for path in self._run.samples.glob(f"*/{name}.safetensors"):
+                    path.unlink(missing_ok=True)
         self._pruned = max(self._pruned, oldest)
 
     def seen(self, name: str, version: int, state: str) -> None:
@@ -229,17 +248,41 @@ class Service:
             "total_steps": self._schedule.total_steps,
             "running": self._admission.running,
             "finished": self._admission.finished,
+            "dropped": len(self._admission.dropped),
             "eval_open": self._eval.open,
             "stop": self.stop,
             "workers": {name: {"version": w.version, "state": w.state} for name, w in self.workers.items()},
         }
 
+    def _sift(self, finished: Mapping[int, GroupMeta]) -> None:
+        """Drop what is not worth training of groups that have just been finished."""
+        try:
+            self._admission.drop([i for i, meta in finished.items() if not self._schedule.sampling.keeps(meta)])
+        except DataError as error:
+            self.failure = error
+
     def _compose(self) -> None:
-        while (groups := self._admission.compose()) is not None:
-            step = self._admission.composed
-            batch = Batch(step, [meta for _, meta in groups], self._admission.cursor)
+        sampling, size = self._schedule.sampling, self._schedule.batch_size
+        while not self.failure and (ready := self._admission.ready()) is not None:
+            step, indices = self._admission.composed + 1, [index for index, _ in ready]
+            try:
+                chosen = sampling.chosen(step, [meta for _, meta in ready])
+            except DataError as error:
+                self.failure = error
+                return
+            if chosen is None:
+                self._admission.drop(indices)
+                continue
+            trained = {meta.group_id for meta in chosen}
+            replaced = [meta for _, meta in ready if meta.group_id not in trained]
+            dropped = {meta.group_id: sampling.worth(meta) for meta in [*self._admission.dropped, *replaced]}
+            batch = Batch(step, chosen, self._admission.cursor, dropped)
             write_json(self._run.batch(step), batch.to_json())
+            self._admission.take(indices)
             self._batches[step] = batch
+        kept, dropped = self._admission.finished, len(self._admission.dropped)
+        if sampling.exhausted(size, kept, dropped):
+            self.failure = RunError(sampling.explain(self._admission.composed + 1, kept, dropped))
 
     def _conclude_evaluation(self) -> None:
         if (groups := self._eval.conclude()) is None:
@@ -249,6 +292,11 @@ class Service:
         metrics = scores(groups)
         self._metrics.write(version, metrics)
         write_json(self._run.evals_of(version) / "summary.json", metrics)
+
+    def _epoch(self, batch: Batch) -> int:
+        """Return the epoch of the last prompt that a batch trains."""
+        indices = [index for group in batch.groups if (index := group_index(group.group_id)) is not None]
+        return self._stream.epoch(max(indices))
 
     def _finish_if_done(self) -> None:
         if self._version == self._schedule.total_steps and not self._eval.open and self.stop is None:

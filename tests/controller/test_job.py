@@ -67,7 +67,7 @@ def test_prompts_set_aside_in_the_order_of_the_file_by_columns_of_other_names(tm
     data = {"test_size": 0.25, "val_data": [], "shuffle": False}
     run = make_run(tmp_path, data=data, trainer={"fully_async": {"max_staleness_steps": 1}})
     with controller(run) as calls:
-        assert calls.call("start", step=0) == {"total_steps": 4}  # 12, but 3 set aside and one of 26 tokens
+        assert calls.call("start", step=0)["total_steps"] == 4  # 12, but 3 set aside and one of 26 tokens
         work = claimed(calls)
     assert [(item.kind, item.prompt.uid) for item in work] == [
         *[("eval", f"{i}") for i in range(3)],
@@ -93,7 +93,7 @@ def test_chat_template_counts_and_bounds_hold(tmp_path: Path) -> None:
         generator={"chat_template": {"source": "file", "name_or_path": str(template)}},
     )
     with controller(run) as calls:
-        assert calls.call("start", step=0) == {"total_steps": 4}  # of the rows 3 to 5, the longest that fit twice
+        assert calls.call("start", step=0)["total_steps"] == 4  # of the rows 3 to 5, the longest that fit twice
         work = claimed(calls)
     assert [item.kind for item in work] == ["eval"] * 2 + ["train"] * 3
     assert {int(item.prompt.uid) for item in work if item.kind == "train"} <= {3, 4, 5}

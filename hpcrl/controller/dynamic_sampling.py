@@ -1,0 +1,94 @@
+"""Dynamic sampling: what becomes of groups whose samples are all equally good. Pure logic on metadata.
+
+filter    such a group is dropped as soon as it is finished, and another prompt is generated in its place (DAPO, arXiv:2503.14476, section
+          3.2). SkyRL generates whole batches and throws away what is good but too much; here nothing is generated that is not missing.
+replace   in a complete batch, good groups take the places of such groups (POLARIS). If too few groups are good, the whole batch is
+          dropped and generated again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from hpcrl.algorithms.filters import filter_values, varied
+from hpcrl.config.algorithm import DynamicSamplingConfig
+from hpcrl.types import GroupMeta
+
+_SETTING = "trainer.algorithm.dynamic_sampling.max_sample_batches"
+
+
+@dataclass(frozen=True)
+class DynamicSampling:
+    """The settings `trainer.algorithm.dynamic_sampling` at work.
+
+    Attributes:
+        metrics: `trainer.algorithm.filter_reward_metric`.
+        seed: `trainer.seed`.
+    """
+
+    config: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    metrics: Sequence[str] = ()
+    seed: int = 0
+
+    def is_good(self, group: GroupMeta) -> bool:
+        """Return whether samples of the group differ in what they are judged by; a group of one sample is always good.
+
+        Raises:
+            DataError: the group lacks one of the metrics.
+        """
+        return varied(filter_values(group, self.metrics))
+
+    def keeps(self, group: GroupMeta) -> bool:
+        """Return whether a finished group may train.
+
+        Raises:
+            DataError: the group lacks one of the metrics.
+        """
+        return self.config.type != "filter" or self.is_good(group)
+
+    def worth(self, group: GroupMeta) -> float:
+        """Return the mean over the group's samples of what they are judged by."""
+        return fmean(filter_values(group, self.metrics))
+
+    def chosen(self, step: int, groups: Sequence[GroupMeta]) -> list[GroupMeta] | None:
+        """Return what trains in `step`, of its complete batch; None: nothing does, and the batch is to be generated again.
+
+        With `replace`, copies of good groups are drawn without replacement as long as there are enough, always the same ones for a
+        seed and step, so that a restart chooses alike. A copy is a group of its own: its samples are compared with each other. SkyRL
+        merges copies into one group, so that each reward counts several times in the unbiased deviation of grpo, and advantages
+        become larger.
+
+        Raises:
+            DataError: a group lacks one of the metrics.
+        """
+        if self.config.type != "replace":
+            return list(groups)
+        good = [group for group in groups if self.is_good(group)]
+        bad = len(groups) - len(good)
+        if not len(good) > len(groups) * self.config.min_replace_ratio:
+            return None
+        chance = random.Random(f"replace-{self.seed}-{step}")
+        drawn = iter(chance.sample(good, bad) if bad <= len(good) else chance.choices(good, k=bad))
+        return [group if self.is_good(group) else next(drawn) for group in groups]
+
+    def exhausted(self, batch_size: int, kept: int, dropped: int) -> bool:
+        """Return whether as many groups as may be were generated for a step, and yet its batch is not complete.
+
+        Args:
+            kept: groups of the step that are finished and may train.
+            dropped: groups of the step that were dropped.
+        """
+        most = self.config.max_sample_batches
+        return self.config.type is not None and 0 < most * batch_size <= kept + dropped and kept < batch_size
+
+    def explain(self, step: int, kept: int, dropped: int) -> str:
+        """Return what a person has to know when the batches are exhausted."""
+        by = f"the sums of {', '.join(self.metrics)}" if self.metrics else "the rewards"
+        return (
+            f"step {step}: {kept + dropped} groups were generated, and {dropped} of them dropped, since {by} of their samples are all "
+            f"equal; that is {_SETTING} = {self.config.max_sample_batches} batches. Use prompts that the policy answers well "
+            f"sometimes but not always, raise generator.n_samples_per_prompt, or raise {_SETTING} (0: no bound) and resume"
+        )
