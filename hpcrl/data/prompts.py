@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import DataError
 from hpcrl.types import Prompt
+
+_ROWS_AT_ONCE = 1024
 
 
 def load_prompts(
@@ -22,6 +24,10 @@ def load_prompts(
     default_env_class: str | None,
     prompt_column: str = "prompt",
     response_column: str | None = None,
+    *,
+    env_class_required: bool = True,
+    truth_required: bool = False,
+    first: int | None = None,
 ) -> list[Prompt]:
     """Return the rows of all files in `sources`, in order.
 
@@ -32,12 +38,15 @@ def load_prompts(
         default_env_class: environment of the rows that name none.
         prompt_column: chat messages, or text that becomes one message of the user.
         response_column: reference answer, which becomes `reward_spec.ground_truth` where the row has none.
+        env_class_required: whether each row must have an environment; otherwise `Prompt.env_class` may be empty.
+        truth_required: whether each row must have a ground truth.
+        first: rows of each file that are read at most; unset: all.
 
     Raises:
         DataError: a file is missing, unreadable or empty, or a row lacks what a prompt needs.
     """
-    rows = chain.from_iterable(((source, row) for row in _rows(source)) for source in sources)
-    columns = _Columns(prompt_column, response_column, default_env_class)
+    rows = chain.from_iterable(((source, row) for row in islice(_rows(source), first)) for source in sources)
+    columns = _Columns(prompt_column, response_column, default_env_class, env_class_required, truth_required)
     return [columns.prompt(row, str(index), source) for index, (source, row) in enumerate(rows)]
 
 
@@ -70,7 +79,7 @@ def drop_long(prompts: Sequence[Prompt], count_tokens: Callable[[Prompt], int], 
     return kept
 
 
-def _rows(source: str) -> Iterator[dict[str, Any]]:
+def _rows(source: str) -> Iterator[Any]:
     path, read = Path(source), _READERS.get(Path(source).suffix)
     if read is None:
         raise DataError(
@@ -83,43 +92,46 @@ def _rows(source: str) -> Iterator[dict[str, Any]]:
             "names it."
         )
     rows = read(path)
-    if not rows:
+    for row in rows:
+        yield row
+        break
+    else:
         raise DataError(f"dataset {source} has no rows")
-    return iter(rows)
+    yield from rows
 
 
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
+def _read_parquet(path: Path) -> Iterator[Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_table(path).to_pylist()
+        for batch in pq.ParquetFile(path).iter_batches(_ROWS_AT_ONCE):
+            yield from batch.to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"dataset {path} cannot be read as parquet: {error}") from error
 
 
-def _read_json(path: Path) -> list[dict[str, Any]]:
+def _read_json(path: Path) -> Iterator[Any]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"dataset {path} cannot be read as JSON: {error}") from error
     if not isinstance(rows, list):
         raise DataError(f"dataset {path}: expected a list of rows, found {type(rows).__name__}")
-    return rows
+    yield from rows
 
 
-def _read_json_lines(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if line.strip():
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise DataError(f"dataset {path}, line {number} cannot be read as JSON: {error}") from error
-    return rows
+def _read_json_lines(path: Path) -> Iterator[Any]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise DataError(f"dataset {path}, line {number} cannot be read as JSON: {error}") from error
 
 
-_READERS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
+_READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
     ".parquet": _read_parquet,
     ".json": _read_json,
     ".jsonl": _read_json_lines,
@@ -133,6 +145,8 @@ class _Columns:
     of_prompt: str
     of_response: str | None
     default_env_class: str | None
+    env_class_required: bool
+    truth_required: bool
 
     def prompt(self, row: Any, uid: str, source: str) -> Prompt:
         place = f"dataset {source}, row uid {uid}"
@@ -143,17 +157,22 @@ class _Columns:
                 columns = ", ".join(sorted(row)) or "none"
                 raise DataError(f"{place}: no column `{column}` (data.{setting}); its columns are {columns}")
         env_class = row.get("env_class") or self.default_env_class
-        if env_class is None:
+        if env_class is None and self.env_class_required:
             raise DataError(f"{place}: no `env_class`. Add the column, or set environment.env_class for all rows.")
         own = (self.of_prompt, "env_class", "data_source")
         extras = {name: value for name, value in row.items() if name not in own}
         if self.of_response is not None:
             extras["reward_spec"] = _with_truth(row.get("reward_spec"), row[self.of_response], place)
+        if self.truth_required and not _has_truth(extras.get("reward_spec")):
+            raise DataError(
+                f"{place}: no ground truth, with which rewards compare. Add it as `ground_truth` to the column `reward_spec`, "
+                "or name the column that holds it in data.response_column."
+            )
         _check_json(extras, place)
         return Prompt(
             uid=uid,
             messages=_messages(row[self.of_prompt], f"{place}, column `{self.of_prompt}`"),
-            env_class=env_class,
+            env_class=env_class or "",
             extras=extras,
             data_source=row.get("data_source") or "unknown",
         )
@@ -164,6 +183,10 @@ def _with_truth(reward_spec: Any, answer: Any, place: str) -> dict[str, Any]:
     if not isinstance(spec, dict):
         raise DataError(f"{place}, column `reward_spec`: expected an object, found {spec!r:.80}")
     return spec if spec.get("ground_truth") is not None else {**spec, "ground_truth": answer}
+
+
+def _has_truth(reward_spec: Any) -> bool:
+    return isinstance(reward_spec, dict) and reward_spec.get("ground_truth") not in (None, "")
 
 
 def _check_json(extras: dict[str, Any], place: str) -> None:

@@ -91,7 +91,7 @@ def test_parquet_column_that_cannot_travel(tmp_path):
         ("rows.json", b"{", "cannot be read as JSON"),
         ("rows.json", b"\xff\xff", "cannot be read as JSON"),
         ("rows.json", b"{}", "expected a list of rows, found dict"),
-        ("rows.jsonl", b"\n{}\n{", "line 3 cannot be read as JSON"),
+        ("rows.jsonl", b'\n{"prompt": "a"}\n{', "line 3 cannot be read as JSON"),
     ],
 )
 def test_faulty_files_are_named(tmp_path, name, content, message):
@@ -156,3 +156,34 @@ def test_the_first_prompts_are_set_aside(tmp_path, test_size, count):
         train, evaluation = set_aside(prompts, test_size)
         assert [prompt.extras["n"] for prompt in evaluation] == list(range(count))
         assert [prompt.extras["n"] for prompt in train] == list(range(count, 10))
+
+
+def test_rows_that_rewards_score_need_no_environment(tmp_path):
+    source = write(tmp_path / "a.jsonl", [{"prompt": CHAT}, {"prompt": CHAT, "env_class": "e"}])
+    with pytest.raises(DataError, match="no `env_class`"):
+        load_prompts([source], None)
+    assert [prompt.env_class for prompt in load_prompts([source], None, env_class_required=False)] == ["", "e"]
+
+
+@pytest.mark.parametrize("spec", [None, "4", {}, {"ground_truth": None}, {"ground_truth": ""}])
+def test_a_row_that_rewards_cannot_compare_with(tmp_path, spec):
+    rows = [
+        {"prompt": CHAT, "answer": 0, "reward_spec": {"ground_truth": 0}},
+        {"prompt": CHAT, "answer": "4", "reward_spec": spec},
+    ]
+    source = write(tmp_path / "rows.json", rows)
+    with pytest.raises(DataError, match=r"row uid 1: no ground truth.*data\.response_column"):
+        load_prompts([source], "e", truth_required=True)
+    assert len(load_prompts([source], "e")) == len(load_prompts([source], "e", truth_required=True, first=1)) + 1 == 2
+    if spec not in ("4", {"ground_truth": ""}):
+        assert len(load_prompts([source], "e", response_column="answer", truth_required=True)) == 2
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
+def test_the_first_rows_of_each_file(tmp_path, suffix):
+    rows = [{"prompt": CHAT, "n": n} for n in range(3)]
+    sources = [write(tmp_path / f"{name}{suffix}", rows) for name in "ab"]
+    assert [prompt.extras["n"] for prompt in load_prompts(sources, "e", first=2)] == [0, 1, 0, 1]
+    if suffix == ".jsonl":
+        (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]) + "\nno json\n")
+        assert len(load_prompts([sources[0]], "e", first=1)) == 1
