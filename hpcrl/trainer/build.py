@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from hpcrl.config.trainer import TrainerConfig
-from hpcrl.trainer.engine import Engine
-from hpcrl.trainer.fsdp import FsdpEngine
+from hpcrl.trainer.engine import CriticEngine, PolicyEngine
+from hpcrl.trainer.fsdp import FsdpCritic, FsdpPolicy
 from hpcrl.trainer.world import World
 
-BACKENDS: dict[str, type[FsdpEngine]] = {"fsdp2": FsdpEngine}
+POLICIES: dict[str, type[FsdpPolicy]] = {"fsdp2": FsdpPolicy}
+CRITICS: dict[str, type[FsdpCritic]] = {"fsdp2": FsdpCritic}
 
 
-def build_engine(trainer: TrainerConfig, temperature: float, world: World) -> Engine:
-    """Load the policy, and the reference if the loss has a KL term.
+def build_engine(trainer: TrainerConfig, temperature: float, world: World) -> PolicyEngine:
+    """Load the policy, and the reference if anything compares with it.
 
     Raises:
         DataError: a model path holds no model, or the model does not have what the configuration names.
     """
-    return BACKENDS[trainer.strategy](trainer, temperature, world)
+    return POLICIES[trainer.strategy](trainer, temperature, world)
+
+
+def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
+    """Load the critic; None where the configuration names none.
+
+    Raises:
+        DataError: the path holds no model, or the model does not have what the configuration names.
+    """
+    return None if trainer.critic.model.path is None else CRITICS[trainer.strategy](trainer, world)

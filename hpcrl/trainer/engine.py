@@ -11,9 +11,9 @@ import torch
 
 from hpcrl.types import MicroBatch
 
-Objective = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(micro-batch, logprobs [P], entropies [P]) -> the loss to differentiate and the metrics, all of them sums: over all micro-batches and ranks they
-are the loss and the metrics of the mini-batch."""
+Objective = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(micro-batch, what the model says of it) -> the loss to differentiate and the metrics, all of them sums: over all micro-batches and ranks
+they are the loss and the metrics of the mini-batch. A policy says logprobs [P] and entropies [P], a critic values [P]."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class StepReport:
 
 
 class Engine(Protocol):
-    """A policy in training, and maybe its frozen reference, spread over all ranks. Every verb is called by all ranks.
+    """A model in training, spread over all ranks. Every verb is called by all ranks.
 
     Attributes:
         updates: optimizer steps done; part of the saved state.
@@ -42,10 +42,6 @@ class Engine(Protocol):
 
     def schedule(self, total_updates: int) -> None:
         """Tell how many optimizer steps the whole run has, for learning rates that fall towards its end."""
-        ...
-
-    def logprobs(self, batch: MicroBatch, *, reference: bool = False) -> torch.Tensor:
-        """Return [P] log-probabilities of the labels on the CPU, of the policy or of the reference, without gradient."""
         ...
 
     def forward_backward(self, batch: MicroBatch, objective: Objective) -> dict[str, torch.Tensor]:
@@ -64,10 +60,34 @@ class Engine(Protocol):
         """Load what `save` wrote, on any number of ranks."""
         ...
 
+
+class PolicyEngine(Engine, Protocol):
+    """A policy in training, and maybe its frozen reference."""
+
+    def logprobs(self, batch: MicroBatch, *, reference: bool = False) -> torch.Tensor:
+        """Return [P] log-probabilities of the labels on the CPU, of the policy or of the reference, without gradient."""
+        ...
+
+    def reset_reference(self, *, fresh_optimizer: bool) -> None:
+        """Make the policy as it is now the reference, which becomes part of what `save` writes.
+
+        Args:
+            fresh_optimizer: the policy's optimizer forgets its moments.
+        """
+        ...
+
     def export_weights(self, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the policy piece by piece under Hugging Face names: whole CPU tensors on rank 0, nothing on other ranks."""
         ...
 
     def export_config(self, directory: Path, dtype: torch.dtype) -> None:
         """Write what makes exported weights a model: its configuration and generation settings. Rank 0 writes."""
+        ...
+
+
+class CriticEngine(Engine, Protocol):
+    """A critic in training."""
+
+    def values(self, batch: MicroBatch) -> torch.Tensor:
+        """Return [P] values on the CPU, without gradient."""
         ...

@@ -7,11 +7,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
@@ -19,72 +24,58 @@ from transformers import GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from hpcrl.config.derive import ref_model_path, ref_sharding
-from hpcrl.config.model import OptimizerConfig
+from hpcrl.config.derive import ref_model_path, ref_sharding, uses_reference
+from hpcrl.config.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.trainer.engine import Objective, StepReport
-from hpcrl.trainer.model import PackedPolicy, Passes, free_gathered, load_policy
+from hpcrl.trainer.model import PackedCritic, PackedModel, PackedPolicy, Passes, free_gathered, load_model
+from hpcrl.trainer.reference import copy_parameters, follows_policy, forget_moments, require_same_shape
 from hpcrl.trainer.schedule import lr_factor
 from hpcrl.trainer.sharding import one_copy
-from hpcrl.trainer.source import Source
+from hpcrl.trainer.source import Source, ValueSource
 from hpcrl.trainer.world import World
 from hpcrl.types import MicroBatch
 
+_REFERENCE = "reference"
 
-class FsdpEngine:
-    """Engine (hpcrl/trainer/engine.py) on FSDP2.
+Model = TypeVar("Model", bound=PackedModel)
+
+
+class FsdpEngine(Generic[Model]):
+    """Engine (hpcrl/trainer/engine.py) on FSDP2: what the training of a policy and of a critic has in common.
 
     Args:
-        temperature: divides the logits of policy and reference.
+        section: of the trainer that speaks about `model`.
     """
 
-    def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
-        self._config, self._world = trainer.policy, world
+    def __init__(
+        self, model: Model, section: PolicyConfig | CriticConfig, trainer: TrainerConfig, world: World
+    ) -> None:
+        self._model, self._world = model, world
+        self._optimizer_config: OptimizerConfig = section.optimizer_config
         self.updates = 0
         self._total_updates = 0
-        passes = Passes(
-            temperature=temperature,
-            chunk_rows=trainer.logprobs_chunk_size,
-            packing=trainer.use_sample_packing,
-            flash=trainer.flash_attn,
-            compiled=trainer.policy.use_torch_compile,
-        )
-        self._policy = load_policy(
-            policy_source(trainer), trainer.policy.fsdp_config, passes, world, trained=trainer.policy
-        )
         if trainer.gradient_checkpointing:
             reentrant = trainer.gradient_checkpointing_use_reentrant
-            self._policy.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             if reentrant:  # it only runs backward where an input wants a gradient, which a frozen embedding's would not
-                self._policy.model.enable_input_require_grads()
-        self._reference: PackedPolicy | None = None
-        if trainer.algorithm.use_kl_loss:
-            self._reference = load_policy(reference_source(trainer), ref_sharding(trainer), passes, world)
-        trained = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
-        self._optimizer = torch.optim.Adam(trained, **adam_settings(trainer.policy.optimizer_config))
+                model.model.enable_input_require_grads()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.Adam(trained, **adam_settings(self._optimizer_config))
 
     def schedule(self, total_updates: int) -> None:
         self._total_updates = total_updates
 
-    def logprobs(self, batch: MicroBatch, *, reference: bool = False) -> torch.Tensor:
-        policy = self._reference if reference else self._policy
-        assert policy is not None, "this engine was made without a reference"
-        with torch.no_grad():
-            logprobs_P, _ = policy.run(self._moved(batch), self._world.device)
-            free_gathered(policy)
-            return logprobs_P.cpu()
-
     def forward_backward(self, batch: MicroBatch, objective: Objective) -> dict[str, torch.Tensor]:
         batch = self._moved(batch)
-        logprobs_P, entropies_P = self._policy.run(batch, self._world.device)
-        loss, sums = objective(batch, logprobs_P, entropies_P)
+        loss, sums = objective(batch, *self._model.run(batch, self._world.device))
         loss.backward()
         return sums
 
     def step(self) -> StepReport:
-        optimizer = self._config.optimizer_config
+        optimizer = self._optimizer_config
         lr = optimizer.lr * lr_factor(optimizer, self.updates, self._total_updates)
-        gradients = [_local(p.grad) for p in self._policy.parameters() if p.grad is not None]
+        gradients = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
         norm = self._norm(gradients)
         finite = math.isfinite(norm)
         if finite:
@@ -102,7 +93,7 @@ class FsdpEngine:
         # torch.nn.utils.get_total_norm calls this too, but in the type of the gradients
         norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
         squared = torch.stack(norms).square().sum()
-        dist.all_reduce(squared, group=one_copy(self._policy))
+        dist.all_reduce(squared, group=one_copy(self._model))
         return squared.sqrt().item()
 
     def save(self, directory: Path) -> None:
@@ -112,19 +103,79 @@ class FsdpEngine:
         state = self._state()
         load(state, checkpoint_id=directory, process_group=self._world.control)
         for group in state["optimizer"]["param_groups"]:  # not the settings of the run that saved
-            group |= adam_settings(self._config.optimizer_config)
+            group |= adam_settings(self._optimizer_config)
         set_state_dict(
-            self._policy, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
         self.updates = int(state["updates"])
 
     def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self._policy, self._optimizer)
+        model, optimizer = get_state_dict(self._model, self._optimizer)
         return {"model": model, "optimizer": optimizer, "updates": torch.tensor(self.updates)}
 
+    def _moved(self, batch: MicroBatch) -> MicroBatch:
+        device = self._world.device
+        tensors = {name: value.to(device) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+        return replace(batch, **tensors)
+
+    def _without_gradient(self, model: PackedModel, batch: MicroBatch) -> torch.Tensor:
+        with torch.no_grad():
+            first_P, *_ = model.run(self._moved(batch), self._world.device)
+            free_gathered(model)
+            return first_P.cpu()
+
+
+class FsdpPolicy(FsdpEngine[PackedPolicy]):
+    """PolicyEngine on FSDP2.
+
+    Args:
+        temperature: divides the logits of policy and reference.
+    """
+
+    def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
+        passes = _passes(trainer, temperature)
+        section = trainer.policy
+        model = load_model(PackedPolicy, policy_source(trainer), section.fsdp_config, passes, world, trained=section)
+        super().__init__(model, section, trainer, world)
+        self._path = section.model.path
+        self._reference: PackedPolicy | None = None
+        if uses_reference(trainer):
+            self._reference = load_model(PackedPolicy, reference_source(trainer), ref_sharding(trainer), passes, world)
+            if follows_policy(trainer):
+                require_same_shape(self._reference, model)
+        self._reference_moved = False
+
+    def logprobs(self, batch: MicroBatch, *, reference: bool = False) -> torch.Tensor:
+        model = self._reference if reference else self._model
+        assert model is not None, "this engine was made without a reference"
+        return self._without_gradient(model, batch)
+
+    def reset_reference(self, *, fresh_optimizer: bool) -> None:
+        assert self._reference is not None, "this engine was made without a reference"
+        free_gathered(self._model)
+        free_gathered(self._reference)
+        copy_parameters(self._model, self._reference)
+        self._reference_moved = True
+        if fresh_optimizer:
+            forget_moments(self._optimizer)
+
+    def save(self, directory: Path) -> None:
+        super().save(directory)
+        if self._reference is not None and self._reference_moved:
+            state = get_model_state_dict(self._reference)
+            save(state, checkpoint_id=directory / _REFERENCE, process_group=self._world.control)
+
+    def restore(self, directory: Path) -> None:
+        super().restore(directory)
+        if self._reference is not None and self._world.look(lambda: (directory / _REFERENCE).is_dir()):
+            state = get_model_state_dict(self._reference)
+            load(state, checkpoint_id=directory / _REFERENCE, process_group=self._world.control)
+            set_model_state_dict(self._reference, state)
+            self._reference_moved = True
+
     def export_weights(self, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-        model = self._policy.model
-        free_gathered(self._policy)
+        model = self._model.model
+        free_gathered(self._model)
         # transformers fuses experts and the like at load; files keep the names of the hub
         converted = bool(get_model_conversion_mapping(model, add_legacy=False))
         for name, parameter in model.named_parameters():
@@ -140,16 +191,33 @@ class FsdpEngine:
     def export_config(self, directory: Path, dtype: torch.dtype) -> None:
         if not self._world.first:
             return
-        config = type(self._policy.model.config).from_dict(self._policy.model.config.to_dict())
+        config = type(self._model.model.config).from_dict(self._model.model.config.to_dict())
         config.dtype = dtype
         config.save_pretrained(directory)
         with suppress(OSError):  # a model need not have one
-            GenerationConfig.from_pretrained(self._config.model.path).save_pretrained(directory)
+            GenerationConfig.from_pretrained(self._path).save_pretrained(directory)
 
-    def _moved(self, batch: MicroBatch) -> MicroBatch:
-        device = self._world.device
-        tensors = {name: value.to(device) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-        return replace(batch, **tensors)
+
+class FsdpCritic(FsdpEngine[PackedCritic]):
+    """CriticEngine on FSDP2."""
+
+    def __init__(self, trainer: TrainerConfig, world: World) -> None:
+        section, passes = trainer.critic, _passes(trainer)
+        model = load_model(PackedCritic, critic_source(trainer), section.fsdp_config, passes, world, trained=section)
+        super().__init__(model, section, trainer, world)
+
+    def values(self, batch: MicroBatch) -> torch.Tensor:
+        return self._without_gradient(self._model, batch)
+
+
+def _passes(trainer: TrainerConfig, temperature: float = 1.0) -> Passes:
+    return Passes(
+        temperature=temperature,
+        chunk_rows=trainer.logprobs_chunk_size,
+        packing=trainer.use_sample_packing,
+        flash=trainer.flash_attn,
+        compiled=trainer.policy.use_torch_compile,
+    )
 
 
 def policy_source(trainer: TrainerConfig) -> Source:
@@ -170,6 +238,20 @@ def reference_source(trainer: TrainerConfig) -> Source:
         path=ref_model_path(trainer),
         role="trainer.ref",
         config_kwargs=trainer.ref.model_config_kwargs,
+    )
+
+
+def critic_source(trainer: TrainerConfig) -> ValueSource:
+    """Return the critic, as it is loaded."""
+    assert trainer.critic.model.path is not None, "this run has no critic"
+    return ValueSource(
+        path=trainer.critic.model.path,
+        role="trainer.critic",
+        config_kwargs=trainer.critic.model_config_kwargs,
+        rope_scaling=trainer.rope_scaling,
+        rope_theta=trainer.rope_theta,
+        head=trainer.algorithm.value_head_prefix,
+        seed=trainer.seed,
     )
 
 

@@ -16,7 +16,7 @@ from hpcrl.config.generator import ChatTemplateConfig
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.run.commit import committed, committed_directory, discard, is_committed
 from hpcrl.run.layout import Run, version_of
-from hpcrl.trainer.engine import Engine
+from hpcrl.trainer.engine import PolicyEngine
 from hpcrl.trainer.world import World
 
 SHARD_BYTES = 2 << 30
@@ -34,7 +34,7 @@ class Publisher:
         self._run, self._attempt, self._world, self._dtype = run, attempt, world, dtype
         self._kept_versions = max_staleness + 2
 
-    def resume(self, engine: Engine, step: int) -> None:
+    def resume(self, engine: PolicyEngine, step: int) -> None:
         """Make weights/ fit a training that continues after `step`: version `step` is there, and none above it."""
         self._forget_after(step)
         if step > 0:  # version 0 is the initial model where it lies
@@ -48,7 +48,7 @@ class Publisher:
                     discard(path)
         self._world.barrier()
 
-    def publish(self, engine: Engine, version: int) -> None:
+    def publish(self, engine: PolicyEngine, version: int) -> None:
         """Commit weights/v<version>; one that is committed is being read and stays as it is."""
         target = self._run.weights_of(version)
         if self._world.look(lambda: is_committed(target)):
@@ -58,7 +58,7 @@ class Publisher:
             for old in committed(self._run.weights, version_of)[: -self._kept_versions]:
                 discard(self._run.weights_of(old))
 
-    def export(self, engine: Engine, step: int, model: str, template: ChatTemplateConfig) -> None:
+    def export(self, engine: PolicyEngine, step: int, model: str, template: ChatTemplateConfig) -> None:
         """Commit exports/s<step>, a model directory for transformers and vLLM.
 
         Args:
@@ -78,7 +78,7 @@ class Publisher:
             self._write(engine, target, complete, step=step)
 
     def _write(
-        self, engine: Engine, target: Path, complete: Callable[[Path], None] = lambda _: None, **facts: int
+        self, engine: PolicyEngine, target: Path, complete: Callable[[Path], None] = lambda _: None, **facts: int
     ) -> None:
         pieces = engine.export_weights(self._dtype)
         if not self._world.first:

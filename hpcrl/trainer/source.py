@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
@@ -26,7 +26,7 @@ class Source:
 
     Attributes:
         path: directory or hub id in Hugging Face format.
-        role: section of the configuration that names it, "trainer.policy" or "trainer.ref"; for errors.
+        role: section of the configuration that names it, such as "trainer.policy"; for errors.
         config_kwargs: entries of config.json that are replaced.
         rope_scaling, rope_theta: replace the model's rotary positions; empty and None: the model's own.
     """
@@ -89,8 +89,7 @@ class Source:
         Raises:
             DataError: there is none, or its log-probabilities would come out wrong.
         """
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config(), dtype=dtype, attn_implementation=attention)
+        model = _empty(AutoModelForCausalLM, self.config(), dtype, attention)
         # logits must be no more than the hidden state times the head's weight
         found = [name for name in _LOGIT_CHANGES if getattr(model.config, name, None) not in (None, 1.0)]
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
@@ -107,18 +106,26 @@ class Source:
         Raises:
             DataError: it cannot be loaded, or weights are missing.
         """
+        model, missing = self._read(AutoModelForCausalLM, dtype, attention)
+        self._expect_all(missing)
+        return model
+
+    def _read(self, model_class: Any, dtype: torch.dtype, attention: str) -> tuple[PreTrainedModel, list[str]]:
+        """Return the model, and the parameters for which it has no weights on disk."""
         disable_progress_bar()  # of no use in a log file
         try:
-            answer = AutoModelForCausalLM.from_pretrained(
+            answer = model_class.from_pretrained(
                 self.path, config=self.config(), dtype=dtype, attn_implementation=attention, output_loading_info=True
             )
         # RuntimeError: weights of other shapes than the configuration says
         except (OSError, ValueError, RuntimeError) as error:
             raise self._not_a_model(error) from error
         model, loaded = cast("tuple[PreTrainedModel, dict[str, Any]]", answer)
-        if missing := sorted(loaded["missing_keys"]):
+        return model, sorted(loaded["missing_keys"])
+
+    def _expect_all(self, missing: list[str]) -> None:
+        if missing:
             raise self._not_a_model(f"no weights for {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}")
-        return model
 
     def _not_a_model(self, error: Exception | str) -> DataError:
         return DataError(
@@ -126,6 +133,68 @@ class Source:
             f"format (config.json, *.safetensors, tokenizer). Check {self.role}.model.path and {self.role}.model_config_kwargs. "
             f"({error})"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueSource(Source):
+    """A transformer whose output head gives one number, from any causal language model or from a critic that was saved.
+
+    Attributes:
+        head: name of the head, a linear layer without bias; its parameter is `<head>.weight`.
+        seed: of a head that is not on disk. Its weights are drawn from N(0, s^2), s = 1 / (hidden size + 1): values begin near 0.
+    """
+
+    head: str
+    seed: int
+
+    def empty(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+        """Return the model without weights, on the meta device.
+
+        Raises:
+            DataError: there is none.
+        """
+        return _empty(self._model_class(), self.config(), dtype, attention)
+
+    def whole(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+        """Return the model with its weights, on the CPU.
+
+        Raises:
+            DataError: it cannot be loaded, or weights other than the head's are missing.
+        """
+        model, missing = self._read(self._model_class(), dtype, attention)
+        name = f"{self.head}.weight"
+        self._expect_all([other for other in missing if other != name])
+        if name in missing:
+            head = model.get_output_embeddings()
+            assert isinstance(head, nn.Linear)
+            drawn = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(self.seed))
+            with torch.no_grad():
+                head.weight.copy_(drawn / (head.in_features + 1))
+        return model
+
+    def _model_class(self) -> type[PreTrainedModel]:
+        """Return the class of the model's body, extended by the head."""
+        body, name = type(_empty(AutoModel, self.config(), torch.float32, "eager")), self.head
+        if hasattr(body, name):
+            raise DataError(
+                f"trainer.algorithm.value_head_prefix: {body.__name__} has a part {name}; choose another name"
+            )
+
+        class ValueModel(body):
+            def __init__(self, config: PreTrainedConfig) -> None:
+                super().__init__(config)
+                self.add_module(name, nn.Linear(config.get_text_config().hidden_size, 1, bias=False))
+
+            def get_output_embeddings(self) -> nn.Module:
+                return self.get_submodule(name)
+
+        return ValueModel
+
+
+def _empty(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    build = getattr(model_class, "from_config", None) or model_class._from_config
+    with torch.device("meta"):
+        return build(config, dtype=dtype, attn_implementation=attention)
 
 
 def freeze(model: nn.Module, trainable_map: dict[str, bool], freeze_pattern: list[str]) -> None:

@@ -24,7 +24,7 @@ from hpcrl.config.generator import ChatTemplateConfig
 from hpcrl.errors import DataError
 from hpcrl.run.commit import committed, is_committed
 from hpcrl.run.layout import Run, version_of
-from hpcrl.trainer.fsdp import FsdpEngine, policy_source, reference_source
+from hpcrl.trainer.fsdp import FsdpPolicy, policy_source, reference_source
 from hpcrl.trainer.packing import Row, pack
 from hpcrl.trainer.plan import Pick
 from hpcrl.trainer.publish import Publisher, write_safetensors
@@ -34,19 +34,19 @@ from tests.trainer.material import make_run, make_sample
 
 def make_engine(
     path: Path, world: World, temperature: float = 1.0, of_policy: dict[str, Any] | None = None, **of_trainer: Any
-) -> FsdpEngine:
+) -> FsdpPolicy:
     precision = FSDPConfig(mixed_precision=MixedPrecisionConfig(param_dtype="fp32"))
     policy = PolicyConfig(**{"model": ModelConfig(path=str(path)), "fsdp_config": precision, **(of_policy or {})})
     algorithm = AlgorithmConfig(use_kl_loss=False)
-    return FsdpEngine(TrainerConfig(policy=policy, algorithm=algorithm, **of_trainer), temperature, world)
+    return FsdpPolicy(TrainerConfig(policy=policy, algorithm=algorithm, **of_trainer), temperature, world)
 
 
 @pytest.fixture(scope="module")
-def engine(model_path: Path, alone: World) -> FsdpEngine:
+def engine(model_path: Path, alone: World) -> FsdpPolicy:
     """An engine whose policy is no longer the model it started from."""
     engine = make_engine(model_path, alone, temperature=0.7)
     with torch.no_grad():
-        for number, parameter in enumerate(engine._policy.parameters()):
+        for number, parameter in enumerate(engine._model.parameters()):
             parameter.mul_(1 + number / 50)
     return engine
 
@@ -61,7 +61,7 @@ def rows() -> list[Row]:
     return [Row(make_sample(generator, length, prompt=2), Pick(0, 0, length)) for length in (9, 5, 12)]
 
 
-def expect_same_logprobs(path: Path, engine: FsdpEngine, temperature: float, atol: float = 1e-5) -> None:
+def expect_same_logprobs(path: Path, engine: FsdpPolicy, temperature: float, atol: float = 1e-5) -> None:
     """Compare the engine's log-probabilities with those of transformers, sample by sample."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     batch = pack(rows())
@@ -72,7 +72,7 @@ def expect_same_logprobs(path: Path, engine: FsdpEngine, temperature: float, ato
         torch.testing.assert_close(logprobs[:-1], expected.gather(-1, ids[1:, None])[:, 0], atol=atol, rtol=0)
 
 
-def test_an_export_is_a_model(run: Run, alone: World, engine: FsdpEngine, model_path: Path) -> None:
+def test_an_export_is_a_model(run: Run, alone: World, engine: FsdpPolicy, model_path: Path) -> None:
     Publisher(run, 1, alone, torch.float32, 0).export(engine, 3, str(model_path), ChatTemplateConfig())
     assert is_committed(run.export(3))
     expect_same_logprobs(run.export(3), engine, temperature=0.7)
@@ -83,7 +83,7 @@ def test_an_export_is_a_model(run: Run, alone: World, engine: FsdpEngine, model_
 
 
 def test_an_export_keeps_the_chat_template_of_the_run(
-    run: Run, alone: World, engine: FsdpEngine, model_path: Path, tmp_path: Path
+    run: Run, alone: World, engine: FsdpPolicy, model_path: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "own.jinja"
     file.write_text("{% for message in messages %}{{ message.content }}{% endfor %} b")
@@ -93,7 +93,7 @@ def test_an_export_keeps_the_chat_template_of_the_run(
     assert AutoTokenizer.from_pretrained(run.export(1)).apply_chat_template(text, tokenize=False) == "a b"
 
 
-def test_weights_have_the_engines_type_and_tied_ones_come_once(run: Run, alone: World, engine: FsdpEngine) -> None:
+def test_weights_have_the_engines_type_and_tied_ones_come_once(run: Run, alone: World, engine: FsdpPolicy) -> None:
     Publisher(run, 1, alone, torch.bfloat16, 0).publish(engine, 1)
     with safe_open(run.weights_of(1) / "model-00001.safetensors", "pt") as file:
         names = set(file.keys())
@@ -104,7 +104,7 @@ def test_weights_have_the_engines_type_and_tied_ones_come_once(run: Run, alone: 
     assert set(index["weight_map"]) == names
 
 
-def test_versions(run: Run, alone: World, engine: FsdpEngine) -> None:
+def test_versions(run: Run, alone: World, engine: FsdpPolicy) -> None:
     publisher = Publisher(run, 1, alone, torch.float32, max_staleness=1)
     for version in range(1, 5):
         publisher.publish(engine, version)
