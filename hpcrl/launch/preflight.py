@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
 from hpcrl.config.changes import Change, changes_from_path
+from hpcrl.config.derive import required_columns
 from hpcrl.data.chat import chat_template
+from hpcrl.data.prompts import load_prompts
 from hpcrl.envs.make import environment_class
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.run.commit import is_committed
 from hpcrl.run.layout import Run, step_of
+from hpcrl.types import Kind
 
 _MODEL_PATHS = ("trainer.policy.model.path", "trainer.critic.model.path")
 _OF_SHAPE = re.compile(r"model_type|tie_word_embeddings|num_\w+|\w+_(size|dim|rank)")
@@ -27,6 +31,8 @@ def _is_local(path: str) -> bool:
 def check_files(config: Config) -> None:
     """Look at every file that the configuration names, but for the checkpoint that a first attempt may start from.
 
+    Of a dataset the first row is read, which mostly tells whether its columns are those that are wanted.
+
     Raises:
         DataError: lists everything that is missing.
     """
@@ -34,10 +40,7 @@ def check_files(config: Config) -> None:
     for folder in config.python_path:
         if not Path(folder).is_dir():
             problems.append(f"python_path: no folder {folder}")
-    for name, sources in (("data.train_data", config.data.train_data), ("data.val_data", config.data.val_data)):
-        for source in sources:
-            if not Path(source).expanduser().is_file():
-                problems.append(f"{name}: no file {source}")
+    problems += _of_datasets(config)
     try:
         chat_template(config.generator.chat_template)
     except ConfigError as error:
@@ -57,6 +60,25 @@ def check_files(config: Config) -> None:
             problems.append(f"{name}: {path} is no model directory (it has no config.json)")
     if problems:
         raise DataError("\n".join(problems))
+
+
+def _of_datasets(config: Config) -> Iterator[str]:
+    columns = config.environment.env_class, config.data.prompt_column, config.data.response_column
+    training: tuple[Kind, ...] = ("train",) if config.data.test_size is None else ("train", "eval")
+    readable = (".json", ".jsonl", *([".parquet"] if find_spec("pyarrow") else []))
+    sources: tuple[tuple[str, list[str], tuple[Kind, ...]], ...] = (
+        ("data.train_data", config.data.train_data, training),
+        ("data.val_data", config.data.val_data, ("eval",)),
+    )
+    for name, paths, kinds in sources:
+        for path in paths:
+            if not Path(path).expanduser().is_file():
+                yield f"{name}: no file {path}"
+            elif path.endswith(readable):
+                try:
+                    load_prompts([path], *columns, first=1, **required_columns(config.environment, kinds))
+                except DataError as error:
+                    yield f"{name}: {error}"
 
 
 def check_checkpoint(config: Config) -> list[str]:

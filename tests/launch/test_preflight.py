@@ -16,6 +16,7 @@ from hpcrl.run.layout import Run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART, MODEL = CONFIGS / "quickstart.toml", CONFIGS / "quickstart" / "model"
+GSM8K = "environment.reward_function={gsm8k=1}"
 
 
 @pytest.fixture
@@ -96,3 +97,35 @@ def test_an_environment_that_nobody_knows_is_told_before_anything_is_queued() ->
     ):
         check_files(Config.from_toml([QUICKSTART], ["environment.env_class=sort_leters"]))
     check_files(Config.from_toml([QUICKSTART], ["environment.env_class=mine.envs:Mine"]))
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "told"),
+    [
+        ({"prompt": "2+2"}, [], r"data.train_data: dataset .*rows.jsonl, row uid 0: no `env_class`"),
+        ({"question": "2+2"}, [GSM8K], r"no column `prompt` \(data.prompt_column\); its columns are question"),
+        ({"prompt": "2+2", "answer": "4"}, [GSM8K], r"row uid 0: no ground truth, with which rewards compare"),
+        ({"prompt": "2+2", "answer": "4"}, [GSM8K, "data.response_column=answer"], None),
+        ({"prompt": "2+2"}, ["environment.reward_function={format=1}"], None),
+    ],
+)
+def test_the_first_row_of_a_dataset_is_looked_at(
+    tmp_path: Path, row: dict[str, str], overrides: list[str], told: str | None
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row) + "\nno json")
+    given = Config.from_toml(
+        [QUICKSTART],
+        [
+            f'data.train_data=["{rows}"]',
+            "data.val_data=[]",
+            "trainer.eval_interval=0",
+            "environment.env_class=null",
+            *overrides,
+        ],
+    )
+    if told is None:
+        check_files(given)
+    else:
+        with pytest.raises(DataError, match=told):
+            check_files(given)
