@@ -40,7 +40,7 @@ def who_pays(config: Config) -> Iterator[Problem]:
     if environment.reward_function and environment.env_class is not None:
         yield Problem(
             "environment.env_class",
-            f"environment.reward_function pays in its place, so that {environment.env_class} has no effect; leave one of them out",
+            f"environment.reward_function pays in its place, so that {environment.env_class} has no effect; leave one of them out (environment.env_class= takes it back)",
         )
 
 

@@ -120,7 +120,7 @@ def test_the_first_row_of_a_dataset_is_looked_at(
             f'data.train_data=["{rows}"]',
             "data.val_data=[]",
             "trainer.eval_interval=0",
-            "environment.env_class=null",
+            "environment.env_class=",
             *overrides,
         ],
     )
