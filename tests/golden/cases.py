@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _ERROR = re.compile(r"[A-Z]\w*(?:Error|Exception)\b")
-_REFUSING = ("raises", "error", "result")
+_REFUSING = ("raises", "error", "result", "reward")
 
 
 @dataclass(frozen=True)
