@@ -18,16 +18,18 @@ from hpcrl.config import Config, TrainerConfig, max_seq_len, temperature, uses_r
 from hpcrl.run.layout import Run
 from hpcrl.run.parent import die_with_parent
 from hpcrl.trainer.advantages import estimate_advantages
-from hpcrl.trainer.build import build_engine
+from hpcrl.trainer.build import build_critic, build_policy
 from hpcrl.trainer.checkpoint import Checkpoints
+from hpcrl.trainer.critic import appraise, critic_updates_per_batch, train_critic
 from hpcrl.trainer.describe import Clock, describe_batch, describe_cost, describe_times, describe_updates
-from hpcrl.trainer.engine import Engine, Objective
+from hpcrl.trainer.engine import CriticEngine, Objective, PolicyEngine
 from hpcrl.trainer.link import Link, StopSignal
 from hpcrl.trainer.objective import build_objective, build_reduction
 from hpcrl.trainer.penalty import KlPenalty
 from hpcrl.trainer.plan import Limit
 from hpcrl.trainer.profile import profiled
 from hpcrl.trainer.publish import Publisher
+from hpcrl.trainer.reference import reset_is_due, resets_optimizer
 from hpcrl.trainer.schedule import is_due
 from hpcrl.trainer.sharding import DTYPES
 from hpcrl.trainer.update import Trained, load_mini_batches, score, train, updates_per_batch
@@ -46,14 +48,17 @@ def main(run_dir: str) -> None:
         objective, reduction = build_objective(trainer.algorithm), build_reduction(trainer, max_seq_len(config))
         link = Link(run, attempt, world, stop)
         link.say("loading model")
-        engine = build_engine(trainer, temperature(config), world)
+        engine = build_policy(trainer, temperature(config), world)
+        critic = build_critic(trainer, world)
         checkpoints = Checkpoints(run, attempt, world, keep=trainer.max_ckpts_to_keep, seed=trainer.seed)
         publisher = Publisher(run, attempt, world, dtype, trainer.fully_async.max_staleness_steps)
-        step, carried = checkpoints.resume(engine, trainer.resume_mode, trainer.resume_path)
+        step, carried = checkpoints.resume(engine, critic, trainer.resume_mode, trainer.resume_path)
         penalty = KlPenalty(trainer.algorithm, carried)
         publisher.resume(engine, step)
-        total = link.start(step)
+        total, epoch = link.start(step)
         engine.schedule(total * updates_per_batch(trainer))
+        if critic is not None:
+            critic.schedule(total * critic_updates_per_batch(trainer))
         saved, clock, batch = step, Clock(), None
         while True:
             link.say("waiting for batch", step=step, total=total)
@@ -63,7 +68,9 @@ def main(run_dir: str) -> None:
                 break
             batch, step = upcoming, step + 1
             link.say(f"step {step}/{total}", step=step, total=total, **clock.pace())
-            metrics = train_batch(engine, run, batch, trainer, objective, reduction, penalty, world, clock)
+            metrics = train_batch(engine, critic, run, batch, trainer, objective, reduction, penalty, world, clock)
+            if reset_is_due(step, epoch, trainer):
+                engine.reset_reference(fresh_optimizer=resets_optimizer(trainer))
             with clock("sync_weights"):
                 publisher.publish(engine, step)
                 link.published(step)
@@ -72,7 +79,7 @@ def main(run_dir: str) -> None:
             )  # before the commit: none may be missing
             if is_due(trainer.ckpt_interval, step, total):
                 with clock("save_checkpoints"):
-                    checkpoints.save(engine, batch, penalty.carried())
+                    checkpoints.save(engine, critic, batch, penalty.carried())
                     link.committed(saved := step)
             if is_due(trainer.hf_save_interval, step, total):
                 with clock("save_hf_model"):
@@ -82,13 +89,14 @@ def main(run_dir: str) -> None:
             stepped()
         if batch is not None and trainer.ckpt_interval > 0 and saved < step:
             link.say("saving", step=step, total=total)
-            checkpoints.save(engine, batch, penalty.carried())
+            checkpoints.save(engine, critic, batch, penalty.carried())
             link.committed(step)
         link.close("finished" if step >= total else "stopped")
 
 
 def train_batch(
-    engine: Engine,
+    engine: PolicyEngine,
+    critic: CriticEngine | None,
     run: Run,
     batch: Batch,
     trainer: TrainerConfig,
@@ -109,15 +117,21 @@ def train_batch(
             old = number > 0 or epochs > 1 or algorithm.use_kl_in_reward
             old &= not algorithm.use_rollout_logprobs_for_loss
             score(engine, mini, forward, old=old, reference=uses_reference(trainer))
+            if critic is not None:
+                appraise(critic, mini, forward)
     with clock("compute_advantages_and_returns"):
         rows = [row for mini in minis for row in mini.rows]
         charged = penalty.charge(rows, world.sum)
         advantages = estimate_advantages(batch, rows, algorithm, world.sum)
     updates: list[Trained] = []
+    of_critic: dict[str, float] = {}
+    if critic is not None:
+        with clock("critic_train"):
+            of_critic = train_critic(critic, minis, batch, trainer, backward, world)
     with clock("policy_train"):
         for mini in minis * epochs:
             updates.append(train(engine, mini, backward, objective, world))
-    return describe_batch(batch, advantages) | charged | describe_updates(updates)
+    return describe_batch(batch, advantages) | charged | of_critic | describe_updates(updates)
 
 
 if __name__ == "__main__":

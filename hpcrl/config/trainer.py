@@ -221,7 +221,7 @@ class TrainerConfig:
     """Lay the samples of a micro-batch end to end, without padding; otherwise each is a row of its own, padded to the longest."""
 
     update_ref_every_epoch: bool = False
-    """Make the policy the new reference at the end of each epoch."""
+    """Make the policy the new reference at the end of each epoch: whenever so many steps are done as the dataset has full batches."""
 
     eval_batch_size: int = 1024
     """Prompts that are evaluated at the same time."""

@@ -6,7 +6,7 @@ Controller routes, all POST, all JSON (`worker` is a lease name such as "rollout
     /claim      {worker, version, capacity, holding: [group_id]}
                                                    -> {stop, version, work: [Work]}      waits up to 10 s for work or a newer version
     /complete   {worker, groups: [GroupMeta]}      -> {accepted: [group_id], rejected: {group_id: reason}}
-    /start      {step}                             -> {total_steps}                      trainer: training continues after `step`
+    /start      {step}                             -> {total_steps, steps_per_epoch}     trainer: training continues after `step`
     /published  {version}                          -> {}                                 trainer: weights/v<version> is committed
     /next       {step}                             -> {stop, path}                       waits up to 10 s; path is null until the batch exists
     /committed  {step}                             -> {}                                 trainer: checkpoint of `step` is committed

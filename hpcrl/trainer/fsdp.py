@@ -31,7 +31,7 @@ from hpcrl.trainer.engine import Objective, StepReport
 from hpcrl.trainer.model import PackedCritic, PackedModel, PackedPolicy, Passes, free_gathered, load_model
 from hpcrl.trainer.reference import copy_parameters, follows_policy, forget_moments, require_same_shape
 from hpcrl.trainer.schedule import lr_factor
-from hpcrl.trainer.sharding import one_copy
+from hpcrl.trainer.sharding import DTYPES, one_copy
 from hpcrl.trainer.source import Source, ValueSource
 from hpcrl.trainer.world import World
 from hpcrl.types import MicroBatch
@@ -217,6 +217,7 @@ def _passes(trainer: TrainerConfig, temperature: float = 1.0) -> Passes:
         packing=trainer.use_sample_packing,
         flash=trainer.flash_attn,
         compiled=trainer.policy.use_torch_compile,
+        dtype=DTYPES[trainer.algorithm.logprob_dtype],
     )
 
 

@@ -62,11 +62,12 @@ class Link:
         if self._lease:
             self._lease.say(state, **facts)
 
-    def start(self, step: int) -> int:
-        """Tell that training continues after `step`; return the run's total number of steps."""
+    def start(self, step: int) -> tuple[int, int]:
+        """Tell that training continues after `step`; return how many steps the run has, and an epoch."""
         if self._world.first:
             self._metrics = MetricsWriter(self._run, PROCESS, self._attempt, step)
-        return self._ask("start", step=step)["total_steps"]
+        answer = self._ask("start", step=step)
+        return answer["total_steps"], answer["steps_per_epoch"]
 
     def next(self, step: int) -> Batch | None:
         """Return the batch of `step` as soon as there is one, or None if training ends here."""

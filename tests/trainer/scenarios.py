@@ -27,8 +27,9 @@ from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.describe import describe_updates
 from hpcrl.trainer.fsdp import FsdpPolicy
 from hpcrl.trainer.objective import build_objective, build_reduction
+from hpcrl.trainer.packing import Row, load_samples, pack
 from hpcrl.trainer.penalty import KlPenalty
-from hpcrl.trainer.plan import Limit
+from hpcrl.trainer.plan import Limit, mini_batches
 from hpcrl.trainer.publish import Publisher
 from hpcrl.trainer.update import MiniBatch, Trained, load_mini_batches, score, train
 from hpcrl.trainer.world import World, joined
@@ -235,6 +236,27 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
             save_file(rows, options["export"])
 
 
+def moving(world: World, options: dict[str, Any]) -> None:
+    """Show the reference before and after the policy becomes it; maybe restore first, maybe save then."""
+    engine = make_engine(world, options["model"], options)
+    if "restore" in options:
+        engine.restore(Path(options["restore"]))
+    run = Run.open(options["run"])
+    batch = Batch.from_json(read_json(run.batch(1)))
+    (picks,) = mini_batches(batch, len(batch.groups))
+    packed = pack([Row(sample, pick) for sample, pick in zip(load_samples(run, batch, picks), picks, strict=True)])
+    found = {"before": engine.logprobs(packed, reference=True)}
+    train_steps(engine, run, range(1, 2), world, options)
+    engine.reset_reference(fresh_optimizer=True)
+    found["moved"] = engine.logprobs(packed, reference=True)
+    found["policy"] = engine.logprobs(packed)
+    if "save" in options:
+        Path(options["save"]).mkdir(exist_ok=True)
+        engine.save(Path(options["save"]))
+    if world.first:
+        save_file(found, options["out"])
+
+
 def rewind(world: World, options: dict[str, Any]) -> None:
     """Copy a run as it was when `steps` were its checkpoints."""
     if world.first:
@@ -294,6 +316,7 @@ SCENARIOS = {
     "worth": worth,
     "weighed": weighed,
     "lifetime": lifetime,
+    "moving": moving,
     "rewind": rewind,
     "disagreement": disagreement,
     "deterministic": deterministic,
