@@ -12,17 +12,24 @@ import torch
 from torch.nn.functional import linear, nll_loss
 from torch.utils.checkpoint import checkpoint
 
-Rows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+Rows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
 
 
 def plain_rows(
-    hidden_RD: torch.Tensor, head_VD: torch.Tensor, labels_R: torch.Tensor, temperature: float
+    hidden_RD: torch.Tensor, head_VD: torch.Tensor, labels_R: torch.Tensor, temperature: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities of the labels and entropies, [R] float32 each, with all logits at the same time."""
-    logits_RV = linear(hidden_RD, head_VD).float() / temperature
-    logprobs_RV = logits_RV.log_softmax(-1)
-    entropy_R = -(logprobs_RV.exp() * logprobs_RV).sum(-1)
-    return -nll_loss(logprobs_RV, labels_R, reduction="none"), entropy_R
+    """Return log-probabilities of the labels and entropies, [R] float32 each, with all logits at the same time.
+
+    Args:
+        dtype: of logits and log-probabilities; sums over the vocabulary are float32 in any case.
+    """
+    logits_RV = linear(hidden_RD, head_VD).to(dtype) / temperature
+    if dtype == torch.float16 and logits_RV.device.type == "cpu":  # whose log_softmax adds up in float16, and overflows
+        logprobs_RV = logits_RV.log_softmax(-1, dtype=torch.float32).to(dtype)
+    else:
+        logprobs_RV = logits_RV.log_softmax(-1)
+    entropy_R = -(logprobs_RV.exp() * logprobs_RV).sum(-1, dtype=torch.float32)
+    return -nll_loss(logprobs_RV, labels_R, reduction="none").float(), entropy_R
 
 
 def compiled_rows() -> Rows:
@@ -37,22 +44,25 @@ def token_logprobs(
     temperature: float,
     chunk_rows: int,
     rows: Rows = plain_rows,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log pi(label) and the entropy of pi at each row, both [P] float32 and differentiable.
 
-    pi = softmax(hidden head^T / temperature), the softmax in float32.
+    pi = softmax(hidden head^T / temperature).
 
     Args:
         chunk_rows: rows whose logits exist at the same time.
         rows: plain_rows or what compiled_rows made.
+        dtype: in which logits become log-probabilities. In a 16-bit type those have 8 (bfloat16) or 11 significant bits, and
+            float16 holds logits up to 65504.
     """
     assert hidden_PD.ndim == 2, f"hidden states are [P, D], not {tuple(hidden_PD.shape)}"
     assert temperature > 0
     assert chunk_rows > 0
     if len(hidden_PD) <= chunk_rows:
-        return rows(hidden_PD, head_VD, labels_P, temperature)
+        return rows(hidden_PD, head_VD, labels_P, temperature, dtype)
     slices = [
-        checkpoint(rows, hidden, head_VD, labels, temperature, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(rows, hidden, head_VD, labels, temperature, dtype, use_reentrant=False, preserve_rng_state=False)
         for hidden, labels in zip(hidden_PD.split(chunk_rows), labels_P.split(chunk_rows), strict=True)
     ]
     logprobs, entropies = zip(*slices, strict=True)

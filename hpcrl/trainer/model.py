@@ -33,6 +33,7 @@ class Passes:
         packing: samples lie end to end; otherwise each is a padded row.
         flash: flash attention is used where there is one.
         compiled: log-probabilities and entropies are computed by compiled code.
+        dtype: in which logits become log-probabilities.
     """
 
     temperature: float
@@ -40,6 +41,7 @@ class Passes:
     packing: bool = True
     flash: bool = True
     compiled: bool = False
+    dtype: torch.dtype = torch.float32
 
 
 class PackedModel(nn.Module):
@@ -92,9 +94,9 @@ class PackedPolicy(PackedModel):
         self, token_ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, layout: Layout
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probabilities of the labels and entropies, both [P] float32."""
-        hidden_PD = self.hidden(token_ids, positions, layout)
+        hidden_PD, passes = self.hidden(token_ids, positions, layout), self._passes
         return token_logprobs(
-            hidden_PD, self.head.weight, labels, self._passes.temperature, self._passes.chunk_rows, self._rows
+            hidden_PD, self.head.weight, labels, passes.temperature, passes.chunk_rows, self._rows, passes.dtype
         )
 
 

@@ -82,4 +82,4 @@ def torchrun(ranks: int, script: Path, *arguments: object) -> list[str]:
 
 def run_ranks(ranks: int, *arguments: object, script: str = "scenarios.py") -> subprocess.CompletedProcess[str]:
     command = torchrun(ranks, Path(__file__).parent / script, *arguments)
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)

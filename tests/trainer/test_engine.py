@@ -49,11 +49,14 @@ VARIANTS: dict[int, dict[str, dict[str, Any]]] = {
         "compiled": variant(4, logprobs_chunk_size=5, policy={"use_torch_compile": True}),
         "foreach": adam(implementation="foreach"),
         "for-loop": adam(implementation="for-loop"),
+        "bf16-logprobs": variant(4, algorithm={"logprob_dtype": "bf16"}),
+        "by-tokens": {**variant(64), "tokens": 20},
         "adam": adam(name="Adam", weight_decay=0.5, eps=1e-3, adam_betas=[0.8, 0.99]),
     },
     2: {
         "two-ranks-one-by-one": variant(1, 2),
         "two-ranks": fsdp(reshard_after_forward=False),
+        "two-ranks-by-tokens": {**variant(64), "tokens": 9},
         "two-ranks-chunked": variant(2, logprobs_chunk_size=5, gradient_checkpointing=True),
         "reentrant": variant(2, gradient_checkpointing=True, gradient_checkpointing_use_reentrant=True),
         "one-unit": fsdp(wrap_policy={"disable": True}),
@@ -81,7 +84,7 @@ VARIANTS: dict[int, dict[str, dict[str, Any]]] = {
         "resharded-over-two": fsdp(1, reshard_after_forward=2),
     },
 }
-APART = {"two-ranks-bf16", "master-bf16", "adam", "two-ranks-frozen", "frozen-reentrant"}
+APART = {"two-ranks-bf16", "master-bf16", "bf16-logprobs", "adam", "two-ranks-frozen", "frozen-reentrant"}
 EXACT = [name for variants in VARIANTS.values() for name in variants if name not in APART]
 
 
@@ -214,6 +217,15 @@ def test_bf16_keeps_fp32_parameters_and_stays_close(results: Path, truth: Truth)
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     updates = json.loads((results / "two-ranks-bf16.json").read_text())
     assert [u["final_loss"] for u in updates] == pytest.approx(truth.losses, abs=0.05)
+
+
+def test_bf16_logprobs_stay_close_and_are_compared_with_such(results: Path, truth: Truth) -> None:
+    updates = json.loads((results / "bf16-logprobs.json").read_text())
+    assert [u["final_loss"] for u in updates] == pytest.approx(truth.losses, abs=0.05)
+    assert [u["final_loss"] for u in updates] != pytest.approx(truth.losses, abs=1e-4)
+    # policy, old policy and reference are one and the same at first, so rounding them alike leaves no difference
+    assert updates[0]["policy_kl"] == 0
+    assert updates[0]["loss_metrics/ratio"] == updates[0]["tokens"]
 
 
 def test_bf16_parameters_stay_close(results: Path, truth: Truth) -> None:

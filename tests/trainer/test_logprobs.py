@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
@@ -28,6 +29,46 @@ def test_equal_to_the_plain_computation(chunk_rows: int, temperature: float) -> 
     actual = token_logprobs(hidden, head, labels, temperature, chunk_rows)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(gradients(*actual), gradients(*expected), atol=1e-5, rtol=1e-5)
+
+
+def worst(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> list[float]:
+    """Return the largest error of each tensor, against its largest value."""
+    pairs = zip(actual, expected, strict=True)
+    return [((got.double() - wanted).abs().max() / wanted.abs().max()).item() for got, wanted in pairs]
+
+
+@pytest.mark.parametrize("chunk_rows", [7, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_each_type_is_as_accurate_as_it_can_be(dtype: torch.dtype, chunk_rows: int) -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(64, 8, requires_grad=True), torch.randn(500, 8, requires_grad=True)
+    labels, weights = torch.randint(0, 500, (64,)), torch.randn(2, 64)
+
+    def both(logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gradients = torch.autograd.grad((logprobs * weights[0] + entropy * weights[1]).sum(), (hidden, head))
+        return logprobs.detach(), entropy.detach(), *gradients
+
+    plain = Categorical(logits=hidden.double() @ head.T.double() / 0.6)
+    expected = both(plain.log_prob(labels), plain.entropy())
+    actual = both(*token_logprobs(hidden, head, labels, 0.6, chunk_rows, dtype=dtype))
+    assert [tensor.dtype for tensor in actual] == [torch.float32] * 4
+    errors = worst(actual, expected)
+    step = torch.finfo(dtype).eps
+    assert max(errors) < 16 * step
+    assert max(errors) > step / 16  # a 16-bit type is not computed in more bits and called so
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_over_a_large_vocabulary_do_not_overflow(dtype: torch.dtype) -> None:
+    """150 000 equal logits: their sum is beyond float16, and each is too small for a sum that bfloat16 holds."""
+    hidden, head = torch.ones(2, 1, requires_grad=True), torch.zeros(150_000, 1)
+    logprobs, entropy = token_logprobs(hidden, head, torch.tensor([0, 149_999]), 1.0, 1, dtype=dtype)
+    (logprobs.sum() + entropy.sum()).backward()
+    log_size = math.log(150_000)
+    assert logprobs.tolist() == pytest.approx([-log_size] * 2, rel=torch.finfo(dtype).eps)
+    assert entropy.tolist() == pytest.approx([log_size] * 2, rel=1e-2)  # float16 has few digits left for 1 / 150 000
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
 
 
 def test_compiled_once_for_any_number_of_rows() -> None:
