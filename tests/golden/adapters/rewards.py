@@ -30,7 +30,7 @@ def overlong(case: Case) -> dict[str, Any]:
 def weighted(case: Case) -> dict[str, Any]:
     """A reward that only filters has weight 0 here, as `hpcrl config convert` writes it."""
     named = case.params["reward_function"]
-    filters = case.params["filter_reward_metric"]
+    filters = case.params.get("filter_reward_metric") or []
     rewards = WeightedRewards("", {**dict.fromkeys(filters, 0.0), **named}, EnvironmentConfig())
     truth = case.inputs["reference"]
     turns = [rewards(Response(text=text, ground_truth=truth)) for text in case.inputs["completions"]]
