@@ -171,6 +171,7 @@ class MicroBatch:
             mini-batch is the sum of weight x loss over all its micro-batches, of all ranks.
         nll_weights: [P] float32, the same for the mean over the tokens of samples with positive reward.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: [P] float32; the last three are None until computed.
+        values, returns: [P] float32, what a critic expected before the token and what it should have; None without one.
     """
 
     token_ids: torch.Tensor
@@ -184,3 +185,5 @@ class MicroBatch:
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None

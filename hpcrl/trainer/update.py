@@ -14,7 +14,7 @@ from hpcrl.config.trainer import TrainerConfig
 from hpcrl.run.layout import Run
 from hpcrl.trainer.advantages import trained_groups
 from hpcrl.trainer.engine import Engine, Objective, StepReport
-from hpcrl.trainer.packing import Row, load_samples, pack, trained_tokens
+from hpcrl.trainer.packing import Row, load_rows, pack, trained_tokens
 from hpcrl.trainer.plan import Limit, Pick, cut, deal, mini_batches
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch
@@ -29,12 +29,14 @@ class MiniBatch:
         shares: of all ranks, the places of their samples.
         rank: this one.
         tokens: trained tokens of all ranks.
+        left_out: tokens of all ranks that the policy chose but that are not trained, see Row.
     """
 
     rows: list[Row]
     shares: list[list[Pick]]
     rank: int
     tokens: int = 0
+    left_out: int = 0
 
     def micro_batches(self, limit: Limit) -> list[list[Row]]:
         """Return what this rank passes through a model at a time; as many times as the other ranks, maybe nothing."""
@@ -75,8 +77,7 @@ def load_mini_batches(
     planned = mini_batches(batch, groups_per_mini_batch)
     shares = [deal([pick for pick in picks if pick.group in trained], world.size, limit) for picks in planned]
     picks = [pick for ranks in shares for pick in ranks[world.rank]]
-    samples = load_samples(run, batch, picks)
-    rows = iter([Row(sample, pick) for sample, pick in zip(samples, picks, strict=True)])
+    rows = iter(load_rows(run, batch, picks, algorithm.min_filter_prefix_tokens))
     minis = [MiniBatch(list(islice(rows, len(ranks[world.rank]))), ranks, world.rank) for ranks in shares]
     weigh(minis, batch, limit, world, reduction)
     return minis
@@ -90,11 +91,12 @@ def weigh(minis: Sequence[MiniBatch], batch: Batch, limit: Limit, world: World, 
         for row, length in zip(minis[number].rows, lengths[number], strict=True):
             per_group[row.pick.group] += length
             positive[number] += length if _is_positive(batch, row.pick) else 0
-    sums = [round(count) for count in world.sum([*per_group, *positive])]
-    per_group, positive = sums[: len(per_group)], sums[len(per_group) :]
-    for mini, own, likelihood in zip(minis, lengths, positive, strict=True):
+    left_out = [sum(row.left_out for row in mini.rows) for mini in minis]
+    sums = iter([round(count) for count in world.sum([*per_group, *positive, *left_out])])
+    per_group, positive, left_out = (list(islice(sums, len(own))) for own in (per_group, positive, left_out))
+    for mini, own, likelihood, without in zip(minis, lengths, positive, left_out, strict=True):
         groups = {pick.group for share in mini.shares for pick in share}
-        mini.tokens = sum(per_group[group] for group in groups)
+        mini.tokens, mini.left_out = sum(per_group[group] for group in groups), without
         planned = cut(mini.shares, limit)
         used = sum(bool(part) for parts in planned for part in parts)
         for part in planned[mini.rank]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpcrl.errors import DataError
-from hpcrl.trainer.packing import Row, load_samples, pack, trained_tokens
+from hpcrl.trainer.packing import Row, load_rows, pack, trained_tokens
 from hpcrl.trainer.plan import Pick
 from hpcrl.types import Sample
 from tests.trainer.material import make_batch, make_run
@@ -77,7 +77,8 @@ def test_only_picked_samples_are_read(tmp_path: Path) -> None:
     batch = make_batch(run, step=1, groups=3, size=4)
     (run.path / batch.groups[2].path).unlink()
     picks = [Pick(1, 3, 0), Pick(0, 2, 0), Pick(1, 0, 0)]
-    samples = load_samples(run, batch, picks)
-    assert [len(sample.token_ids) for sample in samples] == [batch.groups[p.group].lengths[p.index] for p in picks]
+    rows = load_rows(run, batch, picks)
+    assert [row.pick for row in rows] == picks
+    assert [len(row.sample.token_ids) for row in rows] == [batch.groups[p.group].lengths[p.index] for p in picks]
     with pytest.raises(DataError, match="missing"):
-        load_samples(run, batch, [Pick(2, 0, 0)])
+        load_rows(run, batch, [Pick(2, 0, 0)])
