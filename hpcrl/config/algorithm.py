@@ -172,10 +172,10 @@ class AlgorithmConfig:
     """Advantages above this are lowered to it; unset: none."""
 
     gamma: float = 1.0
-    """gae and reinforce++: discount of a reward per trained token that it comes later."""
+    """gae, reinforce++ and what a critic learns: discount of a reward per trained token that it comes later."""
 
     lambd: float = 1.0
-    """gae: lambda; 1: advantages from all later rewards, 0: from the next value alone."""
+    """gae, and what a critic learns: lambda; 1: advantages from all later rewards, 0: from the next value alone."""
 
     policy_loss_type: str = "regular"
     """Policy loss: regular (the clipped surrogate of PPO, arXiv:1707.06347), dual_clip (also bounded for negative advantages, arXiv:1912.09729), gspo (one ratio per sample, arXiv:2507.18071), sapo (a soft gate, arXiv:2511.20347), cispo (clipped weights, arXiv:2506.13585), rollout_is (ratio to the rollout, out of bounds: no weight), clip_cov and kl_cov (arXiv:2505.22617), aipo (ratio bounded on one side, arXiv:2505.24034), dppo (ratio to the rollout, inside a bound on the divergence, arXiv:2602.04879), gmpo (geometric mean of a sample's ratios, arXiv:2507.20673; the paper's loss_reduction is sequence_mean), gpg (no ratio, arXiv:2504.02546), importance_sampling (the plain ratio), cross_entropy (likelihood, without advantages), or your own as "package.module:function"."""
@@ -252,7 +252,7 @@ class AlgorithmConfig:
     """Number type in which logits become log-probabilities."""
 
     value_head_prefix: str = "value_head"
-    """Name of the critic's output layer."""
+    """Name of the critic's output layer. A parameter `<name>.weight` of trainer.critic.model.path is loaded; without one, weights are drawn with trainer.seed, so small that values begin near 0."""
 
     value_clip: float = 0.2
     """A value may move by this much from that before the update, further changes count nothing; 0: no bound, as SkyRL's null."""

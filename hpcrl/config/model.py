@@ -68,7 +68,7 @@ class RefModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class CriticModelConfig:
     path: Location | None = None
-    """Model that the critic starts from; unset: no critic."""
+    """Model that the critic starts from: any causal language model, or one with the critic's output layer (trainer.algorithm.value_head_prefix); unset: no critic. What it learns counts with advantage_estimator=gae or your own; with others it is trained and reported, no more."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
 

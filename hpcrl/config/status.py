@@ -28,7 +28,6 @@ class Wait:
 
 _ALGORITHMS = Wait("the algorithm library")
 _ASYNC = Wait("asynchronous rollouts")
-_CRITIC = Wait("a critic")
 _DATA = Wait("datasets on a hub and other columns")
 _LORA = Wait("LoRA")
 _MEGATRON = Wait("Megatron")
@@ -58,8 +57,8 @@ WAITS: dict[str, Wait] = {
     "trainer.sequence_parallel_backend": _PARALLEL,
     "trainer.group_name": _TRACKING,
     "trainer.logger": _TRACKING,
-    "trainer.placement.critic_num_nodes": _CRITIC,
-    "trainer.placement.critic_num_gpus_per_node": _CRITIC,
+    "trainer.placement.critic_num_nodes": Wait("a critic on GPUs of its own"),
+    "trainer.placement.critic_num_gpus_per_node": Wait("a critic on GPUs of its own"),
     "trainer.placement.ref_num_nodes": Wait("a reference model on GPUs of its own"),
     "trainer.placement.ref_num_gpus_per_node": Wait("a reference model on GPUs of its own"),
     "trainer.placement.colocate_policy_ref": Wait("a reference model on GPUs of its own"),
@@ -79,11 +78,10 @@ WAITS: dict[str, Wait] = {
     "trainer.policy.record_memory": _TRACKING,
     "trainer.ref.sequence_parallel_size": _PARALLEL,
     "trainer.ref.megatron_config": _MEGATRON,
-    "trainer.critic": _CRITIC,
-    "trainer.critic_mini_batch_size": _CRITIC,
-    "trainer.algorithm.lambd": _CRITIC,
-    "trainer.algorithm.value_head_prefix": _CRITIC,
-    "trainer.algorithm.value_clip": _CRITIC,
+    "trainer.critic.model.lora": _LORA,
+    "trainer.critic.optimizer_config.offload_after_step": Wait("colocated engines"),
+    "trainer.critic.fsdp_config.mixed_precision.param_dtype": Wait("loss scaling", ("fp32",)),
+    "trainer.critic.sequence_parallel_size": _PARALLEL,
     "trainer.algorithm.logprob_dtype": _ALGORITHMS,
     "trainer.algorithm.filter_reward_metric": _REWARDS,
     "trainer.algorithm.min_filter_prefix_tokens": _ALGORITHMS,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.config.derive import ref_ranks, trainer_ranks
+from hpcrl.config.derive import critic_ranks, ref_ranks, trainer_ranks
 from hpcrl.config.model import ShardingConfig
 from hpcrl.config.problem import Problem, shown
 
@@ -22,7 +22,8 @@ _UNITS = {
 
 def sharding(config: Config) -> Iterator[Problem]:
     trainer = config.trainer
-    for role, ranks in (("policy", trainer_ranks(trainer)), ("ref", ref_ranks(trainer))):
+    models = {"policy": trainer_ranks(trainer), "ref": ref_ranks(trainer), "critic": critic_ranks(trainer)}
+    for role, ranks in models.items():
         yield from _shards(f"trainer.{role}.fsdp_config", getattr(trainer, role).fsdp_config, ranks)
 
 

@@ -54,6 +54,7 @@ def check_files(config: Config) -> None:
     models = {
         "trainer.policy.model.path": config.trainer.policy.model.path,
         "trainer.ref.model.path": config.trainer.ref.model.path,
+        "trainer.critic.model.path": config.trainer.critic.model.path,
     }
     for name, path in models.items():
         if path and _is_local(path) and not (Path(path).expanduser() / "config.json").is_file():

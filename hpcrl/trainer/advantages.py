@@ -6,11 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
-from hpcrl.algorithms.advantages import ESTIMATORS, Estimator, Outcomes, is_per_token, normalize
-from hpcrl.algorithms.filters import varied
+from hpcrl.algorithms.advantages import (
+    ESTIMATORS,
+    Estimator,
+    Outcomes,
+    is_per_token,
+    lambda_returns,
+    normalize,
+)
+from hpcrl.algorithms.filters import filter_values, varied
 from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.own import find
+from hpcrl.errors import DataError
 from hpcrl.trainer.packing import Row
 from hpcrl.types import Batch
 
@@ -34,13 +43,18 @@ def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
     """Return which groups of the batch are trained: all, or with zero_variance_filter those whose rewards differ.
 
     The others are not even read, and no reduction of the loss counts them.
+
+    Raises:
+        DataError: a group lacks a metric of filter_reward_metric.
     """
-    groups = range(len(batch.groups))
-    return [at for at in groups if not algorithm.zero_variance_filter or varied(batch.groups[at].rewards)]
+    groups, metrics = range(len(batch.groups)), algorithm.filter_reward_metric
+    if not algorithm.zero_variance_filter:
+        return list(groups)
+    return [at for at in groups if varied(filter_values(batch.groups[at], metrics))]
 
 
 def estimate_advantages(batch: Batch, rows: Sequence[Row], algorithm: AlgorithmConfig, over_ranks: Sum) -> Advantages:
-    """Fill in the advantages of this rank's samples.
+    """Fill in the advantages of this rank's samples, and the returns of a critic where they have values.
 
     Every rank calls it. An estimator that gives all tokens of a sample the same number gets every sample of the batch from the
     batch's metadata, the same on every rank; one that needs tokens gets this rank's, and sums over ranks.
@@ -50,21 +64,24 @@ def estimate_advantages(batch: Batch, rows: Sequence[Row], algorithm: AlgorithmC
 
     Raises:
         ConfigError: a user's own estimator cannot be found.
+        DataError: a group lacks a greedy response that it is to be compared with, or a metric of filter_reward_metric.
     """
     estimator = find("trainer.algorithm.advantage_estimator", algorithm.advantage_estimator, ESTIMATORS)
 
     def total(sums: torch.Tensor) -> torch.Tensor:
         return sums.new_tensor(over_ranks(sums.tolist()))
 
-    lengths = [len(row.sample.token_ids) for row in rows]
-    mask_P = _joined([row.trained for row in rows])
+    outcomes = _by_token(rows, total)
+    mask_P, lengths = outcomes.mask_P, outcomes.lengths
     if is_per_token(estimator):
-        rewards_P = _joined([row.rewards for row in rows])
-        groups_B = torch.tensor([row.pick.group for row in rows], dtype=torch.int64)
-        raw_P = estimator(Outcomes(rewards_P, mask_P, lengths, groups_B, total=total), algorithm)
+        raw_P = estimator(outcomes, algorithm)
     else:
         values_B = _by_sample(batch, rows, estimator, algorithm, over_ranks)
         raw_P = values_B.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    if outcomes.values_P is not None:
+        returns_P = lambda_returns(outcomes, outcomes.values_P, algorithm.gamma, algorithm.lambd)
+        for row, returns_T in zip(rows, returns_P.float().split(lengths), strict=True):
+            row.returns = returns_T
     assert raw_P.shape == mask_P.shape, (
         f"{algorithm.advantage_estimator}: {tuple(raw_P.shape)} for {len(mask_P)} tokens"
     )
@@ -78,6 +95,22 @@ def estimate_advantages(batch: Batch, rows: Sequence[Row], algorithm: AlgorithmC
         row.advantages = advantages_T
     count = max(count, 1.0)
     return Advantages(summed / count, summed_abs / count)
+
+
+def _by_token(rows: Sequence[Row], total: Callable[[torch.Tensor], torch.Tensor]) -> Outcomes:
+    """Return this rank's tokens."""
+    # a critic says at each token what it expects before the next one
+    values = [row.values[:-1] for row in rows if row.values is not None]
+    assert len(values) in (0, len(rows)), "a critic has seen some samples, others not"
+    return Outcomes(
+        rewards_P=_joined([row.rewards for row in rows]),
+        mask_P=_joined([row.trained for row in rows]),
+        lengths=[len(row.sample.token_ids) for row in rows],
+        groups_B=torch.tensor([row.pick.group for row in rows], dtype=torch.int64),
+        # a rank without samples has no values either, whether there is a critic or not
+        values_P=_joined([pad(values_T, (1, 0)).double() for values_T in values]) if len(values) == len(rows) else None,
+        total=total,
+    )
 
 
 def _by_sample(
@@ -100,8 +133,20 @@ def _by_sample(
         mask_P=tokens_B,
         lengths=[1] * len(places),
         groups_B=torch.tensor([group for group, _ in places], dtype=torch.int64),
+        baselines_B=_baselines(batch, places) if algorithm.advantage_estimator == "remax" else None,
     )
     return estimator(outcomes, algorithm)[mine]
+
+
+def _baselines(batch: Batch, places: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return the reward of the greedy response to each sample's prompt, [B]."""
+    for group in batch.groups:
+        if group.baseline is None:
+            raise DataError(
+                f"group {group.group_id} was generated without a greedy response, before trainer.algorithm.advantage_estimator was "
+                "remax; resume with the estimator of before, or begin a new run at the checkpoint (trainer.resume_mode=from_path)"
+            )
+    return torch.tensor([batch.groups[group].baseline for group, _ in places], dtype=torch.float64)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

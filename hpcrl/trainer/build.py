@@ -11,7 +11,7 @@ POLICIES: dict[str, type[FsdpPolicy]] = {"fsdp2": FsdpPolicy}
 CRITICS: dict[str, type[FsdpCritic]] = {"fsdp2": FsdpCritic}
 
 
-def build_engine(trainer: TrainerConfig, temperature: float, world: World) -> PolicyEngine:
+def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> PolicyEngine:
     """Load the policy, and the reference if anything compares with it.
 
     Raises:

@@ -2,6 +2,7 @@
 
     checkpoints/s000040/
       .metadata, __<rank>_0.distcp     model, optimizer and its step count, written by the engine
+      critic/                          the same of the critic, where there is one
       rng-<rank>.safetensors           random state of each rank
       manifest.json                    step, batch, cursor, layout; sizes and checksums of the files above
       COMMIT
@@ -29,6 +30,7 @@ from hpcrl.types import Batch
 
 log = logging.getLogger(__name__)
 
+_CRITIC = "critic"
 _NEVER_DELETED = 2  # the newest may turn out to be damaged when it is needed
 
 
@@ -46,14 +48,14 @@ class Checkpoints:
         if world.first and 0 <= keep < _NEVER_DELETED:
             log.warning("trainer.max_ckpts_to_keep = %d: the newest %d are kept all the same", keep, _NEVER_DELETED)
 
-    def resume(self, engine: Engine, mode: str, path: str | None) -> tuple[int, dict[str, float]]:
-        """Bring the engine to where training continues; return that step and what `save` was given to carry.
+    def resume(self, engine: Engine, critic: Engine | None, mode: str, path: str | None) -> tuple[int, dict[str, float]]:
+        """Bring the engines to where training continues; return that step and what `save` was given to carry.
 
         A fresh start is step 0 and carries nothing. Args and errors as in `find`.
         """
         self._seed_rng(0)
         found = self.find(mode, path)
-        step, carried = self.restore(engine, found) if found else (0, {})
+        step, carried = self.restore(engine, critic, found) if found else (0, {})
         self.set_aside_after(step)
         return step, carried
 
@@ -86,10 +88,24 @@ class Checkpoints:
             )
         return _foreign(path) if mode == "from_path" else None
 
-    def restore(self, engine: Engine, checkpoint: Path) -> tuple[int, dict[str, float]]:
-        """Load a checkpoint that `find` gave; return its step and what it carries."""
+    def restore(self, engine: Engine, critic: Engine | None, checkpoint: Path) -> tuple[int, dict[str, float]]:
+        """Load a checkpoint that `find` gave; return its step and what it carries.
+
+        Raises:
+            RunError: there is a critic, and the checkpoint has none.
+        """
         facts = self._world.look(lambda: verify(checkpoint, checksums=False))
+        saved = any(name.startswith(f"{_CRITIC}/") for name in facts["files"])
+        if critic is not None and not saved:
+            raise RunError(
+                f"{checkpoint} was saved without a critic: leave out trainer.critic.model.path, or submit a new run whose "
+                "trainer.policy.model.path is an export of the run that saved it"
+            )
         engine.restore(checkpoint)
+        if critic is not None:
+            critic.restore(checkpoint / _CRITIC)
+        elif saved and self._world.first:
+            log.warning("%s has a critic, which this run does not train", checkpoint)
         self._restore_rng(checkpoint, facts)
         if self._world.first:
             log.info("continuing after step %d of %s", facts["step"], checkpoint)
@@ -115,11 +131,11 @@ class Checkpoints:
         text = f"{self._seed}/{step}/{self._world.rank}"
         torch.manual_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()))
 
-    def save(self, engine: Engine, batch: Batch, carried: dict[str, float]) -> None:
+    def save(self, engine: Engine, critic: Engine | None, batch: Batch, carried: dict[str, float]) -> None:
         """Commit the state after `batch` was trained. All ranks write; returns on every rank once it is committed.
 
         Args:
-            carried: numbers beside the engine's state, the same on every rank.
+            carried: numbers beside the engines' state, the same on every rank.
         """
         target = self._run.checkpoint(batch.step)
         if self._world.first:
@@ -127,6 +143,9 @@ class Checkpoints:
         self._world.barrier()
         directory = staging(target, self._attempt)
         engine.save(directory)
+        if critic is not None:
+            (directory / _CRITIC).mkdir(exist_ok=True)
+            critic.save(directory / _CRITIC)
         states = {"cpu": torch.get_rng_state()}
         if self._world.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state()

@@ -16,11 +16,13 @@ FSDP, REF, OPTIMIZER = "trainer.policy.fsdp_config", "trainer.ref.fsdp_config", 
 
 
 FOUR = {"trainer.placement.policy_num_gpus_per_node": 4, "slurm.gpus_per_node": 4}
+CRITIC = "trainer.critic.fsdp_config"
 UNITS = f"{FSDP}.wrap_policy"
 
 CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ({**FOUR, f"{FSDP}.fsdp_size": 3}, f"{FSDP}.fsdp_size", "does not divide the 4 ranks", {**FOUR, f"{FSDP}.fsdp_size": 2}),
     ({**FOUR, f"{REF}.fsdp_size": 3}, f"{REF}.fsdp_size", "does not divide the 4 ranks", {**FOUR, f"{REF}.fsdp_size": 8}),
+    ({**FOUR, f"{CRITIC}.fsdp_size": 3}, f"{CRITIC}.fsdp_size", "does not divide the 4 ranks", {**FOUR, f"{CRITIC}.fsdp_size": 2}),
     (
         {**FOUR, f"{FSDP}.reshard_after_forward": 3}, f"{FSDP}.reshard_after_forward", "a divisor of the 4 ranks",
         {**FOUR, f"{FSDP}.reshard_after_forward": 2},

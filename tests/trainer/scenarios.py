@@ -27,7 +27,7 @@ from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.describe import describe_updates
 from hpcrl.trainer.fsdp import FsdpPolicy
 from hpcrl.trainer.objective import build_objective, build_reduction
-from hpcrl.trainer.packing import Row, load_samples, pack
+from hpcrl.trainer.packing import load_rows, pack
 from hpcrl.trainer.penalty import KlPenalty
 from hpcrl.trainer.plan import Limit, mini_batches
 from hpcrl.trainer.publish import Publisher
@@ -210,7 +210,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     run, attempt = Run.open(options["run"]), options["attempt"]
     checkpoints = Checkpoints(run, attempt, world, keep=options.get("keep", -1), seed=3)
     publisher = Publisher(run, attempt, world, torch.float32, max_staleness=0)
-    step, carried = checkpoints.resume(engine, options.get("mode", "latest"), options.get("path"))
+    step, carried = checkpoints.resume(engine, None, options.get("mode", "latest"), options.get("path"))
     publisher.resume(engine, step)
     trained, random = [], torch.rand(3).tolist()
     for at in range(step + 1, options["until"] + 1):
@@ -219,7 +219,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
         if at in options.get("dies_saving", []) and world.rank == world.size - 1:
             engine.__class__ = Dying
         if at in options["saves"]:
-            checkpoints.save(engine, Batch.from_json(read_json(run.batch(at))), {"trained": float(at)})
+            checkpoints.save(engine, None, Batch.from_json(read_json(run.batch(at))), {"trained": float(at)})
     show(options["out"], trained, world)
     if world.first:
         Path(options["out"]).with_suffix(".started").write_text(
@@ -244,7 +244,7 @@ def moving(world: World, options: dict[str, Any]) -> None:
     run = Run.open(options["run"])
     batch = Batch.from_json(read_json(run.batch(1)))
     (picks,) = mini_batches(batch, len(batch.groups))
-    packed = pack([Row(sample, pick) for sample, pick in zip(load_samples(run, batch, picks), picks, strict=True)])
+    packed = pack(load_rows(run, batch, picks))
     found = {"before": engine.logprobs(packed, reference=True)}
     train_steps(engine, run, range(1, 2), world, options)
     engine.reset_reference(fresh_optimizer=True)
