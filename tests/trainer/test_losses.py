@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hpcrl.config.algorithm import POLICY_LOSSES
 from tests.trainer.material import make_batch, make_run, run_ranks
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -22,6 +23,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
         "negative_sample_mask_delta": 0.001,
     },
 }
+LOSSES = {"token": "regular", "dropped": "cross_entropy", "sequence": "regular", "outliers": "rollout_is"}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "gspo": {"policy_loss_type": "gspo", "loss_reduction": "sequence_mean"},
     "sapo": {"policy_loss_type": "sapo", "loss_reduction": "seq_mean_token_sum_norm", "kl_estimator_type": "k2"},
@@ -33,11 +35,22 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "kl_importance_weighted": True,
     },
     "likelihood": {"policy_loss_type": "importance_sampling", "loss_reduction": "token_sum", "positive_nll_coef": 0.5},
-    "rollout": {"use_rollout_logprobs_for_loss": True},
-    **{name: {"off_policy_correction": table} for name, table in CORRECTIONS.items()},
+    "dppo": {"policy_loss_type": "dppo", "dppo": {"delta_high": 0.001, "delta_low": 0.001}},
+    "gmpo": {"policy_loss_type": "gmpo", "loss_reduction": "sequence_mean", "gmpo": {"log_clip_high": 0.001}},
+    "gpg": {"policy_loss_type": "gpg"},
+    "rollout": {"policy_loss_type": "regular", "use_rollout_logprobs_for_loss": True},
+    **{name: {"off_policy_correction": table, "policy_loss_type": LOSSES[name]} for name, table in CORRECTIONS.items()},
     "legacy": {"loss_reduction": "token_mean_legacy"},
 }
-WAYS = {"together": (1, 64), "one by one": (1, 1), "two ranks": (2, 3)}
+OF_A_MICRO_BATCH = {"clip_cov", "kl_cov"}  # they compare a token with the others of its micro-batch
+WAYS: dict[str, tuple[int, int, int | None]] = {
+    "together": (1, 64, None),
+    "one by one": (1, 1, None),
+    "two ranks": (2, 3, None),
+    "by tokens": (1, 64, 30),
+    "two ranks by tokens": (2, 1, 13),
+}
+"""Ranks, samples and tokens of a micro-batch."""
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +59,19 @@ def results(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> dict[
     run = make_run(path / "run")
     make_batch(run, step=1, groups=4, size=3)
     found = {}
-    for way, (ranks, micro) in WAYS.items():
-        options = {"model": str(model_path), "run": str(run.path), "micro": micro, "algorithms": ALGORITHMS}
+    for way, (ranks, micro, tokens) in WAYS.items():
+        options = {"model": str(model_path), "run": str(run.path), "algorithms": ALGORITHMS}
+        options |= {"micro": micro, "tokens": tokens}
         out = path / f"{way}.json"
         done = run_ranks(ranks, json.dumps([("weighed", {**options, "out": str(out)})]))
         assert done.returncode == 0, done.stderr
         found[way] = json.loads(out.read_text())
     return found
+
+
+def test_every_loss_that_may_not_depend_on_ranks_is_here() -> None:
+    used = {table["policy_loss_type"] for table in ALGORITHMS.values() if "policy_loss_type" in table}
+    assert used == set(POLICY_LOSSES) - OF_A_MICRO_BATCH
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "together"])
@@ -66,6 +85,7 @@ def test_every_way_is_the_same(results: dict[str, Any], name: str, way: str) -> 
 def test_the_legacy_mean_depends_on_micro_batches(results: dict[str, Any]) -> None:
     norms = {way: found["legacy"][0]["policy/grad_norm"] for way, found in results.items()}
     assert norms["one by one"] != pytest.approx(norms["together"], rel=1e-3)
+    assert norms["by tokens"] != pytest.approx(norms["together"], rel=1e-3)
 
 
 def test_corrections_are_reported(results: dict[str, Any]) -> None:
@@ -84,4 +104,5 @@ def test_corrections_are_reported(results: dict[str, Any]) -> None:
     for name in CORRECTIONS:
         assert metrics(name)["is_ratio_min"] < metrics(name)["is_ratio_mean"] < metrics(name)["is_ratio_max"]
     assert 0 < metrics("token")["token_mask_ratio"] < 1
+    assert 0 < metrics("dppo")["clip_ratio"] < 1
     assert 0 < metrics("sequence")["product_sequence_mask_masked_ratio"] <= 1

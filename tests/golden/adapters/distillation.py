@@ -1,0 +1,104 @@
+"""Cosmos-RL's on-policy distillation: rows of positions become the trained tokens laid end to end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hpcrl.algorithms.distillation import jensen_shannon, selected_logprobs, teacher_advantages
+from hpcrl.algorithms.kl import k1
+from hpcrl.algorithms.losses import POLICY_LOSSES, Tokens, sample_means
+from hpcrl.algorithms.reductions import Reduction, weighted_sum
+from hpcrl.config import AlgorithmConfig
+from hpcrl.config.convert.cosmos import convert_toml
+from hpcrl.config.difference import value_as_toml
+from hpcrl.config.load import nested
+from hpcrl.config.validate import build
+from hpcrl.trainer.objective import loss_settings
+from tests.golden.adapters.packed import WHOLE, sample_weights
+from tests.golden.cases import Case
+
+
+def teacher(case: Case) -> dict[str, Any]:
+    """Advantages of a batch, from the sampled token or from the k best; the policy's log-probabilities are packed already."""
+    inputs = {name: torch.tensor(value) for name, value in case.inputs.items()}
+    trained = inputs["logprob_masks"]
+    lengths = inputs["cu_seqlens"].diff().tolist()
+    policy, others = inputs["current_logprobs"], inputs["teacher_logprobs"][trained]
+    name = f"teacher_kl_jsd_top{case.params['top_k']}" if case.params["top_k"] else "teacher_kl_reversed"
+    divergences = _divergences(case, policy, others)
+    mask = torch.ones_like(divergences)
+    zeros = torch.zeros_like(divergences)
+    coef, discount = case.params["kl_penalty_coef"], case.params["kl_discount_factor"]
+
+    def advantages(given: torch.Tensor, discount: float) -> torch.Tensor:
+        return teacher_advantages(given, divergences, mask, lengths, kl_penalty_coef=coef, kl_discount_factor=discount)
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return sample_means(values, mask, [len(values)])[0]
+
+    return {
+        "advantages": advantages(inputs["current_advantages"][trained], discount),
+        "metrics": {
+            name: mean(divergences),
+            "teacher_kl_advantages": mean(advantages(zeros, 0.0)),
+            "teacher_kl_advantages_discounted": mean(advantages(zeros, discount)),
+        },
+    }
+
+
+def end_to_end(case: Case) -> dict[str, Any]:
+    """Loss and its gradient by the logits; the policy is its own old policy.
+
+    A mask tells the positions whose next token is trained; ids are at that token's position, the teacher's values at the one before.
+    """
+    inputs = {name: torch.tensor(value) for name, value in case.inputs.items()}
+    logits, trained = inputs["logits"].requires_grad_(), inputs["logprob_masks"]
+    lengths = trained.sum(-1).tolist()
+    logprobs = selected_logprobs(logits[trained], inputs["input_ids"].roll(-1, 1)[trained][:, None])[:, 0]
+    if case.params["top_k"]:
+        policy = selected_logprobs(logits[trained], inputs["topk_indices"].roll(-1, 1)[trained])
+        divergences = _divergences(case, policy, inputs["teacher_topk_logprobs"][trained])
+    else:
+        divergences = _divergences(case, logprobs.detach(), inputs["teacher_logprobs"][trained])
+    mask = torch.ones_like(logprobs)
+    advantages = teacher_advantages(
+        inputs["reward_advantages"][trained],
+        divergences,
+        mask,
+        lengths,
+        kl_penalty_coef=case.params["kl_penalty_coef"],
+        kl_discount_factor=case.params["kl_discount_factor"],
+    )
+    algorithm = _algorithm(case)
+    tokens = Tokens(logprobs, logprobs.detach(), logprobs.detach(), advantages, mask, lengths)
+    loss_P, _ = POLICY_LOSSES[algorithm.policy_loss_type](tokens, **loss_settings(algorithm))
+    weights = torch.tensor(sample_weights(Reduction("token_mean", micro_batch_size=WHOLE), lengths))
+    loss = weighted_sum(loss_P, weights.repeat_interleave(torch.tensor(lengths)))
+    loss.backward()
+    return {"loss": loss.detach(), "advantages": advantages.detach(), "grad_logits": logits.grad}
+
+
+def top_k_logprobs(case: Case) -> dict[str, Any]:
+    logits, ids, trained = (torch.tensor(case.inputs[name]) for name in ("logits", "input_ids", "logprob_masks"))
+    ends = [0, *trained.sum(-1).cumsum(0).tolist()]
+    return {"logps": selected_logprobs(logits[trained], ids.roll(-1, 1)[trained]), "cu_seqlens": ends}
+
+
+def _divergences(case: Case, policy: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    return jensen_shannon(policy, teacher, case.params["jsd_beta"]) if case.params["top_k"] else k1(policy, teacher)
+
+
+def _algorithm(case: Case) -> AlgorithmConfig:
+    names = ("epsilon_low", "epsilon_high", "lower_bound_ratio")
+    lines = [f"{name} = {value_as_toml(case.params[name])}" for name in names]
+    text = "\n".join(["[train.train_policy]", 'type = "grpo"', *lines])
+    return build(AlgorithmConfig, nested(convert_toml(text, "a golden case").values)["trainer"]["algorithm"])
+
+
+ADAPTERS = {
+    "compute_teacher_*_advantages": teacher,
+    "distill_end_to_end": end_to_end,
+    "compute_logprobs_for_top_k_indices": top_k_logprobs,
+}
