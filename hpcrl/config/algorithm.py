@@ -94,13 +94,13 @@ class SAPOConfig:
 @dataclass(frozen=True, kw_only=True)
 class DynamicSamplingConfig:
     type: Literal["filter", "replace"] | None = None
-    """What happens to groups whose rewards are all equal; filter: generate others (DAPO), replace: repeat good ones (POLARIS), unset: they are trained."""
+    """What happens to groups of several samples whose rewards are all equal; filter: another prompt is generated instead (DAPO, arXiv:2503.14476), replace: other groups of the batch take their places (POLARIS), unset: they are trained. trainer.epochs sets the number of steps as without it."""
 
     max_sample_batches: int = 30
-    """Batches of prompts that may be generated for one step before the run fails; 0 or less: no bound."""
+    """How many times a batch of groups may be generated for one step; the run fails if these do not yield one batch. 0 or less: no bound."""
 
     min_replace_ratio: float = 0.3
-    """replace: share of groups with different rewards above which a batch is used; otherwise it is generated again."""
+    """replace: share of groups with different rewards that a batch must exceed to be used; otherwise it is generated again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +249,7 @@ class AlgorithmConfig:
     """Divides the logits in training; unset: generator.sampling_params.temperature."""
 
     logprob_dtype: LogprobDtype = "fp32"
-    """Number type in which logits become log-probabilities."""
+    """Number type in which logits become log-probabilities, of policy, old policy and reference; bf16 and fp16 take half the memory and leave 2 or 3 digits."""
 
     value_head_prefix: str = "value_head"
     """Name of the critic's output layer. A parameter `<name>.weight` of trainer.critic.model.path is loaded; without one, weights are drawn with trainer.seed, so small that values begin near 0."""
@@ -261,10 +261,10 @@ class AlgorithmConfig:
     """Leave groups of several samples whose rewards are all equal out of the loss, which then does not count them either."""
 
     filter_reward_metric: list[str] = field(default_factory=list)
-    """Rewards whose sum decides whether a group's rewards are all equal; empty: the reward itself."""
+    """Named rewards, or metrics of the environment, whose sum decides for dynamic_sampling and zero_variance_filter whether a group's rewards are all equal; empty: the reward itself."""
 
     min_filter_prefix_tokens: int | None = None
-    """Leave the common beginning of a group's samples with different rewards out of the loss where it has at least this many tokens; unset: never."""
+    """Leave the longest beginnings that several responses of a group share, and that were rewarded differently, out of the loss where they have at least this many tokens; unset: never."""
 
     off_policy_correction: OffPolicyCorrectionConfig = field(default_factory=OffPolicyCorrectionConfig)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from hpcrl.config.algorithm import DynamicSamplingConfig
 from hpcrl.config.derive import max_input_length
 from hpcrl.config.generator import SamplingParams
 from hpcrl.config.problem import Problem
@@ -77,6 +78,27 @@ def chat(config: Config) -> Iterator[Problem]:
         yield Problem(
             "generator.step_wise_trajectories",
             f"does not work with trainer.algorithm.advantage_estimator={config.trainer.algorithm.advantage_estimator}, which needs the whole sample",
+        )
+
+
+def dynamic_sampling(config: Config) -> Iterator[Problem]:
+    path, algorithm = "trainer.algorithm.dynamic_sampling", config.trainer.algorithm
+    sampling = algorithm.dynamic_sampling
+    if sampling.type is None and sampling.max_sample_batches != DynamicSamplingConfig.max_sample_batches:
+        yield Problem(f"{path}.max_sample_batches", f"has no effect without {path}.type; set it, or leave this out")
+    if sampling.type != "replace" and sampling.min_replace_ratio != DynamicSamplingConfig.min_replace_ratio:
+        yield Problem(f"{path}.min_replace_ratio", f'has no effect without {path}.type="replace"; leave it out')
+    if sampling.type is None:
+        return
+    if config.generator.n_samples_per_prompt == 1:
+        yield Problem(
+            f"{path}.type",
+            "has no effect with generator.n_samples_per_prompt=1, because a sample alone differs from none; leave it out",
+        )
+    if algorithm.zero_variance_filter:
+        yield Problem(
+            "trainer.algorithm.zero_variance_filter",
+            f"has no effect with {path}.type={sampling.type}, which leaves no group of equal rewards in a batch; leave one of them out",
         )
 
 

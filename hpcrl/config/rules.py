@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from hpcrl.config.derive import uses_reference
-from hpcrl.config.generation import chat, datasets, lengths, sampling_parameters
+from hpcrl.config.generation import chat, datasets, dynamic_sampling, lengths, sampling_parameters
 from hpcrl.config.own import IMPORT_PATH
 from hpcrl.config.problem import Problem
 from hpcrl.config.ranges import out_of_range
@@ -21,7 +21,7 @@ from hpcrl.config.ranks import (
     shared_gpus,
     whole_mini_batches,
 )
-from hpcrl.config.scoring import overlong, remote_reward, reward_names, who_pays
+from hpcrl.config.scoring import filter_metrics, overlong, remote_reward, reward_names, who_pays
 from hpcrl.config.site import engine_options, flash_infer, gpus_of_nodes, sbatch_options
 from hpcrl.config.status import waiting
 from hpcrl.config.surface import Setting, values
@@ -139,6 +139,11 @@ def _critic(config: Config) -> Iterator[Problem]:
         yield Problem(
             "trainer.critic.model.path",
             "required with trainer.algorithm.advantage_estimator=gae: a model to start from",
+        )
+    if not config.trainer.algorithm.value_head_prefix.isidentifier():
+        yield Problem(
+            "trainer.algorithm.value_head_prefix",
+            f'expected a name of letters, digits and underscores, found "{config.trainer.algorithm.value_head_prefix}"',
         )
 
 
@@ -330,10 +335,12 @@ RULES: tuple[Rule, ...] = (
     lengths,
     chat,
     sampling_parameters,
+    dynamic_sampling,
     _experts,
     _teacher,
     _diffusion,
     reward_names,
+    filter_metrics,
     who_pays,
     overlong,
     remote_reward,

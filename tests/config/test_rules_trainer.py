@@ -12,6 +12,8 @@ from hpcrl.config.rules import check, impossible
 from hpcrl.config.validate import build
 
 BASE = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
+DYNAMIC = "trainer.algorithm.dynamic_sampling"
+FILTER = "trainer.algorithm.zero_variance_filter"
 FSDP, REF, OPTIMIZER = "trainer.policy.fsdp_config", "trainer.ref.fsdp_config", "trainer.policy.optimizer_config"
 
 
@@ -73,6 +75,22 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"trainer.profiler.enable": True, "trainer.profiler.ranks": []}, "trainer.profiler.ranks", "found []",
         {"trainer.profiler.enable": False, "trainer.profiler.ranks": []},
+    ),
+    (
+        {f"{DYNAMIC}.max_sample_batches": 5}, f"{DYNAMIC}.max_sample_batches", "no effect without",
+        {f"{DYNAMIC}.max_sample_batches": 5, f"{DYNAMIC}.type": "filter"},
+    ),
+    (
+        {f"{DYNAMIC}.min_replace_ratio": 0.5, f"{DYNAMIC}.type": "filter"}, f"{DYNAMIC}.min_replace_ratio",
+        'type="replace"', {f"{DYNAMIC}.min_replace_ratio": 0.5, f"{DYNAMIC}.type": "replace"},
+    ),
+    (
+        {f"{DYNAMIC}.type": "filter", "generator.n_samples_per_prompt": 1}, f"{DYNAMIC}.type", "a sample alone",
+        {f"{DYNAMIC}.type": "filter", "generator.n_samples_per_prompt": 2},
+    ),
+    (
+        {f"{DYNAMIC}.type": "replace", FILTER: True}, FILTER, "type=replace, which leaves no group of equal rewards",
+        {FILTER: True},
     ),
 ]  # fmt: skip
 
