@@ -1,5 +1,6 @@
 # make demo    install what is needed and run the quickstart on this machine
 # make test    install what is needed (with Slurm, where this is root on Debian or Ubuntu) and run all tests
+# make learn   each family of algorithms learns the quickstart's task: whole training runs, minutes each
 # make check   lint, format and types
 
 PYTHON ?= python3
@@ -7,12 +8,15 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LOCK   := requirements-cpu.lock
 
-.PHONY: demo test check format slurm
+.PHONY: demo test learn check format slurm
 demo: $(VENV)/installed
 	$(BIN)/hpcrl submit configs/quickstart.toml --local --follow
 
 test: $(VENV)/installed slurm
 	$(BIN)/pytest
+
+learn: $(VENV)/installed
+	$(BIN)/pytest -m slow -s tests/jobs/test_learning.py
 
 check: $(VENV)/installed
 	$(BIN)/ruff check

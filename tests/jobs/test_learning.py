@@ -20,6 +20,12 @@ FAMILIES = {
     "reinforce++": [f"{ALGORITHM}advantage_estimator=reinforce++"],
     "gspo": [f"{ALGORITHM}policy_loss_type=gspo", f"{ALGORITHM}loss_reduction=sequence_mean"],
     "cispo": [f"{ALGORITHM}policy_loss_type=cispo", NO_REFERENCE],
+    "remax": [f"{ALGORITHM}advantage_estimator=remax"],
+    "gae": [
+        f"{ALGORITHM}advantage_estimator=gae",
+        f"trainer.critic.model.path={QUICKSTART.parent / 'quickstart' / 'model'}",
+        "trainer.critic.optimizer_config.lr=5e-4",
+    ],
     "sapo": [f"{ALGORITHM}policy_loss_type=sapo", f"{ALGORITHM}loss_reduction=sequence_mean"],
 }
 """What each family changes in configs/quickstart.toml."""
@@ -28,9 +34,9 @@ FAMILIES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_learns_to_sort(place: Path, family: str) -> None:
-    settings = [f"trainer.run_name={family}", f"trainer.max_steps={STEPS}", f"trainer.eval_interval={STEPS}"]
-    done = hpcrl("submit", str(QUICKSTART), "--local", "--follow", *settings, *FAMILIES[family], cwd=place, timeout=600)
-    run = Run.open(place / "runs" / "quickstart" / family)
+    settings = ["trainer.run_name=learns", f"trainer.max_steps={STEPS}", f"trainer.eval_interval={STEPS}"]
+    done = hpcrl("submit", str(QUICKSTART), "--local", "--follow", *settings, *FAMILIES[family], cwd=place, timeout=900)
+    run = Run(place / "runs" / "quickstart" / "learns")
     assert done.returncode == 0, done.stderr + logs_of(run)
     before, after = (eval_score(run, version) for version in (0, STEPS))
     print(f"{family}: {before:.3f} -> {after:.3f}")

@@ -20,6 +20,7 @@ from tests.golden.cases import Case
 
 _WHOLE = 10**6  # rows whose logits exist at the same time: all
 _IGNORED = -100
+_DTYPES = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16}
 
 
 def skyrl_logprobs(case: Case) -> dict[str, Any]:
@@ -65,7 +66,8 @@ def compute_logprobs(case: Case) -> dict[str, Any]:
     else:
         logits_PV = torch.zeros(len(chosen_P), logits.shape[-1])
         logits_PV[chosen_P] = logits
-    logprobs_P, entropies_P = _logprobs(logits_PV, batch.labels)
+    dtype = _DTYPES[case.params.get("dtype", "torch.float32")]
+    logprobs_P, entropies_P = _logprobs(logits_PV, batch.labels, dtype=dtype)
     trained = [int(mask.sum()) for mask in batch.loss_mask.split(batch.lengths)]
     (entropy,) = sample_means(entropies_P, batch.loss_mask, [len(chosen_P)])
     return {
@@ -119,9 +121,9 @@ def pack_sequences(case: Case) -> dict[str, Any]:
 
 
 def _logprobs(
-    logits_PV: torch.Tensor, labels_P: torch.Tensor, chunk_rows: int = _WHOLE
+    logits_PV: torch.Tensor, labels_P: torch.Tensor, chunk_rows: int = _WHOLE, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return token_logprobs(logits_PV, torch.eye(logits_PV.shape[-1]), labels_P, 1.0, chunk_rows)
+    return token_logprobs(logits_PV, torch.eye(logits_PV.shape[-1]), labels_P, 1.0, chunk_rows, dtype=dtype)
 
 
 def _masked_samples(case: Case) -> list[Sample]:
