@@ -35,6 +35,17 @@ def reward_names(config: Config) -> Iterator[Problem]:
             )
 
 
+def filter_metrics(config: Config) -> Iterator[Problem]:
+    rewards = reward_weights(config.environment, "train")
+    unknown = [name for name in config.trainer.algorithm.filter_reward_metric if name not in rewards]
+    if rewards and unknown:
+        yield Problem(
+            "trainer.algorithm.filter_reward_metric",
+            f'"{unknown[0]}" is not in environment.reward_function, whose rewards are {", ".join(rewards)}; '
+            "list it there, with weight 0 if it is not to pay",
+        )
+
+
 def who_pays(config: Config) -> Iterator[Problem]:
     environment = config.environment
     if environment.reward_function and environment.env_class is not None:

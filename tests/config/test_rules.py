@@ -505,6 +505,12 @@ OURS = [
         {"environment.reward_function": {"gsm8k": 1.0, "format": 0.0}},
     ),
     Case(
+        "what filters is among the rewards",
+        {"environment.reward_function": {"gsm8k": 1.0}, f"{ALGORITHM}.filter_reward_metric": ["format"]},
+        f"{ALGORITHM}.filter_reward_metric", '"format" is not in environment.reward_function, whose rewards are gsm8k',
+        {"environment.reward_function": {"gsm8k": 1.0, "format": 0.0}, f"{ALGORITHM}.filter_reward_metric": ["format"]},
+    ),
+    Case(
         "an environment or rewards pay",
         {"environment.reward_function": {"gsm8k": 1.0}, "environment.env_class": "mine.envs:Mine"},
         "environment.env_class", "so that mine.envs:Mine has no effect",

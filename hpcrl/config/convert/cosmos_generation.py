@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from hpcrl.config.convert.conversion import Entry, directory_name
-from hpcrl.config.convert.cosmos_idle import POLICY, ROBOT_TRAINERS, is_grpo, is_robot
+from hpcrl.config.convert.cosmos_idle import POLICY, ROBOT_TRAINERS, is_grpo, is_robot, scores_itself
 from hpcrl.config.convert.cosmos_resolve import Resolved
 from hpcrl.config.convert.cosmos_training import Rule
 
@@ -60,6 +60,11 @@ def rewards(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     if source[f"{POLICY}.bypass_reward"] and not source["distillation.enable"]:
         message = "every reward would be 0, from which nothing is learned; it serves distillation"
         yield Entry("conflict", f"{POLICY}.bypass_reward", "environment.reward_function", message)
+    filters, named = source[f"{POLICY}.filter_reward_metric"], source[f"{POLICY}.reward_function"]
+    if scores_itself(source) and (added := [name for name in filters if name not in named]):
+        values["environment.reward_function"] = {**named, **dict.fromkeys(added, 0.0)}
+        message = f"{', '.join(added)} with weight 0: what filters is reported, and need not pay"
+        yield Entry("translated", f"{POLICY}.filter_reward_metric", "environment.reward_function", message)
     if not source[f"{POLICY}.use_remote_reward"]:
         return
     remote, path = f"{POLICY}.remote_reward", "environment.remote_reward"

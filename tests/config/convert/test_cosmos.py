@@ -396,6 +396,33 @@ def test_evaluation_on_a_share_of_the_training_data() -> None:
     )
 
 
+def test_named_rewards_in_each_of_their_forms() -> None:
+    for given in ("gsm8k", ["gsm8k"], {"gsm8k": 1}):
+        conversion = of({"train": {"train_policy": {"type": "grpo", "reward_function": given}}})
+        assert 'reward_function = {"gsm8k" = 1.0}' in conversion.to_toml().replace("gsm8k =", '"gsm8k" =')
+        assert not conflicts(conversion)
+    weights = {"gsm8k": 0.9, "overlong": 0.1}
+    overlong = {"buffer_length": 512, "penalty_factor": 2, "enable_overlong_penalty": False}
+    policy = {"type": "grpo", "reward_function": weights, "overlong_reward": overlong}
+    conversion = of({"train": {"train_policy": policy}})
+    assert conversion.values["environment.reward_function"] == weights
+    assert conversion.values["environment.overlong_reward.buffer_length"] == 512
+    assert conversion.values["environment.overlong_reward.penalty_factor"] == 2
+    assert not conflicts(conversion)
+    conversion = of({"train": {"train_policy": {**policy, "reward_function": "gsm8k"}}})
+    assert "environment.overlong_reward.buffer_length" not in conversion.values, "it has no effect there either"
+
+
+def test_a_reward_that_only_filters_is_reported_and_does_not_pay() -> None:
+    policy = {"type": "grpo", "reward_function": {"gsm8k": 2.0}, "filter_reward_metric": ["format", "gsm8k"]}
+    conversion = of({"train": {"train_policy": policy}})
+    assert conversion.values["environment.reward_function"] == {"gsm8k": 2.0, "format": 0.0}
+    assert conversion.values["trainer.algorithm.filter_reward_metric"] == ["format", "gsm8k"]
+    (entry,) = entries(conversion, "train.train_policy.filter_reward_metric")
+    assert (entry.kind, entry.target) == ("translated", "environment.reward_function")
+    assert not conflicts(conversion)
+
+
 def test_rewards_of_a_service() -> None:
     rewards = [{"name": "hpsv2", "weight": 1, "clip_max": 2}]
     policy = {"type": "grpo", "use_remote_reward": True, "remote_reward": {"reward_fns": rewards, "scale": 2.0}}
