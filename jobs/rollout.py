@@ -42,6 +42,7 @@ def main(path: str) -> None:
                 capacity=capacity(config),
                 n_samples=config.generator.n_samples_per_prompt,
                 dump_evals=config.trainer.dump_eval_results,
+                baselines=baselines(config),
             )
             server.wait_ready(START_S, lambda: lease.say("starting engine"))
             asyncio.run(
@@ -73,9 +74,14 @@ def options(run: Run, config: Config) -> ServerOptions:
 
 def capacity(config: Config) -> int:
     """Return the groups in flight: what the engine decodes together, but no more than this replica's share of a batch."""
-    engine, samples = config.generator.inference_engine, config.generator.n_samples_per_prompt
+    engine, samples = config.generator.inference_engine, config.generator.n_samples_per_prompt + baselines(config)
     share = -(-config.trainer.train_batch_size // engine.num_engines)
     return max(1, min(engine.max_num_seqs // samples, share))
+
+
+def baselines(config: Config) -> bool:
+    """Return whether each training group needs the reward of a greedy response."""
+    return config.trainer.algorithm.advantage_estimator == "remax"
 
 
 if __name__ == "__main__":

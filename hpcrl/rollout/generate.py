@@ -43,6 +43,7 @@ class Group:
         texts: the responses as the environment saw them.
         raw_rewards: what the environment paid each sample, whatever became of it.
         seconds: from claim to the last token.
+        baseline: reward of the greedy response; None where there is none.
     """
 
     work: Work
@@ -50,6 +51,7 @@ class Group:
     texts: list[str]
     raw_rewards: list[float]
     seconds: float
+    baseline: float | None = None
 
     @property
     def oldest_version(self) -> int:
@@ -76,6 +78,7 @@ class Group:
             seconds=self.seconds,
             env_metrics=[sample.env_metrics for sample in self.samples],
             raw_rewards=self.raw_rewards,
+            baseline=self.baseline,
         )
 
 
@@ -84,6 +87,8 @@ class GroupGenerator:
 
     Args:
         tokenizer: of the policy; it owns the chat template.
+        baselines: whether each training group also gets a greedy response, which is paid like a sample but of which only the reward
+            is kept.
     """
 
     def __init__(
@@ -92,8 +97,10 @@ class GroupGenerator:
         tokenizer: PreTrainedTokenizerBase,
         config: GeneratorConfig,
         environment: EnvironmentConfig,
+        baselines: bool = False,
     ) -> None:
         self._engine, self._tokenizer, self._config = engine, tokenizer, config
+        self._baselines = baselines
         self._custom, threads = environment.custom, environment.skyrl_gym.max_env_workers
         self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}
         self._rewards = {"train": _rewards(environment, "train"), "eval": _rewards(environment, "eval")}
@@ -108,35 +115,42 @@ class GroupGenerator:
         """
         started = time.monotonic()
         environments: list[Environment] = []
+        n, compared = work.n_samples, self._baselines and work.kind == "train"
         with self._blame(work):
             try:
-                openings = self._open(work, environments)
+                openings = self._open(work, n + compared, environments)
             except BaseException:
                 _close(environments)
                 raise
         try:
-            samples, texts = await self._turn(work, environments, [self._prompt(messages) for messages in openings])
+            prompts = [self._prompt(messages) for messages in openings]
+            sampling = engine_sampling(self._params[work.kind])
+            turns = [self._turn(work, environments[:n], prompts[:n], sampling)]
+            if compared:
+                turns.append(self._turn(work, environments[n:], prompts[n:], {**sampling, "temperature": 0.0}))
+            (samples, texts), *greedy = await asyncio.gather(*turns)
         finally:
             with self._blame(work):
                 _close(environments)
         raw_rewards = [float(sample.rewards.sum()) for sample in samples]
         samples = [judged(sample, self._config) for sample in samples]
-        return Group(work, samples, texts, raw_rewards, time.monotonic() - started)
+        baseline = float(judged(greedy[0][0][0], self._config).rewards.sum()) if greedy else None
+        return Group(work, samples, texts, raw_rewards, time.monotonic() - started, baseline)
 
-    def _open(self, work: Work, environments: list[Environment]) -> list[Messages]:
-        """Return what starts each sample; its environments, if there are any, are added to the list."""
+    def _open(self, work: Work, count: int, environments: list[Environment]) -> list[Messages]:
+        """Return what starts each of `count` responses; their environments, if there are any, are added to the list."""
         if self._rewards[work.kind] is not None:
-            return [list(work.prompt.messages)] * work.n_samples
+            return [list(work.prompt.messages)] * count
         extras = {"custom": self._custom, **work.prompt.extras}
-        for _ in range(work.n_samples):
+        for _ in range(count):
             environments.append(make_environment(work.prompt.env_class, extras))
         return [environment.init(list(work.prompt.messages)) for environment in environments]
 
     async def _turn(
-        self, work: Work, environments: Sequence[Environment], prompts: list[list[int]]
+        self, work: Work, environments: Sequence[Environment], prompts: list[list[int]], sampling: dict[str, Any]
     ) -> tuple[list[Sample], list[str]]:
         version = self._engine.version
-        generations = await self._sample(work, prompts)
+        generations = await self._sample(prompts, work.seed, sampling)
         version = min(version, self._engine.version)  # all tokens count as the older one if it changed meanwhile
         texts = [self._text(said.token_ids, self._params[work.kind]) for said in generations]
         scorers = self._scorers(work, environments, generations, texts)
@@ -164,10 +178,9 @@ class GroupGenerator:
     def _prompt(self, messages: Messages) -> list[int]:
         return prompt_ids(self._tokenizer, messages, self._config.chat_template_kwargs)
 
-    async def _sample(self, work: Work, prompts: list[list[int]]) -> list[Generation]:
-        sampling, seed = engine_sampling(self._params[work.kind]), work.seed
+    async def _sample(self, prompts: list[list[int]], seed: int, sampling: dict[str, Any]) -> list[Generation]:
         if all(prompt == prompts[0] for prompt in prompts):
-            return await self._engine.generate(prompts[0], work.n_samples, seed, sampling)
+            return await self._engine.generate(prompts[0], len(prompts), seed, sampling)
         alone = (self._engine.generate(prompt, 1, seed + i, sampling) for i, prompt in enumerate(prompts))
         return [generation for (generation,) in await asyncio.gather(*alone)]
 

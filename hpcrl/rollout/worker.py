@@ -46,6 +46,7 @@ class Post:
         scratch: node-local directory for weights on their way in.
         capacity: training groups of n_samples each that are in flight at most.
         dump_evals: whether texts and scores of evaluation samples are written.
+        baselines: whether training groups get the reward of a greedy response.
     """
 
     run: Run
@@ -55,6 +56,7 @@ class Post:
     capacity: int
     n_samples: int
     dump_evals: bool
+    baselines: bool = False
 
     @property
     def name(self) -> str:
@@ -75,7 +77,8 @@ async def work(
         model: HF directory or hub id of the tokenizer.
     """
     engine = EngineClient(server.socket, headers(read_token(post.run), post.run.name, post.attempt))
-    generator = GroupGenerator(engine, load_tokenizer(model, config.chat_template), config, environment)
+    tokenizer = load_tokenizer(model, config.chat_template)
+    generator = GroupGenerator(engine, tokenizer, config, environment, post.baselines)
     try:
         await Worker(post, server, engine, generator, lease).run()
     finally:

@@ -126,7 +126,7 @@ def _by_sample(
         tokens[place] = row.trained.sum().item()
         penalties[place] = 0.0 if row.penalties is None else row.penalties.sum().item()
     sums = torch.tensor(over_ranks([*tokens, *penalties]), dtype=torch.float64)
-    tokens_B, penalties_B = sums.split(len(places))
+    tokens_B, penalties_B = sums.view(2, len(places))
     rewards_B = torch.tensor([batch.groups[group].rewards[index] for group, index in places], dtype=torch.float64)
     outcomes = Outcomes(
         rewards_P=rewards_B - penalties_B,

@@ -26,6 +26,7 @@ from tests.rollout.material import EOS, QUICKSTART, distribution, logprobs
 TOKENIZER = AutoTokenizer.from_pretrained(QUICKSTART)
 CONFIG = GeneratorConfig(sampling_params=SamplingParams(max_generate_length=30, temperature=0.8))
 ENVIRONMENT = EnvironmentConfig()
+GREEDY = EvalSamplingParams(temperature=0.0)
 HERE = "tests.rollout.environments"
 
 
@@ -41,8 +42,9 @@ def generate(
     item: Work,
     config: GeneratorConfig = CONFIG,
     environment: EnvironmentConfig = ENVIRONMENT,
+    baselines: bool = False,
 ) -> Group:
-    return with_engine(lambda engine: GroupGenerator(engine, TOKENIZER, config, environment).generate(item))
+    return with_engine(lambda engine: GroupGenerator(engine, TOKENIZER, config, environment, baselines).generate(item))
 
 
 def test_samples_say_who_chose_each_token(with_engine: WithEngine[Any], models: list[Path]) -> None:
@@ -96,6 +98,35 @@ def test_evaluation_is_greedy(with_engine: WithEngine[Any], models: list[Path]) 
     prompt = sample.token_ids[sample.loss_mask == 0].tolist()
     scores = distribution(models[0], prompt, said)
     assert (scores.gather(1, torch.tensor(said)[:, None])[:, 0] > scores.max(1).values - 1e-3).all()
+
+
+def test_a_greedy_response_beside_the_samples(with_engine: WithEngine[Any]) -> None:
+    """Only its reward is kept, the samples are as without it, and it has an environment of its own."""
+    plain = generate(with_engine, work())
+    greedy = generate(with_engine, work(kind="eval", n_samples=1), replace(CONFIG, eval_sampling_params=GREEDY))
+    environments.CLOSED.clear()
+    compared = generate(with_engine, work(), baselines=True)
+    assert compared.baseline == greedy.raw_rewards[0]
+    assert compared.texts == plain.texts
+    assert compared.meta(0, "path").baseline == compared.baseline
+    assert len(compared.samples) == 6
+    assert environments.CLOSED == ["closed"] * 7
+    assert plain.meta(0, "path").baseline is None
+    assert generate(with_engine, work(kind="eval"), baselines=True).baseline is None
+    assert len(generate(with_engine, work("OwnPrompt"), baselines=True).samples) == 6
+
+
+def test_a_greedy_response_that_does_not_end_by_itself_is_judged_too(with_engine: WithEngine[Any]) -> None:
+    endless = replace(CONFIG.sampling_params, additional_kwargs={"ignore_eos": True})
+    paid = GeneratorConfig(sampling_params=endless)
+    assert generate(with_engine, work(), paid, baselines=True).baseline > 0
+    assert generate(with_engine, work(), replace(paid, zero_reward_on_non_stop=True), baselines=True).baseline == 0
+
+
+def test_rewards_by_name_pay_a_greedy_response_too(with_engine: WithEngine[Any]) -> None:
+    item = replace(work(), prompt=replace(work().prompt, extras={"reward_spec": {"ground_truth": "abc"}}))
+    named = EnvironmentConfig(reward_function={"format": 1.0})
+    assert generate(with_engine, item, environment=named, baselines=True).baseline is not None
 
 
 def test_an_environment_may_open_each_sample_differently(with_engine: WithEngine[Any]) -> None:

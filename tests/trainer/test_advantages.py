@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev, stdev
 from typing import Any
@@ -17,7 +18,7 @@ from hpcrl.config import AlgorithmConfig
 from hpcrl.config.algorithm import ADVANTAGE_ESTIMATORS
 from hpcrl.config.validate import build
 from hpcrl.data.samples import read_group, write_group
-from hpcrl.errors import ConfigError
+from hpcrl.errors import ConfigError, DataError
 from hpcrl.run.commit import write_json
 from hpcrl.run.layout import Run
 from hpcrl.trainer.advantages import Advantages, estimate_advantages, trained_groups
@@ -35,7 +36,7 @@ EQUAL = 1  # a group whose rewards are all equal
 MUTED = (2, 0)  # a sample without a trained token, as overlong filtering leaves it
 OWN = "tests.trainer.test_advantages"
 SETTINGS: dict[str, dict[str, Any]] = {
-    **{name: {"advantage_estimator": name, "gamma": 0.9} for name in ESTIMATORS if name not in ("gae", "remax")},
+    **{name: {"advantage_estimator": name, "gamma": 0.9} for name in ESTIMATORS if name != "gae"},
     "normalized": {"advantage_batch_normalize": True},
     "clipped": {"advantage_clip_low": -0.25, "advantage_clip_high": 0.5, "grpo_norm_by_std": False},
     "clipped above": {"advantage_clip_high": 0.5},
@@ -74,7 +75,8 @@ def some_batch(path: Path) -> tuple[Run, Batch]:
             samples[MUTED[1]].loss_mask.zero_()
         if at == EQUAL:
             group.rewards[:] = [0.3] * 4
-        write_group(run.path / group.path, samples, group)
+        batch.groups[at] = replace(group, baseline=0.1 * at)
+        write_group(run.path / group.path, samples, batch.groups[at])
     write_json(run.batch(1), batch.to_json())
     return run, batch
 
@@ -192,6 +194,36 @@ def test_groups_of_equal_rewards_are_not_there_at_all(tmp_path: Path) -> None:
     values = trained(kept)
     assert fmean(values) == pytest.approx(0, abs=1e-6)  # whitened without them
     assert stdev(values) == pytest.approx(1, rel=1e-5)
+
+
+def test_the_filter_judges_by_what_the_environment_reports(tmp_path: Path) -> None:
+    _, batch = some_batch(tmp_path / "run")
+    right, wrong = {"accuracy": 1.0, "form": 0.0}, {"accuracy": 0.0, "form": 1.0}
+    reported = {0: [right] * 4, EQUAL: [right, wrong, right, wrong], 2: [right, wrong, {"accuracy": 1.0}, wrong]}
+    for at, metrics in {**reported, 3: [{}, {}, {"form": 1.0, "accuracy": 0.0}, {}]}.items():
+        batch.groups[at] = replace(batch.groups[at], env_metrics=metrics)
+
+    def found(*names: str) -> list[int]:
+        return trained_groups(batch, AlgorithmConfig(zero_variance_filter=True, filter_reward_metric=list(names)))
+
+    assert found("accuracy") == [1, 2]
+    assert found("accuracy", "form") == [3], "by the sum; a sample that does not report it has 0"
+    assert found() == [0, 2, 3]
+    with pytest.raises(DataError, match=r"g1-0.*'acuracy'.*it reports accuracy, form"):
+        found("accuracy", "acuracy")
+    assert trained_groups(batch, AlgorithmConfig(filter_reward_metric=["acuracy"])) == [0, 1, 2, 3]
+
+
+def test_remax_compares_with_the_greedy_response(tmp_path: Path) -> None:
+    run, batch = some_batch(tmp_path / "run")
+    rows, _ = one_rank(run, batch, advantage_estimator="remax")
+    for row in rows:
+        group = batch.groups[row.pick.group]
+        better = group.rewards[row.pick.index] - 0.1 * row.pick.group
+        assert of(row)[row.sample.loss_mask > 0].tolist() == pytest.approx([better] * int(row.sample.loss_mask.sum()))
+    batch.groups[2] = replace(batch.groups[2], baseline=None)
+    with pytest.raises(DataError, match="group g1-2 was generated without a greedy response"):
+        one_rank(run, batch, advantage_estimator="remax")
 
 
 def test_the_filter_in_the_mini_batches(tmp_path: Path) -> None:
