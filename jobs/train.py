@@ -21,7 +21,15 @@ from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.build import build_critic, build_policy
 from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.critic import appraise, critic_updates_per_batch, train_critic
-from hpcrl.trainer.describe import Clock, describe_batch, describe_cost, describe_times, describe_updates
+from hpcrl.trainer.describe import (
+    Clock,
+    describe_batch,
+    describe_cost,
+    describe_mini_batches,
+    describe_times,
+    describe_updates,
+)
+from hpcrl.trainer.dump import Dumps
 from hpcrl.trainer.engine import CriticEngine, Objective, PolicyEngine
 from hpcrl.trainer.link import Link, StopSignal
 from hpcrl.trainer.objective import build_objective, build_reduction
@@ -55,6 +63,8 @@ def main(run_dir: str) -> None:
         step, carried = checkpoints.resume(engine, critic, trainer.resume_mode, trainer.resume_path)
         penalty = KlPenalty(trainer.algorithm, carried)
         publisher.resume(engine, step)
+        dumps = Dumps(run, attempt, world)
+        dumps.resume(step)
         total, epoch = link.start(step)
         engine.schedule(total * updates_per_batch(trainer))
         if critic is not None:
@@ -68,7 +78,9 @@ def main(run_dir: str) -> None:
                 break
             batch, step = upcoming, step + 1
             link.say(f"step {step}/{total}", step=step, total=total, **clock.pace())
-            metrics = train_batch(engine, critic, run, batch, trainer, objective, reduction, penalty, world, clock)
+            metrics = train_batch(
+                engine, critic, run, batch, trainer, objective, reduction, penalty, dumps, world, clock
+            )
             if reset_is_due(step, epoch, trainer):
                 engine.reset_reference(fresh_optimizer=resets_optimizer(trainer))
             with clock("sync_weights"):
@@ -103,6 +115,7 @@ def train_batch(
     objective: Objective,
     reduction: Reduction,
     penalty: KlPenalty,
+    dumps: Dumps,
     world: World,
     clock: Clock,
 ) -> dict[str, float]:
@@ -123,6 +136,9 @@ def train_batch(
         rows = [row for mini in minis for row in mini.rows]
         charged = penalty.charge(rows, world.sum)
         advantages = estimate_advantages(batch, rows, algorithm, world.sum)
+    if trainer.dump_data_batch:
+        with clock("dump_data_batch"):
+            dumps.write(batch, minis)
     updates: list[Trained] = []
     of_critic: dict[str, float] = {}
     if critic is not None:
@@ -131,7 +147,8 @@ def train_batch(
     with clock("policy_train"):
         for mini in minis * epochs:
             updates.append(train(engine, mini, backward, objective, world))
-    return describe_batch(batch, advantages) | charged | of_critic | describe_updates(updates)
+    described = describe_batch(batch, advantages) | describe_mini_batches(minis, backward)
+    return described | charged | of_critic | describe_updates(updates)
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ class TrainerConfig:
     """Samples per forward pass of one rank where no gradient is needed."""
 
     max_tokens_per_micro_batch: int | None = None
-    """Tokens per forward and backward pass of one rank, instead of a number of samples."""
+    """Tokens per forward pass of one rank, with and without gradient, instead of the numbers of samples above, which then have no effect; a longer sample has a pass of its own, and padding is not counted. Ranks get equally many tokens instead of equally many samples. Unset: samples are counted."""
 
     logprobs_chunk_size: int = 1024
     """Tokens whose logits exist at the same time."""
@@ -239,7 +239,7 @@ class TrainerConfig:
     """Tokens of a conversation in supervised fine-tuning; longer ones are cut; unset: what the model can take."""
 
     dump_data_batch: bool = False
-    """Write what each step trains, with advantages, into the run directory."""
+    """Write what each step trains, with log-probabilities and advantages, into dumps/ of the run directory, one safetensors file per optimizer step and rank; nothing removes them but a resume before that step."""
 
     dump_eval_results: bool = True
     """Write texts and scores of each evaluation into the run directory."""

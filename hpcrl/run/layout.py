@@ -15,6 +15,7 @@
   batches/s000042.json             which groups train step 42, in order, with the data cursor
   checkpoints/s000040/             model, optimizer, RNG, scheduler; manifest; COMMIT
   exports/s000040/                 HF format
+  dumps/s000042/                   what step 42 trained, with advantages; trainer.dump_data_batch
   evals/v000010/<replica>.jsonl    texts and scores of the evaluation samples
   metrics/*.jsonl                  one writer per file; the truth
   profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks
@@ -117,6 +118,10 @@ class Run:
         return self.path / "exports"
 
     @property
+    def dumps(self) -> Path:
+        return self.path / "dumps"
+
+    @property
     def evals(self) -> Path:
         return self.path / "evals"
 
@@ -162,6 +167,9 @@ class Run:
     def export(self, step: int) -> Path:
         return self.exports / f"s{step:06d}"
 
+    def dump(self, step: int) -> Path:
+        return self.dumps / f"s{step:06d}"
+
     def samples_of(self, replica: int) -> Path:
         return self.samples / str(replica)
 
@@ -187,7 +195,7 @@ class Run:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step that a checkpoint, export or batch path names, or None for any other name."""
+    """Return the step that a checkpoint, export, dump or batch path names, or None for any other name."""
     match = _STEP.fullmatch(path.stem)
     return int(match[1]) if match else None
 

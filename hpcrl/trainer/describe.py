@@ -14,7 +14,8 @@ import torch
 from hpcrl.algorithms.off_policy import PER_SAMPLE
 from hpcrl.trainer.advantages import Advantages
 from hpcrl.trainer.objective import LOSS_METRICS
-from hpcrl.trainer.update import Trained
+from hpcrl.trainer.plan import Limit, cut, idle_share
+from hpcrl.trainer.update import MiniBatch, Trained
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch
 
@@ -62,6 +63,19 @@ def describe_batch(batch: Batch, advantages: Advantages) -> dict[str, float]:
         "loss/avg_raw_advantages": advantages.mean,
         "loss/avg_raw_advantages_abs": advantages.mean_abs,
         "policy/response_length": lengths_N.mean().item(),
+    }
+
+
+def describe_mini_batches(minis: Sequence[MiniBatch], limit: Limit) -> dict[str, float]:
+    """Return what ranks wait for one another for, and the tokens that min_filter_prefix_tokens leaves out of the loss.
+
+    Args:
+        limit: of the micro-batches that are trained.
+    """
+    waits = [idle_share(mini.shares, cut(mini.shares, limit)) for mini in minis]
+    return {
+        "throughput/idle_share": sum(waits) / len(waits),
+        "policy/shared_prefix_tokens": float(sum(mini.left_out for mini in minis)),
     }
 
 

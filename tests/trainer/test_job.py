@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hpcrl.config import Config
 from hpcrl.controller.api import Api, Guard, bind, serve
@@ -24,11 +26,12 @@ from hpcrl.controller.service import Schedule, Service
 from hpcrl.data.samples import write_group
 from hpcrl.observe.metrics import merged, read_metrics
 from hpcrl.run.call import Controller, read_token
-from hpcrl.run.commit import committed, is_committed, write_text
+from hpcrl.run.commit import committed, is_committed, verify, write_text
 from hpcrl.run.layout import Run, step_of, version_of
 from hpcrl.run.lease import LeaseWriter, read_leases
 from hpcrl.types import GroupMeta, Prompt, Work
 from tests.trainer.material import REPOSITORY, environment, make_sample, torchrun
+from tests.trainer.scenarios import laid_over
 
 STEPS = 4
 JOB = REPOSITORY / "jobs" / "train.py"
@@ -38,29 +41,33 @@ SCHEDULE = Schedule(
 )  # fmt: skip
 
 
-def make_run(path: Path, model: Path) -> Run:
+def make_run(path: Path, model: Path, changes: dict[str, Any] | None = None) -> Run:
+    """Return a run whose configuration has `changes` laid over it."""
     run = Run(path / "project" / "run")
     config = Config.from_dict(
-        {
-            "data": {"train_data": ["unused.parquet"]},
-            "trainer": {
-                "policy": {
-                    "model": {"path": str(model)},
-                    "optimizer_config": {"lr": 1e-3},
-                    "fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}},
+        laid_over(
+            {
+                "data": {"train_data": ["unused.parquet"]},
+                "trainer": {
+                    "policy": {
+                        "model": {"path": str(model)},
+                        "optimizer_config": {"lr": 1e-3},
+                        "fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}},
+                    },
+                    "profiler": {"enable": True},
+                    "train_batch_size": 4,
+                    "policy_mini_batch_size": 2,
+                    "max_tokens_per_micro_batch": 30,
+                    "dump_data_batch": True,
+                    "ckpt_interval": 2,
+                    "hf_save_interval": STEPS,
+                    "eval_interval": -1,
                 },
-                "profiler": {"enable": True},
-                "train_batch_size": 4,
-                "policy_mini_batch_size": 2,
-                "micro_train_batch_size_per_gpu": 2,
-                "micro_forward_batch_size_per_gpu": 4,
-                "ckpt_interval": 2,
-                "hf_save_interval": STEPS,
-                "eval_interval": -1,
+                "generator": {"n_samples_per_prompt": 3, "inference_engine": {"model_dtype": "float32"}},
+                "environment": {"env_class": "sort_letters"},
             },
-            "generator": {"n_samples_per_prompt": 3, "inference_engine": {"model_dtype": "float32"}},
-            "environment": {"env_class": "sort_letters"},
-        }
+            changes or {},
+        )
     )
     write_text(run.config, config.to_toml())
     write_text(run.token, "secret\n", mode=0o600)
@@ -203,6 +210,18 @@ def test_a_step_done_again_is_the_same(run: Run) -> None:
     assert first["policy/policy_kl"] > 0
 
 
+def test_a_step_done_again_is_dumped_again(run: Run) -> None:
+    """Two ranks trained step 3 first, one rank last."""
+    assert committed(run.dumps, step_of) == [1, 2, 3, STEPS]
+    ranks = [[0, 1], [0, 1], [0], [0]]
+    for step, there in enumerate(ranks, start=1):
+        names = set(verify(run.dump(step))["files"])
+        assert names == {f"mini-{mini}-rank-{rank}.safetensors" for mini in range(2) for rank in there}
+        tensors = [load_file(run.dump(step) / name) for name in sorted(names)]
+        assert sum(len(found["lengths"]) for found in tensors) == 4 * 3
+        assert all("ref_logprobs" in found and "advantages" in found for found in tensors)
+
+
 def test_the_third_step_of_an_attempt_is_profiled(run: Run) -> None:
     """wait_steps, warmup_steps and active_steps are 1; the second attempt has two steps, so nothing to record."""
     trace = json.loads(gzip.decompress(run.profile_of(1, 0).read_bytes()))["traceEvents"]
@@ -225,7 +244,7 @@ def test_metrics(run: Run) -> None:
         "policy/rollout_train_logprobs_abs_diff_mean", "policy/rollout_train_logprobs_abs_diff_std", "policy/skipped_updates",
         "loss/avg_raw_advantages", "loss/avg_raw_advantages_abs", "throughput/tokens_per_second",
         "timing/step", "timing/policy_train", "timing/sync_weights", "timing/save_checkpoints", "timing/save_hf_model",
-        "memory/peak_host_gib",
+        "memory/peak_host_gib", "throughput/idle_share", "policy/shared_prefix_tokens", "timing/dump_data_batch",
     }  # fmt: skip
 
 

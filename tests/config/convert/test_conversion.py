@@ -11,7 +11,7 @@ VALUES = {
     "data.train_data": ["t.parquet"],
     "trainer.policy.model.path": "m",
     "trainer.eval_interval": 0,
-    "trainer.algorithm.min_filter_prefix_tokens": 8,
+    "trainer.profiler.enable_nsys": True,
     "trainer.critic.model.path": "c",
     "generator.n_samples_per_prompt": 4,
     "generator.inference_engine.engine_init_kwargs": {"a-b": [1, "x"], "nested": {"t": True}},
@@ -24,7 +24,7 @@ def test_what_waits_is_a_comment_in_its_table() -> None:
     text = conversion.to_toml()
     assert tomllib.loads(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)) == nested(VALUES)
     active = tomllib.loads(text)
-    assert active["trainer"]["algorithm"] == {}
+    assert active["trainer"]["profiler"] == {}
     assert active["environment"]["remote_reward"] == {}
     assert text.index("[generator]") < text.index("[generator.inference_engine]")
 
