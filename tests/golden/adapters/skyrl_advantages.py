@@ -15,6 +15,7 @@ from hpcrl.config.validate import build
 from hpcrl.controller.describe import describe
 from hpcrl.trainer.advantages import estimate_advantages, trained_groups
 from hpcrl.trainer.describe import describe_batch
+from hpcrl.trainer.packing import Row
 from hpcrl.trainer.plan import Pick
 from hpcrl.types import Batch, GroupMeta, Sample
 from tests.golden.cases import Case
@@ -93,7 +94,8 @@ def trainer_advantages(case: Case) -> dict[str, Any]:
     samples = [_sample(row, mask) for row, mask in zip(rewards, masks, strict=True)]
     batch, places = _batch(samples, case.inputs["metadata"]["uids"][:size])
     algorithm = build(AlgorithmConfig, nested(case.params)["trainer"]["algorithm"])
-    advantages = estimate_advantages(batch, list(places), [samples[at] for at in places.values()], algorithm, list)
+    rows = [Row(samples[at], pick) for pick, at in places.items()]
+    advantages = estimate_advantages(batch, rows, algorithm, list)
     found = describe_batch(batch, advantages)
     return {"metrics": {name: found[name] for name in case.outputs["metrics"]}}
 
