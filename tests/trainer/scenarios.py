@@ -25,7 +25,7 @@ from hpcrl.run.layout import Run, step_of
 from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.describe import describe_updates
-from hpcrl.trainer.fsdp import FsdpPolicy
+from hpcrl.trainer.fsdp import FsdpEngine, FsdpPolicy
 from hpcrl.trainer.objective import build_objective, build_reduction
 from hpcrl.trainer.packing import load_rows, pack
 from hpcrl.trainer.penalty import KlPenalty
@@ -78,7 +78,7 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor.detach().full_tensor().clone()
 
 
-def parameters(engine: FsdpPolicy) -> dict[str, torch.Tensor]:
+def parameters(engine: FsdpEngine[Any]) -> dict[str, torch.Tensor]:
     return {name: whole(parameter) for name, parameter in engine._model.model.named_parameters()}
 
 
