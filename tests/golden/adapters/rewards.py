@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hpcrl.algorithms.filters import filter_values
-from hpcrl.config import EnvironmentConfig
+import torch
+
+from hpcrl.algorithms.advantages import ESTIMATORS, Outcomes
+from hpcrl.algorithms.filters import filter_values, varied
+from hpcrl.algorithms.prefixes import shared_prefixes
+from hpcrl.config import AlgorithmConfig, EnvironmentConfig
 from hpcrl.config.environment import OverlongRewardConfig, RemoteRewardConfig
 from hpcrl.envs.rewards.response import Response
 from hpcrl.envs.rewards.service import service_rewards, service_scores
@@ -39,6 +43,31 @@ def weighted(case: Case) -> dict[str, Any]:
     return {"rewards": paid, "filter_rewards": filter_values(group, filters)}
 
 
+def ends_with(response: Response, _environment: EnvironmentConfig) -> float:
+    return float(response.text.endswith(response.ground_truth))
+
+
+def of_groups(case: Case) -> dict[str, Any]:
+    """Characters are tokens."""
+    pay = WeightedRewards("", {f"{__name__}:ends_with": 1.0}, EnvironmentConfig())
+    algorithm = AlgorithmConfig(grpo_norm_by_std=not case.params["unbiased_advantage"])
+    least = case.params["min_filter_prefix_tokens"]
+    groups = []
+    for completions, truth in case.inputs["groups"]:
+        paid = [pay(Response(text=text, ground_truth=truth)).reward for text in completions]
+        ones = [1] * len(paid)
+        outcomes = Outcomes(torch.tensor(paid), torch.ones(len(paid)), ones, torch.zeros(len(paid), dtype=torch.int64))
+        tokens = [[ord(letter) for letter in text] for text in completions]
+        found = {
+            "rewards": paid,
+            "advantages": ESTIMATORS["grpo"](outcomes, algorithm).tolist(),
+            "valid": varied(paid),
+            "n_ignore_prefix_tokens": [0] * len(paid) if least is None else shared_prefixes(tokens, paid, least),
+        }
+        groups.append(found)
+    return {"groups": groups}
+
+
 def of_service(case: Case) -> dict[str, Any]:
     config: Mapping[str, Any] = case.params["config"]
     functions = {function["name"]: function for function in config["reward_fns"]}
@@ -66,6 +95,7 @@ ADAPTERS = {
     "reward:overlong": overlong,
     "reward:*": reward,
     "Reward.compute_reward": weighted,
+    "LocalRewardCalculator.compute_rewards": of_groups,
     "RemoteRewardCalculator.fetch_reward": of_service,
     "RemoteRewardCalculator.fetch_reward@seed": of_service_with_one_function,
 }
