@@ -27,6 +27,12 @@ FAMILIES = {
         "trainer.critic.optimizer_config.lr=5e-4",
     ],
     "sapo": [f"{ALGORITHM}policy_loss_type=sapo", f"{ALGORITHM}loss_reduction=sequence_mean"],
+    "dapo": [
+        f"{ALGORITHM}eps_clip_high=0.28",
+        f"{ALGORITHM}dynamic_sampling.type=filter",
+        "generator.apply_overlong_filtering=true",
+        NO_REFERENCE,
+    ],
 }
 """What each family changes in configs/quickstart.toml."""
 
