@@ -32,7 +32,7 @@ def updates(values: dict[str, Any]) -> int:
         (64, 128, 2, 2),
         (64, 16, 1, 4),
         (64, 16, 3, 12),
-        (64, 24, 2, 8),  # Cosmos-RL makes 3, the last of them smaller; here groups are cut into equal parts, 4, and that is said
+        (64, 24, 2, 8),  # not 3, the last of them smaller: groups are cut into 4 equal parts, and that is said
     ],
 )
 def test_of_cosmos_rl(ranks: int, samples: int, per_step: int | None, passes: int, expected: int) -> None:
