@@ -20,12 +20,12 @@ def is_due(version: int, total_steps: int, interval: int, before_train: bool) ->
 def scores(groups: Sequence[GroupMeta]) -> dict[str, float]:
     """Return the evaluation metrics of each data source and of all together.
 
-    pass_at_k is the share of prompts of which any of the k samples was rewarded ("any of n", not the unbiased estimator).
+    A slash in the name of a source becomes an underscore. pass_at_k is the share of prompts of which any of the k samples was rewarded ("any of n", not the unbiased estimator).
     """
     sources: dict[str, list[GroupMeta]] = defaultdict(list)
     for group in groups:
         sources["all"].append(group)
-        sources[group.data_source].append(group)
+        sources[group.data_source.replace("/", "_")].append(group)
     metrics = {}
     for source, members in sources.items():
         rewards = [reward for group in members for reward in group.rewards]

@@ -82,11 +82,15 @@ def describe_mini_batches(minis: Sequence[MiniBatch], limit: Limit) -> dict[str,
 def describe_updates(updates: Sequence[Trained]) -> dict[str, float]:
     """Return policy/* of each optimizer step, averaged over the optimizer steps: the loss as it was reduced, all else as means."""
     each = [_describe_update(update) for update in updates]
-    means = {name: sum(values[name] for values in each) / len(each) for name in each[0]}
-    for name in means:
-        if name.endswith(_EXTREMES):
-            means[name] = (max if name.endswith("_max") else min)(values[name] for values in each)
-    return means | {"policy/skipped_updates": float(sum(update.report.skipped for update in updates))}
+    found = {name: combined(name, [values[name] for values in each]) for name in each[0]}
+    return found | {"policy/skipped_updates": float(sum(update.report.skipped for update in updates))}
+
+
+def combined(name: str, values: Sequence[float]) -> float:
+    """Return what several optimizer steps reported under one name, as one number: the mean, or the extreme that the name asks for."""
+    if name.endswith(_EXTREMES):
+        return (max if name.endswith("_max") else min)(values)
+    return sum(values) / len(values)
 
 
 def _describe_update(update: Trained) -> dict[str, float]:
