@@ -19,13 +19,11 @@ class Reduction:
     Attributes:
         max_seq_len: divisor of seq_mean_token_sum_norm, in tokens.
         max_tokens: divisor of seq_mean_token_mean, in tokens, instead of each sample's own length (Dr.GRPO, arXiv:2503.20783).
-        micro_batch_size: samples of one micro-batch; only token_mean_legacy depends on it.
     """
 
     name: str = "token_mean"
     max_seq_len: int | None = None
     max_tokens: int | None = None
-    micro_batch_size: int = 1
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ def build_reduction(trainer: TrainerConfig, max_seq_len: int) -> Reduction:
         algorithm.loss_reduction,
         max_seq_len=max_seq_len,
         max_tokens=algorithm.unbiased_loss_max_tokens,
-        micro_batch_size=trainer.micro_train_batch_size_per_gpu,
     )
 
 

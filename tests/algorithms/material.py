@@ -63,9 +63,9 @@ def tokens_of(samples: Sequence[Sample], logprobs: torch.Tensor | None = None) -
 
 
 def weights_of(samples: Sequence[Sample], reduction: Reduction) -> list[float]:
-    """Return the weight of each sample of a mini-batch, whose micro-batches are as they come."""
+    """Return the weight of each sample of a mini-batch, whose micro-batches are two samples each, as they come."""
     lengths = [int(sample.mask.sum()) for sample in samples]
-    size = reduction.micro_batch_size
+    size = 2
     return [
         sample_weight(
             reduction,

@@ -42,7 +42,7 @@ ORDERS = [[[4, 1, 5, 0, 3, 2]], [[0], [1], [2], [3], [4], [5]], [[5, 2, 0], [1, 
 
 
 def reduction(name: str) -> Reduction:
-    return Reduction(name, max_seq_len=11, micro_batch_size=2)
+    return Reduction(name, max_seq_len=11)
 
 
 def test_everything_documented_is_there() -> None:

@@ -15,16 +15,14 @@ from hpcrl.config.convert.cosmos import convert_toml
 from hpcrl.config.difference import value_as_toml
 from hpcrl.config.load import nested
 from hpcrl.config.validate import build
-from tests.golden.adapters.packed import WHOLE, train
+from tests.golden.adapters.packed import train
 from tests.golden.cases import Case
 
 
 def compute_loss(case: Case) -> dict[str, Any]:
     """The policy loss and its gradient; kl_loss is what a second run gives whose advantages are 0 and whose weight is 1."""
     algorithm = _algorithm(case)
-    reduction = Reduction(
-        algorithm.loss_reduction, max_tokens=algorithm.unbiased_loss_max_tokens, micro_batch_size=WHOLE
-    )
+    reduction = Reduction(algorithm.loss_reduction, max_tokens=algorithm.unbiased_loss_max_tokens)
     samples = _samples(case.inputs)
     sums, gradient = train(algorithm, reduction, samples)
     found = {"loss": sums["final_loss"], "per_token_loss": sums["policy_loss"], "grad_current": gradient}

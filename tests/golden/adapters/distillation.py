@@ -16,7 +16,7 @@ from hpcrl.config.difference import value_as_toml
 from hpcrl.config.load import nested
 from hpcrl.config.validate import build
 from hpcrl.trainer.objective import loss_settings
-from tests.golden.adapters.packed import WHOLE, sample_weights
+from tests.golden.adapters.packed import sample_weights
 from tests.golden.cases import Case
 
 
@@ -74,7 +74,7 @@ def end_to_end(case: Case) -> dict[str, Any]:
     algorithm = _algorithm(case)
     tokens = Tokens(logprobs, logprobs.detach(), logprobs.detach(), advantages, mask, lengths)
     loss_P, _ = POLICY_LOSSES[algorithm.policy_loss_type](tokens, **loss_settings(algorithm))
-    weights = torch.tensor(sample_weights(Reduction("token_mean", micro_batch_size=WHOLE), lengths))
+    weights = torch.tensor(sample_weights(Reduction("token_mean"), lengths))
     loss = weighted_sum(loss_P, weights.repeat_interleave(torch.tensor(lengths)))
     loss.backward()
     return {"loss": loss.detach(), "advantages": advantages.detach(), "grad_logits": logits.grad}

@@ -16,9 +16,12 @@ from hpcrl.types import MicroBatch
 WHOLE = 10**6  # samples of a micro-batch: all
 
 
-def sample_weights(reduction: Reduction, trained: Sequence[int]) -> list[float]:
-    """Return the weight of each sample of a mini-batch, from its trained tokens; each is a group of its own."""
-    size = reduction.micro_batch_size
+def sample_weights(reduction: Reduction, trained: Sequence[int], size: int = WHOLE) -> list[float]:
+    """Return the weight of each sample of a mini-batch, from its trained tokens; each is a group of its own.
+
+    Args:
+        size: samples of a micro-batch.
+    """
     return [
         sample_weight(
             reduction,
@@ -37,18 +40,22 @@ def sample_weights(reduction: Reduction, trained: Sequence[int]) -> list[float]:
 
 
 def train(
-    algorithm: AlgorithmConfig, reduction: Reduction, samples: Sequence[Mapping[str, torch.Tensor]]
+    algorithm: AlgorithmConfig,
+    reduction: Reduction,
+    samples: Sequence[Mapping[str, torch.Tensor]],
+    size: int = WHOLE,
 ) -> tuple[dict[str, float], torch.Tensor]:
     """Return the metric sums of a mini-batch and the gradient by all its log-probabilities.
 
     Args:
         samples: [T] tensors logprobs, old, mask, and maybe rollout, reference and advantages.
+        size: samples of a micro-batch.
     """
     objective = build_objective(algorithm)
-    weights = sample_weights(reduction, [int(sample["mask"].sum()) for sample in samples])
+    weights = sample_weights(reduction, [int(sample["mask"].sum()) for sample in samples], size)
     leaves = [sample["logprobs"].clone().requires_grad_() for sample in samples]
     totals: dict[str, torch.Tensor] = {}
-    for numbers in torch.arange(len(samples)).split(reduction.micro_batch_size):
+    for numbers in torch.arange(len(samples)).split(size):
         chosen = [samples[number] for number in numbers]
         lengths = [len(sample["mask"]) for sample in chosen]
 

@@ -9,7 +9,7 @@ import torch
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.trainer.critic import build_critic_objective
 from hpcrl.types import MicroBatch
-from tests.golden.adapters.packed import WHOLE, sample_weights
+from tests.golden.adapters.packed import sample_weights
 from tests.golden.cases import Case
 
 
@@ -17,7 +17,7 @@ def critic_loss(case: Case) -> dict[str, Any]:
     values_BT, old_BT, returns_BT, mask_BT = (
         torch.tensor(case.inputs[name]) for name in ("values", "old_values", "returns", "loss_mask")
     )
-    weights = sample_weights(Reduction("sequence_mean", micro_batch_size=WHOLE), mask_BT.sum(1).int().tolist())
+    weights = sample_weights(Reduction("sequence_mean"), mask_BT.sum(1).int().tolist())
     mask_P, ids_P = mask_BT.flatten(), torch.zeros(mask_BT.numel(), dtype=torch.int64)
     batch = MicroBatch(
         token_ids=ids_P,

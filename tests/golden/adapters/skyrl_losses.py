@@ -46,7 +46,7 @@ def kl_loss_term(case: Case) -> dict[str, Any]:
     inputs = {
         **case.inputs,
         "old_log_probs": case.inputs["log_probs"],
-        "reduction": Reduction("sequence_mean", micro_batch_size=WHOLE),
+        "reduction": Reduction("sequence_mean"),
     }
     loss, _, gradient = _objective(algorithm, inputs)
     return {
@@ -65,13 +65,13 @@ def reduce(case: Case) -> dict[str, Any]:
 def scale_advantages(case: Case) -> dict[str, Any]:
     """SkyRL multiplies advantages by the weights of a token; here losses are."""
     mask = torch.tensor(case.inputs["loss_mask"])
-    reduction = replace(_reduction(case.params), micro_batch_size=case.params["micro_batch_size"])
-    return {"scaled_advantages": torch.tensor(case.inputs["advantages"]) * _weights(reduction, mask)}
+    weights = _weights(_reduction(case.params), mask, case.params["micro_batch_size"])
+    return {"scaled_advantages": torch.tensor(case.inputs["advantages"]) * weights}
 
 
 def policy_loss(case: Case) -> dict[str, Any]:
     kind = case.params["policy_loss_type"]
-    reduction = Reduction("token_sum", micro_batch_size=WHOLE) if kind in _SUMS else _reduction(case.params)
+    reduction = Reduction("token_sum") if kind in _SUMS else _reduction(case.params)
     algorithm = {name: value for name, value in case.params.items() if name not in ("loss_reduction", "max_seq_len")}
     loss, metrics, gradient = _objective({**algorithm, "use_kl_loss": False}, {**case.inputs, "reduction": reduction})
     known = case.outputs["metrics"]
@@ -84,12 +84,10 @@ def policy_loss(case: Case) -> dict[str, Any]:
 
 def minibatch_gradient(case: Case) -> dict[str, Any]:
     name, size = case.params["loss_reduction"], case.params["micro_train_batch_size_per_gpu"]
-    reduction = replace(
-        _reduction(case.params), name="token_mean_legacy" if name == "token_mean" else name, micro_batch_size=size
-    )
+    reduction = replace(_reduction(case.params), name="token_mean_legacy" if name == "token_mean" else name)
     settings = ("policy_loss_type", "eps_clip_low", "eps_clip_high")
     algorithm = {"use_kl_loss": False} | {name: case.params[name] for name in settings}
-    loss, _, gradient = _objective(algorithm, {**case.inputs, "reduction": reduction})
+    loss, _, gradient = _objective(algorithm, {**case.inputs, "reduction": reduction}, size)
     return {"mean_policy_loss": loss, "grad_log_probs_after_scaling": gradient}
 
 
@@ -124,24 +122,26 @@ def masked_mean(case: Case) -> dict[str, Any]:
     return {"out": means[0] if whole else means}
 
 
-def _objective(algorithm: Mapping[str, Any], inputs: Mapping[str, Any]) -> tuple[float, dict[str, float], torch.Tensor]:
-    """Return loss, metrics and gradient of a mini-batch."""
+def _objective(
+    algorithm: Mapping[str, Any], inputs: Mapping[str, Any], size: int = WHOLE
+) -> tuple[float, dict[str, float], torch.Tensor]:
+    """Return loss, metrics and gradient of a mini-batch, whose micro-batches have `size` samples."""
     rows = {ours: torch.tensor(inputs[name]) for ours, name in _NAMES.items() if inputs.get(name) is not None}
     rows["zeros"] = torch.zeros_like(rows["mask"])
     samples = [{name: values[at] for name, values in rows.items()} for at in range(len(rows["mask"]))]
-    sums, gradient_P = train(build(AlgorithmConfig, dict(algorithm)), inputs["reduction"], samples)
+    sums, gradient_P = train(build(AlgorithmConfig, dict(algorithm)), inputs["reduction"], samples, size)
     return sums["final_loss"], loss_metrics(sums), _rows(gradient_P, inputs["log_probs"])
 
 
 def _reduction(params: Mapping[str, Any]) -> Reduction:
     """Return the reduction of a whole mini-batch in one micro-batch, by a name that the configuration knows."""
     algorithm = build(AlgorithmConfig, {"loss_reduction": params["loss_reduction"]})
-    return Reduction(algorithm.loss_reduction, max_seq_len=params["max_seq_len"], micro_batch_size=WHOLE)
+    return Reduction(algorithm.loss_reduction, max_seq_len=params["max_seq_len"])
 
 
-def _weights(reduction: Reduction, mask: torch.Tensor) -> torch.Tensor:
+def _weights(reduction: Reduction, mask: torch.Tensor, size: int = WHOLE) -> torch.Tensor:
     """Return the weight of each row, [B, 1]."""
-    return torch.tensor(sample_weights(reduction, [int(row.sum()) for row in mask]))[:, None]
+    return torch.tensor(sample_weights(reduction, [int(row.sum()) for row in mask], size))[:, None]
 
 
 def _flat(rows: Rows) -> torch.Tensor:
