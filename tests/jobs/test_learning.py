@@ -25,6 +25,8 @@ FAMILIES = {
         f"{ALGORITHM}advantage_estimator=gae",
         f"trainer.critic.model.path={QUICKSTART.parent / 'quickstart' / 'model'}",
         "trainer.critic.optimizer_config.lr=5e-4",
+        "trainer.critic.fsdp_config.mixed_precision.param_dtype=fp32",
+        "trainer.critic_mini_batch_size=32",
     ],
     "sapo": [f"{ALGORITHM}policy_loss_type=sapo", f"{ALGORITHM}loss_reduction=sequence_mean"],
     "dapo": [
