@@ -174,8 +174,9 @@ class ValueSource(Source):
 
     def _model_class(self) -> type[PreTrainedModel]:
         """Return the class of the model's body, extended by the head."""
-        body, name = type(_empty(AutoModel, self.config(), torch.float32, "eager")), self.head
-        if hasattr(body, name):
+        empty, name = _empty(AutoModel, self.config(), torch.float32, "eager"), self.head
+        body = type(empty)
+        if hasattr(empty, name):
             raise DataError(
                 f"trainer.algorithm.value_head_prefix: {body.__name__} has a part {name}; choose another name"
             )
