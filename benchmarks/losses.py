@@ -2,10 +2,10 @@
 
     python benchmarks/losses.py [--device cpu|cuda] [--tokens N] [--vocabulary V ...] [--only head|losses]
 
-`naive` has the logits of all tokens at the same time, `chunked` (hpcrl/trainer/logprobs.py) those of a slice. Every case runs in a
-process of its own, and on the CPU time and memory in two, because C's allocator works in two ways: for times it keeps what is freed,
-as the trainer's does; for memory it gives back everything at once, so that what is resident is what is in use. Memory is what the
-high-water mark, set back just before, rises above what was held: the kernel's VmHWM, on a GPU torch's. Times are medians.
+`naive` has the logits of all tokens at the same time, `chunked` (hpcrl/trainer/logprobs.py) those of a slice. Time and memory are
+measured in two processes, because C's allocator works in two ways: for times it keeps what is freed, as the trainer's does; for
+memory it gives back everything at once, so that what is resident is what is in use. Memory is what the high-water mark, set back just before, rises above what was held: the kernel's VmHWM, on a GPU torch's. Times are medians: on the
+CPU the processor time of a single thread, which depends little on what else the machine does.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import argparse
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -31,9 +32,9 @@ from hpcrl.trainer.objective import loss_settings
 
 _KEEP = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_TRIM_THRESHOLD_": str(64 << 10)}
-_SMALL = 64
+_SMALL = 8
 _SAMPLE = 1024
-_ON = {"cpu": (512, 896, 64, torch.float32), "cuda": (16384, 4096, 1024, torch.bfloat16)}
+_ON = {"cpu": (512, 896, 128, torch.float32), "cuda": (16384, 4096, 1024, torch.bfloat16)}
 """Device to tokens, hidden size, rows of a slice and number type."""
 
 
@@ -73,10 +74,10 @@ def head(case: Case) -> Callable[[int], None]:
     labels_P = torch.randint(case.vocabulary, (case.tokens,), device=case.device)
 
     def run(tokens: int) -> None:
-        hidden_PD.grad = head_VD.grad = None
         logprobs_P, entropies_P = token_logprobs(hidden_PD[:tokens], head_VD, labels_P[:tokens], 1.0, case.chunk_rows)
         if case.backward:
             (logprobs_P.sum() + 0.01 * entropies_P.sum()).backward()
+            hidden_PD.grad = head_VD.grad = None
 
     return run
 
@@ -90,12 +91,12 @@ def loss(case: Case) -> Callable[[int], None]:
     mask_P = torch.ones(case.tokens, device=case.device)
 
     def run(tokens: int) -> None:
-        logprobs_P.grad = None
         lengths = [min(_SAMPLE, tokens)] * max(1, tokens // _SAMPLE)
         given = [values[:tokens] for values in (logprobs_P, *near_P, advantages_P, mask_P)]
         loss_P, _ = POLICY_LOSSES[name](Tokens(*given, lengths), **settings)
         if case.backward:
             weighted_sum(loss_P, given[-1] / tokens).backward()
+            logprobs_P.grad = None
 
     return run
 
@@ -103,14 +104,15 @@ def loss(case: Case) -> Callable[[int], None]:
 def seconds(case: Case) -> float:
     """Return the median duration of a pass."""
     run, durations = _prepared(case), []
+    clock = time.process_time if case.device == "cpu" else time.perf_counter
     with torch.set_grad_enabled(case.backward):
         run(case.tokens)
         for _ in range(case.repetitions):
             _wait(case.device)
-            began = time.perf_counter()
+            began = clock()
             run(case.tokens)
             _wait(case.device)
-            durations.append(time.perf_counter() - began)
+            durations.append(clock() - began)
     return median(durations)
 
 
@@ -123,6 +125,7 @@ def memory(case: Case) -> float:
 
 def _prepared(case: Case) -> Callable[[int], None]:
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     run = head(case) if case.loss is None else loss(case)
     with torch.set_grad_enabled(case.backward):
         run(min(_SMALL, case.tokens))  # libraries are loaded, and have memory of their own
@@ -154,17 +157,25 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def measured(case: Case) -> Cost:
-    return Cost(_in_a_process(seconds, case, _KEEP), _in_a_process(memory, case, _GIVE_BACK))
+class Processes:
+    """Two processes that measure, one after the other."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._timing, self._weighing = (stack.enter_context(_process(how)) for how in (_KEEP, _GIVE_BACK))
+
+    def measure(self, case: Case) -> Cost:
+        return Cost(self._timing.submit(seconds, case).result(), self._weighing.submit(memory, case).result())
 
 
-def _in_a_process(measure: Callable[[Case], float], case: Case, environment: dict[str, str]) -> float:
+@contextmanager
+def _process(environment: dict[str, str]) -> Iterator[ProcessPoolExecutor]:
     os.environ.update(environment)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return process.submit(measure, case).result()
+        process.submit(os.getpid).result()  # starts it, with this environment
+        yield process
 
 
-def head_rows(arguments: argparse.Namespace) -> Iterable[list[str]]:
+def head_rows(arguments: argparse.Namespace, processes: Processes) -> Iterable[list[str]]:
     tokens, chunk = arguments.tokens, arguments.chunk
     yield [
         "vocabulary",
@@ -181,7 +192,7 @@ def head_rows(arguments: argparse.Namespace) -> Iterable[list[str]]:
             case = Case(
                 arguments.device, tokens, arguments.repetitions, None, backward, vocabulary, arguments.hidden, tokens
             )
-            naive, chunked = measured(case), measured(Case(**{**vars(case), "chunk_rows": chunk}))
+            naive, chunked = (processes.measure(one) for one in (case, replace(case, chunk_rows=chunk)))
             yield [
                 str(vocabulary),
                 name,
@@ -190,11 +201,11 @@ def head_rows(arguments: argparse.Namespace) -> Iterable[list[str]]:
             ]
 
 
-def loss_rows(arguments: argparse.Namespace) -> Iterable[list[str]]:
+def loss_rows(arguments: argparse.Namespace, processes: Processes) -> Iterable[list[str]]:
     tokens = arguments.loss_tokens
     yield ["policy loss", "ns/token", "bytes/token"]
     for name in POLICY_LOSSES:
-        cost = measured(Case(arguments.device, tokens, arguments.repetitions, name))
+        cost = processes.measure(Case(arguments.device, tokens, arguments.repetitions, name))
         yield [f"`{name}`", f"{cost.seconds / tokens * 1e9:.0f}", f"{cost.memory / tokens:.0f}"]
 
 
@@ -210,6 +221,16 @@ def show(rows: Iterable[list[str]]) -> None:
     print()
 
 
+def report(arguments: argparse.Namespace, dtype: torch.dtype, processes: Processes) -> None:
+    if arguments.only != "losses":
+        sizes = f"{arguments.tokens} tokens of {arguments.hidden} numbers, {dtype}, slices of {arguments.chunk} tokens"
+        print(f"Log-probabilities and entropy: {sizes}\n")
+        show(head_rows(arguments, processes))
+    if arguments.only != "head":
+        print(f"Policy losses: {arguments.loss_tokens} tokens in samples of {_SAMPLE}, float32, forward and backward\n")
+        show(loss_rows(arguments, processes))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=list(_ON), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -217,7 +238,9 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000, 150_000], metavar="V")
     parser.add_argument("--tokens", type=int, help="of log-probabilities (default: 512 on the CPU, 16384 on a GPU)")
     parser.add_argument("--hidden", type=int, help="size of a hidden state (default: 896; 4096)")
-    parser.add_argument("--chunk", type=int, help="rows of a slice (default: 64; 1024, as trainer.logprobs_chunk_size)")
+    parser.add_argument(
+        "--chunk", type=int, help="rows of a slice (default: 128; 1024, as trainer.logprobs_chunk_size)"
+    )
     parser.add_argument("--loss-tokens", type=int, default=1 << 18, help="of policy losses (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=3, help="of which the median counts (default: %(default)s)")
     arguments = parser.parse_args()
@@ -226,13 +249,8 @@ def main() -> None:
     arguments.chunk = arguments.chunk or chunk
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor() or platform.machine()
     print(f"{where}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}\n")
-    if arguments.only != "losses":
-        sizes = f"{arguments.tokens} tokens of {arguments.hidden} numbers, {dtype}, slices of {arguments.chunk} tokens"
-        print(f"Log-probabilities and entropy: {sizes}\n")
-        show(head_rows(arguments))
-    if arguments.only != "head":
-        print(f"Policy losses: {arguments.loss_tokens} tokens in samples of {_SAMPLE}, float32, forward and backward\n")
-        show(loss_rows(arguments))
+    with ExitStack() as stack:
+        report(arguments, dtype, Processes(stack))
 
 
 if __name__ == "__main__":
