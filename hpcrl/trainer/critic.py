@@ -12,9 +12,8 @@ from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.algorithms.values import clipped_value_loss
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.trainer.engine import CriticEngine, Objective
-from hpcrl.trainer.packing import pack
-from hpcrl.trainer.plan import Limit, Pick
-from hpcrl.trainer.update import MiniBatch, Trained, train, weigh
+from hpcrl.trainer.plan import Limit, longest_first
+from hpcrl.trainer.update import MiniBatch, Trained, fill_in, train, weigh
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch, MicroBatch
 
@@ -29,11 +28,7 @@ def critic_updates_per_batch(trainer: TrainerConfig) -> int:
 
 def appraise(critic: CriticEngine, mini: MiniBatch, limit: Limit) -> None:
     """Fill in what the critic expects before each token."""
-    for rows in mini.micro_batches(limit):
-        batch = pack(rows)
-        parts = critic.values(batch).split(batch.lengths)
-        for row, values_T in zip(rows, parts, strict=False):  # an idle pass has a part but no row
-            row.values = values_T
+    fill_in(mini, limit, {"values": critic.values})
 
 
 def train_critic(
@@ -54,19 +49,15 @@ def train_critic(
 
 def regrouped(minis: Sequence[MiniBatch], groups: int, size: int) -> list[MiniBatch]:
     """Return mini-batches of `size` of the batch's groups each: samples stay on the rank that read them."""
-
-    def order(pick: Pick) -> tuple[int, int, int]:
-        return -pick.length, pick.group, pick.index
-
     found = []
     for start in range(0, groups, size):
         chosen = range(start, start + size)
         rows = [replace(row) for mini in minis for row in mini.rows if row.pick.group in chosen]
         shares = [
-            sorted((pick for mini in minis for pick in mini.shares[rank] if pick.group in chosen), key=order)
+            sorted((pick for mini in minis for pick in mini.shares[rank] if pick.group in chosen), key=longest_first)
             for rank in range(len(minis[0].shares))
         ]
-        found.append(MiniBatch(sorted(rows, key=lambda row: order(row.pick)), shares, minis[0].rank))
+        found.append(MiniBatch(sorted(rows, key=lambda row: longest_first(row.pick)), shares, minis[0].rank))
     return found
 
 
@@ -78,15 +69,15 @@ def build_critic_objective(value_clip: float) -> Objective:
         assert batch.returns is not None
         old_P, returns_P, mask_P = batch.values, batch.returns, batch.loss_mask
         loss_P, metrics = clipped_value_loss(values_P, old_P, returns_P, mask_P, value_clip=value_clip)
-        loss = weighted_sum(loss_P, batch.weights)
+        loss, exact_P, errors_P = weighted_sum(loss_P, batch.weights), returns_P.double(), returns_P.double() - old_P
         sums = metrics | {
             "tokens": mask_P.sum(),
             "loss": loss,
             "values": masked_sum(values_P, mask_P),
-            "returns": masked_sum(returns_P, mask_P),
-            "returns_squared": masked_sum(returns_P.double().square(), mask_P),
-            "errors": masked_sum(returns_P - old_P, mask_P),
-            "errors_squared": masked_sum((returns_P - old_P).double().square(), mask_P),
+            "returns": masked_sum(exact_P, mask_P),
+            "returns_squared": masked_sum(exact_P.square(), mask_P),
+            "errors": masked_sum(errors_P, mask_P),
+            "errors_squared": masked_sum(errors_P.square(), mask_P),
         }
         return loss, {name: value.detach() for name, value in sums.items()}
 

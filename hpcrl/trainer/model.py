@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from hpcrl.config.model import CriticConfig, FSDPConfig, PolicyConfig
@@ -111,7 +110,7 @@ class PackedCritic(PackedModel):
     ) -> tuple[torch.Tensor]:
         """Return the value at each position, [P] float32: what is expected before the next token is known."""
         hidden_PD = self.hidden(token_ids, positions, layout)
-        return (linear(hidden_PD.float(), self.head.weight.float())[:, 0],)
+        return (hidden_PD.float() @ self.head.weight[0].float(),)
 
 
 Packed = TypeVar("Packed", PackedPolicy, PackedCritic)
