@@ -57,6 +57,13 @@ def make_run(path: Path, model: Path, changes: dict[str, Any] | None = None) -> 
                     "profiler": {"enable": True},
                     "train_batch_size": 4,
                     "policy_mini_batch_size": 2,
+                    "algorithm": {
+                        "use_kl_loss": False,
+                        "use_kl_in_reward": True,
+                        "kl_loss_coef": 0.1,
+                        "kl_ctrl": {"type": "adaptive", "kl_target": 10.0, "horizon": 20},
+                        "reference_reset_interval": 1,
+                    },
                     "max_tokens_per_micro_batch": 30,
                     "dump_data_batch": True,
                     "ckpt_interval": 2,
@@ -109,6 +116,8 @@ def finish(run: Run, work: Work, version: int) -> GroupMeta:
     lengths = torch.randint(5, 16, (work.n_samples,), generator=generator).tolist()
     rewards = torch.rand(work.n_samples, generator=generator).tolist()
     samples = [make_sample(generator, length, prompt=3) for length in lengths]
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.rewards[-1] = reward
     path = run.samples_of(0) / f"{work.group_id}.safetensors"
     meta = GroupMeta(
         group_id=work.group_id,
@@ -201,13 +210,15 @@ def test_a_step_done_again_is_the_same(run: Run) -> None:
     first, second = (line["metrics"] for line in lines if line.get("step") == 3 and "timing/step" in line["metrics"])
     for name in (
         "policy/final_loss",
-        "policy/policy_kl",
+        "loss/avg_kl",
+        "loss/kl_loss_coef",
         "policy/grad_norm",
         "policy/policy_lr",
         "loss/avg_final_rewards",
     ):
         assert first[name] == pytest.approx(second[name], abs=1e-6), name
-    assert first["policy/policy_kl"] > 0
+    assert first["loss/avg_kl"] == pytest.approx(0, abs=1e-6), "the reference is the policy of the step before"
+    assert first["loss/kl_loss_coef"] < 0.09, "twice adapted, over the restart too"
 
 
 def test_a_step_done_again_is_dumped_again(run: Run) -> None:
@@ -244,7 +255,7 @@ def test_metrics(run: Run) -> None:
         "policy/rollout_train_logprobs_abs_diff_mean", "policy/rollout_train_logprobs_abs_diff_std", "policy/skipped_updates",
         "loss/avg_raw_advantages", "loss/avg_raw_advantages_abs", "throughput/tokens_per_second",
         "timing/step", "timing/policy_train", "timing/sync_weights", "timing/save_checkpoints", "timing/save_hf_model",
-        "memory/peak_host_gib", "throughput/idle_share", "policy/shared_prefix_tokens", "timing/dump_data_batch",
+        "memory/peak_host_gib", "throughput/idle_share", "timing/update_ref_with_policy", "policy/shared_prefix_tokens", "timing/dump_data_batch",
     }  # fmt: skip
 
 
