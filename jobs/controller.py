@@ -14,7 +14,7 @@ import sys
 from starlette.applications import Starlette
 
 from hpcrl.config import Config, order_seed, total_steps
-from hpcrl.config.derive import required_columns
+from hpcrl.config.derive import needs_baselines, required_columns
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.service import Schedule, Service
@@ -71,6 +71,7 @@ def main(path: str) -> None:
         sampling=DynamicSampling(
             trainer.algorithm.dynamic_sampling, trainer.algorithm.filter_reward_metric, trainer.seed
         ),
+        baselines=needs_baselines(trainer.algorithm),
     )
     asyncio.run(_serve(run, attempt, lease, Service(run, attempt, schedule, train, validation)))
 

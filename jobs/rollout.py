@@ -6,17 +6,25 @@ produces   samples/<replica>/, evals/v<k>/<replica>.jsonl, metrics/rollout-<repl
 ends       with 0 when the controller says stop or on SIGTERM; the engine never outlives it
 """
 
+from __future__ import annotations
+
 import asyncio
 import os
 import signal
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpcrl.config import Config, engine_rope, eval_sampling
+from hpcrl.config.derive import needs_baselines
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.scratch import Scratch
 from hpcrl.rollout.server import Server, ServerOptions
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import LeaseWriter
+
+if TYPE_CHECKING:
+    from hpcrl.rollout.worker import Post
 
 START_S = 1800.0  # a large model from a busy filesystem
 
@@ -32,18 +40,9 @@ def main(path: str) -> None:
         server = Server(options(run, config), scratch.path, run.log(attempt, f"engine-{replica}"))
         try:
             # torch and transformers take seconds to import, while the engine starts
-            from hpcrl.rollout.worker import Post, work
+            from hpcrl.rollout.worker import work
 
-            post = Post(
-                run=run,
-                attempt=attempt,
-                replica=replica,
-                scratch=scratch.path,
-                capacity=capacity(config),
-                n_samples=config.generator.n_samples_per_prompt,
-                dump_evals=config.trainer.dump_eval_results,
-                baselines=baselines(config),
-            )
+            post = station(run, config, attempt, replica, scratch.path)
             server.wait_ready(START_S, lambda: lease.say("starting engine"))
             asyncio.run(
                 work(post, server, config.trainer.policy.model.path, config.generator, config.environment, lease)
@@ -53,6 +52,21 @@ def main(path: str) -> None:
     finally:
         scratch.remove()
     lease.say("finished")
+
+
+def station(run: Run, config: Config, attempt: int, replica: int, scratch: Path) -> Post:
+    from hpcrl.rollout.worker import Post
+
+    return Post(
+        run=run,
+        attempt=attempt,
+        replica=replica,
+        scratch=scratch,
+        capacity=capacity(config),
+        n_samples=config.generator.n_samples_per_prompt,
+        dump_evals=config.trainer.dump_eval_results,
+        baselines=needs_baselines(config.trainer.algorithm),
+    )
 
 
 def options(run: Run, config: Config) -> ServerOptions:
@@ -74,14 +88,10 @@ def options(run: Run, config: Config) -> ServerOptions:
 
 def capacity(config: Config) -> int:
     """Return the groups in flight: what the engine decodes together, but no more than this replica's share of a batch."""
-    engine, samples = config.generator.inference_engine, config.generator.n_samples_per_prompt + baselines(config)
+    engine, greedy = config.generator.inference_engine, needs_baselines(config.trainer.algorithm)
+    samples = config.generator.n_samples_per_prompt + greedy
     share = -(-config.trainer.train_batch_size // engine.num_engines)
     return max(1, min(engine.max_num_seqs // samples, share))
-
-
-def baselines(config: Config) -> bool:
-    """Return whether each training group needs the reward of a greedy response."""
-    return config.trainer.algorithm.advantage_estimator == "remax"
 
 
 if __name__ == "__main__":

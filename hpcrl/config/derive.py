@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.data import DataConfig
 from hpcrl.config.environment import COMPARING_REWARDS, EnvironmentConfig
 from hpcrl.config.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
@@ -73,6 +74,11 @@ def ref_sharding(trainer: TrainerConfig) -> FSDPConfig:
     dtype = own.mixed_precision.param_dtype or trainer.policy.fsdp_config.mixed_precision.param_dtype
     shared = {field.name: getattr(own, field.name) for field in fields(ShardingConfig)}
     return FSDPConfig(**shared, mixed_precision=MixedPrecisionConfig(param_dtype=dtype))
+
+
+def needs_baselines(algorithm: AlgorithmConfig) -> bool:
+    """Return whether each training group needs the reward of a greedy response."""
+    return algorithm.advantage_estimator == "remax"
 
 
 def uses_reference(trainer: TrainerConfig) -> bool:

@@ -93,7 +93,7 @@ RANGES: dict[str, Range] = {
     "unbiased_loss_max_tokens": _COUNT,
     "reference_reset_interval": _COUNT,
     "min_filter_prefix_tokens": _COUNT,
-    "min_replace_ratio": _SHARE,
+    "min_replace_ratio": Range(0, 1, high_open=True),
     "clip_cov.clip_ratio": _SHARE,
     "kl_cov_frac": _SHARE,
     "ppo_kl_coef": _NOT_NEGATIVE,

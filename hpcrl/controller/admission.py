@@ -132,6 +132,13 @@ class Admission:
         self._returned.extendleft(reversed(lost))
         return lost
 
+    def reclaim(self, worker: str, version: int, holding: Iterable[int]) -> None:
+        """Give groups that were taken back to the worker that generates them nevertheless, as far as `version` may begin some now."""
+        for index in holding:
+            if index in self._returned and self.room(version) > 0:
+                self._returned.remove(index)
+                self._running[index] = Claim(worker, version)
+
     def drop(self, indices: Iterable[int]) -> None:
         """Give up finished groups: nothing will train them, and others are begun in their place."""
         for index in indices:

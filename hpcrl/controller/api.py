@@ -21,11 +21,13 @@ from hpcrl.errors import HpcrlError, RunError
 from hpcrl.run.call import authorized, headers
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
+from hpcrl.run.lease import trainer_left
 from hpcrl.types import GroupMeta
 
 WAIT_S = 10.0
 _GOODBYE_S = 20.0
 _ALONE_S = 1800.0  # an engine may take long to start
+_SAVE_S = 900.0  # a step that is under way, then the checkpoint of a large model
 _TICK_S = 0.5
 _MAX_BODY = 16 << 20
 
@@ -75,7 +77,7 @@ class Api:
     async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, version = self._service, body["worker"], body["version"]
         service.seen(name, version, "waiting")
-        service.reconcile(name, body["holding"])
+        service.reconcile(name, version, body["holding"])
         work = service.claim(name, version, body["capacity"])
         deadline = time.monotonic() + WAIT_S
         while not work and not service.stop and (service.version or 0) <= version and time.monotonic() < deadline:
@@ -124,13 +126,19 @@ class Api:
         await self._notify()
 
     async def watch(self, run: Run, attempt: int, say: Callable[[str], None]) -> None:
-        """Forward the stop file until the run has finished, the trainer knows and every worker too, or was given time to."""
+        """Forward the stop file until the run has finished, the trainer knows and every worker too, or was given time to.
+
+        Raises:
+            HpcrlError: the run cannot go on; the trainer has saved what it trained, or was given time to.
+        """
         finished_at, heard = None, time.monotonic()
         while True:
             request = read_json(run.stop)
             if request and request["attempt"] == attempt:
                 await self.end(request["reason"])
             if self._service.failure:
+                say("the run cannot go on; waiting for the trainer to save")
+                await self._stop_trainer(run, attempt)
                 raise self._service.failure
             for name in self._service.expire():
                 say(f"{name} is silent; its groups go to others")
@@ -143,6 +151,13 @@ class Api:
                 told = all(worker.told_stop for worker in self._service.workers.values())
                 if told or time.monotonic() - finished_at > _GOODBYE_S:
                     return
+            await asyncio.sleep(_TICK_S)
+
+    async def _stop_trainer(self, run: Run, attempt: int) -> None:
+        """Let the trainer save: the agent ends it as soon as this process fails."""
+        await self.end("failed")
+        deadline = time.monotonic() + _SAVE_S
+        while not trainer_left(run, attempt) and time.monotonic() < deadline:
             await asyncio.sleep(_TICK_S)
 
     async def _notify(self) -> None:

@@ -17,7 +17,8 @@ from hpcrl.algorithms.filters import filter_values, varied
 from hpcrl.config.algorithm import DynamicSamplingConfig
 from hpcrl.types import GroupMeta
 
-_SETTING = "trainer.algorithm.dynamic_sampling.max_sample_batches"
+_SECTION = "trainer.algorithm.dynamic_sampling"
+_SETTING = f"{_SECTION}.max_sample_batches"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class DynamicSampling:
             DataError: the group lacks one of the metrics.
         """
         return varied(filter_values(group, self.metrics))
+
+    def can_judge(self, group: GroupMeta) -> bool:
+        """Return whether the group has all metrics."""
+        return all(any(name in sample for sample in group.env_metrics) for name in self.metrics)
 
     def keeps(self, group: GroupMeta) -> bool:
         """Return whether a finished group may train.
@@ -87,8 +92,15 @@ class DynamicSampling:
     def explain(self, step: int, kept: int, dropped: int) -> str:
         """Return what a person has to know when the batches are exhausted."""
         by = f"the sums of {', '.join(self.metrics)}" if self.metrics else "the rewards"
+        if self.config.type == "replace":
+            why = (
+                f"in no batch did {by} differ among the samples of more than {_SECTION}.min_replace_ratio = "
+                f"{self.config.min_replace_ratio} of the groups"
+            )
+        else:
+            why = f"{dropped} of them dropped, since {by} of their samples are all equal"
         return (
-            f"step {step}: {kept + dropped} groups were generated, and {dropped} of them dropped, since {by} of their samples are all "
-            f"equal; that is {_SETTING} = {self.config.max_sample_batches} batches. Use prompts that the policy answers well "
-            f"sometimes but not always, raise generator.n_samples_per_prompt, or raise {_SETTING} (0: no bound) and resume"
+            f"step {step}: {kept + dropped} groups were generated, and {why}; that is {_SETTING} = "
+            f"{self.config.max_sample_batches} batches. Use prompts that the policy answers well sometimes but not always, raise "
+            f"generator.n_samples_per_prompt, or raise {_SETTING} (0: no bound) and resume"
         )

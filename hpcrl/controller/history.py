@@ -42,16 +42,25 @@ class History:
     batches: dict[int, Batch] = field(default_factory=dict)
 
 
-def read_history(run: Run, step: int, batch_size: int, keep: Callable[[int, GroupMeta], bool]) -> History:
+def read_history(
+    run: Run,
+    step: int,
+    batch_size: int,
+    usable: Callable[[GroupMeta], bool],
+    keep: Callable[[int, GroupMeta], bool],
+    pruned: int = 0,
+) -> History:
     """Read what is on disk for a training that continues after `step`.
 
-    Batches that cannot be trained again, because a file of theirs is gone, are removed with all later ones: their groups may train in
-    other batches now.
+    Batches that cannot be trained again, because a file of theirs is gone or a group of theirs is not usable, are removed with all
+    later ones: their groups may train in other batches now.
 
     A run that starts from another run's checkpoint has no batches of the steps before it: their groups count as used, in order.
 
     Args:
+        usable: tells whether a group of a batch may train with the settings of now.
         keep: tells, given the next step to compose and a finished group, whether the group may still train.
+        pruned: samples of the steps up to this one are removed; nothing will train them again.
     """
     batches = {
         number: Batch.from_json(value)
@@ -63,15 +72,19 @@ def read_history(run: Run, step: int, batch_size: int, keep: Callable[[int, Grou
     for number in sorted(batches):
         batch = batches[number]
         if number > step:
-            if number != history.composed + 1 or not _complete(run, batch):
+            if number != history.composed + 1 or not _complete(run, batch, usable):
                 for void in (later for later in batches if later >= number):
                     run.batch(void).unlink()
                 break
             history.composed = number
             history.batches[number] = batch
         history.used |= {index for name in batch.generated if (index := group_index(name)) is not None}
+    expired = {name for number, batch in batches.items() if number <= pruned for name in batch.generated}
     for path in run.samples.glob("*/g*.safetensors"):
         index = group_index(path.stem)
+        if path.stem in expired:
+            path.unlink()
+            continue
         if index is None or index in history.used:
             continue
         meta = _meta(path)
@@ -82,8 +95,8 @@ def read_history(run: Run, step: int, batch_size: int, keep: Callable[[int, Grou
     return history
 
 
-def _complete(run: Run, batch: Batch) -> bool:
-    return all(run.inside(group.path).is_file() for group in batch.groups)
+def _complete(run: Run, batch: Batch, usable: Callable[[GroupMeta], bool]) -> bool:
+    return all(usable(group) and run.inside(group.path).is_file() for group in batch.groups)
 
 
 def _meta(path: Path) -> GroupMeta | None:

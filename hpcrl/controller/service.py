@@ -42,6 +42,7 @@ class Schedule:
         eval_prompts_at_once: prompts that are evaluated at the same time at most.
         eval_interval: steps between evaluations; 0 or less for none.
         sampling: what becomes of groups whose samples are all equally good.
+        baselines: whether groups have the reward of a greedy response.
     """
 
     batch_size: int
@@ -56,6 +57,7 @@ class Schedule:
     groups_at_once: int | None
     eval_prompts_at_once: int
     sampling: DynamicSampling = field(default_factory=DynamicSampling)
+    baselines: bool = False
 
 
 @dataclass
@@ -117,9 +119,12 @@ class Service:
                 "or trainer.epochs, or start from an earlier checkpoint"
             )
         bound = self._schedule.staleness
-        history = read_history(
-            self._run, step, self._schedule.batch_size, lambda following, meta: 0 <= staleness(following, meta) <= bound
-        )
+        self._pruned = min(step, self._oldest_checkpoint())
+
+        def keep(following: int, meta: GroupMeta) -> bool:
+            return 0 <= staleness(following, meta) <= bound and self._usable(meta)
+
+        history = read_history(self._run, step, self._schedule.batch_size, self._usable, keep, self._pruned)
         for path in self._run.evals.glob("v*"):
             if (version_of(path) or 0) > step:  # of a policy that will be trained anew
                 discard(path)
@@ -212,24 +217,31 @@ class Service:
 
     def committed(self) -> None:
         """A checkpoint is committed: samples that only checkpoints older than the newest two could train again are removed."""
+        due = range(self._pruned + 1, self._oldest_checkpoint() + 1)
+        values = [read_json(self._run.batch(step)) for step in due]
+        names = {name for value in values if value for name in Batch.from_json(value).generated}
+        # one pass over the folders: looking for each file in each of them takes minutes on a shared filesystem
+        for path in self._run.samples.glob("*/g*.safetensors") if names else ():
+            if path.stem in names:
+                path.unlink(missing_ok=True)
+        self._pruned += len(due)
+
+    def _oldest_checkpoint(self) -> int:
+        """Return the step of the older one of the two newest checkpoints, or 0 where there are not two."""
         kept = committed(self._run.checkpoints, step_of)[-2:]
-        oldest = kept[0] if len(kept) == 2 else 0
-        for step in range(self._pruned + 1, oldest + 1):
-            value = read_json(self._run.batch(step))
-            for name in Batch.from_json(value).generated if value else ():
-                for path in self._run.samples.glob(f"*/{name}.safetensors"):
-                    path.unlink(missing_ok=True)
-        self._pruned = max(self._pruned, oldest)
+        return kept[0] if len(kept) == 2 else 0
 
     def seen(self, name: str, version: int, state: str) -> None:
         """A worker has called."""
         worker = self.workers.setdefault(name, Worker(version, state, 0.0))
         worker.version, worker.state, worker.seen = version, state, time.monotonic()
 
-    def reconcile(self, name: str, holding: list[str]) -> None:
-        """Take back what an answer that never arrived gave to a worker: it holds only what it says."""
+    def reconcile(self, name: str, version: int, holding: list[str]) -> None:
+        """A worker holds what it says: take back what an answer that never arrived gave to it, and let it go on with what was
+        taken from it while it was silent."""
         indices = [index for group in holding if (index := group_index(group)) is not None]
         self._admission.release(name, indices)
+        self._admission.reclaim(name, version, indices)
         self._eval.release(name, holding)
 
     def expire(self) -> list[str]:
@@ -253,6 +265,10 @@ class Service:
             "stop": self.stop,
             "workers": {name: {"version": w.version, "state": w.state} for name, w in self.workers.items()},
         }
+
+    def _usable(self, group: GroupMeta) -> bool:
+        """Return whether a group of an earlier attempt, perhaps with other settings, has all that is asked of one now."""
+        return self._schedule.sampling.can_judge(group) and not (self._schedule.baselines and group.baseline is None)
 
     def _sift(self, finished: Mapping[int, GroupMeta]) -> None:
         """Drop what is not worth training of groups that have just been finished."""

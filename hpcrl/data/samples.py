@@ -43,11 +43,14 @@ def write_group(path: Path, samples: Sequence[Sample], meta: GroupMeta) -> None:
     write_bytes(path, save(tensors, {_META: json.dumps({"meta": meta.to_json(), "samples": details})}))
 
 
-def read_group(path: Path, indices: Sequence[int] | None = None) -> list[Sample]:
+def read_group(path: Path, indices: Sequence[int] | None = None, expected: Sequence[int] | None = None) -> list[Sample]:
     """Return the samples of the group at `path`, all of them or those at `indices`, in that order.
 
+    Args:
+        expected: tokens of each sample of the group; None: whatever the file has.
+
     Raises:
-        DataError: the file is missing or damaged.
+        DataError: the file is missing or damaged, or its samples do not have the expected lengths.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -61,6 +64,8 @@ def read_group(path: Path, indices: Sequence[int] | None = None) -> list[Sample]
         raise _damaged(path, str(error)) from error
     if len(lengths) != len(details):
         raise _damaged(path, f"{len(lengths)} lengths for {len(details)} samples")
+    if expected is not None and lengths != list(expected):
+        raise _damaged(path, f"samples of {lengths} tokens where {list(expected)} are expected")
     chosen = range(len(lengths)) if indices is None else indices
     return [_sample(columns, index, details[index]) for index in chosen]
 

@@ -25,7 +25,7 @@ from hpcrl.launch.place import Place
 from hpcrl.launch.plan import Node, make_plan, trainer_nodes
 from hpcrl.run.commit import read_json, write_json
 from hpcrl.run.layout import Run
-from hpcrl.run.lease import read_leases
+from hpcrl.run.lease import trainer_left
 from hpcrl.run.ledger import (
     Attempt,
     Kind,
@@ -42,7 +42,6 @@ _SHARED_S = 90.0
 _GRACE_S = 120.0
 _RENDEZVOUS_TRIES = 5
 _CONSEQUENCE_S = 3.0
-_LEFT = ("finished", "stopped")  # what the trainer says last, when everything is saved
 # Errors of ranks whose peer is gone: the peer's own report is awaited before one of these counts as the cause.
 _CONSEQUENCES = ("closed by peer", "reset by peer", "Broken pipe", "TCPStore", "NCCL")
 
@@ -179,9 +178,7 @@ class Agent:
         """torchrun ends with an error of its own when Slurm signals it, also where every rank has saved and left well."""
         if not child.name.startswith("trainer"):
             return True
-        return any(
-            lease.process == "trainer" and lease.state in _LEFT for lease in read_leases(self._run, self._attempt)
-        )
+        return trainer_left(self._run, self._attempt)
 
     def _ended(self, name: str) -> bool:
         return name in self._children and self._children[name].poll() is not None

@@ -158,7 +158,9 @@ class Worker:
 
     async def _claim(self, capacity: int) -> dict[str, Any]:
         holding = [item.group_id for item in self._flight.values()]
-        return await self._call("claim", version=self._engine.version, capacity=capacity, holding=holding)
+        answer = await self._call("claim", version=self._engine.version, capacity=capacity, holding=holding)
+        # taken from this worker while it was silent, and given to it anew: a second result would replace the first one's file
+        return answer | {"work": [item for item in answer["work"] if item["group_id"] not in holding]}
 
     def _call(self, route: str, **payload: Any) -> Awaitable[dict[str, Any]]:
         return in_thread(self._controller.call, route, worker=self._post.name, **payload)

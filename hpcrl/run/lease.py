@@ -15,6 +15,7 @@ from hpcrl.run.commit import read_json, write_json
 from hpcrl.run.layout import Run
 
 RENEW_S = 5.0
+_LEFT = ("finished", "stopped")
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,8 @@ def read_leases(run: Run, attempt: int | None = None) -> list[Lease]:
         if value is not None and "process" in value:
             leases.append(Lease(**value))
     return [lease for lease in leases if attempt is None or lease.attempt == attempt]
+
+
+def trainer_left(run: Run, attempt: int) -> bool:
+    """Return whether the trainer has said its last: everything that it trained is saved."""
+    return any(lease.process == "trainer" and lease.state in _LEFT for lease in read_leases(run, attempt))

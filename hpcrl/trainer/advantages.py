@@ -18,6 +18,7 @@ from hpcrl.algorithms.advantages import (
 )
 from hpcrl.algorithms.filters import filter_values, varied
 from hpcrl.config.algorithm import AlgorithmConfig
+from hpcrl.config.derive import needs_baselines
 from hpcrl.config.own import find
 from hpcrl.errors import DataError
 from hpcrl.trainer.packing import Row
@@ -133,18 +134,19 @@ def _by_sample(
         mask_P=tokens_B,
         lengths=[1] * len(places),
         groups_B=torch.tensor([group for group, _ in places], dtype=torch.int64),
-        baselines_B=_baselines(batch, places) if algorithm.advantage_estimator == "remax" else None,
+        baselines_B=_baselines(batch, places, algorithm) if needs_baselines(algorithm) else None,
     )
     return estimator(outcomes, algorithm)[mine]
 
 
-def _baselines(batch: Batch, places: Sequence[tuple[int, int]]) -> torch.Tensor:
+def _baselines(batch: Batch, places: Sequence[tuple[int, int]], algorithm: AlgorithmConfig) -> torch.Tensor:
     """Return the reward of the greedy response to each sample's prompt, [B]."""
     for group in batch.groups:
         if group.baseline is None:
             raise DataError(
-                f"group {group.group_id} was generated without a greedy response, before trainer.algorithm.advantage_estimator was "
-                "remax; resume with the estimator of before, or begin a new run at the checkpoint (trainer.resume_mode=from_path)"
+                f"group {group.group_id} was generated without a greedy response, which "
+                f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} compares with; resume the run, and the "
+                "group is generated again"
             )
     return torch.tensor([batch.groups[group].baseline for group, _ in places], dtype=torch.float64)
 

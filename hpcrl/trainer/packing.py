@@ -63,7 +63,7 @@ def load_rows(run: Run, batch: Batch, picks: Sequence[Pick], least_prefix: int |
             (hpcrl/algorithms/prefixes.py); None: all are trained.
 
     Raises:
-        DataError: a sample file is missing or damaged.
+        DataError: a sample file is missing or damaged, or is no longer the one that the batch was composed of.
     """
     wanted: dict[int, list[int]] = defaultdict(list)
     for pick in picks:
@@ -71,10 +71,10 @@ def load_rows(run: Run, batch: Batch, picks: Sequence[Pick], least_prefix: int |
     samples: dict[tuple[int, int], Sample] = {}
     left_out: dict[tuple[int, int], int] = defaultdict(int)
     for group, indices in wanted.items():
-        path = run.inside(batch.groups[group].path)
-        found = read_group(path, indices if least_prefix is None else None)
+        meta = batch.groups[group]
+        found = read_group(run.inside(meta.path), indices if least_prefix is None else None, meta.lengths)
         if least_prefix is not None:
-            masks = masks_without_prefixes(found, batch.groups[group].rewards, least_prefix)
+            masks = masks_without_prefixes(found, meta.rewards, least_prefix)
             for index in indices:
                 before, after = found[index].loss_mask, masks[index]
                 left_out[group, index] = int((before - after).sum())

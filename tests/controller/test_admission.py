@@ -173,6 +173,36 @@ def test_late_answer_of_a_lost_worker_counts_once() -> None:
     assert admission.claim("b", 0, 5) == [0]
 
 
+def test_a_lost_worker_goes_on_with_what_nobody_has_begun_meanwhile() -> None:
+    admission = Admission(batch_size=3, staleness=0, total_steps=2)
+    assert admission.claim("a", 0, 3) == [0, 1, 2]
+    admission.release("a")
+    assert admission.claim("b", 0, 1) == [0]
+    admission.reclaim("a", 0, [0, 1])
+    assert admission.running == 2
+    assert admission.release("b", [0]) == []
+    assert admission.claim("a", 0, 9) == [2]
+    for index in range(3):
+        assert admission.complete(index, meta(index, 0)) is None
+    assert compose(admission) is not None
+
+
+def test_a_lost_worker_does_not_go_on_with_what_has_no_room() -> None:
+    admission = Admission(batch_size=2, staleness=0, total_steps=2)
+    admission.claim("a", 0, 2)
+    admission.release("a")
+    admission.reclaim("a", 0, [1])
+    assert admission.claim("b", 0, 9) == [0]
+    admission.release("a")
+    admission.complete(0, meta(0, 0))
+    admission.complete(1, meta(1, 0))
+    compose(admission)
+    assert admission.claim("b", 1, 9) == [2, 3]
+    admission.release("b", [2])
+    admission.reclaim("a", 0, [3])
+    assert admission.running == 1, "version 0 may not begin groups of step 2"
+
+
 def test_late_answer_that_is_too_old_is_generated_again() -> None:
     """Also where another worker generates the group by now: that one's answer counts."""
     admission = Admission(batch_size=1, staleness=0, total_steps=3)

@@ -6,15 +6,18 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 import pytest
 
+from hpcrl.config.algorithm import DynamicSamplingConfig
 from hpcrl.controller.api import Api, Guard, bind, serve
+from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.service import Schedule, Service
-from hpcrl.errors import RunError
+from hpcrl.errors import HpcrlError, RunError
 from hpcrl.run.call import Controller, read_token
 from hpcrl.run.commit import read_json, write_json, write_text
 from hpcrl.run.layout import Run
@@ -52,16 +55,23 @@ class Served(NamedTuple):
     url: str
 
 
-def serve_attempt(run: Run, attempt: int) -> Served:
-    """Start a controller in a thread; it ends as in a run, when the run has finished."""
+def serve_attempt(
+    run: Run, attempt: int, schedule: Schedule = SCHEDULE, failed: list[HpcrlError] | None = None
+) -> Served:
+    """Start a controller in a thread; it ends as in a run, when the run has finished or failed; `failed` receives the error."""
     listener = bind("127.0.0.1")
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     LeaseWriter(run, "controller", attempt).say("serving", url=url)
 
     async def main() -> None:
-        api = Api(Service(run, attempt, SCHEDULE, prompts(5), prompts(3)))
+        api = Api(Service(run, attempt, schedule, prompts(5), prompts(3)))
         app = Guard(api.app(), read_token(run), run.name, attempt)
-        await serve(app, listener, api.watch(run, attempt, print))
+        try:
+            await serve(app, listener, api.watch(run, attempt, print))
+        except HpcrlError as error:
+            if failed is None:
+                raise
+            failed.append(error)
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
@@ -161,6 +171,30 @@ def test_next_attempt_uses_what_is_finished(run: Run) -> None:
     assert (status["composed"], status["eval_open"], status["running"]) == (1, 0, 0), "evaluated and generated before"
     second.close()
     end(run, 2, served)
+
+
+def test_the_trainer_saves_before_a_failure_ends_the_controller(tmp_path: Path) -> None:
+    run, failed = make_run(tmp_path / "project" / "run"), list[HpcrlError]()
+    sampling = DynamicSampling(DynamicSamplingConfig(type="filter", max_sample_batches=1))
+    served = serve_attempt(run, 1, replace(SCHEDULE, eval_interval=0, sampling=sampling), failed)
+    controller, trainer = Controller(run, 1, patience_s=10), LeaseWriter(run, "trainer", 1)
+    controller.call("start", step=0)
+    trainer.say("waiting for batch")
+    work = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=[]))
+    groups = [finish(run, item, 0).to_json() for item in work]  # all samples are equally good
+    controller.call("complete", worker="rollout-0", groups=groups)
+    assert controller.call("next", step=1) == {"stop": "failed", "path": None}
+    trainer.say("saving")
+    served.thread.join(2)
+    assert served.thread.is_alive(), "it does not wait for the trainer"
+    controller.call("committed", step=0)
+    assert controller.call("lease", worker="rollout-0", version=0, state="ready")["stop"] == "failed"
+    assert not failed
+    trainer.say("stopped")
+    served.thread.join(10)
+    assert not served.thread.is_alive()
+    assert "max_sample_batches = 1" in str(failed[0])
+    controller.close()
 
 
 def test_every_route_wants_the_token(run: Run) -> None:

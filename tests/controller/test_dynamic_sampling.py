@@ -22,6 +22,7 @@ from hpcrl.errors import RunError
 from hpcrl.observe.metrics import merged
 from hpcrl.run.commit import committed_directory, read_json, write_bytes, write_json
 from hpcrl.run.layout import Run
+from hpcrl.run.lease import LeaseWriter
 from hpcrl.types import Batch, GroupMeta, Work
 from tests.controller.test_api import finish, make_run, prompts
 from tests.controller.test_service import SCHEDULE
@@ -83,7 +84,7 @@ def test_dropped_groups_are_made_good_by_as_many_others(run: Run) -> None:
     assert controller.status()["dropped"] == 1
     second = play(run, controller, 0, [ALL_RIGHT])
     assert len(controller.claim("rollout-0", 0, 9)) == 1, "exactly one is missing"
-    controller.reconcile("rollout-0", [])
+    controller.reconcile("rollout-0", 0, [])
     third = play(run, controller, 0, [GOOD])
     assert controller.batch(1)
     assert names(run, 1) == [first[0], third[0]]
@@ -139,8 +140,36 @@ def test_a_metric_that_nobody_reports_ends_the_run(run: Run, kind: str, reported
     assert "'acuracy'" in str(controller.failure)
     assert "it reports " + (", ".join(reported) or "none") in str(controller.failure)
     assert controller.claim("rollout-0", 0, 2) == []
-    again = service(run, 2, kind=kind, metrics=("acuracy",))
-    assert "'acuracy'" in str(again.failure), "what is on disk tells it again"
+    again = service(run, 2, kind=kind, metrics=("accuracy",))
+    assert again.failure is None, "groups of earlier attempts are generated again"
+    work = again.claim("rollout-0", 0, 9)
+    assert [item.group_id for item in work] == ["g00000000", "g00000001"]
+    right = [{"accuracy": 1.0}, {"accuracy": 0.0}]
+    assert again.complete([group(run, item, 0, GOOD, env_metrics=right) for item in work]) == {}
+    assert again.batch(1)
+
+
+def test_batches_that_cannot_be_judged_by_the_metrics_of_now_are_made_anew(run: Run) -> None:
+    play(run, service(run), 0, [GOOD, GOOD])
+    assert run.batch(1).exists()
+    again = service(run, 2, metrics=("accuracy",))
+    assert again.batch(1) is None
+    assert len(again.claim("rollout-0", 0, 9)) == 2
+
+
+def test_a_resume_with_baselines_generates_anew_what_has_none(run: Run) -> None:
+    first = service(run, kind=None, staleness=1)
+    play(run, first, 0, [GOOD, GOOD, GOOD])
+    assert run.batch(1).exists()
+    again = service(run, 2, kind=None, staleness=1, baselines=True)
+    assert again.batch(1) is None
+    assert not list(run.samples.glob("*/*"))
+    work = again.claim("rollout-0", 0, 3)
+    assert [item.group_id for item in work] == ["g00000000", "g00000001", "g00000002"]
+    assert again.complete([group(run, item, 0, GOOD, baseline=0.5) for item in work]) == {}
+    third = service(run, 3, kind=None, staleness=1, baselines=True)
+    assert third.batch(1)
+    assert third.status()["finished"] == 1, "what has a baseline is used again"
 
 
 def test_the_run_fails_when_as_many_batches_as_may_be_have_no_good_groups(run: Run) -> None:
@@ -189,6 +218,7 @@ def test_there_may_be_no_bound(run: Run, kind: str, most: int) -> None:
 def test_the_failure_ends_the_controller(run: Run) -> None:
     controller = service(run, max_sample_batches=1)
     play(run, controller, 0, [ALL_WRONG, GOOD])
+    LeaseWriter(run, "trainer", 1).say("stopped")
     with pytest.raises(RunError, match="max_sample_batches = 1"):
         asyncio.run(asyncio.wait_for(Api(controller).watch(run, 1, print), 10))
 
@@ -229,7 +259,9 @@ def test_too_few_good_groups_are_generated_again(run: Run) -> None:
     for _ in range(3):
         assert controller.failure is None
         play(run, controller, 1, [GOOD, ALL_WRONG])
-    assert "6 of them dropped" in str(controller.failure)
+    for words in ("step 2: 6 groups", "in no batch did the rewards differ", "min_replace_ratio = 0.5 of the groups"):
+        assert words in str(controller.failure)
+    assert "dropped" not in str(controller.failure)
 
 
 def test_a_restart_replaces_alike(run: Run, tmp_path: Path) -> None:

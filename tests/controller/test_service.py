@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,6 +140,49 @@ def test_samples_go_when_two_newer_checkpoints_are_there(run: Run) -> None:
             write_json(directory / "x.json", step)
         controller.committed()
     assert sorted(path.stem for path in run.samples.glob("*/*")) == [f"g{index:08d}" for index in range(4, 8)]
+
+
+def test_pruning_passes_once_over_the_samples_and_not_at_all_over_earlier_steps(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = service(run, eval_interval=0, total_steps=9)
+    controller.start(0)
+    train_to(run, controller, 1, 6)
+    for step in (3, 4):
+        with committed_directory(run.checkpoint(step), 1, step=step) as directory:
+            write_json(directory / "x.json", step)
+    again = service(run, 2, eval_interval=0, total_steps=9)
+    again.start(4)  # the first attempt died before it heard of the commit
+    assert min(path.stem for path in run.samples.glob("*/*")) == "g00000006"
+    passes, glob = list[str](), Path.glob
+
+    def counted(path: Path, pattern: str) -> Iterator[Path]:
+        passes.append(f"{path.name}/{pattern}")
+        return glob(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", counted)
+    run.batch(1).write_text("not looked at")
+    again.committed()
+    assert "samples/*/g*.safetensors" not in passes, "there is nothing new to remove"
+    for step in (5, 6):
+        with committed_directory(run.checkpoint(step), 1, step=step) as directory:
+            write_json(directory / "x.json", step)
+    again.committed()
+    assert [one for one in passes if one.startswith("samples/")] == ["samples/*/g*.safetensors"]
+    monkeypatch.undo()
+    assert sorted(path.stem for path in run.samples.glob("*/*")) == ["g00000010", "g00000011"]
+
+
+def test_a_worker_that_was_silent_goes_on_with_its_groups(run: Run) -> None:
+    controller = service(run, eval_interval=0)
+    controller.start(0)
+    controller.seen("rollout-0", 0, "waiting")
+    (held,) = controller.claim("rollout-0", 0, 1)
+    controller.workers["rollout-0"].seen -= 999
+    assert controller.expire() == ["rollout-0"]
+    controller.reconcile("rollout-0", 0, [held.group_id])
+    assert [item.group_id for item in controller.claim("rollout-0", 0, 9)] == ["g00000001"]
+    do(run, controller, [held], 0)
 
 
 @pytest.mark.parametrize("order_seed", [None, 1, 2])

@@ -22,19 +22,25 @@ from hpcrl.types import GroupMeta, Work
 
 
 class FakeController:
-    """Set `work`, `version`, `stop` and `claim_takes`, in seconds; look at `completed`, `claims` and `leases`."""
+    """Set `work`, `version`, `stop` and `claim_takes`, in seconds; look at `completed`, `claims` and `leases`.
+
+    What is in `again` is given to the first worker that says it holds something.
+    """
 
     def __init__(self) -> None:
         self.work: deque[Work] = deque()
         self.version = 0
         self.stop: str | None = None
         self.claim_takes = 0.0
+        self.again: deque[Work] = deque()
         self.completed: list[GroupMeta] = []
         self.claims: list[dict[str, Any]] = []
         self.leases: list[dict[str, Any]] = []
 
     async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
         self.claims.append(body)
+        while body["holding"] and self.again:
+            self.work.append(self.again.popleft())
         deadline = time.monotonic() + 1.0
         while not (self.work and body["capacity"]) and not self.stop and self.version <= body["version"]:
             if time.monotonic() > deadline:

@@ -153,3 +153,29 @@ def test_what_the_job_asks_of_the_server(token_file: Path) -> None:
     assert plain.model_config_kwargs == {"rms_norm_eps": 0.5}
     own = asked(inference_engine={"seed": 0}, rope_theta=9.0, rope_scaling={"rope_type": "linear", "factor": 2.0})
     assert (own.seed, own.rope_scaling, own.rope_theta) == (0, {"rope_type": "linear", "factor": 2.0}, 9.0)
+
+
+def test_greedy_responses_take_room_in_the_engine(token_file: Path) -> None:
+    job, run = runpy.run_path(str(REPOSITORY / "jobs" / "rollout.py")), Run(token_file.parent)
+
+    def config(estimator: str) -> Config:
+        trainer = {
+            "policy": {"model": {"path": "m"}},
+            "eval_interval": 0,
+            "train_batch_size": 64,
+            "policy_mini_batch_size": 64,
+        }
+        engine = {"max_num_seqs": 20}
+        return Config.from_dict(
+            {
+                "data": {"train_data": ["t"]},
+                "trainer": {**trainer, "algorithm": {"advantage_estimator": estimator}},
+                "generator": {"n_samples_per_prompt": 4, "inference_engine": engine},
+            }
+        )
+
+    plain, remax = config("grpo"), config("remax")
+    assert (job["capacity"](plain), job["capacity"](remax)) == (5, 4)
+    assert job["options"](run, plain) == job["options"](run, remax), "they are requests like others"
+    posts = [job["station"](run, chosen, 1, 0, Path("scratch")) for chosen in (plain, remax)]
+    assert [(post.baselines, post.capacity, post.n_samples) for post in posts] == [(False, 5, 4), (True, 4, 4)]

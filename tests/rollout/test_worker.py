@@ -162,6 +162,25 @@ def test_running_groups_keep_their_older_version(
     assert {meta.oldest_version for meta in controller.completed} == {0}
 
 
+def test_a_group_in_flight_that_is_given_again_is_generated_once(
+    run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any]
+) -> None:
+    controller.work.append(item("g1"))
+    controller.again.extend([item("g1"), item("g2")])
+    thread, failed = start(run, server, with_engine)
+    try:
+        wait_for(
+            lambda: len(controller.completed) >= 2 and controller.claims[-1]["holding"] == [],
+            60,
+            f"only {controller.completed}, {failed}",
+        )
+    finally:
+        controller.stop = "finished"
+        thread.join(30)
+    assert not failed
+    assert sorted(meta.group_id for meta in controller.completed) == ["g1", "g2"]
+
+
 @pytest.mark.parametrize("claim_takes", [0.0, 1.0])
 def test_evaluation_is_not_interrupted_by_new_weights(
     run: Run,

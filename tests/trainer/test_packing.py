@@ -82,3 +82,15 @@ def test_only_picked_samples_are_read(tmp_path: Path) -> None:
     assert [len(row.sample.token_ids) for row in rows] == [batch.groups[p.group].lengths[p.index] for p in picks]
     with pytest.raises(DataError, match="missing"):
         load_rows(run, batch, [Pick(2, 0, 0)])
+
+
+@pytest.mark.parametrize("least_prefix", [None, 2])
+def test_a_file_that_was_replaced_after_the_batch_was_composed_is_refused(
+    tmp_path: Path, least_prefix: int | None
+) -> None:
+    run = make_run(tmp_path / "run")
+    batch, other = (make_batch(run, step=step, groups=1, size=4) for step in (1, 2))
+    assert load_rows(run, batch, [Pick(0, 0, 0)], least_prefix)
+    (run.path / other.groups[0].path).replace(run.path / batch.groups[0].path)
+    with pytest.raises(DataError, match=r"g1-0\.safetensors is damaged .*are expected.*generated again"):
+        load_rows(run, batch, [Pick(0, 0, 0)], least_prefix)
