@@ -14,12 +14,13 @@ import sys
 from starlette.applications import Starlette
 
 from hpcrl.config import Config, order_seed, total_steps
-from hpcrl.config.derive import needs_baselines, required_columns
+from hpcrl.config.derive import needs_baselines
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.data.chat import load_tokenizer, prompt_ids
 from hpcrl.data.prompts import drop_long, load_prompts, set_aside
+from hpcrl.envs.rewards.rows import needs
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.tensorboard import Follower
 from hpcrl.run.call import read_token
@@ -43,7 +44,7 @@ def main(path: str) -> None:
 
     def load(sources: list[str], kinds: tuple[Kind, ...]) -> list[Prompt]:
         columns = config.environment.env_class, config.data.prompt_column, config.data.response_column
-        return load_prompts(sources, *columns, **required_columns(config.environment, kinds))
+        return load_prompts(sources, *columns, **needs(config.environment, kinds))
 
     def fit(prompts: list[Prompt], what: str) -> list[Prompt]:
         kept = drop_long(prompts, count_tokens, config.trainer.max_prompt_length)

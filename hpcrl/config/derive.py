@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.data import DataConfig
-from hpcrl.config.environment import COMPARING_REWARDS, EnvironmentConfig
+from hpcrl.config.environment import EnvironmentConfig
 from hpcrl.config.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.megatron import MegatronModelConfig
 from hpcrl.config.model import FSDPConfig, MixedPrecisionConfig, ShardingConfig
@@ -29,13 +28,6 @@ def reward_weights(environment: EnvironmentConfig, kind: Literal["train", "eval"
     """Return the rewards that pay samples of training or evaluation, with their weights; none where the environment pays."""
     own = environment.eval_reward_function if kind == "eval" else {}
     return own or environment.reward_function
-
-
-def required_columns(environment: EnvironmentConfig, kinds: Iterable[Literal["train", "eval"]]) -> dict[str, bool]:
-    """Return what rows must have that serve training, evaluation or both, as arguments of `load_prompts`."""
-    weights = [reward_weights(environment, kind) for kind in kinds]
-    comparing = any(name in COMPARING_REWARDS for rewards in weights for name in rewards)
-    return {"env_class_required": not all(weights), "truth_required": comparing}
 
 
 def max_input_length(generator: GeneratorConfig, trainer: TrainerConfig) -> int:

@@ -7,7 +7,7 @@ truth for rule-checked tasks, and any further columns that its environment wants
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -26,7 +26,7 @@ def load_prompts(
     response_column: str | None = None,
     *,
     env_class_required: bool = True,
-    truth_required: bool = False,
+    check: Callable[[Mapping[str, Any]], None] | None = None,
     first: int | None = None,
 ) -> list[Prompt]:
     """Return the rows of all files in `sources`, in order.
@@ -39,14 +39,14 @@ def load_prompts(
         prompt_column: chat messages, or text that becomes one message of the user.
         response_column: reference answer, which becomes `reward_spec.ground_truth` where the row has none.
         env_class_required: whether each row must have an environment; otherwise `Prompt.env_class` may be empty.
-        truth_required: whether each row must have a ground truth.
+        check: raises DataError where what uses the rows cannot use their extras.
         first: rows of each file that are read at most; unset: all.
 
     Raises:
         DataError: a file is missing, unreadable or empty, or a row lacks what a prompt needs.
     """
     rows = chain.from_iterable(((source, row) for row in islice(_rows(source), first)) for source in sources)
-    columns = _Columns(prompt_column, response_column, default_env_class, env_class_required, truth_required)
+    columns = _Columns(prompt_column, response_column, default_env_class, env_class_required, check)
     return [columns.prompt(row, str(index), source) for index, (source, row) in enumerate(rows)]
 
 
@@ -146,7 +146,7 @@ class _Columns:
     of_response: str | None
     default_env_class: str | None
     env_class_required: bool
-    truth_required: bool
+    check: Callable[[Mapping[str, Any]], None] | None
 
     def prompt(self, row: Any, uid: str, source: str) -> Prompt:
         place = f"dataset {source}, row uid {uid}"
@@ -163,11 +163,11 @@ class _Columns:
         extras = {name: value for name, value in row.items() if name not in own}
         if self.of_response is not None:
             extras["reward_spec"] = _with_truth(row.get("reward_spec"), row[self.of_response], place)
-        if self.truth_required and not _has_truth(extras.get("reward_spec")):
-            raise DataError(
-                f"{place}: no ground truth, with which rewards compare. Add it as `ground_truth` to the column `reward_spec`, "
-                "or name the column that holds it in data.response_column."
-            )
+        if self.check is not None:
+            try:
+                self.check(extras)
+            except DataError as error:
+                raise DataError(f"{place}: {error}") from error
         _check_json(extras, place)
         return Prompt(
             uid=uid,
@@ -183,10 +183,6 @@ def _with_truth(reward_spec: Any, answer: Any, place: str) -> dict[str, Any]:
     if not isinstance(spec, dict):
         raise DataError(f"{place}, column `reward_spec`: expected an object, found {spec!r:.80}")
     return spec if spec.get("ground_truth") is not None else {**spec, "ground_truth": answer}
-
-
-def _has_truth(reward_spec: Any) -> bool:
-    return isinstance(reward_spec, dict) and reward_spec.get("ground_truth") not in (None, "")
 
 
 def _check_json(extras: dict[str, Any], place: str) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 from hpcrl.config import Config
 from hpcrl.config.changes import Change, changes_from_path
-from hpcrl.config.derive import required_columns
 from hpcrl.data.chat import chat_template
 from hpcrl.data.prompts import load_prompts
 from hpcrl.envs.make import environment_class
+from hpcrl.envs.rewards.rows import needs
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.run.commit import is_committed
 from hpcrl.run.layout import Run, step_of
@@ -31,7 +31,8 @@ def _is_local(path: str) -> bool:
 def check_files(config: Config) -> None:
     """Look at every file that the configuration names, but for the checkpoint that a first attempt may start from.
 
-    Of a dataset the first row is read, which mostly tells whether its columns are those that are wanted.
+    Of a dataset the first row is looked at, which mostly tells whether its columns are those that are wanted. A .json file is read
+    whole for that, and one of an evaluation that never happens not at all.
 
     Raises:
         DataError: lists everything that is missing.
@@ -69,7 +70,7 @@ def _of_datasets(config: Config) -> Iterator[str]:
     readable = (".json", ".jsonl", *([".parquet"] if find_spec("pyarrow") else []))
     sources: tuple[tuple[str, list[str], tuple[Kind, ...]], ...] = (
         ("data.train_data", config.data.train_data, training),
-        ("data.val_data", config.data.val_data, ("eval",)),
+        ("data.val_data", config.data.val_data if config.trainer.eval_interval > 0 else [], ("eval",)),
     )
     for name, paths, kinds in sources:
         for path in paths:
@@ -77,7 +78,7 @@ def _of_datasets(config: Config) -> Iterator[str]:
                 yield f"{name}: no file {path}"
             elif path.endswith(readable):
                 try:
-                    load_prompts([path], *columns, first=1, **required_columns(config.environment, kinds))
+                    load_prompts([path], *columns, first=1, **needs(config.environment, kinds))
                 except DataError as error:
                     yield f"{name}: {error}"
 

@@ -214,7 +214,9 @@ class GroupGenerator:
 
 def _rewards(environment: EnvironmentConfig, kind: Kind) -> WeightedRewards | None:
     weights = reward_weights(environment, kind)
-    return WeightedRewards("environment.reward_function", weights, environment) if weights else None
+    own = kind == "eval" and environment.eval_reward_function
+    setting = "environment.eval_reward_function" if own else "environment.reward_function"
+    return WeightedRewards(setting, weights, environment) if weights else None
 
 
 def _checked(turn: Turn) -> Turn:

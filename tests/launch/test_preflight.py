@@ -104,8 +104,13 @@ def test_an_environment_that_nobody_knows_is_told_before_anything_is_queued() ->
     [
         ({"prompt": "2+2"}, [], r"data.train_data: dataset .*rows.jsonl, row uid 0: no `env_class`"),
         ({"question": "2+2"}, [GSM8K], r"no column `prompt` \(data.prompt_column\); its columns are question"),
-        ({"prompt": "2+2", "answer": "4"}, [GSM8K], r"row uid 0: no ground truth, with which rewards compare"),
+        ({"prompt": "2+2", "answer": "4"}, [GSM8K], r"row uid 0: the row needs a ground truth, a text or a number"),
         ({"prompt": "2+2", "answer": "4"}, [GSM8K, "data.response_column=answer"], None),
+        (
+            {"prompt": "2+2", "answer": "four"},
+            [GSM8K, "data.response_column=answer"],
+            "expected a number as ground truth",
+        ),
         ({"prompt": "2+2"}, ["environment.reward_function={format=1}"], None),
     ],
 )
@@ -129,3 +134,15 @@ def test_the_first_row_of_a_dataset_is_looked_at(
     else:
         with pytest.raises(DataError, match=told):
             check_files(given)
+
+
+def test_data_of_an_evaluation_that_never_happens_is_not_looked_at(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "2+2"}))
+    for path, told in (
+        (rows, "data.val_data: .*no column `prompt`"),
+        (tmp_path / "none.jsonl", "data.val_data: no file"),
+    ):
+        check_files(Config.from_toml([QUICKSTART], [f'data.val_data=["{path}"]', "trainer.eval_interval=0"]))
+        with pytest.raises(DataError, match=told):
+            check_files(Config.from_toml([QUICKSTART], [f'data.val_data=["{path}"]', "trainer.eval_interval=1"]))

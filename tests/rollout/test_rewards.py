@@ -122,3 +122,21 @@ def test_what_a_reward_does_wrong_is_named(
 ) -> None:
     with pytest.raises(kind, match=said):
         generate(with_engine, EnvironmentConfig(reward_function={name: 1.0}), extras=extras)
+
+
+@pytest.mark.parametrize(
+    ("weights", "setting"),
+    [
+        ({"reward_function": {"nothing": 1.0}}, "environment.reward_function"),
+        ({"eval_reward_function": {"nothing": 1.0}}, "environment.eval_reward_function"),
+        (
+            {"reward_function": {"format": 1.0}, "eval_reward_function": {"nothing": 1.0}},
+            "environment.eval_reward_function",
+        ),
+    ],
+)
+def test_an_unknown_reward_is_told_with_the_setting_that_names_it(
+    with_engine: WithEngine[Group], weights: dict[str, Any], setting: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{setting}: nothing is called 'nothing'"):
+        generate(with_engine, EnvironmentConfig(**weights))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, cast
 
@@ -15,23 +16,24 @@ from hpcrl.envs.rewards.response import Response, ground_truth
 from hpcrl.errors import DataError, HpcrlError
 
 SECONDS = 10.0
-"""What one comparison may take; sympy can be busy for ever with an answer of a few characters."""
+"""Processor time that one comparison may take; sympy can be busy for ever with an answer of a few characters."""
 
-_PROCESSES = min(8, os.cpu_count() or 1)
+_PROCESSES = min(8, len(os.sched_getaffinity(0)))
 
 
 def boxed_math(response: Response, _environment: EnvironmentConfig) -> float:
     r"""Return 1 if the answer is mathematically the ground truth; otherwise 0.
 
     The answer is what \boxed{…} or another formula of the text holds, or else its last number; numbers count as equal that agree in
-    six decimal places. The ground truth is LaTeX with or without \boxed{…} or $…$. An answer that cannot be read, or whose
-    comparison takes more than `SECONDS` or more memory than there is, is wrong.
+    six decimal places. The ground truth is LaTeX with or without \boxed{…} or $…$; math-verify takes most that it cannot read as a
+    text, with which hardly any answer agrees, and only the rest is an error. An answer that cannot be read, or whose comparison
+    takes more than `SECONDS` of processor time or more memory than there is, is wrong.
 
     Raises:
-        DataError: the row has no ground truth, or it cannot be read.
+        DataError: the row has no ground truth, or nothing can be made of it.
         HpcrlError: math-verify is not installed.
     """
-    truth = ground_truth(response)
+    truth = ground_truth(response.ground_truth)
     right = _COMPARERS.same(truth, response.text)
     if right is None:
         raise DataError(f"expected a formula or a number as ground truth, found {truth!r:.80}")
@@ -50,32 +52,47 @@ class _Comparers:
         self._idle: list[subprocess.Popen[str]] = []
 
     def same(self, truth: str, text: str) -> bool | None:
+        question = json.dumps([truth, text])
         with self._free:
+            while True:
+                process = self._take()
+                try:
+                    print(question, file=process.stdin, flush=True)
+                except BrokenPipeError:  # it died before it was asked, which is no answer
+                    _end(process)
+                    continue
+                if answer := cast(IO[str], process.stdout).readline():
+                    self._idle.append(process)
+                    return json.loads(answer)
+                if _end(process) > 0:  # otherwise a signal ended it: its time was over, or its stack or memory
+                    raise HpcrlError("the comparison failed as told above")
+                return False
+
+    def _take(self) -> subprocess.Popen[str]:
+        while True:
             try:
                 process = self._idle.pop()
             except IndexError:
-                process = _start()
-            answer = _ask(process, json.dumps([truth, text]))
-            if answer:
-                self._idle.append(process)
-                return json.loads(answer)
-        if process.wait() > 0:  # otherwise a signal ended it: its time was over, or its stack or memory
-            raise HpcrlError("the comparison failed as told above; is math-verify installed? pip install 'hpcrl[job]'")
-        return False
+                return _start()
+            if process.poll() is None:
+                return process
+            _end(process)
 
 
 def _start() -> subprocess.Popen[str]:
     command = [sys.executable, "-P", str(Path(__file__).with_name("compare.py")), str(SECONDS)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    if not cast(IO[str], process.stdout).readline():
+        _end(process)
+        raise HpcrlError("comparing cannot start, as told above; is math-verify installed? pip install 'hpcrl[job]'")
+    return process
 
 
-def _ask(process: subprocess.Popen[str], question: str) -> str:
-    to, back = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
-    try:
-        print(question, file=to, flush=True)
-        return back.readline()
-    except BrokenPipeError:
-        return ""
+def _end(process: subprocess.Popen[str]) -> int:
+    """Return the exit status of a process that is dead or dying."""
+    with suppress(BrokenPipeError), process:
+        pass
+    return process.wait()
 
 
 _COMPARERS = _Comparers()

@@ -1,7 +1,9 @@
 """Compares mathematical answers in a process of its own: python compare.py SECONDS
 
 Reads a line of JSON [ground truth, response] from its input, writes one with true, false, or null where the ground truth cannot be
-read, and so on until the input ends. If a comparison takes more than SECONDS, the system ends the process, whatever it is busy with.
+read, and so on until the input ends. An empty line before all others says that it is ready. If a comparison takes more than SECONDS
+of processor time, the system ends the process, whatever it is busy with; how busy the machine is makes no difference. A comparison
+waits for nothing, so that it cannot last without using up that time.
 """
 
 import json
@@ -24,12 +26,13 @@ def main(seconds: float) -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
     logging.disable()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    print(file=answers, flush=True)
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         answer = json.dumps(same(*json.loads(line)))
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, file=answers, flush=True)
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal, InvalidOperation
+from typing import Any
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.envs.rewards.response import Response, ground_truth
 from hpcrl.errors import DataError
 
 _FINAL = re.compile(r"#### (-?[0-9.,]+)")
-_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_ANSWER = re.compile(r"answer\s*:", re.IGNORECASE)
+_LONGEST_ANSWER = (
+    1000  # characters; what brings an answer into normal form takes time that grows with the square of its length
+)
 
 # What Minerva's normalization takes out of an answer (arXiv:2206.14858, appendix): articles, units, spaces and their remains.
 _ARTICLES_AND_SPACES = re.compile(r"an |a |\\\$|\\ | ")
@@ -38,27 +42,56 @@ def gsm8k(response: Response, _environment: EnvironmentConfig) -> float:
     Raises:
         DataError: the row has no ground truth, or there is no number in it.
     """
-    truth = ground_truth(response).strip()
-    expected = _final_number(truth)
+    return float(_final_number(response.text) == expected_number(response.ground_truth))
+
+
+def expected_number(truth: Any) -> Decimal:
+    """Return the number that gsm8k expects.
+
+    Raises:
+        DataError: the ground truth is missing or has no number.
+    """
+    text = ground_truth(truth).strip()
+    expected = _final_number(text)
     if expected is None:
-        expected = _number(truth)
+        expected = _number(text)
     if expected is None:
-        raise DataError(f"expected a number as ground truth, or a text with one after `#### `, found {truth!r:.80}")
-    return float(_final_number(response.text) == expected)
+        raise DataError(f"expected a number as ground truth, or a text with one after `#### `, found {text!r:.80}")
+    return expected
 
 
 def direct_math(response: Response, _environment: EnvironmentConfig) -> float:
-    """Return 1 if the last line that begins with `Answer:` holds the ground truth; otherwise -1 (DAPO, arXiv:2503.14476).
+    """Return 1 if the ground truth is what follows the last `Answer:`; otherwise -1 (DAPO, arXiv:2503.14476).
 
-    `Answer:` may stand anywhere in the line, in any letter case. Both sides are brought into Minerva's normal form
-    (arXiv:2206.14858) and compared as texts.
+    `Answer:` may stand anywhere in a line, in any letter case; one after which nothing more is said does not count. The answer ends
+    with its line. Both sides are brought into Minerva's normal form (arXiv:2206.14858) and compared as texts. An answer of more
+    than 1000 characters is wrong.
 
     Raises:
-        DataError: the row has no ground truth.
+        DataError: the row has no ground truth, or one of which the normal form leaves nothing, or of more than 1000 characters.
     """
-    expected = normal_form(ground_truth(response))
-    answers = _ANSWER.findall(response.text)
-    return 1.0 if answers and normal_form(answers[-1]) == expected else -1.0
+    expected = expected_form(response.ground_truth)
+    answer = _last_answer(response.text)
+    return 1.0 if len(answer) <= _LONGEST_ANSWER and normal_form(answer) == expected else -1.0
+
+
+def expected_form(truth: Any) -> str:
+    """Return the normal form that direct_math expects.
+
+    Raises:
+        DataError: the ground truth is missing, too long, or has an empty normal form.
+    """
+    text = ground_truth(truth)
+    if len(text) > _LONGEST_ANSWER:
+        raise DataError(
+            f"expected a ground truth of at most {_LONGEST_ANSWER} characters, found {len(text)}: {text!r:.80}"
+        )
+    expected = normal_form(text)
+    if not expected:
+        raise DataError(
+            f"expected an answer as ground truth; without units, articles and LaTeX nothing is left of {text!r}"
+        )
+    return expected
 
 
 def normal_form(answer: str) -> str:
@@ -71,6 +104,14 @@ def normal_form(answer: str) -> str:
     text = _SHORT_ROOT.sub(r"sqrt{\1}", _SHORT_FRACTION.sub(r"frac{\1}{\2}", text)).replace("$", "")
     plain = text.replace(",", "")
     return (plain if plain.isdigit() else text).strip()
+
+
+def _last_answer(text: str) -> str:
+    """Return what follows the last `Answer:` after which anything follows, to the end of its line; empty where there is none."""
+    for end in reversed([found.end() for found in _ANSWER.finditer(text)]):
+        if said := text[end:].lstrip():
+            return said.partition("\n")[0]
+    return ""
 
 
 def _final_number(text: str) -> Decimal | None:

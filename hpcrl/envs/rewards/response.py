@@ -44,13 +44,15 @@ def truth_of(extras: Mapping[str, Any]) -> Any:
     return spec.get("ground_truth") if isinstance(spec, Mapping) else None
 
 
-def ground_truth(response: Response) -> str:
+def ground_truth(truth: Any) -> str:
     """Return the text that a response is compared with.
 
+    Args:
+        truth: `Response.ground_truth`.
+
     Raises:
-        DataError: the row has none.
+        DataError: it is neither a text that is not blank nor a number.
     """
-    truth = response.ground_truth
     text = str(truth) if isinstance(truth, int | float) and not isinstance(truth, bool) else truth
     if not isinstance(text, str) or not text.strip():
         raise DataError(

@@ -1,4 +1,4 @@
-"""What the scores of a reward service are worth."""
+"""What the scores of a reward service are worth; the client of the service is not built yet."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def single_choice(response: Response, _environment: EnvironmentConfig) -> float:
     Raises:
         DataError: the row has no ground truth.
     """
-    expected = _answer(ground_truth(response))
+    expected = _answer(ground_truth(response.ground_truth))
     return float(_answer(response.text).lower() == expected.lower())
 
 

@@ -1,0 +1,35 @@
+"""What the rewards of a configuration need of the rows of its datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from hpcrl.config import EnvironmentConfig
+from hpcrl.config.derive import reward_weights
+from hpcrl.envs.rewards.numbers import expected_form, expected_number
+from hpcrl.envs.rewards.response import ground_truth, truth_of
+from hpcrl.types import Kind
+
+TRUTHS: dict[str, Callable[[Any], object]] = {
+    "single_choice": ground_truth,
+    "boxed_math": ground_truth,
+    "gsm8k": expected_number,
+    "direct_math": expected_form,
+}
+"""How each reward that compares reads a ground truth; it raises DataError where it cannot.
+
+Whether boxed_math can read a formula is not looked at here: that takes a process with math-verify.
+"""
+
+
+def needs(environment: EnvironmentConfig, kinds: Iterable[Kind]) -> dict[str, Any]:
+    """Return what rows must have that serve training, evaluation or both, as arguments of `load_prompts`."""
+    weights = [reward_weights(environment, kind) for kind in kinds]
+    reads = dict.fromkeys(TRUTHS[name] for rewards in weights for name in rewards if name in TRUTHS)
+
+    def check(extras: Mapping[str, Any]) -> None:
+        for read in reads:
+            read(truth_of(extras))
+
+    return {"env_class_required": not all(weights), "check": check}

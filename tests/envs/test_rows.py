@@ -1,0 +1,57 @@
+"""A ground truth that a reward cannot use is found when rows are loaded, not in the middle of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrl.config import EnvironmentConfig
+from hpcrl.config.environment import COMPARING_REWARDS
+from hpcrl.envs.rewards.response import Response
+from hpcrl.envs.rewards.rows import TRUTHS, needs
+from hpcrl.envs.rewards.weighted import REWARDS
+from hpcrl.errors import DataError
+
+
+def fails(environment: EnvironmentConfig, truth: Any, kind: Any = "train") -> bool:
+    try:
+        needs(environment, (kind,))["check"]({"reward_spec": {"ground_truth": truth}})
+    except DataError:
+        return True
+    return False
+
+
+def test_every_reward_that_compares_says_what_it_can_compare_with() -> None:
+    assert set(TRUTHS) == set(COMPARING_REWARDS)
+
+
+@pytest.mark.parametrize("name", sorted(set(COMPARING_REWARDS) - {"boxed_math"}))
+@pytest.mark.parametrize(
+    "truth",
+    [None, "", " \n", True, False, ["4"], {"a": 4}, 0, 4.5, "4", "forty-two", "so\n#### 4", "units", "x=", "9" * 2000],
+)
+def test_loading_and_scoring_take_the_same_ground_truths(name: str, truth: Any) -> None:
+    environment = EnvironmentConfig(reward_function={"format": 1.0, name: 0.0})
+    try:
+        REWARDS[name](Response(text="x", ground_truth=truth), environment)
+    except DataError:
+        assert fails(environment, truth)
+    else:
+        assert not fails(environment, truth)
+
+
+@pytest.mark.parametrize("extras", [{}, {"reward_spec": None}, {"reward_spec": "4"}, {"reward_spec": {}}])
+def test_rows_without_a_ground_truth(extras: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"needs a ground truth.*data\.response_column"):
+        needs(EnvironmentConfig(reward_function={"boxed_math": 1.0}), ("train",))["check"](extras)
+
+
+def test_evaluation_has_needs_of_its_own() -> None:
+    environment = EnvironmentConfig(eval_reward_function={"gsm8k": 1.0})
+    assert not fails(environment, None)
+    assert fails(environment, "forty-two", "eval")
+    required = "env_class_required"
+    assert needs(environment, ("train",))[required]
+    assert needs(environment, ("train", "eval"))[required]
+    assert not needs(environment, ("eval",))[required]
