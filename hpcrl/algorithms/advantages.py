@@ -233,7 +233,7 @@ def lambda_returns(outcomes: Outcomes, values_P: torch.Tensor, gamma: float, lam
     def columns(of_P: torch.Tensor) -> torch.Tensor:
         return pad_sequence(list(of_P.split(list(outcomes.lengths)))).flip(0)  # [longest, B], last entry first
 
-    if not outcomes.lengths:
+    if not sum(outcomes.lengths):
         return values_P
     advantage_B = next_value_B = reward_B = values_P.new_zeros(len(outcomes.lengths))
     backwards = []

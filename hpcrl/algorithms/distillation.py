@@ -31,7 +31,7 @@ def jensen_shannon(logprobs_PK: torch.Tensor, teacher_logprobs_PK: torch.Tensor,
 
     Args:
         logprobs_PK: of the policy; gradients flow through them.
-        teacher_logprobs_PK: of the same tokens.
+        teacher_logprobs_PK: of the same tokens; finite, so that an engine which filters tokens out must not be asked.
         beta: from 0 to 1.
     """
     assert logprobs_PK.shape == teacher_logprobs_PK.shape, (

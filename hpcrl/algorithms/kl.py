@@ -53,14 +53,16 @@ def _difference(logprobs_P: torch.Tensor, ref_logprobs_P: torch.Tensor) -> torch
 def adapted(coefficient: float, divergence: float, samples: float, target: float, horizon: float) -> float:
     """Return the coefficient after a batch: larger where the divergence was above its target (arXiv:1909.08593, section 2.2).
 
-    coefficient (1 + clip(divergence / target - 1, -0.2, 0.2) samples / horizon)
+    coefficient (1 + clip(divergence / target - 1, -0.2, 0.2) min(samples / horizon, 1))
+
+    It keeps its sign: the paper's batches are smaller than its horizon, and what follows beyond is a factor below 0.
 
     Args:
         divergence: mean of the batch, in nats per token.
         horizon: in samples.
     """
     error = min(max(divergence / target - 1.0, -0.2), 0.2)
-    return coefficient * (1.0 + error * samples / horizon)
+    return coefficient * (1.0 + error * min(samples / horizon, 1.0))
 
 
 KL_ESTIMATORS: dict[str, KlEstimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}

@@ -34,7 +34,7 @@ class KLControllerConfig:
     """KL divergence that the adaptive controller aims at, in nats per token."""
 
     horizon: int = 10000
-    """Time constant of the adaptive controller in samples: n samples change the weight by at most 0.2 * n / horizon of itself (arXiv:1909.08593)."""
+    """Time constant of the adaptive controller in samples: n samples change the weight by at most 0.2 * n / horizon of itself, a batch by at most 0.2 (arXiv:1909.08593)."""
 
 
 @dataclass(frozen=True, kw_only=True)

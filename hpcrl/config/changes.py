@@ -95,10 +95,14 @@ _TABLE: tuple[tuple[Verdict, str], ...] = (
     (
         Verdict("warning", "what is optimized changes from the next step on"),
         """
-        trainer.algorithm trainer.ref.model trainer.ref.model_config_kwargs
+        trainer.algorithm
         trainer.update_ref_every_epoch trainer.distillation trainer.policy.diffusers vla.unnorm_key
         generator.zero_reward_on_non_stop generator.apply_overlong_filtering
         """,
+    ),
+    (
+        Verdict("warning", "another reference from the next step on, unless checkpoints have one that has followed the policy"),
+        "trainer.ref.model trainer.ref.model_config_kwargs",
     ),
     (
         Verdict("warning", "rewards change; groups that wait to be trained have the old ones"),

@@ -159,6 +159,11 @@ def _reference(config: Config) -> Iterator[Problem]:
             "trainer.algorithm.kl_ctrl.type",
             "has no effect without trainer.algorithm.use_kl_in_reward, whose weight it adapts; set that, or leave it out",
         )
+    if algorithm.kl_importance_weighted and not algorithm.use_kl_loss:
+        yield Problem(
+            "trainer.algorithm.kl_importance_weighted",
+            "has no effect without trainer.algorithm.use_kl_loss: only the loss has a gradient; leave it out",
+        )
     resets = algorithm.reference_reset_interval is not None
     if (resets or config.trainer.update_ref_every_epoch) and not uses_reference(config.trainer):
         name = "trainer.algorithm.reference_reset_interval" if resets else "trainer.update_ref_every_epoch"

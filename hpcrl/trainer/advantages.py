@@ -34,10 +34,12 @@ class Advantages:
 
     Attributes:
         mean, mean_abs: over all trained tokens, as the estimator gave them: before advantage_batch_normalize and clipping.
+        penalties: what all samples together were charged for divergence from the reference.
     """
 
     mean: float
     mean_abs: float
+    penalties: float
 
 
 def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
@@ -87,7 +89,10 @@ def estimate_advantages(batch: Batch, rows: Sequence[Row], algorithm: AlgorithmC
         f"{algorithm.advantage_estimator}: {tuple(raw_P.shape)} for {len(mask_P)} tokens"
     )
     raw_P = torch.where(mask_P > 0, raw_P.double(), 0.0)
-    summed, summed_abs, count = over_ranks([raw_P.sum().item(), raw_P.abs().sum().item(), mask_P.sum().item()])
+    penalties = sum(row.penalties.sum().item() for row in rows if row.penalties is not None)
+    summed, summed_abs, count, penalties = over_ranks(
+        [raw_P.sum().item(), raw_P.abs().sum().item(), mask_P.sum().item(), penalties]
+    )
     advantages_P = normalize(raw_P, mask_P, total) if algorithm.advantage_batch_normalize else raw_P
     low, high = algorithm.advantage_clip_low, algorithm.advantage_clip_high
     if low is not None or high is not None:
@@ -95,7 +100,7 @@ def estimate_advantages(batch: Batch, rows: Sequence[Row], algorithm: AlgorithmC
     for row, advantages_T in zip(rows, advantages_P.float().split(lengths), strict=True):
         row.advantages = advantages_T
     count = max(count, 1.0)
-    return Advantages(summed / count, summed_abs / count)
+    return Advantages(summed / count, summed_abs / count, penalties)
 
 
 def _by_token(rows: Sequence[Row], total: Callable[[torch.Tensor], torch.Tensor]) -> Outcomes:

@@ -4,6 +4,7 @@
       .metadata, __<rank>_0.distcp     model, optimizer and its step count, written by the engine
       critic/                          the same of the critic, where there is one
       rng-<rank>.safetensors           random state of each rank
+      reference/                       the reference, once it has followed the policy
       manifest.json                    step, batch, cursor, layout; sizes and checksums of the files above
       COMMIT
 
@@ -48,7 +49,9 @@ class Checkpoints:
         if world.first and 0 <= keep < _NEVER_DELETED:
             log.warning("trainer.max_ckpts_to_keep = %d: the newest %d are kept all the same", keep, _NEVER_DELETED)
 
-    def resume(self, engine: Engine, critic: Engine | None, mode: str, path: str | None) -> tuple[int, dict[str, float]]:
+    def resume(
+        self, engine: Engine, critic: Engine | None, mode: str, path: str | None
+    ) -> tuple[int, dict[str, float]]:
         """Bring the engines to where training continues; return that step and what `save` was given to carry.
 
         A fresh start is step 0 and carries nothing. Args and errors as in `find`.

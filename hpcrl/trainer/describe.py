@@ -59,7 +59,7 @@ def describe_batch(batch: Batch, advantages: Advantages) -> dict[str, float]:
     rewards = [reward for group in batch.groups for reward in group.rewards]
     lengths_N = torch.tensor([length for group in batch.groups for length in group.response_lengths]).double()
     return {
-        "loss/avg_final_rewards": sum(rewards) / len(rewards),
+        "loss/avg_final_rewards": (sum(rewards) - advantages.penalties) / len(rewards),
         "loss/avg_raw_advantages": advantages.mean,
         "loss/avg_raw_advantages_abs": advantages.mean_abs,
         "policy/response_length": lengths_N.mean().item(),

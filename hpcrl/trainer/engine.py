@@ -23,7 +23,7 @@ class StepReport:
     Attributes:
         grad_norm: norm of all gradients together, before clipping.
         lr: learning rate of this step.
-        skipped: the norm was not finite, so nothing was updated.
+        skipped: nothing was updated: the norm was not finite, or no token was trained.
     """
 
     grad_norm: float
@@ -50,6 +50,10 @@ class Engine(Protocol):
 
     def step(self) -> StepReport:
         """Clip, update and forget the gradients."""
+        ...
+
+    def skip(self) -> StepReport:
+        """Forget the gradients without an update."""
         ...
 
     def save(self, directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,6 +36,8 @@ from hpcrl.trainer.sharding import DTYPES, one_copy
 from hpcrl.trainer.source import Source, ValueSource
 from hpcrl.trainer.world import World
 from hpcrl.types import MicroBatch
+
+log = logging.getLogger(__name__)
 
 _REFERENCE = "reference"
 
@@ -73,8 +76,7 @@ class FsdpEngine(Generic[Model]):
         return sums
 
     def step(self) -> StepReport:
-        optimizer = self._optimizer_config
-        lr = optimizer.lr * lr_factor(optimizer, self.updates, self._total_updates)
+        optimizer, lr = self._optimizer_config, self._lr()
         gradients = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
         norm = self._norm(gradients)
         finite = math.isfinite(norm)
@@ -88,6 +90,13 @@ class FsdpEngine(Generic[Model]):
             self.updates += 1
         self._optimizer.zero_grad(set_to_none=True)
         return StepReport(norm, lr, skipped=not finite)
+
+    def skip(self) -> StepReport:
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepReport(0.0, self._lr(), skipped=True)
+
+    def _lr(self) -> float:
+        return self._optimizer_config.lr * lr_factor(self._optimizer_config, self.updates, self._total_updates)
 
     def _norm(self, gradients: list[torch.Tensor]) -> float:
         # torch.nn.utils.get_total_norm calls this too, but in the type of the gradients
@@ -168,6 +177,9 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
     def restore(self, directory: Path) -> None:
         super().restore(directory)
         if self._reference is not None and self._world.look(lambda: (directory / _REFERENCE).is_dir()):
+            require_same_shape(self._reference, self._model)
+            if self._world.first:
+                log.info("the reference is the policy of an earlier step, from %s", directory)
             state = get_model_state_dict(self._reference)
             load(state, checkpoint_id=directory / _REFERENCE, process_group=self._world.control)
             set_model_state_dict(self._reference, state)

@@ -18,20 +18,18 @@ from hpcrl.algorithms.off_policy import correct, is_enabled
 from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.own import find
-from hpcrl.config.trainer import TrainerConfig
 from hpcrl.trainer.engine import Objective
 from hpcrl.types import MicroBatch
 
 LOSS_METRICS = "loss_metrics/"
 
 
-def build_reduction(trainer: TrainerConfig, max_seq_len: int) -> Reduction:
+def build_reduction(algorithm: AlgorithmConfig, max_seq_len: int) -> Reduction:
     """Return how the loss of a mini-batch becomes one number.
 
     Args:
         max_seq_len: as worked out from the whole configuration.
     """
-    algorithm = trainer.algorithm
     return Reduction(
         algorithm.loss_reduction,
         max_seq_len=max_seq_len,

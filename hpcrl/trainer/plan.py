@@ -34,6 +34,11 @@ class Limit:
     tokens: int | None = None
 
 
+def longest_first(pick: Pick) -> tuple[int, int, int]:
+    """Return the key of the order in which a share lists its samples."""
+    return -pick.length, pick.group, pick.index
+
+
 def mini_batches(batch: Batch, size: int) -> list[list[Pick]]:
     """Return the samples of each optimizer step: consecutive slices of `size` groups, the last one maybe smaller."""
     assert size > 0
@@ -51,12 +56,12 @@ def deal(picks: Sequence[Pick], ranks: int, limit: Limit) -> list[list[Pick]]:
     limited by samples want as many samples on every rank: dealt from the longest to the shortest, back and forth, shares differ
     by at most one sample, and the ranks' micro-batches of the same number are of similar size.
     """
-    longest_first = sorted(picks, key=lambda pick: (-pick.length, pick.group, pick.index))
+    ordered = sorted(picks, key=longest_first)
     if limit.tokens is not None:
-        return [[longest_first[at] for at in part] for part in balanced([p.length for p in longest_first], ranks)]
+        return [[ordered[at] for at in part] for part in balanced([pick.length for pick in ordered], ranks)]
     shares: list[list[Pick]] = [[] for _ in range(ranks)]
-    for start in range(0, len(longest_first), ranks):
-        row = longest_first[start : start + ranks]
+    for start in range(0, len(ordered), ranks):
+        row = ordered[start : start + ranks]
         order = range(ranks) if (start // ranks) % 2 == 0 else reversed(range(ranks))
         for pick, rank in zip(row, order, strict=False):
             shares[rank].append(pick)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
@@ -13,11 +14,11 @@ from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.run.layout import Run
 from hpcrl.trainer.advantages import trained_groups
-from hpcrl.trainer.engine import Engine, Objective, StepReport
+from hpcrl.trainer.engine import Engine, Objective, PolicyEngine, StepReport
 from hpcrl.trainer.packing import Row, load_rows, pack, trained_tokens
 from hpcrl.trainer.plan import Limit, Pick, cut, deal, mini_batches
 from hpcrl.trainer.world import World
-from hpcrl.types import Batch
+from hpcrl.types import Batch, MicroBatch
 
 
 @dataclass
@@ -119,23 +120,36 @@ def _is_positive(batch: Batch, pick: Pick) -> bool:
     return batch.groups[pick.group].rewards[pick.index] > 0
 
 
-def score(engine: Engine, mini: MiniBatch, limit: Limit, *, old: bool, reference: bool) -> None:
+def score(engine: PolicyEngine, mini: MiniBatch, limit: Limit, *, old: bool, reference: bool) -> None:
     """Fill in old and reference log-probabilities."""
-    for rows in mini.micro_batches(limit):
+    passes: dict[str, Callable[[MicroBatch], torch.Tensor]] = {}
+    if old:
+        passes["old_logprobs"] = engine.logprobs
+    if reference:
+        passes["ref_logprobs"] = partial(engine.logprobs, reference=True)
+    fill_in(mini, limit, passes)
+
+
+def fill_in(mini: MiniBatch, limit: Limit, passes: Mapping[str, Callable[[MicroBatch], torch.Tensor]]) -> None:
+    """Give the rows what passes through models say about their tokens.
+
+    Args:
+        passes: name of an attribute of Row -> gives [P] values of a micro-batch.
+    """
+    for rows in mini.micro_batches(limit) if passes else ():
         batch = pack(rows)
-        wanted = [("old_logprobs", False)] * old + [("ref_logprobs", True)] * reference
-        for name, of_reference in wanted:
-            parts = engine.logprobs(batch, reference=of_reference).split(batch.lengths)
-            for row, logprobs_T in zip(rows, parts, strict=False):  # an idle pass has a part but no row
-                setattr(row, name, logprobs_T)
+        for name, values in passes.items():
+            parts = values(batch).split(batch.lengths)
+            for row, values_T in zip(rows, parts, strict=False):  # an idle pass has a part but no row
+                setattr(row, name, values_T)
 
 
 def train(engine: Engine, mini: MiniBatch, limit: Limit, objective: Objective, world: World) -> Trained:
-    """Make one optimizer step."""
+    """Make one optimizer step, but none where nothing is trained: momentum and weight decay alone would move the model."""
     totals: dict[str, torch.Tensor] = {}
     for rows in mini.micro_batches(limit):
         merge(totals, engine.forward_backward(pack(rows), objective))
-    report = engine.step()
+    report = engine.step() if mini.tokens else engine.skip()
     return Trained(_over_ranks(totals, world), report)
 
 

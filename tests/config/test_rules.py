@@ -124,6 +124,12 @@ SKYRL = [
         {f"{ALGORITHM}.advantage_estimator": "gae", **CRITIC},
     ),
     Case(
+        "the critic's output layer has a name that a part of a model can have",
+        {f"{ALGORITHM}.value_head_prefix": "value.head"},
+        f"{ALGORITHM}.value_head_prefix", 'expected a name of letters, digits and underscores, found "value.head"',
+        {f"{ALGORITHM}.value_head_prefix": "score_2"},
+    ),
+    Case(
         "KL in the loss and in the reward exclude each other",
         {f"{ALGORITHM}.use_kl_in_reward": True},
         f"{ALGORITHM}.use_kl_in_reward", "set trainer.algorithm.use_kl_loss=false",
@@ -308,6 +314,12 @@ COSMOS = [
         {f"{ALGORITHM}.reference_reset_interval": 5, "trainer.update_ref_every_epoch": True},
         "trainer.update_ref_every_epoch", "leave one of them out",
         {f"{ALGORITHM}.reference_reset_interval": 5},
+    ),
+    Case(
+        "only a divergence in the loss has a gradient",
+        {f"{ALGORITHM}.kl_importance_weighted": True, **NO_KL, f"{ALGORITHM}.use_kl_in_reward": True},
+        f"{ALGORITHM}.kl_importance_weighted", "has no effect without trainer.algorithm.use_kl_loss",
+        {f"{ALGORITHM}.kl_importance_weighted": True},
     ),
     Case(
         "an optimizer is only reset with the reference",

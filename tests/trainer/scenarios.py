@@ -188,7 +188,7 @@ def weighed(world: World, options: dict[str, Any]) -> None:
         section = build(TrainerConfig, {"policy": policy, "algorithm": table, **sizes})
         algorithm = section.algorithm
         engine = make_engine(world, options["model"], {"trainer": {"algorithm": table}})
-        minis = loaded(run, batch, algorithm, 2, world, limit, build_reduction(section, max_seq_len=40))
+        minis = loaded(run, batch, algorithm, 2, world, limit, build_reduction(algorithm, max_seq_len=40))
         for mini in minis:
             score(
                 engine,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from hpcrl.algorithms.kl import adapted
 from hpcrl.config import AlgorithmConfig, Config
 from hpcrl.trainer.packing import Row
 from hpcrl.trainer.penalty import KlPenalty
@@ -30,12 +29,10 @@ def _algorithm(params: Mapping[str, Any]) -> AlgorithmConfig:
 
 
 def controller(case: Case) -> dict[str, Any]:
-    algorithm = _algorithm(case.params)
-    value, control, values = algorithm.kl_loss_coef, algorithm.kl_ctrl, []
+    charging, values = KlPenalty(_algorithm(case.params), {}), []
     for divergence, samples in case.inputs["updates"]:
-        if control.type == "adaptive":
-            value = adapted(value, divergence, samples, control.kl_target, control.horizon)
-        values.append(value)
+        charging.adapt(divergence, samples)
+        values.append(charging.coefficient)
     return {"values": values}
 
 
