@@ -61,9 +61,9 @@ def test_the_report_ends_with_what_needs_a_hand() -> None:
 
 def test_what_waits_takes_part_in_the_check_of_the_result() -> None:
     values = {"data.train_data": ["t.parquet"], "trainer.policy.model.path": "m", "trainer.eval_interval": 0}
-    conversion = Conversion("somewhere", values | {"trainer.algorithm.use_kl_in_reward": True})
+    conversion = Conversion("somewhere", values | {"trainer.distillation.enable": True})
     conversion.finish()
     assert [(entry.kind, entry.source) for entry in conversion.entries] == [
-        ("waits", "trainer.algorithm.use_kl_in_reward"),
-        ("conflict", "trainer.algorithm.use_kl_in_reward"),  # beside use_kl_loss
+        ("waits", "trainer.distillation.enable"),
+        ("conflict", "trainer.distillation.model_path"),  # required with it
     ]

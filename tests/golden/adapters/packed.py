@@ -55,7 +55,8 @@ def train(
     weights = sample_weights(reduction, [int(sample["mask"].sum()) for sample in samples], size)
     leaves = [sample["logprobs"].clone().requires_grad_() for sample in samples]
     totals: dict[str, torch.Tensor] = {}
-    for numbers in torch.arange(len(samples)).split(size):
+    for start in range(0, len(samples), size):
+        numbers = range(start, min(start + size, len(samples)))
         chosen = [samples[number] for number in numbers]
         lengths = [len(sample["mask"]) for sample in chosen]
 
