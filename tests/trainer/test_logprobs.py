@@ -66,7 +66,7 @@ def test_sums_over_a_large_vocabulary_do_not_overflow(dtype: torch.dtype) -> Non
     (logprobs.sum() + entropy.sum()).backward()
     log_size = math.log(150_000)
     assert logprobs.tolist() == pytest.approx([-log_size] * 2, rel=torch.finfo(dtype).eps)
-    assert entropy.tolist() == pytest.approx([log_size] * 2, rel=1e-2)  # float16 has few digits left for 1 / 150 000
+    assert entropy.tolist() == pytest.approx([log_size] * 2, rel=3e-2)  # exp makes the rounding of -12 twelvefold
     assert hidden.grad is not None
     assert hidden.grad.isfinite().all()
 
