@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar, cast
 
+from hpcrl.config.problem import Problem
 from hpcrl.errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -32,6 +33,21 @@ def imported(subject: str, name: str) -> Any:
             f"{subject}: cannot import {module_name!r} ({error}). Install it, or name the folder that holds it in python_path"
         ) from error
     return getattr(module, attribute, None)
+
+
+def misnamed(path: str, name: str, known: Collection[str], expected: str) -> Iterator[Problem]:
+    """Yield a problem if a setting names neither a known function nor, by its form, a user's own.
+
+    Args:
+        expected: how the message begins, such as "one of".
+    """
+    if name not in known and not IMPORT_PATH.fullmatch(name):
+        near = get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        yield Problem(
+            path,
+            f'expected {expected} {", ".join(known)}, or your own as "package.module:function", found "{name}"{hint}',
+        )
 
 
 def find(setting: str, name: str, known: Mapping[str, Function]) -> Function:

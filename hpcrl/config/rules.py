@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from hpcrl.config.derive import uses_reference
 from hpcrl.config.generation import chat, datasets, dynamic_sampling, lengths, sampling_parameters
-from hpcrl.config.own import IMPORT_PATH
+from hpcrl.config.own import misnamed
 from hpcrl.config.problem import Problem
 from hpcrl.config.ranges import out_of_range
 from hpcrl.config.ranks import (
@@ -65,14 +64,7 @@ def impossible(config: Config) -> list[Problem]:
 def _named_functions(config: Config) -> Iterator[Problem]:
     algorithm = config.trainer.algorithm
     for name, known in (("advantage_estimator", ADVANTAGE_ESTIMATORS), ("policy_loss_type", POLICY_LOSSES)):
-        value = getattr(algorithm, name)
-        if value not in known and not IMPORT_PATH.fullmatch(value):
-            near = get_close_matches(value, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            yield Problem(
-                f"trainer.algorithm.{name}",
-                f'expected one of {", ".join(known)}, or your own as "package.module:function", found "{value}"{hint}',
-            )
+        yield from misnamed(f"trainer.algorithm.{name}", getattr(algorithm, name), known, "one of")
 
 
 def _strategy(config: Config) -> Iterator[Problem]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from hpcrl.config.derive import eval_sampling, reward_weights
 from hpcrl.config.environment import REWARDS, OverlongRewardConfig
-from hpcrl.config.own import IMPORT_PATH
+from hpcrl.config.own import misnamed
 from hpcrl.config.problem import Problem
 
 if TYPE_CHECKING:
@@ -21,13 +20,7 @@ def reward_names(config: Config) -> Iterator[Problem]:
     for setting in _WEIGHTS:
         weights = getattr(config.environment, setting)
         for name in weights:
-            if name not in REWARDS and not IMPORT_PATH.fullmatch(name):
-                near = get_close_matches(name, REWARDS, 1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                yield Problem(
-                    f"environment.{setting}",
-                    f'expected names of {", ".join(REWARDS)}, or your own as "package.module:function", found "{name}"{hint}',
-                )
+            yield from misnamed(f"environment.{setting}", name, REWARDS, "names of")
         if weights and not any(weights.values()):
             yield Problem(
                 f"environment.{setting}",
