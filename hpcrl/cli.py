@@ -47,11 +47,13 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("--attempt", type=int, metavar="N", help="another attempt than the newest")
     cancel = run_command("cancel", "save, stop and take a run off the cluster")
     cancel.add_argument("--now", action="store_true", help="do not wait until the state is saved")
+    run_command("requeue", "save, and go back into the queue")
     resume = run_command("resume", "start the next attempt of a run that ended early")
     resume.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="settings to change; what cannot be is refused"
     )
     resume.add_argument("--follow", action="store_true", help="show progress until the run is over")
+    run_command("stacks", "show what every process of a run is doing now")
     run_command("tensorboard", "write RUN/tensorboard anew from RUN/metrics")
     add_config(commands)
     return parser
@@ -221,6 +223,25 @@ def _cancel(arguments: argparse.Namespace) -> int:
 
     state = cancel(find_run(arguments.run, arguments.root or default_root()), 0.0 if arguments.now else _CANCEL_S)
     print(f"{state.run.name}: {state.word}: {state.detail}")
+    return 0
+
+
+def _requeue(arguments: argparse.Namespace) -> int:
+    from hpcrl.launch.registry import default_root, find_run
+    from hpcrl.launch.requeue import requeue
+
+    run = find_run(arguments.run, arguments.root or default_root())
+    requeue(run)
+    print(f"{run.name} was asked to save and to go back into the queue; hpcrl status {_short(run)} shows it")
+    return 0
+
+
+def _stacks(arguments: argparse.Namespace) -> int:
+    from hpcrl.launch.registry import default_root, find_run
+    from hpcrl.launch.stacks import stacks
+
+    for process, text in stacks(find_run(arguments.run, arguments.root or default_root())).items():
+        print(f"== {process}\n{text}")
     return 0
 
 

@@ -26,6 +26,7 @@ from hpcrl.observe.tensorboard import Follower
 from hpcrl.run.call import read_token
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import RENEW_S, LeaseWriter
+from hpcrl.run.pulse import Pulse
 from hpcrl.types import Kind, Prompt
 
 
@@ -33,7 +34,8 @@ def main(path: str) -> None:
     run, attempt = Run.open(path), int(os.environ["HPCRL_ATTEMPT"])
     for number in (signal.SIGTERM, signal.SIGUSR2):  # the agent writes the stop file; workers are told before the end
         signal.signal(number, signal.SIG_IGN)
-    lease = LeaseWriter(run, "controller", attempt)
+    pulse = Pulse(run, attempt, "controller")
+    lease = LeaseWriter(run, "controller", attempt, pulse)
     lease.say("loading data")
     config = Config.from_toml([run.config])
     tokenizer = load_tokenizer(config.trainer.policy.model.path, config.generator.chat_template)
@@ -74,6 +76,7 @@ def main(path: str) -> None:
         ),
         baselines=needs_baselines(trainer.algorithm),
     )
+    pulse.beat("serve")
     asyncio.run(_serve(run, attempt, lease, Service(run, attempt, schedule, train, validation)))
 
 

@@ -22,6 +22,7 @@ from hpcrl.rollout.scratch import Scratch
 from hpcrl.rollout.server import Server, ServerOptions
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import LeaseWriter
+from hpcrl.run.pulse import Pulse
 
 if TYPE_CHECKING:
     from hpcrl.rollout.worker import Post
@@ -33,7 +34,8 @@ def main(path: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     run, attempt, replica = Run.open(path), int(os.environ["HPCRL_ATTEMPT"]), int(os.environ["HPCRL_REPLICA"])
     config = Config.from_toml([run.config])
-    lease = LeaseWriter(run, f"rollout-{replica}", attempt)
+    pulse = Pulse(run, attempt, f"rollout-{replica}")
+    lease = LeaseWriter(run, f"rollout-{replica}", attempt, pulse)
     lease.say("starting engine")
     scratch = Scratch()
     try:
@@ -44,6 +46,7 @@ def main(path: str) -> None:
 
             post = station(run, config, attempt, replica, scratch.path)
             server.wait_ready(START_S, lambda: lease.say("starting engine"))
+            pulse.beat("serve")
             asyncio.run(
                 work(post, server, config.trainer.policy.model.path, config.generator, config.environment, lease)
             )

@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from hpcrl.config import Config, max_seq_len, temperature
 from hpcrl.run.layout import Run
 from hpcrl.run.parent import die_with_parent
+from hpcrl.run.pulse import Pulse
 from hpcrl.trainer.build import build_critic, build_policy
 from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.critic import critic_updates_per_batch
@@ -39,10 +40,11 @@ def main(run_dir: str) -> None:
     die_with_parent()
     run, attempt = Run.open(run_dir), int(os.environ["HPCRL_ATTEMPT"])
     stop = StopSignal(run)
+    pulse = Pulse(run, attempt, f"rank-{os.environ['RANK']}")
     config = Config.from_toml([run.config])
     trainer, dtype = config.trainer, DTYPES[config.generator.inference_engine.model_dtype]
     with joined(trainer.deterministic) as world, profiled(trainer.profiler, run, attempt, world) as stepped:
-        link = Link(run, attempt, world, stop)
+        link = Link(run, attempt, world, stop, pulse)
         link.say("loading model")
         engine = build_policy(trainer, temperature(config), world)
         critic = build_critic(trainer, world)

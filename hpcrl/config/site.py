@@ -17,7 +17,7 @@ _ENGINE_NAMES = {field.name: field.name for field in fields(InferenceEngineConfi
 _ENGINE_OWN = {"uds", "host", "port", "middleware", "model", "max_model_len", "logprobs_mode", "api_key"}
 _ENGINE_OWN |= {"weight_transfer_config", "enable_scale_out", "served_model_name"}
 _SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
-_SBATCH_OWN |= {"requeue", "no_requeue"}
+_SBATCH_OWN |= {"requeue", "no_requeue", "no_kill"}
 _SBATCH_NAMES = {
     "partition": "partition",
     "account": "account",
@@ -81,3 +81,13 @@ def sbatch_options(config: Config) -> Iterator[Problem]:
             yield Problem(f"slurm.extra.{name}", f"set slurm.{own} instead")
         elif name.replace("-", "_") in _SBATCH_OWN:
             yield Problem(f"slurm.extra.{name}", "hpcrl sets this option of sbatch itself; leave it out")
+
+
+def time_to_save(config: Config) -> Iterator[Problem]:
+    signal, limit = config.slurm.signal_seconds, 60 * config.slurm.time_minutes
+    if 2 * signal > limit:
+        yield Problem(
+            "slurm.signal_seconds",
+            f"expected at most half of slurm.time_minutes ({limit // 2} s), found {signal}: a run would be told to leave before it has "
+            "done anything",
+        )

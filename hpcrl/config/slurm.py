@@ -9,6 +9,23 @@ from hpcrl.config.location import Location
 
 
 @dataclass(frozen=True, kw_only=True)
+class PatienceConfig:
+    """For how long a process may make no progress, in seconds, before the attempt ends as a hang with the stacks of all of them.
+
+    0: for as long as it likes.
+    """
+
+    load_seconds: int = 3600
+    """Imports, meeting of the ranks, loading of model, checkpoint and data."""
+
+    step_seconds: int = 1800
+    """One micro-batch or one optimizer step, the first of which may compile; the weights for the replicas; a batch that is waited for."""
+
+    save_seconds: int = 3600
+    """A checkpoint or an export."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
     root: Location = "runs"
     """Directory on a filesystem that all nodes share; a run is <root>/<project>/<run>."""
@@ -54,3 +71,15 @@ class SlurmConfig:
 
     array_parallelism: int | None = None
     """Elements of a sweep that run at the same time; unset: 256."""
+
+    signal_seconds: int = 150
+    """How long before the time limit a run is told to save and leave; what a save may take is 30 seconds less."""
+
+    crash_budget: int = 3
+    """Crashes without a new checkpoint between them after which a run is held instead of requeued; 1: a crash is never retried."""
+
+    replica_restarts: int = 3
+    """Restarts of a replica that fails, in one attempt, before it is given up; training goes on with the others."""
+
+    patience: PatienceConfig = field(default_factory=PatienceConfig)
+    """When a process that makes no progress counts as hanging."""

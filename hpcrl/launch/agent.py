@@ -3,29 +3,35 @@
 It takes its role from the plan by its node id, starts that role's processes, supervises them, and ends when the attempt has an outcome:
 
     trainer node    torchrun jobs/train.py; on node 0 also jobs/controller.py
-    rollout node    jobs/rollout.py, one per replica
+    rollout node    jobs/rollout.py, one per replica; one that fails is started again
 
-A stop request (TERM, USR2, control/stop.json) reaches the processes through the stop file and the controller; the trainer saves and leaves.
-Whoever sees the end first writes outcome.json; every agent ends its processes when it appears.
+A stop request (TERM, USR2, control/stop.json) reaches the processes through the stop file, a signal to the trainer's ranks, and the
+controller; the trainer saves and leaves. Whoever sees the end first writes the outcome; every agent ends its processes when it is there.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-from hpcrl.config import Config, engine_gpus
+from hpcrl.config import Config
 from hpcrl.errors import HpcrlError, RunError
 from hpcrl.launch.child import Child
+from hpcrl.launch.environment import Environments
+from hpcrl.launch.finish import is_of, settle
 from hpcrl.launch.network import choose_port, node_address
 from hpcrl.launch.place import Place
 from hpcrl.launch.plan import Node, make_plan, trainer_nodes
+from hpcrl.launch.replica import Restarts, concerns_the_run
+from hpcrl.launch.watchdog import Neighbours, Stall, Watchdog
 from hpcrl.run.commit import read_json, write_json
 from hpcrl.run.layout import Run
-from hpcrl.run.lease import trainer_left
+from hpcrl.run.lease import LeaseWriter, trainer_left
 from hpcrl.run.ledger import (
     Attempt,
     Kind,
@@ -39,9 +45,11 @@ from hpcrl.run.ledger import (
 
 _POLL_S = 0.3
 _SHARED_S = 90.0
-_GRACE_S = 120.0
+_MARGIN_S = 30.0
 _RENDEZVOUS_TRIES = 5
 _CONSEQUENCE_S = 3.0
+_AGAIN_S = 2.0
+_DUMP_S = 2.0
 # Errors of ranks whose peer is gone: the peer's own report is awaited before one of these counts as the cause.
 _CONSEQUENCES = ("closed by peer", "reset by peer", "Broken pipe", "TCPStore", "NCCL")
 
@@ -55,41 +63,67 @@ class Agent:
         self._node: Node = plan[place.index]
         self._trainer_nodes = trainer_nodes(plan)
         self._address = "127.0.0.1" if place.local else node_address(config.slurm.network_interface)
-        self._interface = None if place.local else config.slurm.network_interface
-        self._cpus, self._width = config.slurm.cpus_per_task, engine_gpus(config.generator.inference_engine)
+        interface = None if place.local else config.slurm.network_interface
+        self._scratch = Path(tempfile.mkdtemp(prefix="hpcrl-agent-"))
+        pulses = self._scratch / "pulses"
+        pulses.mkdir()
+        self._environments = Environments(
+            config, self._node, self._attempt, self._address, interface, pulses, place.local
+        )
+        self._watchdog = Watchdog(pulses, config.slurm.patience)
+        self._neighbours = Neighbours(run, self._attempt, place.index, self._trainer_nodes, place.hosts)
         self._children: dict[str, Child] = {}
+        self._restarts = {
+            f"rollout-{replica}": Restarts(config.slurm.replica_restarts) for replica in self._node.replicas
+        }
         self._rendezvous = 0
-        self._requeued = config.trainer.resume_mode != "none"
+        self._grace_s = config.slurm.signal_seconds - _MARGIN_S
+        self._saving_s = config.slurm.patience.save_seconds or float("inf")
         self._stop_reason: str | None = None
         self._stop_deadline = float("inf")
+        self._told_ranks = float("-inf")
         self._signals: list[int] = []
+        self._stacks_shown = read_json(run.stacks_request)
+        self.alone = False
 
     def supervise(self) -> None:
-        """Start this node's processes and return when the attempt has an outcome."""
+        """Start this node's processes and return when the attempt has an outcome.
+
+        Raises:
+            RunError: a newer attempt has begun: this one was thought dead.
+        """
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, lambda got, _frame: self._signals.append(got))
         signal.signal(signal.SIGCONT, lambda _got, _frame: None)  # submitit would count it
         try:
             self._start()
-            while (outcome := read_outcome(self._run)) is None or outcome.attempt < self._attempt:
+            while outcome_of(self._run, self._attempt) is None:
                 self._look_for_stop()
                 self._look_at_children()
+                self._look_for_stalls()
+                self._look_at_neighbours()
+                self._show_stacks()
                 time.sleep(_POLL_S)
         finally:
             self._end()
 
-    def _report(self, kind: Kind, message: str) -> None:
-        report_outcome(self._run, self._attempt, kind, message, f"agent-{self._node.index}")
+    def _report(self, kind: Kind, message: str, *, blamed: bool = False) -> None:
+        host = self._place.hosts[self._place.index] if blamed else ""
+        report_outcome(self._run, self._attempt, kind, message, f"agent-{self._node.index}", host)
 
     def _start(self) -> None:
-        node = self._node
-        if node.index == 0:
-            self._spawn("controller", [sys.executable, self._job("controller"), str(self._run.path)], signal.SIGINT)
+        if self._node.index == 0:
+            command = [sys.executable, self._job("controller"), str(self._run.path)]
+            self._spawn("controller", command, signal.SIGINT, deaf=True)
             self._publish_rendezvous()
-        if node.role == "rollout":
-            for replica in node.replicas:
-                command = [sys.executable, self._job("rollout"), str(self._run.path)]
-                self._spawn(f"rollout-{replica}", command, HPCRL_REPLICA=str(replica))
+        for name in self._restarts:
+            self._start_replica(name)
+
+    def _start_replica(self, name: str) -> None:
+        self._restarts[name].started()
+        self._watchdog.forget(name)
+        command = [sys.executable, self._job("rollout"), str(self._run.path)]
+        self._spawn(name, command, HPCRL_REPLICA=name.removeprefix("rollout-"))
 
     def _job(self, name: str) -> str:
         return str(self._run.code / "jobs" / f"{name}.py")
@@ -99,31 +133,13 @@ class Agent:
         name: str,
         command: list[str],
         stop_signal: signal.Signals = signal.SIGTERM,
+        deaf: bool = False,
         **environment: str,
     ) -> None:
         print(f"starting {name}: {' '.join(command)}", flush=True)
         log = self._run.log(self._attempt, name)
-        everything = {**self._environment(name), **environment}
-        self._children[name] = Child(name, command, everything, log, stop_signal)
-
-    def _environment(self, name: str) -> dict[str, str]:
-        environment = dict(os.environ, HPCRL_ATTEMPT=str(self._attempt), HPCRL_ADDRESS=self._address)
-        node = self._node
-        processes = max(1, node.ranks + len(node.replicas))
-        if self._interface:
-            environment |= {"GLOO_SOCKET_IFNAME": self._interface, "NCCL_SOCKET_IFNAME": self._interface}
-        if self._cpus:
-            environment["OMP_NUM_THREADS"] = str(max(1, self._cpus // processes))
-        visible = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-        if node.gpus and visible:
-            mine = visible[node.gpu_offset :] if self._place.local else visible
-            if name.startswith("rollout-"):
-                position = node.replicas.index(int(name.removeprefix("rollout-")))
-                mine = mine[position * self._width : (position + 1) * self._width]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine[: node.ranks or self._width])
-        if name == "controller" or not node.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        return environment
+        everything = {**self._environments.of(name), **environment}
+        self._children[name] = Child(name, command, everything, log, stop_signal, deaf)
 
     def _publish_rendezvous(self) -> None:
         value = {"number": self._rendezvous + 1, "address": self._address, "port": choose_port(self._address)}
@@ -138,12 +154,12 @@ class Agent:
         if old := self._children.pop(name, None):
             old.end(0.0)
         command = [
-            sys.executable, "-m", "torch.distributed.run",
+            sys.executable, "-m", "torch.distributed.run", f"--log-dir={self._scratch}",
             f"--nnodes={self._trainer_nodes}", f"--node-rank={self._node.index}", f"--nproc-per-node={self._node.ranks}",
             f"--master-addr={meeting['address']}", f"--master-port={meeting['port']}", "--max-restarts=0",
             self._job("train"), str(self._run.path),
         ]  # fmt: skip
-        self._spawn(name, command, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=str(round(_GRACE_S)))
+        self._spawn(name, command, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=str(round(self._grace_s)))
 
     def _look_for_stop(self) -> None:
         request = read_json(self._run.stop)
@@ -153,41 +169,59 @@ class Agent:
             write_json(self._run.stop, request)
         if asked and request and self._stop_reason is None:
             self._stop_reason = request["reason"]
-            self._stop_deadline = time.monotonic() + _GRACE_S
             print(f"stopping: {self._stop_reason}", flush=True)
+            self._stop_deadline = time.monotonic() + self._saving_s
+        if signal.SIGUSR2 in self._signals:  # so long before its time limit, Slurm ends the job without requeuing it
+            self._signals = []
+            self._stop_deadline = min(self._stop_deadline, time.monotonic() + self._grace_s)
+        if self._stop_reason and time.monotonic() - self._told_ranks > _AGAIN_S:  # Slurm may have told this agent alone
+            self._told_ranks = time.monotonic()
+            self._watchdog.signal(signal.SIGUSR2, "rank-")
         if time.monotonic() > self._stop_deadline:
-            self._report_stop(f"not finished {_GRACE_S:.0f} s after the stop request")
+            self._report_stop("it did not leave in time after the stop request")
 
     def _look_at_children(self) -> None:
-        if self._node.role == "trainer":
+        if self._node.role == "trainer" and not (self._stop_reason and not self._rendezvous):
             self._follow_rendezvous()
-        for child in list(self._children.values()):
+        for name, child in list(self._children.items()):
             status = child.poll()
-            if status is None:
+            if status is None or status == 0 or self._stop_reason:
                 continue
-            if status != 0 and not (self._stop_reason and self._left_because_of_the_stop(child)):
+            if name in self._restarts and not concerns_the_run(status):
+                self._replica_failed(child)
+            else:
                 self._failed(child)
                 return
-        if self._node.index == 0 and self._ended("trainer-0"):
-            if self._stop_reason:
-                self._report_stop("saved and stopped")
-            elif self._ended("controller"):
-                self._report("done", "finished")
+        for name, restarts in self._restarts.items():
+            if restarts.due is not None and time.monotonic() >= restarts.due and not self._stop_reason:
+                self._start_replica(name)
+        if self._node.index == 0:
+            self._look_for_the_end()
 
-    def _left_because_of_the_stop(self, child: Child) -> bool:
-        """torchrun ends with an error of its own when Slurm signals it, also where every rank has saved and left well."""
-        if not child.name.startswith("trainer"):
-            return True
-        return trainer_left(self._run, self._attempt)
+    def _look_for_the_end(self) -> None:
+        if self._stop_reason and not self._rendezvous:
+            self._report_stop("stopped before it began")
+        elif self._stop_reason and self._ended("trainer-0"):
+            # torchrun ends with an error of its own when Slurm signals it, also where every rank has saved and left well
+            saved = trainer_left(self._run, self._attempt)
+            self._report_stop("saved and stopped" if saved else "the trainer ended before it could save")
+        elif self._ended("trainer-0") and self._ended("controller"):
+            self._report("done", "finished")
 
     def _ended(self, name: str) -> bool:
         return name in self._children and self._children[name].poll() is not None
 
     def _report_stop(self, message: str) -> None:
-        kind: Kind = "cancelled" if self._stop_reason == "cancelled" else "interrupted"
-        if kind == "interrupted" and not self._requeued:
-            message += "; not requeued, because trainer.resume_mode is none"
-        self._report(kind, message)
+        self._report("cancelled" if self._stop_reason == "cancelled" else "interrupted", message)
+
+    def _replica_failed(self, child: Child) -> None:
+        restarts, error = self._restarts[child.name], child.first_error()
+        del self._children[child.name]
+        child.end(0.0)
+        restarts.ended()
+        what = "given up" if restarts.given_up else f"to be started again ({restarts.used})"
+        print(f"{error}; {what}", flush=True)
+        LeaseWriter(self._run, child.name, self._attempt).say(f"{what}: {error}", restarts=restarts.used)
 
     def _failed(self, child: Child) -> None:
         taken = child.name == "trainer-0" and "EADDRINUSE" in child.said()
@@ -196,20 +230,63 @@ class Agent:
             self._publish_rendezvous()
             return
         error = child.first_error()
-        if any(text in error for text in _CONSEQUENCES):
+        consequence = any(text in error for text in _CONSEQUENCES)
+        if consequence:
             time.sleep(_CONSEQUENCE_S)
             meeting = read_json(self._run.rendezvous(self._attempt))
             if child.name.startswith("trainer") and meeting and meeting["number"] != self._rendezvous:
                 return  # node 0 had to choose another port: this torchrun met somebody else
-        self._report("failed", f"{error} on {self._place.hosts[self._place.index]}")
+            self._look_for_stop()
+            if self._stop_reason:
+                return
+        self._report("failed", f"{error} on {self._place.hosts[self._place.index]}", blamed=not consequence)
+
+    def _look_for_stalls(self) -> None:
+        first = self._node.index * self._node.ranks
+        ranks = [f"rank-{first + rank}" for rank in range(self._node.ranks) if self._rendezvous]
+        expected = [name for name in self._children if not name.startswith("trainer")] + ranks
+        for stall in self._watchdog.look(expected):
+            if stall.process in self._restarts:
+                print(f"{stall}; ending it", flush=True)
+                self._watchdog.signal(signal.SIGUSR1, stall.process)
+                time.sleep(_DUMP_S)
+                self._children[stall.process].kill_group(signal.SIGKILL)
+                self._watchdog.forget(stall.process)
+            else:
+                self._hangs(stall)
+
+    def _hangs(self, stall: Stall) -> None:
+        write_json(self._run.stacks_request, {"attempt": self._attempt, "by": str(stall)})
+        self._show_stacks()
+        time.sleep(_DUMP_S)
+        where = self._run.stacks(self._attempt, stall.process)
+        host = self._place.hosts[self._place.index]
+        self._report("hang", f"{stall} on {host}; the stacks of all processes: {where.parent}", blamed=True)
+
+    def _look_at_neighbours(self) -> None:
+        if lost := self._neighbours.lost():
+            self.alone = self._node.index != 0
+            if self._stop_reason:
+                self._report_stop(lost)
+            else:
+                self._report("failed", lost)
+
+    def _show_stacks(self) -> None:
+        """Let this node's processes write down their stacks, where somebody has asked for it since the last time."""
+        request = read_json(self._run.stacks_request)
+        if request != self._stacks_shown:
+            self._stacks_shown = request
+            if request and request["attempt"] == self._attempt:
+                self._watchdog.signal(signal.SIGUSR1)
 
     def _end(self) -> None:
         outcome = outcome_of(self._run, self._attempt)
-        patience = 0.0 if outcome and outcome.kind == "failed" else 15.0
+        patience = 0.0 if outcome and outcome.kind in ("failed", "hang", "lost") else 15.0
         for child in self._children.values():
             child.ask()
         for name, child in self._children.items():
             child.end(10.0 if name.startswith("rollout") else patience)
+        shutil.rmtree(self._scratch, ignore_errors=True)
         print(f"ended: {outcome.kind if outcome else 'no outcome'}", flush=True)
 
 
@@ -232,9 +309,8 @@ def _await_attempt(run: Run, place: Place) -> Attempt:
 def main(path: str) -> None:
     """Run the agent of this node for the run at `path`; ends the process."""
     run, place = Run(Path(path)), Place.here()
-    attempts = read_attempts(run)
-    before = outcome_of(run, attempts[-1].number if attempts else 0)
-    if before and before.kind != "interrupted" and (place.restarts or not attempts):
+    before = read_outcome(run)
+    if before and before.final and is_of(run, before, place.job) and (place.restarts or not read_attempts(run)):
         print(f"attempt {before.attempt} ended as {before.kind}; nothing to do", flush=True)
         sys.exit(0)
     attempt = _await_attempt(run, place)
@@ -243,13 +319,16 @@ def main(path: str) -> None:
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    message = "the agent ended without an outcome; its log says why"
+    message, agent = "the agent ended without an outcome; its log says why", None
     try:
-        Agent(run, Config.from_toml([run.config]), place, attempt).supervise()
+        agent = Agent(run, Config.from_toml([run.config]), place, attempt)
+        agent.supervise()
     except HpcrlError as error:
         message = f"{type(error).__name__}: {error}"
     finally:
         if outcome_of(run, attempt.number) is None:
             report_outcome(run, attempt.number, "failed", message, f"agent-{place.index}")
     outcome = outcome_of(run, attempt.number)
-    sys.exit(1 if outcome is None or outcome.kind == "failed" else 0)
+    if agent and agent.alone:  # the node with the batch script is gone, and with it who would requeue the job
+        settle(run, place.job)
+    sys.exit(0 if outcome and outcome.kind in ("done", "cancelled", "interrupted") else 1)

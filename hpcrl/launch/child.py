@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from hpcrl.run.parent import die_with_parent
@@ -20,10 +21,12 @@ _OUR_ERROR = re.compile(r"(?:hpcrl\.errors\.)?(?:Hpcrl|Config|Submit|Data|Run|Co
 _ERROR_LINE = re.compile(r"^(?:\S+: )?(?:[\w.]+(?:Error|Exception|Interrupt|Exit)\b.*)$")
 
 
-def _prepare() -> None:
+def _prepare(deaf: bool) -> None:
     die_with_parent()
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # torchrun dies of it; the stop file says the same
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in what the local executor starts
+    if deaf:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class Child:
@@ -31,6 +34,7 @@ class Child:
 
     Args:
         stop_signal: what asks it to end; it is killed if that does not help.
+        deaf: whether it ignores SIGTERM, which Slurm may send to every process, from its first moment on.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Child:
         environment: Mapping[str, str],
         log: Path,
         stop_signal: signal.Signals = signal.SIGTERM,
+        deaf: bool = False,
     ) -> None:
         self.name, self._log, self._stop_signal = name, log, stop_signal
         self._asked = False
@@ -53,7 +58,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
                 start_new_session=True,
-                preexec_fn=_prepare,
+                preexec_fn=partial(_prepare, deaf),
             )
 
     def poll(self) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from hpcrl.errors import RunError
@@ -13,7 +12,7 @@ from hpcrl.launch.registry import RunState, states_of
 from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.run.commit import write_json
 from hpcrl.run.layout import Run
-from hpcrl.run.ledger import Outcome
+from hpcrl.run.ledger import cancel_outcome
 
 _POLL_S = 0.5
 
@@ -35,9 +34,8 @@ def cancel(run: Run, patience_s: float) -> RunState:
             if state.over:
                 return state
             time.sleep(_POLL_S)
-    if state.outcome is None or state.outcome.kind == "interrupted":
-        outcome = Outcome(state.attempt, "cancelled", "cancelled by the user", "hpcrl cancel", time.time())
-        write_json(run.outcome, asdict(outcome))
+    if state.outcome is None or not state.outcome.final:
+        cancel_outcome(run, state.attempt)
     _take_away(state)
     return states_of([run])[0]
 

@@ -28,12 +28,11 @@ import hpcrl
 from hpcrl.config import Config
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch import agent
-from hpcrl.launch.plan import make_plan
+from hpcrl.launch.plan import make_plan, trainer_nodes
 from hpcrl.launch.sweep import run_names
 from hpcrl.run.commit import discard, write_json, write_text
 from hpcrl.run.layout import Run
 
-_SIGNAL_S = 150  # longer than what an agent grants its processes
 _PASSED_ON = ("partition", "account", "qos", "constraint", "array_parallelism")
 
 
@@ -168,22 +167,24 @@ def _quote(path: Path) -> str:
 def slurm_executor(submission: Submission) -> submitit.SlurmExecutor:
     """Return the executor whose job array runs this submission. All elements share one batch script, made from the first."""
     config = submission.elements[0].config
-    slurm = config.slurm
+    slurm, plan = config.slurm, make_plan(config)
+    survives = len(plan) - trainer_nodes(plan) > 1  # the loss of a node that has one of several replicas
     parameters: dict[str, Any] = {
         "job_name": f"hpcrl-{submission.folder.name}",
         "comment": f"hpcrl:{submission.folder.name}",
         "time": slurm.time_minutes,
-        "nodes": len(make_plan(config)),
+        "nodes": len(plan),
         "ntasks_per_node": 1,
-        "signal_delay_s": _SIGNAL_S,
+        "signal_delay_s": slurm.signal_seconds,
         "wckey": None,
         "stderr_to_stdout": True,
         "setup": _setup_lines(config, submission.folder),
         "teardown": [
             f"{_quote(Path(sys.executable))} -m hpcrl.launch.finish {_quote(submission.element_list)}; exit $?"
         ],
-        "srun_args": ["--kill-on-bad-exit=0"],
+        "srun_args": ["--kill-on-bad-exit=0", *(["--no-kill"] if survives else [])],
         "additional_parameters": {
+            **({"no-kill": True} if survives else {}),
             "no-requeue" if config.trainer.resume_mode == "none" else "requeue": True,
             **slurm.extra,
         },
@@ -215,7 +216,7 @@ def local_executor(submission: Submission) -> submitit.LocalExecutor:
         tasks_per_node=len(plan),
         gpus_per_node=sum(node.gpus for node in plan),
         visible_gpus=_visible_gpus(),
-        signal_delay_s=_SIGNAL_S,
+        signal_delay_s=config.slurm.signal_seconds,
         stderr_to_stdout=True,
         setup=_setup_lines(config, submission.folder),
     )

@@ -6,10 +6,11 @@
   code/                            snapshot of hpcrl/ and jobs/ that this run uses
   slurm -> ../.slurm/<name>        submitit's folder: sbatch script, pickles, agent logs
   submission.json                  job id, executor, overrides
-  attempts.jsonl  outcome.json     what happened, attempt by attempt
+  attempts.jsonl                   each start of the run
+  outcomes/<attempt>.json          how that attempt ended
   secrets/token                    0600; every HTTP request carries it
   endpoints/                       one lease file per process, and the rendezvous of each attempt
-  logs/<attempt>/<process>.log
+  logs/<attempt>/<process>.log     and stacks/<process>.txt, what each thread did when somebody asked
   weights/v000042/                 HF names, safetensors, manifest; committed by rename
   samples/<replica>/g….safetensors one file per finished group
   batches/s000042.json             which groups train step 42, in order, with the data cursor
@@ -20,7 +21,7 @@
   metrics/*.jsonl                  one writer per file; the truth
   profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks
   tensorboard/                     derived from metrics; can be rebuilt
-  control/                         stop
+  control/                         stop, stacks: requests to the agents
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class Run:
         return self.path / "attempts.jsonl"
 
     @property
-    def outcome(self) -> Path:
-        return self.path / "outcome.json"
+    def outcomes(self) -> Path:
+        return self.path / "outcomes"
 
     @property
     def token(self) -> Path:
@@ -137,6 +138,13 @@ class Run:
     def stop(self) -> Path:
         return self.path / "control" / "stop.json"
 
+    @property
+    def stacks_request(self) -> Path:
+        return self.path / "control" / "stacks.json"
+
+    def outcome(self, attempt: int) -> Path:
+        return self.outcomes / f"{attempt}.json"
+
     def config_of(self, attempt: int) -> Path:
         return self.path / f"config.{attempt}.toml"
 
@@ -154,6 +162,9 @@ class Run:
 
     def log(self, attempt: int, process: str) -> Path:
         return self.logs(attempt) / f"{process}.log"
+
+    def stacks(self, attempt: int, process: str) -> Path:
+        return self.logs(attempt) / "stacks" / f"{process}.txt"
 
     def weights_of(self, version: int) -> Path:
         return self.weights / f"v{version:06d}"

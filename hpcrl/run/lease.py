@@ -13,6 +13,7 @@ from typing import Any
 
 from hpcrl.run.commit import read_json, write_json
 from hpcrl.run.layout import Run
+from hpcrl.run.pulse import Pulse
 
 RENEW_S = 5.0
 _LEFT = ("finished", "stopped")
@@ -39,14 +40,21 @@ class Lease:
 
 
 class LeaseWriter:
-    """Writes the lease of this process; a state that has not changed is written at most every `RENEW_S` seconds."""
+    """Writes the lease of this process; a state that has not changed is written at most every `RENEW_S` seconds.
 
-    def __init__(self, run: Run, process: str, attempt: int) -> None:
+    Args:
+        pulse: beats whenever something is said.
+    """
+
+    def __init__(self, run: Run, process: str, attempt: int, pulse: Pulse | None = None) -> None:
+        self._pulse = pulse
         self._path, self._process, self._attempt = run.lease(process), process, attempt
         self._said: tuple[str, dict[str, Any]] | None = None
         self._renewed = 0.0
 
     def say(self, state: str, **facts: Any) -> None:
+        if self._pulse:
+            self._pulse.beat()
         now = time.time()
         if (state, facts) == self._said and now - self._renewed < RENEW_S:
             return

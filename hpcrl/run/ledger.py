@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from hpcrl.run.commit import read_json, write_json
-from hpcrl.run.layout import Run
+from hpcrl.run.commit import committed, read_json, write_json
+from hpcrl.run.layout import Run, step_of
 
-Kind = Literal["done", "failed", "cancelled", "interrupted"]
+Kind = Literal["done", "failed", "hang", "cancelled", "interrupted", "lost"]
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,24 @@ class Attempt:
     hosts: list[str]
     started: float
 
+    @property
+    def job_id(self) -> str:
+        """The job of which this is a start."""
+        return self.job.rpartition(".")[0] or self.job
+
 
 @dataclass(frozen=True)
 class Outcome:
     """How an attempt ended.
 
     Attributes:
-        kind: done, failed (an error), cancelled (by the user) or interrupted (saved and to be resumed).
+        kind: done, failed (an error), hang (no progress), cancelled (by the user), interrupted (told to stop, and to be continued), or
+            lost (it ended without a word: killed, or its node went down).
         message: the first error, or a sentence.
         source: process that reported it.
         ended: Unix time.
+        step: of the newest checkpoint then, 0 for none.
+        host: node that the error came from, empty where there is none to blame.
     """
 
     attempt: int
@@ -50,6 +59,13 @@ class Outcome:
     message: str
     source: str
     ended: float
+    step: int = 0
+    host: str = ""
+
+    @property
+    def final(self) -> bool:
+        """Whether the run is over by its own will."""
+        return self.kind in ("done", "cancelled")
 
 
 def read_attempts(run: Run) -> list[Attempt]:
@@ -64,8 +80,10 @@ def read_attempts(run: Run) -> list[Attempt]:
 
 
 def open_attempt(run: Run, job: str, hosts: list[str]) -> Attempt:
-    """Append the next attempt. Called by the agent of node 0 alone."""
+    """Append the next attempt; one before it that left no outcome is lost. Called by the agent of node 0 alone."""
     attempts = read_attempts(run)
+    if attempts and outcome_of(run, attempts[-1].number) is None:
+        report_outcome(run, attempts[-1].number, "lost", "it ended without a word", "the next attempt")
     attempt = Attempt(attempts[-1].number + 1 if attempts else 1, job, hosts, time.time())
     whole = not run.attempts.is_file() or run.attempts.read_text().endswith("\n")
     with run.attempts.open("a") as file:
@@ -80,23 +98,54 @@ def find_attempt(run: Run, job: str) -> Attempt | None:
     return next((attempt for attempt in reversed(read_attempts(run)) if attempt.job == job), None)
 
 
+def _ended(run: Run) -> list[int]:
+    """Return the attempts that have an outcome, ascending; 0 is a run that was cancelled before its first one.
+
+    Listing the folder makes a network filesystem forget that a file was not there a moment ago.
+    """
+    names = os.listdir(run.outcomes) if run.outcomes.is_dir() else []
+    return sorted(int(name.removesuffix(".json")) for name in names if not name.startswith("."))
+
+
+def read_outcomes(run: Run) -> list[Outcome]:
+    """Return how each attempt ended, oldest first."""
+    values = [read_json(run.outcome(attempt)) for attempt in _ended(run)]
+    return [Outcome(**value) for value in values if value]
+
+
 def read_outcome(run: Run) -> Outcome | None:
     """Return how the newest finished attempt ended, or None."""
-    value = read_json(run.outcome)
-    return Outcome(**value) if value else None
+    ended = _ended(run)
+    return outcome_of(run, ended[-1]) if ended else None
 
 
 def outcome_of(run: Run, attempt: int) -> Outcome | None:
     """Return how attempt `attempt` ended, or None while it runs."""
-    outcome = read_outcome(run)
-    return outcome if outcome and outcome.attempt == attempt else None
+    value = read_json(run.outcome(attempt)) if attempt in _ended(run) else None
+    return Outcome(**value) if value else None
 
 
-def report_outcome(run: Run, attempt: int, kind: Kind, message: str, source: str) -> Outcome:
+def report_outcome(run: Run, attempt: int, kind: Kind, message: str, source: str, host: str = "") -> Outcome:
     """Write the outcome of an attempt, unless one is there already: the first report is the cause, later ones are consequences."""
-    existing = read_outcome(run)
-    if existing and existing.attempt >= attempt:
-        return existing
-    outcome = Outcome(attempt, kind, message, source, time.time())
-    write_json(run.outcome, asdict(outcome))
-    return outcome
+    outcome = _make(run, attempt, kind, message, source, host)
+    target = run.outcome(attempt)
+    beside = target.with_name(f".{attempt}.{socket.gethostname()}.{os.getpid()}")
+    write_json(beside, asdict(outcome))
+    try:
+        os.link(beside, target)  # unlike a rename it fails where there is one
+    except FileExistsError:
+        pass
+    finally:
+        beside.unlink()
+    return outcome_of(run, attempt) or outcome
+
+
+def cancel_outcome(run: Run, attempt: int) -> None:
+    """Make cancelled what was interrupted, and waits to be continued."""
+    outcome = _make(run, attempt, "cancelled", "cancelled by the user", "hpcrl cancel", "")
+    write_json(run.outcome(attempt), asdict(outcome))
+
+
+def _make(run: Run, attempt: int, kind: Kind, message: str, source: str, host: str) -> Outcome:
+    steps = committed(run.checkpoints, step_of)
+    return Outcome(attempt, kind, message, source, time.time(), steps[-1] if steps else 0, host)

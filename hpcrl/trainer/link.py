@@ -15,6 +15,7 @@ from hpcrl.run.call import Controller
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import LeaseWriter
+from hpcrl.run.pulse import Pulse
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch
 
@@ -52,7 +53,8 @@ class Link:
     Consumes: answers of the controller, batch files. Waits for: the controller. Produces: lease, metrics.
     """
 
-    def __init__(self, run: Run, attempt: int, world: World, stop: StopSignal) -> None:
+    def __init__(self, run: Run, attempt: int, world: World, stop: StopSignal, pulse: Pulse) -> None:
+        self._pulse = pulse
         self._run, self._attempt, self._world, self._stop = run, attempt, world, stop
         self._controller = Controller(run, attempt) if world.first else None
         self._lease = LeaseWriter(run, PROCESS, attempt) if world.first else None
@@ -72,12 +74,14 @@ class Link:
     def next(self, step: int) -> Batch | None:
         """Return the batch of `step` as soon as there is one, or None if training ends here."""
         while True:
+            self._pulse.beat("wait")
             if self._world.any(self._stop.seen):
                 return None
             answer = self._ask("next", step=step)
             if answer["stop"] is not None:
                 return None
             if answer["path"] is not None:
+                self._pulse.beat("step")
                 return self._read(answer["path"], step)
             self.say("waiting for batch", step=step - 1)
 
@@ -91,6 +95,7 @@ class Link:
         return batch
 
     def published(self, version: int) -> None:
+        self._pulse.beat("save")
         self._ask("published", version=version)
 
     def committed(self, step: int) -> None:

@@ -492,6 +492,11 @@ OURS = [
         {f"{ENGINE}.use_flashinfer": True, "slurm.gpus_per_node": 1},
     ),
     Case(
+        "a run that is told to leave has done something before",
+        {"slurm.signal_seconds": 200, "slurm.time_minutes": 5}, "slurm.signal_seconds", "at most half of slurm.time_minutes (150 s), found 200",
+        {"slurm.signal_seconds": 200, "slurm.time_minutes": 10},
+    ),
+    Case(
         "sbatch options have one place",
         {"slurm.extra": {"cpus-per-task": 4}}, "slurm.extra.cpus-per-task", "set slurm.cpus_per_task instead",
         {"slurm.extra": {"licenses": "x"}},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.registry import RunState, all_runs, find_run, states_of
 from hpcrl.run.commit import write_json, write_text
 from hpcrl.run.layout import Run
-from hpcrl.run.ledger import Outcome, open_attempt, report_outcome
+from hpcrl.run.ledger import cancel_outcome, open_attempt, report_outcome
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def test_cancelled_in_the_queue(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     report_outcome(run, 1, "interrupted", "saved and stopped", "agent-0")
     submitted(run, "8", at=1.0)
     squeue(monkeypatch, tmp_path, "")
-    write_json(run.outcome, asdict(Outcome(1, "cancelled", "cancelled by the user", "hpcrl cancel", 2.0)))
+    cancel_outcome(run, 1)
     assert state(run).word == "cancelled"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,15 @@ import pytest
 from hpcrl.errors import CommitError, RunError
 from hpcrl.run import commit
 from hpcrl.run.layout import Run, step_of
-from hpcrl.run.ledger import find_attempt, open_attempt, outcome_of, read_attempts, report_outcome
+from hpcrl.run.ledger import (
+    cancel_outcome,
+    find_attempt,
+    open_attempt,
+    outcome_of,
+    read_attempts,
+    read_outcomes,
+    report_outcome,
+)
 
 
 def make(target: Path, attempt: int = 1, text: str = "weights") -> None:
@@ -148,4 +155,8 @@ def test_ledger(tmp_path: Path) -> None:
     outcome = outcome_of(run, 2)
     assert outcome is not None
     assert outcome.message == "the cause"
-    assert json.loads(run.outcome.read_text())["attempt"] == 2
+    assert outcome.step == 0
+    assert [(outcome.attempt, outcome.kind) for outcome in read_outcomes(run)] == [(1, "lost"), (2, "failed")]
+    cancel_outcome(run, 2)
+    assert [outcome.final for outcome in read_outcomes(run)] == [False, True]
+    assert not list(run.outcomes.glob(".*"))

@@ -1,0 +1,46 @@
+"""The environment of an agent's processes: who they are, which devices and how many threads they have."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hpcrl.config import Config, engine_gpus
+from hpcrl.launch.plan import Node
+from hpcrl.run.pulse import DIRECTORY
+
+
+class Environments:
+    """Makes the environments of one node's processes.
+
+    Args:
+        address: at which servers of this node listen.
+        pulses: directory of the pulses of this node.
+        shared: whether all nodes of the run share this machine, and each takes its part of the devices.
+    """
+
+    def __init__(
+        self, config: Config, node: Node, attempt: int, address: str, interface: str | None, pulses: Path, shared: bool
+    ) -> None:
+        self._node, self._interface, self._shared = node, interface, shared
+        self._cpus, self._width = config.slurm.cpus_per_task, engine_gpus(config.generator.inference_engine)
+        self._own = {"HPCRL_ATTEMPT": str(attempt), "HPCRL_ADDRESS": address, DIRECTORY: str(pulses)}
+
+    def of(self, name: str) -> dict[str, str]:
+        """Return the whole environment of the process `name`: controller, trainer-<node> or rollout-<replica>."""
+        environment, node = {**os.environ, **self._own}, self._node
+        if self._interface:
+            environment |= {"GLOO_SOCKET_IFNAME": self._interface, "NCCL_SOCKET_IFNAME": self._interface}
+        if self._cpus:
+            processes = max(1, node.ranks + len(node.replicas))
+            environment["OMP_NUM_THREADS"] = str(max(1, self._cpus // processes))
+        visible = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+        if node.gpus and visible:
+            mine = visible[node.gpu_offset :] if self._shared else visible
+            if name.startswith("rollout-"):
+                position = node.replicas.index(int(name.removeprefix("rollout-")))
+                mine = mine[position * self._width : (position + 1) * self._width]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine[: node.ranks or self._width])
+        if name == "controller" or not node.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        return environment

@@ -1,0 +1,93 @@
+"""Putting a job of Slurm back into its queue: from inside of it, after an attempt, and from outside."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+
+from hpcrl.errors import RunError
+from hpcrl.launch.registry import states_of
+from hpcrl.run.commit import write_json
+from hpcrl.run.layout import Run
+
+_RETRY_S = 2.0
+_PATIENCE_S = 150.0  # slurmctld may be restarting
+_KILLED_WITHIN_S = 90.0
+_AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Zero Bytes", "timed out")
+
+
+def job_name() -> str:
+    """Return the id by which Slurm requeues this element alone: the raw job id may be that of the whole array."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+
+
+def _scontrol(*words: str) -> bool:
+    """Return whether scontrol did it; it is asked again while there is no slurmctld to hear it."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
+        said = done.stderr.strip()
+        print(f"scontrol {' '.join(words)}: {said or 'done'}", flush=True)
+        if done.returncode == 0 or not any(text in said for text in _AWAY) or time.monotonic() > deadline:
+            return done.returncode == 0
+        time.sleep(_RETRY_S)
+
+
+def requeue_this_job(*, at_once: bool, exclude: Sequence[str]) -> None:
+    """Requeue the job that the caller is part of, and wait to be ended with it.
+
+    Args:
+        at_once: ask Slurm to forgo the two minutes that it lets a requeued job wait; not every site allows that.
+        exclude: hosts that it should not get again, as far as enough others are left.
+    """
+    job = job_name()
+    # a refusal most likely says that Slurm has requeued it already, because it preempted it
+    _scontrol("requeue", job)
+    deadline = time.monotonic() + _KILLED_WITHIN_S
+    wishes = [["StartTime=now"]] if at_once else []
+    if exclude and _others_suffice(exclude):
+        wishes.append([f"ExcNodeList={','.join(exclude)}"])
+    while time.monotonic() < deadline:  # the end of this loop is the end of the job that Slurm requeues
+        wishes = [wish for wish in wishes if not _scontrol("update", f"JobId={job}", *wish)]
+        time.sleep(_RETRY_S)
+
+
+def _others_suffice(exclude: Sequence[str]) -> bool:
+    partition, wanted = os.environ.get("SLURM_JOB_PARTITION", ""), int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    asked = [
+        "sinfo",
+        "-h",
+        "-N",
+        "-o",
+        "%N",
+        "-t",
+        "idle,alloc,mix,comp,resv",
+        *(["-p", partition] if partition else []),
+    ]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return len(set(done.stdout.split()) - set(exclude)) >= wanted
+
+
+def requeue(run: Run) -> None:
+    """Ask a running run to save and to go back into the queue.
+
+    Raises:
+        RunError: it does not run, or not on Slurm.
+    """
+    state = states_of([run])[0]
+    if state.submission.get("executor") == "local":
+        raise RunError(
+            f"{run.name} runs on this machine, without a queue: `hpcrl cancel` and `hpcrl resume` do the same"
+        )
+    if state.over:
+        raise RunError(
+            f"{run.name} is not running: {state.word} ({state.detail}); `hpcrl resume {run.name}` continues it"
+        )
+    if state.job.name == "PENDING":
+        raise RunError(f"{run.name} waits in the queue already: {state.detail}")
+    if state.attempt == 0 or state.outcome is not None:
+        raise RunError(f"{run.name} is {state.word}; try again in a moment")
+    write_json(run.stop, {"attempt": state.attempt, "reason": "interrupted"})

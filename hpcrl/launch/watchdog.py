@@ -1,0 +1,150 @@
+"""Who stands still: processes of this node that make no progress, and nodes from which nothing is heard."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from hpcrl.config.slurm import PatienceConfig
+from hpcrl.run.call import ENDPOINT
+from hpcrl.run.commit import read_json
+from hpcrl.run.layout import Run
+from hpcrl.run.lease import LeaseWriter, read_leases
+from hpcrl.run.pulse import Beat, read_pulses
+
+_LONGEST_PAUSE_S = 2.0
+_PROBE_S = 1.0
+_NO_ANSWER_S = 6.0
+_SILENT_S = 60.0  # network filesystems may show a file that has changed as late as that
+
+
+class AwakeClock:
+    """Seconds that this process was there to see: a job that Slurm suspends, and continues an hour later, has not been silent."""
+
+    def __init__(self) -> None:
+        self._seconds, self._last = 0.0, time.monotonic()
+
+    def now(self) -> float:
+        """Return the seconds so far. To be asked more often than every two seconds: what is longer counts as asleep."""
+        now = time.monotonic()
+        self._seconds += min(now - self._last, _LONGEST_PAUSE_S)
+        self._last = now
+        return self._seconds
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A process that makes no progress.
+
+    Attributes:
+        seconds: for how long.
+    """
+
+    process: str
+    phase: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.process} has made no progress in phase {self.phase} for {self.seconds:.0f} s"
+
+
+class Watchdog:
+    """Watches the pulses of this node's processes.
+
+    Args:
+        pulses: directory of the pulses.
+    """
+
+    def __init__(self, pulses: Path, patience: PatienceConfig) -> None:
+        self._pulses, self._clock = pulses, AwakeClock()
+        self._limits = {"load": patience.load_seconds, "save": patience.save_seconds}
+        self._step = patience.step_seconds
+        self._seen: dict[str, tuple[Beat, float]] = {}
+
+    def look(self, expected: Sequence[str]) -> list[Stall]:
+        """Return who of the expected processes stands still; one that has no pulse yet is loading."""
+        now, beats = self._clock.now(), {beat.process: beat for beat in read_pulses(self._pulses)}
+        stalls = []
+        for process in expected:
+            beat = beats.get(process, Beat(process, 0, "load", 0))
+            seen, since = self._seen.get(process, (None, now))
+            if seen != beat:
+                since = now
+            self._seen[process] = beat, since
+            limit = self._limits.get(beat.phase, self._step)
+            if 0 < limit < now - since:
+                stalls.append(Stall(process, beat.phase, now - since))
+        return stalls
+
+    def forget(self, process: str) -> None:
+        """A process of this name starts anew."""
+        self._seen.pop(process, None)
+        (self._pulses / process).unlink(missing_ok=True)
+
+    def signal(self, number: signal.Signals, prefix: str = "") -> None:
+        """Send a signal to the processes that have a pulse, those alone whose name begins with `prefix`."""
+        for beat in read_pulses(self._pulses):
+            if beat.process.startswith(prefix):
+                with suppress(ProcessLookupError):
+                    os.kill(beat.pid, number)
+
+
+class Neighbours:
+    """Whether the other nodes are still there.
+
+    Node 0 listens for the leases of the other trainer nodes. The others ask whether somebody listens where the controller was, which
+    is on node 0 and does not outlive its agent.
+    """
+
+    def __init__(self, run: Run, attempt: int, index: int, trainers: int, hosts: Sequence[str]) -> None:
+        self._run, self._attempt, self._index, self._hosts = run, attempt, index, hosts
+        self._awaited = {f"agent-{other}": hosts[other] for other in range(1, trainers)} if index == 0 else {}
+        self._lease = LeaseWriter(run, f"agent-{index}", attempt)
+        self._clock, self._probed, self._answered = AwakeClock(), 0.0, None
+        self._heard: dict[str, tuple[float, float]] = {}
+
+    def lost(self) -> str | None:
+        """Return what is wrong with another node, or None. To be asked several times per second."""
+        self._lease.say("watching")
+        now = self._clock.now()
+        if now - self._probed < _PROBE_S:
+            return None
+        self._probed = now
+        return self._silent(now) if self._index == 0 else self._unreachable(now)
+
+    def _silent(self, now: float) -> str | None:
+        if not self._awaited:
+            return None
+        os.listdir(self._run.endpoints)
+        for lease in read_leases(self._run, self._attempt):
+            if lease.process in self._awaited:
+                renewed, since = self._heard.get(lease.process, (0.0, now))
+                self._heard[lease.process] = lease.renewed, now if lease.renewed != renewed else since
+        for process, (_, since) in self._heard.items():
+            if now - since > _SILENT_S:
+                return f"nothing was heard of {self._awaited[process]}, a node of the trainer, for {now - since:.0f} s"
+        return None
+
+    def _unreachable(self, now: float) -> str | None:
+        lease = read_json(self._run.lease(ENDPOINT))
+        url = lease["facts"].get("url") if lease and lease["attempt"] == self._attempt else None
+        if lease is None or url is None or lease["state"] == "finished":
+            return None
+        address = urlsplit(url)
+        assert address.hostname
+        assert address.port
+        try:
+            socket.create_connection((address.hostname, address.port), timeout=_PROBE_S).close()
+        except OSError as error:
+            if self._answered is not None and now - self._answered > _NO_ANSWER_S:
+                return f"{self._hosts[0]}, the first node, does not answer: {error}"
+        else:
+            self._answered = now
+        return None
