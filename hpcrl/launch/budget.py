@@ -43,7 +43,7 @@ def verdict(attempts: Sequence[Attempt], outcomes: Sequence[Outcome], crash_budg
     """
     last = outcomes[-1]
     if last.final:
-        return Verdict(False, f"{last.kind}: {last.message}")
+        return Verdict(False, last.message)
     if not resumes:
         return Verdict(False, f"{last.message}; not requeued, because trainer.resume_mode is none")
     exclude = bad_hosts(outcomes)
