@@ -1,15 +1,17 @@
-"""The agent of a trainer node over stand-ins for the jobs, with real torchrun."""
+"""The agent of a node over stand-ins for the jobs, with real torchrun where it is a trainer's."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.run.commit import write_text
+from hpcrl.run.commit import write_json, write_text
 from hpcrl.run.layout import Run
-from hpcrl.run.ledger import open_attempt, read_outcome
+from hpcrl.run.lease import read_leases
+from hpcrl.run.ledger import Outcome, open_attempt, read_outcome, report_outcome
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
@@ -22,41 +24,138 @@ from hpcrl.launch.place import Place
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import read_attempts
 run = Run(Path(sys.argv[1]))
-place = Place(0, ["here"], "local-1", 0, True)
+place = Place(int(sys.argv[2]), ["here", "there"], "local-1", 0, True)
 Agent(run, Config.from_toml([run.config]), place, read_attempts(run)[-1]).supervise()
 """
-TRAINER = """
-import sys, time
+HEAD = """
+import os, sys, time
 from pathlib import Path
 from hpcrl.run.layout import Run
-from hpcrl.run.lease import LeaseWriter
-lease = LeaseWriter(Run(Path(sys.argv[1])), "trainer", 1)
-lease.say("saving")
-time.sleep(1)
-(Path(sys.argv[1]) / "saved").touch()
-lease.say("stopped")
+from hpcrl.run.lease import LeaseWriter, trainer_left
+from hpcrl.run.pulse import Pulse
+run = Run(Path(sys.argv[1]))
 """
-CONTROLLER = """
-import sys, time
-from pathlib import Path
-from hpcrl.run.layout import Run
-from hpcrl.run.lease import trainer_left
-while not trainer_left(Run(Path(sys.argv[1])), 1):
-    time.sleep(0.1)
-time.sleep(4)  # the agent sees the trainer end first
-sys.exit("RunError: step 3: no good groups")
-"""
+
+
+def make_run(tmp_path: Path, *settings: str, **jobs: str) -> Run:
+    run = Run(tmp_path / "run")
+    write_text(run.config, Config.from_toml([QUICKSTART], settings).to_toml())
+    open_attempt(run, "local-1", ["here", "there"])
+    for name, program in jobs.items():
+        write_text(run.code / "jobs" / f"{name}.py", HEAD + program)
+    return run
+
+
+def start(run: Run, node: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", AGENT, str(run.path), str(node)], stdout=subprocess.PIPE)
+
+
+def supervise(run: Run, node: int = 0) -> Outcome:
+    with start(run, node) as agent:
+        try:
+            said, _ = agent.communicate(timeout=120)
+        finally:
+            agent.kill()
+    outcome = read_outcome(run)
+    assert outcome is not None, said
+    return outcome
 
 
 def test_a_trainer_that_saved_and_left_does_not_hide_the_controllers_failure(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run")
-    write_text(run.config, Config.from_toml([QUICKSTART]).to_toml())
-    open_attempt(run, "local-1", ["here"])
-    for name, program in (("train", TRAINER), ("controller", CONTROLLER)):
-        write_text(run.code / "jobs" / f"{name}.py", program)
-    subprocess.run([sys.executable, "-c", AGENT, str(run.path)], check=True, timeout=120, capture_output=True)
-    outcome = read_outcome(run)
-    assert outcome is not None
+    run = make_run(
+        tmp_path,
+        train="""
+lease = LeaseWriter(run, "trainer", 1)
+lease.say("saving")
+time.sleep(1)
+(run.path / "saved").touch()
+lease.say("stopped")
+""",
+        controller="""
+while not trainer_left(run, 1):
+    time.sleep(0.1)
+time.sleep(4)  # the agent sees the trainer end first
+sys.exit("RunError: step 3: no good groups")
+""",
+    )
+    outcome = supervise(run)
     assert (run.path / "saved").exists()
-    assert outcome.kind == "failed"
+    assert (outcome.kind, outcome.host) == ("failed", "here")
     assert "controller: RunError: step 3: no good groups" in outcome.message
+
+
+def test_a_trainer_that_dies_after_a_stop_request_is_interrupted(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path,
+        train="""
+from hpcrl.run.commit import write_json
+write_json(run.stop, {"attempt": 1, "reason": "interrupted"})
+time.sleep(2)
+os.kill(os.getpid(), 9)
+""",
+        controller="time.sleep(60)",
+    )
+    outcome = supervise(run)
+    assert (outcome.kind, outcome.message) == ("interrupted", "the trainer ended before it could save")
+
+
+def test_a_stop_request_before_anything_began(tmp_path: Path) -> None:
+    run = make_run(tmp_path, train="time.sleep(60)", controller="time.sleep(60)")
+    write_json(run.stop, {"attempt": 1, "reason": "cancelled"})
+    assert (supervise(run).kind, supervise(run).message) == ("cancelled", "stopped before it began")
+
+
+def test_a_rank_that_stands_still_ends_the_attempt_with_all_stacks(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path,
+        "slurm.patience.step_seconds=2",
+        train="""
+def stand_still():
+    time.sleep(60)
+Pulse(run, 1, "rank-0").beat("step")
+stand_still()
+""",
+        controller="""
+pulse = Pulse(run, 1, "controller")
+while True:
+    pulse.beat("serve")
+    time.sleep(0.2)
+""",
+    )
+    outcome = supervise(run)
+    assert outcome.kind == "hang"
+    assert outcome.message.startswith("rank-0 has made no progress in phase step for")
+    assert "in stand_still" in run.stacks(1, "rank-0").read_text()
+    assert "in <module>" in run.stacks(1, "controller").read_text()
+
+
+def test_a_replica_that_fails_is_started_again_and_given_up_in_the_end(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path,
+        "slurm.replica_restarts=1",
+        rollout="""
+with (run.path / "starts").open("a") as file:
+    file.write("x")
+print("hpcrl.errors.EngineError: the inference engine died: out of memory", file=sys.stderr)
+sys.exit(7)
+""",
+    )
+    with start(run, 1) as agent:
+        deadline = time.monotonic() + 30
+        state = ""
+        while not state.startswith("given up"):
+            assert time.monotonic() < deadline, state
+            time.sleep(0.1)
+            state = next((lease.state for lease in read_leases(run, 1) if lease.process == "rollout-0"), "")
+        assert "EngineError: the inference engine died: out of memory" in state
+        assert (run.path / "starts").read_text() == "xx"
+        assert read_outcome(run) is None, "training goes on with the others"
+        report_outcome(run, 1, "done", "finished", "agent-0")
+        agent.wait(20)
+
+
+def test_a_users_error_on_a_replica_ends_the_attempt(tmp_path: Path) -> None:
+    program = 'print("hpcrl.errors.DataError: environment x: no answer", file=sys.stderr)\nsys.exit(4)'
+    outcome = supervise(make_run(tmp_path, rollout=program), node=1)
+    assert outcome.kind == "failed"
+    assert "rollout-0: hpcrl.errors.DataError: environment x: no answer" in outcome.message
