@@ -223,6 +223,8 @@ def _cancel(arguments: argparse.Namespace) -> int:
 
     state = cancel(find_run(arguments.run, arguments.root or default_root()), 0.0 if arguments.now else _CANCEL_S)
     print(f"{state.run.name}: {state.word}: {state.detail}")
+    if not state.over:
+        print("It was asked to save and to stop, and will; `hpcrl cancel --now` does not wait for that.")
     return 0
 
 

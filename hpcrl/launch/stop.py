@@ -18,7 +18,10 @@ _POLL_S = 0.5
 
 
 def cancel(run: Run, patience_s: float) -> RunState:
-    """Ask a run to save and stop; take the job away if it has not ended after `patience_s`. Returns the final state.
+    """Ask a run to save and stop, and wait for it; a run that has nothing to save is taken away at once.
+
+    Args:
+        patience_s: for how long its end is awaited: what saves then goes on saving, and ends by itself. 0: take the job away now.
 
     Raises:
         RunError: the run is over already.
@@ -26,7 +29,7 @@ def cancel(run: Run, patience_s: float) -> RunState:
     state = states_of([run])[0]
     if state.over:
         raise RunError(f"{run.name} is not running: {state.word} ({state.detail})")
-    if state.word == "running" and patience_s > 0:
+    if state.word in ("running", "saving") and patience_s > 0:
         write_json(run.stop, {"attempt": state.attempt, "reason": "cancelled"})
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
@@ -34,6 +37,7 @@ def cancel(run: Run, patience_s: float) -> RunState:
             if state.over:
                 return state
             time.sleep(_POLL_S)
+        return state
     if state.outcome is None or not state.outcome.final:
         cancel_outcome(run, state.attempt)
     _take_away(state)
