@@ -2,6 +2,14 @@
 
 A file is written beside its place and renamed. A directory is filled under a name that only this attempt uses, described by a
 manifest (sizes and checksums), renamed, and then marked with COMMIT; a reader trusts nothing without the mark.
+
+A process of an older attempt may still be alive: on a node that the network lost, or suspended. Who commits or deletes can give a
+fence, which raises if that is so. It is asked before the rename and before the mark, and the mark is written through the directory that
+was renamed, not through its name, which may be another's by then. What is deleted leaves its name first and is put back if the fence
+objects.
+
+Fault points, each also with the name of the parent directory instead of "commit" (checkpoints.renamed, weights.renamed, ...):
+commit.begin, commit.written, commit.manifest, commit.renamed, commit.synced, commit.committed, commit.trash.
 """
 
 from __future__ import annotations
@@ -13,24 +21,46 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import CommitError
+from hpcrl.run.fault import fault
+
+Fence = Callable[[], None]
+"""Raises CommitError if a newer attempt has begun."""
 
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
 _CHUNK = 1 << 22
 
 
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _sync(directory: int) -> None:
     try:
-        os.fsync(descriptor)
+        os.fsync(directory)
     except OSError as error:  # some network filesystems cannot sync a directory; the order of the writes still holds
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
+
+
+def _write(name: str, content: bytes, mode: int, folder: int) -> None:
+    """Replace a file of the open directory `folder` as a whole."""
+    beside = f".{name}.{socket.gethostname()}.{os.getpid()}"
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode, dir_fd=folder)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
+    _sync(folder)
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -38,14 +68,8 @@ def _sync_directory(path: Path) -> None:
 def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Replace the file at `path` as a whole; a reader sees the old content or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-    _sync_directory(path.parent)
+    with _opened(path.parent) as folder:
+        _write(path.name, content, mode, folder)
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
@@ -80,14 +104,20 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _manifest(directory: Path) -> dict[str, dict[str, Any]]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
+def listing(directory: Path, wanted: Callable[[Path], bool] = lambda _: True) -> dict[str, dict[str, Any]]:
+    """Return size and checksum of each wanted file below `directory`, by relative path, once they are on the disk."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and wanted(path))
     for path in files:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     return {
         str(path.relative_to(directory)): {"size": path.stat().st_size, "blake2b": checksum(path)} for path in files
     }
+
+
+def _pass(point: str, target: Path) -> None:
+    fault(f"commit.{point}")
+    fault(f"{target.parent.name}.{point}")
 
 
 def staging(target: Path, attempt: int) -> Path:
@@ -100,31 +130,80 @@ def begin(target: Path, attempt: int) -> Path:
     directory = staging(target, attempt)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
+    _pass("begin", target)
     return directory
 
 
-def finish(target: Path, attempt: int, **facts: Any) -> None:
-    """Commit the staging directory of `target`: manifest, rename, mark.
+def unfenced() -> None:
+    """The fence of what only one process can write."""
+
+
+def finish(
+    target: Path,
+    attempt: int,
+    *,
+    fence: Fence = unfenced,
+    files: dict[str, dict[str, Any]] | None = None,
+    **facts: Any,
+) -> None:
+    """Commit the staging directory of `target`: manifest, rename, mark. What an older attempt left there makes way.
 
     Args:
+        files: what `listing` gave of all files in it; None: they are listed here.
         facts: JSON values to keep in the manifest, such as the step.
+
+    Raises:
+        CommitError: the fence objects, or this attempt or a later one has committed `target` already.
     """
     directory = staging(target, attempt)
-    text = json.dumps({**facts, "attempt": attempt, "files": _manifest(directory)})
+    _pass("written", target)
+    text = json.dumps({**facts, "attempt": attempt, "files": listing(directory) if files is None else files})
     write_text(directory / MANIFEST, text)
-    if target.exists():  # not committed, or the caller would not write it again
-        discard(target)
-    os.rename(directory, target)
-    _sync_directory(target.parent)
-    mark = {"attempt": attempt, "manifest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
-    write_json(target / COMMIT, mark)
+    _pass("manifest", target)
+    fence()
+    other = committed_by(target)
+    if other is not None and other >= attempt:
+        raise CommitError(f"{target} is committed already, by attempt {other}; attempt {attempt} leaves it as it is")
+    if target.exists():
+        discard(target, fence)
+    with _opened(directory) as renamed, _opened(target.parent) as parent:
+        os.rename(directory, target)
+        _pass("renamed", target)
+        _sync(parent)
+        _pass("synced", target)
+        fence()
+        mark = {"attempt": attempt, "manifest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
+        _write(COMMIT, json.dumps(mark).encode(), 0o644, renamed)
+    _pass("committed", target)
+
+
+def abandon(target: Path, attempt: int, fence: Fence = unfenced) -> None:
+    """Remove what attempt `attempt` has written of `target` and not committed, as far as the filesystem lets it."""
+    shutil.rmtree(staging(target, attempt), ignore_errors=True)
+    with suppress(OSError, CommitError):
+        manifest = read_json(target / MANIFEST)
+        if manifest and manifest["attempt"] == attempt and not is_committed(target):
+            discard(target, fence)
 
 
 @contextmanager
-def committed_directory(target: Path, attempt: int, **facts: Any) -> Iterator[Path]:
+def committed_directory(target: Path, attempt: int, *, fence: Fence = unfenced, **facts: Any) -> Iterator[Path]:
     """Fill a directory that appears at `target` complete, or not at all."""
-    yield begin(target, attempt)
-    finish(target, attempt, **facts)
+    try:
+        yield begin(target, attempt)
+        finish(target, attempt, fence=fence, **facts)
+    except BaseException:
+        abandon(target, attempt, fence)
+        raise
+
+
+def committed_by(path: Path) -> int | None:
+    """Return the attempt that committed the directory at `path`; None where none has, or its mark cannot be read."""
+    try:
+        mark = read_json(path / COMMIT)
+        return int(mark["attempt"]) if mark else None
+    except (ValueError, TypeError, KeyError, NotADirectoryError):
+        return None
 
 
 def is_committed(path: Path) -> bool:
@@ -135,15 +214,27 @@ def verify(path: Path, checksums: bool = True) -> dict[str, Any]:
     """Return the manifest of a committed directory after comparing its files with it.
 
     Raises:
-        CommitError: the mark, the manifest or a file is missing or differs.
+        CommitError: the mark, the manifest or a file is missing, differs or cannot be read.
     """
-    mark, manifest = read_json(path / COMMIT), path / MANIFEST
-    if mark is None:
+    try:
+        return _verified(path, checksums)
+    except OSError as error:
+        raise CommitError(f"{error.filename or path} cannot be read: {error.strerror}") from error
+
+
+def _verified(path: Path, checksums: bool) -> dict[str, Any]:
+    manifest = path / MANIFEST
+    try:
+        mark = read_json(path / COMMIT)
+        expected = mark["manifest"] if mark is not None else None
+    except (ValueError, TypeError, KeyError):
+        raise CommitError(f"{path / COMMIT} is no mark of a commit") from None
+    if expected is None:
         raise CommitError(f"{path} was never committed (no {COMMIT} file): its writer did not finish")
     if not manifest.is_file():
         raise CommitError(f"{path} has no {MANIFEST}")
-    text = manifest.read_text()
-    if hashlib.blake2b(text.encode(), digest_size=16).hexdigest() != mark["manifest"]:
+    text = manifest.read_bytes()
+    if hashlib.blake2b(text, digest_size=16).hexdigest() != expected:
         raise CommitError(f"{manifest} is not the manifest that was committed")
     content = json.loads(text)
     for name, entry in content["files"].items():
@@ -185,12 +276,23 @@ def _children(parent: Path) -> list[Path]:
     return list(parent.iterdir()) if parent.is_dir() else []
 
 
-def discard(path: Path) -> None:
-    """Remove a directory that others may be reading: it leaves its name at once and the disk soon after."""
+def discard(path: Path, fence: Fence = unfenced) -> None:
+    """Remove a directory that others may be reading: it leaves its name at once and the disk soon after.
+
+    Raises:
+        CommitError: the fence objects; then the directory is where it was.
+    """
     trash = path.with_name(f".trash-{path.name}.{os.getpid()}")
     shutil.rmtree(trash, ignore_errors=True)
     try:
         os.rename(path, trash)
     except FileNotFoundError:
         return
+    try:
+        fence()
+    except CommitError:
+        with suppress(OSError):  # another has taken the name meanwhile
+            os.rename(trash, path)
+        raise
+    _pass("trash", path)
     shutil.rmtree(trash, ignore_errors=True)
