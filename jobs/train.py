@@ -14,6 +14,8 @@ import sys
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config, max_seq_len, temperature
+from hpcrl.config.derive import checkpoint_interval
+from hpcrl.run.checkpoints import Retention
 from hpcrl.run.layout import Run
 from hpcrl.run.parent import die_with_parent
 from hpcrl.run.pulse import Pulse
@@ -48,7 +50,10 @@ def main(run_dir: str) -> None:
         link.say("loading model")
         engine = build_policy(trainer, temperature(config), world)
         critic = build_critic(trainer, world)
-        checkpoints = Checkpoints(run, attempt, world, keep=trainer.max_ckpts_to_keep, seed=trainer.seed)
+        checkpoints = Checkpoints(
+            run, attempt, world, keep=Retention.of(trainer), seed=trainer.seed, mode=trainer.ckpt_mode,
+            on_error=trainer.ckpt_on_error, told=link.committed,
+        )  # fmt: skip
         publisher = Publisher(run, attempt, world, dtype, trainer.fully_async.max_staleness_steps)
         step, carried = checkpoints.resume(engine, critic, trainer.resume_mode, trainer.resume_path)
         penalty = KlPenalty(trainer.algorithm, carried)
@@ -60,10 +65,11 @@ def main(run_dir: str) -> None:
             run, world, trainer, engine, critic, build_objective(trainer.algorithm), reduction, penalty, dumps
         )
         total, epoch = link.start(step)
+        interval = checkpoint_interval(trainer, epoch)
         engine.schedule(total * updates_per_batch(trainer))
         if critic is not None:
             critic.schedule(total * critic_updates_per_batch(trainer))
-        saved, clock, batch = step, Clock(), None
+        clock, batch = Clock(), None
         while True:
             link.say("waiting for batch", step=step, total=total)
             with clock("wait_for_generation_buffer"):
@@ -79,23 +85,21 @@ def main(run_dir: str) -> None:
             if reset_is_due(step, epoch, trainer):
                 with clock("update_ref_with_policy"):
                     engine.reset_reference(fresh_optimizer=resets_optimizer(trainer))
-            link.measured(
-                step, metrics | describe_cost(batch, clock.lap(), world)
-            )  # before the commit: none may be missing
-            if is_due(trainer.ckpt_interval, step, total):
+            metrics |= checkpoints.settle() | describe_cost(batch, clock.lap(), world)
+            link.measured(step, metrics)  # before the commit: none may be missing
+            if is_due(interval, step, total):
                 with clock("save_checkpoints"):
                     checkpoints.save(engine, critic, batch, penalty.carried())
-                    link.committed(saved := step)
             if is_due(trainer.hf_save_interval, step, total):
                 with clock("save_hf_model"):
                     publisher.export(engine, step, trainer.policy.model.path, config.generator.chat_template)
             if times := describe_times(clock.between()):
                 link.measured(step, times)
             stepped()
-        if batch is not None and trainer.ckpt_interval > 0 and saved < step:
+        if batch is not None and interval > 0:
             link.say("saving", step=step, total=total)
-            checkpoints.save(engine, critic, batch, penalty.carried())
-            link.committed(step)
+            if times := checkpoints.finish(engine, critic, batch, penalty.carried()):
+                link.measured(step, times)
         link.close("finished" if step >= total else "stopped")
 
 

@@ -187,6 +187,7 @@ _TABLE: tuple[tuple[Verdict, str], ...] = (
         """
         trainer.group_name trainer.logger trainer.profiler trainer.upload trainer.policy.record_memory
         trainer.max_ckpts_to_keep trainer.ckpt_interval trainer.ckpt_interval_epochs trainer.ckpt_mode
+        trainer.ckpt_keep_every trainer.ckpt_keep_best trainer.ckpt_keep_best_mode trainer.ckpt_on_error
         trainer.hf_save_interval trainer.eval_batch_size trainer.eval_before_train trainer.eval_interval
         trainer.dump_data_batch trainer.dump_eval_results vla.save_video vla.trace_verbosity
         """,

@@ -149,6 +149,15 @@ def steps_per_epoch(n_prompts: int, trainer: TrainerConfig) -> int:
     return n_prompts // trainer.train_batch_size
 
 
+def checkpoint_interval(trainer: TrainerConfig, epoch: int) -> int:
+    """Return the steps between checkpoints; 0 or less: there are none.
+
+    Args:
+        epoch: steps of one.
+    """
+    return trainer.ckpt_interval if trainer.ckpt_interval_epochs is None else trainer.ckpt_interval_epochs * epoch
+
+
 def total_steps(n_prompts: int, trainer: TrainerConfig) -> int:
     """Return the last step of the run.
 

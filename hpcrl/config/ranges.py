@@ -132,6 +132,7 @@ RANGES: dict[str, Range] = {
     "epochs": _COUNT,
     "max_steps": _COUNT,
     "ckpt_interval_epochs": _COUNT,
+    "ckpt_keep_every": _NOT_NEGATIVE,
     "update_epochs_per_batch": _COUNT,
     "train_batch_size": _COUNT,
     "policy_mini_batch_size": _COUNT,

@@ -256,6 +256,14 @@ def _checkpoints(config: Config) -> Iterator[Problem]:
             "trainer.max_ckpts_to_keep",
             "0 would delete every checkpoint; expected -1 (keep all) or at least 1; trainer.ckpt_interval=0 writes none",
         )
+    keeps = {"ckpt_keep_every": trainer.ckpt_keep_every, "ckpt_keep_best": trainer.ckpt_keep_best}
+    for name, value in keeps.items():
+        if value and trainer.max_ckpts_to_keep < 0:
+            yield Problem(f"trainer.{name}", "has no effect where all are kept; set trainer.max_ckpts_to_keep")
+    if trainer.ckpt_keep_best_mode != "max" and not trainer.ckpt_keep_best:
+        yield Problem("trainer.ckpt_keep_best_mode", "has no effect without trainer.ckpt_keep_best")
+    if (trainer.ckpt_keep_best or "").startswith("eval/") and trainer.eval_interval <= 0:
+        yield Problem("trainer.ckpt_keep_best", "nothing is evaluated with trainer.eval_interval=0; set that, or another metric")
     if trainer.resume_mode == "from_path" and trainer.resume_path is None:
         yield Problem("trainer.resume_path", 'required with trainer.resume_mode="from_path": a checkpoint directory')
     if trainer.resume_mode != "from_path" and trainer.resume_path is not None:

@@ -87,8 +87,6 @@ WAITS: dict[str, Wait] = {
     "trainer.profiler.enable_nsys": _TRACKING,
     "trainer.upload": _TRACKING,
     "trainer.flash_attn_version": Wait("a choice between versions of FlashAttention"),
-    "trainer.ckpt_interval_epochs": Wait("checkpoints by epochs"),
-    "trainer.ckpt_mode": Wait("checkpoints in the background"),
     "generator.inference_engine.quantization": Wait("engines that quantize weights as they arrive"),
     "generator.inference_engine.pipeline_parallel_size": Wait("replicas that share their layers among GPUs"),
     "generator.inference_engine.data_parallel_size": _ENGINE,

@@ -175,14 +175,26 @@ class TrainerConfig:
     max_ckpts_to_keep: int = -1
     """Newest checkpoints that are kept, never fewer than two; negative: all."""
 
+    ckpt_keep_every: int = 0
+    """Checkpoints whose step is a multiple of it are kept beside the newest; 0: none."""
+
+    ckpt_keep_best: str | None = None
+    """Metric, such as eval/all/avg_score or reward/avg_raw_reward; the checkpoint whose step has the best value of it is kept beside the newest. Unset: none."""
+
+    ckpt_keep_best_mode: Literal["max", "min"] = "max"
+    """Whether the highest or the lowest value of ckpt_keep_best is the best."""
+
     ckpt_interval: int = 10
     """Steps between checkpoints, with one more after the last step; 0 or less: none at all."""
 
     ckpt_interval_epochs: int | None = None
-    """Epochs between checkpoints, instead of ckpt_interval."""
+    """Passes over the training prompts between checkpoints, instead of ckpt_interval, with one more after the last step; a pass has as many steps as the dataset has full batches."""
 
     ckpt_mode: Literal["sync", "async"] = "sync"
-    """Whether training waits until a checkpoint is written."""
+    """Whether training waits until a checkpoint is written (sync), or only until it is copied to host memory (async), which needs as much of that as the checkpoint is large."""
+
+    ckpt_on_error: Literal["stop", "continue"] = "stop"
+    """What follows when a checkpoint cannot be written, because the disk is full or fails: the attempt ends as failed, or goes on with a warning until the next one is due. The last one of an attempt must succeed."""
 
     hf_save_interval: int = -1
     """Steps between exports in Hugging Face format, with one more after the last step; 0 or less: none at all."""

@@ -143,3 +143,8 @@ def merged(run: Run) -> dict[int, dict[str, float]]:
     for record in read_metrics(run):
         steps.setdefault(record.step, {}).update(record.metrics)
     return steps
+
+
+def values_of(run: Run, name: str) -> dict[int, float]:
+    """Return one metric by step; of a value that was reported twice, the last."""
+    return {record.step: record.metrics[name] for record in read_metrics(run) if name in record.metrics}

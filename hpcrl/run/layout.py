@@ -15,6 +15,8 @@
   samples/<replica>/g….safetensors one file per finished group
   batches/s000042.json             which groups train step 42, in order, with the data cursor
   checkpoints/s000040/             model, optimizer, RNG, scheduler; manifest; COMMIT
+  checkpoints/s000041u2/           the same after 2 optimizer steps of step 42, where a stop request came in between
+  checkpoints/starts.jsonl         which checkpoint each attempt loaded and went on from
   exports/s000040/                 HF format
   dumps/s000042/                   what step 42 trained, with advantages; trainer.dump_data_batch
   evals/v000010/<replica>.jsonl    texts and scores of the evaluation samples
@@ -33,6 +35,7 @@ from pathlib import Path
 from hpcrl.errors import RunError
 
 _STEP = re.compile(r"s(\d{6,})")
+_POSITION = re.compile(r"s(\d{6,})(?:u([1-9]\d*))?")
 _VERSION = re.compile(r"v(\d{6,})")
 
 
@@ -115,6 +118,10 @@ class Run:
         return self.path / "checkpoints"
 
     @property
+    def starts(self) -> Path:
+        return self.checkpoints / "starts.jsonl"
+
+    @property
     def exports(self) -> Path:
         return self.path / "exports"
 
@@ -172,8 +179,9 @@ class Run:
     def batch(self, step: int) -> Path:
         return self.batches / f"s{step:06d}.json"
 
-    def checkpoint(self, step: int) -> Path:
-        return self.checkpoints / f"s{step:06d}"
+    def checkpoint(self, step: int, updates: int = 0) -> Path:
+        """Return the checkpoint after `step`, and after so many optimizer steps of the next one, first the critic's, then the policy's."""
+        return self.checkpoints / (f"s{step:06d}" + (f"u{updates}" if updates else ""))
 
     def export(self, step: int) -> Path:
         return self.exports / f"s{step:06d}"
@@ -206,9 +214,16 @@ class Run:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step that a checkpoint, export, dump or batch path names, or None for any other name."""
+    """Return the step that a checkpoint, export, dump or batch path names, or None for any other name, such as that of a
+    checkpoint inside a step."""
     match = _STEP.fullmatch(path.stem)
     return int(match[1]) if match else None
+
+
+def position_of(path: Path) -> tuple[int, int] | None:
+    """Return the step and the optimizer steps of the next one that a checkpoint's path names, or None for any other name."""
+    match = _POSITION.fullmatch(path.name)
+    return (int(match[1]), int(match[2] or 0)) if match else None
 
 
 def version_of(path: Path) -> int | None:

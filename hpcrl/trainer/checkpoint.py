@@ -15,39 +15,65 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 
-from hpcrl.errors import RunError
-from hpcrl.run.commit import begin, committed, discard, finish, newest_committed, staging, verify
-from hpcrl.run.layout import Run, step_of
-from hpcrl.trainer.engine import Engine
+from hpcrl.errors import CommitError, RunError
+from hpcrl.run.checkpoints import NEVER_DELETED, Retention, newest_usable, set_aside_after, size_of
+from hpcrl.run.commit import committed, committed_by, verify
+from hpcrl.run.layout import Run, position_of, step_of
+from hpcrl.run.space import explained
+from hpcrl.run.starts import note
+from hpcrl.trainer.committer import Committer, Content, rng_file
+from hpcrl.trainer.engine import Engine, Writer
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch
 
 log = logging.getLogger(__name__)
 
 _CRITIC = "critic"
-_NEVER_DELETED = 2  # the newest may turn out to be damaged when it is needed
 
 
 class Checkpoints:
     """The checkpoints of one run, seen from all its trainer ranks.
 
     Args:
-        keep: newest ones that stay, never fewer than two; negative: all.
+        keep: which ones stay.
         seed: of the run; random states are derived from it where the saved ones do not fit.
+        mode: sync: `save` returns once all is committed; async: once it is copied to host memory.
+        on_error: whether training ends or goes on when one cannot be written.
+        told: called on every rank with the step of each checkpoint once it is committed.
     """
 
-    def __init__(self, run: Run, attempt: int, world: World, *, keep: int, seed: int) -> None:
+    def __init__(
+        self,
+        run: Run,
+        attempt: int,
+        world: World,
+        *,
+        keep: Retention,
+        seed: int,
+        mode: Literal["sync", "async"] = "sync",
+        on_error: Literal["stop", "continue"] = "stop",
+        told: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._run, self._attempt, self._world, self._seed = run, attempt, world, seed
-        self._keep = keep if keep < 0 else max(keep, _NEVER_DELETED)
-        if world.first and 0 <= keep < _NEVER_DELETED:
-            log.warning("trainer.max_ckpts_to_keep = %d: the newest %d are kept all the same", keep, _NEVER_DELETED)
+        self._committer = Committer(run, attempt, world, keep)
+        self._behind = Committer(run, attempt, world.beside(), keep) if mode == "async" else None
+        self._flight: _Flight | None = None
+        self._stops, self._told = on_error == "stop", told
+        self._newest: Path | None = None
+        if world.first and 0 <= keep.newest < NEVER_DELETED:
+            log.warning(
+                "trainer.max_ckpts_to_keep = %d: the newest %d are kept all the same", keep.newest, NEVER_DELETED
+            )
 
     def resume(
         self, engine: Engine, critic: Engine | None, mode: str, path: str | None
@@ -58,9 +84,18 @@ class Checkpoints:
         """
         self._seed_rng(0)
         found = self.find(mode, path)
+        if found is not None and self._world.first and found.parent == self._run.checkpoints:
+            note(self._run, {"attempt": self._attempt, "loads": found.name, "by": committed_by(found)})
         step, carried = self.restore(engine, critic, found) if found else (0, {})
-        self.set_aside_after(step)
+        self._world.barrier()  # every rank has loaded it
+        self._world.look(lambda: self._started(found))
+        self._newest = found
         return step, carried
+
+    def _started(self, found: Path | None) -> None:
+        with explained(self._run.checkpoints):
+            set_aside_after(self._run, self._attempt, found, self._committer.fence, _skipped)
+            note(self._run, {"attempt": self._attempt, "from": found.name if found else None})
 
     def find(self, mode: str, path: str | None) -> Path | None:
         """Return the checkpoint to start from, the same on every rank, or None to start at step 0.
@@ -81,7 +116,8 @@ class Checkpoints:
     def _look(self, mode: str, path: str | None) -> Path | None:
         if mode == "none":
             return None
-        own = newest_committed(self._run.checkpoints, step_of, lambda why: log.warning("checkpoint skipped: %s", why))
+        with explained(self._run.checkpoints):
+            own = newest_usable(self._run, self._attempt, _skipped)
         if own is not None:
             return own
         if damaged := committed(self._run.checkpoints, step_of):
@@ -96,6 +132,7 @@ class Checkpoints:
 
         Raises:
             RunError: there is a critic, and the checkpoint has none.
+            CommitError: it cannot be loaded.
         """
         facts = self._world.look(lambda: verify(checkpoint, checksums=False))
         saved = any(name.startswith(f"{_CRITIC}/") for name in facts["files"])
@@ -104,18 +141,23 @@ class Checkpoints:
                 f"{checkpoint} was saved without a critic: leave out trainer.critic.model.path, or submit a new run whose "
                 "trainer.policy.model.path is an export of the run that saved it"
             )
-        engine.restore(checkpoint)
-        if critic is not None:
-            critic.restore(checkpoint / _CRITIC)
-        elif saved and self._world.first:
+        try:
+            engine.restore(checkpoint)
+            if critic is not None:
+                critic.restore(checkpoint / _CRITIC)
+        except CheckpointException as error:
+            raise CommitError(f"{checkpoint} cannot be loaded: {error}") from error
+        if critic is None and saved and self._world.first:
             log.warning("%s has a critic, which this run does not train", checkpoint)
         self._restore_rng(checkpoint, facts)
+        for committer in filter(None, (self._committer, self._behind)):
+            committer.expect(size_of(facts))
         if self._world.first:
             log.info("continuing after step %d of %s", facts["step"], checkpoint)
         return facts["step"], facts.get("carried", {})
 
     def _restore_rng(self, checkpoint: Path, facts: dict[str, Any]) -> None:
-        rank, file = self._world.rank, _rng_file(checkpoint, self._world.rank)
+        rank, file = self._world.rank, rng_file(checkpoint, self._world.rank)
         if facts["world_size"] == self._world.size:
             states = load_file(file)
             torch.set_rng_state(states["cpu"])
@@ -135,69 +177,143 @@ class Checkpoints:
         torch.manual_seed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()))
 
     def save(self, engine: Engine, critic: Engine | None, batch: Batch, carried: dict[str, float]) -> None:
-        """Commit the state after `batch` was trained. All ranks write; returns on every rank once it is committed.
+        """Save the state after `batch` was trained; one that is still being written is waited for.
 
         Args:
             carried: numbers beside the engines' state, the same on every rank.
+
+        Raises:
+            CommitError: this one, or the one before, could not be written, and training is to end for that.
         """
-        target = self._run.checkpoint(batch.step)
+        self.settle(wait=True)
+        content = self._content(engine, critic, batch, carried, copied=self._behind is not None)
+        if self._behind is not None:
+            self._flight = _Flight(self._behind, content, self._world.device)
+        else:
+            self._conclude(content, _attempted(self._committer, content))
+
+    def settle(self, wait: bool = False, last: bool = False) -> dict[str, float]:
+        """Take note of a checkpoint that was written in the background; return how long that took, as metrics.
+
+        All ranks call it between steps.
+
+        Args:
+            wait: until it is written.
+            last: training ends, and `finish` makes up for one that could not be written.
+
+        Raises:
+            CommitError: it could not be written, and training is to end for that.
+        """
+        flight = self._flight
+        if flight is None:
+            return {}
+        if wait:
+            flight.join()
+        if flight.crash is not None:
+            raise flight.crash
+        if self._world.any(flight.is_alive()):
+            return {}
+        self._flight = None
+        self._conclude(flight.content, flight.error, go_on=last)
+        return {"timing/save_checkpoints_behind": flight.seconds}
+
+    def finish(
+        self, engine: Engine, critic: Engine | None, batch: Batch, carried: dict[str, float]
+    ) -> dict[str, float]:
+        """Make sure that the state after `batch`, the last one, is committed; return metrics as `settle`.
+
+        Raises:
+            CommitError: it is not, whatever training is to do about others.
+        """
+        times = self.settle(wait=True, last=True)
+        if self._newest != self._run.checkpoint(batch.step):
+            content = self._content(engine, critic, batch, carried, copied=False)
+            self._committer.commit(content)
+            self._conclude(content, None)
+        return times
+
+    def _conclude(self, content: Content, error: CommitError | None, *, go_on: bool = False) -> None:
+        if error is None:
+            self._newest = content.target
+            self._told(content.facts["step"])
+            return
+        self._world.look(self._committer.fence)  # where a newer attempt has begun, this one ends
+        if self._stops and not go_on:
+            raise error
         if self._world.first:
-            begin(target, self._attempt)
-        self._world.barrier()
-        directory = staging(target, self._attempt)
-        engine.save(directory)
-        if critic is not None:
-            (directory / _CRITIC).mkdir(exist_ok=True)
-            critic.save(directory / _CRITIC)
+            log.warning("training goes on without this checkpoint: %s", error)
+
+    def _content(
+        self, engine: Engine, critic: Engine | None, batch: Batch, carried: dict[str, float], *, copied: bool
+    ) -> Content:
+        engines = {"": engine} | ({} if critic is None else {_CRITIC: critic})
         states = {"cpu": torch.get_rng_state()}
         if self._world.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state()
-        save_file(states, _rng_file(directory, self._world.rank))
-        _sync(_rng_file(directory, self._world.rank))
-        self._world.barrier()
-        if self._world.first:
-            facts = {"step": batch.step, "cursor": batch.cursor, "world_size": self._world.size, "seed": self._seed}
-            pointer = self._run.batch(batch.step).relative_to(self._run.path)
-            finish(target, self._attempt, **facts, carried=carried, batch=str(pointer), torch=str(torch.__version__))
-            self._retire()
-        self._world.barrier()
+        facts = {
+            "step": batch.step,
+            "cursor": batch.cursor,
+            "world_size": self._world.size,
+            "seed": self._seed,
+            "carried": carried,
+            "batch": str(self._run.batch(batch.step).relative_to(self._run.path)),
+            "torch": str(torch.__version__),
+        }
+        writers = {folder: each.snapshot() if copied else _writer(each) for folder, each in engines.items()}
+        return Content(self._run.checkpoint(batch.step), writers, states, facts)
 
-    def _retire(self) -> None:
-        if self._keep >= 0:
-            for step in committed(self._run.checkpoints, step_of)[: -self._keep]:
-                discard(self._run.checkpoint(step))
 
-    def set_aside_after(self, step: int) -> None:
-        """Take out of the way what a start at `step` gave up: later checkpoints are renamed, half-written ones removed."""
-        if self._world.first and self._run.checkpoints.is_dir():
-            for path in list(self._run.checkpoints.iterdir()):
-                number = step_of(path)
-                if number is not None and number > step:
-                    aside = path.with_name(f".given-up-{path.name}.{self._attempt}")
-                    log.warning("training starts again after step %d: %s becomes %s", step, path, aside.name)
-                    os.rename(path, aside)
-                elif path.name.startswith((".tmp-", ".trash-")):
-                    discard(path)
-        self._world.barrier()
+class _Flight(threading.Thread):
+    """Commits one checkpoint while training goes on.
+
+    Attributes:
+        error: why it could not be written, the same on every rank.
+        crash: anything else that was raised on this rank.
+    """
+
+    def __init__(self, committer: Committer, content: Content, device: torch.device) -> None:
+        super().__init__(name="checkpoint", daemon=True)  # a process that fails does not wait for it
+        self.content, self._committer, self._device = content, committer, device
+        self.error: CommitError | None = None
+        self.crash: BaseException | None = None
+        self.seconds = 0.0
+        self.start()
+
+    def run(self) -> None:
+        began = time.monotonic()
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            self.error = _attempted(self._committer, self.content)
+        except BaseException as crash:
+            self.crash = crash
+        self.seconds = time.monotonic() - began
+
+
+def _attempted(committer: Committer, content: Content) -> CommitError | None:
+    try:
+        committer.commit(content)
+    except CommitError as error:
+        return error
+    return None
+
+
+def _writer(engine: Engine) -> Writer:
+    return lambda directory, _: engine.save(directory)
+
+
+def _skipped(why: str) -> None:
+    log.warning("checkpoint skipped: %s", why)
 
 
 def _foreign(path: str | None) -> Path:
     if path is None:
         raise RunError("trainer.resume_mode is from_path: set trainer.resume_path to a directory checkpoints/sNNNNNN")
     checkpoint = Path(path)
-    if step_of(checkpoint) is None or not checkpoint.is_dir():
+    if position_of(checkpoint) is None or not checkpoint.is_dir():
         raise RunError(
             f"trainer.resume_path: {checkpoint} is not a checkpoint; expected an existing directory named sNNNNNN, such as "
             f"those in a run's checkpoints/"
         )
     verify(checkpoint)
     return checkpoint
-
-
-def _rng_file(checkpoint: Path, rank: int) -> Path:
-    return checkpoint / f"rng-{rank}.safetensors"
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch.distributed import ProcessGroup
 
 from hpcrl.types import MicroBatch
 
 Objective = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(micro-batch, what the model says of it) -> the loss to differentiate and the metrics, all of them sums: over all micro-batches and ranks
 they are the loss and the metrics of the mini-batch. A policy says logprobs [P] and entropies [P], a critic values [P]."""
+
+Writer = Callable[[Path, ProcessGroup], None]
+"""Writes a state into an existing directory, each rank its part; a group of all ranks carries what they tell each other."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,13 @@ class Engine(Protocol):
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer and `updates` into an existing directory, each rank its part."""
+        ...
+
+    def snapshot(self) -> Writer:
+        """Return a copy of what `save` would write, in host memory; training may go on before it is written.
+
+        The next one takes the place of the last one, which must be written by then.
+        """
         ...
 
     def restore(self, directory: Path) -> None:

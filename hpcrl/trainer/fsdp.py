@@ -7,11 +7,13 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -28,7 +30,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from hpcrl.config.derive import ref_model_path, ref_sharding, uses_reference
 from hpcrl.config.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.trainer import TrainerConfig
-from hpcrl.trainer.engine import Objective, StepReport
+from hpcrl.trainer.engine import Objective, StepReport, Writer
 from hpcrl.trainer.model import PackedCritic, PackedModel, PackedPolicy, Passes, free_gathered, load_model
 from hpcrl.trainer.reference import copy_parameters, follows_policy, forget_moments, require_same_shape
 from hpcrl.trainer.schedule import lr_factor
@@ -56,6 +58,7 @@ class FsdpEngine(Generic[Model]):
     ) -> None:
         self._model, self._world = model, world
         self._optimizer_config: OptimizerConfig = section.optimizer_config
+        self._stager: DefaultStager | None = None
         self.updates = 0
         self._total_updates = 0
         if trainer.gradient_checkpointing:
@@ -106,7 +109,15 @@ class FsdpEngine(Generic[Model]):
         return squared.sqrt().item()
 
     def save(self, directory: Path) -> None:
-        save(self._state(), checkpoint_id=directory, process_group=self._world.control)
+        _write(self._states(), directory, self._world.control)
+
+    def snapshot(self) -> Writer:
+        if self._stager is None:
+            cuda = self._world.device.type == "cuda"
+            self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))
+        copy = self._stager.stage(self._states())
+        assert isinstance(copy, dict)
+        return partial(_write, copy)
 
     def restore(self, directory: Path) -> None:
         state = self._state()
@@ -117,6 +128,10 @@ class FsdpEngine(Generic[Model]):
             self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
         self.updates = int(state["updates"])
+
+    def _states(self) -> dict[str, dict[str, Any]]:
+        """Return what is saved, by folder of the checkpoint."""
+        return {"": self._state()}
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._model, self._optimizer)
@@ -168,11 +183,11 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
         if fresh_optimizer:
             forget_moments(self._optimizer)
 
-    def save(self, directory: Path) -> None:
-        super().save(directory)
+    def _states(self) -> dict[str, dict[str, Any]]:
+        states = super()._states()
         if self._reference is not None and self._reference_moved:
-            state = get_model_state_dict(self._reference)
-            save(state, checkpoint_id=directory / _REFERENCE, process_group=self._world.control)
+            states[_REFERENCE] = get_model_state_dict(self._reference)
+        return states
 
     def restore(self, directory: Path) -> None:
         super().restore(directory)
@@ -279,6 +294,11 @@ def adam_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
         "fused": optimizer.implementation == "fused",
         "foreach": optimizer.implementation == "foreach",
     }
+
+
+def _write(states: dict[str, dict[str, Any]], directory: Path, group: dist.ProcessGroup) -> None:
+    for folder, state in states.items():
+        save(state, checkpoint_id=directory / folder, process_group=group)
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

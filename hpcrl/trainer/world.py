@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -50,16 +50,24 @@ class World:
 
     def look(self, what: Callable[[], Json]) -> Json:
         """Return on every rank what `what` gives on rank 0, where alone it is called; a HpcrlError is raised on every rank."""
-        answer: dict[str, Any] = {}
-        if self.first:
-            try:
-                answer = {"value": what()}
-            except HpcrlError as error:
-                answer = {"error": type(error).__name__, "message": str(error)}
-        answer = self._tell(answer)
-        if "error" in answer:
-            raise getattr(errors, answer["error"])(answer["message"])
-        return answer["value"]
+        return _value(self._tell(_answer(what) if self.first else {}))
+
+    def each(self, what: Callable[[], Json]) -> list[Json]:
+        """Return on every rank what `what` gives on each, by rank; a HpcrlError of one rank is raised on every rank.
+
+        `what` must not wait for other ranks: they may have failed.
+        """
+        text = json.dumps(_answer(what)).encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(text)]), group=self.control)
+        longest = max(int(size) for size in sizes)
+        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(texts, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8), group=self.control)
+        return [_value(answer) for answer in [json.loads(found.numpy().tobytes()) for found in texts]]
+
+    def beside(self) -> World:
+        """Return the same ranks with another control group, for a thread that talks while this one does. All ranks call it."""
+        return replace(self, control=_control())
 
     def _tell(self, value: dict[str, Any]) -> dict[str, Any]:
         # JSON and not broadcast_object_list, which would unpickle what comes from a socket
@@ -88,6 +96,25 @@ class World:
         highest = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.control)
         return highest.tolist()
+
+
+def _answer(what: Callable[[], Json]) -> dict[str, Any]:
+    try:
+        return {"value": what()}
+    except HpcrlError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+
+
+def _value(answer: dict[str, Any]) -> Json:
+    if "error" in answer:
+        raise getattr(errors, answer["error"])(answer["message"])
+    return answer["value"]
+
+
+def _control() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _keep_freed_memory() -> None:
@@ -121,8 +148,7 @@ def joined(deterministic: bool = False) -> Iterator[World]:
     else:
         _keep_freed_memory()
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    control = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    assert isinstance(control, dist.ProcessGroup)
+    control = _control()
     yield World(dist.get_rank(), dist.get_world_size(), device, control)
     # gloo's threads must be gone before the interpreter is, or the process may abort after all work is done
     dist.barrier(control)

@@ -20,6 +20,7 @@ from hpcrl.config import AlgorithmConfig, TrainerConfig
 from hpcrl.config.generator import ChatTemplateConfig
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
+from hpcrl.run.checkpoints import Retention
 from hpcrl.run.commit import committed, read_json
 from hpcrl.run.layout import Run, step_of
 from hpcrl.trainer.advantages import estimate_advantages
@@ -208,7 +209,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     """Resume, train up to a step, save where asked, maybe die while saving; publish and export at the end."""
     engine = make_engine(world, options["model"], options)
     run, attempt = Run.open(options["run"]), options["attempt"]
-    checkpoints = Checkpoints(run, attempt, world, keep=options.get("keep", -1), seed=3)
+    checkpoints = Checkpoints(run, attempt, world, keep=Retention(options.get("keep", -1)), seed=3)
     publisher = Publisher(run, attempt, world, torch.float32, max_staleness=0)
     step, carried = checkpoints.resume(engine, None, options.get("mode", "latest"), options.get("path"))
     publisher.resume(engine, step)

@@ -1,0 +1,179 @@
+"""Which checkpoints of a run there are, which one an attempt starts from, and which stay.
+
+Beside the committed ones, checkpoints/ may hold directories that no attempt starts from:
+
+    .tmp-s000040.3           attempt 3 is writing it, or did not finish
+    .trash-s000030.4711      it is being deleted
+    .given-up-s000040.3      attempt 3 started before it; it goes when two newer checkpoints are there
+    .quarantined-s000040.3   two attempts failed while they loaded it; a person looks at it, and deletes it or gives it its name back
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hpcrl.config.trainer import TrainerConfig
+from hpcrl.errors import CommitError
+from hpcrl.run.commit import Fence, committed_by, discard, is_committed, verify
+from hpcrl.run.layout import Run, position_of
+from hpcrl.run.starts import failed_loads, given_up_by, read_starts
+
+NEVER_DELETED = 2  # the newest may turn out to be damaged when it is needed
+_MOST_FAILED_LOADS = 2
+_ASIDE = re.compile(r"\.(given-up|quarantined)-(.+)\.(\d+)")
+_STAGED = re.compile(r"\.tmp-.+\.(\d+)")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay; the newest two always do.
+
+    Attributes:
+        newest: how many of the newest; negative: all.
+        every: those whose step is a multiple of it; 0: none.
+        metric: the one whose step has the best value of it; None: none.
+        mode: whether the highest or the lowest value is the best.
+    """
+
+    newest: int = -1
+    every: int = 0
+    metric: str | None = None
+    mode: Literal["max", "min"] = "max"
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig) -> Retention:
+        return cls(
+            trainer.max_ckpts_to_keep, trainer.ckpt_keep_every, trainer.ckpt_keep_best, trainer.ckpt_keep_best_mode
+        )
+
+    def reasons(self, line: Collection[Path], scores: Mapping[int, float]) -> dict[Path, str]:
+        """Return why each of the checkpoints that stay does.
+
+        Args:
+            line: all committed ones, oldest first.
+            scores: the metric by step.
+        """
+        if self.newest < 0:
+            return dict.fromkeys(line, "all are kept")
+        paths = list(line)
+        newest = max(self.newest, NEVER_DELETED)
+        reasons = dict.fromkeys(paths[-newest:], f"newest {newest}")
+        steps = {position[0]: path for path in paths if (position := position_of(path)) and not position[1]}
+        if self.every:
+            reasons |= {path: f"every {self.every}" for step, path in steps.items() if step % self.every == 0}
+        scored = {step: scores[step] for step in steps if math.isfinite(scores.get(step, math.nan))}
+        if self.metric and scored:
+            sign = 1 if self.mode == "max" else -1
+            best = max(scored, key=lambda step: (sign * scored[step], step))
+            reasons[steps[best]] = f"best {self.metric}: {scored[best]:.4g}"
+        return reasons
+
+
+def line_of(run: Run) -> list[Path]:
+    """Return the committed checkpoints, oldest first, without those that a later attempt gave up."""
+    return [path for path in _named(run) if (by := committed_by(path)) is not None and not given_up_by(run, path, by)]
+
+
+def _named(run: Run) -> list[Path]:
+    children = run.checkpoints.iterdir() if run.checkpoints.is_dir() else []
+    return sorted((path for path in children if position_of(path)), key=lambda path: position_of(path) or (0, 0))
+
+
+def newest_usable(run: Run, attempt: int, say: Say) -> Path | None:
+    """Return the newest checkpoint that is committed and whole, or None.
+
+    One that two attempts failed to load is put into quarantine if another can take its place, unless the last quarantine did not help
+    either: then the checkpoints are hardly what is wrong.
+
+    Args:
+        say: is told about each one that is passed over, and why.
+    """
+    found = _newest_whole(run, None, say)
+    if found is None:
+        return None
+    failed = failed_loads(run, found.name, committed_by(found))
+    if len(failed) < _MOST_FAILED_LOADS or _unhelped(run):
+        return found
+    instead = _newest_whole(run, found, say)
+    if instead is None:
+        return found
+    aside = found.with_name(f".quarantined-{found.name}.{attempt}")
+    os.rename(found, aside)
+    listed = " and ".join(map(str, failed[-_MOST_FAILED_LOADS:]))
+    say(
+        f"attempts {listed} failed while they loaded {found}: it is {aside.name} now, and training goes on from {instead.name}. To use "
+        "it again, give it its name back"
+    )
+    return instead
+
+
+def _newest_whole(run: Run, before: Path | None, say: Say) -> Path | None:
+    for path in reversed(_named(run)):
+        if before is not None and (position_of(path) or ()) >= (position_of(before) or ()):
+            continue
+        by = committed_by(path)
+        if by is not None and (later := given_up_by(run, path, by)):
+            say(f"{path} was committed by attempt {by} beside attempt {later}, which had started before it")
+            continue
+        try:
+            verify(path)
+        except CommitError as error:
+            say(str(error))
+        else:
+            return path
+    return None
+
+
+def _unhelped(run: Run) -> bool:
+    """Return whether no attempt has started since one was put into quarantine."""
+    matches = (_ASIDE.fullmatch(path.name) for path in run.checkpoints.glob(".quarantined-*"))
+    quarantined = max((int(match[3]) for match in matches if match), default=0)
+    started = max((line["attempt"] for line in read_starts(run) if "from" in line), default=0)
+    return quarantined > started
+
+
+def set_aside_after(run: Run, attempt: int, start: Path | None, fence: Fence, say: Say) -> None:
+    """Take out of the way what a start at `start` gave up: later checkpoints are renamed, half-written ones removed.
+
+    What belongs to a newer attempt is left alone.
+    """
+    fence()
+    first = (position_of(start) if start else None) or (0, 0)
+    for path in list(run.checkpoints.iterdir()) if run.checkpoints.is_dir() else []:
+        position, staged = position_of(path), _STAGED.fullmatch(path.name)
+        if path.name.startswith(".trash-") or (staged and int(staged[1]) <= attempt):
+            discard(path, fence)
+        elif position is not None and not is_committed(path):
+            discard(path, fence)
+        elif position is not None and position > first:
+            aside = path.with_name(f".given-up-{path.name}.{attempt}")
+            say(f"training starts again after {start.name if start else 'nothing'}: {path} becomes {aside.name}")
+            os.rename(path, aside)
+
+
+def retire(run: Run, retention: Retention, scores: Mapping[int, float], fence: Fence) -> None:
+    """Delete the committed checkpoints that need not stay, and what was given up once two newer ones are there."""
+    line = line_of(run)
+    if retention.newest >= 0:
+        kept = retention.reasons(line, scores)
+        for path in line:
+            if path not in kept:
+                discard(path, fence)
+    for path in list(run.checkpoints.glob(".given-up-*")):
+        match = _ASIDE.fullmatch(path.name)
+        newer = sum((committed_by(other) or 0) >= int(match[3]) for other in line) if match else 0
+        if newer >= NEVER_DELETED:
+            discard(path, fence)
+
+
+def size_of(manifest: dict[str, Any]) -> int:
+    """Return the bytes of the files that a manifest lists."""
+    return sum(entry["size"] for entry in manifest["files"].values())

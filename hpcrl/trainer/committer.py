@@ -1,0 +1,159 @@
+"""One checkpoint on its way to the disk: every rank writes its part and hashes it, rank 0 commits and retires older ones.
+
+What fails on one rank fails on all of them, so that none waits for another that has given up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hpcrl.errors import CommitError
+from hpcrl.observe.metrics import values_of
+from hpcrl.run.checkpoints import Retention, retire
+from hpcrl.run.commit import abandon, begin, finish, listing, staging
+from hpcrl.run.fault import fault
+from hpcrl.run.fence import require_newest
+from hpcrl.run.layout import Run
+from hpcrl.run.space import explained, failure, require_space
+from hpcrl.trainer.engine import Writer
+from hpcrl.trainer.world import World
+
+log = logging.getLogger(__name__)
+
+_OF_RANK = re.compile(r"(?:__|rng-)(\d+)[_.]")  # as the engine and `rng_file` name what a rank writes
+_ERRNO = re.compile(r"os error (\d+)")
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint consists of.
+
+    Attributes:
+        target: the directory that it becomes.
+        writers: of engines, by folder.
+        random: random states of this rank.
+        facts: for the manifest.
+    """
+
+    target: Path
+    writers: dict[str, Writer]
+    random: dict[str, torch.Tensor]
+    facts: dict[str, Any]
+
+
+class Committer:
+    """Commits checkpoints one after the other. All ranks call it alike, from one thread each.
+
+    Args:
+        world: whose control group nobody else uses at the same time.
+    """
+
+    def __init__(self, run: Run, attempt: int, world: World, retention: Retention) -> None:
+        self._run, self._attempt, self._world, self._retention = run, attempt, world, retention
+        self._size: int | None = None
+
+    def expect(self, size: int) -> None:
+        """Tell how large the last checkpoint was."""
+        self._size = size
+
+    def commit(self, content: Content) -> None:
+        """Write and commit a checkpoint, and delete those that need not stay; returns on every rank once that is done.
+
+        Raises:
+            CommitError: on every rank: it could not be written, and nothing is left of it; or a newer attempt has begun.
+        """
+        world, target = self._world, content.target
+        directory = staging(target, self._attempt)
+        try:
+            world.look(lambda: self._begin(target, list(content.writers)))
+            for folder, write in content.writers.items():
+                with _told(target, self._size):
+                    write(directory / folder, world.control)
+            parts = world.each(lambda: self._own_files(directory, content))
+            world.look(lambda: self._finish(content, {name: entry for part in parts for name, entry in part.items()}))
+        except CommitError:
+            if world.first:
+                abandon(target, self._attempt, self.fence)
+            raise
+        world.look(self._retire)
+
+    def fence(self) -> None:
+        require_newest(self._run, self._attempt)
+
+    def _begin(self, target: Path, folders: list[str]) -> None:
+        self.fence()
+        require_space(target.parent, self._size)
+        with explained(target, self._size):
+            directory = begin(target, self._attempt)
+            for folder in folders:
+                (directory / folder).mkdir(exist_ok=True)
+
+    def _own_files(self, directory: Path, content: Content) -> dict[str, Any]:
+        rank = self._world.rank
+        with explained(content.target, self._size):
+            fault("commit.shard")
+            save_tensors(content.random, rng_file(directory, rank))
+            return listing(directory, lambda path: _writer_of(path) == rank)
+
+    def _finish(self, content: Content, files: dict[str, Any]) -> None:
+        with explained(content.target, self._size):
+            finish(content.target, self._attempt, fence=self.fence, files=files, **content.facts)
+        self._size = sum(entry["size"] for entry in files.values())
+
+    def _retire(self) -> None:
+        fault("commit.retire")
+        try:
+            metric = self._retention.metric
+            retire(self._run, self._retention, values_of(self._run, metric) if metric else {}, self.fence)
+        except OSError as error:
+            log.warning("older checkpoints could not be deleted: %s", error)
+
+
+@contextmanager
+def _told(target: Path, need: int | None) -> Iterator[None]:
+    """Turn what the engine raises on every rank where the disk failed one of them into a CommitError."""
+    try:
+        yield
+    except CheckpointException as error:
+        for cause, _ in error.failures.values():
+            if isinstance(cause, OSError):
+                raise failure(target, cause.strerror or str(cause), cause.errno, need) from error
+            if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):  # says only that writing failed
+                raise failure(target, str(cause).splitlines()[0], None, need) from error
+        raise
+
+
+def _writer_of(path: Path) -> int:
+    match = _OF_RANK.match(path.name)
+    return int(match[1]) if match else 0
+
+
+def rng_file(checkpoint: Path, rank: int) -> Path:
+    return checkpoint / f"rng-{rank}.safetensors"
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        OSError: with the errno that safetensors only puts into words.
+    """
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        number = _ERRNO.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
