@@ -7,14 +7,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hpcrl.config import OptimizerConfig
-from hpcrl.run.commit import begin, finish
+from hpcrl.config import ModelConfig, OptimizerConfig, PolicyConfig, TrainerConfig
+from hpcrl.config.derive import checkpoint_interval
+from hpcrl.run.checkpoints import Retention, retire
+from hpcrl.run.commit import begin, finish, unfenced
 from hpcrl.run.layout import Run, step_of
-from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.schedule import is_due, lr_factor
-from hpcrl.trainer.world import World
 from tests.golden.cases import Case
 
 
@@ -34,7 +32,14 @@ def learning_rate(case: Case) -> dict[str, Any]:
 
 
 def checkpoint_saving(case: Case) -> dict[str, Any]:
-    interval = case.params["save_freq"] if case.params["enable_checkpoint"] else 0
+    given = case.params
+    trainer = TrainerConfig(
+        policy=PolicyConfig(model=ModelConfig(path="unused")),
+        ckpt_interval=given["save_freq"],
+        ckpt_interval_epochs=given["save_freq_in_epoch"] or None,
+    )
+    epoch = given["samples_per_epoch"] // case.inputs["required_rollouts"]
+    interval = checkpoint_interval(trainer, epoch) if given["enable_checkpoint"] else 0
     return {"save": is_due(interval, case.inputs["current_step"], case.inputs["total_steps"])}
 
 
@@ -50,8 +55,7 @@ def cleanup(case: Case) -> dict[str, Any]:
                 begin(run.checkpoint(step), 1)
                 finish(run.checkpoint(step), 1, step=step)
                 names[run.checkpoint(step).name] = name
-        alone = World(rank=0, size=1, device=torch.device("cpu"), control=None)  # nobody to agree with
-        Checkpoints(run, 1, alone, keep=case.params["max_ckpts_to_keep"], seed=0)._retire()
+        retire(run, Retention(case.params["max_ckpts_to_keep"]), {}, unfenced)
         return {"remaining": sorted(names.get(path.name, path.name) for path in run.checkpoints.iterdir())}
 
 
