@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hpcrl
+from hpcrl.cli_checkpoint import add_checkpoint
 from hpcrl.cli_config import add_config
 from hpcrl.errors import HpcrlError
 
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("--follow", action="store_true", help="show progress until the run is over")
     run_command("stacks", "show what every process of a run is doing now")
     run_command("tensorboard", "write RUN/tensorboard anew from RUN/metrics")
+    add_checkpoint(commands)
     add_config(commands)
     return parser
 

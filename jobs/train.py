@@ -15,7 +15,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config, max_seq_len, temperature
 from hpcrl.config.derive import checkpoint_interval
-from hpcrl.run.checkpoints import Retention
 from hpcrl.run.layout import Run
 from hpcrl.run.parent import die_with_parent
 from hpcrl.run.pulse import Pulse
@@ -50,10 +49,7 @@ def main(run_dir: str) -> None:
         link.say("loading model")
         engine = build_policy(trainer, temperature(config), world)
         critic = build_critic(trainer, world)
-        checkpoints = Checkpoints(
-            run, attempt, world, keep=Retention.of(trainer), seed=trainer.seed, mode=trainer.ckpt_mode,
-            on_error=trainer.ckpt_on_error, told=link.committed,
-        )  # fmt: skip
+        checkpoints = Checkpoints.of(trainer, run, attempt, world, link.committed)
         publisher = Publisher(run, attempt, world, dtype, trainer.fully_async.max_staleness_steps)
         step, carried = checkpoints.resume(engine, critic, trainer.resume_mode, trainer.resume_path)
         penalty = KlPenalty(trainer.algorithm, carried)

@@ -263,7 +263,9 @@ def _checkpoints(config: Config) -> Iterator[Problem]:
     if trainer.ckpt_keep_best_mode != "max" and not trainer.ckpt_keep_best:
         yield Problem("trainer.ckpt_keep_best_mode", "has no effect without trainer.ckpt_keep_best")
     if (trainer.ckpt_keep_best or "").startswith("eval/") and trainer.eval_interval <= 0:
-        yield Problem("trainer.ckpt_keep_best", "nothing is evaluated with trainer.eval_interval=0; set that, or another metric")
+        yield Problem(
+            "trainer.ckpt_keep_best", "nothing is evaluated with trainer.eval_interval=0; set that, or another metric"
+        )
     if trainer.resume_mode == "from_path" and trainer.resume_path is None:
         yield Problem("trainer.resume_path", 'required with trainer.resume_mode="from_path": a checkpoint directory')
     if trainer.resume_mode != "from_path" and trainer.resume_path is not None:

@@ -19,9 +19,10 @@ from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.evaluation import is_due, scores
 from hpcrl.controller.history import group_id, group_index, read_history
 from hpcrl.controller.sampling import PromptStream
-from hpcrl.errors import DataError, HpcrlError, RunError
+from hpcrl.errors import CommitError, DataError, HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.run.commit import committed, discard, read_json, write_json
+from hpcrl.run.fence import require_newest
 from hpcrl.run.layout import Run, step_of, version_of
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
 
@@ -293,6 +294,11 @@ class Service:
             replaced = [meta for _, meta in ready if meta.group_id not in trained]
             dropped = {meta.group_id: sampling.worth(meta) for meta in [*self._admission.dropped, *replaced]}
             batch = Batch(step, chosen, self._admission.cursor, dropped)
+            try:
+                require_newest(self._run, self._attempt)
+            except CommitError as error:  # these are the batches of another by now
+                self.failure = error
+                return
             write_json(self._run.batch(step), batch.to_json())
             self._admission.take(indices)
             self._batches[step] = batch

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.errors import CommitError
 from hpcrl.run.commit import Fence, committed_by, discard, is_committed, verify
+from hpcrl.run.fault import fault
 from hpcrl.run.layout import Run, position_of
 from hpcrl.run.starts import failed_loads, given_up_by, read_starts
 
@@ -149,9 +150,11 @@ def set_aside_after(run: Run, attempt: int, start: Path | None, fence: Fence, sa
     first = (position_of(start) if start else None) or (0, 0)
     for path in list(run.checkpoints.iterdir()) if run.checkpoints.is_dir() else []:
         position, staged = position_of(path), _STAGED.fullmatch(path.name)
-        if path.name.startswith(".trash-") or (staged and int(staged[1]) <= attempt):
-            discard(path, fence)
-        elif position is not None and not is_committed(path):
+        if (
+            path.name.startswith(".trash-")
+            or (staged and int(staged[1]) <= attempt)
+            or (position is not None and not is_committed(path))
+        ):
             discard(path, fence)
         elif position is not None and position > first:
             aside = path.with_name(f".given-up-{path.name}.{attempt}")
@@ -161,6 +164,7 @@ def set_aside_after(run: Run, attempt: int, start: Path | None, fence: Fence, sa
 
 def retire(run: Run, retention: Retention, scores: Mapping[int, float], fence: Fence) -> None:
     """Delete the committed checkpoints that need not stay, and what was given up once two newer ones are there."""
+    fault("commit.retire")
     line = line_of(run)
     if retention.newest >= 0:
         kept = retention.reasons(line, scores)

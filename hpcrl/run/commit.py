@@ -9,7 +9,8 @@ was renamed, not through its name, which may be another's by then. What is delet
 objects.
 
 Fault points, each also with the name of the parent directory instead of "commit" (checkpoints.renamed, weights.renamed, ...):
-commit.begin, commit.written, commit.manifest, commit.renamed, commit.synced, commit.committed, commit.trash.
+commit.begin, commit.written, commit.manifest, commit.renamed, commit.synced, commit.committed, commit.trash. Of checkpoints there are also
+commit.shard (a rank writes its part) and commit.retire (older ones are about to go).
 """
 
 from __future__ import annotations

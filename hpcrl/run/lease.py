@@ -58,6 +58,8 @@ class LeaseWriter:
         now = time.time()
         if (state, facts) == self._said and now - self._renewed < RENEW_S:
             return
+        if (written := read_json(self._path)) and written["attempt"] > self._attempt:
+            return  # this process was thought dead, and another has its place
         lease = Lease(self._process, self._attempt, state, facts, socket.gethostname(), os.getpid(), now)
         write_json(self._path, asdict(lease))
         self._said, self._renewed = (state, facts), now

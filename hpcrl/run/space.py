@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +11,7 @@ from pathlib import Path
 
 from hpcrl.errors import CommitError
 
-_FREE_UP = (
-    "make room (`hpcrl checkpoint ls` and `rm`, exports/, dumps/) or lower trainer.max_ckpts_to_keep, then `hpcrl resume`"
-)
+_FREE_UP = "make room (`hpcrl checkpoint ls` and `rm`, exports/, dumps/) or lower trainer.max_ckpts_to_keep, then `hpcrl resume`"
 _REMEDIES = {
     errno.ENOSPC: _FREE_UP,
     errno.EDQUOT: f"this is your quota, which `quota` or the filesystem's own command shows: {_FREE_UP}",
@@ -24,13 +23,10 @@ _REMEDIES = {
 
 def readable(size: float) -> str:
     """Return a number of bytes for people: 1.5 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size /= 1024
-    else:
-        unit = "TiB"
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    if size < 1024:
+        return f"{size:.0f} B"
+    power = min(4, int(math.log(size, 1024)))
+    return f"{size / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
 
 
 def failure(path: Path, why: str, number: int | None = None, need: int | None = None) -> CommitError:

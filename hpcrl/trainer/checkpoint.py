@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from hpcrl.config.trainer import TrainerConfig
 from hpcrl.errors import CommitError, RunError
 from hpcrl.run.checkpoints import NEVER_DELETED, Retention, newest_usable, set_aside_after, size_of
 from hpcrl.run.commit import committed, committed_by, verify
@@ -74,6 +75,14 @@ class Checkpoints:
             log.warning(
                 "trainer.max_ckpts_to_keep = %d: the newest %d are kept all the same", keep.newest, NEVER_DELETED
             )
+
+    @classmethod
+    def of(
+        cls, trainer: TrainerConfig, run: Run, attempt: int, world: World, told: Callable[[int], None]
+    ) -> Checkpoints:
+        """Return those of a run with this configuration."""
+        keep, mode, on_error = Retention.of(trainer), trainer.ckpt_mode, trainer.ckpt_on_error
+        return cls(run, attempt, world, keep=keep, seed=trainer.seed, mode=mode, on_error=on_error, told=told)
 
     def resume(
         self, engine: Engine, critic: Engine | None, mode: str, path: str | None
@@ -285,7 +294,7 @@ class _Flight(threading.Thread):
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             self.error = _attempted(self._committer, self.content)
-        except BaseException as crash:
+        except BaseException as crash:  # noqa: BLE001 - the training thread raises it
             self.crash = crash
         self.seconds = time.monotonic() - began
 

@@ -113,7 +113,6 @@ class Committer:
         self._size = sum(entry["size"] for entry in files.values())
 
     def _retire(self) -> None:
-        fault("commit.retire")
         try:
             metric = self._retention.metric
             retire(self._run, self._retention, values_of(self._run, metric) if metric else {}, self.fence)

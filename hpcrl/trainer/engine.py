@@ -75,6 +75,10 @@ class Engine(Protocol):
         """Load what `save` wrote, on any number of ranks."""
         ...
 
+    def restore_weights(self, directory: Path) -> None:
+        """Load only the model of what `save` wrote."""
+        ...
+
 
 class PolicyEngine(Engine, Protocol):
     """A policy in training, and maybe its frozen reference."""

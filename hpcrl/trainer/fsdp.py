@@ -129,6 +129,11 @@ class FsdpEngine(Generic[Model]):
         )
         self.updates = int(state["updates"])
 
+    def restore_weights(self, directory: Path) -> None:
+        weights = get_model_state_dict(self._model)
+        load({"model": weights}, checkpoint_id=directory, process_group=self._world.control)
+        set_model_state_dict(self._model, weights)
+
     def _states(self) -> dict[str, dict[str, Any]]:
         """Return what is saved, by folder of the checkpoint."""
         return {"": self._state()}

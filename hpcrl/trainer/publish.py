@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from hpcrl.config.generator import ChatTemplateConfig
 from hpcrl.data.chat import load_tokenizer
-from hpcrl.run.commit import committed, committed_directory, discard, is_committed
+from hpcrl.errors import HpcrlError
+from hpcrl.run.commit import committed, committed_by, committed_directory, discard, is_committed
+from hpcrl.run.fence import require_newest
 from hpcrl.run.layout import Run, version_of
+from hpcrl.run.space import explained
+from hpcrl.trainer.committer import save_tensors
 from hpcrl.trainer.engine import PolicyEngine
 from hpcrl.trainer.world import World
 
@@ -37,58 +40,86 @@ class Publisher:
     def resume(self, engine: PolicyEngine, step: int) -> None:
         """Make weights/ fit a training that continues after `step`: version `step` is there, and none above it."""
         self._forget_after(step)
-        if step > 0:  # version 0 is the initial model where it lies
+        # version 0 is the initial model where it lies; what an earlier attempt published of this step is the same
+        if step > 0 and not self._world.look(lambda: is_committed(self._run.weights_of(step))):
             self.publish(engine, step)
 
     def _forget_after(self, step: int) -> None:
-        if self._world.first and self._run.weights.is_dir():
-            for path in list(self._run.weights.iterdir()):
+        def forget() -> None:
+            self._fence()
+            for path in list(self._run.weights.iterdir()) if self._run.weights.is_dir() else []:
                 version = version_of(path)
                 if (version is not None and version > step) or path.name.startswith((".tmp-", ".trash-")):
-                    discard(path)
-        self._world.barrier()
+                    discard(path, self._fence)
+
+        self._world.look(forget)
 
     def publish(self, engine: PolicyEngine, version: int) -> None:
-        """Commit weights/v<version>; one that is committed is being read and stays as it is."""
+        """Commit weights/v<version>; what this attempt has committed is being read and stays as it is.
+
+        Raises:
+            CommitError: on every rank: they could not be written, or a newer attempt has begun.
+        """
         target = self._run.weights_of(version)
-        if self._world.look(lambda: is_committed(target)):
+        if self._world.look(lambda: committed_by(target)) == self._attempt:
             return
         self._write(engine, target, version=version)
-        if self._world.first:
-            for old in committed(self._run.weights, version_of)[: -self._kept_versions]:
-                discard(self._run.weights_of(old))
+        self._world.look(self._retire)
 
-    def export(self, engine: PolicyEngine, step: int, model: str, template: ChatTemplateConfig) -> None:
-        """Commit exports/s<step>, a model directory for transformers and vLLM.
+    def _retire(self) -> None:
+        for old in committed(self._run.weights, version_of)[: -self._kept_versions]:
+            discard(self._run.weights_of(old), self._fence)
+
+    def _fence(self) -> None:
+        require_newest(self._run, self._attempt)
+
+    def export(
+        self, engine: PolicyEngine, step: int, model: str, template: ChatTemplateConfig, target: Path | None = None
+    ) -> Path:
+        """Commit a model directory for transformers and vLLM, and return it; what this attempt has committed stays as it is.
 
         Args:
             model: whose tokenizer it gets.
             template: chat template with which the policy was trained; the tokenizer keeps it.
+            target: the directory; None: exports/s<step>.
 
         Raises:
             ConfigError: as `load_tokenizer`.
+            CommitError: on every rank: it could not be written, or a newer attempt has begun.
         """
 
         def complete(directory: Path) -> None:
             engine.export_config(directory, self._dtype)
             load_tokenizer(model, template).save_pretrained(directory)
 
-        target = self._run.export(step)
-        if not self._world.look(lambda: is_committed(target)):
-            self._write(engine, target, complete, step=step)
+        place = target or self._run.export(step)
+        if self._world.look(lambda: committed_by(place)) != self._attempt:
+            self._write(engine, place, complete, step=step)
+        return place
 
     def _write(
         self, engine: PolicyEngine, target: Path, complete: Callable[[Path], None] = lambda _: None, **facts: int
     ) -> None:
-        pieces = engine.export_weights(self._dtype)
-        if not self._world.first:
-            for _ in pieces:
-                pass
-        else:
-            with committed_directory(target, self._attempt, **facts) as directory:
+        pieces, failure = engine.export_weights(self._dtype), None
+
+        def write() -> None:
+            with explained(target), committed_directory(target, self._attempt, fence=self._fence, **facts) as directory:
                 write_safetensors(directory, pieces, SHARD_BYTES)
                 complete(directory)
-        self._world.barrier()
+
+        if self._world.first:
+            try:
+                write()
+            except HpcrlError as error:
+                failure = error
+        for _ in pieces:  # gathering takes all ranks, also when the first has given up
+            pass
+
+        def conclude() -> None:
+            if failure is not None:
+                raise failure
+
+        self._world.look(conclude)
 
 
 def write_safetensors(directory: Path, pieces: Iterator[dict[str, torch.Tensor]], shard_bytes: int) -> None:
@@ -104,7 +135,7 @@ def write_safetensors(directory: Path, pieces: Iterator[dict[str, torch.Tensor]]
         nonlocal files
         files += 1
         name = f"model-{files:05d}.safetensors"
-        save_file(shard, directory / name, {"format": "pt"})
+        save_tensors(shard, directory / name, {"format": "pt"})
         places.update(dict.fromkeys(shard, name))
         shard.clear()
 

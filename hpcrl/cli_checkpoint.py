@@ -1,0 +1,229 @@
+"""The commands `hpcrl checkpoint …`: list, verify, export and delete what a run has saved."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpcrl.run.layout import Run
+
+_ASIDE = {".tmp-": "half-written", ".trash-": "deleted", ".given-up-": "given up", ".quarantined-": "quarantined"}
+_STEP_HELP = "step, or name that ls shows"
+
+
+def add_checkpoint(commands: argparse._SubParsersAction) -> None:
+    """Add the command `checkpoint` to those of hpcrl."""
+    text = "list, verify, export and delete the checkpoints of a run"
+    checkpoint = commands.add_parser("checkpoint", help=text, description=text[0].upper() + text[1:] + ".")
+    group = checkpoint.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        parser = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        parser.add_argument("--root", type=Path, help="where runs are looked for (default: $HPCRL_ROOT, else ./runs)")
+        parser.add_argument("run", metavar="RUN", help="name, project/name or path")
+        parser.set_defaults(action=globals()[f"_{name}"])
+        return parser
+
+    command("ls", "show each checkpoint, its state and why it is kept")
+    verify = command("verify", "compare files with sizes and checksums; exit code 1 if one is damaged")
+    verify.add_argument("step", metavar="STEP", nargs="?", help=f"{_STEP_HELP} (default: all that are committed)")
+    export = command("export", "write the policy of a checkpoint in Hugging Face format; needs torch")
+    export.add_argument("step", metavar="STEP", nargs="?", help=f"{_STEP_HELP} (default: the newest)")
+    export.add_argument("-o", "--output", type=Path, metavar="DIR", help="default: RUN/exports/sNNNNNN")
+    rm = command("rm", "delete checkpoints")
+    rm.add_argument("steps", metavar="STEP", nargs="+", help=_STEP_HELP)
+    rm.add_argument("--force", action="store_true", help="also the newest two of a run that is over")
+
+
+@dataclass(frozen=True)
+class _Row:
+    path: Path
+    state: str
+    size: int
+    attempt: str
+    why: str
+
+
+def _rows(run: Run) -> list[_Row]:
+    from hpcrl.config import Config
+    from hpcrl.observe.metrics import values_of
+    from hpcrl.run.checkpoints import Retention, line_of
+
+    retention = Retention.of(Config.from_toml([run.config]).trainer)
+    line = line_of(run)
+    reasons = retention.reasons(line, values_of(run, retention.metric) if retention.metric else {})
+    rows = []
+    for path in sorted(run.checkpoints.iterdir()) if run.checkpoints.is_dir() else []:
+        if path.is_dir():
+            state, why = _state(path, line)
+            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            why = why or reasons.get(path, "" if path not in line else "goes with the next one")
+            rows.append(_Row(path, state, size, _attempt(path), why))
+    return rows
+
+
+def _state(path: Path, line: Sequence[Path]) -> tuple[str, str]:
+    """Return a word for the state of a directory, and what is wrong with it."""
+    from hpcrl.errors import CommitError
+    from hpcrl.run.commit import is_committed, verify
+    from hpcrl.run.layout import position_of
+
+    for prefix, word in _ASIDE.items():
+        if path.name.startswith(prefix):
+            return word, ""
+    position = position_of(path)
+    if position is None:
+        return "unknown", "no checkpoint has such a name"
+    if not is_committed(path):
+        return "half-written", ""
+    try:
+        verify(path, checksums=False)
+    except CommitError as error:
+        return "damaged", str(error)
+    if path not in line:
+        return "given up", ""
+    return ("partial" if position[1] else "committed"), ""
+
+
+def _attempt(path: Path) -> str:
+    from hpcrl.run.commit import committed_by
+
+    by = committed_by(path)
+    if by is None and path.name.startswith(".tmp-"):
+        return path.name.rpartition(".")[2]
+    return "-" if by is None else str(by)
+
+
+def _find(run: Run, word: str) -> Path:
+    """Return the directory that a step or a name of a person means.
+
+    Raises:
+        RunError: there is none.
+    """
+    from hpcrl.errors import RunError
+
+    names = [word, f"s{int(word):06d}"] if word.isdecimal() else [word]
+    there = [path for path in run.checkpoints.iterdir() if path.is_dir()] if run.checkpoints.is_dir() else []
+    for path in there:
+        if path.name in names:
+            return path
+    listed = ", ".join(sorted(path.name for path in there)) or "none"
+    raise RunError(f"{run.name} has no checkpoint {word}; there are: {listed}")
+
+
+def _run(arguments: argparse.Namespace) -> Run:
+    from hpcrl.launch.registry import default_root, find_run
+
+    return find_run(arguments.run, arguments.root or default_root())
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    from hpcrl.run.space import readable
+
+    run = _run(arguments)
+    rows = _rows(run)
+    if not rows:
+        print(f"{run.name} has no checkpoints")
+        return 0
+    width = max(len(row.path.name) for row in rows)
+    print(f"{'checkpoint':{width}}  {'state':12}  {'size':>10}  {'age':>7}  {'attempt':>7}  kept because")
+    for row in rows:
+        age = _age(time.time() - row.path.stat().st_mtime)
+        line = (
+            f"{row.path.name:{width}}  {row.state:12}  {readable(row.size):>10}  {age:>7}  {row.attempt:>7}  {row.why}"
+        )
+        print(line.rstrip())
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from hpcrl.errors import CommitError
+    from hpcrl.run.checkpoints import size_of
+    from hpcrl.run.commit import is_committed, verify
+    from hpcrl.run.layout import position_of
+    from hpcrl.run.space import readable
+
+    run = _run(arguments)
+    if arguments.step:
+        paths = [_find(run, arguments.step)]
+    else:
+        there = sorted(run.checkpoints.iterdir()) if run.checkpoints.is_dir() else []
+        paths = [path for path in there if position_of(path) and is_committed(path)]
+    damaged = False
+    for path in paths:
+        try:
+            print(f"{path.name}: ok, {readable(size_of(verify(path)))}")
+        except CommitError as error:
+            damaged = True
+            print(f"{path.name}: damaged: {error}")
+    if not paths:
+        print(f"{run.name} has no committed checkpoints")
+    return int(damaged)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from hpcrl.errors import RunError
+    from hpcrl.run.checkpoints import line_of
+    from hpcrl.run.commit import verify
+    from hpcrl.run.ledger import read_attempts
+
+    run = _run(arguments)
+    line = line_of(run)
+    if not arguments.step and not line:
+        raise RunError(f"{run.name} has no committed checkpoint")
+    checkpoint = _find(run, arguments.step) if arguments.step else line[-1]
+    target = (arguments.output or run.exports / checkpoint.name).absolute()
+    if target.exists():
+        raise RunError(f"{target} exists; move it away, or choose another directory with --output")
+    verify(checkpoint)
+    attempts = read_attempts(run)
+    try:
+        from hpcrl.trainer.export import export_checkpoint
+    except ImportError as error:
+        raise RunError(f"export needs {error.name}: run it where the jobs run") from error
+    export_checkpoint(run, attempts[-1].number if attempts else 1, checkpoint, target)
+    print(target)
+    return 0
+
+
+def _rm(arguments: argparse.Namespace) -> int:
+    from hpcrl.errors import RunError
+    from hpcrl.launch.registry import states_of
+    from hpcrl.run.checkpoints import NEVER_DELETED, line_of
+    from hpcrl.run.commit import discard
+
+    run = _run(arguments)
+    newest = line_of(run)[-NEVER_DELETED:]
+    paths = list(dict.fromkeys(_find(run, word) for word in arguments.steps))
+    needed = [path for path in paths if path in newest]
+    if needed and not arguments.force:
+        raise RunError(
+            f"{_names(needed)}: the run goes on from the newest, and from the one before if that is damaged; --force deletes them all "
+            "the same"
+        )
+    if needed or any(path.name.startswith(".tmp-") for path in paths):
+        state = states_of([run])[0]
+        if not state.over:
+            raise RunError(
+                f"{run.name} is {state.word} and may need {_names(needed or paths)}; `hpcrl cancel` it first"
+            )
+    for path in paths:
+        discard(path)
+        print(f"deleted {path.name}")
+    return 0
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return ", ".join(path.name for path in paths)

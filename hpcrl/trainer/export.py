@@ -1,0 +1,49 @@
+"""A checkpoint as a model that others load, made by one process on the CPU while no training is needed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from hpcrl.config import Config, FSDPConfig, temperature
+from hpcrl.config.trainer import TrainerConfig
+from hpcrl.run.layout import Run, position_of
+from hpcrl.trainer.build import build_policy
+from hpcrl.trainer.publish import Publisher
+from hpcrl.trainer.sharding import DTYPES
+from hpcrl.trainer.world import joined
+
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
+def export_checkpoint(run: Run, attempt: int, checkpoint: Path, target: Path) -> None:
+    """Write the policy of a checkpoint to `target`: weights under Hugging Face names, configuration and tokenizer.
+
+    Raises:
+        DataError: the model that the run started from is gone; its configuration and tokenizer are needed.
+        CommitError: `target` could not be written.
+    """
+    os.environ |= _ALONE | {"CUDA_VISIBLE_DEVICES": ""}
+    config = Config.from_toml([run.config])
+    position = position_of(checkpoint)
+    assert position is not None, checkpoint
+    with joined() as world:
+        engine = build_policy(_alone(config.trainer), temperature(config), world)
+        engine.restore_weights(checkpoint)
+        dtype = DTYPES[config.generator.inference_engine.model_dtype]
+        publisher = Publisher(run, attempt, world, dtype, config.trainer.fully_async.max_staleness_steps)
+        publisher.export(
+            engine, position[0], config.trainer.policy.model.path, config.generator.chat_template, target=target
+        )
+
+
+def _alone(trainer: TrainerConfig) -> TrainerConfig:
+    """Return the section for one process that trains nothing: no reference, and no sharding over ranks that are not there."""
+    policy = trainer.policy
+    sharding = FSDPConfig(mixed_precision=policy.fsdp_config.mixed_precision)
+    return replace(
+        trainer,
+        policy=replace(policy, fsdp_config=sharding, use_torch_compile=False),
+        algorithm=replace(trainer.algorithm, use_kl_loss=False, use_kl_in_reward=False),
+    )
