@@ -176,7 +176,7 @@ def begun(run: Run) -> Run:
 def test_an_older_attempt_does_not_commit(begun: Run, passes: int) -> None:
     """Before the rename, and between the rename and the mark."""
     begin(begun.checkpoint(30), 1)
-    with pytest.raises(CommitError, match="attempt 1 of .* writes no more: attempt 2 has begun on node-2"):
+    with pytest.raises(CommitError, match=r"attempt 1 of .* writes no more: attempt 2 has begun on node-2"):
         finish(begun.checkpoint(30), 1, fence=Zombie(begun, passes))
     assert begun.checkpoint(30).exists() == (passes == 1)
     assert committed_by(begun.checkpoint(30)) is None
@@ -307,7 +307,7 @@ def test_a_filesystem_that_refuses_is_explained(
 def test_too_little_space_is_seen_before_anything_is_written(tmp_path: Path) -> None:
     require_space(tmp_path / "not there yet", 1000)
     require_space(tmp_path, None)
-    with pytest.raises(CommitError, match="too little space .needs about 1024.0 TiB, "):
+    with pytest.raises(CommitError, match=r"too little space \(needs about 1024\.0 TiB, "):
         require_space(tmp_path / "s000010", 1 << 50)
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import TrainerConfig
 from hpcrl.config.validate import build
+from hpcrl.run.checkpoints import Retention
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
 from hpcrl.trainer.advantages import estimate_advantages
@@ -106,7 +107,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     """Resume policy and critic, train the critic up to a step, save where asked."""
     run, trainer = Run.open(options["run"]), section(options["model"], options)
     policy, critic = FsdpPolicy(trainer, 1.0, world), make_critic(world, trainer)
-    checkpoints = Checkpoints(run, options["attempt"], world, keep=-1, seed=3)
+    checkpoints = Checkpoints(run, options["attempt"], world, keep=Retention(), seed=3)
     step, _ = checkpoints.resume(policy, critic if options.get("critic", True) else None, "latest", None)
     told = []
     for at in range(step + 1, options["until"] + 1):

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,8 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     """Resume, train up to a step, save where asked, maybe die while saving; publish and export at the end."""
     engine = make_engine(world, options["model"], options)
     run, attempt = Run.open(options["run"]), options["attempt"]
-    checkpoints = Checkpoints(run, attempt, world, keep=Retention(options.get("keep", -1)), seed=3)
+    mode = options.get("save_mode", "sync")
+    checkpoints = Checkpoints(run, attempt, world, keep=Retention(options.get("keep", -1)), seed=3, mode=mode)
     publisher = Publisher(run, attempt, world, torch.float32, max_staleness=0)
     step, carried = checkpoints.resume(engine, None, options.get("mode", "latest"), options.get("path"))
     publisher.resume(engine, step)
@@ -221,6 +223,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
             engine.__class__ = Dying
         if at in options["saves"]:
             checkpoints.save(engine, None, Batch.from_json(read_json(run.batch(at))), {"trained": float(at)})
+    checkpoints.settle(wait=True)
     show(options["out"], trained, world)
     if world.first:
         Path(options["out"]).with_suffix(".started").write_text(
@@ -323,9 +326,14 @@ SCENARIOS = {
     "deterministic": deterministic,
 }
 
-if __name__ == "__main__":
+
+def main(scenarios: Mapping[str, Callable[[World, dict[str, Any]], None]]) -> None:
     logging.basicConfig(level=logging.INFO)
     todo = json.loads(sys.argv[1])
     with joined(deterministic=todo[0][0] == "deterministic") as world:
         for name, options in todo:
-            SCENARIOS[name](world, options)
+            scenarios[name](world, options)
+
+
+if __name__ == "__main__":
+    main(SCENARIOS)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 
 from hpcrl.errors import CommitError, RunError
 from hpcrl.run.checkpoints import Retention, set_aside_after
@@ -73,6 +74,12 @@ def test_contents_of_a_checkpoint(lives: Path) -> None:
     facts = {name: manifest[name] for name in ("step", "cursor", "world_size", "batch")}
     assert facts == {"step": 4, "cursor": 16, "world_size": 2, "batch": "batches/s000004.json"}
     assert {"rng-0.safetensors", "rng-1.safetensors", ".metadata"} <= set(manifest["files"])
+    assert manifest["carried"] == {"trained": 4.0}
+    saved = FileSystemReader(run.checkpoint(4)).read_metadata().state_dict_metadata
+    assert "updates" in saved, "learning rates follow from it"
+    for parameter in (name for name in saved if name.startswith("model.")):
+        for moment in ("exp_avg", "exp_avg_sq", "step"):
+            assert parameter.replace("model.", "optimizer.state.", 1) + f".{moment}" in saved
 
 
 def test_resumed_is_uninterrupted(lives: Path) -> None:
@@ -146,6 +153,26 @@ def test_copies_and_frozen_parameters_are_saved_and_other_optimizer_settings_hol
     other.restore(run.checkpoint(1))
     for name, parameter in scenarios.parameters(engine).items():
         assert torch.equal(scenarios.parameters(other)[name], parameter.bfloat16()), name
+
+
+def test_other_settings_and_another_number_of_ranks(
+    lives: Path, model_path: Path, tmp_path: Path, alone: World
+) -> None:
+    """Two ranks saved; one goes on, each time with another setting of its strategy, in the background too."""
+    expected = losses(steps(lives, "whole"))[4:6]
+    settings = {
+        "offloaded": {"policy": {"fsdp_config": {"cpu_offload": True}}},
+        "recomputed": {"gradient_checkpointing": True},
+        "unsharded": {"policy": {"fsdp_config": {"reshard_after_forward": False}}, "use_sample_packing": False},
+    }
+    for attempt, (name, trainer) in enumerate(settings.items(), start=2):
+        path = tmp_path / name
+        scenarios.rewind(alone, {"run": str(lives / "whole"), "to": str(path), "steps": [2]})
+        how = {"trainer": trainer, "attempt": attempt, "save_mode": "async"}
+        scenarios.lifetime(alone, life(model_path, path, tmp_path / "a.json", until=3, saves=[3], **how))
+        assert started(tmp_path, "a")["step"] == 2
+        assert losses(steps(tmp_path, "a")) == pytest.approx(expected, abs=1e-6), name
+        assert committed(Run.open(path).checkpoints, step_of) == [2, 3]
 
 
 def test_random_state_is_restored_or_derived(lives: Path, model_path: Path, tmp_path: Path, alone: World) -> None:

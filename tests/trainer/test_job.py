@@ -203,6 +203,10 @@ def test_what_is_left(run: Run) -> None:
     assert committed(run.checkpoints, step_of) == [2, STEPS]
     assert committed(run.weights, version_of) == [STEPS - 1, STEPS]
     assert is_committed(run.export(STEPS))
+    saved = verify(run.checkpoint(STEPS))
+    assert set(saved["carried"]) == {"kl_coef", "kl_coef_start"}
+    assert saved["cursor"] == STEPS * SCHEDULE.batch_size
+    assert "reference/.metadata" in saved["files"], "a reference that has moved"
 
 
 def test_a_step_done_again_is_the_same(run: Run) -> None:
