@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,7 @@ class _Row:
     path: Path
     state: str
     size: int
+    age: float
     attempt: str
     why: str
 
@@ -59,11 +61,14 @@ def _rows(run: Run) -> list[_Row]:
     reasons = retention.reasons(line, values_of(run, retention.metric) if retention.metric else {})
     rows = []
     for path in sorted(run.checkpoints.iterdir()) if run.checkpoints.is_dir() else []:
-        if path.is_dir():
+        if not path.is_dir():
+            continue
+        with suppress(FileNotFoundError):  # the run deletes one meanwhile
+            age = time.time() - path.stat().st_mtime
             state, why = _state(path, line)
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
             why = why or reasons.get(path, "" if path not in line else "goes with the next one")
-            rows.append(_Row(path, state, size, _attempt(path), why))
+            rows.append(_Row(path, state, size, age, _attempt(path), why))
     return rows
 
 
@@ -140,11 +145,8 @@ def _ls(arguments: argparse.Namespace) -> int:
     width = max(len(row.path.name) for row in rows)
     print(f"{'checkpoint':{width}}  {'state':12}  {'size':>10}  {'age':>7}  {'attempt':>7}  kept because")
     for row in rows:
-        age = _age(time.time() - row.path.stat().st_mtime)
-        line = (
-            f"{row.path.name:{width}}  {row.state:12}  {readable(row.size):>10}  {age:>7}  {row.attempt:>7}  {row.why}"
-        )
-        print(line.rstrip())
+        size, age = readable(row.size), _age(row.age)
+        print(f"{row.path.name:{width}}  {row.state:12}  {size:>10}  {age:>7}  {row.attempt:>7}  {row.why}".rstrip())
     return 0
 
 

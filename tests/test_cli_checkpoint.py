@@ -72,12 +72,12 @@ def test_ls(run: Run, capsys: Output) -> None:
     assert header == ["checkpoint", "state size age attempt kept because"]
     found = {name: re.sub(r"B \d+ s ", "B 0 s ", rest) for name, rest in rows}
     assert found == {
-        ".given-up-s000040.2": "given up 2.3 KiB 0 s 1",
-        ".quarantined-s000010.2": "quarantined 2.3 KiB 0 s 1",
+        ".given-up-s000040.2": "given up 2.2 KiB 0 s 1",
+        ".quarantined-s000010.2": "quarantined 2.2 KiB 0 s 1",
         ".tmp-s000060.2": "half-written 0 B 0 s 2",
-        "s000020": "committed 2.3 KiB 0 s 1 best reward: 1.5",
-        "s000030": f"damaged 2.3 KiB 0 s 1 {run.checkpoint(30)}/model: expected 2048 bytes, found 2047",
-        "s000050": "committed 2.3 KiB 0 s 1 newest 2",
+        "s000020": "committed 2.2 KiB 0 s 1 best reward: 1.5",
+        "s000030": f"damaged 2.2 KiB 0 s 1 {run.checkpoint(30)}/model: expected 2048 bytes, found 2047",
+        "s000050": "committed 2.2 KiB 0 s 1 newest 2",
         "s000050u3": found["s000050u3"],
         "s000070": "half-written 0 B 0 s -",
     }
