@@ -203,23 +203,23 @@ def _export(arguments: argparse.Namespace) -> int:
 def _rm(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import RunError
     from hpcrl.launch.registry import states_of
-    from hpcrl.run.checkpoints import NEVER_DELETED, line_of
+    from hpcrl.run.checkpoints import line_of, needed
     from hpcrl.run.commit import discard
 
     run = _run(arguments)
-    newest = line_of(run)[-NEVER_DELETED:]
+    newest = needed(line_of(run))
     paths = list(dict.fromkeys(_find(run, word) for word in arguments.steps))
-    needed = [path for path in paths if path in newest]
-    if needed and not arguments.force:
+    wanted = [path for path in paths if path in newest]
+    if wanted and not arguments.force:
         raise RunError(
-            f"{_names(needed)}: the run goes on from the newest, and from the one before if that is damaged; --force deletes them all "
+            f"{_names(wanted)}: the run goes on from the newest, and from the one before if that is damaged; --force deletes them all "
             "the same"
         )
-    if needed or any(path.name.startswith(".tmp-") for path in paths):
+    if wanted or any(path.name.startswith(".tmp-") for path in paths):
         state = states_of([run])[0]
         if not state.over:
             raise RunError(
-                f"{run.name} is {state.word} and may need {_names(needed or paths)}; `hpcrl cancel` it first"
+                f"{run.name} is {state.word} and may need {_names(wanted or paths)}; `hpcrl cancel` it first"
             )
     for path in paths:
         discard(path)

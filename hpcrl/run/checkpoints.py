@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay; the newest two always do.
+    """Which checkpoints stay; the newest two always do. One inside a step goes with the next one after a step.
 
     Attributes:
         newest: how many of the newest; negative: all.
@@ -55,7 +55,7 @@ class Retention:
             trainer.max_ckpts_to_keep, trainer.ckpt_keep_every, trainer.ckpt_keep_best, trainer.ckpt_keep_best_mode
         )
 
-    def reasons(self, line: Collection[Path], scores: Mapping[int, float]) -> dict[Path, str]:
+    def reasons(self, line: Sequence[Path], scores: Mapping[int, float]) -> dict[Path, str]:
         """Return why each of the checkpoints that stay does.
 
         Args:
@@ -63,11 +63,10 @@ class Retention:
             scores: the metric by step.
         """
         if self.newest < 0:
-            return dict.fromkeys(line, "all are kept")
-        paths = list(line)
+            return dict.fromkeys(needed(line, len(line)), "all are kept")
         newest = max(self.newest, NEVER_DELETED)
-        reasons = dict.fromkeys(paths[-newest:], f"newest {newest}")
-        steps = {position[0]: path for path in paths if (position := position_of(path)) and not position[1]}
+        reasons = dict.fromkeys(needed(line, newest), f"newest {newest}")
+        steps = {position[0]: path for path in line if (position := position_of(path)) and not position[1]}
         if self.every:
             reasons |= {path: f"every {self.every}" for step, path in steps.items() if step % self.every == 0}
         scored = {step: scores[step] for step in steps if math.isfinite(scores.get(step, math.nan))}
@@ -76,6 +75,12 @@ class Retention:
             best = max(scored, key=lambda step: (sign * scored[step], step))
             reasons[steps[best]] = f"best {self.metric}: {scored[best]:.4g}"
         return reasons
+
+
+def needed(line: Sequence[Path], newest: int = NEVER_DELETED) -> list[Path]:
+    """Return the newest of the checkpoints after a whole step, and one inside the step after them."""
+    whole = [path for path in line if (position_of(path) or (0, 0))[1] == 0]
+    return [path for path in line if path in whole[-newest:] or not whole or line.index(path) > line.index(whole[-1])]
 
 
 def line_of(run: Run) -> list[Path]:
@@ -88,7 +93,9 @@ def _named(run: Run) -> list[Path]:
     return sorted((path for path in children if position_of(path)), key=lambda path: position_of(path) or (0, 0))
 
 
-def newest_usable(run: Run, attempt: int, say: Say) -> Path | None:
+def newest_usable(
+    run: Run, attempt: int, say: Say, unfit: Callable[[Path], str | None] = lambda _: None
+) -> Path | None:
     """Return the newest checkpoint that is committed and whole, or None.
 
     One that two attempts failed to load is put into quarantine if another can take its place, unless the last quarantine did not help
@@ -96,14 +103,15 @@ def newest_usable(run: Run, attempt: int, say: Say) -> Path | None:
 
     Args:
         say: is told about each one that is passed over, and why.
+        unfit: tells why training cannot go on from one, though it is whole; None: it can.
     """
-    found = _newest_whole(run, None, say)
+    found = _newest_whole(run, None, say, unfit)
     if found is None:
         return None
     failed = failed_loads(run, found.name, committed_by(found))
     if len(failed) < _MOST_FAILED_LOADS or _unhelped(run):
         return found
-    instead = _newest_whole(run, found, say)
+    instead = _newest_whole(run, found, say, unfit)
     if instead is None:
         return found
     aside = found.with_name(f".quarantined-{found.name}.{attempt}")
@@ -116,7 +124,7 @@ def newest_usable(run: Run, attempt: int, say: Say) -> Path | None:
     return instead
 
 
-def _newest_whole(run: Run, before: Path | None, say: Say) -> Path | None:
+def _newest_whole(run: Run, before: Path | None, say: Say, unfit: Callable[[Path], str | None]) -> Path | None:
     for path in reversed(_named(run)):
         if before is not None and (position_of(path) or ()) >= (position_of(before) or ()):
             continue
@@ -128,8 +136,10 @@ def _newest_whole(run: Run, before: Path | None, say: Say) -> Path | None:
             verify(path)
         except CommitError as error:
             say(str(error))
-        else:
+            continue
+        if (why := unfit(path)) is None:
             return path
+        say(f"{path} does not fit: {why}")
     return None
 
 
@@ -166,11 +176,10 @@ def retire(run: Run, retention: Retention, scores: Mapping[int, float], fence: F
     """Delete the committed checkpoints that need not stay, and what was given up once two newer ones are there."""
     fault("commit.retire")
     line = line_of(run)
-    if retention.newest >= 0:
-        kept = retention.reasons(line, scores)
-        for path in line:
-            if path not in kept:
-                discard(path, fence)
+    kept = retention.reasons(line, scores)
+    for path in line:
+        if path not in kept:
+            discard(path, fence)
     for path in list(run.checkpoints.glob(".given-up-*")):
         match = _ASIDE.fullmatch(path.name)
         newer = sum((committed_by(other) or 0) >= int(match[3]) for other in line) if match else 0

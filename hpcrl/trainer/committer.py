@@ -32,7 +32,7 @@ from hpcrl.trainer.world import World
 
 log = logging.getLogger(__name__)
 
-_OF_RANK = re.compile(r"(?:__|rng-)(\d+)[_.]")  # as the engine and `rng_file` name what a rank writes
+_OF_RANK = re.compile(r"(?:__|[a-z]+-)(\d+)[_.-]")  # as the engine names what a rank writes, and as rng-1.safetensors
 _ERRNO = re.compile(r"os error (\d+)")
 
 
