@@ -153,6 +153,27 @@ SKYRL = [
         {"trainer.max_ckpts_to_keep": -1},
     ),
     Case(
+        "where all checkpoints are kept, some more cannot be",
+        {"trainer.ckpt_keep_every": 100}, "trainer.ckpt_keep_every", "set trainer.max_ckpts_to_keep",
+        {"trainer.ckpt_keep_every": 100, "trainer.max_ckpts_to_keep": 3},
+    ),
+    Case(
+        "where all checkpoints are kept, the best one is",
+        {"trainer.ckpt_keep_best": "reward"}, "trainer.ckpt_keep_best", "set trainer.max_ckpts_to_keep",
+        {"trainer.ckpt_keep_best": "reward", "trainer.max_ckpts_to_keep": 3},
+    ),
+    Case(
+        "the best checkpoint has a score",
+        {"trainer.ckpt_keep_best": "eval/all/avg_score", "trainer.max_ckpts_to_keep": 3, "trainer.eval_interval": 0},
+        "trainer.ckpt_keep_best", "nothing is evaluated with trainer.eval_interval=0",
+        {"trainer.ckpt_keep_best": "eval/all/avg_score", "trainer.max_ckpts_to_keep": 3, "trainer.eval_interval": 5},
+    ),
+    Case(
+        "which value is the best is asked of a metric",
+        {"trainer.ckpt_keep_best_mode": "min"}, "trainer.ckpt_keep_best_mode", "no effect without trainer.ckpt_keep_best",
+        {"trainer.ckpt_keep_best_mode": "min", "trainer.ckpt_keep_best": "loss", "trainer.max_ckpts_to_keep": 3},
+    ),
+    Case(
         "the advantage estimator is known",
         {f"{ALGORITHM}.advantage_estimator": "grop"}, f"{ALGORITHM}.advantage_estimator", "did you mean grpo?",
         {f"{ALGORITHM}.advantage_estimator": "mine.advantages:better"},
