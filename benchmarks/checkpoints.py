@@ -75,13 +75,14 @@ def measure(world: World, millions: float, repetitions: int, place: Path) -> Non
     print(f"{millions:.0f} million parameters, {readable(size)} per checkpoint, {torch.get_num_threads()} threads")
     for mode, values in waits.items():
         print(f"{mode:6} training waits {median(values):.3f} s, {min(values):.3f} to {max(values):.3f}")
-    print(f"async  written behind in {median(behind):.3f} s; work of the 2 s after the save: {_share(products):.0%} of sync's")
+    print(
+        f"async  written behind in {median(behind):.3f} s; work of the 2 s after the save: {_share(products):.0%} of sync's"
+    )
 
 
 def _checkpoints(world: World, place: Path, mode: str) -> Checkpoints:
     place.mkdir()
-    kept = Checkpoints(Run(place), 1, world, keep=Retention(2), seed=0, mode="async" if mode == "async" else "sync")
-    return kept
+    return Checkpoints(Run(place), 1, world, keep=Retention(2), seed=0, mode="async" if mode == "async" else "sync")
 
 
 def _share(products: dict[str, list[int]]) -> float:

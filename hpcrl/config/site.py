@@ -85,7 +85,7 @@ def sbatch_options(config: Config) -> Iterator[Problem]:
 
 def time_to_save(config: Config) -> Iterator[Problem]:
     signal, limit = config.slurm.signal_seconds, 60 * config.slurm.time_minutes
-    if 2 * signal > limit:
+    if 300 <= limit < 2 * signal:
         yield Problem(
             "slurm.signal_seconds",
             f"expected at most half of slurm.time_minutes ({limit // 2} s), found {signal}: a run would be told to leave before it has "

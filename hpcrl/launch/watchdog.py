@@ -13,10 +13,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from hpcrl.config.slurm import PatienceConfig
-from hpcrl.run.call import ENDPOINT
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
-from hpcrl.run.lease import LeaseWriter, read_leases
+from hpcrl.run.lease import CONTROLLER, LeaseWriter, read_leases
 from hpcrl.run.pulse import Beat, read_pulses
 
 _LONGEST_PAUSE_S = 2.0
@@ -133,7 +132,7 @@ class Neighbours:
         return None
 
     def _unreachable(self, now: float) -> str | None:
-        lease = read_json(self._run.lease(ENDPOINT))
+        lease = read_json(self._run.lease(CONTROLLER))
         url = lease["facts"].get("url") if lease and lease["attempt"] == self._attempt else None
         if lease is None or url is None or lease["state"] == "finished":
             return None

@@ -29,8 +29,8 @@ import httpx
 from hpcrl.errors import RunError
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
+from hpcrl.run.lease import CONTROLLER
 
-ENDPOINT = "controller"
 _RETRY_S = 0.5
 
 
@@ -72,7 +72,7 @@ class Controller:
         self._http = httpx.Client(headers=headers(read_token(run), run.name, attempt), timeout=60.0, trust_env=False)
 
     def _lease(self) -> dict[str, Any] | None:
-        lease = read_json(self._run.lease(ENDPOINT))
+        lease = read_json(self._run.lease(CONTROLLER))
         return lease if lease and lease["attempt"] == self._attempt else None
 
     def call(self, route: str, **payload: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from hpcrl.run.commit import read_json, write_json
 from hpcrl.run.layout import Run
 from hpcrl.run.pulse import Pulse
 
+CONTROLLER = "controller"
 RENEW_S = 5.0
 _LEFT = ("finished", "stopped")
 

@@ -73,7 +73,7 @@ def test_files_merge_from_left_to_right_and_overrides_come_last(experiment: Path
         ('slurm.setup=["a=1", "b"]', "slurm", "setup", ["a=1", "b"]),
         ("slurm.extra={nice = 1}", "slurm", "extra", {"nice": 1}),
         ('slurm.extra."a.b".c=1', "slurm", "extra", {"a.b": {"c": 1}}),
-        ("slurm.extra.no-kill=true", "slurm", "extra", {"no-kill": True}),
+        ("slurm.extra.spread-job=true", "slurm", "extra", {"spread-job": True}),
         ("trainer.run_name=", "trainer", "run_name", None),
         ('environment.env_class=""', "environment", "env_class", ""),
     ],
@@ -160,7 +160,7 @@ CHOSEN = {
     "trainer.policy.optimizer_config.adam_betas": [0.1, 1e-12],
     "generator.inference_engine.engine_init_kwargs": {"a-b": [1, 2.5, "x"], "nested": {"t": True, "é.f": "", "": [{}]}},
     "slurm.setup": ['echo "quoted" \\ back', "two\nlines\t\r\n", "ünïcode"],
-    "slurm.extra": {"no-kill": True, "comment": ""},
+    "slurm.extra": {"spread-job": True, "comment": ""},
     "trainer.policy.trainable_map": {"model.layers.0": False},
 }
 
