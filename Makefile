@@ -35,6 +35,6 @@ $(VENV)/installed: $(LOCK) pyproject.toml
 	touch $@
 
 slurm:
-	@command -v slurmctld > /dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge iproute2 > /dev/null; \
+	@{ command -v slurmctld && command -v slurmdbd && command -v mariadbd; } > /dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge iproute2 slurmdbd mariadb-server > /dev/null; \
 	else echo "no Slurm here and no way to install it: the tests that need it will be skipped"; fi

@@ -1,17 +1,22 @@
 """The inside of a devcluster: its configuration files, PID 1 of the cluster and PID 1 of a node.
 
 slurm/devcluster calls `write_files` outside, then starts this file as `_cluster DIR NODES` in new namespaces; that process
-starts it as `_node NAME ADDRESS` in newer ones, once per node.
+starts it as `_node NAME ADDRESS` in newer ones, once per node. `ask` outside tells it to stop and start daemons and nodes.
 """
 
 import os
 import select
 import shutil
+import signal
 import socket
 import stat
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import devcluster_accounting as accounting
 
 SCRIPT = Path(__file__).resolve()
 NETWORK = "10.77.0"  # every cluster may use the same one: each has its own network namespace
@@ -32,7 +37,7 @@ TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
 MailProg=/bin/true
-AccountingStorageType=accounting_storage/none
+{accounting}
 JobCompType=jobcomp/none
 SlurmctldPidFile={live}/slurmctld.pid
 SlurmdPidFile={live}/slurmd.%n.pid
@@ -62,7 +67,7 @@ PartitionName=high Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 
-def write_files(directory: Path, nodes: int) -> None:
+def write_files(directory: Path, nodes: int, with_accounting: bool = False, extra: Sequence[str] = ()) -> None:
     """Lay out DIR/live (what a running cluster needs, removed at its end) and DIR/log (kept until the next `up`)."""
     live, log = directory / "live", directory / "log"
     for folder in (live, log):
@@ -70,8 +75,11 @@ def write_files(directory: Path, nodes: int) -> None:
     spool = [live / f"spool/n{i}" for i in range(1, nodes + 1)]
     for folder in (live / "etc", live / "dev", live / "state", log, *spool):
         folder.mkdir(parents=True)
-    conf = SLURM_CONF.format(network=NETWORK, live=live, log=log, nodes=nodes, gpus=GPUS)
-    (live / "etc/slurm.conf").write_text(conf)
+    storage = accounting.SLURM_CONF if with_accounting else accounting.NONE
+    conf = SLURM_CONF.format(network=NETWORK, live=live, log=log, nodes=nodes, gpus=GPUS, accounting=storage)
+    (live / "etc/slurm.conf").write_text(with_lines(conf, extra))
+    if with_accounting:
+        accounting.write_files(live, log)
     (live / "etc/cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     # Slurm hands out numbered device files, so each pretended GPU is another /dev/null.
     (live / "etc/gres.conf").write_text(f"Name=gpu File={live}/dev/gpu[0-{GPUS - 1}]\n")
@@ -83,26 +91,142 @@ def write_files(directory: Path, nodes: int) -> None:
     (live / "resolv.conf").write_text("# no name server: the cluster is an island\n")
 
 
-def cluster_main(directory: Path, count: int) -> int:
-    """PID 1 of the cluster: lay the network, start the daemons, then reap and watch."""
-    live = directory / "live"
-    for source, target in (("etc", "/etc/slurm"), ("hosts", "/etc/hosts"), ("resolv.conf", "/etc/resolv.conf")):
-        if Path(target).exists():
-            do(f"mount --bind {live}/{source} {target}")
-    hide_cgroups()
-    socket.sethostname("ctl")
-    do("ip link set lo up", "ip link add br0 type bridge", f"ip addr add {NETWORK}.1/24 dev br0", "ip link set br0 up")
-    # With a way out that answers "unreachable", nodes have a default route as real ones do, and nothing hangs.
-    Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
-    do("ip route add unreachable default")
-    with (directory / "log/slurmctld.err").open("w") as err:
-        controller = subprocess.Popen(["slurmctld", "-D"], stdin=subprocess.DEVNULL, stdout=err, stderr=err)
-    daemons = {controller.pid: "slurmctld"}
-    nodes = [start_node(directory, number) for number in range(1, count + 1)]
-    for number, node in enumerate(nodes, 1):
-        daemons[node.pid] = f"n{number}"
-        connect(f"n{number}", node)
-    return watch(daemons)
+def with_lines(conf: str, extra: Sequence[str]) -> str:
+    """Return slurm.conf with these lines, each in the place of the one about the same thing."""
+    lines = conf.splitlines()
+    for line in extra:
+        about = subject(line)
+        lines = [old for old in lines if subject(old) != about] + [line]
+    return "\n".join(lines) + "\n"
+
+
+def subject(line: str) -> str:
+    """Return what a line of slurm.conf is about: KEY, or partition or node with its name."""
+    first = line.split()[0]
+    return first if first.startswith(("PartitionName=", "NodeName=")) else first.partition("=")[0]
+
+
+class Cluster:
+    """PID 1 of the cluster: it lays the network, starts daemons and nodes, then reaps, watches and does what it is told."""
+
+    def __init__(self, directory: Path, nodes: int) -> None:
+        self._live, self._log = directory / "live", directory / "log"
+        self._content = False
+        self._running: dict[int, str] = {}
+        self._starters: dict[str, Callable[[], subprocess.Popen[bytes]]] = {}
+        if accounting.wanted(self._live):
+            self._starters["mariadbd"] = lambda: accounting.start_database(self._live, self._log)
+            self._starters["slurmdbd"] = lambda: accounting.start_slurmdbd(self._live, self._log)
+        self._starters["slurmctld"] = self._slurmctld
+        for number in range(1, nodes + 1):
+            self._starters[f"n{number}"] = lambda number=number: start_node(self._log, number)
+
+    def _slurmctld(self) -> subprocess.Popen[bytes]:
+        with (self._log / "slurmctld.err").open("a") as err:
+            return subprocess.Popen(["slurmctld", "-D"], stdin=subprocess.DEVNULL, stdout=err, stderr=err)
+
+    def main(self) -> int:
+        for source, target in (("etc", "/etc/slurm"), ("hosts", "/etc/hosts"), ("resolv.conf", "/etc/resolv.conf")):
+            if Path(target).exists():
+                do(f"mount --bind {self._live}/{source} {target}")
+        hide_cgroups()
+        socket.sethostname("ctl")
+        do("ip link set lo up", "ip link add br0 type bridge")
+        do(f"ip addr add {NETWORK}.1/24 dev br0", "ip link set br0 up")
+        # With a way out that answers "unreachable", nodes have a default route as real ones do, and nothing hangs.
+        Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+        do("ip route add unreachable default")
+        for name in self._starters:
+            self._start(name)
+            accounting.wait_for(name, self._live, lambda: self._look(0.05))
+        with socket.socket(socket.AF_UNIX) as door:
+            door.bind(str(self._live / "control"))
+            door.listen()
+            while not self._content:
+                self._look(0.05)
+            self._serve(door)
+        return 1
+
+    def _look(self, wait_s: float) -> None:
+        """Wait a little; end all if a daemon or a node is lost, or `up` is, which says when it is content."""
+        time.sleep(wait_s)
+        for name, code in self._reap():
+            print(f"{name} ended with exit code {code}", flush=True)
+            sys.exit(1)
+        if not self._content and select.select([0], [], [], 0)[0]:
+            self._content = bool(os.read(0, 4))
+            if not self._content:
+                sys.exit(1)
+
+    def _reap(self) -> list[tuple[str, int]]:
+        """Reap all the dead, orphans too; return those of them that were started by name."""
+        ended = []
+        while True:
+            try:
+                pid, how = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return ended
+            if pid == 0:
+                return ended
+            if name := self._running.pop(pid, None):
+                ended.append((name, os.waitstatus_to_exitcode(how)))
+
+    def _serve(self, door: socket.socket) -> None:
+        """Reap for ever, and stop and start what `ask` names; return if slurmctld is lost."""
+        while True:
+            for name, code in self._reap():
+                print(f"{name} ended with exit code {code}", flush=True)
+                if name == "slurmctld":
+                    return
+            if select.select([door], [], [], 0.1)[0]:
+                caller, _ = door.accept()
+                with caller:
+                    verb, _, name = caller.recv(200).decode().partition(" ")
+                    caller.sendall(self._do(verb, name).encode())
+
+    def _do(self, verb: str, name: str) -> str:
+        """Return "ok", or what is wrong."""
+        if name not in self._starters:
+            return f"there is no {name}; expected one of: {', '.join(self._starters)}"
+        runs = name in self._running.values()
+        if runs == (verb == "start"):
+            return f"{name} {'runs already' if runs else 'does not run'}"
+        if verb == "start":
+            self._start(name)
+        else:
+            self._stop(name)
+        return "ok"
+
+    def _start(self, name: str) -> None:
+        process = self._starters[name]()
+        self._running[process.pid] = name
+        if name[1:].isdigit():
+            connect(name, process)
+
+    def _stop(self, name: str) -> None:
+        """End a daemon in order, or switch a node off."""
+        pid = next(pid for pid, other in self._running.items() if other == name)
+        del self._running[pid]
+        if name[1:].isdigit():
+            first = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
+            # That is PID 1 of the node; the process above it, which we started, waits for the end of all of them.
+            os.kill(int(first), signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 15
+        while os.waitpid(pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+def ask(directory: Path, verb: str, name: str) -> str:
+    """Tell the cluster of DIR to stop or start NAME; return "ok", or what is wrong."""
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(60)
+        caller.connect(str(directory / "live/control"))
+        caller.sendall(f"{verb} {name}".encode())
+        return caller.recv(1000).decode()
 
 
 def do(*commands: str) -> None:
@@ -116,9 +240,9 @@ def hide_cgroups() -> None:
         do("mount -t tmpfs tmpfs /sys/fs/cgroup")
 
 
-def start_node(directory: Path, number: int) -> subprocess.Popen[bytes]:
+def start_node(log: Path, number: int) -> subprocess.Popen[bytes]:
     own = [sys.executable, "-B", str(SCRIPT), "_node", f"n{number}", f"{NETWORK}.{10 + number}"]
-    with (directory / f"log/n{number}.err").open("w") as err:
+    with (log / f"n{number}.err").open("a") as err:
         return subprocess.Popen([*UNSHARE, *own], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err)
 
 
@@ -126,24 +250,13 @@ def connect(name: str, node: subprocess.Popen[bytes]) -> None:
     assert node.stdin
     assert node.stdout
     node.stdout.readline()  # from here on it has its own network namespace
+    # The link of a node that was switched off a moment ago goes when the kernel has tidied its namespace.
+    deadline = time.monotonic() + 10
+    while name in (link for _, link in socket.if_nameindex()) and time.monotonic() < deadline:
+        time.sleep(0.02)
     do(f"ip link add {name} type veth peer name eth0 netns {node.pid}", f"ip link set {name} master br0 up")
     node.stdin.write(b"go\n")
     node.stdin.close()
-
-
-def watch(daemons: dict[int, str]) -> int:
-    """Reap orphans for ever. Until `up` is content any loss ends the cluster, later only that of slurmctld."""
-    content = False
-    while True:
-        if not content and select.select([0], [], [], 0.05)[0]:
-            if not os.read(0, 4):
-                return 1
-            content = True
-        pid, how = os.waitpid(-1, 0 if content else os.WNOHANG)
-        if name := daemons.pop(pid, None):
-            print(f"{name} ended with exit code {os.waitstatus_to_exitcode(how)}", flush=True)
-            if name == "slurmctld" or not content:
-                return 1
 
 
 def node_main(name: str, address: str) -> int:
@@ -162,4 +275,4 @@ def node_main(name: str, address: str) -> int:
 
 if __name__ == "__main__":
     verb, arguments = sys.argv[1], sys.argv[2:]
-    sys.exit(node_main(*arguments) if verb == "_node" else cluster_main(Path(arguments[0]), int(arguments[1])))
+    sys.exit(node_main(*arguments) if verb == "_node" else Cluster(Path(arguments[0]), int(arguments[1])).main())

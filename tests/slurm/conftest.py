@@ -34,8 +34,21 @@ class DevCluster:
         assert done.returncode == 0, f"{cmd}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout.strip()
 
-    def up(self, nodes: int = 4, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        return call(self.argv("up", "--nodes", str(nodes)), 90, None, env)
+    def up(
+        self, nodes: int = 4, env: Mapping[str, str] | None = None, options: Sequence[str] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        return call(self.argv("up", "--nodes", str(nodes), *options), 90, None, env)
+
+    def stop(self, name: str) -> None:
+        """End a daemon, or switch a node off."""
+        self._tell("stop", name)
+
+    def start(self, name: str) -> None:
+        self._tell("start", name)
+
+    def _tell(self, verb: str, name: str) -> None:
+        done = call(self.argv(verb, name), 90, None, None)
+        assert done.returncode == 0, done.stderr
 
     def down(self) -> subprocess.CompletedProcess[str]:
         return call(self.argv("down"), 60, None, None)
@@ -56,26 +69,38 @@ def call(
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
-def why_not() -> str | None:
+def why_not(programs: Sequence[str], packages: str) -> str | None:
     if os.geteuid() != 0:
         return "a devcluster needs root"
     path = os.environ["PATH"] + ":/usr/sbin"
-    missing = [name for name in ("slurmctld", "slurmd", "srun") if shutil.which(name, path=path) is None]
-    return f"{', '.join(missing)} not installed (apt-get install slurm-wlm)" if missing else None
+    missing = [name for name in programs if shutil.which(name, path=path) is None]
+    return f"{', '.join(missing)} not installed (apt-get install {packages})" if missing else None
 
 
 @pytest.fixture(scope="session")
 def needs_slurm() -> None:
-    if reason := why_not():
+    if reason := why_not(("slurmctld", "slurmd", "srun"), "slurm-wlm"):
         pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
 def cluster(needs_slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:  # noqa: ARG001
     """Four idle nodes, shared by the tests of a session: leave no job behind."""
-    cluster = DevCluster(tmp_path_factory.mktemp("slurm"))
+    yield from lent(tmp_path_factory.mktemp("slurm"), 4)
+
+
+@pytest.fixture(scope="session")
+def accounting(needs_slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:  # noqa: ARG001
+    """Two nodes with accounting, whose slurmctld forgets a job soon after its end."""
+    if reason := why_not(("slurmdbd", "mariadbd", "mariadb-install-db"), "slurmdbd mariadb-server"):
+        pytest.skip(reason)
+    yield from lent(tmp_path_factory.mktemp("accounting"), 2, "--accounting", "--conf", "MinJobAge=2")
+
+
+def lent(directory: Path, nodes: int, *options: str) -> Iterator[DevCluster]:
+    cluster = DevCluster(directory)
     try:
-        started = cluster.up()
+        started = cluster.up(nodes, options=options)
         assert started.returncode == 0, started.stderr
         yield cluster
     finally:

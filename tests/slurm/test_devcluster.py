@@ -18,6 +18,9 @@ import pytest
 
 from tests.slurm.conftest import DEVCLUSTER, DevCluster
 
+sys.path.insert(0, str(DEVCLUSTER.parent))  # the cluster's programs are no package
+from devcluster_inside import with_lines
+
 HERE = Path(__file__).parent
 
 
@@ -124,6 +127,65 @@ def test_site_file_fits_the_cluster(cluster: DevCluster) -> None:
     site = tomllib.loads((DEVCLUSTER.parent / "sites/devcluster.toml").read_text())["slurm"]
     options = ["-p", site["partition"], "-c", str(site["cpus_per_task"]), "-t", str(site["time_minutes"]), "-N4"]
     assert len(cluster.ask(["srun", *options, "sh", "-c", "; ".join([*site["setup"], "hostname"])]).split()) == 4
+
+
+# ---- accounting, and daemons and nodes that are gone for a while
+
+
+def test_sacct_knows_what_slurmctld_has_forgotten(accounting: DevCluster) -> None:
+    job = accounting.ask(["sbatch", "--parsable", "-o", "/dev/null", "--wrap", "exit 3"])
+    wait_until(lambda: accounting.run(["scontrol", "show", "job", job]).returncode != 0, "the job is forgotten", 60)
+    asked = ["sacct", "-nXP", "-o", "Cluster,Account,State,ExitCode", "-j", job]
+    assert accounting.ask(asked) == "devcluster|root|FAILED|3:0"
+
+
+def test_slurmctld_comes_back_to_the_jobs_that_ran_on(accounting: DevCluster, tmp_path: Path) -> None:
+    script = "touch began; until [ -e go ]; do sleep 0.1; done; touch ended"
+    job = accounting.ask(["sbatch", "--parsable", "-D", str(tmp_path), "-o", "/dev/null", "--wrap", script])
+    wait_until((tmp_path / "began").exists, "the job runs")
+    accounting.stop("slurmctld")
+    asked = accounting.run(["squeue"])
+    assert asked.returncode != 0
+    assert "Unable to contact slurm controller" in asked.stderr
+    accounting.start("slurmctld")
+    assert accounting.ask(["squeue", "-h", "-o", "%i %T"]) == f"{job} RUNNING"
+    (tmp_path / "go").touch()
+    wait_until((tmp_path / "ended").exists, "the job goes on")
+    wait_until(lambda: accounting.ask(["squeue", "-h"]) == "", "the queue is empty")
+
+
+def test_node_is_switched_off_with_all_that_runs_on_it_and_comes_back(accounting: DevCluster, tmp_path: Path) -> None:
+    command = ["srun", "-w", "n2", "sh", "-c", f"echo $$ > {tmp_path}/began; exec sleep 300"]
+    with subprocess.Popen(accounting.argv("run", *command), stderr=subprocess.PIPE, text=True) as srun:
+        wait_until(lambda: (tmp_path / "began").exists(), "the step runs")
+        sleeping = {pid for pid, entry in all_processes().items() if entry.command == "sleep 300"}
+        assert sleeping
+        accounting.stop("n2")
+        assert not sleeping & set(all_processes())
+        accounting.start("n2")
+        # It says that it knows nothing of the step; Slurm notices and ends the job.
+        srun.terminate()
+        srun.communicate(timeout=60)
+    wait_until(lambda: accounting.ask(["squeue", "-h"]) == "", "the queue is empty")
+    assert accounting.ask(["srun", "-w", "n2", "hostname"]) == "n2"
+
+
+def test_stop_and_start_refuse_what_makes_no_sense(accounting: DevCluster) -> None:
+    for verb, name, expected in (
+        ("stop", "n7", "there is no n7; expected one of: mariadbd, slurmdbd, slurmctld, n1, n2"),
+        ("start", "n1", "n1 runs already"),
+    ):
+        done = subprocess.run(accounting.argv(verb, name), capture_output=True, text=True, timeout=20)
+        assert (done.returncode, done.stderr) == (1, f"devcluster: {expected}\n")
+
+
+def test_lines_for_slurm_conf_take_the_place_of_those_about_the_same(accounting: DevCluster) -> None:
+    assert re.search(r"MinJobAge += 2 sec", accounting.ask(["scontrol", "show", "config"]))
+    conf = (accounting.directory / "live/etc/slurm.conf").read_text()
+    assert conf.count("MinJobAge") == 1
+    changed = with_lines(conf, ["KillWait=7", "PartitionName=main Nodes=n1 Default=YES"]).splitlines()
+    assert [line for line in changed if line.startswith(("KillWait", "PartitionName=main "))] == changed[-2:]
+    assert len(changed) == len(conf.splitlines())
 
 
 # ---- what `run` passes on
@@ -309,11 +371,13 @@ def test_interrupted_up_leaves_nothing(lab: Lab, number: signal.Signals) -> None
             ["up"],
             "apt-get install slurm-wlm",
         ),
+        ([], ["up", "--conf", "MinJobAge"], "expected a line of slurm.conf, such as MinJobAge=5"),
+        ([], ["stop", "n1"], "no cluster is up"),
         ([], ["up", "--nodes", "0"], "--nodes 0: expected 1 to 64"),
         ([], ["up", "--dir", "/" + "x" * 70], "at most 64 plain characters"),
         ([], ["up", "--dir", str(HERE)], "not empty"),
     ],
-    ids=["not root", "no slurm", "no nodes", "long path", "foreign directory"],
+    ids=["not root", "no slurm", "no line of slurm.conf", "no cluster", "no nodes", "long path", "foreign directory"],
 )
 def test_refusals_say_what_to_do(
     needs_slurm: None,  # noqa: ARG001
