@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import hpcrl
 from hpcrl.cli_checkpoint import add_checkpoint
+from hpcrl.cli_cluster import add_cluster
 from hpcrl.cli_config import add_config
 from hpcrl.errors import HpcrlError
 
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     run_command("stacks", "show what every process of a run is doing now")
     run_command("tensorboard", "write RUN/tensorboard anew from RUN/metrics")
     add_checkpoint(commands)
+    add_cluster(commands)
     add_config(commands)
     return parser
 

@@ -1,0 +1,67 @@
+"""Files that this machine and a compute node write for each other: is slurm.root shared, and how late is it?"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpcrl.launch.doctor.finding import Finding, error, ok, warning
+from hpcrl.launch.doctor.node import await_file, sees
+from hpcrl.launch.doctor.talk import Talk
+from hpcrl.run.commit import write_text
+
+VISIBLE_S = 60.0
+_ANSWER_S = 60.0
+_SLOW_S = 5.0
+
+
+def delays_of(node: Talk, directory: Path, limit_s: float) -> tuple[dict[str, float | None], int | None]:
+    """Write files here and there, each while the other side looks for it.
+
+    Args:
+        directory: where the node does the same.
+        limit_s: seconds after which a file is given up.
+
+    Returns:
+        Seconds until a new and a replaced file was seen on the other side, None where it was not; and the owner of a file from there
+        if it is not this user.
+    """
+    delays: dict[str, float | None] = {}
+    for kind, content in (("new", "1"), ("replaced", "2")):
+        node.ask(_ANSWER_S, verb="await", name="from-here", content=content, limit_s=str(limit_s))
+        write_text(directory / "from-here", content)
+        began = time.monotonic()
+        seen = node.hear(limit_s + _ANSWER_S)["sees"]
+        delays[f"{kind} there"] = time.monotonic() - began if seen else None
+        if not seen:
+            return delays, None
+    owner = os.getuid()
+    for kind, content in (("new", "1"), ("replaced", "2")):
+        path = directory / "from-there"
+        sees(path, content)  # what this machine remembers of the directory is part of the delay
+        node.ask(_ANSWER_S, verb="write", name=path.name, content=content)
+        began = time.monotonic()
+        seen = await_file(path, content, limit_s)
+        delays[f"{kind} here"] = time.monotonic() - began if seen else None
+        if not seen:
+            return delays, None
+        owner = path.stat().st_uid
+    return delays, owner if owner != os.getuid() else None
+
+
+def of_delays(delays: Mapping[str, float | None], root: Path, host: str) -> Finding:
+    if missing := [kind.split() for kind, delay in delays.items() if delay is None]:
+        kind, where = missing[0]
+        found = (
+            f"{root}: a {kind} file is not seen {where if where == 'here' else f'on {host}'} after {VISIBLE_S:.0f} s"
+        )
+        return error("shared filesystem", found, "slurm.root must lie on a filesystem that all nodes share")
+    times = {kind: delay for kind, delay in delays.items() if delay is not None}
+    found = f"{root}: seen on {host} after {times['new there']:.2f} s (replaced {times['replaced there']:.2f} s)"
+    found += f", and here after {times['new here']:.2f} s (replaced {times['replaced here']:.2f} s)"
+    if max(times.values()) > _SLOW_S:
+        remedy = "hpcrl waits for files, but stop requests and weights take that longer; ask for shorter attribute caching (actimeo)"
+        return warning("shared filesystem", found, remedy)
+    return ok("shared filesystem", found)

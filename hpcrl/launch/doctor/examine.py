@@ -1,0 +1,174 @@
+"""`hpcrl doctor`: one finding after the other about this machine, the cluster and a compute node."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcrl.launch.doctor.canary import VISIBLE_S, delays_of, of_delays
+from hpcrl.launch.doctor.cluster import of_cluster, of_partition, parse_config, parse_records
+from hpcrl.launch.doctor.facts import of_both, of_clock, of_node, of_place
+from hpcrl.launch.doctor.finding import Finding, error, ok, warning
+from hpcrl.launch.doctor.node import facts, place
+from hpcrl.launch.doctor.talk import Silent, Talk
+
+_ANSWER_S = 60.0
+_FACTS_S = 240.0
+_PASSED_ON = ("partition", "account", "qos", "constraint")
+_BUSY = ("Requested nodes are busy", "Immediate execution impossible")
+
+
+def examine(root: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Finding]:
+    """Look at everything, and say what it means for a run.
+
+    Args:
+        root: slurm.root.
+        slurm: the section `slurm` as far as it is known: partition, account, qos, constraint, time_minutes, gpus_per_node, setup.
+        wait_s: how long to wait for a free compute node.
+    """
+    directory = root.expanduser().absolute()
+    while not directory.is_dir():
+        directory = directory.parent
+    yield from _of_root(root, directory)
+    if shutil.which("scontrol") is None:
+        remedy = (
+            "only --local works here; for more, run this on a node of the cluster (slurm/devcluster makes a small one)"
+        )
+        yield warning("slurm", "not on this machine (no scontrol on PATH)", remedy)
+        yield from _of_this_machine(directory)
+        return
+    try:
+        config = parse_config(_slurm("scontrol", "show", "config"))
+        partitions = parse_records(_slurm("scontrol", "-o", "show", "partition"))
+    except Silent as silent:
+        yield error("slurm", str(silent), "ask the administrators, or wait until slurmctld is back")
+        yield from _of_this_machine(directory)
+        return
+    yield from of_cluster(config, _accounting())
+    wanted = slurm.get("partition")
+    partition = next(
+        (one for one in partitions if one["PartitionName"] == wanted or (not wanted and one.get("Default") == "YES")),
+        None,
+    )
+    if partition is None:
+        names = ", ".join(one["PartitionName"] for one in partitions)
+        found = f"there is no {wanted}" if wanted else "there is no default partition"
+        yield error("partition", found, f"choose one of {names} (--partition, slurm.partition)")
+        return
+    yield from of_partition(config, partition, slurm.get("time_minutes"))
+    yield from _of_compute_node(directory, {**slurm, "partition": partition["PartitionName"]}, wait_s)
+
+
+def _of_root(root: Path, directory: Path) -> Iterator[Finding]:
+    yield of_place("root", place(directory), "this machine")
+    mode = directory.stat().st_mode & 0o7777
+    found = f"{directory}: {mode:04o}" + (
+        "" if directory == root.expanduser().absolute() else f"; {root} is to be made in it"
+    )
+    if not os.access(directory, os.W_OK | os.X_OK):
+        yield error("permissions", found, "you cannot write there; choose another slurm.root")
+    elif mode & 0o002 and not mode & 0o1000:
+        remedy = f"anybody may remove or replace runs there: chmod o-w {directory}"
+        yield warning("permissions", found, remedy)
+    else:
+        yield ok("permissions", found, "run directories are made with 0700")
+
+
+def _of_this_machine(directory: Path) -> Iterator[Finding]:
+    here = facts(directory)
+    del here["places"]["root"]  # looked at already
+    yield from of_node(here, False)
+
+
+def _slurm(*command: str) -> str:
+    """Return what a command of Slurm prints.
+
+    Raises:
+        Silent: it fails; the message is what it says.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S)
+    except (OSError, subprocess.TimeoutExpired) as failure:
+        raise Silent(f"{command[0]}: {failure}") from None
+    if done.returncode != 0:
+        raise Silent("; ".join(done.stderr.strip().splitlines()) or f"{command[0]} failed without a word")
+    return done.stdout
+
+
+def _accounting() -> str | None:
+    try:
+        _slurm("sacct", "-n", "-X", "-P", "-o", "JobID", "-S", "now")
+    except Silent as silent:
+        return str(silent)
+    return None
+
+
+def _of_compute_node(directory: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Finding]:
+    canary = directory / f".hpcrl-doctor-{secrets.token_hex(4)}"
+    try:
+        canary.mkdir(mode=0o700)
+    except OSError:  # said already
+        return
+    gpus = bool(slurm.get("gpus_per_node")) or _has_gpus(slurm["partition"])
+    try:
+        with Talk(_srun(canary, slurm, gpus, wait_s)) as node:
+            yield from _conversation(node, canary, wait_s, gpus)
+    except Silent as silent:
+        yield _no_node(str(silent), slurm["partition"], wait_s)
+    finally:
+        shutil.rmtree(canary, ignore_errors=True)
+
+
+def _has_gpus(partition: str) -> bool:
+    try:
+        return "gpu" in _slurm("sinfo", "-h", "-p", partition, "-o", "%G")
+    except Silent:
+        return False
+
+
+def _srun(canary: Path, slurm: Mapping[str, Any], gpus: bool, wait_s: int) -> Sequence[str]:
+    options = [f"--{name}={slurm[name]}" for name in _PASSED_ON if slurm.get(name)]
+    options += ["--gpus-per-node=1"] if gpus else []
+    command = [sys.executable, "-m", "hpcrl.launch.doctor.node", str(canary)]
+    if setup := slurm.get("setup"):
+        command = ["bash", "-c", "\n".join([*setup, 'exec "$@"']), "bash", *command]
+    job = ["--job-name=hpcrl-doctor", "--nodes=1", "--ntasks=1", "--time=10", f"--immediate={wait_s}", "--unbuffered"]
+    return ["srun", *job, *options, *command]
+
+
+def _no_node(said: str, partition: str, wait_s: int) -> Finding:
+    lines = [line for line in said.splitlines() if "queued and waiting" not in line]
+    if any(text in said for text in _BUSY):
+        remedy = (
+            f"run it again when one is, with a longer --wait, or in another partition; jobs wait in {partition} as well"
+        )
+        return warning("compute node", f"none was free in {partition} within {wait_s} s", remedy)
+    remedy = (
+        "an environment and a slurm.root that all nodes see are needed; slurm.setup runs before (FILE.toml as argument)"
+    )
+    return error("compute node", "; ".join(lines) or said, remedy)
+
+
+def _conversation(node: Talk, canary: Path, wait_s: int, gpus: bool) -> Iterator[Finding]:
+    node.ask(wait_s + _ANSWER_S, verb="clock")  # the first answer takes as long as the start of the job
+    before = time.time()
+    there = node.ask(_ANSWER_S, verb="clock")["time"]
+    after = time.time()
+    delays, stranger = delays_of(node, canary, VISIBLE_S)
+    told = node.ask(_FACTS_S, verb="facts")
+    host = told["host"]
+    yield of_delays(delays, canary.parent, host)
+    if stranger is not None:
+        remedy = "the server maps users to others; a run's files must belong to you on all nodes"
+        yield error("owner", f"what you write on {host} belongs to user {stranger} here", remedy)
+    yield of_clock(there - (before + after) / 2, (after - before) / 2, host)
+    yield from of_both(facts(canary.parent), told)
+    told["places"].pop("root", None)  # looked at from here
+    yield from of_node(told, gpus)

@@ -1,0 +1,91 @@
+"""What a real Slurm 22.05 printed, and what follows from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcrl.launch.doctor.cluster import minutes, of_cluster, of_partition, parse_config, parse_records
+
+CONFIG = """\
+Configuration data as of 2026-11-21T19:32:09
+AuthInfo                = cred_expire=10
+ClusterName             = devcluster
+JobRequeue              = 1
+KillWait                = 5 sec
+MaxArraySize            = 1001
+MinJobAge               = 300 sec
+PowerPlugin             =
+PreemptMode             = REQUEUE
+PreemptType             = preempt/partition_prio
+ProctrackType           = proctrack/linuxproc
+SchedulerParameters     = bf_interval=1,sched_interval=1,sched_min_interval=0,batch_sched_delay=0
+SlurmctldHost[0]        = ctl(10.77.0.1)
+SlurmctldParameters     = (null)
+SLURM_VERSION           = 22.05.8
+
+Slurmctld(primary) at ctl is UP
+"""
+PARTITIONS = """\
+PartitionName=main AllowGroups=ALL AllowAccounts=ALL Default=YES QoS=N/A DefaultTime=NONE GraceTime=20 Hidden=NO MaxNodes=UNLIMITED MaxTime=UNLIMITED Nodes=n[1-2] PreemptMode=REQUEUE State=UP TotalCPUs=16 TotalNodes=2 JobDefaults=(null) TRES=cpu=16,mem=125G,node=2,billing=16
+PartitionName=high AllowGroups=ALL AllowAccounts=ALL Default=NO QoS=N/A DefaultTime=NONE GraceTime=0 Hidden=NO MaxNodes=UNLIMITED MaxTime=1-00:00:00 Nodes=n[1-2] PreemptMode=OFF State=UP TotalCPUs=16 TotalNodes=2 JobDefaults=(null) TRES=cpu=16,mem=125G,node=2,billing=16
+"""
+
+
+def test_parsing() -> None:
+    config = parse_config(CONFIG)
+    assert config["SchedulerParameters"].endswith("batch_sched_delay=0")
+    assert (config["SlurmctldParameters"], config["PowerPlugin"], config["KillWait"]) == ("", "", "5 sec")
+    main, high = parse_records(PARTITIONS)
+    assert (main["PartitionName"], main["TRES"]) == ("main", "cpu=16,mem=125G,node=2,billing=16")
+    assert minutes(high["MaxTime"]) == 1440
+    assert minutes("02:30:30") == 150.5
+    assert minutes(main["MaxTime"]) == float("inf")
+
+
+def test_what_holds_in_the_whole_cluster() -> None:
+    found = {one.subject: one for one in of_cluster(parse_config(CONFIG), "Slurm accounting storage is disabled")}
+    assert {name: one.level for name, one in found.items() if one.level != "ok"} == {"sacct": "warning"}
+    assert "300 s (MinJobAge)" in found["sacct"].remedy
+    assert "1001 runs" in found["MaxArraySize"].remedy
+    assert "every process" in found["proctrack"].remedy
+    assert "waits 10 s" in found["requeue"].found
+    other = parse_config(CONFIG.replace("cred_expire=10", "(null)").replace("linuxproc", "pgid"))
+    found = {one.subject: one for one in of_cluster(other, None)}
+    assert "waits 120 s" in found["requeue"].found
+    assert (found["proctrack"].level, found["sacct"].level) == ("warning", "ok")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ((), ("warning", "20 s to save")),
+        (("GraceTime=20", "GraceTime=0"), ("warning", "5 s to save")),
+        (("GraceTime=20", "GraceTime=120"), ("ok", "gets TERM, saves, and queues itself again")),
+        (("PreemptMode=REQUEUE", "PreemptMode=OFF"), ("ok", "")),
+        (("PreemptMode=REQUEUE", "PreemptMode=GANG,SUSPEND"), ("warning", "keeps its memory")),
+        (("GraceTime=20", "GraceTime=0", "PreemptMode=REQUEUE", "PreemptMode=CANCEL"), ("warning", "hpcrl resume")),
+    ],
+)
+def test_preemption(change: tuple[str, ...], expected: tuple[str, str]) -> None:
+    text = PARTITIONS
+    for old, new in zip(change[::2], change[1::2], strict=True):
+        text = text.replace(old, new)
+    preemption = list(of_partition(parse_config(CONFIG), parse_records(text)[0], None))[-1]
+    assert preemption.level == expected[0]
+    assert expected[1] in preemption.remedy
+
+
+def test_preemption_where_the_user_signal_comes_first_or_there_is_none() -> None:
+    partition = parse_records(PARTITIONS.replace("GraceTime=20", "GraceTime=120"))[0]
+    early = parse_config(CONFIG.replace("Parameters     = (null)", "Parameters     = preempt_send_user_signal"))
+    assert "gets USR2" in list(of_partition(early, partition, None))[-1].remedy
+    never = parse_config(CONFIG.replace("preempt/partition_prio", "preempt/none"))
+    assert "none: no other job" in list(of_partition(never, partition, None))[-1].found
+
+
+def test_partition_that_takes_no_such_job() -> None:
+    high = parse_records(PARTITIONS)[1]
+    too_long = next(iter(of_partition(parse_config(CONFIG), high, 2000)))
+    assert (too_long.level, "1440 or less" in too_long.remedy) == ("error", True)
+    down = next(iter(of_partition(parse_config(CONFIG), {**high, "State": "DRAIN"}, 60)))
+    assert (down.level, "DRAIN" in down.found) == ("error", True)

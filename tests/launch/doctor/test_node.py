@@ -1,0 +1,151 @@
+"""The part on the node, as a real process, and what is said of its facts."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.launch.doctor.canary import delays_of, of_delays
+from hpcrl.launch.doctor.facts import of_both, of_clock, of_node, of_place
+from hpcrl.launch.doctor.node import facts, filesystem
+from hpcrl.launch.doctor.talk import Silent, Talk
+
+MOUNTS = """\
+22 1 259:1 / / rw,relatime - ext4 /dev/root rw
+30 22 0:25 / /dev/shm rw,nosuid - tmpfs tmpfs rw
+41 22 0:44 / /home rw shared:5 - nfs4 server:/home rw,vers=4.2
+42 41 0:45 / /home/my\\040data rw - lustre 10.0.0.1@o2ib:/fs rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/usr/x", "ext4"),
+        ("/home/a", "nfs4"),
+        ("/homes", "ext4"),
+        ("/home/my data/runs", "lustre"),
+        ("/dev/shm", "tmpfs"),
+    ],
+)
+def test_filesystem_of_a_path(path: str, kind: str) -> None:
+    assert filesystem(Path(path), MOUNTS) == kind
+
+
+def node(directory: Path) -> Talk:
+    return Talk([sys.executable, "-m", "hpcrl.launch.doctor.node", str(directory)])
+
+
+def test_files_are_seen_both_ways(tmp_path: Path) -> None:
+    with node(tmp_path) as there:
+        delays, stranger = delays_of(there, tmp_path, 10)
+    assert stranger is None
+    assert set(delays) == {"new there", "replaced there", "new here", "replaced here"}
+    assert all(delay is not None and delay < 5 for delay in delays.values())
+    assert of_delays(delays, tmp_path, "n1").level == "ok"
+    assert of_delays({**delays, "replaced there": 8.0}, tmp_path, "n1").level == "warning"
+
+
+def test_directory_that_is_another_one_there(tmp_path: Path) -> None:
+    here, other = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    other.mkdir()
+    with node(other) as there:
+        delays, _ = delays_of(there, here, 0.5)
+    finding = of_delays(delays, here, "n1")
+    assert (finding.level, "a new file is not seen on n1" in finding.found) == ("error", True)
+    assert "all nodes share" in finding.remedy
+
+
+def test_directory_that_is_missing_there(tmp_path: Path) -> None:
+    with node(tmp_path / "missing") as there:
+        delays, _ = delays_of(there, tmp_path, 0.5)
+    assert delays == {"new there": None}
+
+
+def test_command_that_fails_is_quoted_and_one_that_hangs_is_ended() -> None:
+    with Talk(["sh", "-c", "echo no such thing >&2; exit 3"]) as talk, pytest.raises(Silent, match="no such thing"):
+        talk.hear(10)
+    began = time.monotonic()
+    with Talk(["sleep", "300"]) as talk, pytest.raises(Silent, match="no answer in 0 s"):
+        talk.hear(0.2)
+    assert time.monotonic() - began < 15
+
+
+def test_facts_of_this_machine_are_findings(tmp_path: Path) -> None:
+    here = facts(tmp_path)
+    assert here["packages"]["hpcrl"]
+    assert here["places"]["root"]["path"] == str(tmp_path)
+    subjects = [one.subject for one in of_node(here, False)]
+    assert {"slurm.root", "open files", "network", "GPU"} <= set(subjects)
+    assert [one.level for one in of_both(here, here) if one.subject == "environment"] == ["ok"]
+
+
+def test_other_packages_there_are_an_error(tmp_path: Path) -> None:
+    here = facts(tmp_path)
+    there = {
+        **here,
+        "host": "n1",
+        "python": "3.9.1",
+        "packages": {**here["packages"], "submitit": "0.1"},
+        "scontrol": False,
+    }
+    found = {one.subject: one for one in of_both(here, there)}
+    assert found["environment"].level == found["scontrol"].level == "error"
+    assert f"submitit {here['packages']['submitit']} here, 0.1 on n1" in found["environment"].found
+    assert "3.9.1 on n1" in found["environment"].found
+
+
+def place(**changes: Any) -> dict[str, Any]:
+    return {"path": "/runs", "type": "ext4", "free_bytes": 1e12, "free_inodes": 10**7, "mode": 0o755, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "text"),
+    [
+        ({}, "ok", "1,000.0 GB free"),
+        ({"type": "lustre", "free_inodes": None}, "ok", "inodes not counted"),
+        ({"free_bytes": 1e9}, "error", "1.0 GB free"),
+        ({"free_bytes": 2e10}, "warning", "20.0 GB free"),
+        ({"free_inodes": 50}, "warning", "50 inodes"),
+        ({"type": "tmpfs"}, "warning", "tmpfs"),
+        ({"type": "fuse.sshfs"}, "warning", "fuse.sshfs"),
+    ],
+)
+def test_place_of_runs(changes: dict[str, Any], level: str, text: str) -> None:
+    finding = of_place("root", place(**changes), "n1")
+    assert finding.level == level
+    assert text in finding.found
+
+
+def levels(facts: dict[str, Any], gpus: bool = False) -> dict[str, str]:
+    return {one.subject: one.level for one in of_node(facts, gpus)}
+
+
+def test_limits_network_and_gpus() -> None:
+    well: dict[str, Any] = {
+        "host": "n1", "address": "10.0.0.1", "places": {}, "open_files": 65536, "locked_memory": -1, "ephemeral": [32768, 60999],
+        "gpus": [{"name": "NVIDIA H200", "driver": "570.1", "memory": "143771 MiB"}], "given_gpus": 1,
+        "torch": {"cuda": "12.8", "devices": 1, "nccl": "2.27.3"},
+    }  # fmt: skip
+    assert set(levels(well, True).values()) == {"ok"}
+    assert levels({**well, "open_files": 256})["open files"] == "error"
+    assert levels({**well, "open_files": 4096})["open files"] == "warning"
+    assert levels({**well, "locked_memory": 65536})["locked memory"] == "warning"
+    assert levels({**well, "address": "127.0.1.1"})["network"] == "error"
+    assert levels({**well, "ephemeral": [9000, 65535]})["network"] == "warning"
+    assert levels({**well, "torch": {"cuda": None, "devices": 0, "nccl": None}}, True)["GPU"] == "error"
+    assert levels({**well, "torch": {"error": "No module named torch"}}, True)["GPU"] == "error"
+    assert levels({**well, "gpus": [], "torch": None}, True)["GPU"] == "warning"
+    assert levels({**well, "gpus": [], "torch": None})["GPU"] == "ok"
+
+
+def test_clock() -> None:
+    assert of_clock(0.5, 0.1, "n1").level == "ok"
+    assert of_clock(-3.0, 2.0, "n1").level == "ok", "the answer was too slow to tell"
+    late = of_clock(-600.0, 0.1, "n1")
+    assert (late.level, "600.00 s behind" in late.found) == ("warning", True)
