@@ -13,11 +13,11 @@ import hpcrl
 from hpcrl.cli_checkpoint import add_checkpoint
 from hpcrl.cli_cluster import add_cluster
 from hpcrl.cli_config import add_config
+from hpcrl.cli_views import add_views
 from hpcrl.errors import HpcrlError
 
 if TYPE_CHECKING:
     from hpcrl.config import Config
-    from hpcrl.launch.registry import RunState
     from hpcrl.launch.submit import Submission
     from hpcrl.run.layout import Run
 
@@ -32,17 +32,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_submit(commands)
 
-    def run_command(name: str, text: str, with_run: str | None = "RUN") -> argparse.ArgumentParser:
+    def run_command(name: str, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.add_argument("--root", type=Path, help="where runs are looked for (default: $HPCRL_ROOT, else ./runs)")
-        if with_run:
-            command.add_argument(
-                "run", metavar="RUN", nargs=None if with_run == "RUN" else "?", help="name, project/name or path"
-            )
+        command.add_argument("run", metavar="RUN", help="name, project/name or path")
         command.set_defaults(action=globals()[f"_{name}"])
         return command
 
-    run_command("status", "show one run, or all of them", "[RUN]")
+    add_views(commands)
     logs = run_command("logs", "print the logs of a run")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
     logs.add_argument("--role", choices=("trainer", "rollout", "engine", "controller", "agent"), help="only this role")
@@ -136,9 +133,10 @@ def _show_dry_run(submission: Submission) -> None:
 
 
 def _announce(run: Run) -> None:
-    from hpcrl.launch.registry import states_of
+    from hpcrl.run.commit import read_json
 
-    record = states_of([run])[0].submission
+    record = read_json(run.submission)
+    assert record, run.submission
     print(f"{run.name}: {record['executor']} job {record['job_id']}, {run.path}")
     print(f"  hpcrl status {_short(run)}    hpcrl logs -f {_short(run)}    hpcrl cancel {_short(run)}")
 
@@ -152,12 +150,12 @@ def _short(run: Run) -> str:
 
 def _follow(runs: list[Run]) -> int:
     """Show the first run until all are over; return 1 if one of them failed."""
-    from hpcrl.launch.registry import states_of
+    from hpcrl.launch.registry import known_states, states_of
     from hpcrl.observe.view import follow
 
     try:
         for run in runs:
-            follow(run, lambda run=run: states_of([run])[0].over)
+            follow(run, lambda run=run: known_states([run])[0].over)
     except KeyboardInterrupt:
         print(f"\nThe run goes on. hpcrl cancel {_short(runs[0])} ends it.")
         return 0
@@ -168,52 +166,17 @@ def _follow(runs: list[Run]) -> int:
     return int(any(state.word not in ("done", "cancelled", "interrupted") for state in states))
 
 
-def _status(arguments: argparse.Namespace) -> int:
-    from hpcrl.launch.registry import all_runs, default_root, find_run, states_of
-
-    root = arguments.root or default_root()
-    if arguments.run:
-        _show_state(states_of([find_run(arguments.run, root)])[0])
-        return 0
-    states = states_of(all_runs(root))
-    if not states:
-        print(f"no runs under {root.absolute()}")
-    for state in states:
-        name = f"{state.run.project}/{state.run.name}"
-        print(f"{name:40} {state.word:12} job {state.submission.get('job_id', '-'):10} {state.detail}")
-    return 0
-
-
-def _show_state(state: RunState) -> None:
-    from hpcrl.run.commit import committed
-    from hpcrl.run.layout import step_of
-
-    checkpoints = committed(state.run.checkpoints, step_of)
-    print(f"{state.run.name}: {state.word}" + (f": {state.detail}" if state.detail else ""))
-    print(f"  directory   {state.run.path}")
-    print(
-        f"  job         {state.submission.get('job_id', '-')} ({state.submission.get('executor', '-')}, {state.job.name.lower()})"
-    )
-    print(f"  attempt     {state.attempt}")
-    print(f"  checkpoint  {f'step {checkpoints[-1]}' if checkpoints else 'none'}")
-    if state.submission.get("overrides"):
-        print(f"  overrides   {' '.join(state.submission['overrides'])}")
-    for lease in state.leases:
-        age = max(0.0, time.time() - lease.renewed)
-        print(f"  {lease.process:11} {lease.state} ({lease.host}, {age:.0f} s ago)")
-
-
 def _logs(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import RunError
     from hpcrl.launch import logs
-    from hpcrl.launch.registry import default_root, find_run, states_of
+    from hpcrl.launch.registry import default_root, find_run, known_states
 
     run = find_run(arguments.run, arguments.root or default_root())
     if arguments.follow and arguments.attempt:
         raise RunError("--follow shows all attempts; leave out --attempt, or --follow")
     if arguments.follow:
         try:
-            logs.follow(run, arguments.role, lambda: states_of([run])[0].over)
+            logs.follow(run, arguments.role, lambda: known_states([run])[0].over)
         except KeyboardInterrupt:
             return 0
     else:

@@ -24,11 +24,13 @@ class Verdict:
         goes_on: whether the next attempt may start without a person.
         why: one sentence for people.
         exclude: hosts that the next attempt should avoid.
+        held: the crash budget is spent.
     """
 
     goes_on: bool
     why: str
     exclude: tuple[str, ...] = ()
+    held: bool = False
 
 
 def verdict(attempts: Sequence[Attempt], outcomes: Sequence[Outcome], crash_budget: int, resumes: bool) -> Verdict:
@@ -60,7 +62,8 @@ def verdict(attempts: Sequence[Attempt], outcomes: Sequence[Outcome], crash_budg
         and jobs.get(outcome.attempt) == jobs.get(last.attempt)
     ]
     told = f"crash {len(crashes)} of {crash_budget} without a new checkpoint (step {last.step}): {last.message}"
-    return Verdict(len(crashes) < crash_budget, told, exclude)
+    spent = len(crashes) >= crash_budget
+    return Verdict(not spent, told, exclude, held=spent and len(crashes) > 1)
 
 
 def bad_hosts(outcomes: Sequence[Outcome]) -> tuple[str, ...]:

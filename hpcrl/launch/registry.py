@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrl.errors import RunError
-from hpcrl.launch.scheduler import GONE, JobState, local_state, slurm_states
+from hpcrl.errors import RunError, SubmitError
+from hpcrl.launch.orphan import adopt
+from hpcrl.launch.scheduler import GONE, PATIENCE_S, JobState, accounting, find_job, local_state, queue
+from hpcrl.launch.state import RunState, state_of
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
-from hpcrl.run.lease import Lease, read_leases
-from hpcrl.run.ledger import Outcome, read_attempts, read_outcome
+from hpcrl.run.ledger import read_outcome
 
 _MOST_LISTED = 8
 
@@ -59,76 +59,58 @@ def _listed(runs: Sequence[Run]) -> str:
     return ", ".join([*shown, f"and {len(runs) - len(shown)} more"] if len(runs) > len(shown) else shown)
 
 
-@dataclass(frozen=True)
-class RunState:
-    """A run as a person wants to see it.
-
-    Attributes:
-        word: pending, starting, running, ending (its outcome is known, its processes leave), done, failed, cancelled, interrupted,
-            or lost (it ended without an outcome).
-        detail: the pending reason, the first error, or what the trainer does.
-    """
-
-    run: Run
-    submission: dict[str, Any]
-    job: JobState
-    attempt: int
-    outcome: Outcome | None
-    leases: list[Lease]
-    word: str
-    detail: str
-
-    @property
-    def over(self) -> bool:
-        return not self.job.active and self.word not in ("pending", "starting", "running", "ending")
-
-
 def states_of(runs: Sequence[Run]) -> list[RunState]:
-    """Return the state of each run, asking the scheduler once for all of them."""
-    submissions = [read_json(run.submission) or {} for run in runs]
-    jobs = slurm_states([s["job_id"] for s in submissions if s.get("executor") == "slurm"])
-    states = []
-    for run, submission in zip(runs, submissions, strict=True):
-        local = submission.get("executor") == "local"
-        job = _local(submission) if local else jobs.get(submission.get("job_id", ""), GONE)
-        states.append(_state(run, submission, job))
+    """Return the state of each run, asking the scheduler once for all of them.
+
+    Raises:
+        SubmitError: Slurm could not be asked, for two minutes: a job must not pass for gone because nobody could say.
+        RunError: a run was started with --local on another machine.
+    """
+    states = _states(runs, PATIENCE_S)
+    for state in states:
+        if not state.job.known:
+            raise (RunError if state.submission["executor"] == "local" else SubmitError)(state.job.reason)
     return states
+
+
+def known_states(runs: Sequence[Run]) -> list[RunState]:
+    """Return what can be said of each run now; of those that the scheduler does not tell of, what their files know."""
+    return _states(runs, 0.0)
+
+
+def _states(runs: Sequence[Run], patience_s: float) -> list[RunState]:
+    submissions = {run: read_json(run.submission) or {} for run in runs}
+    jobs, queued, failure = {}, {}, ""
+    if any(submission.get("executor") != "local" for submission in submissions.values()):
+        try:
+            queued = queue(patience_s)
+        except SubmitError as error:
+            failure = str(error)
+    found = adopt(submissions, queued)
+    for run, submission in submissions.items():
+        if submission.get("executor") == "local":
+            jobs[run] = _local(submission)
+        elif failure:
+            jobs[run] = JobState("UNKNOWN", failure)
+        else:
+            jobs[run] = find_job(submission.get("job_id", ""), queued)
+    forgotten = {
+        run: submission["job_id"]
+        for run, submission in submissions.items()
+        if submission.get("executor") == "slurm" and jobs[run] is GONE and not _is_final(run)
+    }
+    accounted = accounting(forgotten.values())
+    jobs |= {run: accounted.get(job, GONE) for run, job in forgotten.items()}
+    return [state_of(run, submissions[run], jobs[run], run in found) for run in runs]
+
+
+def _is_final(run: Run) -> bool:
+    outcome = read_outcome(run)
+    return outcome is not None and outcome.final
 
 
 def _local(submission: dict[str, Any]) -> JobState:
     host = submission["host"]
     if host != socket.gethostname():
-        raise RunError(f"this run was started with --local on {host}; ask there")
+        return JobState("UNKNOWN", f"this run was started with --local on {host}; ask there")
     return local_state(submission["job_id"])
-
-
-def _starts(submission: dict[str, Any], job: str) -> set[str]:
-    """Return the keys by which attempts of this submission go: the job's id, and for Slurm the number of its restarts."""
-    identity = submission.get("job_id", "")
-    return {f"local-{identity}", f"{identity}.{job.rpartition('.')[2]}"}
-
-
-def _state(run: Run, submission: dict[str, Any], job: JobState) -> RunState:
-    attempts = read_attempts(run)
-    attempt = attempts[-1] if attempts else None
-    number = attempt.number if attempt else 0
-    outcome = read_outcome(run)
-    current = outcome if outcome and outcome.attempt == number else None
-    leases = read_leases(run, number)
-    queued_again = attempt is not None and attempt.job not in _starts(submission, attempt.job)
-    if current and current.ended > submission.get("submitted", 0.0) and not job.active:
-        queued_again = False  # cancelled in the queue
-    if job.active and (job.name == "PENDING" or attempt is None or queued_again or current):
-        word = "pending" if job.name == "PENDING" else "starting" if current is None else "ending"
-        detail = job.reason or (f"{current.kind}: {current.message}" if current else "")
-    elif current and not queued_again:
-        word, detail = current.kind, current.message
-    elif job.active:
-        trainer = next((lease for lease in leases if lease.process == "trainer"), None)
-        word, detail = "running", trainer.state if trainer else "starting"
-    else:
-        word = "lost"
-        detail = f"the job is gone ({job.name.lower()}) and left no outcome; `hpcrl resume {run.name}` continues it"
-        if not submission:
-            detail = "its submission was cut short; submit it again under another name"
-    return RunState(run, submission, job, number, current, leases, word, detail)

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from hpcrl.errors import RunError
 from hpcrl.launch.registry import states_of
+from hpcrl.launch.scheduler import is_away
 from hpcrl.run.commit import write_json
 from hpcrl.run.layout import Run
 
 _RETRY_S = 2.0
 _PATIENCE_S = 150.0  # slurmctld may be restarting
 _KILLED_WITHIN_S = 90.0
-_AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Zero Bytes", "timed out")
 
 
 def job_name() -> str:
@@ -31,7 +31,7 @@ def _scontrol(*words: str) -> bool:
         done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
         said = done.stderr.strip()
         print(f"scontrol {' '.join(words)}: {said or 'done'}", flush=True)
-        if done.returncode == 0 or not any(text in said for text in _AWAY) or time.monotonic() > deadline:
+        if done.returncode == 0 or not is_away(said) or time.monotonic() > deadline:
             return done.returncode == 0
         time.sleep(_RETRY_S)
 

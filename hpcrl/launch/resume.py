@@ -39,6 +39,8 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
         ConfigError: the overrides are wrong, or change what a run must keep; then nothing has happened.
         DataError: they name files that are not there.
     """
+    if not run.submission.exists():
+        states_of([run])  # finds a job whose submission was cut short, and records it
     with _alone(run):
         state = _ended(run)
         config = Config.from_toml([run.config], overrides)  # first: it may say anew where a config_class lies

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.errors import SubmitError
 
-_ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STOPPED")
+PATIENCE_S = 120.0
+"""For how long commands that change something wait for a slurmctld that is away, being restarted for instance."""
+AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Zero Bytes", "timed out")
+_RETRY_S = 2.0
+_ANSWER_S = 60.0
+_ACCOUNTING_S = 15.0
+_WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+_ACTIVE = (*_WAITING, "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -18,67 +27,107 @@ class JobState:
     """State of one job.
 
     Attributes:
-        name: Slurm's word, or RUNNING or GONE for a local job.
-        reason: why it is pending, or empty.
+        name: Slurm's word, or RUNNING or GONE for a local job, or UNKNOWN where nobody could say.
+        reason: why it is pending, or unknown; or empty.
+        start: when it started, or may start; local time in ISO form, or empty.
+        script: the batch script, or empty.
     """
 
     name: str
     reason: str = ""
+    start: str = ""
+    script: str = ""
 
     @property
     def active(self) -> bool:
         return self.name in _ACTIVE
 
+    @property
+    def waiting(self) -> bool:
+        return self.name in _WAITING
 
-_ANSWER_S = 60
+    @property
+    def known(self) -> bool:
+        return self.name != "UNKNOWN"
+
+
 GONE = JobState("GONE")
 
 
-def _ask_slurm(command: Sequence[str]) -> str:
+def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWER_S) -> str:
     """Return what a command of Slurm prints.
 
+    Args:
+        patience_s: for how long it is repeated while there is no slurmctld to answer; said on the standard error.
+
     Raises:
-        SubmitError: it is not there, fails, or gives no answer: a job must not pass for gone because nobody could say.
+        SubmitError: it is not there, fails, or gives no answer.
     """
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ANSWER_S)
-    except FileNotFoundError:
-        raise SubmitError(f"{command[0]} was not found: ask for runs of Slurm on a node of its cluster") from None
-    except subprocess.TimeoutExpired:
-        raise SubmitError(f"{command[0]} gave no answer in {_ANSWER_S} s; the state of the jobs is unknown") from None
-    if done.returncode != 0:
-        raise SubmitError(f"{command[0]}: {done.stderr.strip()}; the state of the jobs is unknown")
-    return done.stdout
+    deadline, told = time.monotonic() + patience_s, False
+    while True:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
+        except FileNotFoundError:
+            raise SubmitError(f"{command[0]} was not found: ask for runs of Slurm on a node of its cluster") from None
+        except subprocess.TimeoutExpired:
+            said = f"no answer in {limit_s:.0f} s (timed out)"
+        else:
+            if done.returncode == 0:
+                return done.stdout
+            said = done.stderr.strip()
+        if not is_away(said) or time.monotonic() > deadline:
+            raise SubmitError(f"{command[0]}: {said}")
+        if not told:
+            print(f"hpcrl: {command[0]}: {said}; asking again for {patience_s:.0f} s", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(_RETRY_S)
 
 
-def slurm_states(jobs: Sequence[str]) -> dict[str, JobState]:
-    """Return the state of each job; one that Slurm no longer knows is GONE.
+def is_away(said: str) -> bool:
+    """Return whether a complaint of Slurm means that slurmctld may answer later."""
+    return any(text in said for text in AWAY)
+
+
+def queue(patience_s: float) -> dict[str, JobState]:
+    """Return the jobs of this user that Slurm still knows, those that ended a few minutes ago too.
 
     Raises:
         SubmitError: Slurm could not be asked.
     """
-    states = dict.fromkeys(jobs, GONE)
-    if not jobs:
-        return states
-    me = str(os.getuid())
-    for line in _ask_slurm(["squeue", "-h", "-a", "-r", "-t", "all", "-u", me, "-o", "%i|%T|%r"]).splitlines():
-        job, state, reason = line.split("|", 2)
-        if job in states:
-            states[job] = JobState(state, reason if reason not in ("None", "") else "")
-    missing = [job for job, state in states.items() if state is GONE]
-    if missing:
-        for line in _accounting(missing):
-            job, _, state = line.partition("|")
-            if job in states and state:
-                states[job] = JobState(state.split()[0])
-    return states
-
-
-def _accounting(jobs: Sequence[str]) -> list[str]:
+    me, columns = str(os.getuid()), "%i|%T|%S|%r|%o"
+    jobs = {}
     try:
-        return _ask_slurm(["sacct", "-n", "-X", "-P", "-o", "JobID,State", "-j", ",".join(jobs)]).splitlines()
+        printed = run_slurm(["squeue", "-h", "-a", "-r", "-t", "all", "-u", me, "-o", columns], patience_s)
+    except SubmitError as error:
+        raise SubmitError(f"{error}; the state of the jobs is unknown") from None
+    for line in printed.splitlines():
+        job, state, start, reason, script = line.split("|", 4)
+        reason, start = ("" if text in ("None", "N/A") else text for text in (reason, start))
+        jobs[job] = JobState(state, reason, start, script)
+    return jobs
+
+
+def find_job(job: str, jobs: dict[str, JobState]) -> JobState:
+    """Return the state of a job among those of `queue`; GONE if it is not there.
+
+    An array that was cancelled before its elements began is one job to Slurm, without their numbers.
+    """
+    whole = jobs.get(job.partition("_")[0], GONE)
+    return jobs.get(job) or (whole if not whole.active else GONE)
+
+
+def accounting(jobs: Iterable[str]) -> dict[str, JobState]:
+    """Return what sacct knows of jobs that the queue has forgotten; nothing where there is no accounting."""
+    wanted = sorted(set(jobs))
+    if not wanted:
+        return {}
+    command = ["sacct", "-n", "-X", "-P", "-o", "JobID,State", "-j", ",".join(wanted)]
+    try:
+        lines = run_slurm(command, 0.0, _ACCOUNTING_S).splitlines()
     except SubmitError:  # a cluster need not have accounting
-        return []
+        return {}
+    found = (line.partition("|") for line in lines)
+    return {job: JobState(state.split()[0]) for job, _, state in found if state}
 
 
 def local_state(job: str) -> JobState:
@@ -96,6 +145,4 @@ def cancel_slurm(job: str) -> None:
     Raises:
         SubmitError: scancel refused.
     """
-    done = subprocess.run(["scancel", job], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SubmitError(f"scancel {job}: {done.stderr.strip()}")
+    run_slurm(["scancel", job], PATIENCE_S)

@@ -15,6 +15,7 @@ from hpcrl.run.layout import Run
 from hpcrl.run.ledger import cancel_outcome
 
 _POLL_S = 0.5
+_LEAVING_S = 40.0  # Slurm kills what does not end 30 s after it was told, unless the site says otherwise
 
 
 def cancel(run: Run, patience_s: float) -> RunState:
@@ -23,38 +24,40 @@ def cancel(run: Run, patience_s: float) -> RunState:
     Args:
         patience_s: for how long its end is awaited: what saves then goes on saving, and ends by itself. 0: take the job away now.
 
+    A run that waits in the queue, also after a preemption, is taken out of it; one that is held for a person is only marked.
+
     Raises:
         RunError: the run is over already.
+        SubmitError: Slurm could not be asked, or refused.
     """
     state = states_of([run])[0]
+    if state.over and state.word == "held":
+        cancel_outcome(run, state.attempt)
+        return states_of([run])[0]
     if state.over:
         raise RunError(f"{run.name} is not running: {state.word} ({state.detail})")
-    if state.word in ("running", "saving") and patience_s > 0:
+    if state.at_work and patience_s > 0:
         write_json(run.stop, {"attempt": state.attempt, "reason": "cancelled"})
-        deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline:
-            state = states_of([run])[0]
-            if state.over:
-                return state
-            time.sleep(_POLL_S)
-        return state
+        return _await_end(run, patience_s)
     if state.outcome is None or not state.outcome.final:
         cancel_outcome(run, state.attempt)
     _take_away(state)
-    return states_of([run])[0]
+    return _await_end(run, _LEAVING_S)
+
+
+def _await_end(run: Run, patience_s: float) -> RunState:
+    deadline = time.monotonic() + patience_s
+    while not (state := states_of([run])[0]).over and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return state
 
 
 def _take_away(state: RunState) -> None:
     job = state.submission["job_id"]
     if state.submission["executor"] == "slurm":
         cancel_slurm(job)
-    elif state.job.active:
-        # Agents end their processes when they see the outcome; the executor's process ends with its agents.
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and states_of([state.run])[0].job.active:
-            time.sleep(_POLL_S)
-        if states_of([state.run])[0].job.active:
-            for child in (
-                Path(f"/proc/{job}/task/{job}/children").read_text().split()
-            ):  # the job's process is a shell above it
-                os.kill(int(child), signal.SIGTERM)
+    # Agents end their processes when they see the outcome; the executor's process ends with its agents.
+    elif state.job.active and _await_end(state.run, _LEAVING_S).job.active:
+        children = Path(f"/proc/{job}/task/{job}/children").read_text().split()
+        for child in children:  # the job's process is a shell above it
+            os.kill(int(child), signal.SIGTERM)

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from hpcrl.errors import RunError, SubmitError
-from hpcrl.launch.registry import RunState, all_runs, find_run, states_of
-from hpcrl.run.commit import write_json, write_text
+from hpcrl.launch import registry, scheduler
+from hpcrl.launch.registry import all_runs, find_run, known_states, states_of
+from hpcrl.launch.state import RunState
+from hpcrl.launch.stop import cancel
+from hpcrl.run.commit import committed_directory, write_json, write_text
 from hpcrl.run.layout import Run
+from hpcrl.run.lease import LeaseWriter
 from hpcrl.run.ledger import cancel_outcome, open_attempt, report_outcome
+
+CONFIG = """\
+[trainer]
+resume_mode = "latest"
+[slurm]
+crash_budget = 2
+[generator.inference_engine]
+num_engines = 2
+"""
+PAST, FUTURE = "2020-01-01T10:00:00", "2099-01-01T10:00:00"
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     run = Run(tmp_path / "runs" / "project" / "mine")
-    write_text(run.config, "")
+    write_text(run.config, CONFIG)
     return run
 
 
@@ -33,14 +50,22 @@ def submitted(run: Run, job: str = "7", executor: str = "slurm", at: float = 1.0
     write_json(run.submission, record)
 
 
-def squeue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, status: int = 0) -> None:
+def squeue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *lines: str, complaint: str = "") -> None:
+    """Put a squeue on PATH that prints these lines, or fails, and counts its calls in `asked`."""
+    printed = tmp_path / "printed"
+    printed.write_text("".join(f"{line}\n" for line in lines))
     program = tmp_path / "bin" / "squeue"
     program.parent.mkdir(exist_ok=True)
-    program.write_text(
-        f"#!/bin/sh\nprintf '%s' '{line}'\n[ {status} = 0 ] || echo 'Unable to contact slurm controller' >&2\nexit {status}\n"
-    )
+    end = f"echo '{complaint}' >&2; exit 1" if complaint else f"cat {printed}"
+    program.write_text(f"#!/bin/sh\necho >> {tmp_path}/asked\n{end}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(registry, "PATIENCE_S", 0.0)
+
+
+def committed_step(run: Run, step: int) -> None:
+    with committed_directory(run.checkpoint(step), 1) as directory:
+        (directory / "state").write_text("x")
 
 
 def state(run: Run) -> RunState:
@@ -49,36 +74,228 @@ def state(run: Run) -> RunState:
 
 def test_states_through_the_life_of_a_run(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     submitted(run)
-    squeue(monkeypatch, tmp_path, "7|PENDING|Priority")
-    assert (state(run).word, state(run).detail) == ("pending", "Priority")
-    squeue(monkeypatch, tmp_path, "7|RUNNING|None")
+    squeue(monkeypatch, tmp_path, "7|PENDING|N/A|Priority|")
+    assert (state(run).word, state(run).detail) == ("pending", "Priority: jobs with a higher priority come first")
+    squeue(monkeypatch, tmp_path, f"7|RUNNING|{PAST}|None|")
     assert state(run).word == "starting"
     open_attempt(run, "7.0", ["n1"])
     assert state(run).word == "running"
     report_outcome(run, 1, "failed", "trainer-0: ValueError", "agent-0")
     assert (state(run).word, state(run).detail) == ("ending", "failed: trainer-0: ValueError")
-    squeue(monkeypatch, tmp_path, "8|RUNNING|None")
+    squeue(monkeypatch, tmp_path, f"8|RUNNING|{PAST}|None|")
     assert (state(run).word, state(run).over) == ("failed", True)
     submitted(run, "9")
-    squeue(monkeypatch, tmp_path, "9|PENDING|Resources")
+    squeue(monkeypatch, tmp_path, "9|PENDING|N/A|Resources|")
     assert (state(run).word, state(run).over) == ("pending", False)
-    squeue(monkeypatch, tmp_path, "9|RUNNING|None")
+    squeue(monkeypatch, tmp_path, f"9|RUNNING|{PAST}|None|")
     open_attempt(run, "9.0", ["n1"])
     assert state(run).word == "running", "whatever the clocks of the nodes say"
-    squeue(monkeypatch, tmp_path, "")
+    squeue(monkeypatch, tmp_path)
     assert state(run).word == "lost"
     open_attempt(run, "9.1", ["n1"])
     report_outcome(run, 3, "done", "finished", "agent-0")
     assert state(run).word == "done"
 
 
+def test_preempted_run_waits_and_starts_again(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(run)
+    open_attempt(run, "7.0", ["n1"])
+    report_outcome(run, 1, "interrupted", "saved and stopped", "agent-0")
+    squeue(monkeypatch, tmp_path, f"7|PENDING|{FUTURE}|BeginTime|")
+    detail = state(run).detail
+    assert state(run).word == "preempted"
+    assert "nothing was committed yet; BeginTime: Slurm lets it wait a while; may start at 2" in detail
+    committed_step(run, 4)
+    assert "goes on after step 4" in state(run).detail
+    squeue(monkeypatch, tmp_path, f"7|RUNNING|{FUTURE}|None|")
+    assert state(run).word == "starting", "the job started after the outcome: that is of the attempt before"
+
+
+def test_crash_that_was_queued_again_says_how_often(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(run)
+    open_attempt(run, "7.0", ["n1"])
+    report_outcome(run, 1, "failed", "trainer-0: ValueError", "agent-0", "n1")
+    squeue(monkeypatch, tmp_path, "7|PENDING|N/A|Priority|")
+    assert state(run).word == "pending"
+    assert (
+        "queued again after crash 1 of 2 without a new checkpoint (step 0): trainer-0: ValueError" in state(run).detail
+    )
+    open_attempt(run, "7.1", ["n1"])
+    report_outcome(run, 2, "hang", "trainer-0 has made no progress", "agent-0", "n1")
+    squeue(monkeypatch, tmp_path, f"7|FAILED|{PAST}|None|")
+    held = state(run)
+    assert (held.word, held.over) == ("held", True)
+    assert "crash 2 of 2" in held.detail
+    assert "hpcrl resume mine" in held.advice
+
+
+@pytest.mark.parametrize(
+    ("line", "word", "text"),
+    [
+        ("7|PENDING|N/A|JobHeldUser|", "held", "scontrol release 7"),
+        ("7|PENDING|N/A|launch failed requeued held|", "held", "Slurm could not start it and holds it"),
+        ("7|PENDING|N/A|job requeued in held state|", "held", "scontrol release 7"),
+        ("7|REQUEUE_HOLD|N/A|None|", "held", "scontrol release 7"),
+        (f"7|PENDING|{FUTURE}|Resources|", "preempted", "Slurm expects it to start at 2"),
+        ("7|PENDING|N/A|QOSMaxJobsPerUserLimit|", "preempted", "a limit of its QOS is reached"),
+        (f"7|SUSPENDED|{PAST}|None|", "suspended", "Slurm has suspended it"),
+        (f"7|COMPLETING|{PAST}|None|", "ending", ""),
+        (f"7|CANCELLED|{PAST}|None|", "cancelled", "cancelled in Slurm"),
+        (f"7|TIMEOUT|{PAST}|None|", "lost", "its job ended as TIMEOUT in Slurm"),
+    ],
+)
+def test_what_slurm_does_to_a_job_that_ran(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, word: str, text: str
+) -> None:
+    submitted(run)
+    open_attempt(run, "7.0", ["n1"])
+    squeue(monkeypatch, tmp_path, line)
+    assert state(run).word == word
+    assert text in state(run).detail
+
+
+def test_running_says_how_far(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(run)
+    open_attempt(run, "7.0", ["n1"])
+    squeue(monkeypatch, tmp_path, f"7|RUNNING|{PAST}|None|")
+    assert "starting · replicas 0/2" in state(run).detail
+    LeaseWriter(run, "trainer", 1).say("step 12/40", step=12, total=40, seconds_per_step=3.0)
+    LeaseWriter(run, "rollout-0", 1).say("generating", version=11)
+    LeaseWriter(run, "rollout-1", 1).say("starting engine")
+    committed_step(run, 10)
+    os.utime(run.checkpoint(10) / "COMMIT", (time.time() - 200, time.time() - 200))
+    assert state(run).detail == "step 12/40 · 3.0 s/step · ETA 1:27 · replicas 1/2 · last commit 3:20 ago (step 10)"
+    LeaseWriter(run, "trainer", 1).say("saving", step=12, total=40)
+    assert state(run).word == "saving"
+    LeaseWriter(run, "trainer", 1).say("waiting for batch", step=12)
+    write_json(run.stop, {"attempt": 1, "reason": "cancelled"})
+    assert (state(run).word, state(run).detail.startswith("asked to stop (cancelled)")) == ("saving", True)
+    for path in run.endpoints.iterdir():
+        os.utime(path, (time.time() - 500, time.time() - 500))
+    assert state(run).detail.endswith("replicas 0/2 · last commit 3:20 ago (step 10) · silent for 8:20")
+
+
+def test_many_runs_cost_one_squeue(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [Run(run.path.with_name(f"other{i}")) for i in range(20)]
+    for number, one in enumerate([run, *others]):
+        write_text(one.config, CONFIG)
+        submitted(one, f"7_{number}")
+    squeue(monkeypatch, tmp_path, *(f"7_{number}|PENDING|N/A|Priority|" for number in range(21)))
+    assert [one.word for one in states_of([run, *others])] == ["pending"] * 21
+    assert (tmp_path / "asked").read_text() == "\n"
+
+
+def test_array_that_was_cancelled_before_it_began(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(run, "7_3")
+    squeue(monkeypatch, tmp_path, f"7|CANCELLED|{PAST}|None|")
+    assert state(run).word == "cancelled"
+    squeue(monkeypatch, tmp_path, "7|PENDING|N/A|Priority|")
+    assert state(run).word == "lost", "this element is no longer among those that wait"
+
+
 def test_cancelled_in_the_queue(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_attempt(run, "7.0", ["n1"])
     report_outcome(run, 1, "interrupted", "saved and stopped", "agent-0")
     submitted(run, "8", at=1.0)
-    squeue(monkeypatch, tmp_path, "")
+    squeue(monkeypatch, tmp_path)
     cancel_outcome(run, 1)
     assert state(run).word == "cancelled"
+
+
+def test_held_run_is_cancelled_without_slurm_being_told(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(run)
+    for number in (1, 2):
+        open_attempt(run, f"7.{number - 1}", ["n1"])
+        report_outcome(run, number, "failed", "trainer-0: ValueError", "agent-0")
+    squeue(monkeypatch, tmp_path)
+    assert state(run).word == "held"
+    assert cancel(run, 0.0).word == "cancelled"
+    with pytest.raises(RunError, match="is not running: cancelled"):
+        cancel(run, 0.0)
+
+
+def script_of(folder: Path, runs: list[Run]) -> Path:
+    """Write what submitit and hpcrl leave of a submission whose client died right after sbatch."""
+    elements = folder / "elements.json"
+    write_json(elements, [str(run.path) for run in runs])
+    script = folder / ".submission_file_0.sh"
+    script.write_text(f"#!/bin/bash\nsrun something\n'/bin/python3' -m hpcrl.launch.finish '{elements}'; exit $?")
+    for run in runs:
+        run.slurm.symlink_to(os.path.relpath(folder, run.path))
+    return script
+
+
+def test_job_that_nobody_recorded_is_found_in_the_queue(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Run(run.path.with_name("other"))
+    write_text(other.config, CONFIG)
+    script = script_of(tmp_path / "runs" / "project" / ".slurm" / "sweep", [other, run])
+    strange = "9_1|RUNNING|N/A|None|/elsewhere/.slurm/sweep/.submission_file_1.sh"
+    squeue(monkeypatch, tmp_path, f"8_0|PENDING|N/A|Priority|{script}", f"8_1|PENDING|N/A|Priority|{script}", strange)
+    found = state(run)
+    assert (found.word, found.found, found.submission["job_id"]) == ("pending", True, "8_1")
+    again = state(run)
+    assert (again.found, again.submission["job_id"]) == (False, "8_1"), "it was recorded"
+    assert not other.submission.exists()
+    assert state(other).submission["job_id"] == "8_0"
+
+
+def test_resume_that_died_before_it_recorded_its_job(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(run, "5_0")
+    write_json(run.submission, {**json.loads(run.submission.read_text()), "overrides": ["trainer.seed=1"]})
+    open_attempt(run, "5_0.0", ["n1"])
+    report_outcome(run, 1, "failed", "trainer-0: ValueError", "agent-0")
+    script = script_of(tmp_path / "runs" / "project" / ".slurm" / "mine", [run])
+    line = f"8_0|RUNNING|{PAST}|None|{script}"
+    squeue(monkeypatch, tmp_path, line)
+    with run.submission.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert state(run).submission["job_id"] == "8_0"
+        assert json.loads(run.submission.read_text())["job_id"] == "5_0", "somebody is about to record it"
+    assert (state(run).word, state(run).submission["job_id"]) == ("starting", "8_0")
+    assert json.loads(run.submission.read_text())["overrides"] == ["trainer.seed=1"]
+    squeue(monkeypatch, tmp_path, f"5_0|PENDING|N/A|Priority|{script}", line)
+    submitted(run, "5_0")
+    assert state(run).submission["job_id"] == "5_0", "the recorded one is alive"
+
+
+def test_without_an_answer_of_slurm_the_files_speak(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(run)
+    squeue(
+        monkeypatch, tmp_path, complaint="slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    )
+    (silent,) = known_states([run])
+    assert (silent.word, silent.over) == ("unknown", False)
+    assert "no attempt has begun; squeue: slurm_load_jobs error: Unable to contact" in silent.detail
+    open_attempt(run, "7.0", ["n1"])
+    LeaseWriter(run, "trainer", 1).say("step 2/4", step=2, total=4)
+    (running,) = known_states([run])
+    assert (running.word, running.detail.startswith("step 2/4 · ")) == ("running", True)
+    assert "Unable to contact" in running.detail
+    os.utime(run.lease("trainer"), (time.time() - 500, time.time() - 500))
+    assert known_states([run])[0].word == "unknown"
+    report_outcome(run, 1, "done", "finished", "agent-0")
+    assert (known_states([run])[0].word, known_states([run])[0].over) == ("done", True)
+
+
+def test_slurmctld_that_is_away_for_a_moment_is_waited_for(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submitted(run)
+    squeue(monkeypatch, tmp_path, complaint="Unable to contact slurm controller (connect failure)")
+    monkeypatch.setattr(registry, "PATIENCE_S", 30.0)
+    monkeypatch.setattr(scheduler, "_RETRY_S", 0.0)
+    program = tmp_path / "bin" / "squeue"
+    text = program.read_text().replace(
+        "#!/bin/sh\n", f"#!/bin/sh\n[ $(wc -l < {tmp_path}/asked) -ge 2 ] && exec echo '7|PENDING|N/A|Priority|'\n"
+    )
+    (tmp_path / "asked").touch()
+    program.write_text(text)
+    assert state(run).word == "pending"
+    assert capsys.readouterr().err.count("asking again for 30 s") == 1
 
 
 @pytest.mark.parametrize("status", [0, 1])
@@ -87,7 +304,7 @@ def test_slurm_that_does_not_answer_makes_no_run_pass_for_gone(
 ) -> None:
     submitted(run)
     if status:
-        squeue(monkeypatch, tmp_path, "", status)
+        squeue(monkeypatch, tmp_path, complaint="Unable to contact slurm controller")
     else:
         monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SubmitError, match="Unable to contact slurm controller" if status else "squeue was not found"):
@@ -98,6 +315,7 @@ def test_local_run_is_asked_for_on_its_host(run: Run) -> None:
     submitted(run, "1", "local", host="elsewhere")
     with pytest.raises(RunError, match="on elsewhere; ask there"):
         state(run)
+    assert known_states([run])[0].word == "unknown", "and a list of runs goes on"
     submitted(run, str(os.getpid()), "local")
     assert not state(run).job.active, "this process is not submitit's"
 

@@ -1,0 +1,119 @@
+"""How far a run is, from its leases and its checkpoints."""
+
+from __future__ import annotations
+
+import os
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpcrl.run.commit import COMMIT, committed
+from hpcrl.run.layout import Run, step_of
+from hpcrl.run.lease import Lease
+
+SILENT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is; None is what is not known.
+
+    Attributes:
+        activity: what the trainer says it does.
+        step, total: step in work or done last, of so many.
+        seconds_per_step: running mean.
+        ready, replicas: rollout replicas that serve, of so many.
+        checkpoint: step of the newest checkpoint.
+        checkpoint_age: seconds since its commit.
+        silence: seconds since a process of the attempt last said something.
+    """
+
+    activity: str
+    step: int | None
+    total: int | None
+    seconds_per_step: float | None
+    ready: int
+    replicas: int | None
+    checkpoint: int | None
+    checkpoint_age: float | None
+    silence: float | None
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds until the last step is done."""
+        if self.seconds_per_step is None or self.step is None or self.total is None:
+            return None
+        return max(0, self.total - self.step + 1) * self.seconds_per_step
+
+    def __str__(self) -> str:
+        parts = [self.activity or "starting"]
+        if self.step and self.total and "/" not in self.activity:
+            parts.append(f"step {self.step}/{self.total}")
+        if self.seconds_per_step is not None:
+            parts.append(f"{self.seconds_per_step:.1f} s/step")
+        if self.eta is not None:
+            parts.append(f"ETA {duration(self.eta)}")
+        if self.replicas:
+            parts.append(f"replicas {self.ready}/{self.replicas}")
+        if self.checkpoint is not None and self.checkpoint_age is not None:
+            parts.append(f"last commit {duration(self.checkpoint_age)} ago (step {self.checkpoint})")
+        elif self.step:
+            parts.append("nothing committed yet")
+        if self.silence is not None and self.silence > SILENT_S:
+            parts.append(f"silent for {duration(self.silence)}")
+        return " · ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as 12 s, 3:05 or 2:03:05."""
+    if seconds < 60:
+        return f"{max(0, round(seconds))} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def progress_of(run: Run, leases: Sequence[Lease]) -> Progress:
+    """Return how far a run is.
+
+    Args:
+        leases: of its newest attempt.
+    """
+    by_name = {lease.process: lease for lease in leases}
+    trainer, controller = by_name.get("trainer"), by_name.get("controller")
+    facts = trainer.facts if trainer else {}
+    total = facts.get("total") or (controller.facts.get("total_steps") if controller else None)
+    steps = committed(run.checkpoints, step_of)
+    # ages by the clock of the file server, and not by those of the nodes
+    ages = {lease.process: _age(run.lease(lease.process)) for lease in leases}
+    ready = [
+        lease
+        for lease in leases
+        if lease.process.startswith("rollout-") and "version" in lease.facts and (ages[lease.process] or 0) < SILENT_S
+    ]
+    known = [age for age in ages.values() if age is not None]
+    return Progress(
+        activity=trainer.state if trainer else "",
+        step=facts.get("step"),
+        total=total,
+        seconds_per_step=facts.get("seconds_per_step"),
+        ready=len(ready),
+        replicas=_replicas(run),
+        checkpoint=steps[-1] if steps else None,
+        checkpoint_age=_age(run.checkpoint(steps[-1]) / COMMIT) if steps else None,
+        silence=min(known) if known else None,
+    )
+
+
+def _age(path: os.PathLike[str]) -> float | None:
+    try:
+        return max(0.0, time.time() - os.stat(path).st_mtime)
+    except FileNotFoundError:
+        return None
+
+
+def _replicas(run: Run) -> int | None:
+    # not by Config, which would import the modules of a user's config_class
+    config = tomllib.loads(run.config.read_text())
+    return config.get("generator", {}).get("inference_engine", {}).get("num_engines")
