@@ -237,12 +237,18 @@ def _tensorboard(arguments: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
+    argv = sys.argv[1:] if argv is None else argv
+    command = argv[argv.index("--") + 1 :] if "--" in argv else []  # of the user's own, after those of hpcrl
+    argv = argv[: argv.index("--")] if command else argv
     arguments, rest = parser.parse_known_args(argv)
     settings = getattr(arguments, "settings", None)
     if settings is None or any(word.startswith("-") for word in rest):
         arguments = parser.parse_args(argv)  # says what is wrong
     else:
         settings += rest  # argparse takes no positional argument after an option that follows the first one
+    if command and not hasattr(arguments, "command"):
+        parser.error(f"unexpected: -- {' '.join(command)}")
+    arguments.command = command
     try:
         return arguments.action(arguments)
     except HpcrlError as error:

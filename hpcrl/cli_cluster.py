@@ -21,6 +21,19 @@ def add_cluster(commands: argparse._SubParsersAction) -> None:
     doctor.add_argument("--wait", type=int, default=60, metavar="S", help="seconds to wait for a free node (60)")
     doctor.add_argument("--json", action="store_true", help="one JSON value")
     doctor.set_defaults(action=_doctor)
+    text = "open a shell, or run a command, on a node of a running run, with its environment"
+    attach = commands.add_parser(
+        "attach",
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        usage="hpcrl attach [-h] [--root ROOT] [--node N] [--role {trainer,rollout}] RUN [-- COMMAND ...]",
+        epilog="example: hpcrl attach my-run --role rollout -- nvidia-smi",
+    )
+    attach.add_argument("--root", type=Path, help="where runs are looked for (default: $HPCRL_ROOT, else ./runs)")
+    attach.add_argument("run", metavar="RUN", help="name, project/name or path")
+    attach.add_argument("--node", metavar="N", help="number of the node in the run, or its name (default: the first)")
+    attach.add_argument("--role", choices=("trainer", "rollout"), help="the first node of this role")
+    attach.set_defaults(action=_attach, command=[])
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -46,3 +59,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(dumps([asdict(finding) for finding in findings], indent=2))
     return int(any(finding.level == "error" for finding in findings))
+
+
+def _attach(arguments: argparse.Namespace) -> int:
+    from hpcrl.launch.attach import attach
+    from hpcrl.launch.registry import default_root, find_run
+
+    run = find_run(arguments.run, arguments.root or default_root())
+    attach(run, arguments.node, arguments.role, arguments.command)

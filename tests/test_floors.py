@@ -22,7 +22,7 @@ FILES = sorted([*(ROOT / "hpcrl").rglob("*.py"), *(ROOT / "jobs").glob("*.py")])
 LOGIN = ["hpcrl.cli", "hpcrl.cli_config", "hpcrl.cli_checkpoint", "hpcrl.run.checkpoints", "hpcrl.config", "hpcrl.launch.submit", "hpcrl.launch.agent", "hpcrl.launch.registry",
          "hpcrl.launch.logs", "hpcrl.launch.stop", "hpcrl.launch.finish", "hpcrl.launch.preflight", "hpcrl.launch.resume",
          "hpcrl.launch.sweep", "hpcrl.config.convert.cosmos", "hpcrl.config.convert.skyrl", "hpcrl.observe.view", "hpcrl.run.call",
-         "hpcrl.cli_cluster", "hpcrl.cli_views", "hpcrl.launch.doctor.examine"]  # fmt: skip
+         "hpcrl.cli_cluster", "hpcrl.cli_views", "hpcrl.launch.doctor.examine", "hpcrl.launch.attach"]  # fmt: skip
 
 
 def room(module: str) -> str:

@@ -56,6 +56,10 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     """SIGKILL of a trainer rank in the middle: the attempt ends within seconds, with its error, and resumes as if nothing had been."""
     run = submit(place, "killed", f"trainer.max_steps={STEPS}", "trainer.eval_interval=10")
     wait_for(lambda: committed(run.checkpoints, step_of), lambda: logs_of(run), 240)
+    beside = hpcrl(
+        "attach", "killed", "--role", "rollout", "--", "sh", "-c", "echo $HPCRL_ATTEMPT $HPCRL_REPLICA", cwd=place
+    )
+    assert (beside.stdout, beside.stderr) == ("1 0\n", "")
     wait_for(lambda: run.batch(4).exists() or read_outcome(run), lambda: logs_of(run), 60)
     began = time.monotonic()
     kill(pid_of(run, "train"))
