@@ -225,16 +225,6 @@ def _resume(arguments: argparse.Namespace) -> int:
     return _follow([run]) if arguments.follow else 0
 
 
-def _tensorboard(arguments: argparse.Namespace) -> int:
-    from hpcrl.launch.registry import default_root, find_run
-    from hpcrl.observe.tensorboard import rebuild
-
-    run = find_run(arguments.run, arguments.root or default_root())
-    rebuild(run)
-    print(f"tensorboard --logdir {run.tensorboard}")
-    return 0
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     argv = sys.argv[1:] if argv is None else argv

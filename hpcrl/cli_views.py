@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpcrl.launch.state import RunState
 
+_NAMES = "name, project/name or path of a run, or the name of a sweep"
+
 
 def add_views(commands: argparse._SubParsersAction) -> None:
     """Add these commands to those of hpcrl."""
@@ -21,22 +23,26 @@ def add_views(commands: argparse._SubParsersAction) -> None:
         return parser
 
     status = command("status", "say in what state runs are, why, and how far")
-    status.add_argument("runs", nargs="*", metavar="RUN", help="name, project/name or path (default: all runs)")
+    status.add_argument("runs", nargs="*", metavar="RUN", help=f"{_NAMES} (default: all runs)")
     status.add_argument("--json", action="store_true", help="a JSON list, one object per run")
+    tensorboard = command("tensorboard", "print the command that shows the curves of runs")
+    tensorboard.add_argument("runs", nargs="+", metavar="RUN", help=_NAMES)
+    tensorboard.add_argument("--rebuild", action="store_true", help="write RUN/tensorboard anew from RUN/metrics")
+    tensorboard.add_argument("--port", type=int, default=6006, help="of the server (6006)")
 
 
 def _status(arguments: argparse.Namespace) -> int:
     from json import dumps
 
-    from hpcrl.launch.registry import all_runs, default_root, find_run, known_states
+    from hpcrl.launch.registry import all_runs, default_root, find_runs, known_states
 
     root = arguments.root or default_root()
-    states = known_states([find_run(name, root) for name in arguments.runs] or all_runs(root))
+    named = dict.fromkeys(run for name in arguments.runs for run in find_runs(name, root))
+    states = known_states(list(named) or all_runs(root))
     if arguments.json:
         print(dumps([_as_json(state) for state in states], indent=2))
-    elif arguments.runs:
-        for state in states:
-            _show(state)
+    elif len(named) == 1:
+        _show(states[0])
     elif not states:
         print(f"no runs under {root.absolute()}")
     else:
@@ -85,3 +91,34 @@ def _as_json(state: RunState) -> dict[str, Any]:
         "progress": {**asdict(state.progress), "eta": state.progress.eta},
         "processes": [asdict(lease) for lease in state.leases],
     }
+
+
+def _tensorboard(arguments: argparse.Namespace) -> int:
+    from shlex import join
+    from socket import gethostname
+
+    from hpcrl.launch.registry import default_root, find_runs
+    from hpcrl.observe.tensorboard import rebuild
+
+    root = arguments.root or default_root()
+    runs = list(dict.fromkeys(run for name in arguments.runs for run in find_runs(name, root)))
+    for run in runs:
+        if arguments.rebuild or not run.tensorboard.is_dir():
+            rebuild(run)
+    if len(runs) == 1:
+        logs = ["--logdir", str(runs[0].tensorboard)]
+    else:
+        alike = len({run.name for run in runs}) < len(runs)
+        named = (f"{f'{run.project}/' if alike else ''}{run.name}:{run.tensorboard}" for run in runs)
+        logs = ["--logdir_spec", ",".join(named)]
+    print(join([_program(), *logs, "--host", "127.0.0.1", "--port", str(arguments.port)]))
+    print(f"from your own machine: ssh -L {arguments.port}:127.0.0.1:{arguments.port} {gethostname()}")
+    return 0
+
+
+def _program() -> str:
+    """Return the name of TensorBoard where the shell would find it, else its path beside this Python."""
+    from shutil import which
+    from sys import executable
+
+    return "tensorboard" if which("tensorboard") else str(Path(executable).parent / "tensorboard")

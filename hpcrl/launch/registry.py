@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,23 @@ def find_run(name: str, root: Path) -> Run:
         f"no run {name!r} under {root.absolute()}{hint}; give its path, or --root, or set HPCRL_ROOT. `hpcrl status` lists the "
         "runs there"
     )
+
+
+def find_runs(name: str, root: Path) -> list[Run]:
+    """Return the run of this name, or the runs of the sweep that was submitted under it.
+
+    Raises:
+        RunError: none, or several of other submissions, match.
+    """
+    sweep = []
+    for run in all_runs(root):
+        submission = Path(os.path.realpath(run.slurm)).name
+        if name in (submission, f"{run.project}/{submission}"):
+            sweep.append(run)
+    if len({run.project for run in sweep}) == 1:
+        # 10 after 9
+        return sorted(sweep, key=lambda run: [part.zfill(9) for part in re.split(r"(\d+)", run.name)])
+    return [find_run(name, root)]
 
 
 def _listed(runs: Sequence[Run]) -> str:

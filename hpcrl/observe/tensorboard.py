@@ -1,7 +1,7 @@
 """TensorBoard's view of a run: one event file with content, made anew from the metrics at the start of each attempt.
 
 Nothing is ever appended to a file of an earlier attempt. So a kill, a resume at an earlier step or a node with a slow clock
-leaves neither doubled nor missing points.
+leaves neither doubled nor missing points, nor a curve that runs backwards.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class EventFile:
     def _rebuild(self) -> None:
         self._reader = MetricsReader(self._run)
         self._seen: set[tuple[str, int]] = set()
+        self._latest, self._shifts = 0.0, dict[int, float]()
         records, _ = self._reader.poll()
         self._directory.mkdir(parents=True, exist_ok=True)
         beside = self._directory / f".rebuilding.{socket.gethostname()}.{os.getpid()}"
@@ -75,8 +76,19 @@ class EventFile:
         for record in records:
             self._seen |= {(tag, record.step) for tag in record.metrics}
             points = [Summary.Value(tag=tag, simple_value=value) for tag, value in record.metrics.items()]
-            self._write(Event(wall_time=record.time, step=record.step, summary=Summary(value=points)))
+            self._write(Event(wall_time=self._wall_time(record), step=record.step, summary=Summary(value=points)))
         self._file.flush()
+
+    def _wall_time(self, record: Record) -> float:
+        """Return when a record was written; an attempt on a node whose clock is behind is moved to after those before it.
+
+        Over wall time a curve would run backwards otherwise.
+        """
+        if record.attempt not in self._shifts:
+            self._shifts[record.attempt] = max(0.0, self._latest - record.time)
+        moved = record.time + self._shifts[record.attempt]
+        self._latest = max(self._latest, moved)
+        return moved
 
     def _write(self, event: Event) -> None:
         RecordWriter(self._file).write(event.SerializeToString())

@@ -1,5 +1,6 @@
 """TensorBoard shows each step once, whatever happened to the run. Read back with TensorBoard's own accumulator."""
 
+import json
 import math
 import signal
 import subprocess
@@ -20,10 +21,14 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path / "project" / "run")
 
 
+def accumulator(run: Run) -> EventAccumulator:
+    found = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0, "tensors": 0})
+    found.Reload()
+    return found
+
+
 def curve(run: Run, tag: str) -> list[tuple[int, float]]:
-    accumulator = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0, "tensors": 0})
-    accumulator.Reload()
-    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+    return [(event.step, event.value) for event in accumulator(run).Scalars(tag)]
 
 
 def write(run: Run, process: str, attempt: int, resume: int, steps: range) -> None:
@@ -101,6 +106,69 @@ def test_files_of_a_clock_that_was_ahead_are_replaced_by_a_later_name(run: Run) 
     assert curve(run, "x") == [(1, 1001), (2, 1002)]
 
 
+def written_at(run: Run, attempt: int, resume: int, steps: range, clock: float, process: str = "trainer") -> None:
+    """Append what an attempt writes, one step in ten seconds of a clock that shows `clock` at first."""
+    path = run.metrics_of(process)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps({"attempt": attempt, "resume": resume}) + "\n")
+        for number, step in enumerate(steps):
+            value = {
+                "attempt": attempt,
+                "step": step,
+                "time": clock + 10 * number,
+                "metrics": {"x": 1000 * attempt + step},
+            }
+            file.write(json.dumps(value) + "\n")
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_resume_on_a_node_whose_clock_is_behind(run: Run, live: bool) -> None:
+    """Ten minutes behind, twice: each step once, in the order of steps also by the clock."""
+    written_at(run, 1, 0, range(1, 6), clock=10_000.0)
+    written_at(run, 1, 0, range(1, 6), clock=10_001.0, process="rollout-0")
+    events = EventFile(run)
+    (first,) = event_files(run)
+    ahead = first.rename(first.with_name(f"events.out.tfevents.{int(time.time()) + 600}.other"))
+    if live:
+        events.close()
+        events = EventFile(run)  # of the second attempt, before it writes
+    written_at(run, 2, 3, range(4, 7), clock=9_430.0)
+    written_at(run, 2, 3, range(4, 6), clock=9_431.0, process="rollout-0")
+    events.update()
+    written_at(run, 3, 5, range(6, 9), clock=8_800.0)
+    events.update()
+    events.close()
+    (last,) = event_files(run)
+    assert last.name > ahead.name
+    shown = accumulator(run).Scalars("x")
+    expected = [1001, 1002, 1003, 2004, 2005, 3006, 3007, 3008]
+    assert [(event.step, event.value) for event in shown] == [(value % 1000, value) for value in expected]
+    times = [event.wall_time for event in shown]
+    assert times == sorted(times)
+    assert times[-1] - times[-3] == 20, "within an attempt time passes as it did"
+    replica = accumulator(run).Scalars("x/rollout-0")
+    assert [event.step for event in replica] == [1, 2, 3, 4, 5]
+    assert [event.wall_time for event in replica] == sorted(event.wall_time for event in replica)
+
+
+def test_what_a_zombie_of_an_older_attempt_writes_is_not_shown(run: Run) -> None:
+    zombie = MetricsWriter(run, "trainer", 1, 0)
+    for step in range(1, 6):
+        zombie.write(step, {"x": 1000 + step})
+    events = EventFile(run)
+    write(run, "trainer", 2, 3, range(4, 6))
+    zombie.write(6, {"x": 1006})
+    events.update()
+    zombie.write(7, {"x": 1007})
+    zombie.close()
+    events.update()
+    events.close()
+    assert curve(run, "x") == [(1, 1001), (2, 1002), (3, 1003), (4, 2004), (5, 2005)]
+    rebuild(run)
+    assert curve(run, "x") == [(1, 1001), (2, 1002), (3, 1003), (4, 2004), (5, 2005)]
+
+
 def test_a_directory_that_was_removed_comes_back(run: Run) -> None:
     write(run, "trainer", 1, 0, range(1, 3))
     events = EventFile(run)
@@ -117,14 +185,13 @@ def test_an_accumulator_that_is_open_forgets_what_became_void(run: Run) -> None:
     for step in range(4):
         writer.write(step, {"x": 1000 + step})
     first = EventFile(run)
-    accumulator = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0})
-    accumulator.Reload()
-    assert len(accumulator.Scalars("x")) == 4
+    shown = accumulator(run)
+    assert len(shown.Scalars("x")) == 4
     write(run, "trainer", 2, 1, range(2, 3))
     second = EventFile(run)
     writer.write(4, {"x": 1004.0})  # the first attempt is not quite dead
-    accumulator.Reload()
-    assert [(event.step, event.value) for event in accumulator.Scalars("x")] == [(0, 1000), (1, 1001), (2, 2002)]
+    shown.Reload()
+    assert [(event.step, event.value) for event in shown.Scalars("x")] == [(0, 1000), (1, 1001), (2, 2002)]
     for _ in range(2):  # two that take the file from each other still agree on its content
         first.update()
         second.update()
