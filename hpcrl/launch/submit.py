@@ -28,6 +28,7 @@ import hpcrl
 from hpcrl.config import Config
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch import agent
+from hpcrl.launch.patient import submitted
 from hpcrl.launch.plan import make_plan, trainer_nodes
 from hpcrl.launch.sweep import run_names
 from hpcrl.run.commit import discard, write_json, write_text
@@ -270,9 +271,10 @@ def launch(submission: Submission, local: bool) -> None:
     runs = submission.runs
     write_json(submission.element_list, [str(run.path) for run in runs])
     executor = local_executor(submission) if local else slurm_executor(submission)
+    paths = [str(run.path) for run in runs]
     try:
         with submitit.helpers.clean_env(), _detached(submission.folder / "local.log") if local else nullcontext():
-            jobs = executor.map_array(agent.main, [str(run.path) for run in runs])
+            jobs = submitted(lambda: executor.map_array(agent.main, paths), submission.folder)
     except (FailedJobError, FailedSubmissionError) as error:
         raise SubmitError(f"Slurm refused the job: {_refusal(str(error))}") from error
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,32 @@ def test_slurmctld_that_is_away(accounting: DevCluster, tmp_path: Path) -> None:
     done = accounting.run([HPCRL, "cancel", "mine", "--now", "--root", str(tmp_path)])
     assert done.stdout == "mine: cancelled: cancelled by the user\n"
     case.gone()
+
+
+def test_submission_waits_for_slurmctld(accounting: DevCluster, tmp_path: Path) -> None:
+    submit = [
+        HPCRL,
+        "submit",
+        str(QUICKSTART),
+        SITE,
+        "trainer.run_name=late",
+        "generator.inference_engine.num_engines=7",
+    ]
+    accounting.stop("slurmctld")
+    try:
+        argv, pipe = accounting.argv("run", *submit), subprocess.PIPE
+        with subprocess.Popen(argv, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as process:
+            assert process.stderr
+            assert "Unable to contact slurm controller" in process.stderr.readline()
+            accounting.start("slurmctld")
+            said, _ = process.communicate(timeout=90)
+    finally:
+        if accounting.run(["scontrol", "ping"]).returncode != 0:
+            accounting.start("slurmctld")
+    assert "late: slurm job" in said
+    assert len(accounting.ask(["squeue", "-h", "-r"]).splitlines()) == 1
+    assert "cancelled" in accounting.run([HPCRL, "cancel", "late"], cwd=tmp_path).stdout
+    assert accounting.ask(["squeue", "-h"]) == ""
 
 
 def test_job_whose_submission_was_cut_short(cluster: DevCluster, tmp_path: Path) -> None:
