@@ -53,7 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     resume.add_argument("--follow", action="store_true", help="show progress until the run is over")
     run_command("stacks", "show what every process of a run is doing now")
-    run_command("tensorboard", "write RUN/tensorboard anew from RUN/metrics")
     add_checkpoint(commands)
     add_cluster(commands)
     add_config(commands)

@@ -63,7 +63,7 @@ def _show(state: RunState) -> None:
         f"  job         {submission.get('job_id', '-')} ({submission.get('executor', '-')}, {state.job.name.lower()}{found})"
     )
     print(f"  attempt     {state.attempt}")
-    print(f"  checkpoint  {'none' if progress.checkpoint is None else f'step {progress.checkpoint}'}")
+    print(f"  checkpoint  {progress.checkpoint or 'none'}")
     if submission.get("overrides"):
         print(f"  overrides   {' '.join(submission['overrides'])}")
     for lease in state.leases:

@@ -8,8 +8,9 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpcrl.run.commit import COMMIT, committed
-from hpcrl.run.layout import Run, step_of
+from hpcrl.run.checkpoints import line_of
+from hpcrl.run.commit import COMMIT
+from hpcrl.run.layout import Run
 from hpcrl.run.lease import Lease
 
 SILENT_S = 60.0
@@ -24,7 +25,7 @@ class Progress:
         step, total: step in work or done last, of so many.
         seconds_per_step: running mean.
         ready, replicas: rollout replicas that serve, of so many.
-        checkpoint: step of the newest checkpoint.
+        checkpoint: name of the newest checkpoint, s000041 after step 41.
         checkpoint_age: seconds since its commit.
         silence: seconds since a process of the attempt last said something.
     """
@@ -35,7 +36,7 @@ class Progress:
     seconds_per_step: float | None
     ready: int
     replicas: int | None
-    checkpoint: int | None
+    checkpoint: str | None
     checkpoint_age: float | None
     silence: float | None
 
@@ -57,7 +58,7 @@ class Progress:
         if self.replicas:
             parts.append(f"replicas {self.ready}/{self.replicas}")
         if self.checkpoint is not None and self.checkpoint_age is not None:
-            parts.append(f"last commit {duration(self.checkpoint_age)} ago (step {self.checkpoint})")
+            parts.append(f"last commit {duration(self.checkpoint_age)} ago ({self.checkpoint})")
         elif self.step:
             parts.append("nothing committed yet")
         if self.silence is not None and self.silence > SILENT_S:
@@ -84,7 +85,8 @@ def progress_of(run: Run, leases: Sequence[Lease]) -> Progress:
     trainer, controller = by_name.get("trainer"), by_name.get("controller")
     facts = trainer.facts if trainer else {}
     total = facts.get("total") or (controller.facts.get("total_steps") if controller else None)
-    steps = committed(run.checkpoints, step_of)
+    line = line_of(run)
+    newest = line[-1] if line else None
     # ages by the clock of the file server, and not by those of the nodes
     ages = {lease.process: _age(run.lease(lease.process)) for lease in leases}
     ready = [
@@ -100,8 +102,8 @@ def progress_of(run: Run, leases: Sequence[Lease]) -> Progress:
         seconds_per_step=facts.get("seconds_per_step"),
         ready=len(ready),
         replicas=_replicas(run),
-        checkpoint=steps[-1] if steps else None,
-        checkpoint_age=_age(run.checkpoint(steps[-1]) / COMMIT) if steps else None,
+        checkpoint=newest.name if newest else None,
+        checkpoint_age=_age(newest / COMMIT) if newest else None,
         silence=min(known) if known else None,
     )
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,7 +107,7 @@ def queue(patience_s: float) -> dict[str, JobState]:
     return jobs
 
 
-def find_job(job: str, jobs: dict[str, JobState]) -> JobState:
+def find_job(job: str, jobs: Mapping[str, JobState]) -> JobState:
     """Return the state of a job among those of `queue`; GONE if it is not there.
 
     An array that was cancelled before its elements began is one job to Slurm, without their numbers.

@@ -129,7 +129,7 @@ class _View:
             return "pending", why, ""
         if self.outcome is None or self.outcome.kind in ("interrupted", "lost"):
             saved = self.progress.checkpoint
-            kept = f"goes on after step {saved}" if saved is not None else "nothing was committed yet"
+            kept = f"goes on from {saved}" if saved is not None else "nothing was committed yet"
             return "preempted", f"queued again, {kept}; {why}", ""
         verdict = self._verdict
         return "pending", f"queued again after {verdict.why if verdict else self.outcome.message}; {why}", ""

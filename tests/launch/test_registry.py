@@ -106,7 +106,7 @@ def test_preempted_run_waits_and_starts_again(run: Run, tmp_path: Path, monkeypa
     assert state(run).word == "preempted"
     assert "nothing was committed yet; BeginTime: Slurm lets it wait a while; may start at 2" in detail
     committed_step(run, 4)
-    assert "goes on after step 4" in state(run).detail
+    assert "goes on from s000004" in state(run).detail
     squeue(monkeypatch, tmp_path, f"7|RUNNING|{FUTURE}|None|")
     assert state(run).word == "starting", "the job started after the outcome: that is of the attempt before"
 
@@ -164,7 +164,7 @@ def test_running_says_how_far(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     LeaseWriter(run, "rollout-1", 1).say("starting engine")
     committed_step(run, 10)
     os.utime(run.checkpoint(10) / "COMMIT", (time.time() - 200, time.time() - 200))
-    assert state(run).detail == "step 12/40 · 3.0 s/step · ETA 1:27 · replicas 1/2 · last commit 3:20 ago (step 10)"
+    assert state(run).detail == "step 12/40 · 3.0 s/step · ETA 1:27 · replicas 1/2 · last commit 3:20 ago (s000010)"
     LeaseWriter(run, "trainer", 1).say("saving", step=12, total=40)
     assert state(run).word == "saving"
     LeaseWriter(run, "trainer", 1).say("waiting for batch", step=12)
@@ -172,7 +172,7 @@ def test_running_says_how_far(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     assert (state(run).word, state(run).detail.startswith("asked to stop (cancelled)")) == ("saving", True)
     for path in run.endpoints.iterdir():
         os.utime(path, (time.time() - 500, time.time() - 500))
-    assert state(run).detail.endswith("replicas 0/2 · last commit 3:20 ago (step 10) · silent for 8:20")
+    assert state(run).detail.endswith("replicas 0/2 · last commit 3:20 ago (s000010) · silent for 8:20")
 
 
 def test_many_runs_cost_one_squeue(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
