@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import resource
 import subprocess
 import sys
 import time
@@ -93,19 +94,20 @@ def test_dry_run_shows_everything_and_makes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def best_of(count: int, *arguments: str, cwd: Path) -> float:
-    """The shortest of several: what the command needs when the machine does nothing else."""
+def least_work(count: int, *arguments: str, cwd: Path) -> float:
+    """The fewest CPU seconds of several calls: the clock on the wall also tells what else the machine does."""
     times = []
     for _ in range(count):
-        began = time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert hpcrl(*arguments, cwd=cwd).returncode == 0
-        times.append(time.monotonic() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return min(times)
 
 
 def test_answers_are_quick(tmp_path: Path) -> None:
-    assert best_of(5, "--help", cwd=tmp_path) < 0.3
-    assert best_of(5, "submit", QUICKSTART, "--dry-run", cwd=tmp_path) < 1.0
+    assert least_work(5, "--help", cwd=tmp_path) < 0.3
+    assert least_work(5, "submit", QUICKSTART, "--dry-run", cwd=tmp_path) < 1.0
 
 
 def test_status_without_runs_and_unknown_names(tmp_path: Path) -> None:
