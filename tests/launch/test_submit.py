@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import resource
+import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
