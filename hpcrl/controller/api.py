@@ -104,7 +104,7 @@ class Api:
         return {}
 
     async def next(self, body: dict[str, Any]) -> dict[str, Any]:
-        service, step, deadline = self._service, body["step"], time.monotonic() + WAIT_S
+        service, step, deadline = self._service, body["step"], time.monotonic() + body.get("wait", WAIT_S)
         if step > service.total_steps:
             self._trainer_told = True
             return {"stop": FINISHED, "path": None}

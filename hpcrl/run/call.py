@@ -8,7 +8,7 @@ Controller routes, all POST, all JSON (`worker` is a lease name such as "rollout
     /complete   {worker, groups: [GroupMeta]}      -> {accepted: [group_id], rejected: {group_id: reason}}
     /start      {step}                             -> {total_steps, steps_per_epoch}     trainer: training continues after `step`
     /published  {version}                          -> {}                                 trainer: weights/v<version> is committed
-    /next       {step}                             -> {stop, path}                       waits up to 10 s; path is null until the batch exists
+    /next       {step, wait?}                      -> {stop, path}                       waits up to `wait` (10) s; path is null until the batch exists
     /committed  {step}                             -> {}                                 trainer: checkpoint of `step` is committed
     /status     {}                                 -> counts for people
 

@@ -8,6 +8,7 @@ Each entry is POINT[@N]:ACTION, at the Nth time (the first unless told) that the
     stop            it stops, as if it hung
     raise=ERRNO     OSError of that name
     sleep=SECONDS   it waits
+    signal=NAME     it gets that signal, such as SIGTERM, and goes on
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ def _fail(point: str, action: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "sleep":
         time.sleep(float(value))
+    elif kind == "signal":
+        os.kill(os.getpid(), signal.Signals[value])
     elif kind == "raise":
         number = getattr(errno, value)
         raise OSError(number, os.strerror(number), point)
     else:
-        raise ValueError(f"{_VARIABLE}: {action!r} is none of kill, stop, raise=ERRNO, sleep=SECONDS")
+        raise ValueError(f"{_VARIABLE}: {action!r} is none of kill, stop, raise=ERRNO, sleep=SECONDS, signal=NAME")

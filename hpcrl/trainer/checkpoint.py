@@ -5,7 +5,8 @@
       critic/                          the same of the critic, where there is one
       rng-<rank>.safetensors           random state of each rank
       reference/                       the reference, once it has followed the policy
-      manifest.json                    step, batch, cursor, layout; sizes and checksums of the files above
+      batch.json, batch-<rank>…        the unfinished batch, where the name is one like s000041u2 (hpcrl/trainer/midstep.py)
+      manifest.json                    step, updates, batch, cursor, layout; sizes and checksums of the files above
       COMMIT
 
 All ranks write, rank 0 commits. Only rank 0 looks for checkpoints: network filesystems may show each node something else.
@@ -18,8 +19,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -29,17 +32,40 @@ from hpcrl.config.trainer import TrainerConfig
 from hpcrl.errors import CommitError, RunError
 from hpcrl.run.checkpoints import NEVER_DELETED, Retention, newest_usable, set_aside_after, size_of
 from hpcrl.run.commit import committed, committed_by, verify
-from hpcrl.run.layout import Run, position_of, step_of
+from hpcrl.run.layout import Run, step_of
 from hpcrl.run.space import explained
 from hpcrl.run.starts import note
 from hpcrl.trainer.committer import Committer, Content, rng_file
 from hpcrl.trainer.engine import Engine, Writer
+from hpcrl.trainer.midstep import Unfinished, unfit
+from hpcrl.trainer.random_state import random_state, set_random_state
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch
 
 log = logging.getLogger(__name__)
 
 _CRITIC = "critic"
+
+
+class Start(NamedTuple):
+    """Where training continues.
+
+    Attributes:
+        step: the last one that is complete.
+        updates: optimizer steps of the next one that are made.
+        carried: what `save` was given to carry.
+        checkpoint: of this run or another's; None: training begins.
+    """
+
+    step: int = 0
+    updates: int = 0
+    carried: dict[str, float] = {}
+    checkpoint: Path | None = None
+
+    @property
+    def inside(self) -> Path | None:
+        """The checkpoint that was saved inside the next step, if it was."""
+        return self.checkpoint if self.updates else None
 
 
 class Checkpoints:
@@ -51,6 +77,7 @@ class Checkpoints:
         mode: sync: `save` returns once all is committed; async: once it is copied to host memory.
         on_error: whether training ends or goes on when one cannot be written.
         told: called on every rank with the step of each checkpoint once it is committed.
+        unfit: tells why training cannot go on from a checkpoint, though it is whole; None: it can.
     """
 
     def __init__(
@@ -64,12 +91,13 @@ class Checkpoints:
         mode: Literal["sync", "async"] = "sync",
         on_error: Literal["stop", "continue"] = "stop",
         told: Callable[[int], None] = lambda _: None,
+        unfit: Callable[[Path], str | None] = lambda _: None,
     ) -> None:
         self._run, self._attempt, self._world, self._seed = run, attempt, world, seed
         self._committer = Committer(run, attempt, world, keep)
         self._behind = Committer(run, attempt, world.beside(), keep) if mode == "async" else None
         self._flight: _Flight | None = None
-        self._stops, self._told = on_error == "stop", told
+        self._stops, self._told, self._unfit = on_error == "stop", told, unfit
         self._newest: Path | None = None
         if world.first and 0 <= keep.newest < NEVER_DELETED:
             log.warning(
@@ -82,12 +110,13 @@ class Checkpoints:
     ) -> Checkpoints:
         """Return those of a run with this configuration."""
         keep, mode, on_error = Retention.of(trainer), trainer.ckpt_mode, trainer.ckpt_on_error
-        return cls(run, attempt, world, keep=keep, seed=trainer.seed, mode=mode, on_error=on_error, told=told)
+        fits = partial(unfit, run, trainer)
+        return cls(
+            run, attempt, world, keep=keep, seed=trainer.seed, mode=mode, on_error=on_error, told=told, unfit=fits
+        )
 
-    def resume(
-        self, engine: Engine, critic: Engine | None, mode: str, path: str | None
-    ) -> tuple[int, dict[str, float]]:
-        """Bring the engines to where training continues; return that step and what `save` was given to carry.
+    def resume(self, engine: Engine, critic: Engine | None, mode: str, path: str | None) -> Start:
+        """Bring the engines to where training continues, and return where that is.
 
         A fresh start is step 0 and carries nothing. Args and errors as in `find`.
         """
@@ -95,11 +124,11 @@ class Checkpoints:
         found = self.find(mode, path)
         if found is not None and self._world.first and found.parent == self._run.checkpoints:
             note(self._run, {"attempt": self._attempt, "loads": found.name, "by": committed_by(found)})
-        step, carried = self.restore(engine, critic, found) if found else (0, {})
+        start = self.restore(engine, critic, found) if found else Start()
         self._world.barrier()  # every rank has loaded it
         self._world.look(lambda: self._started(found))
         self._newest = found
-        return step, carried
+        return start
 
     def _started(self, found: Path | None) -> None:
         with explained(self._run.checkpoints):
@@ -126,7 +155,7 @@ class Checkpoints:
         if mode == "none":
             return None
         with explained(self._run.checkpoints):
-            own = newest_usable(self._run, self._attempt, _skipped)
+            own = newest_usable(self._run, self._attempt, _skipped, self._unfit)
         if own is not None:
             return own
         if damaged := committed(self._run.checkpoints, step_of):
@@ -136,8 +165,8 @@ class Checkpoints:
             )
         return _foreign(path) if mode == "from_path" else None
 
-    def restore(self, engine: Engine, critic: Engine | None, checkpoint: Path) -> tuple[int, dict[str, float]]:
-        """Load a checkpoint that `find` gave; return its step and what it carries.
+    def restore(self, engine: Engine, critic: Engine | None, checkpoint: Path) -> Start:
+        """Load a checkpoint that `find` gave.
 
         Raises:
             RunError: there is a critic, and the checkpoint has none.
@@ -161,17 +190,16 @@ class Checkpoints:
         self._restore_rng(checkpoint, facts)
         for committer in filter(None, (self._committer, self._behind)):
             committer.expect(size_of(facts))
+        updates = facts.get("updates", 0)
         if self._world.first:
-            log.info("continuing after step %d of %s", facts["step"], checkpoint)
-        return facts["step"], facts.get("carried", {})
+            inside = f" and {updates} optimizer steps of the next" if updates else ""
+            log.info("continuing after step %d%s, from %s", facts["step"], inside, checkpoint)
+        return Start(facts["step"], updates, facts.get("carried", {}), checkpoint)
 
     def _restore_rng(self, checkpoint: Path, facts: dict[str, Any]) -> None:
         rank, file = self._world.rank, rng_file(checkpoint, self._world.rank)
         if facts["world_size"] == self._world.size:
-            states = load_file(file)
-            torch.set_rng_state(states["cpu"])
-            if self._world.device.type == "cuda" and "cuda" in states:
-                torch.cuda.set_rng_state(states["cuda"])
+            set_random_state(load_file(file), self._world.device)
             return
         self._seed_rng(facts["step"])
         log.warning(
@@ -227,16 +255,24 @@ class Checkpoints:
         return {"timing/save_checkpoints_behind": flight.seconds}
 
     def finish(
-        self, engine: Engine, critic: Engine | None, batch: Batch, carried: dict[str, float]
+        self,
+        engine: Engine,
+        critic: Engine | None,
+        batch: Batch,
+        carried: dict[str, float],
+        inside: Unfinished | None = None,
     ) -> dict[str, float]:
         """Make sure that the state after `batch`, the last one, is committed; return metrics as `settle`.
+
+        Args:
+            inside: where not all optimizer steps of `batch` are made.
 
         Raises:
             CommitError: it is not, whatever training is to do about others.
         """
         times = self.settle(wait=True, last=True)
-        if self._newest != self._run.checkpoint(batch.step):
-            content = self._content(engine, critic, batch, carried, copied=False)
+        content = self._content(engine, critic, batch, carried, copied=False, inside=inside)
+        if self._newest != content.target:
             self._committer.commit(content)
             self._conclude(content, None)
         return times
@@ -253,14 +289,20 @@ class Checkpoints:
             log.warning("training goes on without this checkpoint: %s", error)
 
     def _content(
-        self, engine: Engine, critic: Engine | None, batch: Batch, carried: dict[str, float], *, copied: bool
+        self,
+        engine: Engine,
+        critic: Engine | None,
+        batch: Batch,
+        carried: dict[str, float],
+        *,
+        copied: bool,
+        inside: Unfinished | None = None,
     ) -> Content:
         engines = {"": engine} | ({} if critic is None else {_CRITIC: critic})
-        states = {"cpu": torch.get_rng_state()}
-        if self._world.device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state()
+        step, updates = (batch.step, 0) if inside is None else (batch.step - 1, inside.updates)
         facts = {
-            "step": batch.step,
+            "step": step,
+            "updates": updates,
             "cursor": batch.cursor,
             "world_size": self._world.size,
             "seed": self._seed,
@@ -269,7 +311,8 @@ class Checkpoints:
             "torch": str(torch.__version__),
         }
         writers = {folder: each.snapshot() if copied else _writer(each) for folder, each in engines.items()}
-        return Content(self._run.checkpoint(batch.step), writers, states, facts)
+        content = Content(self._run.checkpoint(step, updates), writers, random_state(self._world.device), facts)
+        return content if inside is None else replace(content, more=partial(inside.write, world=self._world))
 
 
 class _Flight(threading.Thread):
@@ -319,7 +362,7 @@ def _foreign(path: str | None) -> Path:
     if path is None:
         raise RunError("trainer.resume_mode is from_path: set trainer.resume_path to a directory checkpoints/sNNNNNN")
     checkpoint = Path(path)
-    if position_of(checkpoint) is None or not checkpoint.is_dir():
+    if step_of(checkpoint) is None or not checkpoint.is_dir():
         raise RunError(
             f"trainer.resume_path: {checkpoint} is not a checkpoint; expected an existing directory named sNNNNNN, such as "
             f"those in a run's checkpoints/"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,12 +45,14 @@ class Content:
         writers: of engines, by folder.
         random: random states of this rank.
         facts: for the manifest.
+        more: writes what else this rank keeps, without waiting for others.
     """
 
     target: Path
     writers: dict[str, Writer]
     random: dict[str, torch.Tensor]
     facts: dict[str, Any]
+    more: Callable[[Path], None] = lambda _: None
 
 
 class Committer:
@@ -105,6 +107,7 @@ class Committer:
         with explained(content.target, self._size):
             fault("commit.shard")
             save_tensors(content.random, rng_file(directory, rank))
+            content.more(directory)
             return listing(directory, lambda path: _writer_of(path) == rank)
 
     def _finish(self, content: Content, files: dict[str, Any]) -> None:

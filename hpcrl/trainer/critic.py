@@ -11,9 +11,10 @@ from hpcrl.algorithms.losses import masked_sum
 from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.algorithms.values import clipped_value_loss
 from hpcrl.config.trainer import TrainerConfig
+from hpcrl.run.fault import fault
 from hpcrl.trainer.engine import CriticEngine, Objective
 from hpcrl.trainer.plan import Limit, longest_first
-from hpcrl.trainer.update import MiniBatch, Trained, fill_in, train, weigh
+from hpcrl.trainer.update import Between, MiniBatch, Trained, fill_in, weigh
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch, MicroBatch
 
@@ -26,15 +27,15 @@ def critic_updates_per_batch(trainer: TrainerConfig) -> int:
     return -(-trainer.train_batch_size // trainer.critic_mini_batch_size) * trainer.update_epochs_per_batch
 
 
-def appraise(critic: CriticEngine, mini: MiniBatch, limit: Limit) -> None:
+def appraise(critic: CriticEngine, mini: MiniBatch, limit: Limit, between: Between = fault) -> None:
     """Fill in what the critic expects before each token."""
-    fill_in(mini, limit, {"values": critic.values})
+    fill_in(mini, limit, {"values": critic.values}, between)
 
 
-def train_critic(
-    critic: CriticEngine, minis: Sequence[MiniBatch], batch: Batch, trainer: TrainerConfig, limit: Limit, world: World
-) -> dict[str, float]:
-    """Make the critic's optimizer steps of a batch and return critic/*.
+def critic_mini_batches(
+    minis: Sequence[MiniBatch], batch: Batch, trainer: TrainerConfig, limit: Limit, world: World
+) -> list[MiniBatch]:
+    """Return what each optimizer step of the critic trains in one pass over a batch, weighed.
 
     Args:
         minis: the policy's mini-batches, whose rows have values and returns.
@@ -42,9 +43,7 @@ def train_critic(
     """
     own = regrouped(minis, len(batch.groups), trainer.critic_mini_batch_size)
     weigh(own, batch, limit, world, _REDUCTION)
-    objective = build_critic_objective(trainer.algorithm.value_clip)
-    epochs = own * trainer.update_epochs_per_batch
-    return describe_critic([train(critic, mini, limit, objective, world) for mini in epochs])
+    return own
 
 
 def regrouped(minis: Sequence[MiniBatch], groups: int, size: int) -> list[MiniBatch]:

@@ -20,6 +20,7 @@ from hpcrl.trainer.world import World
 from hpcrl.types import Batch
 
 _EXTREMES = ("_max", "_min")
+_STEP = "step"
 
 
 class Clock:
@@ -33,14 +34,24 @@ class Clock:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         began = time.monotonic()
-        yield
-        self._seconds[phase] += time.monotonic() - began
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.monotonic() - began
+
+    def resume(self, seconds: Mapping[str, float]) -> None:
+        """Go on with a step on which an earlier attempt spent what `lap` returned there."""
+        for phase, value in seconds.items():
+            if phase == _STEP:
+                self._began -= value
+            else:
+                self._seconds[phase] += value
 
     def lap(self) -> dict[str, float]:
         """Return seconds by phase, and of the whole step under "step", and begin the next step."""
         whole = time.monotonic() - self._began
         self._pace = whole if self._pace is None else 0.8 * self._pace + 0.2 * whole
-        return {**self.between(), "step": whole}
+        return {**self.between(), _STEP: whole}
 
     def between(self) -> dict[str, float]:
         """Return seconds by phase of what lies between two steps, and begin the next step."""
@@ -142,7 +153,7 @@ def describe_cost(batch: Batch, seconds: dict[str, float], world: World) -> dict
     names = ["memory/peak_host_gib", "memory/peak_device_gib"]
     return {
         **describe_times(seconds),
-        "throughput/tokens_per_second": tokens / seconds["step"],
+        "throughput/tokens_per_second": tokens / seconds[_STEP],
         "throughput/train_tokens_per_second_per_rank": tokens / seconds["policy_train"] / world.size,
         **dict(zip(names, world.max(peaks), strict=False)),
     }

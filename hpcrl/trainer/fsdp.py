@@ -139,6 +139,9 @@ class FsdpEngine(Generic[Model]):
         return {"": self._state()}
 
     def _state(self) -> dict[str, Any]:
+        if not self._optimizer.state:
+            get_state_dict(self._model, self._optimizer)
+            forget_moments(self._optimizer)  # which that makes by a step without gradients, and counts
         model, optimizer = get_state_dict(self._model, self._optimizer)
         return {"model": model, "optimizer": optimizer, "updates": torch.tensor(self.updates)}
 

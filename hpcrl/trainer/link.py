@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
-from types import FrameType
+import logging
 from typing import Any
 
 from hpcrl.errors import RunError
@@ -15,36 +11,15 @@ from hpcrl.run.call import Controller
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import LeaseWriter
-from hpcrl.run.pulse import Pulse
+from hpcrl.trainer.describe import Clock
+from hpcrl.trainer.stop import Agreement, Stopping
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch
 
+log = logging.getLogger(__name__)
+
 PROCESS = "trainer"
-_UNASKED_S = 30.0  # a stop file that another node wrote may show late
-
-
-class StopSignal:
-    """Notes SIGTERM and SIGUSR2 (Slurm's two ways to announce the end) instead of dying of them.
-
-    torchrun sends SIGTERM too, when another rank has failed; nobody has asked the run to stop then, and a rank that waits for the lost
-    one inside a collective would never look at this: it is ended.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self.seen = False
-        self._run = run
-        for number in (signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(number, self._note)
-
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
-        if not self.seen:
-            threading.Thread(target=self._leave_if_unasked, daemon=True).start()
-        self.seen = True
-
-    def _leave_if_unasked(self) -> None:
-        time.sleep(_UNASKED_S)
-        if not self._run.stop.exists():
-            os._exit(1)
+_WAIT_S = 1.0  # ranks agree whether to stop in between
 
 
 class Link:
@@ -53,9 +28,9 @@ class Link:
     Consumes: answers of the controller, batch files. Waits for: the controller. Produces: lease, metrics.
     """
 
-    def __init__(self, run: Run, attempt: int, world: World, stop: StopSignal, pulse: Pulse) -> None:
-        self._pulse = pulse
-        self._run, self._attempt, self._world, self._stop = run, attempt, world, stop
+    def __init__(self, run: Run, attempt: int, world: World, agreement: Agreement) -> None:
+        self._run, self._attempt, self._world, self._agreement = run, attempt, world, agreement
+        self._total = 0
         self._controller = Controller(run, attempt) if world.first else None
         self._lease = LeaseWriter(run, PROCESS, attempt) if world.first else None
         self._metrics: MetricsWriter | None = None
@@ -69,21 +44,32 @@ class Link:
         if self._world.first:
             self._metrics = MetricsWriter(self._run, PROCESS, self._attempt, step)
         answer = self._ask("start", step=step)
-        return answer["total_steps"], answer["steps_per_epoch"]
+        self._total = answer["total_steps"]
+        return self._total, answer["steps_per_epoch"]
 
-    def next(self, step: int) -> Batch | None:
-        """Return the batch of `step` as soon as there is one, or None if training ends here."""
+    def next(self, step: int, clock: Clock) -> Batch | None:
+        """Return the batch after that of `step` as soon as there is one, or None if training has none.
+
+        Raises:
+            Stopping: the run is to stop.
+        """
+        with clock("wait_for_generation_buffer"):
+            return self._next(step + 1)
+
+    def _next(self, step: int) -> Batch | None:
+        self.say("waiting for batch", step=step - 1, total=self._total)
+        if step > self._total:
+            self._ask("next", step=step)  # it ends when it knows that the trainer has finished
+            return None
         while True:
-            self._pulse.beat("wait")
-            if self._world.any(self._stop.seen):
-                return None
-            answer = self._ask("next", step=step)
+            self._agreement("wait")
+            answer = self._ask("next", step=step, wait=_WAIT_S)
             if answer["stop"] is not None:
-                return None
+                self._agreement.hear()
+                raise Stopping(answer["stop"])
             if answer["path"] is not None:
-                self._pulse.beat("step")
                 return self._read(answer["path"], step)
-            self.say("waiting for batch", step=step - 1)
+            self.say("waiting for batch", step=step - 1, total=self._total)
 
     def _read(self, relative: str, step: int) -> Batch:
         path = self._run.inside(relative)
@@ -95,17 +81,27 @@ class Link:
         return batch
 
     def published(self, version: int) -> None:
-        self._pulse.beat("save")
         self._ask("published", version=version)
 
     def committed(self, step: int) -> None:
-        self._ask("committed", step=step)
+        if not self._agreement.agreed:  # who is to leave does not wait for an answer
+            self._ask("committed", step=step)
 
     def measured(self, step: int, metrics: dict[str, float]) -> None:
-        if self._metrics:
+        if self._metrics and metrics:
             self._metrics.write(step, metrics)
 
-    def _ask(self, route: str, **payload: int) -> dict[str, Any]:
+    def everything_is_saved(self, step: int) -> None:
+        """All that was trained up to the stop request is committed, `step` is the last complete step: tell how long that took.
+
+        The metric resilience/signal_to_commit_seconds is counted from the moment at which the first rank heard of the request.
+        """
+        seconds = self._agreement.seconds()
+        self.measured(step, {"resilience/signal_to_commit_seconds": seconds})
+        if self._world.first:
+            log.info("everything is committed %.1f s after the stop request", seconds)
+
+    def _ask(self, route: str, **payload: float) -> dict[str, Any]:
         def call() -> dict[str, Any]:
             assert self._controller is not None
             return self._controller.call(route, **payload)

@@ -16,7 +16,7 @@ from hpcrl.data.chat import load_tokenizer
 from hpcrl.errors import HpcrlError
 from hpcrl.run.commit import committed, committed_by, committed_directory, discard, is_committed
 from hpcrl.run.fence import require_newest
-from hpcrl.run.layout import Run, version_of
+from hpcrl.run.layout import Run, step_of, version_of
 from hpcrl.run.space import explained
 from hpcrl.trainer.committer import save_tensors
 from hpcrl.trainer.engine import PolicyEngine
@@ -96,6 +96,11 @@ class Publisher:
         if self._world.look(lambda: committed_by(place)) != self._attempt:
             self._write(engine, place, complete, step=step)
         return place
+
+    def misses_export(self, start: Path | None) -> bool:
+        """Return whether training starts from a checkpoint of this run, after a step, of which there is no export."""
+        step = step_of(start) if start is not None and start.parent == self._run.checkpoints else None
+        return step is not None and not self._world.look(lambda: is_committed(self._run.export(step)))
 
     def _write(
         self, engine: PolicyEngine, target: Path, complete: Callable[[Path], None] = lambda _: None, **facts: int

@@ -12,6 +12,7 @@ import torch
 from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight
 from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.trainer import TrainerConfig
+from hpcrl.run.fault import fault
 from hpcrl.run.layout import Run
 from hpcrl.trainer.advantages import trained_groups
 from hpcrl.trainer.engine import Engine, Objective, PolicyEngine, StepReport
@@ -19,6 +20,9 @@ from hpcrl.trainer.packing import Row, load_rows, pack, trained_tokens
 from hpcrl.trainer.plan import Limit, Pick, cut, deal, mini_batches
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch, MicroBatch
+
+Between = Callable[[str], None]
+"""Is called before each micro-batch with the name of the place; what it raises must be raised on all ranks."""
 
 
 @dataclass
@@ -120,23 +124,31 @@ def _is_positive(batch: Batch, pick: Pick) -> bool:
     return batch.groups[pick.group].rewards[pick.index] > 0
 
 
-def score(engine: PolicyEngine, mini: MiniBatch, limit: Limit, *, old: bool, reference: bool) -> None:
+def score(
+    engine: PolicyEngine, mini: MiniBatch, limit: Limit, *, old: bool, reference: bool, between: Between = fault
+) -> None:
     """Fill in old and reference log-probabilities."""
     passes: dict[str, Callable[[MicroBatch], torch.Tensor]] = {}
     if old:
         passes["old_logprobs"] = engine.logprobs
     if reference:
         passes["ref_logprobs"] = partial(engine.logprobs, reference=True)
-    fill_in(mini, limit, passes)
+    fill_in(mini, limit, passes, between)
 
 
-def fill_in(mini: MiniBatch, limit: Limit, passes: Mapping[str, Callable[[MicroBatch], torch.Tensor]]) -> None:
+def fill_in(
+    mini: MiniBatch,
+    limit: Limit,
+    passes: Mapping[str, Callable[[MicroBatch], torch.Tensor]],
+    between: Between = fault,
+) -> None:
     """Give the rows what passes through models say about their tokens.
 
     Args:
         passes: name of an attribute of Row -> gives [P] values of a micro-batch.
     """
     for rows in mini.micro_batches(limit) if passes else ():
+        between("score.micro_batch")
         batch = pack(rows)
         for name, values in passes.items():
             parts = values(batch).split(batch.lengths)
@@ -144,10 +156,13 @@ def fill_in(mini: MiniBatch, limit: Limit, passes: Mapping[str, Callable[[MicroB
                 setattr(row, name, values_T)
 
 
-def train(engine: Engine, mini: MiniBatch, limit: Limit, objective: Objective, world: World) -> Trained:
+def train(
+    engine: Engine, mini: MiniBatch, limit: Limit, objective: Objective, world: World, between: Between = fault
+) -> Trained:
     """Make one optimizer step, but none where nothing is trained: momentum and weight decay alone would move the model."""
     totals: dict[str, torch.Tensor] = {}
     for rows in mini.micro_batches(limit):
+        between("update.micro_batch")
         merge(totals, engine.forward_backward(pack(rows), objective))
     report = engine.step() if mini.tokens else engine.skip()
     return Trained(_over_ranks(totals, world), report)

@@ -19,10 +19,16 @@ from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
 from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.checkpoint import Checkpoints
-from hpcrl.trainer.critic import appraise, critic_updates_per_batch, train_critic
+from hpcrl.trainer.critic import (
+    appraise,
+    build_critic_objective,
+    critic_mini_batches,
+    critic_updates_per_batch,
+    describe_critic,
+)
 from hpcrl.trainer.fsdp import FsdpCritic, FsdpPolicy
 from hpcrl.trainer.plan import Limit
-from hpcrl.trainer.update import MiniBatch, load_mini_batches
+from hpcrl.trainer.update import MiniBatch, load_mini_batches, train
 from hpcrl.trainer.world import World, joined
 from hpcrl.types import Batch
 from tests.trainer.scenarios import laid_over, parameters, whole
@@ -78,6 +84,15 @@ def appraised(
     return minis
 
 
+def train_critic(
+    critic: FsdpCritic, minis: list[MiniBatch], batch: Batch, trainer: TrainerConfig, limit: Limit, world: World
+) -> dict[str, float]:
+    """Make the critic's optimizer steps of a batch and return critic/*."""
+    own = critic_mini_batches(minis, batch, trainer, limit, world) * trainer.update_epochs_per_batch
+    objective = build_critic_objective(trainer.algorithm.value_clip)
+    return describe_critic([train(critic, mini, limit, objective, world) for mini in own])
+
+
 def one_batch(world: World, options: dict[str, Any]) -> None:
     """Train one batch in several ways; each rank tells of its samples, rank 0 of the rest."""
     run = Run.open(options["run"])
@@ -108,7 +123,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     run, trainer = Run.open(options["run"]), section(options["model"], options)
     policy, critic = FsdpPolicy(trainer, 1.0, world), make_critic(world, trainer)
     checkpoints = Checkpoints(run, options["attempt"], world, keep=Retention(), seed=3)
-    step, _ = checkpoints.resume(policy, critic if options.get("critic", True) else None, "latest", None)
+    step = checkpoints.resume(policy, critic if options.get("critic", True) else None, "latest", None).step
     told = []
     for at in range(step + 1, options["until"] + 1):
         batch, limit = Batch.from_json(read_json(run.batch(at))), Limit(2)

@@ -213,7 +213,8 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     mode = options.get("save_mode", "sync")
     checkpoints = Checkpoints(run, attempt, world, keep=Retention(options.get("keep", -1)), seed=3, mode=mode)
     publisher = Publisher(run, attempt, world, torch.float32, max_staleness=0)
-    step, carried = checkpoints.resume(engine, None, options.get("mode", "latest"), options.get("path"))
+    start = checkpoints.resume(engine, None, options.get("mode", "latest"), options.get("path"))
+    step, carried = start.step, start.carried
     publisher.resume(engine, step)
     trained, random = [], torch.rand(3).tolist()
     for at in range(step + 1, options["until"] + 1):

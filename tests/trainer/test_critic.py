@@ -18,10 +18,10 @@ from transformers import AutoModel
 from hpcrl.data.samples import read_group
 from hpcrl.errors import DataError, RunError
 from hpcrl.observe.metrics import merged
+from hpcrl.run.checkpoints import Retention
 from hpcrl.run.commit import committed, verify
 from hpcrl.run.layout import Run, step_of
 from hpcrl.trainer.checkpoint import Checkpoints
-from hpcrl.trainer.critic import train_critic
 from hpcrl.trainer.fsdp import FsdpCritic, FsdpPolicy, critic_source
 from hpcrl.trainer.packing import Row, pack
 from hpcrl.trainer.plan import Limit, Pick
@@ -262,7 +262,7 @@ def test_it_learns_a_constant_reward(model_path: Path, tmp_path: Path, alone: Wo
         minis = critic_scenarios.appraised(critic, run, batch, trainer, limit, alone)
         for row in (row for mini in minis for row in mini.rows):
             row.returns = torch.full_like(row.sample.rewards, 0.7)
-        found = train_critic(critic, minis, batch, trainer, limit, alone)
+        found = critic_scenarios.train_critic(critic, minis, batch, trainer, limit, alone)
         means.append(found["critic/values_mean"])
     assert abs(means[0]) < 0.2
     assert means[-1] == pytest.approx(0.7, abs=0.05)
@@ -307,15 +307,15 @@ def test_checkpoints_with_and_without_a_critic(
 ) -> None:
     run, trainer = make_run(tmp_path / "run"), critic_scenarios.section(str(model_path), {})
     policy, critic = FsdpPolicy(trainer, 1.0, alone), critic_scenarios.make_critic(alone, trainer)
-    checkpoints = Checkpoints(run, 1, alone, keep=-1, seed=0)
+    checkpoints = Checkpoints(run, 1, alone, keep=Retention(), seed=0)
     checkpoints.save(policy, None, make_batch(run, 1, GROUPS, SIZE), {})
     assert not (run.checkpoint(1) / "critic").exists()
     with pytest.raises(RunError, match=r"s000001 was saved without a critic: leave out trainer\.critic\.model\.path"):
         checkpoints.resume(policy, critic, "latest", None)
     checkpoints.save(policy, critic, make_batch(run, 2, GROUPS, SIZE), {})
-    assert checkpoints.resume(policy, critic, "latest", None) == (2, {})
+    assert checkpoints.resume(policy, critic, "latest", None).step == 2
     with caplog.at_level(logging.WARNING):
-        assert checkpoints.resume(policy, None, "latest", None) == (2, {})
+        assert checkpoints.resume(policy, None, "latest", None).step == 2
     assert "has a critic, which this run does not train" in caplog.text
 
 
@@ -328,7 +328,7 @@ def test_a_job_trains_policy_and_critic(model_path: Path, tmp_path: Path) -> Non
     changes = {"algorithm": {"advantage_estimator": "gae"}, "critic": critic, "critic_mini_batch_size": 4}
     run = test_job.make_run(tmp_path, model_path, {"trainer": {**changes, "max_steps": 2, "hf_save_interval": -1}})
     with test_job.controller(run, 1), test_job.trainer(run, 1, ranks=1) as process:
-        test_job.work_until(run, 1, last=2)
+        test_job.work_until(run, 1, 2, process)
         test_job.wait_for(lambda: bool(committed(run.checkpoints, step_of)))
         for rank in test_job.children(process.pid):
             os.kill(rank, signal.SIGTERM)

@@ -137,15 +137,17 @@ def finish(run: Run, work: Work, version: int) -> GroupMeta:
     return meta
 
 
-def work_until(run: Run, attempt: int, last: int) -> None:
-    """Be the rollout worker until version `last` is there."""
+def work_until(run: Run, attempt: int, last: int, process: subprocess.Popen[str]) -> None:
+    """Be the rollout worker until version `last` is there, as long as the trainer lives."""
     client, version = Controller(run, attempt), 0
     while version < last:
+        ended = process.poll() is not None  # before the controller says what it published
         answer = client.call("claim", worker="rollout-0", version=version, capacity=4, holding=[])
         groups = [finish(run, Work.from_json(item), version) for item in answer["work"]]
         if groups:
             client.call("complete", worker="rollout-0", groups=[group.to_json() for group in groups])
         version = answer["version"] or 0  # none before the trainer has started
+        assert version >= last or not ended, process.communicate()[0]
     client.close()
 
 
@@ -182,7 +184,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Run:
     """Two ranks are told to stop after step 3; what they then saved is lost; one rank does steps 3 and 4."""
     run = make_run(tmp_path_factory.mktemp("job"), model_path)
     with controller(run, 1), trainer(run, 1, ranks=2) as process:
-        work_until(run, 1, last=3)
+        work_until(run, 1, 3, process)
         wait_for(lambda: said(run, 1) == "waiting for batch")
         for rank in children(process.pid):
             os.kill(rank, signal.SIGTERM)
@@ -192,7 +194,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Run:
     assert committed(run.checkpoints, step_of) == [2, 3], "a stop saves what the interval has not"
     os.rename(run.checkpoint(3), run.checkpoints / "lost")
     with controller(run, 2), trainer(run, 2, ranks=1) as process:
-        work_until(run, 2, last=STEPS)
+        work_until(run, 2, STEPS, process)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 0, output
     assert said(run, 2) == "finished"

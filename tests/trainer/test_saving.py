@@ -193,7 +193,7 @@ def test_a_checkpoint_that_cannot_be_loaded(alone: World, model_path: Path, sour
     with pytest.raises(CommitError, match="s000001 cannot be loaded"):
         again.resume(larger, None, "latest", None)
     assert read_starts(life.run)[1:] == [{"attempt": 2, "loads": "s000001", "by": 1}]
-    assert again.resume(life.engine, None, "latest", None)[0] == 1
+    assert again.resume(life.engine, None, "latest", None).step == 1
     assert read_starts(life.run)[-1] == {"attempt": 2, "from": "s000001"}
 
 

@@ -1,0 +1,191 @@
+"""A batch that a stop request interrupts between two of its optimizer steps: what a checkpoint keeps of it, beside the models.
+
+    checkpoints/s000041u2/        step 41 is complete, and 2 optimizer steps of step 42, first the critic's, then the policy's
+      batch.json                  the groups, how they were cut, metrics of the optimizer steps that were made
+      batch-<rank>.safetensors    what was worked out about each sample before the first of them, by the ranks that had them
+
+The rest of the batch then goes on as if nothing had happened, also on another number of ranks: samples are known by mini-batch, group and
+index, and each rank reads what it is dealt. A batch of which no optimizer step was made leaves nothing: it is scored again.
+
+In batch-<rank>.safetensors a name begins with the number of the mini-batch: `<m>.groups`, `<m>.samples`, `<m>.lengths` [B] say which
+samples follow one another in `<m>.advantages`, `<m>.old_logprobs`, ... [P], as far as there are such.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from hpcrl.config.trainer import TrainerConfig
+from hpcrl.errors import RunError
+from hpcrl.run.commit import is_committed, read_json, write_json
+from hpcrl.run.layout import Run, position_of
+from hpcrl.trainer.advantages import Advantages
+from hpcrl.trainer.committer import save_tensors
+from hpcrl.trainer.engine import StepReport
+from hpcrl.trainer.packing import Row
+from hpcrl.trainer.update import MiniBatch, Trained
+from hpcrl.trainer.world import World
+from hpcrl.types import Batch
+
+_FACTS = "batch.json"
+_COLUMNS = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns", "penalties")
+
+
+@dataclass
+class Unfinished:
+    """A batch that is being trained.
+
+    Attributes:
+        trainer: the settings that it is trained with.
+        minis: this rank's part of it, scored.
+        charged: what the KL penalty reports.
+        critic, policy: the optimizer steps that were made.
+        seconds: rank 0's, by phase, as far as attempts before this one spent them.
+    """
+
+    trainer: TrainerConfig
+    batch: Batch
+    minis: list[MiniBatch]
+    charged: dict[str, float]
+    advantages: Advantages
+    critic: list[Trained] = field(default_factory=list)
+    policy: list[Trained] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps that were made."""
+        return len(self.critic) + len(self.policy)
+
+    def write(self, directory: Path, world: World) -> None:
+        """Write it into an existing directory, each rank its samples."""
+        columns: dict[str, torch.Tensor] = {}
+        for number, mini in enumerate(self.minis):
+            columns |= {f"{number}.{name}": value for name, value in _columns(mini.rows).items()}
+        save_tensors(columns, directory / _file(world.rank))
+        if world.first:
+            facts = {
+                "ranks": world.size,
+                "groups": [group.group_id for group in self.batch.groups],
+                "settings": _settings(self.trainer),
+                "charged": self.charged,
+                "advantages": asdict(self.advantages),
+                "critic": [asdict(update) for update in self.critic],
+                "policy": [asdict(update) for update in self.policy],
+                "seconds": self.seconds,
+            }
+            write_json(directory / _FACTS, facts)
+
+
+def read_unfinished(
+    checkpoint: Path, trainer: TrainerConfig, batch: Batch, minis: list[MiniBatch], world: World
+) -> Unfinished:
+    """Return what `write` left in a committed checkpoint, with what it says about this rank's samples filled in.
+
+    Raises:
+        RunError: the checkpoint is about another batch.
+    """
+    facts = world.look(lambda: read_json(checkpoint / _FACTS))
+    if facts["groups"] != [group.group_id for group in batch.groups]:
+        raise RunError(
+            f"{checkpoint} was saved inside step {batch.step}, but the controller gives that step another batch; remove the "
+            "checkpoint, and training continues from the one before it"
+        )
+    _fill_in(minis, [checkpoint / _file(rank) for rank in range(facts["ranks"])])
+    return Unfinished(
+        trainer,
+        batch,
+        minis,
+        facts["charged"],
+        Advantages(**facts["advantages"]),
+        [_trained(value) for value in facts["critic"]],
+        [_trained(value) for value in facts["policy"]],
+        facts["seconds"],
+    )
+
+
+def unfit(run: Run, trainer: TrainerConfig, checkpoint: Path) -> str | None:
+    """Return why training cannot go on inside the step that a committed checkpoint was saved in; None: it can, or it was saved after one.
+
+    The batch must be the one that the controller gives next: that one is there, complete, and cut as before.
+    """
+    step, updates = position_of(checkpoint) or (0, 0)
+    if not updates:
+        return None
+    facts, batch = read_json(checkpoint / _FACTS), read_json(run.batch(step + 1))
+    if facts is None:
+        return f"it has no {_FACTS}"
+    settings = _settings(trainer)
+    changed = [
+        name for name in sorted(settings | facts["settings"]) if settings.get(name) != facts["settings"].get(name)
+    ]
+    if changed:
+        return f"the batch was begun with another trainer.{', trainer.'.join(changed)}"
+    if batch is None or facts["groups"] != [group["group_id"] for group in batch["groups"]]:
+        return f"{run.batch(step + 1)} is not the batch that was begun"
+    gone = [group["path"] for group in batch["groups"] if not run.inside(group["path"]).is_file()]
+    if gone:
+        return f"samples of its batch are gone, such as {gone[0]}"
+    if step > 0 and not is_committed(run.weights_of(step)):  # nobody can make them from a policy that went on
+        return f"{run.weights_of(step)} is gone"
+    return None
+
+
+def _settings(trainer: TrainerConfig) -> dict[str, Any]:
+    """Return what a half-trained batch depends on, as JSON gives it back."""
+    names = ("policy_mini_batch_size", "critic_mini_batch_size", "update_epochs_per_batch")
+    found = {name: getattr(trainer, name) for name in names}
+    found |= {f"algorithm.{name}": value for name, value in asdict(trainer.algorithm).items()}
+    found["critic.model.path"] = trainer.critic.model.path
+    return json.loads(json.dumps(found))
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    index = {
+        "groups": [row.pick.group for row in rows],
+        "samples": [row.pick.index for row in rows],
+        "lengths": [len(row.sample.token_ids) for row in rows],
+    }
+    columns = {name: torch.tensor(values, dtype=torch.int64) for name, values in index.items()}
+    for name in _COLUMNS:
+        present = [value for row in rows if (value := getattr(row, name)) is not None]
+        assert len(present) in (0, len(rows)), f"some samples of a mini-batch have {name}, others not"
+        if present:
+            columns[name] = torch.cat(present)
+    return columns
+
+
+def _fill_in(minis: Sequence[MiniBatch], files: Sequence[Path]) -> None:
+    """Give each row what the files say about its sample; no more is read than that."""
+    missing = {(number, row.pick.group, row.pick.index): row for number, mini in enumerate(minis) for row in mini.rows}
+    for file in files:
+        with safe_open(file, "pt") as saved:
+            names = set(saved.keys())
+            for number in range(len(minis)):
+                groups, samples, lengths = (
+                    saved.get_tensor(f"{number}.{name}").tolist() for name in ("groups", "samples", "lengths")
+                )
+                columns = [name for name in _COLUMNS if f"{number}.{name}" in names]
+                end = 0
+                for group, sample, length in zip(groups, samples, lengths, strict=True):
+                    start, end = end, end + length
+                    row = missing.pop((number, group, sample), None)
+                    for name in columns if row is not None else ():
+                        setattr(row, name, saved.get_slice(f"{number}.{name}")[start:end])
+    if missing:
+        raise RunError(f"{files[0].parent} says nothing about samples of its batch, such as {next(iter(missing))}")
+
+
+def _trained(value: dict[str, Any]) -> Trained:
+    return Trained(value["sums"], StepReport(**value["report"]))
+
+
+def _file(rank: int) -> str:
+    return f"batch-{rank}.safetensors"
