@@ -46,7 +46,9 @@ def main() -> None:
     print("| ranks | median, us | 99th of 100, us |\n|---|---|---|", flush=True)
     for ranks in options.ranks:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
-        subprocess.run([*command, "--times", str(options.times)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        subprocess.run(
+            [*command, "--times", str(options.times)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
 
 
 if __name__ == "__main__":
