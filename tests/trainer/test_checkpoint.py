@@ -77,9 +77,10 @@ def test_contents_of_a_checkpoint(lives: Path) -> None:
     assert manifest["carried"] == {"trained": 4.0}
     saved = FileSystemReader(run.checkpoint(4)).read_metadata().state_dict_metadata
     assert "updates" in saved, "learning rates follow from it"
-    for parameter in (name for name in saved if name.startswith("model.")):
-        for moment in ("exp_avg", "exp_avg_sq", "step"):
-            assert parameter.replace("model.", "optimizer.state.", 1) + f".{moment}" in saved
+    parameters = [name.removeprefix("model.") for name in saved if name.startswith("model.")]
+    for name in parameters:
+        if not name.endswith("lm_head.weight"):  # tied to the embedding, whose moments it shares
+            assert {f"optimizer.state.{name}.{moment}" for moment in ("exp_avg", "exp_avg_sq", "step")} <= set(saved)
 
 
 def test_resumed_is_uninterrupted(lives: Path) -> None:

@@ -67,6 +67,7 @@ def make_run(path: Path, model: Path, changes: dict[str, Any] | None = None) -> 
                     "max_tokens_per_micro_batch": 30,
                     "dump_data_batch": True,
                     "ckpt_interval": 2,
+                    "ckpt_mode": "async",
                     "hf_save_interval": STEPS,
                     "eval_interval": -1,
                 },
@@ -255,6 +256,7 @@ def test_metrics(run: Run) -> None:
     assert [(record.attempt, record.step) for record in whole] == [(1, 1), (1, 2), (2, 3), (2, 4)]
     saved = [record.step for record in records if "timing/save_checkpoints" in record.metrics]
     assert saved == [2, STEPS]
+    assert sum("timing/save_checkpoints_behind" in record.metrics for record in records) == 2
     names = set(merged(run)[STEPS])
     assert names >= {
         "policy/policy_loss", "policy/policy_entropy", "policy/response_length", "policy/loss_metrics/clip_ratio",
