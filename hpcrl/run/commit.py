@@ -250,24 +250,6 @@ def _verified(path: Path, checksums: bool) -> dict[str, Any]:
     return content
 
 
-def newest_committed(parent: Path, number: Callable[[Path], int | None], skipped: Callable[[str], None]) -> Path | None:
-    """Return the committed and verified directory in `parent` with the highest number, or None.
-
-    Args:
-        number: gives the step or version of a path, None for a foreign name.
-        skipped: is told about each directory that is passed over, and why.
-    """
-    numbered = [(value, path) for path in _children(parent) if (value := number(path)) is not None]
-    for _, path in sorted(numbered, reverse=True):
-        try:
-            verify(path)
-        except CommitError as error:
-            skipped(str(error))
-        else:
-            return path
-    return None
-
-
 def committed(parent: Path, number: Callable[[Path], int | None]) -> list[int]:
     """Return the numbers of the committed directories in `parent`, ascending."""
     return sorted(value for path in _children(parent) if (value := number(path)) is not None and is_committed(path))

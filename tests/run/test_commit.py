@@ -12,6 +12,7 @@ import pytest
 
 from hpcrl.errors import CommitError, RunError
 from hpcrl.run import commit
+from hpcrl.run.checkpoints import newest_usable
 from hpcrl.run.layout import Run, step_of
 from hpcrl.run.ledger import (
     cancel_outcome,
@@ -30,16 +31,21 @@ def make(target: Path, attempt: int = 1, text: str = "weights") -> None:
         (directory / "sub" / "a").write_text(text)
 
 
+@pytest.fixture
+def parent(tmp_path: Path) -> Path:
+    return Run(tmp_path).checkpoints
+
+
 def newest(parent: Path) -> tuple[Path | None, list[str]]:
     said: list[str] = []
-    return commit.newest_committed(parent, step_of, said.append), said
+    return newest_usable(Run(parent.parent), 1, said.append), said
 
 
-def test_committed_directory_verifies(tmp_path: Path) -> None:
-    make(tmp_path / "s000001")
-    assert commit.verify(tmp_path / "s000001")["step"] == 1
-    assert commit.committed(tmp_path, step_of) == [1]
-    assert not list(tmp_path.glob(".tmp-*"))
+def test_committed_directory_verifies(parent: Path) -> None:
+    make(parent / "s000001")
+    assert commit.verify(parent / "s000001")["step"] == 1
+    assert commit.committed(parent, step_of) == [1]
+    assert not list(parent.glob(".tmp-*"))
 
 
 @pytest.mark.parametrize(
@@ -54,26 +60,26 @@ def test_committed_directory_verifies(tmp_path: Path) -> None:
     ],
     ids=["flipped", "truncated", "missing", "manifest changed", "no manifest", "no mark"],
 )
-def test_damage_is_seen_and_the_older_one_is_used(tmp_path: Path, damage: object) -> None:
-    make(tmp_path / "s000001")
-    make(tmp_path / "s000002")
-    damage(tmp_path / "s000002")  # type: ignore[operator]
+def test_damage_is_seen_and_the_older_one_is_used(parent: Path, damage: object) -> None:
+    make(parent / "s000001")
+    make(parent / "s000002")
+    damage(parent / "s000002")  # type: ignore[operator]
     with pytest.raises(CommitError, match="s000002"):
-        commit.verify(tmp_path / "s000002")
-    found, said = newest(tmp_path)
-    assert found == tmp_path / "s000001"
+        commit.verify(parent / "s000002")
+    found, said = newest(parent)
+    assert found == parent / "s000001"
     assert len(said) == 1
 
 
-def test_exception_in_the_middle_leaves_nothing_visible(tmp_path: Path) -> None:
+def test_exception_in_the_middle_leaves_nothing_visible(parent: Path) -> None:
     def write_and_fail() -> None:
-        with commit.committed_directory(tmp_path / "s000001", 1) as directory:
+        with commit.committed_directory(parent / "s000001", 1) as directory:
             (directory / "a").write_text("x")
             (directory / "missing").read_text()
 
     with pytest.raises(FileNotFoundError):
         write_and_fail()
-    assert newest(tmp_path) == (None, [])
+    assert newest(parent) == (None, [])
 
 
 KILLER = """
@@ -100,7 +106,7 @@ print("finished")
 def test_killed_at_every_system_call_of_the_protocol(tmp_path: Path) -> None:
     """SIGKILL before each fsync, rename, replace and open in turn: the old commit stays, the new one is whole or absent."""
     for at in range(1, 100):
-        parent = tmp_path / str(at)
+        parent = Run(tmp_path / str(at)).checkpoints
         make(parent / "s000001", text="old")
         done = subprocess.run(
             [sys.executable, "-c", KILLER, str(parent / "s000002"), str(at)],
