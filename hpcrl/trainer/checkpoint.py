@@ -95,7 +95,7 @@ class Checkpoints:
     ) -> None:
         self._run, self._attempt, self._world, self._seed = run, attempt, world, seed
         self._committer = Committer(run, attempt, world, keep)
-        self._behind = Committer(run, attempt, world.beside(), keep) if mode == "async" else None
+        self._behind = self._committer.beside() if mode == "async" else None
         self._flight: _Flight | None = None
         self._stops, self._told, self._unfit = on_error == "stop", told, unfit
         self._newest: Path | None = None
@@ -251,6 +251,7 @@ class Checkpoints:
         if self._world.any(flight.is_alive()):
             return {}
         self._flight = None
+        self._committer.expect(flight.committer.size)
         self._conclude(flight.content, flight.error, go_on=last)
         return {"timing/save_checkpoints_behind": flight.seconds}
 
@@ -325,7 +326,7 @@ class _Flight(threading.Thread):
 
     def __init__(self, committer: Committer, content: Content, device: torch.device) -> None:
         super().__init__(name="checkpoint", daemon=True)  # a process that fails does not wait for it
-        self.content, self._committer, self._device = content, committer, device
+        self.content, self.committer, self._device = content, committer, device
         self.error: CommitError | None = None
         self.crash: BaseException | None = None
         self.seconds = 0.0
@@ -336,7 +337,7 @@ class _Flight(threading.Thread):
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            self.error = _attempted(self._committer, self.content)
+            self.error = _attempted(self.committer, self.content)
         except BaseException as crash:  # noqa: BLE001 - the training thread raises it
             self.crash = crash
         self.seconds = time.monotonic() - began

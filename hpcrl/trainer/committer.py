@@ -66,9 +66,18 @@ class Committer:
         self._run, self._attempt, self._world, self._retention = run, attempt, world, retention
         self._size: int | None = None
 
-    def expect(self, size: int) -> None:
-        """Tell how large the last checkpoint was."""
+    def beside(self) -> Committer:
+        """Return one for another thread; all ranks call it."""
+        return Committer(self._run, self._attempt, self._world.beside(), self._retention)
+
+    def expect(self, size: int | None) -> None:
+        """Tell how large the last checkpoint was, about what the next one needs."""
         self._size = size
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of the last checkpoint, as far as it is known."""
+        return self._size
 
     def commit(self, content: Content) -> None:
         """Write and commit a checkpoint, and delete those that need not stay; returns on every rank once that is done.
@@ -84,11 +93,13 @@ class Committer:
                 with _told(target, self._size):
                     write(directory / folder, world.control)
             parts = world.each(lambda: self._own_files(directory, content))
-            world.look(lambda: self._finish(content, {name: entry for part in parts for name, entry in part.items()}))
+            files = {name: entry for part in parts for name, entry in part.items()}
+            world.look(lambda: self._finish(content, files))
         except CommitError:
             if world.first:
                 abandon(target, self._attempt, self.fence)
             raise
+        self.expect(sum(entry["size"] for entry in files.values()))
         world.look(self._retire)
 
     def fence(self) -> None:
@@ -113,7 +124,6 @@ class Committer:
     def _finish(self, content: Content, files: dict[str, Any]) -> None:
         with explained(content.target, self._size):
             finish(content.target, self._attempt, fence=self.fence, files=files, **content.facts)
-        self._size = sum(entry["size"] for entry in files.values())
 
     def _retire(self) -> None:
         try:

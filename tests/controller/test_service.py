@@ -13,6 +13,7 @@ from hpcrl.errors import RunError
 from hpcrl.observe.metrics import merged
 from hpcrl.run.commit import committed_directory, read_json, write_json
 from hpcrl.run.layout import Run
+from hpcrl.run.ledger import open_attempt
 from hpcrl.types import GroupMeta, Work
 from tests.controller.test_api import finish, make_run, prompts
 
@@ -208,6 +209,19 @@ def test_a_resumed_run_trains_the_same_prompts_in_the_same_order(
     assert parts == whole
     in_order = [f"p{i}" for i in [*range(8), *range(8)]]
     assert ([uid for _, uid, _ in whole] == in_order) == (order_seed is None)
+
+
+def test_a_controller_that_was_thought_dead_composes_nothing(run: Run) -> None:
+    open_attempt(run, "7.0", ["node-1"])
+    older = service(run, eval_interval=0)
+    older.start(0)
+    train_to(run, older, 1, 1)
+    work = older.claim("rollout-0", 1, 2)
+    open_attempt(run, "7.1", ["node-2"])
+    older.complete([finish(run, item, 1) for item in work])
+    assert "attempt 1 of" in str(older.failure)
+    assert older.batch(2) is None
+    assert not run.batch(2).exists()
 
 
 def test_prompts_that_are_evaluated_at_the_same_time_are_bounded(run: Run) -> None:

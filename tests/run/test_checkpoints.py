@@ -16,6 +16,7 @@ from hpcrl.run.checkpoints import Retention, line_of, newest_usable, retire, set
 from hpcrl.run.commit import COMMIT, Fence, begin, committed_by, committed_directory, discard, finish, unfenced, verify
 from hpcrl.run.fence import require_newest
 from hpcrl.run.layout import Run
+from hpcrl.run.lease import LeaseWriter, read_leases
 from hpcrl.run.ledger import Kind, open_attempt, report_outcome
 from hpcrl.run.space import explained, readable, require_space
 from hpcrl.run.starts import failed_loads, note, read_starts
@@ -319,3 +320,12 @@ def test_sizes_for_people() -> None:
         "1.5 GiB",
         "4096.0 TiB",
     ]
+
+
+def test_a_process_that_was_thought_dead_does_not_speak_for_the_run(begun: Run) -> None:
+    older, newer = (LeaseWriter(begun, "controller", attempt) for attempt in (1, 2))
+    older.say("serving")
+    newer.say("loading data")
+    older.say("serving still")
+    (lease,) = read_leases(begun)
+    assert (lease.attempt, lease.state) == (2, "loading data")

@@ -115,9 +115,8 @@ def full(world: World, options: dict[str, Any]) -> dict[str, Any]:
     for name in ("sync", "async"):
         life = Life(world, options, f"full-{name}", mode=name)
         found[f"{name} 1"] = [life.save(1), life.settle()]
-        life.checkpoints._committer._size = None  # nothing is known of the size: the disk itself says no
-        if life.checkpoints._behind is not None:
-            life.checkpoints._behind._size = None
+        for committer in filter(None, (life.checkpoints._committer, life.checkpoints._behind)):
+            committer.expect(None)  # nothing is known of the size: the disk itself says no
         outcome = life.save(2)
         found[f"{name} 2"] = [life.settle() if outcome == "ok" else outcome, *life.there]
     return found

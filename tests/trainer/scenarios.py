@@ -286,6 +286,18 @@ def disagreement(world: World, options: dict[str, Any]) -> None:
     else:
         alike = False
     alike &= world.any(world.rank == world.size - 1) and not world.any(False)
+    alike &= world.each(lambda: ["x" * world.rank]) == [["x" * rank] for rank in range(world.size)]
+
+    def fail_on_the_last() -> None:
+        if world.rank == world.size - 1:
+            fail()
+
+    try:
+        world.each(fail_on_the_last)
+    except DataError as error:
+        alike &= str(error) == f"seen by {world.size - 1}"
+    else:
+        alike = False
     ranks_alike = world.sum([float(alike)])[0]
     if world.first:
         Path(options["out"]).write_text(json.dumps(ranks_alike))

@@ -144,7 +144,7 @@ def test_too_little_space_is_told_before_it_is_written(
 ) -> None:
     life = make_life(alone, model_path, source, tmp_path)
     assert life.save(1) == "ok"
-    size = life.checkpoints._committer._size
+    size = life.checkpoints._committer.size
     assert size == sum(entry["size"] for entry in verify(life.run.checkpoint(1))["files"].values())
     monkeypatch.setattr("hpcrl.run.space._free", lambda _: (size or 0) - 1)
     monkeypatch.setenv("HPCRL_FAULT", "checkpoints.begin:kill")
