@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,13 +93,22 @@ def behind(world: World, options: dict[str, Any]) -> dict[str, Any]:
     found = {}
     life = Life(world, options, "behind", mode="async")
     life.train(1)
-    with failing(world, 0, "commit.written:sleep=1"):
-        found["saved"] = [life.save(1), list(life.told)]
-        life.train(2)
-        found["polled"] = [life.checkpoints.settle(), list(life.told)]
-        found["second"] = [life.save(2), list(life.told)]  # waits for the first one
-        times = life.checkpoints.settle(wait=True)
-        found["behind"] = [times["timing/save_checkpoints_behind"], list(life.told)]
+    committer = life.checkpoints._behind
+    assert committer is not None
+    gate, fence = threading.Event(), committer.fence
+
+    def waits() -> None:
+        assert gate.wait(120)
+        fence()
+
+    committer.fence = waits
+    found["saved"] = [life.save(1), list(life.told)]
+    life.train(2)
+    found["polled"] = [life.checkpoints.settle(), list(life.told)]
+    gate.set()
+    found["second"] = [life.save(2), list(life.told)]  # waits for the first one
+    times = life.checkpoints.settle(wait=True)
+    found["behind"] = [times["timing/save_checkpoints_behind"], list(life.told)]
     found["held"] = [life.finish(2), *life.there]
     life.train(3)
     with failing(world, 1, "commit.shard:raise=ENOSPC"):
