@@ -273,7 +273,7 @@ def discard(path: Path, fence: Fence = unfenced) -> None:
         return
     try:
         fence()
-    except CommitError:
+    except (CommitError, OSError):  # where it cannot be asked, it might have objected
         with suppress(OSError):  # another has taken the name meanwhile
             os.rename(trash, path)
         raise

@@ -217,6 +217,17 @@ def test_an_older_attempt_deletes_nothing(begun: Run) -> None:
     assert names(begun) == [".tmp-s000040.2", "s000010", "s000020", "s000030"]
 
 
+def test_nothing_is_deleted_where_the_fence_cannot_be_asked(run: Run) -> None:
+    save(run, 10, 20, 30)
+
+    def fails() -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output"):
+        retire(run, Retention(2), {}, fails)
+    assert names(run) == ["s000010", "s000020", "s000030"]
+
+
 def test_what_this_attempt_has_committed_is_not_replaced(run: Run) -> None:
     save(run, 10)
     with pytest.raises(CommitError, match="committed already, by attempt 1"):
