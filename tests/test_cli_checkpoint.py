@@ -30,6 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     run.path.mkdir(parents=True)
     keeping = ["trainer.max_ckpts_to_keep=2", "trainer.ckpt_keep_every=30", "trainer.ckpt_keep_best=reward"]
     run.config.write_text(Config.from_toml([QUICKSTART], keeping).to_toml())
+    write_json(run.submission, {"executor": "local", "host": socket.gethostname(), "job_id": "0"})
     for step in range(10, 60, 10):
         with committed_directory(run.checkpoint(step), 1, step=step) as directory:
             (directory / "model").write_bytes(bytes(2048))
