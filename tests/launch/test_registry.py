@@ -216,6 +216,47 @@ def test_held_run_is_cancelled_without_slurm_being_told(
         cancel(run, 0.0)
 
 
+def scancel(tmp_path: Path) -> Path:
+    """Put a scancel beside the squeue, which forgets the job; return where it writes what it was told."""
+    program = tmp_path / "bin" / "scancel"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/cancelled\n: > {tmp_path}/printed\n')
+    program.chmod(0o755)
+    return tmp_path / "cancelled"
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 60.0])
+def test_preempted_run_is_cancelled_in_the_queue(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float
+) -> None:
+    """It has saved already, and must not start again."""
+    submitted(run)
+    open_attempt(run, "7.0", ["n1"])
+    report_outcome(run, 1, "interrupted", "saved and stopped", "agent-0")
+    committed_step(run, 4)
+    squeue(monkeypatch, tmp_path, f"7|PENDING|{FUTURE}|BeginTime|")
+    told = scancel(tmp_path)
+    assert state(run).word == "preempted"
+    began = time.monotonic()
+    ended = cancel(run, patience_s)
+    assert time.monotonic() - began < 10
+    assert (ended.word, ended.over, told.read_text()) == ("cancelled", True, "7\n")
+    assert not run.stop.exists(), "the next attempt of a resumed run must not read it"
+
+
+def test_running_run_is_asked_and_taken_away_only_now(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(run)
+    open_attempt(run, "7.0", ["n1"])
+    squeue(monkeypatch, tmp_path, f"7|RUNNING|{PAST}|None|")
+    told = scancel(tmp_path)
+    asked = cancel(run, 1.0)
+    assert (asked.word, asked.over) == ("saving", False)
+    assert json.loads(run.stop.read_text()) == {"attempt": 1, "reason": "cancelled"}
+    assert not told.exists(), "what saves goes on saving"
+    assert (cancel(run, 0.0).word, told.read_text()) == ("cancelled", "7\n")
+
+
 def script_of(folder: Path, runs: list[Run]) -> Path:
     """Write what submitit and hpcrl leave of a submission whose client died right after sbatch."""
     elements = folder / "elements.json"
