@@ -4,6 +4,7 @@ slurm/devcluster calls `write_files` outside, then starts this file as `_cluster
 starts it as `_node NAME ADDRESS` in newer ones, once per node. `ask` outside tells it to stop and start daemons and nodes.
 """
 
+import contextlib
 import os
 import select
 import shutil
@@ -180,7 +181,8 @@ class Cluster:
                     return
             if select.select([door], [], [], 0.1)[0]:
                 caller, _ = door.accept()
-                with caller:
+                with caller, contextlib.suppress(ConnectionError, TimeoutError):  # it may be gone
+                    caller.settimeout(5)
                     verb, _, name = caller.recv(200).decode().partition(" ")
                     caller.sendall(self._do(verb, name).encode())
 
@@ -191,10 +193,13 @@ class Cluster:
         runs = name in self._running.values()
         if runs == (verb == "start"):
             return f"{name} {'runs already' if runs else 'does not run'}"
-        if verb == "start":
-            self._start(name)
-        else:
-            self._stop(name)
+        try:
+            if verb == "start":
+                self._start(name)
+            else:
+                self._stop(name)
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"cannot {verb} {name}: {error}"
         return "ok"
 
     def _start(self, name: str) -> None:
@@ -208,9 +213,9 @@ class Cluster:
         pid = next(pid for pid, other in self._running.items() if other == name)
         del self._running[pid]
         if name[1:].isdigit():
-            first = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
-            # That is PID 1 of the node; the process above it, which we started, waits for the end of all of them.
-            os.kill(int(first), signal.SIGKILL)
+            # Its child is PID 1 of the node; the process itself waits for the end of all of them.
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                os.kill(int(child), signal.SIGKILL)
         else:
             os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + 15
