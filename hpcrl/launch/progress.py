@@ -75,11 +75,12 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def progress_of(run: Run, leases: Sequence[Lease]) -> Progress:
+def progress_of(run: Run, leases: Sequence[Lease], ended: bool) -> Progress:
     """Return how far a run is.
 
     Args:
         leases: of its newest attempt.
+        ended: whether that has ended, and replicas are of no interest; a configuration takes long to read.
     """
     by_name = {lease.process: lease for lease in leases}
     trainer, controller = by_name.get("trainer"), by_name.get("controller")
@@ -101,7 +102,7 @@ def progress_of(run: Run, leases: Sequence[Lease]) -> Progress:
         total=total,
         seconds_per_step=facts.get("seconds_per_step"),
         ready=len(ready),
-        replicas=_replicas(run),
+        replicas=None if ended else _replicas(run),
         checkpoint=newest.name if newest else None,
         checkpoint_age=_age(newest / COMMIT) if newest else None,
         silence=min(known) if known else None,

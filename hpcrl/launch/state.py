@@ -67,7 +67,7 @@ def state_of(run: Run, submission: dict[str, Any], job: JobState, found: bool = 
     number = attempt.number if attempt else 0
     outcome = outcome_of(run, number)
     leases = read_leases(run, number)
-    progress = progress_of(run, leases)
+    progress = progress_of(run, leases, ended=outcome is not None)
     word, detail, advice = _View(run, submission, job, attempt, outcome, progress).say()
     return RunState(run, submission, job, number, outcome, leases, progress, word, detail, advice, found)
 
