@@ -119,4 +119,6 @@ def _age(path: os.PathLike[str]) -> float | None:
 def _replicas(run: Run) -> int | None:
     # not by Config, which would import the modules of a user's config_class
     config = tomllib.loads(run.config.read_text())
-    return config.get("generator", {}).get("inference_engine", {}).get("num_engines")
+    gang = config.get("generator", {}).get("inference_engine", {}).get("num_engines")
+    pool = config.get("slurm", {}).get("elastic", {}).get("replicas", 0)
+    return None if gang is None else gang + pool
