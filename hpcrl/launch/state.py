@@ -154,10 +154,11 @@ class _View:
             return "lost", f"{how}, and it left no outcome", resume
         if outcome.final:
             return outcome.kind, outcome.message, ""
+        verdict = self._verdict
         if outcome.kind in ("interrupted", "lost"):
             word = "cancelled" if self.job.name == "CANCELLED" else outcome.kind
-            return word, outcome.message, resume
-        verdict = self._verdict if self.submission.get("executor") == "slurm" else None
+            return word, verdict.why if verdict else outcome.message, resume
+        verdict = verdict if self.submission.get("executor") == "slurm" else None
         if verdict and verdict.held:
             return "held", verdict.why, f"hpcrl logs {self.run.name} shows it; {resume}"
         return outcome.kind, outcome.message, resume

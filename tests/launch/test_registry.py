@@ -129,6 +129,19 @@ def test_crash_that_was_queued_again_says_how_often(run: Run, tmp_path: Path, mo
     assert "hpcrl resume mine" in held.advice
 
 
+def test_interrupted_run_that_is_not_queued_again_says_why(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(run)
+    open_attempt(run, "7.0", ["n1"])
+    report_outcome(run, 1, "interrupted", "saved and stopped", "agent-0")
+    squeue(monkeypatch, tmp_path)
+    assert (state(run).word, state(run).detail) == ("interrupted", "saved and stopped")
+    write_text(run.config, CONFIG.replace("latest", "none"))
+    assert state(run).detail == "saved and stopped; not requeued, because trainer.resume_mode is none"
+    assert state(run).advice == "hpcrl resume mine continues it"
+
+
 @pytest.mark.parametrize(
     ("line", "word", "text"),
     [
