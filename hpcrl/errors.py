@@ -3,7 +3,7 @@
     HpcrlError            exit code 1
     ├── ConfigError       2   a key, a type, a combination
     ├── SubmitError       3   Slurm, or the machine, refused
-    ├── DataError         4   a dataset or a model path
+    ├── DataError         4   a dataset, a model path, or what an environment or a reward makes of a row
     ├── RunError          5   a run directory is missing, taken or foreign
     ├── CommitError       6   a checkpoint or weight directory is not complete
     └── EngineError       7   the inference engine failed

@@ -17,6 +17,7 @@ from hpcrl.config import Config, order_seed, total_steps
 from hpcrl.config.derive import needs_baselines
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.dynamic_sampling import DynamicSampling
+from hpcrl.controller.roster import Floor
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.data.chat import load_tokenizer, prompt_ids
 from hpcrl.data.prompts import drop_long, load_prompts, set_aside
@@ -75,6 +76,11 @@ def main(path: str) -> None:
             trainer.algorithm.dynamic_sampling, trainer.algorithm.filter_reward_metric, trainer.seed
         ),
         baselines=needs_baselines(trainer.algorithm),
+        floor=Floor(
+            least=config.slurm.min_replicas,
+            patience_s=60.0 * config.slurm.replica_patience_minutes,
+            replicas=config.generator.inference_engine.num_engines,
+        ),
     )
     pulse.beat("serve")
     asyncio.run(_serve(run, attempt, lease, Service(run, attempt, schedule, train, validation)))

@@ -3,7 +3,8 @@
 consumes   work of the controller, weights/v<k>, the initial model
 waits for  its own engine, then the controller
 produces   samples/<replica>/, evals/v<k>/<replica>.jsonl, metrics/rollout-<replica>.jsonl
-ends       with 0 when the controller says stop or on SIGTERM; the engine never outlives it
+ends       with 0 when the controller says stop or on SIGTERM; with the exit code of hpcrl/errors.py otherwise: DataError and
+           ConfigError would end every replica, all else concerns this one. The engine never outlives it
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from hpcrl.config.derive import needs_baselines
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.scratch import Scratch
 from hpcrl.rollout.server import Server, ServerOptions
+from hpcrl.run.call import Controller
 from hpcrl.run.layout import Run
-from hpcrl.run.lease import LeaseWriter
+from hpcrl.run.lease import FAILED, LeaseWriter
 from hpcrl.run.pulse import Pulse
 
 if TYPE_CHECKING:
     from hpcrl.rollout.worker import Post
-
-START_S = 1800.0  # a large model from a busy filesystem
 
 
 def main(path: str) -> None:
@@ -37,7 +37,16 @@ def main(path: str) -> None:
     pulse = Pulse(run, attempt, f"rollout-{replica}")
     lease = LeaseWriter(run, f"rollout-{replica}", attempt, pulse)
     lease.say("starting engine")
-    scratch = Scratch()
+    try:
+        serve(run, config, attempt, replica, lease, pulse)
+    except BaseException as error:
+        lease.say("stopped" if isinstance(error, SystemExit) else f"{FAILED}: {str(error).partition(chr(10))[0]}")
+        raise
+    lease.say("finished")
+
+
+def serve(run: Run, config: Config, attempt: int, replica: int, lease: LeaseWriter, pulse: Pulse) -> None:
+    scratch, start_s = Scratch(), config.generator.inference_engine.start_timeout_seconds
     try:
         server = Server(options(run, config), scratch.path, run.log(attempt, f"engine-{replica}"))
         try:
@@ -45,16 +54,18 @@ def main(path: str) -> None:
             from hpcrl.rollout.worker import work
 
             post = station(run, config, attempt, replica, scratch.path)
-            server.wait_ready(START_S, lambda: lease.say("starting engine"))
+            server.wait_ready(start_s, lambda: lease.say("starting engine"))
             pulse.beat("serve")
-            asyncio.run(
-                work(post, server, config.trainer.policy.model.path, config.generator, config.environment, lease)
-            )
+            try:
+                asyncio.run(
+                    work(post, server, config.trainer.policy.model.path, config.generator, config.environment, lease)
+                )
+            finally:
+                Controller(run, attempt).leave(post.name)
         finally:
             server.stop()
     finally:
         scratch.remove()
-    lease.say("finished")
 
 
 def station(run: Run, config: Config, attempt: int, replica: int, scratch: Path) -> Post:
@@ -69,6 +80,8 @@ def station(run: Run, config: Config, attempt: int, replica: int, scratch: Path)
         n_samples=config.generator.n_samples_per_prompt,
         dump_evals=config.trainer.dump_eval_results,
         baselines=needs_baselines(config.trainer.algorithm),
+        stall_s=config.generator.inference_engine.stall_timeout_seconds,
+        load_s=config.generator.inference_engine.start_timeout_seconds,
     )
 
 
@@ -90,11 +103,10 @@ def options(run: Run, config: Config) -> ServerOptions:
 
 
 def capacity(config: Config) -> int:
-    """Return the groups in flight: what the engine decodes together, but no more than this replica's share of a batch."""
+    """Return the groups in flight: what the engine decodes together, but at most a batch; the controller shares it out."""
     engine, greedy = config.generator.inference_engine, needs_baselines(config.trainer.algorithm)
     samples = config.generator.n_samples_per_prompt + greedy
-    share = -(-config.trainer.train_batch_size // engine.num_engines)
-    return max(1, min(engine.max_num_seqs // samples, share))
+    return max(1, min(engine.max_num_seqs // samples, config.trainer.train_batch_size))
 
 
 if __name__ == "__main__":

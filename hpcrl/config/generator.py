@@ -70,6 +70,13 @@ class InferenceEngineConfig:
     engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further options of the vLLM server, by their names there."""
 
+    start_timeout_seconds: int = 1800
+    """How long an engine may take until it answers, and later to take in new weights; then it counts as failed."""
+
+    stall_timeout_seconds: int = 300
+    """How long an engine may leave requests waiting without generating a token; then it counts as failed. Longer than the longest
+    prefill takes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:

@@ -152,6 +152,8 @@ RANGES: dict[str, Range] = {
     "max_num_batched_tokens": _COUNT,
     "max_num_seqs": _COUNT,
     "gpu_memory_utilization": _SHARE_ABOVE_0,
+    "start_timeout_seconds": _COUNT,
+    "stall_timeout_seconds": _COUNT,
     "max_generate_length": _COUNT,
     "sampling_params.temperature": _POSITIVE,
     "eval_sampling_params.temperature": _NOT_NEGATIVE,
@@ -192,6 +194,8 @@ RANGES: dict[str, Range] = {
     "cpus_per_task": _COUNT,
     "mem_gb": _COUNT,
     "replicas_per_node": _COUNT,
+    "min_replicas": _COUNT,
+    "replica_patience_minutes": _COUNT,
     "array_parallelism": _COUNT,
 }
 _MINUS_1_OR_COUNT = {"sampling_params.top_k", "eval_sampling_params.top_k", "fsdp_size"}

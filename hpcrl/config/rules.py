@@ -21,7 +21,7 @@ from hpcrl.config.ranks import (
     whole_mini_batches,
 )
 from hpcrl.config.scoring import filter_metrics, overlong, remote_reward, reward_names, who_pays
-from hpcrl.config.site import engine_options, flash_infer, gpus_of_nodes, sbatch_options, time_to_save
+from hpcrl.config.site import engine_options, enough_replicas, flash_infer, gpus_of_nodes, sbatch_options, time_to_save
 from hpcrl.config.status import waiting
 from hpcrl.config.surface import Setting, values
 from hpcrl.config.training import (
@@ -353,6 +353,7 @@ RULES: tuple[Rule, ...] = (
     remote_reward,
     engine_options,
     flash_infer,
+    enough_replicas,
     gpus_of_nodes,
     sbatch_options,
     time_to_save,

@@ -75,6 +75,14 @@ def gpus_of_nodes(config: Config) -> Iterator[Problem]:
         yield Problem("slurm.replicas_per_node", f"{replicas} replicas need {replicas * parallel} GPUs, {has}")
 
 
+def enough_replicas(config: Config) -> Iterator[Problem]:
+    least, engines = config.slurm.min_replicas, config.generator.inference_engine.num_engines
+    if least > engines:
+        yield Problem(
+            "slurm.min_replicas", f"expected at most generator.inference_engine.num_engines ({engines}), found {least}"
+        )
+
+
 def sbatch_options(config: Config) -> Iterator[Problem]:
     for name in config.slurm.extra:
         if own := _SBATCH_NAMES.get(name.replace("-", "_")):

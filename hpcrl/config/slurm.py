@@ -60,6 +60,12 @@ class SlurmConfig:
     replicas_per_node: int | None = None
     """Replicas on one rollout node; unset: as many as its GPUs allow, at least 1."""
 
+    min_replicas: int = 1
+    """Replicas below which a run does not go on for long: when replica_patience_minutes are over, it saves and fails."""
+
+    replica_patience_minutes: int = 15
+    """How long a run goes on with fewer replicas than min_replicas, those whose engines start included."""
+
     setup: list[str] = field(default_factory=list)
     """Shell lines that the batch script runs first."""
 

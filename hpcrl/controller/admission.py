@@ -91,6 +91,9 @@ class Admission:
         self._cursor = max(taken, default=-1) + 1
         self._returned = deque(index for index in range(self._cursor) if index not in taken)
 
+    def running_at(self, worker: str) -> int:
+        return sum(claim.worker == worker for claim in self._running.values())
+
     def room(self, version: int) -> int:
         """Return how many groups an engine that holds `version` may begin now; 0 or less for none."""
         allowed = self._fresh(version)

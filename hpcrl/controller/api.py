@@ -16,8 +16,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from hpcrl.controller.roster import TICK_S, Presence
 from hpcrl.controller.service import FINISHED, Service
-from hpcrl.errors import HpcrlError, RunError
+from hpcrl.errors import HpcrlError
 from hpcrl.run.call import authorized, headers
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
@@ -26,9 +27,7 @@ from hpcrl.types import GroupMeta
 
 WAIT_S = 10.0
 _GOODBYE_S = 20.0
-_ALONE_S = 1800.0  # an engine may take long to start
 _SAVE_S = 900.0  # a step that is under way, then the checkpoint of a large model
-_TICK_S = 0.5
 _MAX_BODY = 16 << 20
 
 
@@ -64,27 +63,29 @@ class Api:
 
     def app(self) -> Starlette:
         handlers = [
-            self.lease, self.claim, self.complete, self.start, self.published,
+            self.lease, self.claim, self.complete, self.leave, self.start, self.published,
             self.next, self.committed, self.status,
         ]  # fmt: skip
         return Starlette(routes=[Route(f"/{h.__name__}", _json(h), methods=["POST"]) for h in handlers])
 
     async def lease(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._service.seen(body["worker"], body["version"], body["state"])
-        self._service.workers[body["worker"]].told_stop = self._service.stop is not None
+        worker = self._service.seen(body["worker"], body["version"], body["state"])
+        worker.told_stop = self._service.stop is not None
         return {"stop": self._service.stop, "version": self._service.version}
 
     async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, version = self._service, body["worker"], body["version"]
-        service.seen(name, version, "waiting")
+        worker = service.seen(name, version, "waiting")
         service.reconcile(name, version, body["holding"])
         work = service.claim(name, version, body["capacity"])
         deadline = time.monotonic() + WAIT_S
         while not work and not service.stop and (service.version or 0) <= version and time.monotonic() < deadline:
             await self._wait(deadline)
+            if service.workers.get(name) is not worker:  # it left meanwhile, and would never get what it is given
+                break
             service.seen(name, version, "waiting")
             work = service.claim(name, version, body["capacity"])
-        service.workers[name].told_stop = service.stop is not None
+        worker.told_stop = service.stop is not None
         return {"stop": service.stop, "version": service.version, "work": [item.to_json() for item in work]}
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -92,6 +93,12 @@ class Api:
         rejected = self._service.complete(groups)
         await self._notify()
         return {"accepted": [g.group_id for g in groups if g.group_id not in rejected], "rejected": rejected}
+
+    async def leave(self, body: dict[str, Any]) -> dict[str, Any]:
+        if groups := self._service.leave(body["worker"]):
+            print(f"{body['worker']} leaves; {groups} groups of it go to others", flush=True)
+            await self._notify()
+        return {}
 
     async def start(self, body: dict[str, Any]) -> dict[str, Any]:
         total = self._service.start(body["step"])
@@ -131,34 +138,35 @@ class Api:
         Raises:
             HpcrlError: the run cannot go on; the trainer has saved what it trained, or was given time to.
         """
-        finished_at, heard = None, time.monotonic()
+        service, finished_at = self._service, None
+        presence = Presence(run, attempt, service.floor)
         while True:
             request = read_json(run.stop)
             if request and request["attempt"] == attempt:
                 await self.end(request["reason"])
-            if self._service.failure:
+            if not service.stop:
+                service.failure = service.failure or presence.failure(service.workers, service.version is not None)
+            if service.failure:
                 say("the run cannot go on; waiting for the trainer to save")
                 await self._stop_trainer(run, attempt)
-                raise self._service.failure
-            for name in self._service.expire():
+                raise service.failure
+            for name in service.expire():
                 say(f"{name} is silent; its groups go to others")
-            heard = time.monotonic() if self._service.workers or self._service.version is None else heard
-            if time.monotonic() - heard > _ALONE_S:
-                raise RunError(f"no rollout worker has called for {_ALONE_S:.0f} s")
+                await self._notify()
             # the trainer still saves after it has published the last version
-            if self._service.stop == FINISHED and self._trainer_told:
+            if service.stop == FINISHED and self._trainer_told:
                 finished_at = finished_at or time.monotonic()
-                told = all(worker.told_stop for worker in self._service.workers.values())
+                told = all(worker.told_stop for worker in service.workers.values())
                 if told or time.monotonic() - finished_at > _GOODBYE_S:
                     return
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(TICK_S)
 
     async def _stop_trainer(self, run: Run, attempt: int) -> None:
         """Let the trainer save: the agent ends it as soon as this process fails."""
         await self.end("failed")
         deadline = time.monotonic() + _SAVE_S
         while not trainer_left(run, attempt) and time.monotonic() < deadline:
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(TICK_S)
 
     async def _notify(self) -> None:
         async with self._changed:

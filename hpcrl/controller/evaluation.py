@@ -1,9 +1,9 @@
-"""When to evaluate, and what the scores are."""
+"""When to evaluate, which prompts wait for it, and what the scores are."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Sequence
 
 from hpcrl.types import GroupMeta
 
@@ -36,3 +36,59 @@ def scores(groups: Sequence[GroupMeta]) -> dict[str, float]:
     lengths = [length for group in groups for length in group.response_lengths]
     metrics["eval/all/generate/avg_num_tokens"] = sum(lengths) / len(lengths)
     return metrics
+
+
+class EvalQueue:
+    """The evaluation of one version at a time: rows that wait, run and are finished.
+
+    Args:
+        at_once: rows that run at the same time at most.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self.version, self._at_once = 0, at_once
+        self._waiting: deque[int] = deque()
+        self._running: dict[str, tuple[int, str]] = {}
+        self._finished: dict[str, GroupMeta] = {}
+
+    @property
+    def open(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def begin(self, version: int, rows: int) -> None:
+        assert not self.open, f"version {self.version} is still being evaluated"
+        self.version, self._waiting = version, deque(range(rows))
+
+    def name(self, row: int) -> str:
+        return f"e{self.version:06d}-{row:08d}"
+
+    def claim(self, worker: str, version: int, count: int) -> list[int]:
+        if version < self.version:
+            return []
+        room = min(count, len(self._waiting), self._at_once - len(self._running))
+        rows = [self._waiting.popleft() for _ in range(room)]
+        self._running.update({self.name(row): (row, worker) for row in rows})
+        return rows
+
+    def complete(self, meta: GroupMeta) -> str | None:
+        if self._running.pop(meta.group_id, None) is None:
+            return "not asked for"
+        self._finished[meta.group_id] = meta
+        return None
+
+    def running_at(self, worker: str) -> int:
+        return sum(owner == worker for _, owner in self._running.values())
+
+    def release(self, worker: str, holding: Collection[str] = ()) -> list[str]:
+        """Let others evaluate the rows of a worker that is gone, or those that it was given but never got; return their names."""
+        lost = [name for name, (_, owner) in self._running.items() if owner == worker and name not in holding]
+        self._waiting.extend(self._running.pop(name)[0] for name in lost)
+        return lost
+
+    def conclude(self) -> list[GroupMeta] | None:
+        """Return the groups once all are finished, and only once."""
+        if self.open or not self._finished:
+            return None
+        groups = [self._finished[name] for name in sorted(self._finished)]
+        self._finished = {}
+        return groups

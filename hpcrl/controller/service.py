@@ -8,16 +8,15 @@ Methods are quick and not thread-safe; api.py calls them one at a time.
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hpcrl.controller.admission import Admission, staleness
 from hpcrl.controller.describe import describe, describe_dropped
 from hpcrl.controller.dynamic_sampling import DynamicSampling
-from hpcrl.controller.evaluation import is_due, scores
+from hpcrl.controller.evaluation import EvalQueue, is_due, scores
 from hpcrl.controller.history import group_id, group_index, read_history
+from hpcrl.controller.roster import Floor, Roster, Worker
 from hpcrl.controller.sampling import PromptStream
 from hpcrl.errors import CommitError, DataError, HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsWriter
@@ -27,7 +26,6 @@ from hpcrl.run.layout import Run, step_of, version_of
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
 
 FINISHED = "finished"
-SILENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,7 @@ class Schedule:
         eval_interval: steps between evaluations; 0 or less for none.
         sampling: what becomes of groups whose samples are all equally good.
         baselines: whether groups have the reward of a greedy response.
+        floor: when there are too few replicas to go on.
     """
 
     batch_size: int
@@ -59,14 +58,7 @@ class Schedule:
     eval_prompts_at_once: int
     sampling: DynamicSampling = field(default_factory=DynamicSampling)
     baselines: bool = False
-
-
-@dataclass
-class Worker:
-    version: int
-    state: str
-    seen: float
-    told_stop: bool = False
+    floor: Floor = field(default_factory=Floor)
 
 
 class Service:
@@ -91,8 +83,8 @@ class Service:
         self._described: set[int] = set()
         self._version: int | None = None
         self._eval = EvalQueue(schedule.eval_prompts_at_once)
-        self._pruned = self._started = 0
-        self.workers: dict[str, Worker] = {}
+        self._pruned = self._started = self._taken_back = 0
+        self._roster = Roster()
         self.stop: str | None = None
         self.failure: HpcrlError | None = None
 
@@ -100,6 +92,14 @@ class Service:
     def version(self) -> int | None:
         """The newest published version, or None before the trainer has started."""
         return self._version
+
+    @property
+    def floor(self) -> Floor:
+        return self._schedule.floor
+
+    @property
+    def workers(self) -> dict[str, Worker]:
+        return self._roster.workers
 
     @property
     def total_steps(self) -> int:
@@ -155,17 +155,29 @@ class Service:
     def claim(self, name: str, version: int, capacity: int) -> list[Work]:
         """Return the groups that worker `name` may begin with its engine at `version`; evaluation goes first.
 
+        Only the newest version begins groups: an engine that has just started, or was away, holds older weights.
+
         Args:
             capacity: training groups that the worker has room for; as many samples fit if they are for evaluation.
         """
-        if self._version is None or version > self._version or self.stop or self.failure:
+        if version != self._version or self.stop or self.failure:
             return []
         per_group, per_row = self._schedule.n_samples, self._schedule.eval_n_samples
+        capacity = self._shared(name, capacity)
         room = max(capacity * per_group // per_row, min(capacity, 1))
         rows = self._eval.claim(name, version, room)
         left = max(0, capacity - -(-len(rows) * per_row // per_group))
         work = [self._eval_work(row) for row in rows]
         return work + [self._train_work(i) for i in self._admission.claim(name, version, left)]
+
+    def _shared(self, name: str, capacity: int) -> int:
+        """Return for how many more groups a worker may be given work, so that a batch is shared by all that are there."""
+        others = sum(other != name for other in self.workers)
+        if not others:
+            return capacity
+        evaluating = -(-self._eval.running_at(name) * self._schedule.eval_n_samples // self._schedule.n_samples)
+        share = -(-self._schedule.batch_size // (1 + others))
+        return max(0, min(capacity, share - self._admission.running_at(name) - evaluating))
 
     def _train_work(self, index: int) -> Work:
         prompt = self._train[self._stream.row(index)]
@@ -212,9 +224,17 @@ class Service:
             assert self._metrics is not None
             position = {"trainer/global_step": step, "trainer/epoch": self._epoch(batch)}
             dropped = describe_dropped(batch) if self._schedule.sampling.config.type else {}
-            self._metrics.write(step, describe(batch) | dropped | position)
+            self._metrics.write(step, describe(batch) | dropped | position | self._replicas())
             self._described.add(step)
         return str(self._run.batch(step).relative_to(self._run.path))
+
+    def _replicas(self) -> dict[str, float]:
+        return {
+            "replicas/ready": len(self.workers),
+            "replicas/total": max(self.floor.replicas, len(self.workers)),
+            "replicas/restarts": self._roster.restarts,
+            "replicas/groups_taken_back": self._taken_back,
+        }
 
     def committed(self) -> None:
         """A checkpoint is committed: samples that only checkpoints older than the newest two could train again are removed."""
@@ -232,10 +252,9 @@ class Service:
         kept = committed(self._run.checkpoints, step_of)[-2:]
         return kept[0] if len(kept) == 2 else 0
 
-    def seen(self, name: str, version: int, state: str) -> None:
-        """A worker has called."""
-        worker = self.workers.setdefault(name, Worker(version, state, 0.0))
-        worker.version, worker.state, worker.seen = version, state, time.monotonic()
+    def seen(self, name: str, version: int, state: str) -> Worker:
+        """A worker has called; return it."""
+        return self._roster.seen(name, version, state)
 
     def reconcile(self, name: str, version: int, holding: list[str]) -> None:
         """A worker holds what it says: take back what an answer that never arrived gave to it, and let it go on with what was
@@ -247,12 +266,18 @@ class Service:
 
     def expire(self) -> list[str]:
         """Take the groups of silent workers back; return the names of those workers."""
-        silent = [name for name, worker in self.workers.items() if time.monotonic() - worker.seen > SILENCE_S]
+        silent = self._roster.silent()
         for name in silent:
-            del self.workers[name]
-            self._admission.release(name)
-            self._eval.release(name)
+            self.leave(name)
         return silent
+
+    def leave(self, name: str) -> int:
+        """A worker ends: others get its groups. Returns how many."""
+        if not self._roster.remove(name):
+            return 0
+        lost = len(self._admission.release(name)) + len(self._eval.release(name))
+        self._taken_back += lost
+        return lost
 
     def status(self) -> dict[str, object]:
         return {
@@ -323,54 +348,3 @@ class Service:
     def _finish_if_done(self) -> None:
         if self._version == self._schedule.total_steps and not self._eval.open and self.stop is None:
             self.stop = FINISHED
-
-
-class EvalQueue:
-    """The evaluation of one version at a time: rows that wait, run and are finished.
-
-    Args:
-        at_once: rows that run at the same time at most.
-    """
-
-    def __init__(self, at_once: int) -> None:
-        self.version, self._at_once = 0, at_once
-        self._waiting: deque[int] = deque()
-        self._running: dict[str, tuple[int, str]] = {}
-        self._finished: dict[str, GroupMeta] = {}
-
-    @property
-    def open(self) -> int:
-        return len(self._waiting) + len(self._running)
-
-    def begin(self, version: int, rows: int) -> None:
-        assert not self.open, f"version {self.version} is still being evaluated"
-        self.version, self._waiting = version, deque(range(rows))
-
-    def name(self, row: int) -> str:
-        return f"e{self.version:06d}-{row:08d}"
-
-    def claim(self, worker: str, version: int, count: int) -> list[int]:
-        if version < self.version:
-            return []
-        room = min(count, len(self._waiting), self._at_once - len(self._running))
-        rows = [self._waiting.popleft() for _ in range(room)]
-        self._running.update({self.name(row): (row, worker) for row in rows})
-        return rows
-
-    def complete(self, meta: GroupMeta) -> str | None:
-        if self._running.pop(meta.group_id, None) is None:
-            return "not asked for"
-        self._finished[meta.group_id] = meta
-        return None
-
-    def release(self, worker: str, holding: Collection[str] = ()) -> None:
-        lost = [name for name, (_, owner) in self._running.items() if owner == worker and name not in holding]
-        self._waiting.extend(self._running.pop(name)[0] for name in lost)
-
-    def conclude(self) -> list[GroupMeta] | None:
-        """Return the groups once all are finished, and only once."""
-        if self.open or not self._finished:
-            return None
-        groups = [self._finished[name] for name in sorted(self._finished)]
-        self._finished = {}
-        return groups

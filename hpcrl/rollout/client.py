@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ import httpx
 from hpcrl.errors import EngineError
 from hpcrl.types import StopReason
 
+_TOKENS = "vllm:generation_tokens_total"
+_LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below
 
 
@@ -39,17 +42,30 @@ class EngineClient:
 
     Attributes:
         version: policy version of the weights that the engine holds.
+        answered: calls that have ended, well or not.
     """
 
     def __init__(self, socket: Path, headers: Mapping[str, str], version: int = 0) -> None:
         # the server closes a connection that was idle for 5 s; one that is reused at that moment would break a request
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
         transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits)
-        # a generation may take any time; whoever watches the server's process ends the wait when it dies
+        # a generation may take any time; whoever watches the server ends the wait when it dies or hangs
         self._http = httpx.AsyncClient(
             transport=transport, base_url="http://engine", headers=dict(headers), timeout=None
         )
         self.version = version
+        self.answered = 0
+        self._waiting: Counter[str] = Counter()
+
+    @property
+    def waiting(self) -> list[str]:
+        """Paths of the calls that the engine has yet to answer."""
+        return sorted(+self._waiting)
+
+    @property
+    def loading(self) -> bool:
+        """Whether the engine takes in weights, which may take it as long as a start."""
+        return any(self._waiting[path] for path in _LOADING)
 
     async def generate(
         self, prompt_ids: Sequence[int], n_samples: int, seed: int | None, sampling: Mapping[str, Any]
@@ -87,13 +103,17 @@ class EngineClient:
         cache, so that each token's logprob belongs to exactly one version.
 
         Raises:
-            EngineError: the engine could not load them. It is unusable then.
+            EngineError: the engine could not load them, or says that it holds others. It is unusable then.
         """
         started = time.monotonic()
         await self._call("POST", "/pause", params={"mode": "keep"})
         await self._call("POST", "/start_weight_update")
         await self._call("POST", "/update_weights", json={"update_info": {"path": str(directory), "version": version}})
         await self._call("POST", "/finish_weight_update", json={"weight_version": str(version)})
+        if (held := await self.weight_version()) != str(version):
+            raise EngineError(
+                f"the inference engine was given the weights of version {version} and says that it holds {held!r}"
+            )
         self.version = version
         await self.reset_cache()
         await self._call("POST", "/resume")
@@ -109,6 +129,19 @@ class EngineClient:
         """Return the version that the engine says it holds; "default" before the first update."""
         return (await self._call("GET", "/weight_info"))["weight_version"]
 
+    async def tokens(self) -> float | None:
+        """Return how many tokens the engine says it has generated; None where it does not count them.
+
+        Raises:
+            EngineError: it does not say within seconds.
+        """
+        try:
+            lines = (await self._http.get("/metrics", timeout=5.0)).text.splitlines()
+        except httpx.TransportError as error:
+            raise EngineError(f"the inference engine does not answer /metrics: {error!r}") from error
+        counts = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(_TOKENS)]
+        return sum(counts) if counts else None
+
     async def healthy(self) -> bool:
         try:
             return (await self._http.get("/health", timeout=5.0)).status_code == 200
@@ -119,10 +152,14 @@ class EngineClient:
         await self._http.aclose()
 
     async def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+        self._waiting[path] += 1
         try:
             answer = await self._http.request(method, path, **request)
         except httpx.TransportError as error:
             raise EngineError(f"the inference engine does not answer {path}: {error!r}") from error
+        finally:
+            self._waiting[path] -= 1
+            self.answered += 1
         if answer.status_code != 200:
             raise EngineError(f"the inference engine refused {path} ({answer.status_code}): {answer.text}")
         return answer.json()

@@ -29,10 +29,12 @@ from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.auth import RUN_NAME, TOKEN_FILE
 from hpcrl.rollout.receive import BACKEND
 from hpcrl.rollout.serve import PARENT
+from hpcrl.run.awake import AwakeClock
 from hpcrl.run.call import headers, read_token_file
 
 _CPU_CACHE_BYTES = 256 << 20  # vLLM would take, and zero, a large share of the machine's memory
 _POLL_S = 0.1
+_ANSWER_S = 5.0
 _GRACE_S = 5.0
 _TAIL_LINES = 15
 _ERROR_LINE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)): \S|error: \S")
@@ -109,11 +111,11 @@ class Server:
         Raises:
             EngineError: it ended, or did not answer in time; with its first error and the end of its log.
         """
-        deadline = time.monotonic() + timeout_s
+        clock = AwakeClock(2 * _ANSWER_S)
         with httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(self.socket)), headers=self._headers, timeout=5.0
+            transport=httpx.HTTPTransport(uds=str(self.socket)), headers=self._headers, timeout=_ANSWER_S
         ) as http:
-            while time.monotonic() < deadline:
+            while clock.now() < timeout_s:
                 still_waiting()
                 if not self.alive():
                     raise self.failure("did not start")
@@ -123,7 +125,9 @@ class Server:
                 except httpx.TransportError:
                     pass
                 time.sleep(_POLL_S)
-        raise self.failure(f"did not answer within {timeout_s:.0f} s")
+        raise self.failure(
+            f"did not answer within {timeout_s:.0f} s (generator.inference_engine.start_timeout_seconds)"
+        )
 
     def failure(self, what: str) -> EngineError:
         """Return the error that says why the engine failed, from its log."""

@@ -27,6 +27,7 @@ from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rollout.client import EngineClient
 from hpcrl.rollout.generate import Group, GroupGenerator
 from hpcrl.rollout.meter import Meter
+from hpcrl.rollout.progress import watch_progress
 from hpcrl.rollout.server import Server
 from hpcrl.rollout.threads import in_thread
 from hpcrl.rollout.weights import fetch
@@ -45,6 +46,7 @@ class Post:
     Attributes:
         scratch: node-local directory for weights on their way in.
         capacity: training groups of n_samples each that are in flight at most.
+        stall_s, load_s: how long the engine may show no progress, and while it takes in weights.
         dump_evals: whether texts and scores of evaluation samples are written.
         baselines: whether training groups get the reward of a greedy response.
     """
@@ -57,6 +59,8 @@ class Post:
     n_samples: int
     dump_evals: bool
     baselines: bool = False
+    stall_s: float = 300.0
+    load_s: float = 1800.0
 
     @property
     def name(self) -> str:
@@ -107,7 +111,7 @@ class Worker:
             EngineError: the engine died or refused a request.
             HpcrlError: an environment, a weight directory or the controller failed.
         """
-        loops = [asyncio.create_task(loop()) for loop in (self._serve, self._tell, self._watch)]
+        loops = [asyncio.create_task(loop()) for loop in (self._serve, self._tell, self._watch, self._progress)]
         try:
             await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for loop in loops:
@@ -228,6 +232,9 @@ class Worker:
             self._lease.say(state, version=version, groups=running, **self._meter.values())
             self._hear(await self._call("lease", version=version, state=state))
             await asyncio.sleep(RENEW_S)
+
+    async def _progress(self) -> None:
+        await watch_progress(self._engine, self._post.stall_s, self._post.load_s)
 
     async def _watch(self) -> None:
         while self._server.alive():

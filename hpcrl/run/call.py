@@ -6,6 +6,7 @@ Controller routes, all POST, all JSON (`worker` is a lease name such as "rollout
     /claim      {worker, version, capacity, holding: [group_id]}
                                                    -> {stop, version, work: [Work]}      waits up to 10 s for work or a newer version
     /complete   {worker, groups: [GroupMeta]}      -> {accepted: [group_id], rejected: {group_id: reason}}
+    /leave      {worker}                           -> {}                                 it ends, or was seen to end: its groups go to others
     /start      {step}                             -> {total_steps, steps_per_epoch}     trainer: training continues after `step`
     /published  {version}                          -> {}                                 trainer: weights/v<version> is committed
     /next       {step, wait?}                      -> {stop, path}                       waits up to `wait` (10) s; path is null until the batch exists
@@ -21,17 +22,21 @@ from __future__ import annotations
 
 import hmac
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from hpcrl.errors import RunError
+from hpcrl.run.awake import AwakeClock
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import CONTROLLER
 
 _RETRY_S = 0.5
+_ANSWER_S = 60.0
+_FAREWELL_S = 2.0
 
 
 def read_token(run: Run) -> str:
@@ -69,7 +74,9 @@ class Controller:
 
     def __init__(self, run: Run, attempt: int, patience_s: float = 120.0) -> None:
         self._run, self._attempt, self._patience_s = run, attempt, patience_s
-        self._http = httpx.Client(headers=headers(read_token(run), run.name, attempt), timeout=60.0, trust_env=False)
+        self._http = httpx.Client(
+            headers=headers(read_token(run), run.name, attempt), timeout=_ANSWER_S, trust_env=False
+        )
 
     def _lease(self) -> dict[str, Any] | None:
         lease = read_json(self._run.lease(CONTROLLER))
@@ -81,13 +88,13 @@ class Controller:
         Raises:
             RunError: the controller refused the request, or gave no answer within the patience.
         """
-        deadline, problem = time.monotonic() + self._patience_s, "it has not published its address"
-        renewed = 0.0
-        while time.monotonic() < deadline:
+        clock, problem = AwakeClock(_ANSWER_S + 2 * _RETRY_S), "it has not published its address"
+        deadline, renewed = self._patience_s, 0.0
+        while clock.now() < deadline:
             lease = self._lease()
             url = lease["facts"].get("url") if lease else None
             if lease and not url and lease["renewed"] != renewed:  # it is at work, on a large dataset maybe
-                renewed, deadline = lease["renewed"], time.monotonic() + self._patience_s
+                renewed, deadline = lease["renewed"], clock.now() + self._patience_s
             if url:
                 try:
                     answer = self._http.post(f"{url}/{route}", json=payload)
@@ -101,6 +108,13 @@ class Controller:
         raise RunError(
             f"no answer from the controller of attempt {self._attempt} in {self._patience_s:.0f} s: {problem}"
         )
+
+    def leave(self, worker: str) -> None:
+        """Tell the controller, if it is there, that a worker ends; else it finds out by the silence."""
+        lease = self._lease()
+        if lease and (url := lease["facts"].get("url")):
+            with suppress(httpx.TransportError):
+                self._http.post(f"{url}/leave", json={"worker": worker}, timeout=_FAREWELL_S)
 
     def close(self) -> None:
         self._http.close()

@@ -17,6 +17,10 @@ from hpcrl.run.pulse import Pulse
 
 CONTROLLER = "controller"
 RENEW_S = 5.0
+FAILED = "failed"
+GIVEN_UP = "given up"
+"""What the lease of a replica says, before a colon and the reason, once it has failed, and once nobody will start it again."""
+
 _LEFT = ("finished", "stopped")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,13 @@ import pytest
 from hpcrl.config.algorithm import DynamicSamplingConfig
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.dynamic_sampling import DynamicSampling
+from hpcrl.controller.roster import Floor
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.errors import HpcrlError, RunError
 from hpcrl.run.call import Controller, read_token
 from hpcrl.run.commit import read_json, write_json, write_text
 from hpcrl.run.layout import Run
-from hpcrl.run.lease import LeaseWriter
+from hpcrl.run.lease import GIVEN_UP, LeaseWriter
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
 
 SCHEDULE = Schedule(
@@ -56,7 +58,10 @@ class Served(NamedTuple):
 
 
 def serve_attempt(
-    run: Run, attempt: int, schedule: Schedule = SCHEDULE, failed: list[HpcrlError] | None = None
+    run: Run,
+    attempt: int,
+    schedule: Schedule = SCHEDULE,
+    failed: list[HpcrlError] | None = None,
 ) -> Served:
     """Start a controller in a thread; it ends as in a run, when the run has finished or failed; `failed` receives the error."""
     listener = bind("127.0.0.1")
@@ -197,10 +202,84 @@ def test_the_trainer_saves_before_a_failure_ends_the_controller(tmp_path: Path) 
     controller.close()
 
 
+def test_groups_of_a_worker_that_leaves_go_to_one_that_waits(run: Run) -> None:
+    leaving, waiting = Controller(run, 1, patience_s=10), Controller(run, 1, patience_s=10)
+    leaving.call("start", step=0)
+    given = work_of(leaving.call("claim", worker="rollout-0", version=0, capacity=9, holding=[]))
+    got: list[Work] = []
+    thread = threading.Thread(
+        target=lambda: got.extend(work_of(waiting.call("claim", worker="rollout-1", version=0, capacity=9, holding=[])))
+    )
+    thread.start()
+    time.sleep(0.5)
+    assert not got
+    began = time.monotonic()
+    leaving.leave("rollout-0")
+    thread.join(9)
+    assert time.monotonic() - began < 5
+    assert sorted(item.group_id for item in got) == sorted(item.group_id for item in given)
+    leaving.close()
+    waiting.close()
+
+
+def test_what_waits_for_a_worker_that_has_left_is_not_given_to_it(run: Run) -> None:
+    calls, other = Controller(run, 1, patience_s=10), Controller(run, 1, patience_s=10)
+    calls.call("start", step=0)
+    given = work_of(calls.call("claim", worker="rollout-0", version=0, capacity=9, holding=[]))
+    answers: list[dict] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(other.call("claim", worker="rollout-1", version=0, capacity=9, holding=[]))
+    )
+    thread.start()
+    time.sleep(0.5)
+    calls.leave("rollout-1")
+    calls.leave("rollout-0")
+    thread.join(9)
+    assert answers[0]["work"] == []
+    again = work_of(calls.call("claim", worker="rollout-2", version=0, capacity=9, holding=[]))
+    assert sorted(item.group_id for item in again) == sorted(item.group_id for item in given)
+    calls.close()
+    other.close()
+
+
+def test_without_a_controller_a_worker_just_leaves(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    calls = Controller(run, 1)
+    calls.leave("rollout-0")
+    LeaseWriter(run, "controller", 1).say("serving", url="http://127.0.0.1:9")
+    calls.leave("rollout-0")
+    calls.close()
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_the_trainer_saves_when_all_replicas_are_gone(tmp_path: Path, given_up: bool) -> None:
+    run, failed = make_run(tmp_path / "project" / "run"), list[HpcrlError]()
+    floor = Floor(patience_s=900.0 if given_up else 2.0)
+    served = serve_attempt(run, 1, replace(SCHEDULE, eval_interval=0, floor=floor), failed)
+    controller, trainer = Controller(run, 1, patience_s=10), LeaseWriter(run, "trainer", 1)
+    controller.call("start", step=0)
+    trainer.say("waiting for batch")
+    assert work_of(controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=[]))
+    if given_up:
+        LeaseWriter(run, "rollout-0", 1).say(f"{GIVEN_UP}: the inference engine died")
+    controller.leave("rollout-0")
+    answer = controller.call("next", step=1)
+    assert answer == {"stop": "failed", "path": None}
+    trainer.say("stopped")
+    served.thread.join(10)
+    expected = (
+        "no rollout worker has called, and 1 of 1 are given up; last heard: rollout-0: given up: the inference engine died"
+        if given_up
+        else "no rollout worker has called for 2 s (slurm.replica_patience_minutes)"
+    )
+    assert str(failed[0]) == expected
+    controller.close()
+
+
 def test_every_route_wants_the_token(run: Run) -> None:
     url = read_json(run.lease("controller"))["facts"]["url"]
     right = {"authorization": "Bearer secret", "x-hpcrl-run": run.name, "x-hpcrl-attempt": "1"}
-    routes = ("lease", "claim", "complete", "start", "published", "next", "committed", "status", "nothing")
+    routes = ("lease", "claim", "complete", "leave", "start", "published", "next", "committed", "status", "nothing")
     changes: list[tuple[dict[str, str | None], int]] = [
         ({"authorization": None}, 401),
         ({"authorization": "Bearer wrong"}, 401),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hpcrl.controller.roster import Floor
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.errors import RunError
 from hpcrl.observe.metrics import merged
@@ -37,7 +39,7 @@ def run(tmp_path: Path) -> Run:
     return make_run(tmp_path / "project" / "run")
 
 
-def service(run: Run, attempt: int = 1, **changes: int | None) -> Service:
+def service(run: Run, attempt: int = 1, **changes: Any) -> Service:
     return Service(run, attempt, replace(SCHEDULE, **changes), prompts(9), prompts(3))
 
 
@@ -184,6 +186,55 @@ def test_a_worker_that_was_silent_goes_on_with_its_groups(run: Run) -> None:
     controller.reconcile("rollout-0", 0, [held.group_id])
     assert [item.group_id for item in controller.claim("rollout-0", 0, 9)] == ["g00000001"]
     do(run, controller, [held], 0)
+
+
+def test_a_late_engine_gets_nothing_before_it_holds_the_newest_weights(run: Run) -> None:
+    controller = service(run, eval_interval=0, staleness=3)
+    controller.start(0)
+    train_to(run, controller, 1, 2)
+    assert [controller.claim("rollout-1", version, 9) for version in (0, 1)] == [[], []]
+    assert controller.claim("rollout-1", 2, 9)
+
+
+def test_a_batch_is_shared_by_the_workers_that_are_there(run: Run) -> None:
+    controller = service(run, eval_interval=0, batch_size=6)
+    controller.start(0)
+    for name in ("rollout-0", "rollout-1", "rollout-2"):
+        controller.seen(name, 0, "waiting")
+    first = controller.claim("rollout-0", 0, 9)
+    assert [len(first), len(controller.claim("rollout-0", 0, 9))] == [2, 0]
+    assert len(controller.claim("rollout-1", 0, 9)) == 2
+    assert controller.leave("rollout-0") == 2
+    assert len(controller.claim("rollout-2", 0, 9)) == 3, "two are left, and share it"
+
+
+def test_evaluation_is_shared_too(run: Run) -> None:
+    controller = service(run, eval_before_train=True)
+    controller.start(0)
+    for name in ("rollout-0", "rollout-1"):
+        controller.seen(name, 0, "waiting")
+    assert [item.kind for item in controller.claim("rollout-0", 0, 9)] == ["eval"] * 2
+    assert controller.claim("rollout-0", 0, 9) == []
+    assert [item.kind for item in controller.claim("rollout-1", 0, 9)] == ["eval"]
+
+
+def test_workers_that_come_back_and_groups_that_are_taken_back_are_counted(run: Run) -> None:
+    controller = service(run, eval_interval=0, floor=Floor(replicas=3))
+    controller.start(0)
+    for name in ("rollout-0", "rollout-1"):
+        controller.seen(name, 0, "waiting")
+    assert controller.claim("rollout-0", 0, 9)
+    assert controller.leave("rollout-0") == 1
+    assert controller.leave("rollout-0") == 0, "its agent tells it too"
+    controller.seen("rollout-0", 0, "waiting")
+    train_to(run, controller, 1, 1)
+    values = {name: value for name, value in merged(run)[1].items() if name.startswith("replicas/")}
+    assert values == {
+        "replicas/ready": 2,
+        "replicas/total": 3,
+        "replicas/restarts": 1,
+        "replicas/groups_taken_back": 1,
+    }
 
 
 @pytest.mark.parametrize("order_seed", [None, 1, 2])

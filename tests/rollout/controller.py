@@ -22,7 +22,7 @@ from hpcrl.types import GroupMeta, Work
 
 
 class FakeController:
-    """Set `work`, `version`, `stop` and `claim_takes`, in seconds; look at `completed`, `claims` and `leases`.
+    """Set `work`, `version`, `stop` and `claim_takes`, in seconds; look at `completed`, `claims`, `leases` and `left`.
 
     What is in `again` is given to the first worker that says it holds something.
     """
@@ -36,6 +36,7 @@ class FakeController:
         self.completed: list[GroupMeta] = []
         self.claims: list[dict[str, Any]] = []
         self.leases: list[dict[str, Any]] = []
+        self.left: list[str] = []
 
     async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
         self.claims.append(body)
@@ -59,6 +60,10 @@ class FakeController:
         self.leases.append(body)
         return {"stop": self.stop, "version": self.version}
 
+    async def leave(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.left.append(body["worker"])
+        return {}
+
     @contextmanager
     def served(self, run: Run, attempt: int) -> Iterator[FakeController]:
         def route(handler: Callable[[dict[str, Any]], Any]) -> Route:
@@ -67,7 +72,7 @@ class FakeController:
 
             return Route(f"/{handler.__name__}", respond, methods=["POST"])
 
-        app = Starlette(routes=[route(handler) for handler in (self.claim, self.complete, self.lease)])
+        app = Starlette(routes=[route(handler) for handler in (self.claim, self.complete, self.lease, self.leave)])
         server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()

@@ -19,7 +19,7 @@ import torch
 
 from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.data.samples import read_group
-from hpcrl.errors import CommitError, HpcrlError
+from hpcrl.errors import CommitError, DataError, EngineError, HpcrlError
 from hpcrl.observe.metrics import merged
 from hpcrl.rollout.client import EngineClient
 from hpcrl.rollout.server import Server
@@ -230,6 +230,7 @@ def test_an_environment_that_raises_ends_the_worker(
     controller.work.append(item("g8", env_class="tests.rollout.environments:Raises"))
     thread, failed = start(run, server, with_engine)
     thread.join(30)
+    assert isinstance(failed[0], DataError), "every replica would fail alike"
     assert "g8" in str(failed[0])
     assert "ZeroDivisionError" in str(failed[0])
 
@@ -243,7 +244,7 @@ class Job:
             "trainer": {"policy": {"model": {"path": str(model)}}, "eval_interval": 0, "max_prompt_length": 16},
             "generator": {
                 "sampling_params": {"max_generate_length": LENGTH},
-                "inference_engine": {"model_dtype": "float32", "max_num_seqs": 64},
+                "inference_engine": {"model_dtype": "float32", "max_num_seqs": 64, "stall_timeout_seconds": 3},
             },
         }
         write_text(run.config, Config.from_dict(config).to_toml())
@@ -293,6 +294,28 @@ def test_a_job_works_and_ends_on_sigterm_though_its_engine_hangs(
     assert not job.engine()
     assert not list(job.temporary.iterdir())
     assert job.log.read_text() == ""
+    assert controller.left == ["rollout-5"]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(signal.SIGSTOP, "hangs: no token and no answer for 3 s, while "), (signal.SIGKILL, "died")],
+)
+def test_a_job_whose_engine_hangs_or_dies_leaves_with_the_reason(
+    run: Run, job: Job, controller: FakeController, number: signal.Signals, said: str
+) -> None:
+    wait_for(lambda: controller.claims or job.process.poll() is not None, 180, "no claim")
+    (server,) = children_of(job.process.pid)
+    (core,) = [pid for pid in children_of(server) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(core, number)
+    controller.work.append(item("g1"))
+    assert job.process.wait(30) == EngineError.exit_code
+    assert f"EngineError: the inference engine {said}" in job.log.read_text()
+    assert controller.left == ["rollout-5"]
+    (lease,) = [lease for lease in read_leases(run, ATTEMPT) if lease.process == "rollout-5"]
+    assert lease.state.startswith("failed: the inference engine")
+    assert not job.engine()
+    assert not list(job.temporary.iterdir())
 
 
 def test_nothing_survives_a_job_that_is_killed(job: Job) -> None:
