@@ -3,10 +3,11 @@
     HpcrlError            exit code 1
     ├── ConfigError       2   a key, a type, a combination
     ├── SubmitError       3   Slurm, or the machine, refused
-    ├── DataError         4   a dataset, a model path, or what an environment or a reward makes of a row
+    ├── DataError         4   a dataset or a model path
     ├── RunError          5   a run directory is missing, taken or foreign
     ├── CommitError       6   a checkpoint or weight directory is not complete
-    └── EngineError       7   the inference engine failed
+    ├── EngineError       7   the inference engine failed
+    └── UserCodeError     8   an environment or a reward function raised
 
 A message names the thing, what was expected and the remedy. What is wrong inside hpcrl itself is an `assert`.
 """
@@ -40,3 +41,7 @@ class CommitError(HpcrlError):
 
 class EngineError(HpcrlError):
     exit_code = 7
+
+
+class UserCodeError(HpcrlError):
+    exit_code = 8

@@ -3,8 +3,8 @@
 consumes   work of the controller, weights/v<k>, the initial model
 waits for  its own engine, then the controller
 produces   samples/<replica>/, evals/v<k>/<replica>.jsonl, metrics/rollout-<replica>.jsonl
-ends       with 0 when the controller says stop or on SIGTERM; with the exit code of hpcrl/errors.py otherwise: DataError and
-           ConfigError would end every replica, all else concerns this one. The engine never outlives it
+ends       with 0 when the controller says stop or on SIGTERM; with the exit code of hpcrl/errors.py otherwise: ConfigError,
+           DataError and UserCodeError would end every replica, all else concerns this one. The engine never outlives it
 """
 
 from __future__ import annotations

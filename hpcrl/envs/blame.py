@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from hpcrl.errors import DataError, HpcrlError
+from hpcrl.errors import HpcrlError, UserCodeError
 
 
 class Blame:
@@ -14,7 +14,7 @@ class Blame:
         where: what the message begins with.
 
     Raises:
-        DataError: in the place of any exception within, but an HpcrlError keeps its class.
+        UserCodeError: in the place of any exception within, but an HpcrlError keeps its class.
     """
 
     def __init__(self, where: str) -> None:
@@ -29,4 +29,4 @@ class Blame:
         if isinstance(error, HpcrlError):
             raise type(error)(f"{self._where}: {error}") from error
         if isinstance(error, Exception):
-            raise DataError(f"{self._where} raised {type(error).__name__}: {error}") from error
+            raise UserCodeError(f"{self._where} raised {type(error).__name__}: {error}") from error

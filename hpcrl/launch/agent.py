@@ -31,7 +31,7 @@ from hpcrl.launch.replica import Restarts, concerns_the_run
 from hpcrl.launch.watchdog import Neighbours, Stall, Watchdog
 from hpcrl.run.commit import read_json, write_json
 from hpcrl.run.layout import Run
-from hpcrl.run.lease import LeaseWriter, trainer_left
+from hpcrl.run.lease import GIVEN_UP, LeaseWriter, trainer_left
 from hpcrl.run.ledger import (
     Attempt,
     Kind,
@@ -215,13 +215,16 @@ class Agent:
         self._report("cancelled" if self._stop_reason == "cancelled" else "interrupted", message)
 
     def _replica_failed(self, child: Child) -> None:
+        from hpcrl.run.call import Controller  # its HTTP client is not for `hpcrl submit` to load
+
         restarts, error = self._restarts[child.name], child.first_error()
         del self._children[child.name]
         child.end(0.0)
         restarts.ended()
-        what = "given up" if restarts.given_up else f"to be started again ({restarts.used})"
+        what = GIVEN_UP if restarts.given_up else f"to be started again ({restarts.used})"
         print(f"{error}; {what}", flush=True)
         LeaseWriter(self._run, child.name, self._attempt).say(f"{what}: {error}", restarts=restarts.used)
+        Controller(self._run, self._attempt).leave(child.name)  # it may have had no time to say so itself
 
     def _failed(self, child: Child) -> None:
         taken = child.name == "trainer-0" and "EADDRINUSE" in child.said()

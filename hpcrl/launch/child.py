@@ -17,7 +17,7 @@ from hpcrl.run.parent import die_with_parent
 _TAIL = 64 << 10
 # How torchrun ends its report of the first rank that failed.
 _ROOT_CAUSE = re.compile(r"^Root Cause .*?^\s+rank +: (\d+).*?^\s+traceback : (.+?)^={20,}$", re.DOTALL | re.MULTILINE)
-_OUR_ERROR = re.compile(r"(?:hpcrl\.errors\.)?(?:Hpcrl|Config|Submit|Data|Run|Commit|Engine)Error: ")
+_OUR_ERROR = re.compile(r"(?:hpcrl\.errors\.)?(?:Hpcrl|Config|Submit|Data|Run|Commit|Engine|UserCode)Error: ")
 _ERROR_LINE = re.compile(r"^(?:\S+: )?(?:[\w.]+(?:Error|Exception|Interrupt|Exit)\b.*)$")
 
 

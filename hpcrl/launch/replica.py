@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from hpcrl.errors import ConfigError, DataError
+from hpcrl.errors import ConfigError, DataError, UserCodeError
 
 _WAIT_S, _LONGEST_WAIT_S = 5.0, 60.0
 _RECOVERED_S = 1800.0
 
 # What every other replica would say, too: the run itself is wrong.
-_OF_THE_RUN = (ConfigError.exit_code, DataError.exit_code)
+_OF_THE_RUN = (ConfigError.exit_code, DataError.exit_code, UserCodeError.exit_code)
 
 
 def concerns_the_run(status: int) -> bool:

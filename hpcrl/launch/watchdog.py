@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from hpcrl.config.slurm import PatienceConfig
+from hpcrl.run.awake import AwakeClock
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import CONTROLLER, LeaseWriter, read_leases
@@ -22,20 +22,6 @@ _LONGEST_PAUSE_S = 2.0
 _PROBE_S = 1.0
 _NO_ANSWER_S = 6.0
 _SILENT_S = 60.0  # network filesystems may show a file that has changed as late as that
-
-
-class AwakeClock:
-    """Seconds that this process was there to see: a job that Slurm suspends, and continues an hour later, has not been silent."""
-
-    def __init__(self) -> None:
-        self._seconds, self._last = 0.0, time.monotonic()
-
-    def now(self) -> float:
-        """Return the seconds so far. To be asked more often than every two seconds: what is longer counts as asleep."""
-        now = time.monotonic()
-        self._seconds += min(now - self._last, _LONGEST_PAUSE_S)
-        self._last = now
-        return self._seconds
 
 
 @dataclass(frozen=True)
@@ -62,7 +48,7 @@ class Watchdog:
     """
 
     def __init__(self, pulses: Path, patience: PatienceConfig) -> None:
-        self._pulses, self._clock = pulses, AwakeClock()
+        self._pulses, self._clock = pulses, AwakeClock(_LONGEST_PAUSE_S)
         self._limits = {"load": patience.load_seconds, "save": patience.save_seconds}
         self._step = patience.step_seconds
         self._seen: dict[str, tuple[Beat, float]] = {}
@@ -106,7 +92,7 @@ class Neighbours:
         self._run, self._attempt, self._index, self._hosts = run, attempt, index, hosts
         self._awaited = {f"agent-{other}": hosts[other] for other in range(1, trainers)} if index == 0 else {}
         self._lease = LeaseWriter(run, f"agent-{index}", attempt)
-        self._clock, self._probed, self._answered = AwakeClock(), 0.0, None
+        self._clock, self._probed, self._answered = AwakeClock(_LONGEST_PAUSE_S), 0.0, None
         self._heard: dict[str, tuple[float, float]] = {}
 
     def lost(self) -> str | None:

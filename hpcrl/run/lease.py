@@ -19,7 +19,7 @@ CONTROLLER = "controller"
 RENEW_S = 5.0
 FAILED = "failed"
 GIVEN_UP = "given up"
-"""What the lease of a replica says, before a colon and the reason, once it has failed, and once nobody will start it again."""
+"""What the lease of a replica that failed says before the reason, and once its agent will not start it again."""
 
 _LEFT = ("finished", "stopped")
 

@@ -508,6 +508,11 @@ OURS = [
         {"slurm.gpus_per_node": 4, f"{ENGINE}.tensor_parallel_size": 2, "slurm.replicas_per_node": 2},
     ),
     Case(
+        "as many replicas as are the least",
+        {"slurm.min_replicas": 3, f"{ENGINE}.num_engines": 2}, "slurm.min_replicas", "expected at most generator.inference_engine.num_engines (2), found 3",
+        {"slurm.min_replicas": 2, f"{ENGINE}.num_engines": 2},
+    ),
+    Case(
         "FlashInfer needs GPUs",
         {f"{ENGINE}.use_flashinfer": True}, f"{ENGINE}.use_flashinfer", "set it to false",
         {f"{ENGINE}.use_flashinfer": True, "slurm.gpus_per_node": 1},

@@ -14,7 +14,8 @@ import pytest
 from hpcrl.config.slurm import PatienceConfig
 from hpcrl.launch import watchdog
 from hpcrl.launch.replica import Restarts
-from hpcrl.launch.watchdog import AwakeClock, Neighbours, Watchdog
+from hpcrl.launch.watchdog import Neighbours, Watchdog
+from hpcrl.run.awake import AwakeClock
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import LeaseWriter
 from hpcrl.run.pulse import DIRECTORY, Pulse, read_pulses
@@ -59,16 +60,6 @@ def test_who_stands_still_depends_on_the_phase(pulses: Path, tmp_path: Path, mon
         ]
         pulse.beat()
         assert dog.look(expected) == []
-
-
-def test_time_asleep_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    clock = AwakeClock()
-    now[0] += 1.5
-    assert clock.now() == 1.5
-    now[0] += 3600
-    assert clock.now() == 3.5
 
 
 def test_stacks_on_request(pulses: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.environment import OverlongRewardConfig
 from hpcrl.config.generator import EvalSamplingParams
 from hpcrl.envs.rewards.response import Response
-from hpcrl.errors import ConfigError, HpcrlError
+from hpcrl.errors import ConfigError, DataError, HpcrlError, UserCodeError
 from hpcrl.rollout.client import EngineClient
 from hpcrl.rollout.generate import Group, GroupGenerator
 from hpcrl.types import Prompt, Work
@@ -103,18 +103,18 @@ def test_a_policy_that_is_cut_short_is_judged_as_with_an_environment(with_engine
         (
             f"{HERE}:fails",
             TRUTH,
-            HpcrlError,
+            UserCodeError,
             rf"group g7 \(row row3\): reward '{HERE}:fails' raised ZeroDivisionError: c",
         ),
-        (f"{HERE}:endless", TRUTH, HpcrlError, f"reward '{HERE}:endless': inf; expected a finite number"),
+        (f"{HERE}:endless", TRUTH, DataError, f"reward '{HERE}:endless': inf; expected a finite number"),
         (f"{HERE}:missing", TRUTH, ConfigError, "has no function 'missing'"),
         (
             "single_choice",
             {},
-            HpcrlError,
+            DataError,
             r"row row3\): reward 'single_choice': the row needs a ground truth",
         ),
-        ("gsm8k", {"reward_spec": "5"}, HpcrlError, "found None"),
+        ("gsm8k", {"reward_spec": "5"}, DataError, "found None"),
     ],
 )
 def test_what_a_reward_does_wrong_is_named(

@@ -19,7 +19,7 @@ import torch
 
 from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.data.samples import read_group
-from hpcrl.errors import CommitError, DataError, EngineError, HpcrlError
+from hpcrl.errors import CommitError, EngineError, HpcrlError, UserCodeError
 from hpcrl.observe.metrics import merged
 from hpcrl.rollout.client import EngineClient
 from hpcrl.rollout.server import Server
@@ -230,7 +230,7 @@ def test_an_environment_that_raises_ends_the_worker(
     controller.work.append(item("g8", env_class="tests.rollout.environments:Raises"))
     thread, failed = start(run, server, with_engine)
     thread.join(30)
-    assert isinstance(failed[0], DataError), "every replica would fail alike"
+    assert isinstance(failed[0], UserCodeError), "every replica would fail alike"
     assert "g8" in str(failed[0])
     assert "ZeroDivisionError" in str(failed[0])
 
