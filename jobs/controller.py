@@ -13,7 +13,7 @@ import sys
 
 from starlette.applications import Starlette
 
-from hpcrl.config import Config, order_seed, total_steps
+from hpcrl.config import Config, most_replicas, order_seed, total_steps
 from hpcrl.config.derive import needs_baselines
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.dynamic_sampling import DynamicSampling
@@ -79,7 +79,8 @@ def main(path: str) -> None:
         floor=Floor(
             least=config.slurm.min_replicas,
             patience_s=60.0 * config.slurm.replica_patience_minutes,
-            replicas=config.generator.inference_engine.num_engines,
+            replicas=most_replicas(config),
+            elastic=config.slurm.elastic.replicas > 0,
         ),
     )
     pulse.beat("serve")

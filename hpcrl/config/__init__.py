@@ -7,6 +7,7 @@ from hpcrl.config.derive import (
     engine_rope,
     eval_sampling,
     max_seq_len,
+    most_replicas,
     order_seed,
     replicas_per_node,
     steps_per_epoch,
@@ -27,13 +28,14 @@ from hpcrl.config.model import (
     RefModelConfig,
 )
 from hpcrl.config.root import Config, make_config
-from hpcrl.config.slurm import SlurmConfig
+from hpcrl.config.slurm import ElasticConfig, SlurmConfig
 from hpcrl.config.trainer import FullyAsyncConfig, PlacementConfig, TrainerConfig
 
 __all__ = [
     "AlgorithmConfig",
     "Config",
     "DataConfig",
+    "ElasticConfig",
     "EnvironmentConfig",
     "FSDPConfig",
     "FullyAsyncConfig",
@@ -54,6 +56,7 @@ __all__ = [
     "eval_sampling",
     "make_config",
     "max_seq_len",
+    "most_replicas",
     "order_seed",
     "replicas_per_node",
     "steps_per_epoch",

@@ -205,7 +205,7 @@ _TABLE: tuple[tuple[Verdict, str], ...] = (
         slurm.partition slurm.account slurm.qos slurm.constraint slurm.time_minutes slurm.cpus_per_task slurm.mem_gb
         slurm.exclusive slurm.replicas_per_node slurm.extra slurm.network_interface slurm.array_parallelism
         slurm.signal_seconds slurm.crash_budget slurm.replica_restarts slurm.patience
-        slurm.min_replicas slurm.replica_patience_minutes
+        slurm.min_replicas slurm.replica_patience_minutes slurm.elastic
         """,
     ),
 )  # fmt: skip

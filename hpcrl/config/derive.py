@@ -135,6 +135,11 @@ def replicas_per_node(config: Config) -> int:
     return max(1, config.slurm.gpus_per_node // engine_gpus(config.generator.inference_engine))
 
 
+def most_replicas(config: Config) -> int:
+    """Return how many replicas there are when all are there, elastic ones included."""
+    return config.generator.inference_engine.num_engines + config.slurm.elastic.replicas
+
+
 def steps_per_epoch(n_prompts: int, trainer: TrainerConfig) -> int:
     """Return the full batches in `n_prompts` prompts; a remainder is not trained.
 

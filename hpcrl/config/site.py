@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from hpcrl.config.derive import engine_gpus, replicas_per_node
+from hpcrl.config.derive import engine_gpus, most_replicas, replicas_per_node
 from hpcrl.config.generator import InferenceEngineConfig
 from hpcrl.config.problem import Problem
+from hpcrl.config.slurm import ElasticConfig
 
 if TYPE_CHECKING:
     from hpcrl.config.root import Config
@@ -18,6 +19,7 @@ _ENGINE_OWN = {"uds", "host", "port", "middleware", "model", "max_model_len", "l
 _ENGINE_OWN |= {"weight_transfer_config", "enable_scale_out", "served_model_name"}
 _SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
 _SBATCH_OWN |= {"requeue", "no_requeue", "no_kill"}
+_OF_ELASTIC = {field.name for field in fields(ElasticConfig)}
 _SBATCH_NAMES = {
     "partition": "partition",
     "account": "account",
@@ -76,19 +78,28 @@ def gpus_of_nodes(config: Config) -> Iterator[Problem]:
 
 
 def enough_replicas(config: Config) -> Iterator[Problem]:
-    least, engines = config.slurm.min_replicas, config.generator.inference_engine.num_engines
-    if least > engines:
+    least, most = config.slurm.min_replicas, most_replicas(config)
+    engines = "generator.inference_engine.num_engines"
+    if most < 1:
+        yield Problem(engines, "expected at least 1, or replicas of an elastic pool (slurm.elastic.replicas), found 0")
+    elif least > most:
         yield Problem(
-            "slurm.min_replicas", f"expected at most generator.inference_engine.num_engines ({engines}), found {least}"
+            "slurm.min_replicas",
+            f"expected at most {most}, {engines} and slurm.elastic.replicas together, found {least}",
         )
 
 
 def sbatch_options(config: Config) -> Iterator[Problem]:
-    for name in config.slurm.extra:
-        if own := _SBATCH_NAMES.get(name.replace("-", "_")):
-            yield Problem(f"slurm.extra.{name}", f"set slurm.{own} instead")
-        elif name.replace("-", "_") in _SBATCH_OWN:
-            yield Problem(f"slurm.extra.{name}", "hpcrl sets this option of sbatch itself; leave it out")
+    slurm, of_pool = config.slurm, {name: own for name, own in _SBATCH_NAMES.items() if own in _OF_ELASTIC}
+    for section, extra, settings, owned in (
+        ("slurm", slurm.extra, _SBATCH_NAMES, _SBATCH_OWN),
+        ("slurm.elastic", slurm.elastic.extra, of_pool, {*_SBATCH_OWN, "dependency", "gpus_per_node"}),
+    ):
+        for name in extra:
+            if own := settings.get(name.replace("-", "_")):
+                yield Problem(f"{section}.extra.{name}", f"set {section}.{own} instead")
+            elif name.replace("-", "_") in owned:
+                yield Problem(f"{section}.extra.{name}", "hpcrl sets this option of sbatch itself; leave it out")
 
 
 def time_to_save(config: Config) -> Iterator[Problem]:

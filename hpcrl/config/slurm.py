@@ -26,6 +26,44 @@ class PatienceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """Further replicas in a job array of their own, one element each, as a rule on a partition where they may be preempted.
+
+    They join the run when Slurm starts them and leave it when Slurm takes them away; training goes on with those that are there.
+    """
+
+    replicas: int = 0
+    """Replicas beside those of generator.inference_engine.num_engines, which may be 0 then; 0: none."""
+
+    at_once: int | None = None
+    """Elements that run at the same time at most; unset: all."""
+
+    partition: str | None = None
+    """Partition; unset: that of the run."""
+
+    account: str | None = None
+    """Account that is charged; unset: that of the run."""
+
+    qos: str | None = None
+    """Quality of service; unset: the partition's default."""
+
+    constraint: str | None = None
+    """Features that the nodes must have."""
+
+    time_minutes: int | None = None
+    """Time limit of an element in minutes, after which it queues again; unset: that of the run."""
+
+    cpus_per_task: int | None = None
+    """CPU cores asked for by each replica; unset: the cluster's default."""
+
+    mem_gb: int | None = None
+    """Memory asked for by each replica in GB; unset: the cluster's default."""
+
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further sbatch options by their long names; true: an option without a value."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
     root: Location = "runs"
     """Directory on a filesystem that all nodes share; a run is <root>/<project>/<run>."""
@@ -65,6 +103,8 @@ class SlurmConfig:
 
     replica_patience_minutes: int = 15
     """How long a run goes on with fewer replicas than min_replicas, those whose engines start included."""
+
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
 
     setup: list[str] = field(default_factory=list)
     """Shell lines that the batch script runs first."""

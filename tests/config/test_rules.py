@@ -509,8 +509,23 @@ OURS = [
     ),
     Case(
         "as many replicas as are the least",
-        {"slurm.min_replicas": 3, f"{ENGINE}.num_engines": 2}, "slurm.min_replicas", "expected at most generator.inference_engine.num_engines (2), found 3",
+        {"slurm.min_replicas": 3, f"{ENGINE}.num_engines": 2}, "slurm.min_replicas", "expected at most 2, ",
         {"slurm.min_replicas": 2, f"{ENGINE}.num_engines": 2},
+    ),
+    Case(
+        "replicas of the run's own or elastic ones",
+        {f"{ENGINE}.num_engines": 0}, f"{ENGINE}.num_engines", "or replicas of an elastic pool",
+        {f"{ENGINE}.num_engines": 0, "slurm.elastic.replicas": 2, "slurm.min_replicas": 2},
+    ),
+    Case(
+        "sbatch options of the pool have one place",
+        {"slurm.elastic.extra": {"mem": "4G"}}, "slurm.elastic.extra.mem", "set slurm.elastic.mem_gb instead",
+        {"slurm.elastic.extra": {"exclusive": True}},
+    ),
+    Case(
+        "sbatch options of the pool that are hpcrl's",
+        {"slurm.elastic.extra": {"gpus-per-node": 1}}, "slurm.elastic.extra.gpus-per-node", "hpcrl sets this option of sbatch itself",
+        {"slurm.elastic.extra": {"reservation": "x"}},
     ),
     Case(
         "FlashInfer needs GPUs",
