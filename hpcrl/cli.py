@@ -18,7 +18,7 @@ from hpcrl.errors import HpcrlError
 
 if TYPE_CHECKING:
     from hpcrl.config import Config
-    from hpcrl.launch.submit import Submission
+    from hpcrl.launch.executors import Submission
     from hpcrl.run.layout import Run
 
 _CANCEL_S = 150.0
@@ -118,16 +118,19 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 
 def _show_dry_run(submission: Submission) -> None:
-    from hpcrl.launch.plan import describe_plan, make_plan
-    from hpcrl.launch.submit import batch_script
+    from hpcrl.launch.executors import batch_scripts
+    from hpcrl.launch.plan import describe_plan, describe_pool, make_plan
 
     config = submission.elements[0].config
     print("# configuration\n" + config.to_toml())
-    print("# batch script\n" + batch_script(submission))
+    for title, script in zip(
+        ("batch script", "batch script of the elastic pool"), batch_scripts(submission), strict=False
+    ):
+        print(f"# {title}\n{script}")
     print("# plan")
     for run, element in zip(submission.runs, submission.elements, strict=True):
         print(f"{run.path}  {' '.join(element.overrides)}".rstrip())
-    print("\n".join(describe_plan(make_plan(config))))
+    print("\n".join([*describe_plan(make_plan(config)), *describe_pool(config)]))
     print("dry run: nothing was submitted")
 
 

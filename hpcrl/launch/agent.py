@@ -57,10 +57,10 @@ _CONSEQUENCES = ("closed by peer", "reset by peer", "Broken pipe", "TCPStore", "
 class Agent:
     """Processes of one node in one attempt."""
 
-    def __init__(self, run: Run, config: Config, place: Place, attempt: Attempt) -> None:
+    def __init__(self, run: Run, config: Config, place: Place, attempt: Attempt, node: Node | None = None) -> None:
         self._run, self._place, self._attempt = run, place, attempt.number
         plan = make_plan(config)
-        self._node: Node = plan[place.index]
+        self._node = node or plan[place.index]
         self._trainer_nodes = trainer_nodes(plan)
         self._address = "127.0.0.1" if place.local else node_address(config.slurm.network_interface)
         interface = None if place.local else config.slurm.network_interface
@@ -71,7 +71,7 @@ class Agent:
             config, self._node, self._attempt, self._address, interface, pulses, place.local
         )
         self._watchdog = Watchdog(pulses, config.slurm.patience)
-        self._neighbours = Neighbours(run, self._attempt, place.index, self._trainer_nodes, place.hosts)
+        self._neighbours = Neighbours(run, self._attempt, self._node.index, self._trainer_nodes, place.hosts)
         self._children: dict[str, Child] = {}
         self._restarts = {
             f"rollout-{replica}": Restarts(config.slurm.replica_restarts) for replica in self._node.replicas
@@ -97,7 +97,7 @@ class Agent:
         signal.signal(signal.SIGCONT, lambda _got, _frame: None)  # submitit would count it
         try:
             self._start()
-            while outcome_of(self._run, self._attempt) is None:
+            while not self._ends():
                 self._look_for_stop()
                 self._look_at_children()
                 self._look_for_stalls()
@@ -106,6 +106,9 @@ class Agent:
                 time.sleep(_POLL_S)
         finally:
             self._end()
+
+    def _ends(self) -> bool:
+        return outcome_of(self._run, self._attempt) is not None
 
     def _report(self, kind: Kind, message: str, *, blamed: bool = False) -> None:
         host = self._place.hosts[self._place.index] if blamed else ""
@@ -309,6 +312,14 @@ def _await_attempt(run: Run, place: Place) -> Attempt:
     )
 
 
+def log_to(path: Path) -> None:
+    """Append what this process prints to the file at `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
 def main(path: str) -> None:
     """Run the agent of this node for the run at `path`; ends the process."""
     run, place = Run(Path(path)), Place.here()
@@ -317,11 +328,7 @@ def main(path: str) -> None:
         print(f"attempt {before.attempt} ended as {before.kind}; nothing to do", flush=True)
         sys.exit(0)
     attempt = _await_attempt(run, place)
-    log = run.log(attempt.number, f"agent-{place.index}")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    log_to(run.log(attempt.number, f"agent-{place.index}"))
     message, agent = "the agent ended without an outcome; its log says why", None
     try:
         agent = Agent(run, Config.from_toml([run.config]), place, attempt)

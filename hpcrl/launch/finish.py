@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from hpcrl.launch.budget import judge
+from hpcrl.launch.elastic import cancel_pool
 from hpcrl.launch.requeue import job_name, requeue_this_job
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
@@ -44,7 +45,9 @@ def settle(run: Run, job: str) -> int:
     outcome, verdict = concluded(run, job), judge(run)
     print(f"attempt {outcome.attempt}: {outcome.kind}: {verdict.why}", flush=True)
     if verdict.goes_on:
-        requeue_this_job(at_once=outcome.kind == "interrupted", exclude=verdict.exclude)
+        requeue_this_job(start="now" if outcome.kind == "interrupted" else None, exclude=verdict.exclude)
+    else:
+        cancel_pool(run)
     return 0 if outcome.final else 1
 
 

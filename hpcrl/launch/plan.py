@@ -64,3 +64,12 @@ def describe_plan(plan: list[Node]) -> list[str]:
             names = ", ".join(f"rollout-{replica}" for replica in node.replicas)
             lines.append(f"node {node.index}: {names}{devices}")
     return lines
+
+
+def describe_pool(config: Config) -> list[str]:
+    """Return one line for the elastic pool, if there is one."""
+    first, elastic = config.generator.inference_engine.num_engines, config.slurm.elastic
+    if not elastic.replicas:
+        return []
+    names = ", ".join(f"rollout-{replica}" for replica in range(first, first + elastic.replicas))
+    return [f"elastic: {names}, partition {elastic.partition or config.slurm.partition or 'of the cluster'}"]

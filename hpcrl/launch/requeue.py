@@ -36,18 +36,18 @@ def _scontrol(*words: str) -> bool:
         time.sleep(_RETRY_S)
 
 
-def requeue_this_job(*, at_once: bool, exclude: Sequence[str]) -> None:
+def requeue_this_job(*, start: str | None, exclude: Sequence[str]) -> None:
     """Requeue the job that the caller is part of, and wait to be ended with it.
 
     Args:
-        at_once: ask Slurm to forgo the two minutes that it lets a requeued job wait; not every site allows that.
+        start: when it may start again, as for sbatch --begin, if the site lets its users decide; None: after Slurm's two minutes.
         exclude: hosts that it should not get again, as far as enough others are left.
     """
     job = job_name()
     # a refusal most likely says that Slurm has requeued it already, because it preempted it
     _scontrol("requeue", job)
     deadline = time.monotonic() + _KILLED_WITHIN_S
-    wishes = [["StartTime=now"]] if at_once else []
+    wishes = [[f"StartTime={start}"]] if start else []
     if exclude and _others_suffice(exclude):
         wishes.append([f"ExcNodeList={','.join(exclude)}"])
     while time.monotonic() < deadline:  # the end of this loop is the end of the job that Slurm requeues

@@ -13,9 +13,10 @@ from pathlib import Path
 from hpcrl.config import Config
 from hpcrl.config.changes import Change, changes
 from hpcrl.errors import ConfigError, RunError
+from hpcrl.launch.executors import Element, Submission
 from hpcrl.launch.preflight import check_files
 from hpcrl.launch.registry import RunState, states_of
-from hpcrl.launch.submit import Element, Submission, launch
+from hpcrl.launch.submit import launch
 from hpcrl.run.commit import committed, write_text
 from hpcrl.run.layout import Run, step_of
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from hpcrl.errors import RunError
+from hpcrl.launch.elastic import cancel_pool
 from hpcrl.launch.registry import RunState, states_of
 from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.run.commit import write_json
@@ -53,6 +54,7 @@ def _await_end(run: Run, patience_s: float) -> RunState:
 
 
 def _take_away(state: RunState) -> None:
+    cancel_pool(state.run)
     job = state.submission["job_id"]
     if state.submission["executor"] == "slurm":
         cancel_slurm(job)

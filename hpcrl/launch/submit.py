@@ -13,81 +13,25 @@ import signal
 import socket
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import submitit
 from submitit.core.core import Job
-from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError, JobPaths
+from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 import hpcrl
 from hpcrl.config import Config
 from hpcrl.errors import RunError, SubmitError
-from hpcrl.launch import agent
+from hpcrl.launch import agent, pool
+from hpcrl.launch.elastic import cancel_pool
+from hpcrl.launch.executors import Element, Submission, local_executor, pool_executor, slurm_executor
 from hpcrl.launch.patient import submitted
-from hpcrl.launch.plan import make_plan, trainer_nodes
 from hpcrl.launch.sweep import run_names
 from hpcrl.run.commit import discard, write_json, write_text
 from hpcrl.run.layout import Run
-
-_PASSED_ON = ("partition", "account", "qos", "constraint", "array_parallelism")
-
-
-@dataclass(frozen=True)
-class Element:
-    """One run to be submitted.
-
-    Attributes:
-        overrides: what sets it apart in its sweep.
-    """
-
-    name: str
-    config: Config
-    overrides: list[str]
-
-
-@dataclass(frozen=True)
-class Submission:
-    """What one submit call makes, before it is made.
-
-    Attributes:
-        folder: submitit's folder and the code snapshot, shared by the elements.
-        elements: the runs, in the order of their array indices.
-    """
-
-    folder: Path
-    elements: list[Element]
-
-    @property
-    def runs(self) -> list[Run]:
-        return [Run(self.folder.parent.parent / element.name) for element in self.elements]
-
-    @property
-    def element_list(self) -> Path:
-        """File from which the end of the batch script learns the run directory of each array index."""
-        return self.folder / f"elements-{self.elements[0].name}-{len(self.elements)}.json"
-
-
-class ArrayExecutor(submitit.SlurmExecutor):
-    """Submits one function, too, as a job array: every run is an element, with an id of the form 12_0."""
-
-    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
-        if len(delayed_submissions) > 1:
-            return super()._internal_process_submissions(delayed_submissions)
-        folder = JobPaths.get_first_id_independent_folder(self.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        pickled = folder / f"{uuid.uuid4().hex}.pkl"
-        delayed_submissions[0].set_timeout(self.parameters["time"], self.max_num_timeout)
-        delayed_submissions[0].dump(pickled)
-        self.parameters["map_count"] = 1
-        array = self._submit_command(self._submitit_command_str)
-        job = submitit.SlurmJob(folder=self.folder, job_id=f"{array.job_id}_0", tasks=list(range(array.num_tasks)))
-        job.paths.move_temporary_file(pickled, "submitted_pickle")
-        return [job]
 
 
 def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submission:
@@ -152,91 +96,6 @@ def _make_run(run: Run, element: Element, folder: Path) -> None:
     os.rename(staged.path, run.path)
 
 
-def _setup_lines(config: Config, folder: Path) -> list[str]:
-    code = _quote(folder / "code")
-    return [
-        "umask 077",
-        *config.slurm.setup,
-        f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1',
-    ]
-
-
-def _quote(path: Path) -> str:
-    return "'" + str(path).replace("'", "'\\''") + "'"
-
-
-def slurm_executor(submission: Submission) -> submitit.SlurmExecutor:
-    """Return the executor whose job array runs this submission. All elements share one batch script, made from the first."""
-    config = submission.elements[0].config
-    slurm, plan = config.slurm, make_plan(config)
-    survives = len(plan) - trainer_nodes(plan) > 1  # the loss of a node that has one of several replicas
-    parameters: dict[str, Any] = {
-        "job_name": f"hpcrl-{submission.folder.name}",
-        "comment": f"hpcrl:{submission.folder.name}",
-        "time": slurm.time_minutes,
-        "nodes": len(plan),
-        "ntasks_per_node": 1,
-        "signal_delay_s": slurm.signal_seconds,
-        "wckey": None,
-        "stderr_to_stdout": True,
-        "setup": _setup_lines(config, submission.folder),
-        "teardown": [
-            f"{_quote(Path(sys.executable))} -m hpcrl.launch.finish {_quote(submission.element_list)}; exit $?"
-        ],
-        "srun_args": ["--kill-on-bad-exit=0", *(["--no-kill"] if survives else [])],
-        "additional_parameters": {
-            **({"no-kill": True} if survives else {}),
-            "no-requeue" if config.trainer.resume_mode == "none" else "requeue": True,
-            **slurm.extra,
-        },
-    }
-    for name in _PASSED_ON:
-        if (value := getattr(slurm, name)) is not None:
-            parameters[name] = value
-    if slurm.mem_gb is not None:
-        parameters["mem"] = f"{slurm.mem_gb}GB"
-    if slurm.exclusive:
-        parameters["exclusive"] = True
-    if slurm.gpus_per_node:
-        parameters["gpus_per_node"] = slurm.gpus_per_node
-    if slurm.cpus_per_task is not None:
-        parameters["cpus_per_task"] = slurm.cpus_per_task
-        parameters["srun_args"].append(f"--cpus-per-task={slurm.cpus_per_task}")
-    executor = ArrayExecutor(folder=submission.folder / "%j")
-    executor.update_parameters(**parameters)
-    return executor
-
-
-def local_executor(submission: Submission) -> submitit.LocalExecutor:
-    """Return the executor that runs the same agents as processes of this machine, one per node of the plan."""
-    config = submission.elements[0].config
-    plan = make_plan(config)
-    executor = submitit.LocalExecutor(folder=submission.folder / "%j")
-    executor.update_parameters(
-        timeout_min=config.slurm.time_minutes,
-        tasks_per_node=len(plan),
-        gpus_per_node=sum(node.gpus for node in plan),
-        visible_gpus=_visible_gpus(),
-        signal_delay_s=config.slurm.signal_seconds,
-        stderr_to_stdout=True,
-        setup=_setup_lines(config, submission.folder),
-    )
-    return executor
-
-
-def _visible_gpus() -> list[int]:
-    """Return the devices that the user has left to this run, or nothing where all are."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return [int(device) for device in listed] if all(device.isdigit() for device in listed) else []
-
-
-def batch_script(submission: Submission) -> str:
-    """Return the sbatch script that submitit would write."""
-    executor = slurm_executor(submission)
-    executor.parameters["map_count"] = len(submission.elements)
-    return executor._make_submission_file_text(executor._submitit_command_str, "dry-run")
-
-
 def submit(submission: Submission, local: bool) -> list[Run]:
     """Make the run directories and hand them to Slurm, or to the local executor.
 
@@ -262,35 +121,56 @@ def submit(submission: Submission, local: bool) -> list[Run]:
 
 
 def launch(submission: Submission, local: bool) -> None:
-    """Start agents for run directories that exist, and record the job in each of them.
+    """Start agents for run directories that exist, and record the jobs in each of them.
 
     Raises:
         SubmitError: the executor refused.
     """
     logging.getLogger("submitit").setLevel(logging.ERROR)
-    runs = submission.runs
+    runs, elastic = submission.runs, any(element.config.slurm.elastic.replicas for element in submission.elements)
+    if local and elastic:
+        raise SubmitError(
+            "slurm.elastic.replicas: this machine has no partitions; with --local, set it to 0 and generator.inference_engine."
+            "num_engines higher"
+        )
     write_json(submission.element_list, [str(run.path) for run in runs])
     executor = local_executor(submission) if local else slurm_executor(submission)
-    paths = [str(run.path) for run in runs]
+    paths, jobs = [str(run.path) for run in runs], list[Job[Any]]()
     try:
         with submitit.helpers.clean_env(), _detached(submission.folder / "local.log") if local else nullcontext():
             jobs = submitted(lambda: executor.map_array(agent.main, paths), submission.folder)
-    except (FailedJobError, FailedSubmissionError) as error:
-        raise SubmitError(f"Slurm refused the job: {_refusal(str(error))}") from error
-    try:
-        for run, element, job in zip(runs, submission.elements, jobs, strict=True):
+            pools = [_start_pool(submission, at, job, jobs) for at, job in enumerate(list(jobs))]
+        for run, element, job, pool_job in zip(runs, submission.elements, jobs, pools, strict=False):
+            cancel_pool(run)  # of an earlier submission
             record = {
                 "executor": "local" if local else "slurm",
                 "host": socket.gethostname(),
                 "job_id": job.job_id,
+                "pool": pool_job,
                 "overrides": element.overrides,
                 "submitted": time.time(),
             }
             write_json(run.submission, record)
-    except BaseException:
+    except BaseException as error:
         for job in jobs:  # nobody would find it
             job.cancel(check=False)
+        if isinstance(error, FailedJobError | FailedSubmissionError):
+            raise SubmitError(f"Slurm refused the job: {_refusal(str(error))}") from error
         raise
+
+
+def _start_pool(submission: Submission, at: int, gang: Job[Any], jobs: list[Job[Any]]) -> str | None:
+    """Submit the elastic pool of one run, if it has one, and return the id of its array; its elements are added to `jobs`."""
+    run, config = submission.runs[at], submission.elements[at].config
+    count = config.slurm.elastic.replicas
+    if not count:
+        return None
+    executor = pool_executor(submission, run, config, gang.job_id)
+    first = config.generator.inference_engine.num_engines
+    replicas = range(first, first + count)
+    elements = submitted(lambda: executor.map_array(pool.main, [str(run.path)] * count, replicas), submission.folder)
+    jobs += elements
+    return elements[0].job_id.partition("_")[0]
 
 
 @contextmanager

@@ -1,0 +1,107 @@
+"""The pool agent: the task of one element of a run's elastic pool, a job array beside the run's own.
+
+It starts a rollout worker for the newest attempt of the run, and anew for each later one, and starts one that fails again. It ends with the
+run; Slurm may take it away at any time, and the end of its batch script (pool_finish.py) queues it again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from hpcrl.config import Config, engine_gpus
+from hpcrl.errors import HpcrlError, SubmitError
+from hpcrl.launch.agent import Agent, log_to
+from hpcrl.launch.elastic import AGAIN, current_attempt, unwanted
+from hpcrl.launch.place import Place
+from hpcrl.launch.plan import Node, make_plan
+from hpcrl.launch.scheduler import slurm_states
+from hpcrl.run.commit import read_json
+from hpcrl.run.layout import Run
+from hpcrl.run.ledger import Attempt, outcome_of
+
+_POLL_S = 1.0
+_ASK_S = 60.0
+_IDLE_S = 300.0
+
+
+class PoolAgent(Agent):
+    """One replica of the pool in one attempt."""
+
+    def __init__(self, run: Run, config: Config, place: Place, attempt: Attempt, replica: int) -> None:
+        gpus = engine_gpus(config.generator.inference_engine) if config.slurm.gpus_per_node else 0
+        node = Node(len(make_plan(config)) + replica, "rollout", 0, (replica,), gpus, 0)
+        super().__init__(run, config, place, attempt, node)
+        self.left = False
+
+    @property
+    def given_up(self) -> bool:
+        return all(restarts.given_up for restarts in self._restarts.values())
+
+    def _ends(self) -> bool:
+        return self.left or self.given_up or super()._ends()
+
+    def _look_for_stop(self) -> None:
+        """A signal concerns this element alone; what the run does, the controller tells the worker."""
+        if self._signals and not self.left:
+            self.left, self._stop_reason = True, "taken away"
+            print("this element is taken away", flush=True)
+
+    def _look_at_neighbours(self) -> None:
+        """Others notice when a node of the run itself is lost."""
+
+
+def main(path: str, replica: int) -> None:
+    """Keep replica number `replica` of the run at `path` going; ends the process."""
+    run, place, signals = Run(Path(path)), Place.here(), list[int]()
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda got, _frame: signals.append(got))
+    signal.signal(signal.SIGCONT, lambda _got, _frame: None)  # submitit would count it
+    try:
+        status = _serve(run, place, replica, signals)
+    except HpcrlError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        status = error.exit_code
+    sys.exit(status)
+
+
+def _serve(run: Run, place: Place, replica: int, signals: list[int]) -> int:
+    pool = os.environ["SLURM_ARRAY_JOB_ID"]
+    idle = asked = time.monotonic()
+    while not signals:
+        if why := unwanted(run, pool):
+            print(f"nothing to do: {why}", flush=True)
+            return 0
+        attempt = current_attempt(run)
+        if attempt is not None and outcome_of(run, attempt.number) is None:
+            print(f"rollout-{replica} in attempt {attempt.number}", flush=True)
+            log_to(run.log(attempt.number, f"agent-pool-{replica}"))
+            agent = PoolAgent(run, Config.from_toml([run.config]), place, attempt, replica)
+            agent.supervise()
+            if agent.left:
+                break
+            if agent.given_up:
+                return 1
+            idle = asked = time.monotonic()
+        elif time.monotonic() - idle > _IDLE_S:
+            print("the run does not go on yet; another may use this node", flush=True)
+            break
+        elif time.monotonic() - asked > _ASK_S:
+            asked = time.monotonic()
+            if not _queued(run):
+                print("nothing to do: the job of the run is gone", flush=True)
+                return 0
+        time.sleep(_POLL_S)
+    return AGAIN
+
+
+def _queued(run: Run) -> bool:
+    """Return whether the run's own job is still there, or Slurm cannot say."""
+    record = read_json(run.submission)
+    try:
+        return record is None or slurm_states([record["job_id"]])[record["job_id"]].active
+    except SubmitError:
+        return True

@@ -1,0 +1,274 @@
+"""An element of an elastic pool: its agent over a stand-in for the rollout job, and the end of its batch script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.launch.elastic import AGAIN, current_attempt, unwanted
+from hpcrl.run.commit import write_json, write_text
+from hpcrl.run.layout import Run
+from hpcrl.run.lease import read_leases
+from hpcrl.run.ledger import cancel_outcome, open_attempt, outcome_of, read_outcomes, report_outcome
+from tests.launch.test_submit import QUICKSTART, hpcrl, nothing_made
+
+GANG, POOL, REPLICA = "7_0", "9", 3
+SERVES = """
+import os, sys, time
+from pathlib import Path
+run = Path(sys.argv[1])
+(run / f"serves-{os.environ['HPCRL_ATTEMPT']}-{os.environ['HPCRL_REPLICA']}").write_text(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+def make_run(tmp_path: Path, rollout: str = SERVES, *settings: str) -> Run:
+    run = Run(tmp_path / "run")
+    elastic = ["slurm.elastic.replicas=2", *settings]
+    write_text(run.config, Config.from_toml([Path(QUICKSTART)], elastic).to_toml())
+    write_text(run.token, "secret\n", mode=0o600)
+    write_text(run.code / "jobs" / "rollout.py", rollout)
+    record(run)
+    return run
+
+
+def record(run: Run, gang: str = GANG, pool: str | None = POOL) -> None:
+    write_json(run.submission, {"executor": "slurm", "job_id": gang, "pool": pool, "submitted": time.time()})
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+@contextmanager
+def element(run: Run) -> Iterator[subprocess.Popen[bytes]]:
+    environment = os.environ | {
+        "SUBMITIT_EXECUTOR": "local",
+        "SUBMITIT_LOCAL_JOB_ID": "1",
+        "SUBMITIT_LOCAL_NTASKS": "1",
+        "SUBMITIT_LOCAL_LOCALID": "0",
+        "SUBMITIT_LOCAL_GLOBALRANK": "0",
+        "SUBMITIT_LOCAL_WITH_SHELL": "0",
+        "SLURM_ARRAY_JOB_ID": POOL,
+    }
+    program = "import sys; from hpcrl.launch.pool import main; main(sys.argv[1], int(sys.argv[2]))"
+    command = [sys.executable, "-c", program, str(run.path), str(REPLICA)]
+    with subprocess.Popen(command, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def serving(run: Run, attempt: int) -> int:
+    """Wait for the stand-in of an attempt; return its process."""
+    path = run.path / f"serves-{attempt}-{REPLICA}"
+    wait_for(lambda: path.exists() and path.read_text(), f"attempt {attempt} is not served")
+    return int(path.read_text())
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_an_element_serves_attempt_after_attempt_until_the_run_ends(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with element(run) as process:
+        time.sleep(1)
+        open_attempt(run, f"{GANG}.0", ["n1"])
+        first = serving(run, 1)
+        report_outcome(run, 1, "interrupted", "saved", "agent-0")
+        wait_for(lambda: gone(first), "the worker of attempt 1 goes on")
+        assert process.poll() is None
+        open_attempt(run, f"{GANG}.1", ["n1"])
+        second = serving(run, 2)
+        report_outcome(run, 2, "done", "finished", "agent-0")
+        assert process.wait(30) == 0
+    assert gone(second)
+    assert not list(run.endpoints.glob("rendezvous-*")), "it took itself for the first node of the run"
+
+
+def test_an_element_that_slurm_takes_away_asks_to_be_queued_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    open_attempt(run, f"{GANG}.0", ["n1"])
+    with element(run) as process:
+        worker = serving(run, 1)
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        assert process.wait(30) == AGAIN
+    assert gone(worker)
+    assert not run.stop.exists(), "the others go on"
+    assert outcome_of(run, 1) is None
+
+
+def test_an_element_that_waits_for_the_run_leaves_at_once_too(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    with element(run) as process:
+        time.sleep(3)
+        process.send_signal(signal.SIGUSR2)
+        assert process.wait(10) == AGAIN
+
+
+def test_a_replica_that_fails_again_and_again_is_given_up_alone(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "import sys; sys.exit('EngineError: out of memory')", "slurm.replica_restarts=1")
+    open_attempt(run, f"{GANG}.0", ["n1"])
+    with element(run) as process:
+        assert process.wait(60) == 1
+    (lease,) = [lease for lease in read_leases(run, 1) if lease.process == f"rollout-{REPLICA}"]
+    assert lease.state.startswith("given up: ")
+    assert "out of memory" in lease.state
+    assert outcome_of(run, 1) is None
+
+
+def test_an_error_that_concerns_the_run_ends_its_attempt(tmp_path: Path) -> None:
+    rollout = "import sys; print('UserCodeError: reward raised ZeroDivisionError', file=sys.stderr); sys.exit(8)"
+    run = make_run(tmp_path, rollout)
+    open_attempt(run, f"{GANG}.0", ["n1"])
+    with element(run):
+        wait_for(lambda: outcome_of(run, 1), "no outcome")
+    outcome = outcome_of(run, 1)
+    assert outcome
+    assert outcome.kind == "failed"
+    assert "UserCodeError: reward raised ZeroDivisionError" in outcome.message
+
+
+def test_what_ends_a_pool(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert unwanted(run, POOL) is None, "the run has not begun"
+    assert unwanted(run, "8") == "the run has another pool, or is gone"
+    open_attempt(run, f"{GANG}.0", ["n1"])
+    assert unwanted(run, POOL) is None
+    report_outcome(run, 1, "failed", "trainer-0: SIGKILL", "agent-0")
+    assert unwanted(run, POOL) is None, "the run is requeued"
+    cancel_outcome(run, 1)
+    assert "cancelled by the user" in (unwanted(run, POOL) or "")
+    record(run, "8_0", "10")
+    assert unwanted(run, "10") is None, "it was resumed since"
+    assert current_attempt(run) is None
+    run.config.unlink()
+    assert unwanted(run, "10") == "the run has another pool, or is gone"
+
+
+def test_a_held_run_needs_no_pool(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for attempt in (1, 2, 3):
+        open_attempt(run, f"{GANG}.{attempt}", ["n1"])
+        report_outcome(run, attempt, "failed", "trainer-0: SIGKILL", "agent-0")
+    assert len(read_outcomes(run)) == 3
+    assert "crash 3 of 3" in (unwanted(run, POOL) or "")
+
+
+def test_a_run_that_is_cancelled_in_the_queue_needs_no_pool(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    cancel_outcome(run, 0)
+    assert "cancelled by the user" in (unwanted(run, POOL) or "")
+
+
+@contextmanager
+def batch_end(tmp_path: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The end of a batch script, with stand-ins for Slurm's commands that note how they were called."""
+    for name in ("scontrol", "scancel"):
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/sh\necho "{name} $@" >> {tmp_path}/called\n')
+        program.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "SLURM_ARRAY_JOB_ID": POOL,
+        "SLURM_ARRAY_TASK_ID": "1",
+    }
+    with subprocess.Popen([sys.executable, "-m", *command], env=os.environ | environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def called(tmp_path: Path) -> list[str]:
+    return (tmp_path / "called").read_text().splitlines() if (tmp_path / "called").exists() else []
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_an_element_is_queued_again(tmp_path: Path, runs: bool) -> None:
+    run = make_run(tmp_path)
+    open_attempt(run, f"{GANG}.0", ["n1"])
+    if not runs:
+        report_outcome(run, 1, "interrupted", "saved", "agent-0")
+    with batch_end(tmp_path, "hpcrl.launch.pool_finish", str(run.path), str(AGAIN)):
+        wait_for(lambda: len(called(tmp_path)) > 1, f"only {called(tmp_path)}")
+    when = "now" if runs else "now+5minutes"
+    assert called(tmp_path)[:2] == ["scontrol requeue 9_1", f"scontrol update JobId=9_1 StartTime={when}"]
+
+
+@pytest.mark.parametrize(
+    ("status", "over", "code"), [(0, False, 0), (1, False, 1), (143, False, 143), (AGAIN, True, 0)]
+)
+def test_an_element_is_not_queued_again(tmp_path: Path, status: int, over: bool, code: int) -> None:
+    run = make_run(tmp_path)
+    if over:
+        open_attempt(run, f"{GANG}.0", ["n1"])
+        report_outcome(run, 1, "done", "finished", "agent-0")
+    with batch_end(tmp_path, "hpcrl.launch.pool_finish", str(run.path), str(status)) as process:
+        assert process.wait(30) == code
+    assert called(tmp_path) == []
+
+
+def test_the_end_of_the_run_takes_its_pool_away(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    record(run, f"{POOL}_1", "12")
+    open_attempt(run, f"{POOL}_1.0", ["n1"])
+    report_outcome(run, 1, "done", "finished", "agent-0")
+    write_json(tmp_path / "elements.json", [None, str(run.path)])
+    with batch_end(tmp_path, "hpcrl.launch.finish", str(tmp_path / "elements.json")) as process:
+        assert process.wait(30) == 0
+    assert called(tmp_path) == ["scancel 12"]
+
+
+def test_a_dry_run_shows_the_pool(tmp_path: Path) -> None:
+    settings = [
+        "slurm.partition=main",
+        "slurm.gpus_per_node=8",
+        "generator.inference_engine.tensor_parallel_size=2",
+        "slurm.elastic.replicas=5",
+        "slurm.elastic.at_once=3",
+        "slurm.elastic.partition=spare",
+        "slurm.elastic.mem_gb=9",
+    ]
+    done = hpcrl("submit", QUICKSTART, "--dry-run", *settings, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    gang, _, pool = done.stdout.partition("# batch script of the elastic pool")
+    assert "--partition=main" in gang
+    assert "--gpus-per-node=8" in gang
+    for option in (
+        "array=0-4%3",
+        "partition=spare",
+        "gpus-per-node=2",
+        "mem=9GB",
+        "nodes=1",
+        "requeue",
+        "dependency=after:",
+    ):
+        assert f"#SBATCH --{option}" in pool
+    assert "elastic: rollout-1, rollout-2, rollout-3, rollout-4, rollout-5, partition spare" in pool
+
+
+def test_this_machine_has_no_pool(tmp_path: Path) -> None:
+    done = hpcrl("submit", QUICKSTART, "--local", "slurm.elastic.replicas=2", cwd=tmp_path)
+    assert done.returncode == 3
+    assert "slurm.elastic.replicas: this machine has no partitions" in done.stderr
+    assert nothing_made(tmp_path)
