@@ -40,6 +40,7 @@ run = Run(Path(sys.argv[1]))
 def make_run(tmp_path: Path, *settings: str, **jobs: str) -> Run:
     run = Run(tmp_path / "run")
     write_text(run.config, Config.from_toml([QUICKSTART], settings).to_toml())
+    write_text(run.token, "secret\n", mode=0o600)
     open_attempt(run, "local-1", ["here", "there"])
     for name, program in jobs.items():
         write_text(run.code / "jobs" / f"{name}.py", HEAD + program)
