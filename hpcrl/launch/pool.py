@@ -42,7 +42,7 @@ class PoolAgent(Agent):
         return all(restarts.given_up for restarts in self._restarts.values())
 
     def _ends(self) -> bool:
-        return self.left or self.given_up or super()._ends()
+        return self.left or self.alone or self.given_up or super()._ends()
 
     def _look_for_stop(self) -> None:
         """A signal concerns this element alone; what the run does, the controller tells the worker."""
@@ -51,7 +51,10 @@ class PoolAgent(Agent):
             print("this element is taken away", flush=True)
 
     def _look_at_neighbours(self) -> None:
-        """Others notice when a node of the run itself is lost."""
+        """What becomes of the run without its first node is not for this element to say: Slurm may be starting it again."""
+        if lost := self._neighbours.lost():
+            self.alone = True
+            print(lost, flush=True)
 
 
 def main(path: str, replica: int) -> None:
@@ -70,13 +73,13 @@ def main(path: str, replica: int) -> None:
 
 def _serve(run: Run, place: Place, replica: int, signals: list[int]) -> int:
     pool = os.environ["SLURM_ARRAY_JOB_ID"]
-    idle = asked = time.monotonic()
+    idle, asked, lost = time.monotonic(), time.monotonic(), 0
     while not signals:
         if why := unwanted(run, pool):
             print(f"nothing to do: {why}", flush=True)
             return 0
         attempt = current_attempt(run)
-        if attempt is not None and outcome_of(run, attempt.number) is None:
+        if attempt is not None and attempt.number != lost and outcome_of(run, attempt.number) is None:
             print(f"rollout-{replica} in attempt {attempt.number}", flush=True)
             log_to(run.log(attempt.number, f"agent-pool-{replica}"))
             agent = PoolAgent(run, Config.from_toml([run.config]), place, attempt, replica)
@@ -85,6 +88,7 @@ def _serve(run: Run, place: Place, replica: int, signals: list[int]) -> int:
                 break
             if agent.given_up:
                 return 1
+            lost = attempt.number if agent.alone else 0
             idle = asked = time.monotonic()
         elif time.monotonic() - idle > _IDLE_S:
             print("the run does not go on yet; another may use this node", flush=True)

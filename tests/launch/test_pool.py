@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from hpcrl.config import Config
 from hpcrl.launch.elastic import AGAIN, current_attempt, unwanted
 from hpcrl.run.commit import write_json, write_text
 from hpcrl.run.layout import Run
-from hpcrl.run.lease import read_leases
+from hpcrl.run.lease import LeaseWriter, read_leases
 from hpcrl.run.ledger import cancel_outcome, open_attempt, outcome_of, read_outcomes, report_outcome
 from tests.launch.test_submit import QUICKSTART, hpcrl, nothing_made
 
@@ -122,6 +123,24 @@ def test_an_element_that_waits_for_the_run_leaves_at_once_too(tmp_path: Path) ->
         time.sleep(3)
         process.send_signal(signal.SIGUSR2)
         assert process.wait(10) == AGAIN
+
+
+def test_an_element_whose_run_has_lost_its_first_node_waits_for_the_next_attempt(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    open_attempt(run, f"{GANG}.0", ["n1"])
+    with socket.create_server(("127.0.0.1", 0)) as controller:
+        url = f"http://127.0.0.1:{controller.getsockname()[1]}"
+        LeaseWriter(run, "controller", 1).say("serving", url=url)
+        with element(run) as process:
+            worker = serving(run, 1)
+            time.sleep(3)
+            controller.close()
+            wait_for(lambda: gone(worker), "its worker goes on")
+            time.sleep(2)
+            assert process.poll() is None
+            assert outcome_of(run, 1) is None
+            open_attempt(run, f"{GANG}.1", ["n1"])
+            serving(run, 2)
 
 
 def test_a_replica_that_fails_again_and_again_is_given_up_alone(tmp_path: Path) -> None:
