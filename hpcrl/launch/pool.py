@@ -18,7 +18,7 @@ from hpcrl.launch.agent import Agent, log_to
 from hpcrl.launch.elastic import AGAIN, current_attempt, unwanted
 from hpcrl.launch.place import Place
 from hpcrl.launch.plan import Node, make_plan
-from hpcrl.launch.scheduler import slurm_states
+from hpcrl.launch.scheduler import find_job, queue
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import Attempt, outcome_of
@@ -106,6 +106,6 @@ def _queued(run: Run) -> bool:
     """Return whether the run's own job is still there, or Slurm cannot say."""
     record = read_json(run.submission)
     try:
-        return record is None or slurm_states([record["job_id"]])[record["job_id"]].active
+        return record is None or find_job(record["job_id"], queue(patience_s=0.0)).active
     except SubmitError:
         return True
