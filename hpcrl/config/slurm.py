@@ -33,7 +33,8 @@ class ElasticConfig:
     """
 
     replicas: int = 0
-    """Replicas beside those of generator.inference_engine.num_engines, which may be 0 then; 0: none."""
+    """Replicas beside those of generator.inference_engine.num_engines; 0: none. With num_engines=0 the run depends on them, and waits
+    for the first one as long as slurm.replica_patience_minutes allows."""
 
     at_once: int | None = None
     """Elements that run at the same time at most; unset: all."""

@@ -245,7 +245,8 @@ class Agent:
             self._look_for_stop()
             if self._stop_reason:
                 return
-        self._report("failed", f"{error} on {self._place.hosts[self._place.index]}", blamed=not consequence)
+        blamed = not consequence and not concerns_the_run(child.poll() or 0)  # what users wrote fails on any node
+        self._report("failed", f"{error} on {self._place.hosts[self._place.index]}", blamed=blamed)
 
     def _look_for_stalls(self) -> None:
         first = self._node.index * self._node.ranks

@@ -23,7 +23,7 @@ print(now)
 
 
 def test_it_runs_with_its_process() -> None:
-    clock, began = AwakeClock(1.0), time.monotonic()
+    clock, began, shown = AwakeClock(1.0), time.monotonic(), 0.0
     for _ in range(5):
         time.sleep(0.05)
         shown = clock.now()
