@@ -1,6 +1,8 @@
 # make demo    install what is needed and run the quickstart on this machine
 # make test    install what is needed (with Slurm, where this is root on Debian or Ubuntu) and run all tests
 # make learn   each family of algorithms learns the quickstart's task: whole training runs, minutes each
+# make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: half an hour
+# make soak    one run, preempted or killed thirty times
 # make check   lint, format and types
 
 PYTHON ?= python3
@@ -8,7 +10,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LOCK   := requirements-cpu.lock
 
-.PHONY: demo test learn check format slurm
+.PHONY: demo test learn faults soak check format slurm
 demo: $(VENV)/installed
 	$(BIN)/hpcrl submit configs/quickstart.toml --local --follow
 
@@ -17,6 +19,12 @@ test: $(VENV)/installed slurm
 
 learn: $(VENV)/installed
 	$(BIN)/pytest -m slow -s tests/jobs/test_learning.py
+
+faults: $(VENV)/installed slurm
+	$(BIN)/pytest -m "not soak" tests/faults
+
+soak: $(VENV)/installed slurm
+	$(BIN)/pytest -m soak -s tests/faults/test_soak.py
 
 check: $(VENV)/installed
 	$(BIN)/ruff check

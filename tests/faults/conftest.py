@@ -1,0 +1,117 @@
+"""Scenarios play at the same time, each on nodes of its own of one cluster: they mostly wait, for Slurm and for imports.
+
+A test here that takes `stage` is a scenario. The first of them that pytest comes to starts them all, in their order and a few at a time;
+each test then waits for its own scenario's end and has its result.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.history import curves_of
+from tests.faults.stage import STEPS, Stage, up
+from tests.slurm.conftest import DevCluster, needs_slurm  # noqa: F401  a fixture
+
+AT_ONCE = 4
+NODES = 10
+USUAL_NODES = 2
+
+
+class Troupe:
+    """All scenarios of this session."""
+
+    def __init__(self, cluster: DevCluster, directory: Callable[[str], Path], items: list[pytest.Function]) -> None:
+        self._cluster, self._directory = cluster, directory
+        self._free = [f"n{i}" for i in range(1, NODES + 1)]
+        self._changed = threading.Condition()
+        self.ended = threading.Event()
+        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="scenario")
+        self.uninterrupted = self._pool.submit(self._play, "uninterrupted", USUAL_NODES, _uninterrupted)
+        self._acts: dict[str, Future[Any]] = {}
+        for item in items:
+            marker = item.get_closest_marker("nodes")
+            nodes = marker.args[0] if marker else USUAL_NODES
+            self._acts[item.nodeid] = self._pool.submit(self._play, item.name, nodes, item.obj, **_parameters(item))
+
+    def _play(self, name: str, nodes: int, act: Callable[..., Any], **parameters: Any) -> Any:
+        with self._taken(nodes) as taken:
+            path = self._directory(name)
+            stage = Stage(self._cluster, taken, path, self.ended, lambda: self.uninterrupted.result())
+            try:
+                return act(stage=stage, **parameters)
+            finally:
+                stage.end()
+
+    @contextmanager
+    def _taken(self, count: int) -> Iterator[list[str]]:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._free) >= count or self.ended.is_set())
+            taken, self._free = self._free[:count], self._free[count:]
+        try:
+            yield taken
+        finally:
+            with self._changed:
+                self._free = [*self._free, *taken]
+                self._changed.notify_all()
+
+    def result(self, item: pytest.Item) -> Any:
+        return self._acts[item.nodeid].result()
+
+    def close(self) -> None:
+        self.ended.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _parameters(item: pytest.Function) -> dict[str, Any]:
+    return dict(item.callspec.params) if hasattr(item, "callspec") else {}
+
+
+def _uninterrupted(stage: Stage) -> dict[str, dict[int, float]]:
+    """Play the run that nothing happens to, which the others are compared with."""
+    run = stage.submit(name="uninterrupted")
+    stage.wait(lambda: run.checkpoint(STEPS).exists() and not stage.queued(run), "the uninterrupted run ends", 240, run)
+    return curves_of(run)
+
+
+@pytest.fixture(scope="session")
+def troupe(
+    needs_slurm: None,  # noqa: ARG001, F811
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Iterator[Troupe]:
+    acts = [item for item in request.session.items if isinstance(item, pytest.Function) and _is_act(item)]
+    cluster = up(tmp_path_factory.mktemp("faults"), NODES)
+    try:
+        troupe = Troupe(cluster, lambda name: tmp_path_factory.mktemp(name[:24]), acts)
+        try:
+            yield troupe
+        finally:
+            troupe.close()
+    finally:
+        cluster.down()
+
+
+def _is_act(item: pytest.Function) -> bool:
+    return item.path.parent == Path(__file__).parent and "stage" in item.fixturenames
+
+
+@pytest.fixture
+def stage(troupe: Troupe) -> Troupe:
+    """What a scenario is given is made where it is played; a test only asks for the result."""
+    return troupe
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not _is_act(pyfuncitem):
+        return None
+    pyfuncitem.funcargs["stage"].result(pyfuncitem)
+    return True

@@ -1,0 +1,89 @@
+"""What has to be true of a run at its end, whatever happened to it: nothing lost, nothing doubled, nothing left."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hpcrl.observe.metrics import read_metrics
+from hpcrl.run.commit import committed, verify
+from hpcrl.run.layout import Run, step_of
+from hpcrl.run.ledger import read_outcome
+from tests.faults.stage import BATCH, STEPS, Stage, processes_of
+from tests.jobs.story import curve, trained_groups
+
+CURVES = ("policy/policy_loss", "policy/grad_norm", "reward/avg_raw_reward")
+LEAVING_S = 60.0
+
+
+def assert_ended(stage: Stage, run: Run, kind: str = "done") -> None:
+    """Assert how a run ended, and that no process and no job of it is left."""
+    stage.wait(lambda: not stage.queued(run), f"{run.name} leaves the queue", LEAVING_S, run)
+    stage.wait(lambda: not processes_of(run), f"no process of {run.name} is left", 15, run)
+    outcome = read_outcome(run)
+    assert outcome, stage.story(run)
+    assert outcome.kind == kind, f"{outcome}\n{stage.story(run)}"
+    assert f"{run.name}: {kind}" in stage.told("status", run.name)
+
+
+def assert_nothing_lost(
+    stage: Stage, run: Run, kind: str = "done", steps: int = STEPS, *, same_values: bool = True
+) -> None:
+    """Assert that a run has ended, and that its history is that of one that nothing ever happened to.
+
+    Args:
+        steps: that it has trained.
+        same_values: whether its losses have to be those of the uninterrupted run, to 1e-6.
+    """
+    assert_ended(stage, run, kind)
+    trained = trained_groups(run)
+    assert len(trained) >= steps, f"{len(trained)} batches of {steps}\n{stage.story(run)}"
+    groups = Counter(group for step in trained for group in step)
+    assert groups == Counter(f"g{index:08d}" for index in range(len(trained) * BATCH)), "each group once"
+    if kind == "done":
+        assert len(trained) == steps
+    assert_commits_load(run, steps)
+    assert_single_valued(run, steps)
+    if same_values:
+        for name, expected in stage.uninterrupted().items():
+            wanted = {step: value for step, value in expected.items() if step <= steps}
+            assert curve(run, name) == pytest.approx(wanted, rel=1e-6, abs=1e-6), f"{name} differs"
+
+
+def assert_commits_load(run: Run, newest: int) -> None:
+    """Assert that every committed checkpoint has the files that its manifest names, byte for byte, and that the newest is there."""
+    steps = committed(run.checkpoints, step_of)
+    for step in steps:
+        verify(run.checkpoint(step), checksums=True)
+    assert steps[-1:] == [newest], f"checkpoints {steps}, expected {newest} to be the newest"
+
+
+def assert_single_valued(run: Run, steps: int) -> None:
+    """Assert one value per step and name, for every step, in the metrics and in TensorBoard."""
+    every = list(range(1, steps + 1))
+    reports = Counter((r.step, name) for r in read_metrics(run) if r.process == "trainer" for name in r.metrics)
+    assert [key for key, count in reports.items() if count > 1] == [], "trained twice in the history"
+    for name in CURVES:
+        assert list(curve(run, name)) == every, name
+    events = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0})
+    events.Reload()
+    for name in CURVES:
+        assert [event.step for event in events.Scalars(name)] == every, f"{name} in TensorBoard"
+    for name in events.Tags()["scalars"]:
+        points = Counter(event.step for event in events.Scalars(name))
+        assert max(points.values()) == 1, f"{name} has two points at one step"
+
+
+def curves_of(run: Run) -> dict[str, dict[int, float]]:
+    return {name: curve(run, name) for name in CURVES}
+
+
+def last_trained(run: Run) -> int:
+    """Return the newest step with metrics of its training."""
+    return max(curve(run, "policy/grad_norm"), default=0)
+
+
+def last_saved(run: Run) -> int:
+    return max(committed(run.checkpoints, step_of), default=0)

@@ -1,0 +1,353 @@
+"""Where a scenario plays: nodes of the test cluster of its own, a folder, and the verbs that a person or a fault has there.
+
+A run on it is a real one (agents, controller, rollout workers, torchrun), of a tiny model; its engines are the stand-in's unless told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from hpcrl.run.commit import write_text
+from hpcrl.run.layout import Run
+from hpcrl.run.ledger import Outcome, outcome_of
+from tests.jobs.story import HPCRL, ROOT, logs_of
+from tests.slurm.conftest import DevCluster, call
+
+STAND_IN = Path(__file__).parent / "stand_in"
+STEPS, BATCH, SAMPLES = 12, 4, 2
+LATENCY_S = 0.15  # of a group, which paces the steps
+QUIET_S = 0.2
+START_S = 150.0  # an attempt imports torch four times, beside three other scenarios on two cores
+
+
+def in_first_attempt(line: str) -> str:
+    """Return the shell line that runs `line` at the first start of a job only."""
+    return f'if [ -z "$SLURM_RESTART_COUNT" ]; then {line}; fi'
+
+
+def fault(points: str) -> str:
+    """Return the shell line that arms fault points (hpcrl/run/fault.py)."""
+    return f"export HPCRL_FAULT='{points}'"
+
+
+class TakenDownError(Exception):
+    """The tests are being ended while this scenario plays."""
+
+
+@dataclass
+class Stage:
+    """One scenario's place.
+
+    Attributes:
+        nodes: names of the nodes that are its own.
+        path: its folder.
+        ended: set when the tests end early.
+        uninterrupted: waits for the run that nothing happens to, and returns its values by name and step.
+    """
+
+    cluster: DevCluster
+    nodes: list[str]
+    path: Path
+    ended: threading.Event
+    uninterrupted: Callable[[], dict[str, dict[int, float]]]
+
+    # ---- what a person does
+
+    def submit(
+        self, settings: dict[str, Any] | None = None, *arguments: str, name: str = "run", setup: Sequence[str] = ()
+    ) -> Run:
+        """Submit a run on this stage's nodes and return it at once.
+
+        Args:
+            settings: by dotted path, over those of `experiment`.
+            setup: shell lines for its batch script.
+        """
+        done = self.try_submit(settings, *arguments, name=name, setup=setup)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return self.run_of(name)
+
+    def try_submit(
+        self, settings: dict[str, Any] | None = None, *arguments: str, name: str = "run", setup: Sequence[str] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        write_text(self.path / f"{name}.toml", tomli_w.dumps(self.experiment(name, settings or {}, setup)))
+        return self.hpcrl("submit", f"{name}.toml", *arguments)
+
+    def experiment(self, name: str, settings: dict[str, Any], setup: Sequence[str]) -> dict[str, Any]:
+        rows = self.path / "rows.jsonl"
+        if not rows.exists():
+            rows.write_text("".join(json.dumps(row) + "\n" for row in _rows()))
+            self.knobs()
+        tree = tomllib.loads(_EXPERIMENT)
+        told = {
+            "data.train_data": [str(rows)],
+            "data.val_data": [str(rows)],
+            "trainer.run_name": name,
+            "trainer.policy.model.path": str(ROOT / "configs" / "quickstart" / "model"),
+            "slurm.root": str(self.path / "runs"),
+            "slurm.setup": [*_STAND_IN_LINES, f"export STAND_IN='{self.path}/knobs.json'", *setup],
+            "slurm.extra.nodelist": ",".join(self.nodes),
+            **settings,
+        }
+        for path, value in told.items():
+            *sections, key = path.split(".")
+            section = tree
+            for part in sections:
+                section = section.setdefault(part, {})
+            section[key] = value
+        if told.get("slurm.extra.nodelist") is None:
+            del tree["slurm"]["extra"]
+        return tree
+
+    def run_of(self, name: str = "run") -> Run:
+        return Run.open(self.path / "runs" / "faults" / name)
+
+    def hpcrl(self, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """Call hpcrl on the login node."""
+        return self.cluster.run([HPCRL, *arguments], timeout, self.path)
+
+    def told(self, *arguments: str) -> str:
+        done = self.hpcrl(*arguments)
+        return done.stdout + done.stderr
+
+    def slurm(self, *command: str, timeout: float = 60) -> str:
+        """Return what a command of Slurm prints; it must succeed."""
+        return self.cluster.ask(command, timeout)
+
+    def job_of(self, run: Run) -> str:
+        return json.loads(run.submission.read_text())["job_id"]
+
+    def queued(self, run: Run) -> str:
+        """Return Slurm's state of the run's job and why it waits, empty when it has left the queue."""
+        array, _, element = self.job_of(run).partition("_")
+        done = self.cluster.run(["squeue", "-h", "-r", "-t", "all", "-j", array, "-o", "%K %T %r"])
+        states = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.split()[0] == element]
+        return "".join(state for state in states if state.split()[0] not in _OVER)
+
+    # ---- what happens to a run
+
+    def knobs(self, **told: Any) -> None:
+        """Tell the engines of this stage's runs how to behave from now on (stand_in/vllm/knobs.py)."""
+        write_text(self.path / "knobs.json", json.dumps({"latency_s": LATENCY_S, **told}))
+
+    def preempt(self, seconds: float = 2, nodes: Sequence[str] | None = None) -> str:
+        """Let a job of a higher partition take nodes of this stage, all unless told, as soon as it can; return its id."""
+        wanted = self.nodes if nodes is None else nodes
+        options = [f"-N{len(wanted)}", "-w", ",".join(wanted), "--exclusive", "-t1", "-o", "/dev/null"]
+        return self.slurm("sbatch", "--parsable", "-p", "high", *options, "--wrap", f"sleep {seconds}")
+
+    def processes(self, run: Run, *words: str) -> list[int]:
+        """Return the processes of a run whose command line has all of `words`."""
+        return [pid for pid in processes_of(run) if all(word in command_of(pid) for word in words)]
+
+    def rank(self, run: Run, number: int = 0) -> int:
+        """Return the process of a trainer rank."""
+        return self._one(
+            [pid for pid in self.processes(run, "/jobs/train.py") if variable(pid, "RANK") == str(number)],
+            f"rank {number}",
+        )
+
+    def torchrun(self, run: Run) -> int:
+        return self._one(self.processes(run, "torch.distributed.run"), "torchrun")
+
+    def controller(self, run: Run) -> int:
+        return self._one(self.processes(run, "/jobs/controller.py"), "controller")
+
+    def worker(self, run: Run, replica: int = 0) -> int:
+        return self._one(
+            [pid for pid in self.processes(run, "/jobs/rollout.py") if _replica(pid) == str(replica)],
+            f"rollout-{replica}",
+        )
+
+    def engine(self, run: Run, replica: int = 0) -> int:
+        """Return the process of a replica's HTTP server."""
+        return self._one(
+            [pid for pid in self.processes(run, "hpcrl.rollout.serve") if _replica(pid) == str(replica)],
+            f"engine {replica}",
+        )
+
+    def engine_core(self, run: Run, replica: int = 0) -> int:
+        return self._one(
+            [pid for pid in self.processes(run, "spawn_main") if _replica(pid) == str(replica)], f"core {replica}"
+        )
+
+    def agents(self, run: Run) -> list[int]:
+        """Return the node agents, which alone get Slurm's signals under proctrack/cgroup."""
+        return [pid for pid in self.processes(run, "submitit.core._submit") if not _is_srun(pid)]
+
+    def sruns(self, run: Run) -> list[int]:
+        return [pid for pid in self.processes(run, "submitit.core._submit") if _is_srun(pid)]
+
+    def batch_shell(self, run: Run) -> int:
+        parents = {parent_of(pid) for pid in self.sruns(run)} - set(self.sruns(run))
+        return self._one(list(parents), "batch shell")
+
+    def agent(self, run: Run, node: int = 0) -> int:
+        return self._one(
+            [pid for pid in self.agents(run) if variable(pid, "SLURM_NODEID") == str(node)], f"agent {node}"
+        )
+
+    def _one(self, found: list[int], what: str) -> int:
+        assert len(found) == 1, f"{what}: expected one process, found {[(pid, command_of(pid)) for pid in found]}"
+        return found[0]
+
+    # ---- waiting
+
+    def wait(self, condition: Callable[[], Any], what: str, seconds: float = START_S, run: Run | None = None) -> Any:
+        """Return the first true value of `condition`."""
+        deadline = time.monotonic() + seconds
+        while not (value := condition()):
+            if self.ended.is_set():
+                raise TakenDownError(what)
+            assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}\n{self.story(run)}"
+            time.sleep(QUIET_S)
+        return value
+
+    def reach(self, run: Run, step: int) -> None:
+        """Wait until the batch of `step` is there, and so the step before it trained."""
+        self.wait(run.batch(step).exists, f"the batch of step {step}", START_S, run)
+
+    def outcome(self, run: Run, attempt: int, seconds: float = START_S) -> Outcome:
+        """Return how an attempt ended, once it has."""
+        return self.wait(lambda: outcome_of(run, attempt), f"attempt {attempt} ends", seconds, run)
+
+    def story(self, run: Run | None = None) -> str:
+        """Return all that is known, for the message of a failed assertion."""
+        parts = [self.cluster.run(["squeue"]).stdout, self.told("status")]
+        for one in [run] if run else [self.run_of(p.stem) for p in self.path.glob("runs/faults/[!.]*")]:
+            parts += [self.told("status", str(one.path)), f"processes: {list(map(command_of, processes_of(one)))}"]
+            parts += [logs_of(one)]
+            parts += [path.read_text(errors="replace")[-3000:] for path in one.slurm.resolve().glob("*/*_log.out")]
+        return "\n".join(parts)
+
+    def end(self) -> None:
+        """Take away what still runs here."""
+        self.cluster.run(["sh", "-c", f"scancel -f $(squeue -h -o %A -w {','.join(self.nodes)})"])
+        for path in self.path.glob("runs/*/[!.]*/submission.json"):
+            self.cluster.run(["scancel", json.loads(path.read_text())["job_id"]])
+
+
+_OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY")
+_STAND_IN_LINES = [f"export PYTHONPATH='{STAND_IN}' HF_HUB_OFFLINE=1"]
+_EXPERIMENT = f"""
+[trainer]
+project_name = "faults"
+max_steps = {STEPS}
+train_batch_size = {BATCH}
+policy_mini_batch_size = {BATCH // 2}
+micro_train_batch_size_per_gpu = 2
+max_prompt_length = 16
+gradient_checkpointing = false
+eval_interval = 0
+ckpt_interval = 3
+
+[trainer.policy.optimizer_config]
+lr = 1e-3
+
+[trainer.policy.fsdp_config.mixed_precision]
+param_dtype = "fp32"
+
+[generator]
+n_samples_per_prompt = {SAMPLES}
+
+[generator.inference_engine]
+model_dtype = "float32"
+
+[generator.sampling_params]
+max_generate_length = 8
+
+[environment]
+env_class = "sort_letters"
+
+[slurm]
+partition = "main"
+time_minutes = 10
+cpus_per_task = 1
+exclusive = true
+"""
+
+
+def _rows(count: int = 128) -> list[dict[str, Any]]:
+    source, rows = random.Random(7), []
+    for _ in range(count):
+        word = "".join(source.choices("abcdefghijkl", k=5))
+        truth = {"method": "rule", "ground_truth": "".join(sorted(word))}
+        rows.append({"prompt": [{"role": "user", "content": f"sort: {word}"}], "reward_spec": truth})
+    return rows
+
+
+# ---- processes, through /proc: the cluster's are the machine's too
+
+
+def processes_of(run: Run) -> list[int]:
+    """Return all living processes of a run: its directory or its code are named in their command line or environment."""
+    needles = [os.fsencode(f"{run.path}/"), os.fsencode(f"{run.path}\0"), os.fsencode(f"{run.slurm.resolve()}/")]
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (directory / "cmdline").read_bytes() + b"\0" + (directory / "environ").read_bytes()
+            state = (directory / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state not in "ZX" and int(directory.name) != os.getpid() and any(needle in text for needle in needles):
+            found.append(int(directory.name))
+    return found
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _is_srun(pid: int) -> bool:
+    return command_of(pid).partition(" ")[0].endswith("srun")
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def variable(pid: int, name: str) -> str | None:
+    """Return a variable of the environment that a process was started with."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    pairs = dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries)
+    return pairs.get(name)
+
+
+def _replica(pid: int) -> str | None:
+    return variable(pid, "HPCRL_REPLICA")
+
+
+def send(pids: Sequence[int], *numbers: signal.Signals) -> None:
+    """Send signals, one kind after the other, to processes that may have ended meanwhile."""
+    for number in numbers:
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+
+def up(directory: Path, nodes: int) -> DevCluster:
+    """Start a cluster; the caller ends it."""
+    cluster = DevCluster(directory)
+    started = call(cluster.argv("up", "--nodes", str(nodes)), 120, None, None)
+    assert started.returncode == 0, started.stderr
+    return cluster

@@ -1,0 +1,162 @@
+"""The HTTP server: the routes of vLLM 0.31 that hpcrl calls, on a unix socket, behind the middleware that it is given.
+
+/health and /metrics are answered here, by whatever state the core is in: vLLM does so too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from vllm import core
+from vllm.knobs import knob
+
+_POLL_S = 0.02
+
+
+class Engine:
+    """The core, as its server sees it."""
+
+    def __init__(self) -> None:
+        spawn = multiprocessing.get_context("spawn")  # as vLLM does: hpcrl's main module is imported first
+        self._core, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=core.run, args=(theirs,), name="EngineCore", daemon=True)
+        self.process.start()
+        theirs.close()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+        self.going = asyncio.Event()
+        self.going.set()
+        self.running = self.tokens = 0
+
+    def listen(self) -> None:
+        asyncio.get_running_loop().add_reader(self._core.fileno(), self._hear)
+
+    def _hear(self) -> None:
+        try:
+            number, answer = self._core.recv()
+        except (EOFError, ConnectionResetError):
+            print("ERROR vllm.v1.engine.exceptions.EngineDeadError: EngineCore ended", flush=True)
+            os._exit(1)
+        self._waiting.pop(number).set_result(answer)
+
+    async def ask(self, verb: str, payload: Any = None) -> Any:
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        self._core.send((number, verb, payload))
+        return await answer
+
+    async def generate(self, request: Request) -> Response:
+        asked = await request.json()
+        params = asked["sampling_params"]
+        self.running += 1
+        try:
+            due = time.monotonic()
+            while time.monotonic() < due + knob("latency_s", 0.0):
+                await asyncio.sleep(_POLL_S)
+            await self.going.wait()
+            wanted = {"token_ids": asked["token_ids"], "seed": params["seed"] or 0, "n": params["n"]}
+            said = await self.ask("generate", wanted)
+            self.tokens += sum(map(len, said))
+        finally:
+            self.running -= 1
+        choices = [
+            {
+                "index": index,
+                "token_ids": tokens[: params["max_tokens"]],
+                "logprobs": {"content": [{"logprob": core.LOGPROB} for _ in tokens[: params["max_tokens"]]]},
+                "finish_reason": "stop" if len(tokens) <= params["max_tokens"] else "length",
+            }
+            for index, tokens in enumerate(said)
+        ]
+        return JSONResponse({"choices": choices})
+
+    async def health(self, _: Request) -> Response:
+        return Response()
+
+    async def metrics(self, _: Request) -> Response:
+        return PlainTextResponse(
+            f'vllm:num_requests_running{{engine="0"}} {self.running}\n'
+            f'vllm:generation_tokens_total{{engine="0"}} {self.tokens}\n'
+        )
+
+    async def pause(self, _: Request) -> Response:
+        self.going.clear()
+        return JSONResponse({})
+
+    async def resume(self, _: Request) -> Response:
+        self.going.set()
+        return JSONResponse({})
+
+    async def start_update(self, _: Request) -> Response:
+        return JSONResponse({})
+
+    async def update(self, request: Request) -> Response:
+        directory = Path((await request.json())["update_info"]["path"])
+        if not list(directory.glob("*.safetensors")):
+            return JSONResponse({"error": f"{directory} holds no safetensors file"}, 500)
+        return JSONResponse({})
+
+    async def finish_update(self, request: Request) -> Response:
+        if not knob("stale", False):
+            await self.ask("finish", (await request.json())["weight_version"])
+        return JSONResponse({})
+
+    async def weight_info(self, _: Request) -> Response:
+        return JSONResponse({"weight_version": await self.ask("version")})
+
+    async def reset_prefix_cache(self, _: Request) -> Response:
+        return JSONResponse({"success": True})
+
+    def app(self) -> Starlette:
+        get, post = ["GET"], ["POST"]
+        return Starlette(
+            routes=[
+                Route("/health", self.health, methods=get),
+                Route("/metrics", self.metrics, methods=get),
+                Route("/weight_info", self.weight_info, methods=get),
+                Route("/inference/v1/generate", self.generate, methods=post),
+                Route("/pause", self.pause, methods=post),
+                Route("/resume", self.resume, methods=post),
+                Route("/start_weight_update", self.start_update, methods=post),
+                Route("/update_weights", self.update, methods=post),
+                Route("/finish_weight_update", self.finish_update, methods=post),
+                Route("/reset_prefix_cache", self.reset_prefix_cache, methods=post),
+            ]
+        )
+
+
+async def serve(socket: str, middleware: str) -> None:
+    engine = Engine()
+    engine.listen()
+    module, _, name = middleware.rpartition(".")
+    guarded = getattr(importlib.import_module(module), name)(engine.app())
+    await uvicorn.Server(uvicorn.Config(guarded, uds=socket, log_level="warning", lifespan="off")).serve()
+    engine.process.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--uds", required=True)
+    parser.add_argument("--middleware", required=True)
+    options, others = parser.parse_known_args()
+    print(f"the stand-in engine, replica {os.environ.get('HPCRL_REPLICA')}: {json.dumps(others)}", flush=True)
+    if knob("out_of_memory", False):
+        print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", flush=True)
+        sys.exit(1)
+    time.sleep(knob("start_s", 0.0))
+    asyncio.run(serve(options.uds, options.middleware))

@@ -1,0 +1,162 @@
+"""Preemption, time limits, requeues and cancels: what a cluster does to runs that are well (scenarios 9 to 20)."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcrl.run.commit import committed
+from hpcrl.run.layout import Run, step_of
+from hpcrl.run.ledger import read_attempts
+from tests.faults.history import assert_ended, assert_nothing_lost, last_saved, last_trained
+from tests.faults.stage import STEPS, Stage, fault, in_first_attempt, processes_of, send, up
+
+TERM, USR2, CONT, STOP = signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT, signal.SIGSTOP
+STEPS_PER_ATTEMPT = {"trainer.ckpt_interval": 100}  # what is saved is saved because of the signal
+
+
+def saved_when_told(stage: Stage, run: Run, attempt: int = 1, seconds: float = 30) -> None:
+    """Assert that an attempt saves all that it has trained and ends as interrupted."""
+    outcome = stage.outcome(run, attempt, seconds)
+    assert outcome.kind == "interrupted", stage.story(run)
+    assert last_saved(run) == last_trained(run), "what was trained was saved"
+
+
+def test_09_preemption_with_grace(stage: Stage) -> None:
+    """Slurm sends CONT and TERM to every process of the steps; the run saves within the grace, requeues itself and comes back."""
+    run = stage.submit(STEPS_PER_ATTEMPT)
+    stage.reach(run, 4)
+    stage.preempt()
+    saved_when_told(stage, run)
+    assert_nothing_lost(stage, run)
+    assert len(read_attempts(run)) == 2
+
+
+def test_10_preemption_that_sends_the_users_signal(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With preempt_send_user_signal it is USR2 that comes first."""
+
+
+def test_14_signals_of_all_kinds_again_and_again(stage: Stage) -> None:
+    """TERM, USR2 and CONT storms to every process, also while it saves: one save, one requeue."""
+    slow_save = in_first_attempt(fault("commit.staged:sleep=4"))
+    run = stage.submit(STEPS_PER_ATTEMPT, setup=[slow_save])
+    stage.reach(run, 3)
+    deadline = time.monotonic() + 8
+    while time.monotonic() < deadline and stage.agents(run):
+        everybody = [pid for pid in processes_of(run) if pid not in (*stage.sruns(run),)]
+        send([pid for pid in everybody if pid != stage.batch_shell(run)], CONT, USR2, TERM, CONT)
+        time.sleep(0.3)
+    saved_when_told(stage, run)
+    assert_nothing_lost(stage, run)
+    assert len(read_attempts(run)) == 2
+
+
+@pytest.mark.nodes(3)
+def test_15_only_one_agent_gets_the_signal(stage: Stage) -> None:
+    """As under proctrack/cgroup, and only on the second node: all ranks stop at the same step."""
+    two_ranks = {"trainer.placement.policy_num_nodes": 2, **STEPS_PER_ATTEMPT}
+    run = stage.submit(two_ranks)
+    stage.reach(run, 3)
+    send([stage.agent(run, 1)], TERM, CONT)
+    saved_when_told(stage, run)
+    assert_nothing_lost(stage, run, same_values=False)
+    assert len(read_attempts(run)) == 2
+
+
+def test_16_killed_before_it_could_requeue(stage: Stage) -> None:
+    """Saved, but the end of the batch script is killed: Slurm thinks the job over, status says so, and resume goes on."""
+    run = stage.submit(STEPS_PER_ATTEMPT)
+    stage.reach(run, 3)
+    send([stage.batch_shell(run)], STOP)  # it will not come to its last lines
+    send(stage.agents(run), TERM)
+    saved_when_told(stage, run)
+    stage.wait(lambda: not stage.agents(run), "the agents leave", 30, run)
+    stage.slurm("scancel", "--batch", "--signal=KILL", stage.job_of(run))
+    stage.wait(lambda: not stage.queued(run), "Slurm ends the job", 30, run)
+    assert "run: interrupted" in stage.told("status", "run")
+    assert "slurm job" in stage.told("resume", "run")
+    assert_nothing_lost(stage, run)
+
+
+def test_17_requeue_by_an_operator_races_with_the_runs_own(stage: Stage) -> None:
+    """Slurm requeues the job already when the run wants to: one restart, and no error."""
+    run = stage.submit(STEPS_PER_ATTEMPT)
+    stage.reach(run, 3)
+    stage.slurm("scontrol", "requeue", stage.job_of(run))
+    stage.outcome(run, 2)
+    assert_nothing_lost(stage, run)
+    assert "Restarts=1" in stage.slurm("scontrol", "show", "job", "-o", stage.job_of(run))
+
+
+@pytest.mark.nodes(4)
+def test_18_requeue_of_one_element_leaves_its_siblings_alone(stage: Stage) -> None:
+    """One element of an array has the raw id of the whole array."""
+    run = stage.submit({**STEPS_PER_ATTEMPT, "slurm.array_parallelism": 2}, "--seeds", "0:2")
+    runs = [stage.run_of(f"run.{i}-seed-{i}") for i in range(2)]
+    for run in runs:
+        stage.reach(run, 3)
+    raw = {run.name: _raw_id(stage, run) for run in runs}
+    whole = next(run for run in runs if raw[run.name] == stage.job_of(run).partition("_")[0])
+    other = next(run for run in runs if run is not whole)
+    send(stage.agents(whole), TERM)
+    saved_when_told(stage, whole)
+    for run in runs:
+        assert_nothing_lost(stage, run, same_values=False)
+    assert (len(read_attempts(whole)), len(read_attempts(other))) == (2, 1)
+
+
+def _raw_id(stage: Stage, run: Run) -> str:
+    shown = stage.slurm("scontrol", "show", "job", "-o", stage.job_of(run))
+    return shown.partition("JobId=")[2].split()[0]
+
+
+def test_19_cancel_saves_and_does_not_requeue(stage: Stage) -> None:
+    run = stage.submit({"trainer.max_steps": 500, **STEPS_PER_ATTEMPT})
+    stage.reach(run, 3)
+    assert "run: cancelled" in stage.told("cancel", "run")
+    steps = last_trained(run)
+    assert last_saved(run) == steps
+    assert_nothing_lost(stage, run, "cancelled", steps)
+
+
+@pytest.mark.faults_slow
+def test_19_cancel_of_a_run_that_waits_to_start_again(stage: Stage) -> None:
+    """A requeued job waits for its BeginTime: cancelled there, it is gone, and what was saved can be resumed."""
+    run = stage.submit(STEPS_PER_ATTEMPT)
+    stage.reach(run, 3)
+    send(stage.agents(run), TERM)
+    stage.wait(lambda: "PENDING" in stage.queued(run), "it is queued again", 40, run)
+    assert "run: cancelled" in stage.told("cancel", "run")
+    assert_ended(stage, run, "cancelled")
+    assert len(read_attempts(run)) == 1
+    assert "slurm job" in stage.told("resume", "run")
+    assert_nothing_lost(stage, run)
+
+
+@pytest.mark.faults_slow
+def test_19_scancel_while_saving(stage: Stage) -> None:
+    """scancel is not hpcrl's: TERM, and KILL after KillWait. The commit under way may be lost, not the one before."""
+    run = stage.submit({"trainer.ckpt_interval": 3}, setup=[fault("commit.staged@2:sleep=30")])
+    stage.reach(run, 6)
+    stage.wait(lambda: list(run.checkpoints.glob(".tmp-s000006*")), "the second save", 30, run)
+    stage.slurm("scancel", stage.job_of(run))
+    stage.wait(lambda: not stage.queued(run), "the job is gone", 40, run)
+    stage.wait(lambda: not processes_of(run), "no process is left", 20, run)
+    assert committed(run.checkpoints, step_of) == [3]
+    assert "slurm job" in stage.told("resume", "run")
+    assert_nothing_lost(stage, run)
+
+
+@pytest.mark.faults_slow
+def test_20_suspended_for_a_minute(stage: Stage) -> None:
+    """SIGSTOP of everything for a minute is neither a hang nor a death."""
+    run = stage.submit()
+    stage.reach(run, 3)
+    stage.slurm("scontrol", "suspend", stage.job_of(run))
+    time.sleep(65)
+    stage.slurm("scontrol", "resume", stage.job_of(run))
+    assert_nothing_lost(stage, run)
+    assert len(read_attempts(run)) == 1
