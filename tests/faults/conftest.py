@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.history import curves_of
-from tests.faults.stage import STEPS, Stage, up
+from tests.faults.history import assert_ended, curves_of
+from tests.faults.stage import Stage, up
 from tests.slurm.conftest import DevCluster, needs_slurm  # noqa: F401  a fixture
 
 AT_ONCE = 4
@@ -33,29 +34,36 @@ class Troupe:
         self._changed = threading.Condition()
         self.ended = threading.Event()
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="scenario")
-        self.uninterrupted = self._pool.submit(self._play, "uninterrupted", USUAL_NODES, _uninterrupted)
+        self.uninterrupted = self._pool.submit(self._play, "uninterrupted", Place(USUAL_NODES, ()), _uninterrupted)
         self._acts: dict[str, Future[Any]] = {}
         for item in items:
-            marker = item.get_closest_marker("nodes")
-            nodes = marker.args[0] if marker else USUAL_NODES
-            self._acts[item.nodeid] = self._pool.submit(self._play, item.name, nodes, item.obj, **_parameters(item))
+            self._acts[item.nodeid] = self._pool.submit(self._play, item.name, _place(item), item.obj, **_given(item))
 
-    def _play(self, name: str, nodes: int, act: Callable[..., Any], **parameters: Any) -> Any:
-        with self._taken(nodes) as taken:
-            path = self._directory(name)
-            stage = Stage(self._cluster, taken, path, self.ended, lambda: self.uninterrupted.result())
+    def _play(self, name: str, place: Place, act: Callable[..., Any], **parameters: Any) -> Any:
+        path = self._directory(name)
+        with self._own(path / "c", place) if place.options else self._taken(place.nodes) as (cluster, taken):
+            others = [] if place.options else [f"n{i}" for i in range(1, NODES + 1) if f"n{i}" not in taken]
+            stage = Stage(cluster, taken, others, path, self.ended, lambda: self.uninterrupted.result())
             try:
                 return act(stage=stage, **parameters)
             finally:
                 stage.end()
 
     @contextmanager
-    def _taken(self, count: int) -> Iterator[list[str]]:
+    def _own(self, directory: Path, place: Place) -> Iterator[tuple[DevCluster, list[str]]]:
+        cluster = up(directory, place.nodes, place.options)
+        try:
+            yield cluster, [f"n{i}" for i in range(1, place.nodes + 1)]
+        finally:
+            cluster.down()
+
+    @contextmanager
+    def _taken(self, count: int) -> Iterator[tuple[DevCluster, list[str]]]:
         with self._changed:
             self._changed.wait_for(lambda: len(self._free) >= count or self.ended.is_set())
             taken, self._free = self._free[:count], self._free[count:]
         try:
-            yield taken
+            yield self._cluster, taken
         finally:
             with self._changed:
                 self._free = [*self._free, *taken]
@@ -71,14 +79,27 @@ class Troupe:
         self._pool.shutdown(cancel_futures=True)
 
 
-def _parameters(item: pytest.Function) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Place:
+    """What a scenario needs: how many nodes, and options of a cluster that is its own (none: it shares the one of all)."""
+
+    nodes: int
+    options: tuple[str, ...]
+
+
+def _place(item: pytest.Function) -> Place:
+    nodes, own = item.get_closest_marker("nodes"), item.get_closest_marker("own_cluster")
+    return Place(nodes.args[0] if nodes else USUAL_NODES, own.args if own else ())
+
+
+def _given(item: pytest.Function) -> dict[str, Any]:
     return dict(item.callspec.params) if hasattr(item, "callspec") else {}
 
 
 def _uninterrupted(stage: Stage) -> dict[str, dict[int, float]]:
     """Play the run that nothing happens to, which the others are compared with."""
     run = stage.submit(name="uninterrupted")
-    stage.wait(lambda: run.checkpoint(STEPS).exists() and not stage.queued(run), "the uninterrupted run ends", 240, run)
+    assert_ended(stage, run)
     return curves_of(run)
 
 
@@ -89,7 +110,7 @@ def troupe(
     request: pytest.FixtureRequest,
 ) -> Iterator[Troupe]:
     acts = [item for item in request.session.items if isinstance(item, pytest.Function) and _is_act(item)]
-    cluster = up(tmp_path_factory.mktemp("faults"), NODES)
+    cluster = up(tmp_path_factory.mktemp("faults"), NODES, ())
     try:
         troupe = Troupe(cluster, lambda name: tmp_path_factory.mktemp(name[:24]), acts)
         try:

@@ -24,7 +24,7 @@ from hpcrl.run.commit import write_text
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import Outcome, outcome_of
 from tests.jobs.story import HPCRL, ROOT, logs_of
-from tests.slurm.conftest import DevCluster, call
+from tests.slurm.conftest import DevCluster
 
 STAND_IN = Path(__file__).parent / "stand_in"
 STEPS, BATCH, SAMPLES = 12, 4, 2
@@ -53,6 +53,7 @@ class Stage:
 
     Attributes:
         nodes: names of the nodes that are its own.
+        others: names of all other nodes of the cluster.
         path: its folder.
         ended: set when the tests end early.
         uninterrupted: waits for the run that nothing happens to, and returns its values by name and step.
@@ -60,35 +61,56 @@ class Stage:
 
     cluster: DevCluster
     nodes: list[str]
+    others: list[str]
     path: Path
     ended: threading.Event
     uninterrupted: Callable[[], dict[str, dict[int, float]]]
 
+    @property
+    def _knobs(self) -> Path:
+        return self.path / "knobs.json"
+
     # ---- what a person does
 
     def submit(
-        self, settings: dict[str, Any] | None = None, *arguments: str, name: str = "run", setup: Sequence[str] = ()
+        self,
+        settings: dict[str, Any] | None = None,
+        *arguments: str,
+        name: str = "run",
+        setup: Sequence[str] = (),
+        pinned: bool = True,
     ) -> Run:
         """Submit a run on this stage's nodes and return it at once.
 
         Args:
             settings: by dotted path, over those of `experiment`.
             setup: shell lines for its batch script.
+            pinned: whether it takes all nodes of the stage, rather than as many of them as it needs.
         """
-        done = self.try_submit(settings, *arguments, name=name, setup=setup)
+        done = self.try_submit(settings, *arguments, name=name, setup=setup, pinned=pinned)
         assert done.returncode == 0, done.stdout + done.stderr
         return self.run_of(name)
 
     def try_submit(
-        self, settings: dict[str, Any] | None = None, *arguments: str, name: str = "run", setup: Sequence[str] = ()
+        self,
+        settings: dict[str, Any] | None = None,
+        *arguments: str,
+        name: str = "run",
+        setup: Sequence[str] = (),
+        pinned: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        write_text(self.path / f"{name}.toml", tomli_w.dumps(self.experiment(name, settings or {}, setup)))
+        self.write_experiment(name, settings, setup, pinned)
         return self.hpcrl("submit", f"{name}.toml", *arguments)
 
-    def experiment(self, name: str, settings: dict[str, Any], setup: Sequence[str]) -> dict[str, Any]:
+    def write_experiment(
+        self, name: str, settings: dict[str, Any] | None = None, setup: Sequence[str] = (), pinned: bool = True
+    ) -> None:
+        write_text(self.path / f"{name}.toml", tomli_w.dumps(self.experiment(name, settings or {}, setup, pinned)))
+
+    def experiment(self, name: str, settings: dict[str, Any], setup: Sequence[str], pinned: bool) -> dict[str, Any]:
         rows = self.path / "rows.jsonl"
-        if not rows.exists():
-            rows.write_text("".join(json.dumps(row) + "\n" for row in _rows()))
+        rows.write_text("".join(json.dumps(row) + "\n" for row in _rows()))
+        if not self._knobs.exists():
             self.knobs()
         tree = tomllib.loads(_EXPERIMENT)
         told = {
@@ -97,8 +119,8 @@ class Stage:
             "trainer.run_name": name,
             "trainer.policy.model.path": str(ROOT / "configs" / "quickstart" / "model"),
             "slurm.root": str(self.path / "runs"),
-            "slurm.setup": [*_STAND_IN_LINES, f"export STAND_IN='{self.path}/knobs.json'", *setup],
-            "slurm.extra.nodelist": ",".join(self.nodes),
+            "slurm.setup": [*_STAND_IN_LINES, f"export STAND_IN='{self._knobs}'", *setup],
+            **self._where(pinned),
             **settings,
         }
         for path, value in told.items():
@@ -107,12 +129,16 @@ class Stage:
             for part in sections:
                 section = section.setdefault(part, {})
             section[key] = value
-        if told.get("slurm.extra.nodelist") is None:
-            del tree["slurm"]["extra"]
         return tree
 
+    def _where(self, pinned: bool) -> dict[str, str]:
+        """Return the settings that keep a run to this stage's nodes: on all of them, or on any that Slurm chooses."""
+        if pinned:
+            return {"slurm.extra.nodelist": ",".join(self.nodes)}
+        return {"slurm.extra.exclude": ",".join(self.others)} if self.others else {}
+
     def run_of(self, name: str = "run") -> Run:
-        return Run.open(self.path / "runs" / "faults" / name)
+        return Run(self.path / "runs" / "faults" / name)
 
     def hpcrl(self, *arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Call hpcrl on the login node."""
@@ -140,7 +166,7 @@ class Stage:
 
     def knobs(self, **told: Any) -> None:
         """Tell the engines of this stage's runs how to behave from now on (stand_in/vllm/knobs.py)."""
-        write_text(self.path / "knobs.json", json.dumps({"latency_s": LATENCY_S, **told}))
+        write_text(self._knobs, json.dumps({"latency_s": LATENCY_S, **told}))
 
     def preempt(self, seconds: float = 2, nodes: Sequence[str] | None = None) -> str:
         """Let a job of a higher partition take nodes of this stage, all unless told, as soon as it can; return its id."""
@@ -345,9 +371,9 @@ def send(pids: Sequence[int], *numbers: signal.Signals) -> None:
                 continue
 
 
-def up(directory: Path, nodes: int) -> DevCluster:
+def up(directory: Path, nodes: int, options: Sequence[str]) -> DevCluster:
     """Start a cluster; the caller ends it."""
     cluster = DevCluster(directory)
-    started = call(cluster.argv("up", "--nodes", str(nodes)), 120, None, None)
+    started = cluster.up(nodes, options=options)
     assert started.returncode == 0, started.stderr
     return cluster

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from hpcrl.run.commit import committed
 from hpcrl.run.layout import Run, step_of
+from hpcrl.run.lease import read_leases
 from hpcrl.run.ledger import read_attempts
 from tests.faults.history import assert_ended, assert_nothing_lost, last_saved, last_trained
-from tests.faults.stage import STEPS, Stage, fault, in_first_attempt, processes_of, send, up
+from tests.faults.stage import START_S, Stage, fault, in_first_attempt, processes_of, send
 
 TERM, USR2, CONT, STOP = signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT, signal.SIGSTOP
 STEPS_PER_ATTEMPT = {"trainer.ckpt_interval": 100}  # what is saved is saved because of the signal
@@ -35,13 +35,82 @@ def test_09_preemption_with_grace(stage: Stage) -> None:
     assert len(read_attempts(run)) == 2
 
 
-def test_10_preemption_that_sends_the_users_signal(stage: Stage, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """With preempt_send_user_signal it is USR2 that comes first."""
+@pytest.mark.own_cluster("--conf", "SlurmctldParameters=preempt_send_user_signal")
+def test_10_preemption_that_sends_the_users_signal(stage: Stage) -> None:
+    """Where the site sends the user's signal it is USR2 that comes, and TERM only at the end of the grace."""
+    run = stage.submit(STEPS_PER_ATTEMPT)
+    stage.reach(run, 4)
+    stage.preempt()
+    saved_when_told(stage, run, seconds=18)
+    assert_nothing_lost(stage, run)
+    assert len(read_attempts(run)) == 2
+
+
+def test_11_killed_in_the_middle_of_a_save(stage: Stage) -> None:
+    """Without grace, and with a save that takes longer than KillWait: the commit before it is used, its remains are removed."""
+    slow = in_first_attempt(fault("checkpoints.written@2:sleep=30"))
+    run = stage.submit({"slurm.partition": "nograce"}, setup=[slow])
+    stage.wait(lambda: list(run.checkpoints.glob(".tmp-s000006*")), "the second save", START_S, run)
+    stage.preempt()
+    stage.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", START_S, run)
+    assert_nothing_lost(stage, run)
+    assert "continuing after step 3 " in run.log(2, "trainer-0").read_text()
+    assert not list(run.checkpoints.glob(".tmp-*"))
+
+
+@pytest.mark.faults_slow
+def test_12_time_limit_three_times(stage: Stage) -> None:
+    """Each attempt is told in time, saves, and the next one goes on; how often does not matter."""
+    limits = {"slurm.time_minutes": 2, "slurm.signal_seconds": 60}
+    run = stage.submit({**limits, "trainer.max_steps": 40, **STEPS_PER_ATTEMPT})
+    stage.knobs(latency_s=2.0)
+    for attempt in (1, 2, 3):
+        saved_when_told(stage, run, attempt, 240)
+    stage.knobs()
+    assert_nothing_lost(stage, run, steps=40)
+
+
+IN_PHASES = {
+    "import": (lambda run: run.attempts.exists(), {}, ()),
+    "load": (lambda run: trainer_says(run, "loading model"), {}, ()),
+    "wait": (lambda run: run.batch(3).exists(), {}, ()),
+    "update": (lambda run: said(run, "fault point"), {}, ("update@5:sleep=3",)),
+    "save": (lambda run: list(run.checkpoints.glob(".tmp-s000003*")), {}, ("checkpoints.written:sleep=3",)),
+    "evaluation": (lambda run: (run.evals / "v000004").exists(), {"trainer.eval_interval": 4}, ()),
+    "last_save": (lambda run: list(run.checkpoints.glob(".tmp-s000012*")), {}, ("checkpoints.written@4:sleep=3",)),
+}
+SOON = ("import", "wait", "save")
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param(name, marks=[] if name in SOON else pytest.mark.faults_slow) for name in IN_PHASES]
+)
+def test_13_signal_in_each_phase(stage: Stage, phase: str) -> None:
+    """USR2 to every process, at whatever it is: nothing is lost, and the run comes back by itself."""
+    reached, settings, faults = IN_PHASES[phase]
+    run = stage.submit(settings, setup=[in_first_attempt(fault(" ".join(faults)))] if faults else [])
+    stage.wait(lambda: reached(run), phase, START_S, run)
+    if phase == "wait":
+        stage.knobs(latency_s=600)  # nothing comes that could wake it
+    stage.slurm("scancel", "--signal=USR2", stage.job_of(run))
+    stage.wait(lambda: stage.outcome(run, 1), "the attempt ends", 60, run)
+    stage.knobs()
+    if phase != "last_save":
+        stage.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", 60, run)
+    assert_nothing_lost(stage, run, same_values=phase != "evaluation")
+
+
+def trainer_says(run: Run, state: str) -> bool:
+    return any(lease.process == "trainer" and lease.state == state for lease in read_leases(run))
+
+
+def said(run: Run, text: str) -> bool:
+    return any(text in path.read_text(errors="replace") for path in run.path.glob("logs/1/trainer-*.log"))
 
 
 def test_14_signals_of_all_kinds_again_and_again(stage: Stage) -> None:
     """TERM, USR2 and CONT storms to every process, also while it saves: one save, one requeue."""
-    slow_save = in_first_attempt(fault("commit.staged:sleep=4"))
+    slow_save = in_first_attempt(fault("checkpoints.written:sleep=4"))
     run = stage.submit(STEPS_PER_ATTEMPT, setup=[slow_save])
     stage.reach(run, 3)
     deadline = time.monotonic() + 8
@@ -94,7 +163,7 @@ def test_17_requeue_by_an_operator_races_with_the_runs_own(stage: Stage) -> None
 @pytest.mark.nodes(4)
 def test_18_requeue_of_one_element_leaves_its_siblings_alone(stage: Stage) -> None:
     """One element of an array has the raw id of the whole array."""
-    run = stage.submit({**STEPS_PER_ATTEMPT, "slurm.array_parallelism": 2}, "--seeds", "0:2")
+    run = stage.submit({**STEPS_PER_ATTEMPT, "slurm.array_parallelism": 2}, "--seeds", "0:2", pinned=False)
     runs = [stage.run_of(f"run.{i}-seed-{i}") for i in range(2)]
     for run in runs:
         stage.reach(run, 3)
@@ -139,7 +208,7 @@ def test_19_cancel_of_a_run_that_waits_to_start_again(stage: Stage) -> None:
 @pytest.mark.faults_slow
 def test_19_scancel_while_saving(stage: Stage) -> None:
     """scancel is not hpcrl's: TERM, and KILL after KillWait. The commit under way may be lost, not the one before."""
-    run = stage.submit({"trainer.ckpt_interval": 3}, setup=[fault("commit.staged@2:sleep=30")])
+    run = stage.submit({"trainer.ckpt_interval": 3}, setup=[fault("checkpoints.written@2:sleep=30")])
     stage.reach(run, 6)
     stage.wait(lambda: list(run.checkpoints.glob(".tmp-s000006*")), "the second save", 30, run)
     stage.slurm("scancel", stage.job_of(run))

@@ -1,0 +1,143 @@
+"""From submit to the first process: what can go wrong before a run trains (scenarios 1 to 8 and 39)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from hpcrl.run.commit import read_json, write_json
+from hpcrl.run.ledger import read_attempts, read_outcome
+from tests.faults.history import assert_nothing_lost
+from tests.faults.stage import START_S, Stage, in_first_attempt, processes_of, send
+from tests.jobs.story import HPCRL, ROOT
+
+
+@pytest.mark.faults_slow
+def test_01_run_directory_that_one_node_does_not_see(stage: Stage) -> None:
+    """A private directory is mounted over the run's on its second node: the run ends within 90 s with an error that names the host."""
+    run = stage.submit(setup=["sleep 5"])
+    slurmd = stage.slurm("srun", "-w", stage.nodes[1], "--overcommit", "--overlap", "true")
+    assert slurmd == ""
+
+
+def test_02_refused_by_slurm(stage: Stage) -> None:
+    """A partition, an array and a number of nodes that there are not: an exit code, Slurm's reason, and nothing is left."""
+    for settings, arguments, reason in (
+        ({"slurm.partition": "mian"}, (), "mian"),
+        ({"generator.inference_engine.num_engines": 30}, (), ""),
+        ({"slurm.extra.reservation": "none"}, (), "reservation"),
+        ({}, ("--seeds", "0:1002"), ""),
+    ):
+        done = stage.try_submit(settings, *arguments)
+        assert done.returncode in (2, 3), (settings, done.stdout)
+        assert reason in done.stderr
+        assert not (stage.path / "runs").exists(), "left behind"
+    assert stage.slurm("squeue", "-h", "-w", ",".join(stage.nodes)) == ""
+
+
+def test_03_killed_before_it_could_note_the_job(stage: Stage) -> None:
+    """sbatch has taken the job, and hpcrl is killed: the job finds no work and ends; status says what happened; the name is taken."""
+    done = _submit_through(stage, '/usr/bin/sbatch "$@"; kill -9 $PPID')
+    assert done != 0
+    run = stage.run_of()
+    assert not run.submission.exists()
+    said = stage.told("status", "run")
+    assert "cut short" in said or "pending" in said or "running" in said, said
+    again = stage.hpcrl("submit", "run.toml")
+    assert again.returncode != 0
+    assert "exists" in again.stderr
+    stage.wait(lambda: stage.slurm("squeue", "-h", "-n", "hpcrl-run", "-w", stage.nodes[0]) == "", "the job ends", 120)
+    assert not processes_of(run)
+    assert stage.told("status", "run").startswith("run: lost")
+
+
+def test_04_starts_before_submit_is_done_and_outlives_the_checkout(stage: Stage) -> None:
+    """The job starts while submit still waits for sbatch, and the code it was submitted from is broken then: it uses the snapshot."""
+    checkout = stage.path / "checkout"
+    for name in ("hpcrl", "jobs"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    assert _submit_through(stage, '/usr/bin/sbatch "$@"; sleep 4', PYTHONPATH=str(checkout)) == 0
+    for path in checkout.rglob("*.py"):
+        path.write_text("raise SystemExit('this is not the snapshot')\n")
+    run = stage.run_of()
+    assert_nothing_lost(stage, run)
+
+
+def _submit_through(stage: Stage, sbatch: str, **environment: str) -> int:
+    """Submit with another sbatch before the real one, and return the exit code."""
+    programs = stage.path / "bin"
+    programs.mkdir()
+    (programs / "sbatch").write_text(f"#!/bin/bash\n{sbatch}\n")
+    (programs / "sbatch").chmod(0o755)
+    stage.write_experiment("run")
+    env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", **environment}
+    return stage.cluster.run([HPCRL, "submit", "run.toml"], 120, stage.path, env).returncode
+
+
+def test_05_packed_on_the_same_nodes(stage: Stage) -> None:
+    """Three elements of a sweep on one pair of nodes: ports, tokens and logs of their own."""
+    packed = {"slurm.exclusive": False, "slurm.array_parallelism": 3, "trainer.max_steps": 4}
+    stage.submit(packed, "--seeds", "0:3")
+    runs = [stage.run_of(f"run.{i}-seed-{i}") for i in range(3)]
+    for run in runs:
+        assert_nothing_lost(stage, run, steps=4, same_values=False)
+    assert {tuple(read_attempts(run)[0].hosts) for run in runs} == {tuple(stage.nodes)}
+    started = [attempt.started for run in runs for attempt in read_attempts(run)]
+    assert max(started) - min(started) < 20, "they were to run at the same time"
+    ports = [read_json(run.rendezvous(1)) for run in runs]
+    assert len({meeting["port"] for meeting in ports if meeting}) == 3
+    assert len({run.token.read_text() for run in runs}) == 3
+
+
+@pytest.mark.nodes(4)
+def test_07_another_runs_server_at_the_address(stage: Stage) -> None:
+    """What a run finds at its controller's address is another run's: refused by token, nothing of that run is touched, and it comes back."""
+    ours, theirs = (
+        stage.submit({"slurm.extra.nodelist": ",".join(nodes)}, name=name)
+        for name, nodes in (("ours", stage.nodes[:2]), ("theirs", stage.nodes[2:]))
+    )
+    for run in (ours, theirs):
+        stage.reach(run, 3)
+    send([stage.controller(ours)], signal.SIGSTOP)
+    lease, squatter = (json.loads(run.lease("controller").read_text()) for run in (ours, theirs))
+    lease["facts"]["url"] = squatter["facts"]["url"]
+    write_json(ours.lease("controller"), lease)
+    stage.wait(lambda: len(read_attempts(ours)) == 2, "it starts again", START_S, ours)
+    assert "refused" in stage.outcome(ours, 1).message
+    for run in (ours, theirs):
+        assert_nothing_lost(stage, run)
+    assert len(read_attempts(theirs)) == 1
+
+
+def test_08_held_by_slurm(stage: Stage) -> None:
+    """A job that Slurm requeued in held state: status says so and how to go on; released, it does."""
+    run = stage.submit()
+    stage.reach(run, 3)
+    stage.slurm("scontrol", "requeuehold", stage.job_of(run))
+    stage.wait(lambda: "PENDING" in stage.queued(run) or "HOLD" in stage.queued(run), "it is held", 40, run)
+    said = stage.told("status", "run")
+    assert "held" in said, said
+    stage.slurm("scontrol", "release", stage.job_of(run))
+    assert_nothing_lost(stage, run)
+
+
+def test_39_submitted_from_inside_a_job(stage: Stage) -> None:
+    """The variables of the job that submits do not leak into the run."""
+    stage.write_experiment("run")
+    inside = f"cd {stage.path} && {HPCRL} submit run.toml"
+    options = ["-w", stage.nodes[0], "-N1", "-n2", "-t2", "-o", f"{stage.path}/inside.out", "--parsable"]
+    outer = stage.slurm("sbatch", *options, "--export=ALL,MASTER_PORT=1,WORLD_SIZE=7", "--wrap", inside)
+    stage.wait((stage.path / "runs/faults/run/submission.json").exists, "the inner submit", 60)
+    run = stage.run_of()
+    assert stage.job_of(run).partition("_")[0] != outer
+    assert_nothing_lost(stage, run)
+    assert read_attempts(run)[0].hosts == stage.nodes
+    outcome = read_outcome(run)
+    assert outcome
+    assert Path(f"{stage.path}/inside.out").read_text().startswith("run: slurm job")
+    assert in_first_attempt("true")
