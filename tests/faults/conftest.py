@@ -6,6 +6,7 @@ each test then waits for its own scenario's end and has its result.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -112,7 +113,7 @@ def troupe(
     acts = [item for item in request.session.items if isinstance(item, pytest.Function) and _is_act(item)]
     cluster = up(tmp_path_factory.mktemp("faults"), NODES, ())
     try:
-        troupe = Troupe(cluster, lambda name: tmp_path_factory.mktemp(name[:24]), acts)
+        troupe = Troupe(cluster, lambda name: tmp_path_factory.mktemp(re.sub(r"\W+", "-", name)[:32]), acts)
         try:
             yield troupe
         finally:

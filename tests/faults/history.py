@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpcrl.observe.metrics import read_metrics
-from hpcrl.run.commit import committed, verify
-from hpcrl.run.layout import Run, step_of
+from hpcrl.run.commit import is_committed, verify
+from hpcrl.run.layout import Run
 from hpcrl.run.ledger import read_outcome
 from tests.faults.stage import BATCH, STEPS, Stage, processes_of
 from tests.jobs.story import curve, trained_groups
@@ -54,10 +55,10 @@ def assert_nothing_lost(
 
 def assert_commits_load(run: Run, newest: int) -> None:
     """Assert that every committed checkpoint has the files that its manifest names, byte for byte, and that the newest is there."""
-    steps = committed(run.checkpoints, step_of)
-    for step in steps:
-        verify(run.checkpoint(step), checksums=True)
-    assert steps[-1:] == [newest], f"checkpoints {steps}, expected {newest} to be the newest"
+    for path in checkpoints_of(run):
+        verify(path, checksums=True)
+    saved = last_saved(run)
+    assert saved[0] == newest, f"{saved}, expected the newest checkpoint to be of step {newest}"
 
 
 def assert_single_valued(run: Run, steps: int) -> None:
@@ -85,5 +86,16 @@ def last_trained(run: Run) -> int:
     return max(curve(run, "policy/grad_norm"), default=0)
 
 
-def last_saved(run: Run) -> int:
-    return max(committed(run.checkpoints, step_of), default=0)
+def last_saved(run: Run) -> tuple[int, int]:
+    """Return the step of the newest checkpoint, and the optimizer steps of the next one that it has."""
+    return max((_position(path) for path in checkpoints_of(run)), default=(0, 0))
+
+
+def checkpoints_of(run: Run) -> list[Path]:
+    """Return the committed checkpoints, also those inside a step."""
+    return [path for path in run.checkpoints.glob("s*") if is_committed(path)]
+
+
+def _position(path: Path) -> tuple[int, int]:
+    step, _, updates = path.name.removeprefix("s").partition("u")
+    return int(step), int(updates or 0)

@@ -225,6 +225,15 @@ class Stage:
             [pid for pid in self.agents(run) if variable(pid, "SLURM_NODEID") == str(node)], f"agent {node}"
         )
 
+    def daemons(self, node: str) -> list[int]:
+        """Return the slurmd of a node of this stage's cluster."""
+        root = json.loads((self.cluster.directory / "cluster.json").read_text())["pid"]
+        return [
+            int(path.name)
+            for path in Path("/proc").glob("[0-9]*")
+            if command_of(int(path.name)).endswith(f"slurmd -D -N {node}") and root in _ancestors(int(path.name))
+        ]
+
     def _one(self, found: list[int], what: str) -> int:
         assert len(found) == 1, f"{what}: expected one process, found {[(pid, command_of(pid)) for pid in found]}"
         return found[0]
@@ -334,6 +343,14 @@ def processes_of(run: Run) -> list[int]:
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _ancestors(pid: int) -> list[int]:
+    found = []
+    while pid > 1:
+        pid = parent_of(pid)
+        found.append(pid)
+    return found
 
 
 def _is_srun(pid: int) -> bool:

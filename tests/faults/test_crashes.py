@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from signal import SIGKILL
 
 import pytest
 
-from hpcrl.run.commit import committed
-from hpcrl.run.layout import Run, step_of
 from hpcrl.run.ledger import read_attempts, read_outcomes
-from tests.faults.history import assert_ended, assert_nothing_lost
-from tests.faults.stage import START_S, Stage, fault, send
+from tests.faults.history import assert_nothing_lost
+from tests.faults.stage import Stage, fault, send
 
 ENDS_S = 20.0  # 10 s are promised; three other scenarios share the two cores
 
@@ -75,7 +72,10 @@ def test_22_node_of_the_trainer_goes_down(stage: Stage) -> None:
 
 def test_25_the_same_crash_again_and_again(stage: Stage) -> None:
     """Without a new commit between them, three crashes hold the run, with the error; put right, it goes on."""
-    run = stage.submit(setup=[f'[ -e "{stage.path}/repaired" ] || {fault("weights.begin@5:raise=EIO")}'])
+    run = stage.submit(
+        {"trainer.ckpt_interval": 100},
+        setup=[f'[ -e "{stage.path}/repaired" ] || {fault("weights.begin@5:raise=EIO")}'],
+    )
     stage.wait(lambda: len(read_outcomes(run)) == 3, "three crashes", 240, run)
     stage.wait(lambda: not stage.queued(run) or "Held" in stage.queued(run), "no fourth", 60, run)
     assert len(read_attempts(run)) == 3

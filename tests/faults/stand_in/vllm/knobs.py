@@ -1,11 +1,12 @@
 """What a test tells the engines of its run, also while they run: a JSON file that STAND_IN names.
 
-    {"latency_s": 0.05, "rollout-1": {"start_s": 20}}
+{"latency_s": 0.05, "rollout-1": {"start_s": 20}}
 
-    latency_s        seconds from a request to its answer
-    start_s          seconds before the server answers at all
-    out_of_memory    the engine cannot load its model
-    stale            the engine goes on to say the version that it had before an update
+latency_s        seconds from a request to its answer
+start_s          seconds before the server answers at all
+out_of_memory    the engine cannot load its model
+flood_mb         megabytes that it writes to its log at each request
+stale            the engine goes on to say the version that it had before an update
 """
 
 from __future__ import annotations

@@ -22,10 +22,16 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+
 from vllm import core
 from vllm.knobs import knob
 
 _POLL_S = 0.02
+
+
+def flood(megabytes: int) -> None:
+    for _ in range(megabytes):
+        print("\n".join(["INFO it says this once more".ljust(127)] * (1 << 13)), flush=True)
 
 
 class Engine:
@@ -69,6 +75,7 @@ class Engine:
             while time.monotonic() < due + knob("latency_s", 0.0):
                 await asyncio.sleep(_POLL_S)
             await self.going.wait()
+            flood(int(knob("flood_mb", 0)))
             wanted = {"token_ids": asked["token_ids"], "seed": params["seed"] or 0, "n": params["n"]}
             said = await self.ask("generate", wanted)
             self.tokens += sum(map(len, said))

@@ -1,0 +1,109 @@
+"""Resumes by a person, doubled starts, and sites that lack something (scenarios 32, 33, 38 and 40)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from signal import SIGTERM
+
+import pytest
+
+from hpcrl.run.ledger import read_attempts
+from tests.faults.history import assert_ended, assert_nothing_lost
+from tests.faults.stage import START_S, Stage, send
+
+
+def test_32_started_twice(stage: Stage) -> None:
+    """What runs cannot be submitted or resumed once more."""
+    run = stage.submit()
+    stage.reach(run, 2)
+    for arguments in (("submit", "run.toml"), ("resume", "run")):
+        done = stage.hpcrl(*arguments)
+        assert done.returncode != 0
+        assert "run" in done.stderr
+    assert_nothing_lost(stage, run)
+    assert len(read_attempts(run)) == 1
+
+
+@pytest.mark.nodes(4)
+@pytest.mark.faults_slow
+def test_32_batch_script_submitted_by_hand(stage: Stage) -> None:
+    """Somebody gives the batch script of a running run to sbatch: one of the two goes on, and the history is one."""
+    run = stage.submit(pinned=False)
+    stage.knobs(latency_s=0.5)
+    stage.reach(run, 3)
+    (script,) = run.slurm.resolve().glob("*/*_submission.sh")
+    second = stage.slurm("sbatch", "--parsable", str(script))
+    stage.wait(lambda: not stage.queued(run), "the first job ends", 240, run)
+    stage.wait(lambda: not stage.slurm("squeue", "-h", "-j", second), "the second job ends", 240, run)
+    assert_nothing_lost(stage, run)
+
+
+@pytest.mark.nodes(4)
+def test_33_resumed_with_other_settings(stage: Stage) -> None:
+    """On two ranks and two replicas, with another learning rate: told, and done. Another seed or other data: refused."""
+    run = stage.submit({"trainer.max_steps": 500}, pinned=False)
+    stage.reach(run, 4)
+    assert "run: cancelled" in stage.told("cancel", "run")
+    for setting in ("trainer.seed=3", "trainer.train_batch_size=8"):
+        refused = stage.hpcrl("resume", "run", setting)
+        assert refused.returncode == 2, refused.stdout
+        assert setting.partition("=")[0] in refused.stderr
+    resumed = stage.told(
+        "resume",
+        "run",
+        "trainer.placement.policy_num_nodes=2",
+        "generator.inference_engine.num_engines=2",
+        "trainer.policy.optimizer_config.lr=5e-4",
+        "trainer.max_steps=12",
+    )
+    assert "trainer.policy.optimizer_config.lr: 0.001 -> 0.0005" in resumed
+    stage.outcome(run, 2)
+    assert_nothing_lost(stage, run, same_values=False)
+    assert len(read_attempts(run)[1].hosts) == 4
+
+
+@pytest.mark.faults_slow
+def test_38_a_flood_of_output_and_few_open_files(stage: Stage) -> None:
+    """The engine writes 200 MB to its log, and no process may open more than 1024 files."""
+    stage.knobs(flood_mb=4)
+    run = stage.submit(setup=["ulimit -n 1024"])
+    assert_nothing_lost(stage, run)
+    assert run.log(1, "engine-0").stat().st_size > 150 << 20
+    assert len(stage.told("logs", "run", "--role", "trainer")) < 1 << 20
+
+
+def _programs(stage: Stage, without: str) -> Path:
+    """Return a folder with all programs of the machine but one."""
+    folder = stage.path / "bin"
+    folder.mkdir()
+    for place in ("/usr/sbin", "/usr/bin", "/sbin", "/bin"):
+        for path in Path(place).iterdir():
+            if path.name != without and not (folder / path.name).is_symlink():
+                (folder / path.name).symlink_to(path)
+    return folder
+
+
+@pytest.mark.faults_slow
+def test_40_no_scontrol_on_compute_nodes(stage: Stage) -> None:
+    """The run cannot requeue itself: it saves and ends, status says so, and resume from the login node goes on."""
+    run = stage.submit(setup=[f"export PATH='{_programs(stage, 'scontrol')}'"])
+    stage.reach(run, 3)
+    send(stage.agents(run), SIGTERM)
+    assert stage.outcome(run, 1, 40).kind == "interrupted"
+    assert_ended(stage, run, "interrupted")
+    assert "slurm job" in stage.told("resume", "run")
+    assert_nothing_lost(stage, run)
+
+
+def test_40_may_not_change_its_own_start(stage: Stage) -> None:
+    """A site that lets no user update a job: the run waits as long as Slurm lets it, and comes back all the same."""
+    folder = _programs(stage, "scontrol")
+    refusing = 'if [ "$1" = update ]; then echo "Access/permission denied" >&2; exit 1; fi; exec /usr/bin/scontrol "$@"'
+    (folder / "scontrol").write_text(f"#!/bin/sh\n{refusing}\n")
+    os.chmod(folder / "scontrol", 0o755)
+    run = stage.submit(setup=[f"export PATH='{folder}'"])
+    stage.reach(run, 3)
+    send(stage.agents(run), SIGTERM)
+    stage.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", START_S, run)
+    assert_nothing_lost(stage, run)
