@@ -54,8 +54,8 @@ def test_26_poisoned_newest_checkpoint(stage: Stage, poison: str) -> None:
 
 def _points_by_attempt(points: list[str]) -> str:
     """Return the shell line that arms one fault point per attempt."""
-    cases = " ".join(f"{restart or '""'}) {fault(point)};;" for restart, point in enumerate(points))
-    return f'case "${{SLURM_RESTART_COUNT:-}}" in {cases} esac'
+    cases = " ".join(f"{restart}) {fault(point)};;" for restart, point in enumerate(points))
+    return f'case "${{SLURM_RESTART_COUNT:-0}}" in {cases} esac'
 
 
 @pytest.mark.parametrize(
