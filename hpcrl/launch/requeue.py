@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from hpcrl.errors import RunError
 from hpcrl.launch.registry import states_of
@@ -16,6 +16,8 @@ from hpcrl.run.layout import Run
 _RETRY_S = 2.0
 _PATIENCE_S = 150.0  # slurmctld may be restarting
 _KILLED_WITHIN_S = 90.0
+_WISHES_S = 20.0
+_NONE = "(null)"
 
 
 def job_name() -> str:
@@ -43,19 +45,34 @@ def requeue_this_job(*, start: str | None, exclude: Sequence[str]) -> None:
         start: when it may start again, as for sbatch --begin, if the site lets its users decide; None: after Slurm's two minutes.
         exclude: hosts that it should not get again, as far as enough others are left.
     """
-    job = job_name()
+    job, parent = job_name(), os.getppid()
     # a refusal most likely says that Slurm has requeued it already, because it preempted it
     _scontrol("requeue", job)
     deadline = time.monotonic() + _KILLED_WITHIN_S
     wishes = [[f"StartTime={start}"]] if start else []
-    if exclude and _others_suffice(exclude):
-        wishes.append([f"ExcNodeList={','.join(exclude)}"])
+    if exclude and (avoided := _avoided(job, exclude)):
+        wishes.append([f"ExcNodeList={avoided}"])
     while time.monotonic() < deadline:  # the end of this loop is the end of the job that Slurm requeues
         wishes = [wish for wish in wishes if not _scontrol("update", f"JobId={job}", *wish)]
-        time.sleep(_RETRY_S)
+        if os.getppid() != parent:  # that end has come for the batch script; Slurm does not look for what it leaves
+            deadline = min(deadline, time.monotonic() + (_WISHES_S if wishes else 0.0))
+        time.sleep(min(_RETRY_S, max(0.0, deadline - time.monotonic())))
 
 
-def _others_suffice(exclude: Sequence[str]) -> bool:
+def _avoided(job: str, exclude: Sequence[str]) -> str:
+    """Return `exclude` with the hosts that the job's user excludes; empty where the user wants certain hosts, or too few are left."""
+    shown = subprocess.run(["scontrol", "show", "job", "-o", job], capture_output=True, text=True, check=False).stdout
+    facts = dict(word.partition("=")[::2] for word in shown.split())
+    wanted, excluded = facts.get("ReqNodeList", _NONE), facts.get("ExcNodeList", _NONE)
+    if wanted != _NONE:
+        return ""
+    listing = ["scontrol", "show", "hostnames", excluded]
+    own = subprocess.run(listing, capture_output=True, text=True, check=False).stdout if excluded != _NONE else ""
+    avoided = {*own.split(), *exclude}
+    return ",".join(sorted(avoided)) if _others_suffice(avoided) else ""
+
+
+def _others_suffice(exclude: Collection[str]) -> bool:
     partition, wanted = os.environ.get("SLURM_JOB_PARTITION", ""), int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     asked = [
         "sinfo",

@@ -97,9 +97,9 @@ def test_25_crashes_with_progress_between_them(stage: Stage) -> None:
 
 
 @pytest.mark.nodes(3)
-@pytest.mark.own_cluster("--conf", "MinJobAge=300")
 @pytest.mark.faults_slow
 def test_25_a_node_that_crashes_twice_is_left_out(stage: Stage) -> None:
+    """The nodes that the user excludes stay so."""
     run = stage.submit({"trainer.ckpt_interval": 2, "trainer.max_steps": 24}, pinned=False)
     for attempt, step in ((1, 4), (2, 10)):
         stage.reach(run, step)
@@ -109,3 +109,4 @@ def test_25_a_node_that_crashes_twice_is_left_out(stage: Stage) -> None:
     first, second, third = (attempt.hosts for attempt in read_attempts(run))
     assert first[0] == second[0]
     assert first[0] not in third
+    assert set(third) < set(stage.nodes)
