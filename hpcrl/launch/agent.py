@@ -157,12 +157,14 @@ class Agent:
         if old := self._children.pop(name, None):
             old.end(0.0)
         command = [
-            sys.executable, "-m", "torch.distributed.run", f"--log-dir={self._scratch}",
+            sys.executable, "-m", "torch.distributed.run", f"--log-dir={self._scratch}", "--signals-to-handle=SIGHUP",
             f"--nnodes={self._trainer_nodes}", f"--node-rank={self._node.index}", f"--nproc-per-node={self._node.ranks}",
             f"--master-addr={meeting['address']}", f"--master-port={meeting['port']}", "--max-restarts=0",
             self._job("train"), str(self._run.path),
         ]  # fmt: skip
-        self._spawn(name, command, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=str(round(self._grace_s)))
+        # The ranks hear of a stop by themselves. torchrun would end at the second SIGTERM, and they with it, while they save.
+        patience = str(round(self._grace_s))
+        self._spawn(name, command, signal.SIGHUP, deaf=True, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=patience)
 
     def _look_for_stop(self) -> None:
         request = read_json(self._run.stop)
