@@ -70,6 +70,10 @@ class Stage:
     def _knobs(self) -> Path:
         return self.path / "knobs.json"
 
+    @property
+    def _stand_in_lines(self) -> list[str]:
+        return [f"export PYTHONPATH='{STAND_IN}' STAND_IN='{self._knobs}'"]
+
     # ---- what a person does
 
     def submit(
@@ -79,6 +83,7 @@ class Stage:
         name: str = "run",
         setup: Sequence[str] = (),
         pinned: bool = True,
+        stand_in: bool = True,
     ) -> Run:
         """Submit a run on this stage's nodes and return it at once.
 
@@ -86,8 +91,9 @@ class Stage:
             settings: by dotted path, over those of `experiment`.
             setup: shell lines for its batch script.
             pinned: whether it takes all nodes of the stage, rather than as many of them as it needs.
+            stand_in: whether its engines are the stand-in's rather than vLLM's.
         """
-        done = self.try_submit(settings, *arguments, name=name, setup=setup, pinned=pinned)
+        done = self.try_submit(settings, *arguments, name=name, setup=setup, pinned=pinned, stand_in=stand_in)
         assert done.returncode == 0, done.stdout + done.stderr
         return self.run_of(name)
 
@@ -98,16 +104,23 @@ class Stage:
         name: str = "run",
         setup: Sequence[str] = (),
         pinned: bool = True,
+        stand_in: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        self.write_experiment(name, settings, setup, pinned)
+        self.write_experiment(name, settings, setup, pinned, stand_in)
         return self.hpcrl("submit", f"{name}.toml", *arguments)
 
     def write_experiment(
-        self, name: str, settings: dict[str, Any] | None = None, setup: Sequence[str] = (), pinned: bool = True
+        self,
+        name: str,
+        settings: dict[str, Any] | None = None,
+        setup: Sequence[str] = (),
+        pinned: bool = True,
+        stand_in: bool = True,
     ) -> None:
-        write_text(self.path / f"{name}.toml", tomli_w.dumps(self.experiment(name, settings or {}, setup, pinned)))
+        lines = [*(self._stand_in_lines if stand_in else []), "export HF_HUB_OFFLINE=1", *setup]
+        write_text(self.path / f"{name}.toml", tomli_w.dumps(self._experiment(name, settings or {}, lines, pinned)))
 
-    def experiment(self, name: str, settings: dict[str, Any], setup: Sequence[str], pinned: bool) -> dict[str, Any]:
+    def _experiment(self, name: str, settings: dict[str, Any], setup: list[str], pinned: bool) -> dict[str, Any]:
         rows = self.path / "rows.jsonl"
         rows.write_text("".join(json.dumps(row) + "\n" for row in _rows()))
         if not self._knobs.exists():
@@ -119,7 +132,7 @@ class Stage:
             "trainer.run_name": name,
             "trainer.policy.model.path": str(ROOT / "configs" / "quickstart" / "model"),
             "slurm.root": str(self.path / "runs"),
-            "slurm.setup": [*_STAND_IN_LINES, f"export STAND_IN='{self._knobs}'", *setup],
+            "slurm.setup": setup,
             **self._where(pinned),
             **settings,
         }
@@ -275,7 +288,6 @@ class Stage:
 
 
 _OVER = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY")
-_STAND_IN_LINES = [f"export PYTHONPATH='{STAND_IN}' HF_HUB_OFFLINE=1"]
 _EXPERIMENT = f"""
 [trainer]
 project_name = "faults"
@@ -314,7 +326,7 @@ exclusive = true
 """
 
 
-def _rows(count: int = 128) -> list[dict[str, Any]]:
+def _rows(count: int = 640) -> list[dict[str, Any]]:
     source, rows = random.Random(7), []
     for _ in range(count):
         word = "".join(source.choices("abcdefghijkl", k=5))
