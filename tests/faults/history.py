@@ -12,7 +12,8 @@ from hpcrl.observe.metrics import read_metrics
 from hpcrl.run.commit import is_committed, verify
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import read_outcome
-from tests.faults.stage import BATCH, STEPS, Stage, processes_of
+from tests.faults.processes import processes_of
+from tests.faults.stage import BATCH, STEPS, Stage
 from tests.jobs.story import curve, trained_groups
 
 CURVES = ("policy/policy_loss", "policy/grad_norm", "reward/avg_raw_reward")

@@ -6,9 +6,7 @@ A run on it is a real one (agents, controller, rollout workers, torchrun), of a 
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import subprocess
 import threading
 import time
@@ -23,6 +21,7 @@ import tomli_w
 from hpcrl.run.commit import write_text
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import Outcome, outcome_of
+from tests.faults.processes import ancestors_of, command_of, is_srun, parent_of, processes_of, replica_of, variable
 from tests.jobs.story import HPCRL, ROOT, logs_of
 from tests.slurm.conftest import DevCluster
 
@@ -206,28 +205,28 @@ class Stage:
 
     def worker(self, run: Run, replica: int = 0) -> int:
         return self._one(
-            [pid for pid in self.processes(run, "/jobs/rollout.py") if _replica(pid) == str(replica)],
+            [pid for pid in self.processes(run, "/jobs/rollout.py") if replica_of(pid) == str(replica)],
             f"rollout-{replica}",
         )
 
     def engine(self, run: Run, replica: int = 0) -> int:
         """Return the process of a replica's HTTP server."""
         return self._one(
-            [pid for pid in self.processes(run, "hpcrl.rollout.serve") if _replica(pid) == str(replica)],
+            [pid for pid in self.processes(run, "hpcrl.rollout.serve") if replica_of(pid) == str(replica)],
             f"engine {replica}",
         )
 
     def engine_core(self, run: Run, replica: int = 0) -> int:
         return self._one(
-            [pid for pid in self.processes(run, "spawn_main") if _replica(pid) == str(replica)], f"core {replica}"
+            [pid for pid in self.processes(run, "spawn_main") if replica_of(pid) == str(replica)], f"core {replica}"
         )
 
     def agents(self, run: Run) -> list[int]:
         """Return the node agents, which alone get Slurm's signals under proctrack/cgroup."""
-        return [pid for pid in self.processes(run, "submitit.core._submit") if not _is_srun(pid)]
+        return [pid for pid in self.processes(run, "submitit.core._submit") if not is_srun(pid)]
 
     def sruns(self, run: Run) -> list[int]:
-        return [pid for pid in self.processes(run, "submitit.core._submit") if _is_srun(pid)]
+        return [pid for pid in self.processes(run, "submitit.core._submit") if is_srun(pid)]
 
     def batch_shell(self, run: Run) -> int:
         parents = {parent_of(pid) for pid in self.sruns(run)} - set(self.sruns(run))
@@ -244,7 +243,7 @@ class Stage:
         return [
             int(path.name)
             for path in Path("/proc").glob("[0-9]*")
-            if command_of(int(path.name)).endswith(f"slurmd -D -N {node}") and root in _ancestors(int(path.name))
+            if command_of(int(path.name)).endswith(f"slurmd -D -N {node}") and root in ancestors_of(int(path.name))
         ]
 
     def _one(self, found: list[int], what: str) -> int:
@@ -333,71 +332,6 @@ def _rows(count: int = 640) -> list[dict[str, Any]]:
         truth = {"method": "rule", "ground_truth": "".join(sorted(word))}
         rows.append({"prompt": [{"role": "user", "content": f"sort: {word}"}], "reward_spec": truth})
     return rows
-
-
-# ---- processes, through /proc: the cluster's are the machine's too
-
-
-def processes_of(run: Run) -> list[int]:
-    """Return all living processes of a run: its directory or its code are named in their command line or environment."""
-    needles = [os.fsencode(f"{run.path}/"), os.fsencode(f"{run.path}\0"), os.fsencode(f"{run.slurm.resolve()}/")]
-    found = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (directory / "cmdline").read_bytes() + b"\0" + (directory / "environ").read_bytes()
-            state = (directory / "stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state not in "ZX" and int(directory.name) != os.getpid() and any(needle in text for needle in needles):
-            found.append(int(directory.name))
-    return found
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def _ancestors(pid: int) -> list[int]:
-    found = []
-    while pid > 1:
-        pid = parent_of(pid)
-        found.append(pid)
-    return found
-
-
-def _is_srun(pid: int) -> bool:
-    return command_of(pid).partition(" ")[0].endswith("srun")
-
-
-def command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def variable(pid: int, name: str) -> str | None:
-    """Return a variable of the environment that a process was started with."""
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    pairs = dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries)
-    return pairs.get(name)
-
-
-def _replica(pid: int) -> str | None:
-    return variable(pid, "HPCRL_REPLICA")
-
-
-def send(pids: Sequence[int], *numbers: signal.Signals) -> None:
-    """Send signals, one kind after the other, to processes that may have ended meanwhile."""
-    for number in numbers:
-        for pid in pids:
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
 
 
 def up(directory: Path, nodes: int, options: Sequence[str]) -> DevCluster:

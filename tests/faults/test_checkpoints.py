@@ -11,7 +11,8 @@ import pytest
 
 from hpcrl.run.ledger import read_attempts, read_outcomes
 from tests.faults.history import assert_nothing_lost, last_saved
-from tests.faults.stage import START_S, Stage, fault, in_first_attempt, processes_of, send
+from tests.faults.processes import processes_of, send
+from tests.faults.stage import START_S, Stage, fault, in_first_attempt
 
 
 def largest(checkpoint: Path) -> Path:

@@ -8,7 +8,8 @@ import pytest
 
 from hpcrl.run.ledger import read_attempts, read_outcomes
 from tests.faults.history import assert_nothing_lost
-from tests.faults.stage import Stage, fault, send
+from tests.faults.processes import send
+from tests.faults.stage import Stage, fault
 
 ENDS_S = 20.0  # 10 s are promised; three other scenarios share the two cores
 

@@ -11,7 +11,7 @@ _PAGE = (ROOT / "docs" / "reliability.md").read_text()
 _NAMED = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
 
 
-def tests_of(file: str) -> set[str]:
+def names_in(file: str) -> set[str]:
     path = ROOT / file if "/" in file else ROOT / "tests" / "faults" / file
     assert path.is_file(), file
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
@@ -20,7 +20,7 @@ def tests_of(file: str) -> set[str]:
 def test_every_test_that_is_named_exists() -> None:
     named = _NAMED.findall(_PAGE)
     assert len(named) > 60
-    assert [f"{file}::{name}" for file, name in named if name not in tests_of(file)] == []
+    assert [f"{file}::{name}" for file, name in named if name not in names_in(file)] == []
 
 
 def test_every_scenario_has_its_line() -> None:
@@ -32,6 +32,6 @@ def test_every_scenario_has_its_line() -> None:
 
 
 def test_every_scenario_of_this_folder_is_named() -> None:
-    here = {name for path in (ROOT / "tests" / "faults").glob("test_*.py") for name in tests_of(path.name)}
+    here = {name for path in (ROOT / "tests" / "faults").glob("test_*.py") for name in names_in(path.name)}
     scenarios = {name for name in here if re.match(r"test_\d\d_", name)}
     assert scenarios - {name for _, name in _NAMED.findall(_PAGE)} == set()

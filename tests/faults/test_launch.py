@@ -14,7 +14,8 @@ import pytest
 from hpcrl.run.commit import read_json, write_json
 from hpcrl.run.ledger import read_attempts
 from tests.faults.history import assert_ended, assert_nothing_lost
-from tests.faults.stage import START_S, Stage, processes_of, send
+from tests.faults.processes import processes_of, send
+from tests.faults.stage import START_S, Stage
 from tests.jobs.story import HPCRL, ROOT
 
 

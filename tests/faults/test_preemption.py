@@ -11,7 +11,8 @@ from hpcrl.run.layout import Run
 from hpcrl.run.lease import read_leases
 from hpcrl.run.ledger import read_attempts
 from tests.faults.history import assert_ended, assert_nothing_lost, last_saved, last_trained
-from tests.faults.stage import START_S, Stage, fault, in_first_attempt, processes_of, send
+from tests.faults.processes import processes_of, send
+from tests.faults.stage import START_S, Stage, fault, in_first_attempt
 
 TERM, USR2, CONT, STOP = signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT, signal.SIGSTOP
 STEPS_PER_ATTEMPT = {"trainer.ckpt_interval": 100}  # what is saved is saved because of the signal

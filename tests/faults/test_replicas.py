@@ -9,7 +9,8 @@ import pytest
 from hpcrl.run.lease import read_leases
 from hpcrl.run.ledger import read_attempts
 from tests.faults.history import assert_nothing_lost
-from tests.faults.stage import START_S, Stage, send
+from tests.faults.processes import send
+from tests.faults.stage import START_S, Stage
 
 TWO = {"generator.inference_engine.num_engines": 2}
 

@@ -10,7 +10,8 @@ import pytest
 
 from hpcrl.run.ledger import read_attempts
 from tests.faults.history import assert_ended, assert_nothing_lost
-from tests.faults.stage import START_S, Stage, send
+from tests.faults.processes import send
+from tests.faults.stage import START_S, Stage
 
 
 def test_32_started_twice(stage: Stage) -> None:

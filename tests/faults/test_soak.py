@@ -16,7 +16,8 @@ import pytest
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import outcome_of, read_attempts, read_outcome, read_outcomes
 from tests.faults.history import assert_nothing_lost, checkpoints_of, curves_of
-from tests.faults.stage import START_S, Stage, send
+from tests.faults.processes import send
+from tests.faults.stage import START_S, Stage
 from tests.jobs.story import curve, trained_groups
 
 SEED, STEPS, LONGEST_S = 5, 150, 45 * 60
