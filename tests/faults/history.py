@@ -17,7 +17,7 @@ from tests.faults.stage import BATCH, STEPS, Stage
 from tests.jobs.story import curve, trained_groups
 
 CURVES = ("policy/policy_loss", "policy/grad_norm", "reward/avg_raw_reward")
-LEAVING_S = 240.0  # it may be about to start once more
+LEAVING_S = 400.0  # it may be about to start once more
 
 
 def assert_ended(stage: Stage, run: Run, kind: str = "done") -> None:
