@@ -8,8 +8,8 @@ import pytest
 from submitit.core.utils import FailedJobError
 
 from hpcrl.launch import patient
+from hpcrl.launch.executors import ArrayExecutor
 from hpcrl.launch.patient import submitted
-from hpcrl.launch.submit import ArrayExecutor
 
 
 @pytest.fixture
