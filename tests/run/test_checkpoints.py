@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hpcrl.errors import CommitError
+from hpcrl.run import fault
 from hpcrl.run.checkpoints import Retention, line_of, newest_usable, retire, set_aside_after, size_of
 from hpcrl.run.commit import COMMIT, Fence, begin, committed_by, committed_directory, discard, finish, unfenced, verify
 from hpcrl.run.fence import require_newest
@@ -55,11 +55,17 @@ def dies(point: str, what: Callable[[], None]) -> bool:
     """Run `what` in a process that is killed at a fault point; return whether it was."""
     child = os.fork()
     if child == 0:
-        os.environ["HPCRL_FAULT"] = f"{point}:kill"
-        what()
-        os._exit(0)
+        try:
+            fault._passed.clear()
+            os.environ["HPCRL_FAULT"] = f"{point}:kill"
+            what()
+            os._exit(0)
+        finally:
+            os._exit(1)
     _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    assert killed or status == 0
+    return killed
 
 
 @pytest.mark.parametrize("retention", RETENTIONS, ids=lambda r: f"newest {r.newest} every {r.every} best {r.metric}")
@@ -299,7 +305,7 @@ def test_a_filesystem_that_refuses_is_explained(
     for point in ("begin", "manifest", "renamed", "synced"):
         save(run, 10)
         monkeypatch.setenv("HPCRL_FAULT", f"checkpoints.{point}:raise={errno.errorcode[number]}")
-        monkeypatch.setattr("hpcrl.run.fault._passed", Counter())
+        fault._passed.clear()
         with pytest.raises(CommitError) as raised, explained(run.checkpoint(20), 5 << 30):
             save(run, 20)
         for word in [

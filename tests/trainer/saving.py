@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ def failing(world: World, rank: int, wanted: str) -> Iterator[None]:
     """Set fault points on one rank."""
     if world.rank == rank:
         os.environ["HPCRL_FAULT"] = wanted
-        fault._passed = Counter()
+        fault._passed.clear()
     yield
     os.environ.pop("HPCRL_FAULT", None)
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hpcrl.config import Config
 from hpcrl.errors import CommitError
+from hpcrl.run import fault
 from hpcrl.run.checkpoints import Retention
 from hpcrl.run.commit import verify, write_text
 from hpcrl.run.layout import Run
@@ -147,6 +148,7 @@ def test_too_little_space_is_told_before_it_is_written(
     size = life.checkpoints._committer.size
     assert size == sum(entry["size"] for entry in verify(life.run.checkpoint(1))["files"].values())
     monkeypatch.setattr("hpcrl.run.space._free", lambda _: (size or 0) - 1)
+    fault._passed.clear()
     monkeypatch.setenv("HPCRL_FAULT", "checkpoints.begin:kill")
     assert "too little space (needs about " in life.save(2)
     assert life.there == [[1], [1], 0]
@@ -172,6 +174,7 @@ def test_weights_that_cannot_be_written(
     life = make_life(alone, model_path, source, tmp_path)
     publisher = Publisher(life.run, 1, alone, torch.float32, max_staleness=0)
     publisher.publish(life.engine, 1)
+    fault._passed.clear()
     monkeypatch.setenv("HPCRL_FAULT", "weights.manifest:raise=ENOSPC")
     with pytest.raises(CommitError, match="v000002 could not be written: No space left"):
         publisher.publish(life.engine, 2)
