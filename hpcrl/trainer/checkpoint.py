@@ -122,13 +122,17 @@ class Checkpoints:
         """
         self._seed_rng(0)
         found = self.find(mode, path)
-        if found is not None and self._world.first and found.parent == self._run.checkpoints:
-            note(self._run, {"attempt": self._attempt, "loads": found.name, "by": committed_by(found)})
+        if found is not None and found.parent == self._run.checkpoints:
+            self._world.look(lambda: self._loads(found))
         start = self.restore(engine, critic, found) if found else Start()
         self._world.barrier()  # every rank has loaded it
         self._world.look(lambda: self._started(found))
         self._newest = found
         return start
+
+    def _loads(self, found: Path) -> None:
+        with explained(self._run.starts):
+            note(self._run, {"attempt": self._attempt, "loads": found.name, "by": committed_by(found)})
 
     def _started(self, found: Path | None) -> None:
         with explained(self._run.checkpoints):
