@@ -87,7 +87,7 @@ def states_of(runs: Sequence[Run]) -> list[RunState]:
     states = _states(runs, PATIENCE_S)
     for state in states:
         if not state.job.known:
-            raise (RunError if state.submission["executor"] == "local" else SubmitError)(state.job.reason)
+            raise (RunError if state.submission.get("executor") == "local" else SubmitError)(state.job.reason)
     return states
 
 
