@@ -95,7 +95,8 @@ class Api:
         return {"accepted": [g.group_id for g in groups if g.group_id not in rejected], "rejected": rejected}
 
     async def leave(self, body: dict[str, Any]) -> dict[str, Any]:
-        if groups := self._service.leave(body["worker"]):
+        groups = self._service.leave(body["worker"])
+        if groups and not self._service.stop:
             print(f"{body['worker']} leaves; {groups} groups of it go to others", flush=True)
             await self._notify()
         return {}

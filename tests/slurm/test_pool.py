@@ -66,7 +66,7 @@ def test_replicas_of_a_pool_come_go_and_end_with_the_run(cluster: DevCluster, tm
 
     assert "pool: cancelled" in ask(cluster, tmp_path, "cancel", "pool")
     wait_for(lambda: not cluster.ask(["squeue", "-h"]), story, 60)
-    wait_for(lambda: not processes_of(run), story, 30)
+    wait_for(lambda: not processes_of(run), lambda: f"left over: {processes_of(run)}", 100)
     outcome = outcome_of(run, 1)
     assert outcome
     assert outcome.kind == "cancelled"
