@@ -31,11 +31,13 @@ def current_attempt(run: Run) -> Attempt | None:
 
 def unwanted(run: Run, pool: str) -> str | None:
     """Return why the elements of the job array `pool` have nothing more to do for a run, or None."""
-    record = read_json(run.submission) if run.config.is_file() else {}
+    if not run.config.is_file():
+        return "the run is gone"
+    record = read_json(run.submission)
     if record is None:  # it is about to be written
         return None
-    if record.get("pool") != pool:
-        return "the run has another pool, or is gone"
+    if record.get("pool", pool) != pool:  # one that was found in the queue afterwards does not name it
+        return "the run has another pool, or none any more"
     attempt, outcome = current_attempt(run), read_outcome(run)
     if attempt is not None and outcome_of(run, attempt.number) is not None:
         verdict = judge(run)

@@ -169,7 +169,7 @@ def test_an_error_that_concerns_the_run_ends_its_attempt(tmp_path: Path) -> None
 def test_what_ends_a_pool(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     assert unwanted(run, POOL) is None, "the run has not begun"
-    assert unwanted(run, "8") == "the run has another pool, or is gone"
+    assert unwanted(run, "8") == "the run has another pool, or none any more"
     open_attempt(run, f"{GANG}.0", ["n1"])
     assert unwanted(run, POOL) is None
     report_outcome(run, 1, "failed", "trainer-0: SIGKILL", "agent-0")
@@ -179,8 +179,12 @@ def test_what_ends_a_pool(tmp_path: Path) -> None:
     record(run, "8_0", "10")
     assert unwanted(run, "10") is None, "it was resumed since"
     assert current_attempt(run) is None
+    write_json(run.submission, {"executor": "slurm", "job_id": "8_0", "submitted": time.time()})
+    assert unwanted(run, "10") is None, "hpcrl submit was killed, and the job found in the queue"
+    record(run, "11_0", None)
+    assert unwanted(run, "10") == "the run has another pool, or none any more"
     run.config.unlink()
-    assert unwanted(run, "10") == "the run has another pool, or is gone"
+    assert unwanted(run, "10") == "the run is gone"
 
 
 def test_a_held_run_needs_no_pool(tmp_path: Path) -> None:
