@@ -153,7 +153,7 @@ def test_run_that_is_never_requeued_goes_on_only_when_told_so(place: Path) -> No
     resumed = hpcrl("resume", "once", "trainer.resume_mode=latest", f"trainer.max_steps={saved + 2}", cwd=place)
     assert resumed.returncode == 0, resumed.stderr
     assert finish(run, 2) == "done", logs_of(run)
-    assert f"continuing after step {saved} " in run.log(2, "trainer-0").read_text()
+    assert f"continuing after step {saved}, from " in run.log(2, "trainer-0").read_text()
     assert list(curve(run, "policy/grad_norm")) == list(range(1, saved + 3))
 
 
