@@ -58,7 +58,7 @@ def verdict(attempts: Sequence[Attempt], outcomes: Sequence[Outcome], crash_budg
         outcome
         for outcome in outcomes
         if outcome.kind in _CRASHES
-        and outcome.step == last.step
+        and outcome.position == last.position
         and jobs.get(outcome.attempt) == jobs.get(last.attempt)
     ]
     told = f"crash {len(crashes)} of {crash_budget} without a new checkpoint (step {last.step}): {last.message}"

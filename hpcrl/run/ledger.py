@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from hpcrl.run.commit import committed, read_json, write_json
-from hpcrl.run.layout import Run, step_of
+from hpcrl.run.layout import Run, position_of
 
 Kind = Literal["done", "failed", "hang", "cancelled", "interrupted", "lost"]
 
@@ -51,6 +51,7 @@ class Outcome:
         source: process that reported it.
         ended: Unix time.
         step: of the newest checkpoint then, 0 for none.
+        updates: optimizer steps of the next step that it holds too.
         host: node that the error came from, empty where there is none to blame.
     """
 
@@ -61,6 +62,12 @@ class Outcome:
     ended: float
     step: int = 0
     host: str = ""
+    updates: int = 0
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """How far training was committed; what grows is progress."""
+        return self.step, self.updates
 
     @property
     def final(self) -> bool:
@@ -147,5 +154,5 @@ def cancel_outcome(run: Run, attempt: int) -> None:
 
 
 def _make(run: Run, attempt: int, kind: Kind, message: str, source: str, host: str) -> Outcome:
-    steps = committed(run.checkpoints, step_of)
-    return Outcome(attempt, kind, message, source, time.time(), steps[-1] if steps else 0, host)
+    step, updates = max(committed(run.checkpoints, position_of), default=(0, 0))
+    return Outcome(attempt, kind, message, source, time.time(), step, host, updates)

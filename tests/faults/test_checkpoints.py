@@ -49,7 +49,7 @@ def test_26_poisoned_newest_checkpoint(stage: Stage, poison: str) -> None:
     stage.knobs()
     assert_nothing_lost(stage, run)
     said = run.log(2, "trainer-0").read_text()
-    assert "continuing after step 3 " in said
+    assert "continuing after step 3, " in said
     assert "s000006" in said, "it says what it passed over"
 
 

@@ -54,7 +54,7 @@ def test_11_killed_in_the_middle_of_a_save(stage: Stage) -> None:
     stage.preempt()
     stage.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", START_S, run)
     assert_nothing_lost(stage, run)
-    assert "continuing after step 3 " in run.log(2, "trainer-0").read_text()
+    assert "continuing after step 3, " in run.log(2, "trainer-0").read_text()
     assert not list(run.checkpoints.glob(".tmp-*"))
 
 

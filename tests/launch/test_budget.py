@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hpcrl.launch.budget import Verdict, bad_hosts, verdict
@@ -36,6 +38,11 @@ def test_crashes_without_progress_use_the_budget_up() -> None:
 
 def test_progress_between_crashes_counts_anew() -> None:
     assert judged(*[ended(number, "failed", step=number) for number in range(1, 20)]).goes_on
+
+
+def test_optimizer_steps_inside_a_step_are_progress() -> None:
+    crashes = [replace(ended(number, "failed", step=4), updates=number) for number in range(1, 9)]
+    assert judged(*crashes).goes_on
 
 
 def test_preemptions_never_use_it_up() -> None:
