@@ -142,7 +142,7 @@ BROKEN = [
     "publish:signal=SIGTERM",
     "score.micro_batch@2:signal=SIGTERM",
     "update.micro_batch@3:signal=SIGTERM",
-    "checkpoints.written:signal=SIGTERM",
+    "export:signal=SIGTERM",
     "wait@2:signal=SIGTERM",
     "",
 ]
