@@ -62,7 +62,7 @@ def _points_by_attempt(points: list[str]) -> str:
 @pytest.mark.parametrize(
     "points",
     [
-        pytest.param(["written", "renamed"], id="two"),
+        pytest.param(["written", "renamed"], id="two", marks=pytest.mark.faults_slow),
         pytest.param(["begin", "manifest", "synced", "committed", "trash"], id="others", marks=pytest.mark.faults_slow),
     ],
 )

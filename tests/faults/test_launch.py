@@ -116,6 +116,7 @@ def test_05_packed_on_the_same_nodes(stage: Stage) -> None:
 
 
 @pytest.mark.nodes(4)
+@pytest.mark.faults_slow
 def test_07_another_runs_server_at_the_address(stage: Stage) -> None:
     """What a run finds at its controller's address is another run's: refused by token, nothing of that run is touched, and it comes back."""
     ours, theirs = (
@@ -147,6 +148,7 @@ def test_08_held_by_slurm(stage: Stage) -> None:
     assert_nothing_lost(stage, run)
 
 
+@pytest.mark.faults_slow
 def test_39_submitted_from_inside_a_job(stage: Stage) -> None:
     """The variables of the job that submits do not leak into the run."""
     stage.write_experiment("run")

@@ -54,6 +54,7 @@ def test_23_engine_core_hangs_while_its_server_is_healthy(stage: Stage) -> None:
 
 
 @pytest.mark.nodes(3)
+@pytest.mark.faults_slow
 def test_23_out_of_memory_at_load(stage: Stage) -> None:
     """One replica never loads its model: it is given up after its restarts, and the other one does the work."""
     stage.knobs(**{"rollout-1": {"out_of_memory": True}})

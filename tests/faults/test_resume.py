@@ -14,6 +14,7 @@ from tests.faults.processes import send
 from tests.faults.stage import START_S, Stage
 
 
+@pytest.mark.faults_slow
 def test_32_started_twice(stage: Stage) -> None:
     """What runs cannot be submitted or resumed once more."""
     run = stage.submit()
@@ -97,6 +98,7 @@ def test_40_no_scontrol_on_compute_nodes(stage: Stage) -> None:
     assert_nothing_lost(stage, run)
 
 
+@pytest.mark.faults_slow
 def test_40_may_not_change_its_own_start(stage: Stage) -> None:
     """A site that lets no user update a job: the run waits as long as Slurm lets it, and comes back all the same."""
     folder = _programs(stage, "scontrol")
