@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -295,3 +296,27 @@ def test_this_machine_has_no_pool(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert "slurm.elastic.replicas: this machine has no partitions" in done.stderr
     assert nothing_made(tmp_path)
+
+
+def test_a_resumed_run_has_a_new_pool_and_not_the_old_one_too(tmp_path: Path) -> None:
+    count, noted = tmp_path / "count", tmp_path / "called"
+    programs = {
+        "sbatch": f'echo x >> {count}; echo "Submitted batch job $(wc -l < {count})"',
+        "scancel": f'echo "scancel $@" >> {noted}',
+        "squeue": "true",
+        "sacct": "true",
+    }
+    for name, program in programs.items():
+        path = tmp_path / "bin" / name
+        write_text(path, f"#!/bin/sh\n{program}\n", mode=0o755)
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    settings = ["trainer.run_name=mine", "slurm.elastic.replicas=2"]
+    assert hpcrl("submit", QUICKSTART, *settings, cwd=tmp_path, PATH=path).returncode == 0
+    run = Run(tmp_path / "runs" / "quickstart" / "mine")
+    first = json.loads(run.submission.read_text())
+    assert (first["job_id"], first["pool"]) == ("1_0", "2")
+    done = hpcrl("resume", "mine", cwd=tmp_path, PATH=path)
+    assert done.returncode == 0, done.stderr
+    second = json.loads(run.submission.read_text())
+    assert (second["job_id"], second["pool"]) == ("3_0", "4")
+    assert called(tmp_path) == ["scancel 2"]
