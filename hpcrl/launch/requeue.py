@@ -62,7 +62,7 @@ def requeue_this_job(*, start: str | None, exclude: Sequence[str]) -> None:
 def _avoided(job: str, exclude: Sequence[str]) -> str:
     """Return `exclude` with the hosts that the job's user excludes; empty where the user wants certain hosts, or too few are left."""
     shown = subprocess.run(["scontrol", "show", "job", "-o", job], capture_output=True, text=True, check=False).stdout
-    facts = dict(word.partition("=")[::2] for word in shown.split())
+    facts = {name: value for name, _, value in (word.partition("=") for word in shown.split())}
     wanted, excluded = facts.get("ReqNodeList", _NONE), facts.get("ExcNodeList", _NONE)
     if wanted != _NONE:
         return ""

@@ -24,13 +24,16 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpcrl.errors import CommitError
 from hpcrl.run.fault import fault
 
 Fence = Callable[[], None]
 """Raises CommitError if a newer attempt has begun."""
+
+Number = TypeVar("Number", int, tuple[int, int])
+"""By which committed directories are ordered: a step, a version, a position of training."""
 
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
@@ -250,7 +253,7 @@ def _verified(path: Path, checksums: bool) -> dict[str, Any]:
     return content
 
 
-def committed(parent: Path, number: Callable[[Path], int | None]) -> list[int]:
+def committed(parent: Path, number: Callable[[Path], Number | None]) -> list[Number]:
     """Return the numbers of the committed directories in `parent`, ascending."""
     return sorted(value for path in _children(parent) if (value := number(path)) is not None and is_committed(path))
 
