@@ -9,8 +9,11 @@ it was asked to stop, and then everything that it trained is committed, up to th
 from __future__ import annotations
 
 from hpcrl.run.fault import fault
+from hpcrl.run.parent import die_with_parent
 from hpcrl.run.signals import StopSignal
 
+if __name__ == "__main__":
+    die_with_parent()
 STOP = StopSignal()  # first: importing torch from a shared filesystem may take a minute
 fault("import")
 
@@ -25,7 +28,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from hpcrl.config import Config, max_seq_len, temperature
 from hpcrl.config.derive import checkpoint_interval
 from hpcrl.run.layout import Run
-from hpcrl.run.parent import die_with_parent
 from hpcrl.run.pulse import Pulse
 from hpcrl.trainer.build import build_critic, build_policy
 from hpcrl.trainer.checkpoint import Checkpoints, Start
@@ -48,7 +50,6 @@ from hpcrl.trainer.world import World, joined
 
 @record
 def main(run_dir: str) -> None:
-    die_with_parent()
     run, attempt = Run.open(run_dir), int(os.environ["HPCRL_ATTEMPT"])
     STOP.follow(run, attempt, PROCESS, speaks=os.environ["RANK"] == "0")
     pulse = Pulse(run, attempt, f"rank-{os.environ['RANK']}")

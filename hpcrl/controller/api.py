@@ -20,9 +20,9 @@ from hpcrl.controller.roster import TICK_S, Presence
 from hpcrl.controller.service import FINISHED, Service
 from hpcrl.errors import HpcrlError
 from hpcrl.run.call import authorized, headers
-from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import trainer_left
+from hpcrl.run.stop_request import stop_asked
 from hpcrl.types import GroupMeta
 
 WAIT_S = 10.0
@@ -142,9 +142,8 @@ class Api:
         service, finished_at = self._service, None
         presence = Presence(run, attempt, service.floor)
         while True:
-            request = read_json(run.stop)
-            if request and request["attempt"] == attempt:
-                await self.end(request["reason"])
+            if reason := stop_asked(run, attempt):
+                await self.end(reason)
             if not service.stop:
                 service.failure = service.failure or presence.failure(service.workers, service.version is not None)
             if service.failure:

@@ -23,15 +23,16 @@ from hpcrl.config import Config
 from hpcrl.errors import HpcrlError, RunError
 from hpcrl.launch.child import Child
 from hpcrl.launch.environment import Environments
-from hpcrl.launch.finish import is_of, settle
+from hpcrl.launch.finish import ended_before, settle
 from hpcrl.launch.network import choose_port, node_address
 from hpcrl.launch.place import Place
 from hpcrl.launch.plan import Node, make_plan, trainer_nodes
 from hpcrl.launch.replica import Restarts, concerns_the_run
 from hpcrl.launch.watchdog import Neighbours, Stall, Watchdog
+from hpcrl.run.awake import AwakeClock
 from hpcrl.run.commit import read_json, write_json
 from hpcrl.run.layout import Run
-from hpcrl.run.lease import GIVEN_UP, LeaseWriter, trainer_left
+from hpcrl.run.lease import CONTROLLER, GIVEN_UP, LeaseWriter, trainer_left
 from hpcrl.run.ledger import (
     Attempt,
     Kind,
@@ -39,9 +40,9 @@ from hpcrl.run.ledger import (
     open_attempt,
     outcome_of,
     read_attempts,
-    read_outcome,
     report_outcome,
 )
+from hpcrl.run.stop_request import ask_to_stop, stop_asked
 
 _POLL_S = 0.3
 _SHARED_S = 90.0
@@ -50,6 +51,7 @@ _RENDEZVOUS_TRIES = 5
 _CONSEQUENCE_S = 3.0
 _AGAIN_S = 2.0
 _DUMP_S = 2.0
+_TROUBLE_S = 60.0
 # Errors of ranks whose peer is gone: the peer's own report is awaited before one of these counts as the cause.
 _CONSEQUENCES = ("closed by peer", "reset by peer", "Broken pipe", "TCPStore", "NCCL")
 
@@ -57,7 +59,9 @@ _CONSEQUENCES = ("closed by peer", "reset by peer", "Broken pipe", "TCPStore", "
 class Agent:
     """Processes of one node in one attempt."""
 
-    def __init__(self, run: Run, config: Config, place: Place, attempt: Attempt, node: Node | None = None) -> None:
+    def __init__(
+        self, run: Run, config: Config, place: Place, attempt: Attempt, signals: list[int], node: Node | None = None
+    ) -> None:
         self._run, self._place, self._attempt = run, place, attempt.number
         plan = make_plan(config)
         self._node = node or plan[place.index]
@@ -71,7 +75,7 @@ class Agent:
             config, self._node, self._attempt, self._address, interface, pulses, place.local
         )
         self._watchdog = Watchdog(pulses, config.slurm.patience)
-        self._neighbours = Neighbours(run, self._attempt, self._node.index, self._trainer_nodes, place.hosts)
+        self._neighbours = Neighbours(run, self._attempt, self._node.index, self._trainer_nodes, attempt.hosts)
         self._children: dict[str, Child] = {}
         self._restarts = {
             f"rollout-{replica}": Restarts(config.slurm.replica_restarts) for replica in self._node.replicas
@@ -82,7 +86,7 @@ class Agent:
         self._stop_reason: str | None = None
         self._stop_deadline = float("inf")
         self._told_ranks = float("-inf")
-        self._signals: list[int] = []
+        self._signals = signals
         self._stacks_shown = read_json(run.stacks_request)
         self.alone = False
 
@@ -90,22 +94,32 @@ class Agent:
         """Start this node's processes and return when the attempt has an outcome.
 
         Raises:
-            RunError: a newer attempt has begun: this one was thought dead.
+            RunError: the run directory cannot be read or written for a minute.
         """
-        for number in (signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(number, lambda got, _frame: self._signals.append(got))
-        signal.signal(signal.SIGCONT, lambda _got, _frame: None)  # submitit would count it
+        trouble, clock = None, AwakeClock(_TROUBLE_S)
         try:
             self._start()
-            while not self._ends():
-                self._look_for_stop()
-                self._look_at_children()
-                self._look_for_stalls()
-                self._look_at_neighbours()
-                self._show_stacks()
+            while True:
+                try:
+                    if self._ends():
+                        return
+                    self._look()
+                    trouble = None
+                except OSError as error:  # a filesystem server that restarts must not cost the attempt
+                    trouble = clock.now() if trouble is None else trouble
+                    if clock.now() - trouble > _TROUBLE_S:
+                        raise RunError(f"{self._run.path} cannot be used since {_TROUBLE_S:.0f} s: {error}") from error
+                    print(f"waiting for the filesystem: {error}", flush=True)
                 time.sleep(_POLL_S)
         finally:
             self._end()
+
+    def _look(self) -> None:
+        self._look_for_stop()
+        self._look_at_children()
+        self._look_for_stalls()
+        self._look_at_neighbours()
+        self._show_stacks()
 
     def _ends(self) -> bool:
         return outcome_of(self._run, self._attempt) is not None
@@ -167,15 +181,16 @@ class Agent:
         self._spawn(name, command, signal.SIGHUP, deaf=True, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=patience)
 
     def _look_for_stop(self) -> None:
-        request = read_json(self._run.stop)
-        asked = request is not None and request["attempt"] == self._attempt
-        if self._signals and not asked:
-            request, asked = {"attempt": self._attempt, "reason": "interrupted"}, True
-            write_json(self._run.stop, request)
-        if asked and request and self._stop_reason is None:
-            self._stop_reason = request["reason"]
-            print(f"stopping: {self._stop_reason}", flush=True)
+        reason = stop_asked(self._run, self._attempt)
+        if self._signals and reason is None:
+            reason = "interrupted"
+        if reason and self._stop_reason is None:
+            if reason == "interrupted":
+                ask_to_stop(self._run, self._attempt, reason)
             self._stop_deadline = time.monotonic() + self._saving_s
+        if reason and self._stop_reason != reason:  # whoever cancels what is being requeued means it
+            self._stop_reason = reason
+            print(f"stopping: {reason}", flush=True)
         if signal.SIGUSR2 in self._signals:  # so long before its time limit, Slurm ends the job without requeuing it
             self._signals = []
             self._stop_deadline = min(self._stop_deadline, time.monotonic() + self._grace_s)
@@ -190,7 +205,7 @@ class Agent:
             self._follow_rendezvous()
         for name, child in list(self._children.items()):
             status = child.poll()
-            if status is None or status == 0 or self._stop_reason:
+            if status is None or self._stop_reason or (status == 0 and not self._left_too_early(name)):
                 continue
             if name in self._restarts and not concerns_the_run(status):
                 self._replica_failed(child)
@@ -202,6 +217,11 @@ class Agent:
                 self._start_replica(name)
         if self._node.index == 0:
             self._look_for_the_end()
+
+    def _left_too_early(self, name: str) -> bool:
+        """Return whether a replica that has ended in order was not told to: somebody on its node was."""
+        lease = read_json(self._run.lease(CONTROLLER)) if name in self._restarts else None
+        return lease is not None and lease["attempt"] == self._attempt and lease["facts"].get("stop", "") is None
 
     def _look_for_the_end(self) -> None:
         if self._stop_reason and not self._rendezvous:
@@ -225,6 +245,7 @@ class Agent:
         restarts, error = self._restarts[child.name], child.first_error()
         del self._children[child.name]
         child.end(0.0)
+        self._watchdog.forget(child.name)
         restarts.ended()
         what = GIVEN_UP if restarts.given_up else f"to be started again ({restarts.used})"
         print(f"{error}; {what}", flush=True)
@@ -252,8 +273,10 @@ class Agent:
 
     def _look_for_stalls(self) -> None:
         first = self._node.index * self._node.ranks
-        ranks = [f"rank-{first + rank}" for rank in range(self._node.ranks) if self._rendezvous]
-        expected = [name for name in self._children if not name.startswith("trainer")] + ranks
+        living = [name for name, child in self._children.items() if child.poll() is None]
+        training = f"trainer-{self._node.index}" in living
+        ranks = [f"rank-{first + rank}" for rank in range(self._node.ranks) if training]
+        expected = [name for name in living if not name.startswith("trainer")] + ranks
         for stall in self._watchdog.look(expected):
             if stall.process in self._restarts:
                 print(f"{stall}; ending it", flush=True)
@@ -269,8 +292,13 @@ class Agent:
         self._show_stacks()
         time.sleep(_DUMP_S)
         where = self._run.stacks(self._attempt, stall.process)
-        host = self._place.hosts[self._place.index]
-        self._report("hang", f"{stall} on {host}; the stacks of all processes: {where.parent}", blamed=True)
+        told = f"{stall} on {self._place.hosts[self._place.index]}; the stacks of all processes: {where.parent}"
+        if self._stop_reason:
+            self._report_stop(told)
+        else:
+            self._report(
+                "hang", told
+            )  # in a collective all ranks stand still, and the first to be noticed is not to blame
 
     def _look_at_neighbours(self) -> None:
         if lost := self._neighbours.lost():
@@ -323,18 +351,28 @@ def log_to(path: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
+def listen() -> list[int]:
+    """Return a list that gets each SIGTERM and SIGUSR2 from now on, in place of what submitit does with them."""
+    signals = list[int]()
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda got, _frame: signals.append(got))
+    signal.signal(signal.SIGCONT, lambda _got, _frame: None)  # submitit would count it
+    return signals
+
+
 def main(path: str) -> None:
     """Run the agent of this node for the run at `path`; ends the process."""
+    signals = listen()
     run, place = Run(Path(path)), Place.here()
-    before = read_outcome(run)
-    if before and before.final and is_of(run, before, place.job) and (place.restarts or not read_attempts(run)):
+    before = ended_before(run, place.job)
+    if before and (place.restarts or not read_attempts(run)):
         print(f"attempt {before.attempt} ended as {before.kind}; nothing to do", flush=True)
         sys.exit(0)
     attempt = _await_attempt(run, place)
     log_to(run.log(attempt.number, f"agent-{place.index}"))
     message, agent = "the agent ended without an outcome; its log says why", None
     try:
-        agent = Agent(run, Config.from_toml([run.config]), place, attempt)
+        agent = Agent(run, Config.from_toml([run.config]), place, attempt, signals)
         agent.supervise()
     except HpcrlError as error:
         message = f"{type(error).__name__}: {error}"

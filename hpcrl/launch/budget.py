@@ -13,7 +13,8 @@ from hpcrl.run.ledger import Attempt, Outcome, read_attempts, read_outcomes
 
 _CRASHES = ("failed", "hang")
 _CRASHES_OF_A_BAD_NODE = 2
-_ALIKE = re.compile(r"\b(ConfigError|DataError)\b")  # what is wrong is in files that only a person changes
+# hpcrl's own: what is wrong is in files that only a person changes
+_ALIKE = re.compile(r"(?<![\w.])(?:hpcrl\.errors\.)?(?:ConfigError|DataError): ")
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def slurm_executor(submission: Submission) -> ArrayExecutor:
     slurm, plan = config.slurm, make_plan(config)
     rollout_nodes = len(plan) - trainer_nodes(plan)
     survives = rollout_nodes > (0 if slurm.elastic.replicas else 1)  # the loss of a node that has some of the replicas
-    finish = f"{_quote(Path(sys.executable))} -m hpcrl.launch.finish {_quote(submission.element_list)}; exit $?"
+    finish = f"{_quote(Path(sys.executable))} -m hpcrl.launch.finish {_quote(submission.element_list)} $?; exit $?"
     parameters = _common(config, submission.folder) | {
         "job_name": f"hpcrl-{submission.folder.name}",
         "comment": f"hpcrl:{submission.folder.name}",

@@ -7,14 +7,14 @@ run; Slurm may take it away at any time, and the end of its batch script (pool_f
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 
 from hpcrl.config import Config, engine_gpus
-from hpcrl.errors import HpcrlError, SubmitError
-from hpcrl.launch.agent import Agent, log_to
+from hpcrl.errors import HpcrlError, SubmitError, UserCodeError
+from hpcrl.launch.agent import Agent, listen, log_to
+from hpcrl.launch.child import Child
 from hpcrl.launch.elastic import AGAIN, current_attempt, unwanted
 from hpcrl.launch.place import Place
 from hpcrl.launch.plan import Node, make_plan
@@ -31,10 +31,12 @@ _IDLE_S = 300.0
 class PoolAgent(Agent):
     """One replica of the pool in one attempt."""
 
-    def __init__(self, run: Run, config: Config, place: Place, attempt: Attempt, replica: int) -> None:
+    def __init__(
+        self, run: Run, config: Config, place: Place, attempt: Attempt, signals: list[int], replica: int
+    ) -> None:
         gpus = engine_gpus(config.generator.inference_engine) if config.slurm.gpus_per_node else 0
         node = Node(len(make_plan(config)) + replica, "rollout", 0, (replica,), gpus, 0)
-        super().__init__(run, config, place, attempt, node)
+        super().__init__(run, config, place, attempt, signals, node)
         self.left = False
 
     @property
@@ -50,6 +52,13 @@ class PoolAgent(Agent):
             self.left, self._stop_reason = True, "taken away"
             print("this element is taken away", flush=True)
 
+    def _failed(self, child: Child) -> None:
+        """This element's place may lack files that others have: only what users wrote ends the attempt from here."""
+        if child.poll() == UserCodeError.exit_code:
+            super()._failed(child)
+        else:
+            self._replica_failed(child)
+
     def _look_at_neighbours(self) -> None:
         """What becomes of the run without its first node is not for this element to say: Slurm may be starting it again."""
         if lost := self._neighbours.lost():
@@ -59,10 +68,8 @@ class PoolAgent(Agent):
 
 def main(path: str, replica: int) -> None:
     """Keep replica number `replica` of the run at `path` going; ends the process."""
-    run, place, signals = Run(Path(path)), Place.here(), list[int]()
-    for number in (signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, lambda got, _frame: signals.append(got))
-    signal.signal(signal.SIGCONT, lambda _got, _frame: None)  # submitit would count it
+    signals = listen()
+    run, place = Run(Path(path)), Place.here()
     try:
         status = _serve(run, place, replica, signals)
     except HpcrlError as error:
@@ -82,7 +89,7 @@ def _serve(run: Run, place: Place, replica: int, signals: list[int]) -> int:
         if attempt is not None and attempt.number != lost and outcome_of(run, attempt.number) is None:
             print(f"rollout-{replica} in attempt {attempt.number}", flush=True)
             log_to(run.log(attempt.number, f"agent-pool-{replica}"))
-            agent = PoolAgent(run, Config.from_toml([run.config]), place, attempt, replica)
+            agent = PoolAgent(run, Config.from_toml([run.config]), place, attempt, signals, replica)
             agent.supervise()
             if agent.left:
                 break

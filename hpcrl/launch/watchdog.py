@@ -21,6 +21,7 @@ from hpcrl.run.pulse import Beat, read_pulses
 _LONGEST_PAUSE_S = 2.0
 _PROBE_S = 1.0
 _NO_ANSWER_S = 6.0
+_START_S = 90.0
 _SILENT_S = 60.0  # network filesystems may show a file that has changed as late as that
 
 
@@ -77,23 +78,29 @@ class Watchdog:
         """Send a signal to the processes that have a pulse, those alone whose name begins with `prefix`."""
         for beat in read_pulses(self._pulses):
             if beat.process.startswith(prefix):
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError, PermissionError):  # its number may be another's by now
                     os.kill(beat.pid, number)
 
 
 class Neighbours:
     """Whether the other nodes are still there.
 
-    Node 0 listens for the leases of the other trainer nodes. The others ask whether somebody listens where the controller was, which
-    is on node 0 and does not outlive its agent.
+    Node 0 listens for the leases of the others: all have to come, and those of the trainer to stay. The others ask whether somebody listens
+    where the controller was, which is on node 0 and does not outlive its agent. Where nobody can be reached at all it may be the network,
+    and the lease of node 0 decides.
+
+    Args:
+        trainers: how many nodes the trainer has, the first ones.
+        hosts: of all nodes that Slurm starts together.
     """
 
     def __init__(self, run: Run, attempt: int, index: int, trainers: int, hosts: Sequence[str]) -> None:
         self._run, self._attempt, self._index, self._hosts = run, attempt, index, hosts
-        self._awaited = {f"agent-{other}": hosts[other] for other in range(1, trainers)} if index == 0 else {}
+        self._others = {f"agent-{other}": hosts[other] for other in range(1, len(hosts))} if index == 0 else {}
+        self._needed = {f"agent-{other}" for other in range(1, trainers)}
         self._lease = LeaseWriter(run, f"agent-{index}", attempt)
         self._clock, self._probed, self._answered = AwakeClock(_LONGEST_PAUSE_S), 0.0, None
-        self._heard: dict[str, tuple[float, float]] = {}
+        self._heard: dict[str, tuple[float, float]] = {}  # renewed by the other's clock, seen by ours
 
     def lost(self) -> str | None:
         """Return what is wrong with another node, or None. To be asked several times per second."""
@@ -102,34 +109,45 @@ class Neighbours:
         if now - self._probed < _PROBE_S:
             return None
         self._probed = now
+        os.listdir(self._run.endpoints)
+        for lease in read_leases(self._run, self._attempt):
+            renewed, since = self._heard.get(lease.process, (0.0, now))
+            self._heard[lease.process] = lease.renewed, now if lease.renewed != renewed else since
         return self._silent(now) if self._index == 0 else self._unreachable(now)
 
     def _silent(self, now: float) -> str | None:
-        if not self._awaited:
-            return None
-        os.listdir(self._run.endpoints)
-        for lease in read_leases(self._run, self._attempt):
-            if lease.process in self._awaited:
-                renewed, since = self._heard.get(lease.process, (0.0, now))
-                self._heard[lease.process] = lease.renewed, now if lease.renewed != renewed else since
-        for process, (_, since) in self._heard.items():
-            if now - since > _SILENT_S:
-                return f"nothing was heard of {self._awaited[process]}, a node of the trainer, for {now - since:.0f} s"
+        for process, host in self._others.items():
+            if process not in self._heard and now > _START_S:
+                return (
+                    f"nothing was heard of {host} for {now:.0f} s: does it see {self._run.path}? slurm.root must lie on a filesystem "
+                    "that all nodes share"
+                )
+            silence = now - self._heard[process][1] if process in self._heard else 0.0
+            if process in self._needed and silence > _SILENT_S:
+                return f"nothing was heard of {host}, a node of the trainer, for {silence:.0f} s"
         return None
 
     def _unreachable(self, now: float) -> str | None:
         lease = read_json(self._run.lease(CONTROLLER))
         url = lease["facts"].get("url") if lease and lease["attempt"] == self._attempt else None
-        if lease is None or url is None or lease["state"] == "finished":
+        if lease and lease["attempt"] == self._attempt and lease["state"] == "finished":
             return None
-        address = urlsplit(url)
-        assert address.hostname
-        assert address.port
-        try:
-            socket.create_connection((address.hostname, address.port), timeout=_PROBE_S).close()
-        except OSError as error:
-            if self._answered is not None and now - self._answered > _NO_ANSWER_S:
-                return f"{self._hosts[0]}, the first node, does not answer: {error}"
-        else:
-            self._answered = now
+        refused = None
+        if url:
+            address = urlsplit(url)
+            assert address.hostname
+            assert address.port
+            try:
+                socket.create_connection((address.hostname, address.port), timeout=_PROBE_S).close()
+            except ConnectionRefusedError as error:
+                refused = error
+            except OSError:
+                pass
+            else:
+                self._answered = now
+        if refused and self._answered is not None and now - self._answered > _NO_ANSWER_S:
+            return f"{self._hosts[0]}, the first node, does not answer: {refused}"
+        heard = max(self._heard.get("agent-0", (0.0, 0.0))[1], self._answered or 0.0)
+        if now - heard > _SILENT_S:
+            return f"nothing was heard of {self._hosts[0]}, the first node, for {now - heard:.0f} s"
         return None

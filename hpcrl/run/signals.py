@@ -9,9 +9,9 @@ import threading
 import time
 from types import FrameType
 
-from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import LeaseWriter
+from hpcrl.run.stop_request import stop_asked
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 """Slurm's two ways to announce the end; which of them comes, how often and in which order is up to the cluster."""
@@ -85,8 +85,7 @@ class StopSignal:
                 now,
                 followed or now,
             )  # before it followed a run it could not have known whether it was asked
-            request = read_json(self._run.stop)
-            if request is not None and request["attempt"] == self._attempt:
+            if stop_asked(self._run, self._attempt):
                 self.hear()
                 if not self.at_stake and now - max(self.since or now, followed) > _ALONE_S:
                     self._leave(self._run)

@@ -19,13 +19,13 @@ AGENT = """
 import sys
 from pathlib import Path
 from hpcrl.config import Config
-from hpcrl.launch.agent import Agent
+from hpcrl.launch.agent import Agent, listen
 from hpcrl.launch.place import Place
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import read_attempts
 run = Run(Path(sys.argv[1]))
 place = Place(int(sys.argv[2]), ["here", "there"], "local-1", 0, True)
-Agent(run, Config.from_toml([run.config]), place, read_attempts(run)[-1]).supervise()
+Agent(run, Config.from_toml([run.config]), place, read_attempts(run)[-1], listen()).supervise()
 """
 HEAD = """
 import os, sys, time

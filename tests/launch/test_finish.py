@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.launch.finish import concluded, ended_before
 from hpcrl.run.commit import write_json, write_text
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import Kind, open_attempt, report_outcome
+from hpcrl.run.stop_request import ask_to_stop
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
@@ -34,11 +36,52 @@ def start_finish(tmp_path: Path, resume_mode: str, kind: Kind) -> subprocess.Pop
         "SLURM_ARRAY_TASK_ID": "0",
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "hpcrl.launch.finish", str(tmp_path / "elements.json")],
+        [sys.executable, "-m", "hpcrl.launch.finish", str(tmp_path / "elements.json"), "0"],
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+def run_of(tmp_path: Path) -> Run:
+    run = Run(tmp_path / "run")
+    write_text(run.config, Config.from_toml([QUICKSTART]).to_toml())
+    return run
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(143, "interrupted"), (140, "interrupted"), (1, "failed"), (137, "failed")]
+)
+def test_agents_that_ended_before_they_began(tmp_path: Path, status: int, kind: Kind) -> None:
+    """SIGTERM and SIGUSR2 are Slurm's, also to a process that has not come so far as to listen."""
+    outcome = concluded(run_of(tmp_path), "7_0.0", status)
+    assert (outcome.attempt, outcome.kind) == (1, kind)
+
+
+def test_an_attempt_that_was_told_to_leave_and_killed_is_no_crash(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    open_attempt(run, "7_0.0", ["n1"])
+    ask_to_stop(run, 1, "interrupted")
+    assert concluded(run, "7_0.0", 137).kind == "interrupted"
+
+
+def test_cancel_wins_over_whatever_else_ends_the_attempt(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    open_attempt(run, "7_0.0", ["n1"])
+    ask_to_stop(run, 1, "cancelled")
+    report_outcome(run, 1, "hang", "rank-0 has made no progress", "agent-0")
+    assert concluded(run, "7_0.0", 1).kind == "cancelled"
+
+
+def test_cancel_wins_over_a_requeue_by_slurm(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    open_attempt(run, "7_0.0", ["n1"])
+    ask_to_stop(run, 1, "cancelled")
+    assert ended_before(run, "7_0.0") is None, "the attempt itself still runs"
+    assert ended_before(run, "9_0.0") is None, "a person has resumed it"
+    before = ended_before(run, "7_0.1")
+    assert before is not None
+    assert before.kind == "cancelled"
 
 
 def test_interrupted_run_is_requeued_and_the_script_waits_to_be_ended(tmp_path: Path) -> None:

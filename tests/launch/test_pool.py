@@ -258,7 +258,7 @@ def test_the_end_of_the_run_takes_its_pool_away(tmp_path: Path) -> None:
     open_attempt(run, f"{POOL}_1.0", ["n1"])
     report_outcome(run, 1, "done", "finished", "agent-0")
     write_json(tmp_path / "elements.json", [None, str(run.path)])
-    with batch_end(tmp_path, "hpcrl.launch.finish", str(tmp_path / "elements.json")) as process:
+    with batch_end(tmp_path, "hpcrl.launch.finish", str(tmp_path / "elements.json"), "0") as process:
         assert process.wait(30) == 0
     assert called(tmp_path) == ["scancel 12"]
 

@@ -121,6 +121,39 @@ def test_trainer_node_of_which_nothing_is_heard(tmp_path: Path, monkeypatch: pyt
     assert lost.startswith("nothing was heard of n2, a node of the trainer")
 
 
+def test_node_that_never_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_START_S", 0.3)
+    monkeypatch.setattr(watchdog, "_PROBE_S", 0.02)
+    run = Run(tmp_path)
+    first = Neighbours(run, 1, 0, 1, ["n1", "n2", "n3"])
+    LeaseWriter(run, "agent-1", 1).say("watching")
+    deadline, lost = time.monotonic() + 10, None
+    while lost is None:
+        assert time.monotonic() < deadline
+        lost = first.lost()
+        time.sleep(0.02)
+    assert lost.startswith("nothing was heard of n3 for")
+    assert "slurm.root must lie on a filesystem that all nodes share" in lost
+
+
+def test_first_node_that_is_gone_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address answers nothing: as long as its lease is renewed, that is the network's trouble."""
+    monkeypatch.setattr(watchdog, "_SILENT_S", 0.3)
+    monkeypatch.setattr(watchdog, "_PROBE_S", 0.02)
+    run, zero = Run(tmp_path), LeaseWriter(Run(tmp_path), "agent-0", 1)
+    other = Neighbours(run, 1, 1, 1, ["n1", "n2"])
+    began, lost = time.monotonic(), None
+    while time.monotonic() < began + 0.8:
+        zero.say(f"watching {time.monotonic()}")
+        assert other.lost() is None
+        time.sleep(0.02)
+    while lost is None:
+        assert time.monotonic() < began + 10
+        lost = other.lost()
+        time.sleep(0.02)
+    assert lost.startswith("nothing was heard of n1, the first node")
+
+
 def test_restarts_of_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
