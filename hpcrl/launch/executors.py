@@ -160,6 +160,10 @@ def _executor(folder: Path, parameters: dict[str, Any], asked: SlurmConfig | Ela
     if asked.cpus_per_task is not None:
         parameters["cpus_per_task"] = asked.cpus_per_task
         parameters["srun_args"] = [*parameters["srun_args"], f"--cpus-per-task={asked.cpus_per_task}"]
+    # submitit's own names begin with a directory that it makes once sbatch has answered; Slurm fails a job that starts before that
+    log = f"{folder}/%A_%a_%t.out"
+    parameters["srun_args"] = [f"--output={log}", *parameters["srun_args"]]
+    parameters["additional_parameters"] = {"output": log.replace("%t", "batch"), **parameters["additional_parameters"]}
     executor = ArrayExecutor(folder=folder / "%j")
     executor.update_parameters(**parameters)
     return executor

@@ -4,7 +4,7 @@
   config.toml                      resolved; the only configuration a job reads
   config.<attempt>.toml            what it was up to this attempt, where `hpcrl resume` changed it after
   code/                            snapshot of hpcrl/ and jobs/ that this run uses
-  slurm -> ../.slurm/<name>        submitit's folder: sbatch script, pickles, agent logs
+  slurm -> ../.slurm/<name>        submitit's folder: sbatch script, pickles, output of the batch script and of what no log has
   submission.json                  job id, executor, overrides
   attempts.jsonl                   each start of the run
   outcomes/<attempt>.json          how that attempt ended

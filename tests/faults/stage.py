@@ -276,7 +276,7 @@ class Stage:
         for one in [run] if run else [self.run_of(p.stem) for p in self.path.glob("runs/faults/[!.]*")]:
             parts += [self.told("status", str(one.path)), f"processes: {list(map(command_of, processes_of(one)))}"]
             parts += [logs_of(one)]
-            parts += [path.read_text(errors="replace")[-3000:] for path in one.slurm.resolve().glob("*/*_log.out")]
+            parts += [path.read_text(errors="replace")[-3000:] for path in one.slurm.resolve().glob("*.out")]
         return "\n".join(parts)
 
     def end(self) -> None:

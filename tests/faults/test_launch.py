@@ -73,10 +73,6 @@ def test_03_killed_before_it_could_note_the_job(stage: Stage) -> None:
     assert_nothing_lost(stage, run)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Slurm fails a job that starts before submitit has made the directory of its output, which has the job's id in its name",
-)
 def test_04_starts_before_submit_is_done_and_outlives_the_checkout(stage: Stage) -> None:
     """The job starts while submit still waits for sbatch, and the code it was submitted from is broken then: it uses the snapshot."""
     checkout = stage.path / "checkout"
