@@ -30,7 +30,7 @@ def attach(run: Run, node: str | None, role: str | None, command: Sequence[str])
         RunError: the run has no processes now, or no such node.
     """
     state = states_of([run])[0]
-    if state.over or state.attempt == 0 or state.job.waiting or state.outcome is not None:
+    if state.over or state.attempt == 0 or state.word == "starting" or state.job.waiting or state.outcome is not None:
         raise RunError(f"{run.name} is {state.word}: it has no processes to attach to ({state.detail})")
     plan, hosts = make_plan(Config.from_toml([run.config])), read_attempts(run)[-1].hosts
     chosen = choose(plan, hosts, node, role)

@@ -105,6 +105,6 @@ def requeue(run: Run) -> None:
         )
     if state.job.name == "PENDING":
         raise RunError(f"{run.name} waits in the queue already: {state.detail}")
-    if state.attempt == 0 or state.outcome is not None:
+    if state.attempt == 0 or state.word == "starting" or state.outcome is not None:
         raise RunError(f"{run.name} is {state.word}; try again in a moment")
     write_json(run.stop, {"attempt": state.attempt, "reason": "interrupted"})

@@ -24,7 +24,7 @@ def stacks(run: Run, patience_s: float = 20.0) -> dict[str, str]:
         RunError: the run does not run, or no process answered.
     """
     state = states_of([run])[0]
-    if state.over or state.attempt == 0 or state.outcome is not None:
+    if state.over or state.attempt == 0 or state.word == "starting" or state.outcome is not None:
         raise RunError(f"{run.name} is {state.word}: it has no processes that could show their stacks")
     folder = run.stacks(state.attempt, "any").parent
     before = {path.name: path.stat().st_size for path in folder.glob("*.txt")}

@@ -16,6 +16,7 @@ from hpcrl.run.ledger import Attempt, Outcome, outcome_of, read_attempts
 
 _STANDING = ("SUSPENDED", "STOPPED")
 _LEAVING = ("COMPLETING", "STAGE_OUT", "SIGNALING")
+_SKEW_S = 60.0  # between the clocks of slurmctld and of a node
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,17 @@ class _View:
 
     @property
     def _restarted(self) -> bool:
-        """Whether Slurm started the job again after the newest attempt ended."""
-        began = started(self.job)
-        return self.outcome is not None and began is not None and began > self.outcome.ended
+        """Whether Slurm started the job again after the newest attempt, of which nobody has to have told the end.
+
+        squeue gives restarts by its long format alone, which cuts names off; so this goes by the clocks, unless a process of the
+        attempt was heard of just now: what is at work must never be taken for gone.
+        """
+        began, silence = started(self.job), self.progress.silence
+        if self.attempt is None or began is None:
+            return False
+        if self.outcome is not None:
+            return began > self.outcome.ended
+        return began > self.attempt.started + _SKEW_S and (silence is None or silence > SILENT_S)
 
     def _waiting(self) -> tuple[str, str, str]:
         why = explain(self.job, self.submission.get("job_id", ""))

@@ -14,6 +14,8 @@ import pytest
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch import registry, scheduler
 from hpcrl.launch.registry import all_runs, find_run, known_states, states_of
+from hpcrl.launch.requeue import requeue
+from hpcrl.launch.stacks import stacks
 from hpcrl.launch.state import RunState
 from hpcrl.launch.stop import cancel
 from hpcrl.run.commit import committed_directory, write_json, write_text
@@ -109,6 +111,26 @@ def test_preempted_run_waits_and_starts_again(run: Run, tmp_path: Path, monkeypa
     assert "goes on from s000004" in state(run).detail
     squeue(monkeypatch, tmp_path, f"7|RUNNING|{FUTURE}|None|")
     assert state(run).word == "starting", "the job started after the outcome: that is of the attempt before"
+
+
+def test_job_that_restarts_after_a_death_without_a_word_is_starting(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node failed, or there was no grace time: the last attempt has no outcome, and nobody who would hear a request."""
+    submitted(run)
+    open_attempt(run, "7.0", ["n1"])
+    LeaseWriter(run, "trainer", 1).say("step 41/50", step=41, total=50)
+    squeue(monkeypatch, tmp_path, f"7|RUNNING|{FUTURE}|None|")
+    assert state(run).word == "running", "the clocks are wrong, but somebody was heard of just now"
+    os.utime(run.lease("trainer"), (time.time() - 100, time.time() - 100))
+    assert (state(run).word, state(run).detail) == ("starting", "its job runs, its agents have not begun")
+    with pytest.raises(RunError, match="try again in a moment"):
+        requeue(run)
+    with pytest.raises(RunError, match="no processes"):
+        stacks(run)
+    told = scancel(tmp_path)
+    assert (cancel(run, 60.0).word, told.read_text()) == ("cancelled", "7\n")
+    assert not run.stop.exists()
 
 
 def test_crash_that_was_queued_again_says_how_often(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
