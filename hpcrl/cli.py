@@ -152,12 +152,13 @@ def _short(run: Run) -> str:
 
 def _follow(runs: list[Run]) -> int:
     """Show the first run until all are over; return 1 if one of them failed."""
+    from hpcrl.launch.lookout import Lookout
     from hpcrl.launch.registry import known_states, states_of
     from hpcrl.observe.view import follow
 
     try:
         for run in runs:
-            follow(run, lambda run=run: known_states([run])[0].over)
+            follow(run, Lookout(run, known_states).over)
     except KeyboardInterrupt:
         print(f"\nThe run goes on. hpcrl cancel {_short(runs[0])} ends it.")
         return 0
@@ -171,6 +172,7 @@ def _follow(runs: list[Run]) -> int:
 def _logs(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import RunError
     from hpcrl.launch import logs
+    from hpcrl.launch.lookout import Lookout
     from hpcrl.launch.registry import default_root, find_run, known_states
 
     run = find_run(arguments.run, arguments.root or default_root())
@@ -178,7 +180,7 @@ def _logs(arguments: argparse.Namespace) -> int:
         raise RunError("--follow shows all attempts; leave out --attempt, or --follow")
     if arguments.follow:
         try:
-            logs.follow(run, arguments.role, lambda: known_states([run])[0].over)
+            logs.follow(run, arguments.role, Lookout(run, known_states).over)
         except KeyboardInterrupt:
             return 0
     else:

@@ -51,7 +51,7 @@ def show(run: Run, role: str | None, attempt: int | None) -> dict[Path, int]:
 
 
 def follow(run: Run, role: str | None, over: Callable[[], bool]) -> None:
-    """Print the logs as they grow, through requeues, until the run is over."""
+    """Print the logs as they grow, through requeues, until the run is over; `over` is asked twice a second."""
     offsets: dict[Path, int] = {}
     while True:
         ended = over()

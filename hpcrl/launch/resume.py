@@ -14,13 +14,13 @@ from hpcrl.config import Config
 from hpcrl.config.changes import Change, changes
 from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.executors import Element, Submission
+from hpcrl.launch.lookout import LOOK_S, Lookout
 from hpcrl.launch.preflight import check_files
 from hpcrl.launch.registry import RunState, states_of
 from hpcrl.launch.submit import launch
 from hpcrl.run.commit import committed, write_text
 from hpcrl.run.layout import Run, step_of
 
-_POLL_S = 0.5
 _LEAVING_S = 60.0
 
 
@@ -90,9 +90,9 @@ def _alone(run: Run) -> Iterator[None]:
 
 
 def _ended(run: Run) -> RunState:
-    deadline = time.monotonic() + _LEAVING_S
-    while (state := states_of([run])[0]).word == "ending" and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    lookout, deadline = Lookout(run, states_of), time.monotonic() + _LEAVING_S
+    while (state := lookout.look()).word == "ending" and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
     if not state.over:
         raise RunError(f"{run.name} is {state.word}; there is nothing to resume")
     if state.word == "done":

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from hpcrl.errors import RunError
 from hpcrl.launch.elastic import cancel_pool
+from hpcrl.launch.lookout import LOOK_S, Lookout
 from hpcrl.launch.registry import RunState, states_of
 from hpcrl.launch.scheduler import cancel_slurm
 from hpcrl.run.commit import write_json
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import cancel_outcome
 
-_POLL_S = 0.5
 _LEAVING_S = 40.0  # Slurm kills what does not end 30 s after it was told, unless the site says otherwise
 
 
@@ -47,9 +47,11 @@ def cancel(run: Run, patience_s: float) -> RunState:
 
 
 def _await_end(run: Run, patience_s: float) -> RunState:
-    deadline = time.monotonic() + patience_s
-    while not (state := states_of([run])[0]).over and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    lookout, deadline = Lookout(run, states_of), time.monotonic() + patience_s
+    while not (state := lookout.look()).over:
+        if time.monotonic() > deadline:
+            return states_of([run])[0]
+        time.sleep(LOOK_S)
     return state
 
 

@@ -19,14 +19,13 @@ from hpcrl.observe.watch import Row, Watch, clock
 from hpcrl.run.layout import Run
 
 _LOOK_S = 0.5
-_ASK_S = 2.0
 
 
 def follow(run: Run, attempt_done: Callable[[], bool], console: Console | None = None) -> None:
     """Show a run until `attempt_done` says that it is over, then its summary; blocks.
 
     Args:
-        attempt_done: is asked every two seconds, because the answer may cost a call to the scheduler.
+        attempt_done: is asked twice a second.
         console: where to; None: the standard output.
     """
     console, watch = console or Console(), Watch(run)
@@ -39,14 +38,12 @@ def follow(run: Run, attempt_done: Callable[[], bool], console: Console | None =
 
 
 def _watch(watch: Watch, done: Callable[[], bool], show: Callable[[list[Row]], None]) -> None:
-    over, asked = done(), time.monotonic()
     while True:
+        over = done()
         show(watch.look())
         if over:
             return
         time.sleep(_LOOK_S)
-        if time.monotonic() - asked >= _ASK_S:
-            over, asked = done(), time.monotonic()
 
 
 def _board(run: Run, rows: list[Row]) -> Group:

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from hpcrl.errors import RunError, SubmitError
+from hpcrl.launch import lookout as lookout_module
 from hpcrl.launch import registry, scheduler
+from hpcrl.launch.lookout import Lookout
 from hpcrl.launch.registry import all_runs, find_run, known_states, states_of
 from hpcrl.launch.requeue import requeue
 from hpcrl.launch.stacks import stacks
@@ -218,6 +220,29 @@ def test_many_runs_cost_one_squeue(run: Run, tmp_path: Path, monkeypatch: pytest
     squeue(monkeypatch, tmp_path, *(f"7_{number}|PENDING|N/A|Priority|" for number in range(21)))
     assert [one.word for one in states_of([run, *others])] == ["pending"] * 21
     assert (tmp_path / "asked").read_text() == "\n"
+
+
+def test_who_waits_for_a_run_asks_slurm_seldom(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(run)
+    open_attempt(run, "7.0", ["n1"])
+    squeue(monkeypatch, tmp_path, f"7|RUNNING|{PAST}|None|")
+    lookout = Lookout(run, states_of)
+
+    def asked(looks: int) -> int:
+        before = len((tmp_path / "asked").read_text()) if (tmp_path / "asked").exists() else 0
+        for _ in range(looks):
+            lookout.look()
+        return len((tmp_path / "asked").read_text()) - before
+
+    assert asked(5) == 1
+    report_outcome(run, 1, "interrupted", "saved and stopped", "agent-0")
+    assert (asked(5), lookout.look().word) == (1, "ending"), "once when there is an outcome"
+    monkeypatch.setattr(lookout_module, "_LEAVING_S", 0.0)
+    squeue(monkeypatch, tmp_path, f"7|PENDING|{FUTURE}|BeginTime|")
+    assert (asked(5), lookout.look().word) == (1, "preempted"), "often while the job leaves, and seldom in the queue"
+    monkeypatch.setattr(lookout_module, "_ASK_S", 0.0)
+    squeue(monkeypatch, tmp_path, f"7|CANCELLED|{PAST}|None|")
+    assert lookout.over()
 
 
 def test_array_that_was_cancelled_before_it_began(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
