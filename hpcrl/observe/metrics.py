@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpcrl.run.fault import fault
 from hpcrl.run.layout import Run
+from hpcrl.run.space import explained
 
 _ALONE = ("trainer", "controller")
 
@@ -45,13 +47,17 @@ class MetricsWriter:
 
     Args:
         resume_step: step after which this attempt continues; 0 for a fresh start.
+
+    Raises:
+        CommitError: what is to be written cannot be, here and at each record: a run does not go on without its numbers.
     """
 
     def __init__(self, run: Run, process: str, attempt: int, resume_step: int) -> None:
         path = run.metrics_of(process)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._attempt = attempt
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._path, self._attempt = path, attempt
+        with explained(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         size = os.fstat(self._descriptor).st_size
         torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
         # A writer that was killed may have left half a line, which must not swallow the next one.
@@ -64,9 +70,11 @@ class MetricsWriter:
 
     def _append(self, before: bytes, line: dict[str, Any]) -> None:
         data = before + json.dumps(line).encode() + b"\n"
-        while data:  # one call as a rule; a signal or a full disk may split it
-            data = data[os.write(self._descriptor, data) :]
-        os.fsync(self._descriptor)
+        with explained(self._path):
+            fault("metrics")
+            while data:  # one call as a rule; a signal or a full disk may split it
+                data = data[os.write(self._descriptor, data) :]
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpcrl.run.commit import read_json, write_json
+from hpcrl.run.fault import fault
 from hpcrl.run.layout import Run
 from hpcrl.run.pulse import Pulse
 
@@ -47,6 +48,8 @@ class Lease:
 class LeaseWriter:
     """Writes the lease of this process; a state that has not changed is written at most every `RENEW_S` seconds.
 
+    Where the filesystem refuses, the process goes on unheard: a lease is not worth an attempt.
+
     Args:
         pulse: beats whenever something is said.
     """
@@ -56,6 +59,7 @@ class LeaseWriter:
         self._path, self._process, self._attempt = run.lease(process), process, attempt
         self._said: tuple[str, dict[str, Any]] | None = None
         self._renewed = 0.0
+        self._refused = False
 
     def say(self, state: str, **facts: Any) -> None:
         if self._pulse:
@@ -63,11 +67,21 @@ class LeaseWriter:
         now = time.time()
         if (state, facts) == self._said and now - self._renewed < RENEW_S:
             return
+        self._said, self._renewed = (state, facts), now
+        try:
+            self._write(Lease(self._process, self._attempt, state, facts, socket.gethostname(), os.getpid(), now))
+        except OSError as error:
+            if not self._refused:
+                print(
+                    f"{self._path} could not be written: {error.strerror}; `hpcrl status` may not hear of this process"
+                )
+            self._refused = True
+
+    def _write(self, lease: Lease) -> None:
         if (written := read_json(self._path)) and written["attempt"] > self._attempt:
             return  # this process was thought dead, and another has its place
-        lease = Lease(self._process, self._attempt, state, facts, socket.gethostname(), os.getpid(), now)
+        fault("lease")
         write_json(self._path, asdict(lease))
-        self._said, self._renewed = (state, facts), now
 
 
 def read_leases(run: Run, attempt: int | None = None) -> list[Lease]:

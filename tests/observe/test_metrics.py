@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.errors import CommitError
 from hpcrl.observe.metrics import MetricsReader, MetricsWriter, merged, read_metrics
+from hpcrl.run import fault
 from hpcrl.run.layout import Run
 
 
@@ -147,3 +149,16 @@ def test_a_writer_killed_in_the_middle_loses_only_its_last_line(run: Run) -> Non
 def test_metrics_need_no_torch() -> None:
     code = "import sys, hpcrl.observe.metrics, hpcrl.observe.summary; assert not {'torch', 'rich', 'tensorboard'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_full_disk_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "run")
+    with MetricsWriter(run, "trainer", 1, 0) as writer:
+        writer.write(1, {"a": 1.0})
+        monkeypatch.setattr(fault, "_passed", fault.Counter())
+        monkeypatch.setenv("HPCRL_FAULT", "metrics:raise=ENOSPC")
+        with pytest.raises(
+            CommitError, match=r"trainer\.jsonl could not be written: No space left.* free\).*make room"
+        ):
+            writer.write(2, {"a": 2.0})
+    assert [record.step for record in read_metrics(run)] == [1]
