@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 
 from hpcrl.errors import RunError
 from hpcrl.launch.registry import states_of
@@ -32,7 +33,8 @@ def stacks(run: Run, patience_s: float = 20.0) -> dict[str, str]:
     deadline, grown, settled = time.monotonic() + patience_s, dict[str, int](), 0.0
     while time.monotonic() < (settled or deadline):
         time.sleep(_POLL_S)
-        os.listdir(folder)
+        with suppress(FileNotFoundError):  # nobody has written there yet
+            os.listdir(folder)
         sizes = {path.name: path.stat().st_size for path in folder.glob("*.txt")}
         now = {name: size for name, size in sizes.items() if size > before.get(name, 0)}
         if now != grown:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from hpcrl.errors import RunError
@@ -62,6 +63,8 @@ def _take_away(state: RunState) -> None:
         cancel_slurm(job)
     # Agents end their processes when they see the outcome; the executor's process ends with its agents.
     elif state.job.active and _await_end(state.run, _LEAVING_S).job.active:
-        children = Path(f"/proc/{job}/task/{job}/children").read_text().split()
-        for child in children:  # the job's process is a shell above it
-            os.kill(int(child), signal.SIGTERM)
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            for child in (
+                Path(f"/proc/{job}/task/{job}/children").read_text().split()
+            ):  # the job's process is a shell above it
+                os.kill(int(child), signal.SIGTERM)
