@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+import tomllib
 from collections.abc import Collection, Sequence
 
 from hpcrl.errors import RunError
@@ -60,16 +61,25 @@ def requeue_this_job(*, start: str | None, exclude: Sequence[str]) -> None:
 
 
 def _avoided(job: str, exclude: Sequence[str]) -> str:
-    """Return `exclude` with the hosts that the job's user excludes; empty where the user wants certain hosts, or too few are left."""
-    shown = subprocess.run(["scontrol", "show", "job", "-o", job], capture_output=True, text=True, check=False).stdout
-    facts = {name: value for name, _, value in (word.partition("=") for word in shown.split())}
-    wanted, excluded = facts.get("ReqNodeList", _NONE), facts.get("ExcNodeList", _NONE)
-    if wanted != _NONE:
+    """Return `exclude` with the hosts that the job's user excludes; empty if too few are left.
+
+    Empty, too, where the user wants certain hosts or features, of which it is not known how many hosts have them.
+    """
+    facts = dict(word.split("=", 1) for word in _shown("job", "-o", job) if "=" in word)
+    wanted, features, excluded = (facts.get(name) for name in ("ReqNodeList", "Features", "ExcNodeList"))
+    if wanted != _NONE or features != _NONE or excluded is None:  # nor where they are not known
         return ""
-    listing = ["scontrol", "show", "hostnames", excluded]
-    own = subprocess.run(listing, capture_output=True, text=True, check=False).stdout if excluded != _NONE else ""
-    avoided = {*own.split(), *exclude}
+    own = _shown("hostnames", excluded) if excluded != _NONE else []
+    if not own and excluded != _NONE:  # what is set would take its place
+        return ""
+    avoided = {*own, *exclude}
     return ",".join(sorted(avoided)) if _others_suffice(avoided) else ""
+
+
+def _shown(*what: str) -> list[str]:
+    """Return the words of `scontrol show`, none where it fails."""
+    done = subprocess.run(["scontrol", "show", *what], capture_output=True, text=True, check=False)
+    return done.stdout.split() if done.returncode == 0 else []
 
 
 def _others_suffice(exclude: Collection[str]) -> bool:
@@ -92,7 +102,7 @@ def requeue(run: Run) -> None:
     """Ask a running run to save and to go back into the queue.
 
     Raises:
-        RunError: it does not run, or not on Slurm.
+        RunError: it does not run, not on Slurm, or would begin anew.
     """
     state = states_of([run])[0]
     if state.submission.get("executor") == "local":
@@ -107,4 +117,9 @@ def requeue(run: Run) -> None:
         raise RunError(f"{run.name} waits in the queue already: {state.detail}")
     if state.attempt == 0 or state.word == "starting" or state.outcome is not None:
         raise RunError(f"{run.name} is {state.word}; try again in a moment")
+    if tomllib.loads(run.config.read_text())["trainer"]["resume_mode"] == "none":
+        raise RunError(
+            f"{run.name} would lose all progress: trainer.resume_mode is none, so no attempt continues another; `hpcrl cancel {run.name}` "
+            "ends it"
+        )
     write_json(run.stop, {"attempt": state.attempt, "reason": "interrupted"})

@@ -6,6 +6,8 @@ import fcntl
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch import lookout as lookout_module
-from hpcrl.launch import registry, scheduler
+from hpcrl.launch import registry, scheduler, stop
 from hpcrl.launch.lookout import Lookout
 from hpcrl.launch.registry import all_runs, find_run, known_states, states_of
 from hpcrl.launch.requeue import requeue
@@ -243,6 +245,41 @@ def test_who_waits_for_a_run_asks_slurm_seldom(run: Run, tmp_path: Path, monkeyp
     monkeypatch.setattr(lookout_module, "_ASK_S", 0.0)
     squeue(monkeypatch, tmp_path, f"7|CANCELLED|{PAST}|None|")
     assert lookout.over()
+
+
+def test_run_that_never_continues_is_not_requeued_by_hand(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(run)
+    open_attempt(run, "7.0", ["n1"])
+    squeue(monkeypatch, tmp_path, f"7|RUNNING|{PAST}|None|")
+    requeue(run)
+    assert json.loads(run.stop.read_text()) == {"attempt": 1, "reason": "interrupted"}
+    run.stop.unlink()
+    write_text(run.config, CONFIG.replace("latest", "none"))
+    with pytest.raises(RunError, match="mine would lose all progress"):
+        requeue(run)
+    assert not run.stop.exists()
+
+
+def test_stacks_of_an_attempt_that_has_written_none(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted(run)
+    open_attempt(run, "7.0", ["n1"])
+    squeue(monkeypatch, tmp_path, f"7|RUNNING|{PAST}|None|")
+    with pytest.raises(RunError, match="no process of mine has shown its stacks"):
+        stacks(run, 0.3)
+
+
+def test_local_run_that_ends_while_it_is_cancelled(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process, which counts as running until it is to be told to end."""
+    command = [sys.executable, "-c", "import time; time.sleep(1)  # submitit"]
+    with subprocess.Popen(command) as process:
+        submitted(run, str(process.pid), "local")
+        monkeypatch.setattr(stop, "_LEAVING_S", 0.0)
+        alive = states_of([run])[0]
+        assert alive.job.active
+        monkeypatch.setattr(stop, "_await_end", lambda *_: alive if process.wait() == 0 else None)
+        assert cancel(run, 0.0) is alive
 
 
 def test_array_that_was_cancelled_before_it_began(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
