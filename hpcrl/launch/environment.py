@@ -23,7 +23,10 @@ class Environments:
         self, config: Config, node: Node, attempt: int, address: str, interface: str | None, pulses: Path, shared: bool
     ) -> None:
         self._node, self._interface, self._shared = node, interface, shared
-        self._cpus, self._width = config.slurm.cpus_per_task, engine_gpus(config.generator.inference_engine)
+        engine = config.generator.inference_engine
+        of_pool = any(replica >= engine.num_engines for replica in node.replicas)
+        self._cpus = (config.slurm.elastic if of_pool else config.slurm).cpus_per_task
+        self._width = engine_gpus(engine)
         self._own = {"HPCRL_ATTEMPT": str(attempt), "HPCRL_ADDRESS": address, DIRECTORY: str(pulses)}
 
     def of(self, name: str) -> dict[str, str]:
