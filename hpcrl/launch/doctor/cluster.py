@@ -129,9 +129,14 @@ def _preemption(config: Mapping[str, str], partition: Mapping[str, str]) -> Find
         )
         return warning("preemption", found, remedy)
     if grace < _SHORT_S:
+        after = (
+            "If it is late, it is not queued again: `hpcrl resume` continues it"
+            if "CANCEL" in mode
+            else "It is queued again in any case"
+        )
         remedy = (
             f"a preempted run has {grace or wait} s to save, and may come too late: set trainer.ckpt_interval so that you can spare what "
-            "lies between two checkpoints. It is queued again in any case"
+            f"lies between two checkpoints. {after}"
         )
         return warning("preemption", found, remedy)
     signal = "USR2" if early else "TERM"

@@ -59,6 +59,8 @@ def test_what_holds_in_the_whole_cluster() -> None:
     ("change", "expected"),
     [
         ((), ("warning", "20 s to save")),
+        ((), ("warning", "queued again in any case")),
+        (("PreemptMode=REQUEUE", "PreemptMode=CANCEL"), ("warning", "If it is late, it is not queued again")),
         (("GraceTime=20", "GraceTime=0"), ("warning", "5 s to save")),
         (("GraceTime=20", "GraceTime=120"), ("ok", "gets TERM, saves, and queues itself again")),
         (("PreemptMode=REQUEUE", "PreemptMode=OFF"), ("ok", "")),
