@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from hpcrl.run.commit import committed, read_json, write_json
+from hpcrl.run.exclusive import place
 from hpcrl.run.layout import Run, position_of
 
 Kind = Literal["done", "failed", "hang", "cancelled", "interrupted", "lost"]
@@ -138,12 +139,7 @@ def report_outcome(run: Run, attempt: int, kind: Kind, message: str, source: str
     target = run.outcome(attempt)
     beside = target.with_name(f".{attempt}.{socket.gethostname()}.{os.getpid()}")
     write_json(beside, asdict(outcome))
-    try:
-        os.link(beside, target)  # unlike a rename it fails where there is one
-    except FileExistsError:
-        pass
-    finally:
-        beside.unlink()
+    place(beside, target)
     return outcome_of(run, attempt) or outcome
 
 

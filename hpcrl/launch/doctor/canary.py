@@ -11,6 +11,7 @@ from hpcrl.launch.doctor.finding import Finding, error, ok, warning
 from hpcrl.launch.doctor.node import await_file, sees
 from hpcrl.launch.doctor.talk import Talk
 from hpcrl.run.commit import write_text
+from hpcrl.run.exclusive import link
 
 VISIBLE_S = 60.0
 _ANSWER_S = 60.0
@@ -49,6 +50,19 @@ def delays_of(node: Talk, directory: Path, limit_s: float) -> tuple[dict[str, fl
             return delays, None
         owner = path.stat().st_uid
     return delays, owner if owner != os.getuid() else None
+
+
+def of_links(directory: Path) -> Finding:
+    """Say whether there are hard links, by one within `directory`."""
+    one, other = directory / "link-of", directory / "link"
+    one.touch()
+    try:
+        link(one, other)
+    except OSError as refusal:
+        found = f"{directory.parent}: none ({refusal.strerror})"
+        remedy = "hpcrl claims a name before it renames a file to it; of two reports of an attempt's end the later one may come to stand"
+        return warning("hard links", found, remedy)
+    return ok("hard links", "of two processes that report how an attempt ended, the first one is believed")
 
 
 def of_delays(delays: Mapping[str, float | None], root: Path, host: str) -> Finding:

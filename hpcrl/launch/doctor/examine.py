@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrl.launch.doctor.canary import VISIBLE_S, delays_of, of_delays
+from hpcrl.launch.doctor.canary import VISIBLE_S, delays_of, of_delays, of_links
 from hpcrl.launch.doctor.cluster import of_cluster, of_partition, parse_config, parse_records
 from hpcrl.launch.doctor.facts import of_both, of_clock, of_node, of_place
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
@@ -165,6 +165,7 @@ def _conversation(node: Talk, canary: Path, wait_s: int, gpus: bool) -> Iterator
     told = node.ask(_FACTS_S, verb="facts")
     host = told["host"]
     yield of_delays(delays, canary.parent, host)
+    yield of_links(canary)
     if stranger is not None:
         remedy = "the server maps users to others; a run's files must belong to you on all nodes"
         yield error("owner", f"what you write on {host} belongs to user {stranger} here", remedy)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from hpcrl.launch.doctor.canary import delays_of, of_delays
+from hpcrl.launch.doctor.canary import delays_of, of_delays, of_links
 from hpcrl.launch.doctor.facts import of_both, of_clock, of_node, of_place
 from hpcrl.launch.doctor.node import facts, filesystem
 from hpcrl.launch.doctor.talk import Silent, Talk
+from hpcrl.run import fault
 
 MOUNTS = """\
 22 1 259:1 / / rw,relatime - ext4 /dev/root rw
@@ -48,6 +49,15 @@ def test_files_are_seen_both_ways(tmp_path: Path) -> None:
     assert all(delay is not None and delay < 5 for delay in delays.values())
     assert of_delays(delays, tmp_path, "n1").level == "ok"
     assert of_delays({**delays, "replaced there": 8.0}, tmp_path, "n1").level == "warning"
+
+
+def test_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "canary").mkdir()
+    assert of_links(tmp_path / "canary").level == "ok"
+    monkeypatch.setattr(fault, "_passed", fault.Counter())
+    monkeypatch.setenv("HPCRL_FAULT", "link:raise=EPERM")
+    without = of_links(tmp_path / "canary")
+    assert (without.level, without.found) == ("warning", f"{tmp_path}: none (Operation not permitted)")
 
 
 def test_directory_that_is_another_one_there(tmp_path: Path) -> None:
