@@ -163,21 +163,18 @@ class Service:
         if version != self._version or self.stop or self.failure:
             return []
         per_group, per_row = self._schedule.n_samples, self._schedule.eval_n_samples
-        capacity = self._shared(name, capacity)
         room = max(capacity * per_group // per_row, min(capacity, 1))
-        rows = self._eval.claim(name, version, room)
+        share = self._share(name, self._eval.open) - self._eval.running_at(name)
+        rows = self._eval.claim(name, version, min(room, share))
         left = max(0, capacity - -(-len(rows) * per_row // per_group))
+        in_flight = self._schedule.batch_size * (1 + self._schedule.staleness)
+        share = self._share(name, in_flight) - self._admission.running_at(name)
         work = [self._eval_work(row) for row in rows]
-        return work + [self._train_work(i) for i in self._admission.claim(name, version, left)]
+        return work + [self._train_work(i) for i in self._admission.claim(name, version, min(left, share))]
 
-    def _shared(self, name: str, capacity: int) -> int:
-        """Return for how many more groups a worker may be given work, so that a batch is shared by all that are there."""
-        others = sum(other != name for other in self.workers)
-        if not others:
-            return capacity
-        evaluating = -(-self._eval.running_at(name) * self._schedule.eval_n_samples // self._schedule.n_samples)
-        share = -(-self._schedule.batch_size // (1 + others))
-        return max(0, min(capacity, share - self._admission.running_at(name) - evaluating))
+    def _share(self, name: str, work: int) -> int:
+        """Return how much of the work there is is for one worker, so that all that are there take part in it."""
+        return -(-work // len({name, *self.workers}))
 
     def _train_work(self, index: int) -> Work:
         prompt = self._train[self._stream.row(index)]

@@ -208,14 +208,33 @@ def test_a_batch_is_shared_by_the_workers_that_are_there(run: Run) -> None:
     assert len(controller.claim("rollout-2", 0, 9)) == 3, "two are left, and share it"
 
 
+def test_workers_hold_as_much_as_staleness_allows(run: Run) -> None:
+    controller = service(run, eval_interval=0, batch_size=4, staleness=2)
+    controller.start(0)
+    names = [f"rollout-{index}" for index in range(4)]
+    for name in names:
+        controller.seen(name, 0, "waiting")
+    assert [len(controller.claim(name, 0, 2)) for name in names] == [2] * 4, "all that the engines can hold"
+    assert [len(controller.claim(name, 0, 9)) for name in names] == [1] * 4, "and never more than three batches"
+
+
+def test_evaluation_fills_the_engines_whatever_the_batch(run: Run) -> None:
+    controller = Service(run, 1, replace(SCHEDULE, eval_before_train=True), prompts(9), prompts(20))
+    controller.start(0)
+    for name in ("rollout-0", "rollout-1"):
+        controller.seen(name, 0, "waiting")
+    work = controller.claim("rollout-0", 0, 9)
+    assert [item.kind for item in work] == ["eval"] * 10 + ["train"]
+
+
 def test_evaluation_is_shared_too(run: Run) -> None:
     controller = service(run, eval_before_train=True)
     controller.start(0)
     for name in ("rollout-0", "rollout-1"):
         controller.seen(name, 0, "waiting")
-    assert [item.kind for item in controller.claim("rollout-0", 0, 9)] == ["eval"] * 2
+    assert [item.kind for item in controller.claim("rollout-0", 0, 9)] == ["eval"] * 2 + ["train"]
     assert controller.claim("rollout-0", 0, 9) == []
-    assert [item.kind for item in controller.claim("rollout-1", 0, 9)] == ["eval"]
+    assert [item.kind for item in controller.claim("rollout-1", 0, 9)] == ["eval", "train"]
 
 
 def test_workers_that_come_back_and_groups_that_are_taken_back_are_counted(run: Run) -> None:
