@@ -78,9 +78,11 @@ class Retention:
 
 
 def needed(line: Sequence[Path], newest: int = NEVER_DELETED) -> list[Path]:
-    """Return the newest of the checkpoints after a whole step, and one inside the step after them."""
+    """Return the newest of the checkpoints after a whole step, and the newest two inside steps after them."""
     whole = [path for path in line if (position_of(path) or (0, 0))[1] == 0]
-    return [path for path in line if path in whole[-newest:] or not whole or line.index(path) > line.index(whole[-1])]
+    after = line[line.index(whole[-1]) + 1 :] if whole else line
+    stay = {*whole[-newest:], *after[-NEVER_DELETED:]}
+    return [path for path in line if path in stay]
 
 
 def line_of(run: Run) -> list[Path]:

@@ -130,6 +130,17 @@ def test_a_checkpoint_inside_a_step_is_neither_best_nor_one_of_every(run: Run) -
     assert names(run) == ["s000020", "s000030", "s000040"]
 
 
+@pytest.mark.parametrize("newest", [-1, 2, 5])
+@pytest.mark.parametrize("whole", [[], [20]])
+def test_checkpoints_inside_a_step_do_not_pile_up(run: Run, newest: int, whole: list[int]) -> None:
+    save(run, *whole)
+    for updates in range(1, 6):
+        with committed_directory(run.checkpoint(20, updates), updates):
+            pass
+        retire(run, Retention(newest), {}, unfenced)
+    assert names(run) == [f"s{step:06d}" for step in whole] + ["s000020u4", "s000020u5"]
+
+
 def test_what_was_given_up_goes_after_two_newer_commits(run: Run) -> None:
     save(run, 10, 20, 30)
     (run.checkpoint(30) / "model").write_text("damaged by 1")

@@ -156,7 +156,7 @@ def test_what_each_stop_left(runs: dict[str, Run]) -> None:
     """Nothing where nothing was trained; what is not needed any more goes with the next complete step."""
     left = [told["positions"] for told in told_by(runs["broken"])]
     assert left == [
-        [], [], [[0, 1]], [[0, 1]], [[0, 1], [0, 3]], [[0, 1], [0, 3], [0, 6]],
+        [], [], [[0, 1]], [[0, 1]], [[0, 1], [0, 3]], [[0, 3], [0, 6]],
         [[1, 0]], [[1, 0]], [[1, 0], [1, 1]], [[1, 0], [2, 0]], [[1, 0], [2, 0], [3, 0]], [[1, 0], [2, 0], [3, 0], [4, 0]],
     ]  # fmt: skip
     stopped_in_critic, stopped_in_policy = [0, 3], [0, 6]
