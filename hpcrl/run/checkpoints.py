@@ -5,7 +5,8 @@ Beside the committed ones, checkpoints/ may hold directories that no attempt sta
     .tmp-s000040.3           attempt 3 is writing it, or did not finish
     .trash-s000030.4711      it is being deleted
     .given-up-s000040.3      attempt 3 started before it; it goes when two newer checkpoints are there
-    .quarantined-s000040.3   two attempts failed while they loaded it; a person looks at it, and deletes it or gives it its name back
+    .quarantined-s000040.3   two attempts failed while they loaded it, and another one could be loaded; a person looks at it, and
+                             deletes it or gives it its name back
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Any, Literal
 
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.errors import CommitError
-from hpcrl.run.commit import Fence, committed_by, discard, is_committed, verify
+from hpcrl.run.commit import Fence, committed_by, discard, is_committed, unfenced, verify
 from hpcrl.run.fault import fault
 from hpcrl.run.layout import Run, position_of
-from hpcrl.run.starts import failed_loads, given_up_by, read_starts
+from hpcrl.run.starts import Line, failed_loads, given_up_by, last_started, read_starts
 
 NEVER_DELETED = 2  # the newest may turn out to be damaged when it is needed
 _MOST_FAILED_LOADS = 2
@@ -87,7 +88,8 @@ def needed(line: Sequence[Path], newest: int = NEVER_DELETED) -> list[Path]:
 
 def line_of(run: Run) -> list[Path]:
     """Return the committed checkpoints, oldest first, without those that a later attempt gave up."""
-    return [path for path in _named(run) if (by := committed_by(path)) is not None and not given_up_by(run, path, by)]
+    lines = read_starts(run)
+    return [path for path in _named(run) if (by := committed_by(path)) is not None and not given_up_by(lines, path, by)]
 
 
 def _named(run: Run) -> list[Path]:
@@ -96,29 +98,32 @@ def _named(run: Run) -> list[Path]:
 
 
 def newest_usable(
-    run: Run, attempt: int, say: Say, unfit: Callable[[Path], str | None] = lambda _: None
+    run: Run, attempt: int, say: Say, unfit: Callable[[Path], str | None] = lambda _: None, fence: Fence = unfenced
 ) -> Path | None:
     """Return the newest checkpoint that is committed and whole, or None.
 
-    One that two attempts failed to load is put into quarantine if another can take its place, unless the last quarantine did not help
-    either: then the checkpoints are hardly what is wrong.
+    One that two attempts failed to load is put into quarantine if another can take its place. Where two attempts fail to load that one
+    too, the checkpoints are hardly what is wrong: the quarantine ends, and none begins before training has started again.
 
     Args:
         say: is told about each one that is passed over, and why.
         unfit: tells why training cannot go on from one, though it is whole; None: it can.
     """
-    found = _newest_whole(run, None, say, unfit)
-    if found is None:
-        return None
-    failed = failed_loads(run, found.name, committed_by(found))
-    if len(failed) < _MOST_FAILED_LOADS or _unhelped(run):
+    lines = read_starts(run)
+    failed = {key: those for key, those in failed_loads(run, lines).items() if len(those) >= _MOST_FAILED_LOADS}
+    if len(failed) > 1:
+        _end_quarantine(run, last_started(lines), fence, say)
+    found = _newest_whole(run, lines, None, say, unfit)
+    if found is None or len(failed) != 1 or (found.name, committed_by(found)) not in failed:
         return found
-    instead = _newest_whole(run, found, say, unfit)
+    instead = _newest_whole(run, lines, found, say, unfit)
     if instead is None:
         return found
     aside = found.with_name(f".quarantined-{found.name}.{attempt}")
+    fence()
     os.rename(found, aside)
-    listed = " and ".join(map(str, failed[-_MOST_FAILED_LOADS:]))
+    (attempts,) = failed.values()
+    listed = " and ".join(map(str, attempts[-_MOST_FAILED_LOADS:]))
     say(
         f"attempts {listed} failed while they loaded {found}: it is {aside.name} now, and training goes on from {instead.name}. To use "
         "it again, give it its name back"
@@ -126,12 +131,14 @@ def newest_usable(
     return instead
 
 
-def _newest_whole(run: Run, before: Path | None, say: Say, unfit: Callable[[Path], str | None]) -> Path | None:
+def _newest_whole(
+    run: Run, lines: Sequence[Line], before: Path | None, say: Say, unfit: Callable[[Path], str | None]
+) -> Path | None:
     for path in reversed(_named(run)):
         if before is not None and (position_of(path) or ()) >= (position_of(before) or ()):
             continue
         by = committed_by(path)
-        if by is not None and (later := given_up_by(run, path, by)):
+        if by is not None and (later := given_up_by(lines, path, by)):
             say(f"{path} was committed by attempt {by} beside attempt {later}, which had started before it")
             continue
         try:
@@ -145,12 +152,14 @@ def _newest_whole(run: Run, before: Path | None, say: Say, unfit: Callable[[Path
     return None
 
 
-def _unhelped(run: Run) -> bool:
-    """Return whether no attempt has started since one was put into quarantine."""
-    matches = (_ASIDE.fullmatch(path.name) for path in run.checkpoints.glob(".quarantined-*"))
-    quarantined = max((int(match[3]) for match in matches if match), default=0)
-    started = max((line["attempt"] for line in read_starts(run) if "from" in line), default=0)
-    return quarantined > started
+def _end_quarantine(run: Run, started: int, fence: Fence, say: Say) -> None:
+    """Give their names back to those that were put into quarantine since attempt `started`, the last one that trained."""
+    for path in sorted(run.checkpoints.glob(".quarantined-*")):
+        match = _ASIDE.fullmatch(path.name)
+        if match and int(match[3]) > started and not path.with_name(match[2]).exists():
+            fence()
+            os.rename(path, path.with_name(match[2]))
+            say(f"{path.name} is {match[2]} again: the attempts that loaded another one in its place failed too")
 
 
 def set_aside_after(run: Run, attempt: int, start: Path | None, fence: Fence, say: Say) -> None:

@@ -11,16 +11,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpcrl.run.layout import Run, position_of
-from hpcrl.run.ledger import outcome_of
+from hpcrl.run.ledger import Outcome, outcome_of
+
+Line = dict[str, Any]
 
 _FAULTS = ("failed", "hang")  # an attempt that was preempted or lost says nothing about what it loaded
+_TRAINER = re.compile(r"(?:trainer|rank)-\d+\b")  # how agents begin what they report of the trainer's own processes
+_REFUSED = re.compile(r"\bRunError: ")  # the run cannot go on as it is configured
 
 
-def note(run: Run, line: dict[str, Any]) -> None:
+def note(run: Run, line: Line) -> None:
     """Append one line, whole also after one that was cut off."""
     run.starts.parent.mkdir(parents=True, exist_ok=True)
     with run.starts.open("ab+") as file:
@@ -31,7 +37,7 @@ def note(run: Run, line: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_starts(run: Run) -> list[dict[str, Any]]:
+def read_starts(run: Run) -> list[Line]:
     """Return all lines, oldest first; one that was cut off is ignored."""
     lines = []
     for line in run.starts.read_bytes().splitlines() if run.starts.is_file() else []:
@@ -42,22 +48,37 @@ def read_starts(run: Run) -> list[dict[str, Any]]:
     return lines
 
 
-def failed_loads(run: Run, name: str, by: int | None) -> list[int]:
-    """Return the attempts that failed or hung while they loaded the checkpoint `name` that attempt `by` committed."""
-    lines = read_starts(run)
-    started = {line["attempt"] for line in lines if "from" in line}
-    tried = {line["attempt"] for line in lines if line.get("loads") == name and line.get("by") == by}
-    return [
-        attempt
-        for attempt in sorted(tried - started)
-        if (outcome := outcome_of(run, attempt)) and outcome.kind in _FAULTS
-    ]
+def last_started(lines: Sequence[Line]) -> int:
+    """Return the newest attempt that got as far as training, or 0."""
+    return max((line["attempt"] for line in lines if "from" in line), default=0)
 
 
-def given_up_by(run: Run, path: Path, by: int) -> int | None:
+def failed_loads(run: Run, lines: Sequence[Line]) -> dict[tuple[str, int | None], list[int]]:
+    """Return by checkpoint (name, attempt that committed it) the attempts whose trainer failed or hung while it loaded that one.
+
+    Only those count that came after the last one that got as far as training.
+    """
+    found = dict[tuple[str, int | None], list[int]]()
+    for line in lines:
+        if "loads" in line and line["attempt"] > last_started(lines) and _failed(outcome_of(run, line["attempt"])):
+            found.setdefault((line["loads"], line.get("by")), []).append(line["attempt"])
+    return found
+
+
+def _failed(outcome: Outcome | None) -> bool:
+    """Return whether it may be what was loaded that the trainer failed of."""
+    return (
+        outcome is not None
+        and outcome.kind in _FAULTS
+        and _TRAINER.match(outcome.message) is not None
+        and _REFUSED.search(outcome.message) is None
+    )
+
+
+def given_up_by(lines: Sequence[Line], path: Path, by: int) -> int | None:
     """Return the later attempt that started before what attempt `by` committed at `path`, which that gave up; None: none did."""
     position = position_of(path)
-    for line in read_starts(run):
+    for line in lines:
         start = position_of(Path(line["from"])) if line.get("from") else (0, 0)
         if "from" in line and line["attempt"] > by and start is not None and position is not None and start < position:
             return line["attempt"]

@@ -159,7 +159,7 @@ class Checkpoints:
         if mode == "none":
             return None
         with explained(self._run.checkpoints):
-            own = newest_usable(self._run, self._attempt, _skipped, self._unfit)
+            own = newest_usable(self._run, self._attempt, _skipped, self._unfit, self._committer.fence)
         if own is not None:
             return own
         if damaged := committed(self._run.checkpoints, step_of):

@@ -12,7 +12,7 @@ import pytest
 
 from hpcrl.errors import CommitError
 from hpcrl.run import fault
-from hpcrl.run.checkpoints import Retention, line_of, newest_usable, retire, set_aside_after, size_of
+from hpcrl.run.checkpoints import Retention, Say, line_of, newest_usable, retire, set_aside_after, size_of
 from hpcrl.run.commit import COMMIT, Fence, begin, committed_by, committed_directory, discard, finish, unfenced, verify
 from hpcrl.run.fence import require_newest
 from hpcrl.run.layout import Run
@@ -252,13 +252,18 @@ def test_what_this_attempt_has_committed_is_not_replaced(run: Run) -> None:
     assert names(run) == ["s000010"]
 
 
-def fail(run: Run, attempt: int, kind: Kind = "failed") -> Path | None:
+OUT_OF_MEMORY = "trainer-0: rank 3: torch.OutOfMemoryError: CUDA out of memory (log: trainer-0.log) on n1"
+
+
+def fail(
+    run: Run, attempt: int, kind: Kind = "failed", message: str = OUT_OF_MEMORY, say: Say = lambda _: None
+) -> Path | None:
     """Start an attempt that ends while it loads what it found."""
-    found = newest_usable(run, attempt, lambda _: None)
+    found = newest_usable(run, attempt, say)
     assert found is not None
     set_aside_after(run, attempt, found, unfenced, print)
     note(run, {"attempt": attempt, "loads": found.name, "by": committed_by(found)})
-    report_outcome(run, attempt, kind, "out of memory", "agent-0")
+    report_outcome(run, attempt, kind, message, "agent-0")
     return found
 
 
@@ -278,14 +283,56 @@ def test_an_attempt_that_was_stopped_says_nothing_about_what_it_loaded(run: Run,
     save(run, 10, 20)
     for attempt in (2, 3, 4):
         assert fail(run, attempt, kind) == run.checkpoint(20)
-    assert failed_loads(run, "s000020", 1) == []
+    assert failed_loads(run, read_starts(run)) == {}
+
+
+@pytest.mark.parametrize(
+    ("message", "counts"),
+    [
+        (OUT_OF_MEMORY, True),
+        ("trainer-12: killed by SIGKILL (log: trainer-12.log) on n1", True),
+        ("rank-3 has made no progress in phase load for 3600 s on n1; the stacks of all processes: /there", True),
+        ("controller: hpcrl.errors.DataError: no file /data.parquet (log: controller.log) on n1", False),
+        ("nothing was heard of n2, a node of the trainer, for 61 s", False),
+        (
+            "trainer-0: rank 0: hpcrl.errors.RunError: s000020 was saved without a critic (log: trainer-0.log) on n1",
+            False,
+        ),
+    ],
+)
+def test_only_what_the_trainer_fails_of_speaks_against_what_it_loaded(run: Run, message: str, counts: bool) -> None:
+    save(run, 10, 20)
+    for attempt in (2, 3):
+        fail(run, attempt, message=message)
+    assert start(run, 4)[0] == run.checkpoint(10 if counts else 20)
+
+
+def test_what_was_loaded_since_has_not_failed(run: Run) -> None:
+    save(run, 10, 20)
+    fail(run, 2)
+    assert start(run, 3)[0] == run.checkpoint(20)
+    fail(run, 4)
+    assert start(run, 5)[0] == run.checkpoint(20)
+
+
+def test_an_older_attempt_puts_nothing_into_quarantine(begun: Run) -> None:
+    for attempt in (2, 3):
+        fail(begun, attempt)
+    open_attempt(begun, "7.1", ["node-2"])
+    with pytest.raises(CommitError, match="writes no more"):
+        newest_usable(begun, 1, print, fence=lambda: require_newest(begun, 1))
+    assert names(begun) == ["s000010", "s000020"]
 
 
 def test_quarantine_ends_where_it_does_not_help(run: Run) -> None:
     save(run, 10, 20, 30)
-    found = [fail(run, attempt) for attempt in range(2, 8)]
-    assert found == [run.checkpoint(30)] * 2 + [run.checkpoint(20)] * 4
-    assert names(run) == [".quarantined-s000030.4", "s000010", "s000020"]
+    said: list[str] = []
+    found = [fail(run, attempt, say=said.append) for attempt in range(2, 9)]
+    assert found == [run.checkpoint(step) for step in (30, 30, 20, 20, 30, 30, 30)]
+    assert names(run) == ["s000010", "s000020", "s000030"]
+    assert len(said) == 2
+    assert ".quarantined-s000030.4 is s000030 again" in said[1]
+    assert start(run, 9)[0] == run.checkpoint(30)
 
 
 def test_the_last_checkpoint_is_never_put_into_quarantine(run: Run) -> None:
