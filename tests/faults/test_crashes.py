@@ -9,7 +9,7 @@ import pytest
 from hpcrl.run.ledger import read_attempts, read_outcomes
 from tests.faults.history import assert_nothing_lost
 from tests.faults.processes import send
-from tests.faults.stage import Stage, fault
+from tests.faults.stage import START_S, Stage, fault
 
 ENDS_S = 20.0  # 10 s are promised; three other scenarios share the two cores
 
@@ -36,6 +36,17 @@ def test_21_killed(stage: Stage, victim: str) -> None:
     if victim in ("rank", "controller"):
         assert "SIGKILL" in outcome.message
     stage.outcome(run, 2)
+    assert_nothing_lost(stage, run)
+    assert len(read_attempts(run)) == 2
+
+
+@pytest.mark.faults_slow
+def test_21_killed_first_agent_before_the_controller_serves(stage: Stage) -> None:
+    """The other nodes notice it, though they have never heard of a controller."""
+    run = stage.submit()
+    stage.wait(lambda: stage.processes(run, "/jobs/train.py"), "the trainer starts", START_S, run)
+    send([stage.agent(run, 0)], SIGKILL)
+    assert stage.outcome(run, 1, 120).kind == "failed"
     assert_nothing_lost(stage, run)
     assert len(read_attempts(run)) == 2
 
