@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -18,8 +19,10 @@ from hpcrl.launch.lookout import LOOK_S, Lookout
 from hpcrl.launch.preflight import check_files
 from hpcrl.launch.registry import RunState, states_of
 from hpcrl.launch.submit import launch
+from hpcrl.run.checkpoints import line_of
 from hpcrl.run.commit import committed, write_text
-from hpcrl.run.layout import Run, step_of
+from hpcrl.run.layout import Run, position_of, step_of
+from hpcrl.run.unfinished import lost_with
 
 _LEAVING_S = 60.0
 
@@ -37,7 +40,7 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
 
     Raises:
         RunError: the run is active, has finished, never continues, or is being resumed by somebody else.
-        ConfigError: the overrides are wrong, or change what a run must keep; then nothing has happened.
+        ConfigError: the overrides are wrong, or change what a run or an interrupted step must keep; then nothing has happened.
         DataError: they name files that are not there.
     """
     if not run.submission.exists():
@@ -55,6 +58,7 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
                 "with trainer.resume_mode=latest"
             )
         _check_end(run, config)
+        _check_step(run, config)
         if found:
             check_files(config)
         folder = Path(os.path.realpath(run.slurm))
@@ -106,6 +110,23 @@ def _check_end(run: Run, config: Config) -> None:
         raise ConfigError(
             f"trainer.max_steps: {run.name} has a checkpoint of step {steps[-1]}, beyond {end}; expected at least {steps[-1]}"
         )
+
+
+def _check_step(run: Run, config: Config) -> None:
+    """A step that was interrupted must go on with the settings that it was begun with."""
+    lost, begun = lost_with(run, config.trainer)
+    if not lost:
+        return
+    position = position_of(lost[0])
+    assert position is not None, lost[0]
+    earlier = next((path.name for path in reversed(line_of(run)) if path not in lost), "the beginning")
+    names = " ".join(path.name for path in lost)
+    values = ", ".join(f"trainer.{name} {json.dumps(value)}" for name, value in begun.items())
+    raise ConfigError(
+        f"{run.name} was interrupted inside step {position[0] + 1}, which was begun with {values}: with another value training "
+        f"would start again from {earlier}, without {names}. Resume it with what the step was begun with, and change that after the next "
+        f"whole checkpoint; or give up what was trained since {earlier}: hpcrl checkpoint rm {run.name} {names} --force"
+    )
 
 
 @contextmanager

@@ -13,7 +13,6 @@ samples follow one another in `<m>.advantages`, `<m>.old_logprobs`, ... [P], as 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from hpcrl.config.trainer import TrainerConfig
 from hpcrl.errors import RunError
 from hpcrl.run.commit import is_committed, read_json, write_json
 from hpcrl.run.layout import Run, position_of
+from hpcrl.run.unfinished import FACTS, changed_since, settings_of
 from hpcrl.trainer.advantages import Advantages
 from hpcrl.trainer.committer import save_tensors
 from hpcrl.trainer.engine import StepReport
@@ -34,7 +34,6 @@ from hpcrl.trainer.update import MiniBatch, Trained
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch
 
-_FACTS = "batch.json"
 _COLUMNS = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns", "penalties")
 
 
@@ -74,14 +73,14 @@ class Unfinished:
             facts = {
                 "ranks": world.size,
                 "groups": [group.group_id for group in self.batch.groups],
-                "settings": _settings(self.trainer),
+                "settings": settings_of(self.trainer),
                 "charged": self.charged,
                 "advantages": asdict(self.advantages),
                 "critic": [asdict(update) for update in self.critic],
                 "policy": [asdict(update) for update in self.policy],
                 "seconds": self.seconds,
             }
-            write_json(directory / _FACTS, facts)
+            write_json(directory / FACTS, facts)
 
 
 def read_unfinished(
@@ -92,7 +91,7 @@ def read_unfinished(
     Raises:
         RunError: the checkpoint is about another batch.
     """
-    facts = world.look(lambda: read_json(checkpoint / _FACTS))
+    facts = world.look(lambda: read_json(checkpoint / FACTS))
     if facts["groups"] != [group.group_id for group in batch.groups]:
         raise RunError(
             f"{checkpoint} was saved inside step {batch.step}, but the controller gives that step another batch; remove the "
@@ -119,14 +118,10 @@ def unfit(run: Run, trainer: TrainerConfig, checkpoint: Path) -> str | None:
     step, updates = position_of(checkpoint) or (0, 0)
     if not updates:
         return None
-    facts, batch = read_json(checkpoint / _FACTS), read_json(run.batch(step + 1))
+    facts, batch = read_json(checkpoint / FACTS), read_json(run.batch(step + 1))
     if facts is None:
-        return f"it has no {_FACTS}"
-    settings = _settings(trainer)
-    changed = [
-        name for name in sorted(settings | facts["settings"]) if settings.get(name) != facts["settings"].get(name)
-    ]
-    if changed:
+        return f"it has no {FACTS}"
+    if changed := changed_since(facts["settings"], trainer):
         return f"the batch was begun with another trainer.{', trainer.'.join(changed)}"
     if batch is None or facts["groups"] != [group["group_id"] for group in batch["groups"]]:
         return f"{run.batch(step + 1)} is not the batch that was begun"
@@ -136,15 +131,6 @@ def unfit(run: Run, trainer: TrainerConfig, checkpoint: Path) -> str | None:
     if step > 0 and not is_committed(run.weights_of(step)):  # nobody can make them from a policy that went on
         return f"{run.weights_of(step)} is gone"
     return None
-
-
-def _settings(trainer: TrainerConfig) -> dict[str, Any]:
-    """Return what a half-trained batch depends on, as JSON gives it back."""
-    names = ("policy_mini_batch_size", "critic_mini_batch_size", "update_epochs_per_batch")
-    found = {name: getattr(trainer, name) for name in names}
-    found |= {f"algorithm.{name}": value for name, value in asdict(trainer.algorithm).items()}
-    found["critic.model.path"] = trainer.critic.model.path
-    return json.loads(json.dumps(found))
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, torch.Tensor]:

@@ -14,9 +14,10 @@ from hpcrl.config import Config
 from hpcrl.errors import ConfigError, DataError, RunError, SubmitError
 from hpcrl.launch.registry import states_of
 from hpcrl.launch.resume import resume
-from hpcrl.run.commit import begin, finish, write_json, write_text
+from hpcrl.run.commit import begin, committed_directory, discard, finish, write_json, write_text
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import Kind, open_attempt, report_outcome
+from hpcrl.run.unfinished import FACTS, settings_of
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
@@ -83,6 +84,36 @@ def test_all_refused_changes_are_told_and_nothing_happens(tmp_path: Path) -> Non
     assert "mine was not changed" in lines[4]
     assert "trainer.resume_mode=from_path" in lines[4]
     assert contents(run) == before
+
+
+def interrupted(run: Run, step: int, updates: int) -> None:
+    """Commit a checkpoint inside a step, with what the trainer keeps of the settings."""
+    settings = settings_of(Config.from_toml([run.config]).trainer) | {"algorithm.of_an_earlier_version": 1}
+    with committed_directory(run.checkpoint(step, updates), 1, step=step) as directory:
+        write_json(directory / FACTS, {"settings": settings})
+
+
+def test_a_step_that_was_interrupted_is_not_given_up_silently(tmp_path: Path, bin_path: Path) -> None:
+    run = ended(tmp_path, kind="cancelled")
+    program(bin_path, "sbatch", "echo Submitted batch job 9")
+    checkpoint(run, 4)
+    for updates in (1, 3):
+        interrupted(run, 7, updates)
+    before = contents(run)
+    with pytest.raises(ConfigError) as caught:
+        resume(run, ["trainer.algorithm.eps_clip_low=0.05", "trainer.update_epochs_per_batch=3"])
+    for words in (
+        "interrupted inside step 8",
+        "trainer.algorithm.eps_clip_low 0.2, trainer.update_epochs_per_batch 1",
+        "start again from s000004, without s000007u3 s000007u1",
+        "hpcrl checkpoint rm mine s000007u3 s000007u1 --force",
+    ):
+        assert words in str(caught.value)
+    assert contents(run) == before
+    resume(run, ["trainer.ckpt_interval=3"])
+    for path in (run.checkpoint(7, 1), run.checkpoint(7, 3)):
+        discard(path)
+    resume(run, ["trainer.algorithm.eps_clip_low=0.05"])
 
 
 @pytest.mark.usefixtures("bin_path")
