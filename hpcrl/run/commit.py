@@ -152,12 +152,15 @@ def finish(
 ) -> None:
     """Commit the staging directory of `target`: manifest, rename, mark. What an older attempt left there makes way.
 
+    What this attempt has committed already, and what is whole, stays as it is: the commit before was told to have failed, because the
+    directory could not be synced after the mark was there.
+
     Args:
         files: what `listing` gave of all files in it; None: they are listed here.
         facts: JSON values to keep in the manifest, such as the step.
 
     Raises:
-        CommitError: the fence objects, or this attempt or a later one has committed `target` already.
+        CommitError: the fence objects, a later attempt has committed `target` already, or this one did and it is damaged.
     """
     directory = staging(target, attempt)
     _pass("written", target)
@@ -166,7 +169,11 @@ def finish(
     _pass("manifest", target)
     fence()
     other = committed_by(target)
-    if other is not None and other >= attempt:
+    if other == attempt:
+        verify(target)
+        shutil.rmtree(directory)
+        return
+    if other is not None and other > attempt:
         raise CommitError(f"{target} is committed already, by attempt {other}; attempt {attempt} leaves it as it is")
     if target.exists():
         discard(target, fence)

@@ -245,11 +245,28 @@ def test_nothing_is_deleted_where_the_fence_cannot_be_asked(run: Run) -> None:
     assert names(run) == ["s000010", "s000020", "s000030"]
 
 
-def test_what_this_attempt_has_committed_is_not_replaced(run: Run) -> None:
+def test_what_this_attempt_has_committed_is_not_replaced(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory could not be synced once the mark was there, so it was told to have failed."""
+    syncs = iter([None, None, OSError(errno.EIO, "Input/output error")])
+
+    def sync(_: int) -> None:
+        if error := next(syncs):
+            raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hpcrl.run.commit._sync", sync)
+        with pytest.raises(OSError, match="Input/output"):
+            save(run, 10)
+    before = (run.checkpoint(10) / "model").stat().st_ino
     save(run, 10)
-    with pytest.raises(CommitError, match="committed already, by attempt 1"):
-        save(run, 10)
+    assert (run.checkpoint(10) / "model").stat().st_ino == before
     assert names(run) == ["s000010"]
+    (run.checkpoint(10) / "model").write_text("damaged")
+    with pytest.raises(CommitError, match="checksum differs"):
+        save(run, 10)
+    save(run, 10, attempt=2)
+    with pytest.raises(CommitError, match="committed already, by attempt 2"):
+        save(run, 10)
 
 
 OUT_OF_MEMORY = "trainer-0: rank 3: torch.OutOfMemoryError: CUDA out of memory (log: trainer-0.log) on n1"
