@@ -179,7 +179,6 @@ def _export(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import RunError
     from hpcrl.run.checkpoints import line_of
     from hpcrl.run.commit import verify
-    from hpcrl.run.ledger import read_attempts
 
     run = _run(arguments)
     line = line_of(run)
@@ -190,12 +189,11 @@ def _export(arguments: argparse.Namespace) -> int:
     if target.exists():
         raise RunError(f"{target} exists; move it away, or choose another directory with --output")
     verify(checkpoint)
-    attempts = read_attempts(run)
     try:
         from hpcrl.trainer.export import export_checkpoint
     except ImportError as error:
         raise RunError(f"export needs {error.name}: run it where the jobs run") from error
-    export_checkpoint(run, attempts[-1].number if attempts else 1, checkpoint, target)
+    export_checkpoint(run, checkpoint, target)
     print(target)
     return 0
 

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.errors import CommitError
-from hpcrl.run.commit import Fence, committed_by, discard, is_committed, unfenced, verify
+from hpcrl.run.commit import Fence, committed, committed_by, discard, is_committed, unfenced, verify
 from hpcrl.run.fault import fault
-from hpcrl.run.layout import Run, position_of
+from hpcrl.run.layout import Run, position_of, step_of
 from hpcrl.run.starts import Line, failed_loads, given_up_by, last_started, read_starts
 
 NEVER_DELETED = 2  # the newest may turn out to be damaged when it is needed
@@ -90,6 +90,16 @@ def line_of(run: Run) -> list[Path]:
     """Return the committed checkpoints, oldest first, without those that a later attempt gave up."""
     lines = read_starts(run)
     return [path for path in _named(run) if (by := committed_by(path)) is not None and not given_up_by(lines, path, by)]
+
+
+def steps_left(run: Run) -> list[int]:
+    """Return the steps of the checkpoints that were committed and that no later attempt gave up, whether they are whole or not."""
+    lines, left = read_starts(run), []
+    for step in committed(run.checkpoints, step_of):
+        by = committed_by(run.checkpoint(step))  # None: the mark is damaged
+        if by is None or not given_up_by(lines, run.checkpoint(step), by):
+            left.append(step)
+    return left
 
 
 def _named(run: Run) -> list[Path]:

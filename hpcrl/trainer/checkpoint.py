@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.errors import CommitError, RunError
-from hpcrl.run.checkpoints import NEVER_DELETED, Retention, newest_usable, set_aside_after, size_of
-from hpcrl.run.commit import committed, committed_by, verify
+from hpcrl.run.checkpoints import NEVER_DELETED, Retention, newest_usable, set_aside_after, size_of, steps_left
+from hpcrl.run.commit import committed_by, verify
 from hpcrl.run.layout import Run, step_of
 from hpcrl.run.space import explained
 from hpcrl.run.starts import note
@@ -162,7 +162,7 @@ class Checkpoints:
             own = newest_usable(self._run, self._attempt, _skipped, self._unfit, self._committer.fence)
         if own is not None:
             return own
-        if damaged := committed(self._run.checkpoints, step_of):
+        if damaged := steps_left(self._run):
             raise RunError(
                 f"{self._run.checkpoints} has checkpoints of steps {damaged}, but none of them is whole any more. Restore "
                 "one, or submit a new run"

@@ -17,7 +17,7 @@ from hpcrl.trainer.world import joined
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
-def export_checkpoint(run: Run, attempt: int, checkpoint: Path, target: Path) -> None:
+def export_checkpoint(run: Run, checkpoint: Path, target: Path) -> None:
     """Write the policy of a checkpoint to `target`: weights under Hugging Face names, configuration and tokenizer.
 
     Raises:
@@ -32,7 +32,7 @@ def export_checkpoint(run: Run, attempt: int, checkpoint: Path, target: Path) ->
         engine = build_policy(_alone(config.trainer), temperature(config), world)
         engine.restore_weights(checkpoint)
         dtype = DTYPES[config.generator.inference_engine.model_dtype]
-        publisher = Publisher(run, attempt, world, dtype, config.trainer.fully_async.max_staleness_steps)
+        publisher = Publisher(run, 0, world, dtype, config.trainer.fully_async.max_staleness_steps)
         publisher.export(
             engine, position[0], config.trainer.policy.model.path, config.generator.chat_template, target=target
         )

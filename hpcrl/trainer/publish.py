@@ -71,7 +71,8 @@ class Publisher:
             discard(self._run.weights_of(old), self._fence)
 
     def _fence(self) -> None:
-        require_newest(self._run, self._attempt)
+        if self._attempt:  # 0 writes beside the run's attempts, whatever these do
+            require_newest(self._run, self._attempt)
 
     def export(
         self, engine: PolicyEngine, step: int, model: str, template: ChatTemplateConfig, target: Path | None = None

@@ -16,13 +16,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hpcrl.config import Config
-from hpcrl.errors import CommitError
+from hpcrl.errors import CommitError, RunError
 from hpcrl.run import fault
 from hpcrl.run.checkpoints import Retention
-from hpcrl.run.commit import verify, write_text
+from hpcrl.run.commit import committed_by, verify, write_text
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import open_attempt
-from hpcrl.run.starts import read_starts
+from hpcrl.run.starts import note, read_starts
 from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.publish import Publisher
 from hpcrl.trainer.world import World
@@ -200,6 +200,18 @@ def test_a_checkpoint_that_cannot_be_loaded(alone: World, model_path: Path, sour
     assert read_starts(life.run)[-1] == {"attempt": 2, "from": "s000001"}
 
 
+def test_the_only_checkpoint_was_given_up(alone: World, model_path: Path, source: Run, tmp_path: Path) -> None:
+    """It was committed beside attempt 2, which had started from the beginning."""
+    life = make_life(alone, model_path, source, tmp_path)
+    assert life.save(1) == "ok"
+    note(life.run, {"attempt": 2, "from": None})
+    again = Checkpoints(life.run, 3, alone, keep=Retention(), seed=0)
+    assert again.find("latest", None) is None
+    (life.run.checkpoint(1) / "COMMIT").write_text("")
+    with pytest.raises(RunError, match=r"checkpoints of steps \[1\], but none of them is whole"):
+        again.find("latest", None)
+
+
 def wider(model_path: Path, tmp_path: Path) -> Path:
     """Return a model of another shape."""
     config = AutoConfig.from_pretrained(model_path)
@@ -221,10 +233,12 @@ def test_export(alone: World, model_path: Path, source: Run, tmp_path: Path) -> 
         "generator": {"inference_engine": {"model_dtype": "float32"}},
     }
     write_text(life.run.config, Config.from_dict(config).to_toml())
+    open_attempt(life.run, "7.0", ["n1"])
     command = [sys.executable, "-m", "hpcrl.cli", "checkpoint", "export", str(life.run.path)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(life.run.export(2))
+    assert committed_by(life.run.export(2)) == 0, "it writes under no attempt's name"
     model = AutoModelForCausalLM.from_pretrained(life.run.export(2), dtype=torch.float32)
     trained = scenarios.parameters(life.engine)
     assert all(torch.equal(parameter, trained[name]) for name, parameter in model.named_parameters())
