@@ -97,7 +97,8 @@ def read_unfinished(
             f"{checkpoint} was saved inside step {batch.step}, but the controller gives that step another batch; remove the "
             "checkpoint, and training continues from the one before it"
         )
-    _fill_in(minis, [checkpoint / _file(rank) for rank in range(facts["ranks"])])
+    ranks = sorted(range(facts["ranks"]), key=lambda rank: rank != world.rank)  # as a rule a rank needs its own alone
+    _fill_in(minis, [checkpoint / _file(rank) for rank in ranks])
     return Unfinished(
         trainer,
         batch,
@@ -152,6 +153,8 @@ def _fill_in(minis: Sequence[MiniBatch], files: Sequence[Path]) -> None:
     """Give each row what the files say about its sample; no more is read than that."""
     missing = {(number, row.pick.group, row.pick.index): row for number, mini in enumerate(minis) for row in mini.rows}
     for file in files:
+        if not missing:
+            return
         with safe_open(file, "pt") as saved:
             names = set(saved.keys())
             for number in range(len(minis)):

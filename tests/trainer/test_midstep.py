@@ -13,15 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hpcrl.config import Config
 from hpcrl.observe.metrics import merged, read_metrics
 from hpcrl.run.checkpoints import line_of
 from hpcrl.run.commit import committed_directory, verify, write_json, write_text
 from hpcrl.run.layout import Run, position_of, step_of
+from hpcrl.trainer import midstep
 from hpcrl.trainer.midstep import unfit
-from hpcrl.types import Batch, Prompt, Work
+from hpcrl.trainer.packing import Row
+from hpcrl.trainer.plan import Pick
+from hpcrl.trainer.update import MiniBatch
+from hpcrl.types import Batch, Prompt, Sample, Work
 from tests.trainer.material import run_ranks
 from tests.trainer.test_job import STEPS, children, controller, finish, make_run, said, trainer
 
@@ -330,3 +334,15 @@ def test_names() -> None:
     assert step_of(run.checkpoint(41, 2)) is None
     for name in ("s000041u", "s000041u0", "s000041u2.json", ".tmp-s000041u2.1", "v000041"):
         assert position_of(Path(name)) is None
+
+
+def test_a_rank_that_has_all_opens_no_further_file(tmp_path: Path) -> None:
+    pick, tokens = Pick(group=2, index=1, length=3), torch.arange(3)
+    sample = Sample(tokens, torch.ones(3), torch.zeros(3), torch.zeros(3), torch.zeros(3), "stop", {})
+    saved, row = Row(sample, pick, advantages=torch.ones(3)), Row(sample, pick)
+    save_file(
+        {f"0.{name}": value for name, value in midstep._columns([saved]).items()}, tmp_path / "batch-1.safetensors"
+    )
+    midstep._fill_in([MiniBatch([row], [[pick]], 0)], [tmp_path / "batch-1.safetensors", tmp_path / "none"])
+    assert row.advantages is not None
+    assert row.advantages.tolist() == [1, 1, 1]
