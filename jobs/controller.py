@@ -84,18 +84,19 @@ def main(path: str) -> None:
         ),
     )
     pulse.beat("serve")
-    asyncio.run(_serve(run, attempt, lease, Service(run, attempt, schedule, train, validation)))
+    api = Api(Service(run, attempt, schedule, train, validation), config.slurm.patience.save_seconds)
+    asyncio.run(_serve(run, attempt, lease, api))
 
 
-async def _serve(run: Run, attempt: int, lease: LeaseWriter, service: Service) -> None:
-    api, listener = Api(service), bind(os.environ["HPCRL_ADDRESS"])
+async def _serve(run: Run, attempt: int, lease: LeaseWriter, api: Api) -> None:
+    listener = bind(os.environ["HPCRL_ADDRESS"])
     app: Starlette = api.app()
     host, port = listener.getsockname()[:2]
     url = f"http://{host}:{port}"
 
     async def tell() -> None:
         while True:
-            lease.say("serving", url=url, **service.status())
+            lease.say("serving", url=url, **await api.status({}))
             await asyncio.sleep(RENEW_S)
 
     telling = asyncio.create_task(tell())

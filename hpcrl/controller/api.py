@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -27,7 +28,6 @@ from hpcrl.types import GroupMeta
 
 WAIT_S = 10.0
 _GOODBYE_S = 20.0
-_SAVE_S = 900.0  # a step that is under way, then the checkpoint of a large model
 _MAX_BODY = 16 << 20
 
 
@@ -54,10 +54,14 @@ class Guard:
 
 
 class Api:
-    """Routes over a `Service`, which is touched by one request at a time."""
+    """Routes over a `Service`, which is touched by one request at a time.
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    Args:
+        save_seconds: how long a trainer may take to save where the run cannot go on; 0: as long as it likes.
+    """
+
+    def __init__(self, service: Service, save_seconds: float) -> None:
+        self._service, self._save_seconds = service, save_seconds
         self._changed = asyncio.Condition()
         self._trainer_told = False
 
@@ -164,7 +168,7 @@ class Api:
     async def _stop_trainer(self, run: Run, attempt: int) -> None:
         """Let the trainer save: the agent ends it as soon as this process fails."""
         await self.end("failed")
-        deadline = time.monotonic() + _SAVE_S
+        deadline = time.monotonic() + (self._save_seconds or math.inf)
         while not trainer_left(run, attempt) and time.monotonic() < deadline:
             await asyncio.sleep(TICK_S)
 

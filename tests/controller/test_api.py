@@ -69,7 +69,7 @@ def serve_attempt(
     LeaseWriter(run, "controller", attempt).say("serving", url=url)
 
     async def main() -> None:
-        api = Api(Service(run, attempt, schedule, prompts(5), prompts(3)))
+        api = Api(Service(run, attempt, schedule, prompts(5), prompts(3)), save_seconds=60)
         app = Guard(api.app(), read_token(run), run.name, attempt)
         try:
             await serve(app, listener, api.watch(run, attempt, print))

@@ -220,7 +220,15 @@ def test_the_failure_ends_the_controller(run: Run) -> None:
     play(run, controller, 0, [ALL_WRONG, GOOD])
     LeaseWriter(run, "trainer", 1).say("stopped")
     with pytest.raises(RunError, match="max_sample_batches = 1"):
-        asyncio.run(asyncio.wait_for(Api(controller).watch(run, 1, print), 10))
+        asyncio.run(asyncio.wait_for(Api(controller, save_seconds=60).watch(run, 1, print), 10))
+
+
+@pytest.mark.parametrize(("save_seconds", "error"), [(0.1, RunError), (0, TimeoutError)])
+def test_the_trainer_may_take_its_time_to_save(run: Run, save_seconds: float, error: type[Exception]) -> None:
+    controller = service(run, max_sample_batches=1)
+    play(run, controller, 0, [ALL_WRONG, GOOD])
+    with pytest.raises(error):
+        asyncio.run(asyncio.wait_for(Api(controller, save_seconds).watch(run, 1, print), 2))
 
 
 def test_good_groups_take_the_places_of_others(run: Run) -> None:

@@ -89,7 +89,7 @@ def controller(run: Run, attempt: int) -> Iterator[None]:
     prompts = [Prompt(f"p{i}", [{"role": "user", "content": str(i)}], "sort_letters", {}, "letters") for i in range(16)]
 
     async def main() -> None:
-        api = Api(Service(run, attempt, SCHEDULE, prompts, []))
+        api = Api(Service(run, attempt, SCHEDULE, prompts, []), save_seconds=60)
         app = Guard(api.app(), read_token(run), run.name, attempt)
 
         async def until() -> None:
