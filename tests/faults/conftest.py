@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ class Troupe:
 
     def _play(self, name: str, place: Place, act: Callable[..., Any], **parameters: Any) -> Any:
         path = self._directory(name)
-        with self._own(path / "c", place) if place.options else self._taken(place.nodes) as (cluster, taken):
+        with self._own(place) if place.options else self._taken(place.nodes) as (cluster, taken):
             others = [] if place.options else [f"n{i}" for i in range(1, NODES + 1) if f"n{i}" not in taken]
             stage = Stage(cluster, taken, others, path, self.ended, lambda: self.uninterrupted.result())
             try:
@@ -51,12 +52,13 @@ class Troupe:
                 stage.end()
 
     @contextmanager
-    def _own(self, directory: Path, place: Place) -> Iterator[tuple[DevCluster, list[str]]]:
-        cluster = up(directory, place.nodes, place.options)
-        try:
-            yield cluster, [f"n{i}" for i in range(1, place.nodes + 1)]
-        finally:
-            cluster.down()
+    def _own(self, place: Place) -> Iterator[tuple[DevCluster, list[str]]]:
+        with TemporaryDirectory(prefix="hpcrl-") as directory:  # sockets want a short path
+            cluster = up(Path(directory), place.nodes, place.options)
+            try:
+                yield cluster, [f"n{i}" for i in range(1, place.nodes + 1)]
+            finally:
+                cluster.down()
 
     @contextmanager
     def _taken(self, count: int) -> Iterator[tuple[DevCluster, list[str]]]:

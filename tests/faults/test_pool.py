@@ -44,8 +44,9 @@ def served(stage: Stage, run: Run, attempt: int) -> None:
 @pytest.mark.nodes(2)
 def test_37_the_run_ends_before_its_pool(stage: Stage) -> None:
     """One element works, the other waits for its turn (%1): neither is left when the run has ended."""
+    stage.knobs(latency_s=1.0)
     run = stage.submit(elastic(stage, **{"slurm.elastic.at_once": 1}))
-    served(stage, run, 1)
+    stage.reach(run, 1)
     assert sorted(elements(stage, run)) == ["PENDING", "RUNNING"]
     assert_nothing_lost(stage, run)
     stage.wait(lambda: not elements(stage, run), "the pool has left the queue", 30, run)
