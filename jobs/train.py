@@ -144,7 +144,8 @@ def train(
         times = checkpoints.finish(policy, learner.critic, learner.batch, carried, learner.unfinished)
         link.measured(step, times)
     if stopping is not None:
-        link.everything_is_saved(step)
+        if interval > 0:
+            link.everything_is_saved(step)
         raise stopping
 
 

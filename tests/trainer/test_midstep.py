@@ -132,6 +132,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> dict[str
     one.of(runs["changed"], ["update.micro_batch@3:signal=SIGTERM"], first=2)
     one.of(runs["whole random"], [""])
     one.of(runs["broken random"], [f"update.micro_batch@{n}:signal=SIGUSR2" for n in (2, 6, 1, 9, 3)] + [""])
+    runs["unsaved"] = made(folder / "unsaved", model_path, {"trainer": {"ckpt_interval": -1}})
+    one.of(runs["unsaved"], ["wait@2:signal=SIGTERM"])
     one.make(1)
     return runs
 
@@ -204,6 +206,12 @@ def test_how_long_it_took_is_told(runs: dict[str, Run]) -> None:
         (2, 0), (3, 0), (4, 0), (5, 0), (6, 0), (7, 1), (8, 1), (9, 1), (10, 2), (11, 3),
     ]  # fmt: skip
     assert all(0 < record.metrics[SECONDS] < 30 for record in records)
+
+
+def test_a_run_without_checkpoints_does_not_claim_to_have_saved(runs: dict[str, Run]) -> None:
+    assert [(told["said"], told["positions"]) for told in told_by(runs["unsaved"])] == [("stopped", [])]
+    assert 1 in merged(runs["unsaved"]), "a step was trained"
+    assert not [record for record in read_metrics(runs["unsaved"]) if SECONDS in record.metrics]
 
 
 def test_seconds_of_a_step_are_those_of_all_its_attempts(runs: dict[str, Run]) -> None:
