@@ -19,10 +19,10 @@ class PatienceConfig:
     """Imports, meeting of the ranks, loading of model, checkpoint and data."""
 
     step_seconds: int = 1800
-    """One micro-batch or one optimizer step, the first of which may compile; the weights for the replicas; a batch that is waited for."""
+    """One micro-batch or one optimizer step, the first of which may compile. Waiting for a batch is no standstill of the trainer."""
 
     save_seconds: int = 3600
-    """A checkpoint or an export."""
+    """A checkpoint, an export, or the weights for the replicas. A controller that fails gives the trainer as long to save."""
 
 
 @dataclass(frozen=True, kw_only=True)

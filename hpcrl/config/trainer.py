@@ -173,7 +173,8 @@ class TrainerConfig:
     """Checkpoint directory (checkpoints/sNNNNNN) of any run, for resume_mode from_path."""
 
     max_ckpts_to_keep: int = -1
-    """Newest checkpoints that are kept, never fewer than two; negative: all."""
+    """Newest checkpoints after a whole step that are kept, never fewer than two; negative: all. The newest two inside a step stay until
+    the next one after a step."""
 
     ckpt_keep_every: int = 0
     """Checkpoints whose step is a multiple of it are kept beside the newest; 0: none."""

@@ -36,7 +36,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay; the newest two always do. One inside a step goes with the next one after a step.
+    """Which checkpoints stay; the newest two after a step always do. Those inside a step, of which the newest two stay, go with the next
+    one after a step.
 
     Attributes:
         newest: how many of the newest; negative: all.
