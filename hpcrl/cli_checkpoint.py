@@ -38,7 +38,9 @@ def add_checkpoint(commands: argparse._SubParsersAction) -> None:
     export.add_argument("-o", "--output", type=Path, metavar="DIR", help="default: RUN/exports/sNNNNNN")
     rm = command("rm", "delete checkpoints")
     rm.add_argument("steps", metavar="STEP", nargs="+", help=_STEP_HELP)
-    rm.add_argument("--force", action="store_true", help="also the newest ones, which a run that is over would go on from")
+    rm.add_argument(
+        "--force", action="store_true", help="also the newest ones, which a run that is over would go on from"
+    )
 
 
 @dataclass(frozen=True)
