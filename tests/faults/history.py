@@ -51,7 +51,7 @@ def assert_nothing_lost(
     if same_values:
         for name, expected in stage.uninterrupted().items():
             wanted = {step: value for step, value in expected.items() if step <= steps}
-            found = {step: value for step, value in curve(run, name).items() if step <= steps}
+            found = {step: value for step, value in curve(run, name).items() if step in wanted}
             assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6), f"{name} differs"
 
 
