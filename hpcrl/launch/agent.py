@@ -32,7 +32,7 @@ from hpcrl.launch.watchdog import Neighbours, Stall, Watchdog
 from hpcrl.run.awake import AwakeClock
 from hpcrl.run.commit import read_json, write_json
 from hpcrl.run.layout import Run
-from hpcrl.run.lease import CONTROLLER, GIVEN_UP, LeaseWriter, trainer_left
+from hpcrl.run.lease import CONTROLLER, GIVEN_UP, RENEW_S, LeaseWriter, trainer_left
 from hpcrl.run.ledger import (
     Attempt,
     Kind,
@@ -80,6 +80,7 @@ class Agent:
         self._restarts = {
             f"rollout-{replica}": Restarts(config.slurm.replica_restarts) for replica in self._node.replicas
         }
+        self._left: dict[str, float] = {}
         self._rendezvous = 0
         self._grace_s = config.slurm.signal_seconds - _MARGIN_S
         self._saving_s = config.slurm.patience.save_seconds or float("inf")
@@ -139,6 +140,7 @@ class Agent:
     def _start_replica(self, name: str) -> None:
         self._restarts[name].started()
         self._watchdog.forget(name)
+        self._left.pop(name, None)
         command = [sys.executable, self._job("rollout"), str(self._run.path)]
         self._spawn(name, command, HPCRL_REPLICA=name.removeprefix("rollout-"))
 
@@ -219,8 +221,13 @@ class Agent:
             self._look_for_the_end()
 
     def _left_too_early(self, name: str) -> bool:
-        """Return whether a replica that has ended in order was not told to: somebody on its node was."""
-        lease = read_json(self._run.lease(CONTROLLER)) if name in self._restarts else None
+        """Return whether a replica ended in order that was not told to, but by somebody on its node: the run is not at its end."""
+        if name not in self._restarts:
+            return False
+        since = self._left.setdefault(name, time.monotonic())
+        if time.monotonic() - since < 2 * RENEW_S:  # what the controller says of the end may be on its way
+            return False
+        lease = read_json(self._run.lease(CONTROLLER))
         return lease is not None and lease["attempt"] == self._attempt and lease["facts"].get("stop", "") is None
 
     def _look_for_the_end(self) -> None:

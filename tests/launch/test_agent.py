@@ -10,7 +10,7 @@ from pathlib import Path
 from hpcrl.config import Config
 from hpcrl.run.commit import write_json, write_text
 from hpcrl.run.layout import Run
-from hpcrl.run.lease import read_leases
+from hpcrl.run.lease import LeaseWriter, read_leases
 from hpcrl.run.ledger import Outcome, open_attempt, read_outcome, report_outcome
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
@@ -153,6 +153,19 @@ sys.exit(7)
         assert read_outcome(run) is None, "training goes on with the others"
         report_outcome(run, 1, "done", "finished", "agent-0")
         agent.wait(20)
+
+
+def test_a_replica_that_leaves_though_the_run_goes_on_is_started_again(tmp_path: Path) -> None:
+    """Whoever frees memory on a node ends processes politely."""
+    run = make_run(tmp_path, rollout='(run.path / "starts").open("a").write("x")')
+    LeaseWriter(run, "controller", 1).say("serving", url="http://127.0.0.1:9", stop=None)
+    with start(run, 1) as agent:
+        deadline = time.monotonic() + 40
+        while not (run.path / "starts").exists() or (run.path / "starts").read_text() != "xx":
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        report_outcome(run, 1, "done", "finished", "agent-0")
+        agent.wait(60)
 
 
 def test_a_users_error_on_a_replica_ends_the_attempt(tmp_path: Path) -> None:
