@@ -21,7 +21,7 @@ learn: $(VENV)/installed
 	$(BIN)/pytest -m slow -s tests/jobs/test_learning.py
 
 faults: $(VENV)/installed slurm
-	$(BIN)/pytest -m "not soak" tests/faults
+	$(BIN)/pytest -m "not soak" tests/faults tests/slurm/test_runs.py
 
 soak: $(VENV)/installed slurm
 	$(BIN)/pytest -m soak -s tests/faults/test_soak.py

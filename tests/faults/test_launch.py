@@ -73,6 +73,7 @@ def test_03_killed_before_it_could_note_the_job(stage: Stage) -> None:
     assert_nothing_lost(stage, run)
 
 
+@pytest.mark.faults_slow
 def test_04_starts_before_submit_is_done_and_outlives_the_checkout(stage: Stage) -> None:
     """The job starts while submit still waits for sbatch, and the code it was submitted from is broken then: it uses the snapshot."""
     checkout = stage.path / "checkout"
@@ -96,6 +97,7 @@ def _submit_through(stage: Stage, sbatch: str, settings: dict[str, Any], **envir
     return stage.cluster.run([HPCRL, "submit", "run.toml"], 120, stage.path, env).returncode
 
 
+@pytest.mark.faults_slow
 def test_05_packed_on_the_same_nodes(stage: Stage) -> None:
     """Three elements of a sweep on one pair of nodes: ports, tokens and logs of their own."""
     packed = {"slurm.exclusive": False, "slurm.array_parallelism": 3, "trainer.max_steps": 4}

@@ -47,6 +47,7 @@ def test_10_preemption_that_sends_the_users_signal(stage: Stage) -> None:
     assert len(read_attempts(run)) == 2
 
 
+@pytest.mark.faults_slow
 def test_11_killed_in_the_middle_of_a_save(stage: Stage) -> None:
     """Without grace, and with a save that takes longer than KillWait: the commit before it is used, its remains are removed."""
     slow = in_first_attempt(fault("checkpoints.written@2:sleep=30"))
@@ -109,6 +110,7 @@ def said(run: Run, text: str) -> bool:
     return any(text in path.read_text(errors="replace") for path in run.path.glob("logs/1/trainer-*.log"))
 
 
+@pytest.mark.faults_slow
 def test_14_signals_of_all_kinds_again_and_again(stage: Stage) -> None:
     """TERM, USR2 and CONT storms to every process, also while it saves: one save, one requeue."""
     slow_save = in_first_attempt(fault("checkpoints.written:sleep=4"))
@@ -152,6 +154,7 @@ def test_16_killed_before_it_could_requeue(stage: Stage) -> None:
     assert_nothing_lost(stage, run)
 
 
+@pytest.mark.faults_slow
 def test_17_requeue_by_an_operator_races_with_the_runs_own(stage: Stage) -> None:
     """Slurm requeues the job already when the run wants to: one restart, and no error."""
     run = stage.submit(STEPS_PER_ATTEMPT)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from hpcrl.run.commit import committed
 from hpcrl.run.layout import Run, step_of
 from hpcrl.run.ledger import outcome_of, read_attempts
@@ -103,6 +105,7 @@ def test_preempted_run_saves_requeues_itself_and_resumes(cluster: DevCluster, tm
     assert len({group for batch in trained_groups(run) for group in batch}) == 30 * 8
 
 
+@pytest.mark.faults_slow
 def test_preempted_run_of_resume_mode_none_is_not_requeued(cluster: DevCluster, tmp_path: Path) -> None:
     settings = ["trainer.resume_mode=none", "trainer.max_steps=30", "trainer.eval_interval=0"]
     submit(cluster, tmp_path, "once", *settings)
