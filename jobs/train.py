@@ -57,6 +57,7 @@ def main(run_dir: str) -> None:
     trainer = config.trainer
     with joined(trainer.deterministic) as world, profiled(trainer.profiler, run, attempt, world) as stepped:
         work(run, attempt, config, world, Agreement(world, STOP, pulse), stepped)
+        STOP.ignore()
 
 
 def work(

@@ -233,10 +233,11 @@ class Agent:
     def _look_for_the_end(self) -> None:
         if self._stop_reason and not self._rendezvous:
             self._report_stop("stopped before it began")
+        elif self._stop_reason and trainer_left(self._run, self._attempt):
+            # not torchrun's end, which comes minutes later where the torchrun of another node has failed
+            self._report_stop("saved and stopped")
         elif self._stop_reason and self._ended("trainer-0"):
-            # torchrun ends with an error of its own when Slurm signals it, also where every rank has saved and left well
-            saved = trainer_left(self._run, self._attempt)
-            self._report_stop("saved and stopped" if saved else "the trainer ended before it could save")
+            self._report_stop("the trainer ended before it could save")
         elif self._ended("trainer-0") and self._ended("controller"):
             self._report("done", "finished")
 

@@ -68,6 +68,11 @@ class StopSignal:
             self.since = time.monotonic()
         self.seen = True
 
+    def ignore(self) -> None:
+        """Hear nothing any more: all is done. At its very end Python gives signals back their default, which is death."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
     def _note(self, _number: int = 0, _frame: FrameType | None = None) -> None:
         self._signalled = self._signalled or time.monotonic()
         self.hear()

@@ -100,6 +100,23 @@ os.kill(os.getpid(), 9)
     assert (outcome.kind, outcome.message) == ("interrupted", "the trainer ended before it could save")
 
 
+def test_a_torchrun_that_lingers_after_its_ranks_have_saved_is_not_waited_for(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path,
+        train="""
+from hpcrl.run.commit import write_json
+write_json(run.stop, {"attempt": 1, "reason": "interrupted"})
+LeaseWriter(run, "trainer", 1).say("stopped")
+time.sleep(300)
+""",
+        controller="time.sleep(60)",
+    )
+    began = time.monotonic()
+    outcome = supervise(run)
+    assert (outcome.kind, outcome.message) == ("interrupted", "saved and stopped")
+    assert time.monotonic() - began < 60
+
+
 def test_a_stop_request_before_anything_began(tmp_path: Path) -> None:
     run = make_run(tmp_path, train="time.sleep(60)", controller="time.sleep(60)")
     write_json(run.stop, {"attempt": 1, "reason": "cancelled"})

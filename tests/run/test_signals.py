@@ -107,3 +107,24 @@ def test_a_signal_that_nobody_asked_for(run: Run, at_stake: bool) -> None:
         os.kill(started.pid, signal.SIGTERM)
         assert started.wait(5) == 1
     assert read_leases(run) == []
+
+
+AT_THE_VERY_END = """
+import os, signal, sys
+from hpcrl.run.signals import StopSignal
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR2):
+        kill(pid, number)
+
+stop, last = StopSignal(), Last()
+if sys.argv[1] == "ignore":
+    stop.ignore()
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("ignore", 0), ("listen", -signal.SIGUSR2)])
+def test_a_signal_while_python_ends(how: str, status: int) -> None:
+    """Its handlers are gone by then: who is done has to ignore what may still come."""
+    done = subprocess.run([sys.executable, "-c", AT_THE_VERY_END, how], check=False, timeout=60)
+    assert done.returncode == status
