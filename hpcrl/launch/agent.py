@@ -32,7 +32,7 @@ from hpcrl.launch.watchdog import Neighbours, Stall, Watchdog
 from hpcrl.run.awake import AwakeClock
 from hpcrl.run.commit import read_json, write_json
 from hpcrl.run.layout import Run
-from hpcrl.run.lease import CONTROLLER, GIVEN_UP, RENEW_S, LeaseWriter, trainer_left
+from hpcrl.run.lease import CONTROLLER, GIVEN_UP, RENEW_S, LeaseWriter, read_lease, trainer_left
 from hpcrl.run.ledger import (
     Attempt,
     Kind,
@@ -227,8 +227,8 @@ class Agent:
         since = self._left.setdefault(name, time.monotonic())
         if time.monotonic() - since < 2 * RENEW_S:  # what the controller says of the end may be on its way
             return False
-        lease = read_json(self._run.lease(CONTROLLER))
-        return lease is not None and lease["attempt"] == self._attempt and lease["facts"].get("stop", "") is None
+        lease = read_lease(self._run, CONTROLLER, self._attempt)
+        return lease is not None and lease.facts.get("stop", "") is None
 
     def _look_for_the_end(self) -> None:
         if self._stop_reason and not self._rendezvous:

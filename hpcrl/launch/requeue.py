@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from hpcrl.errors import RunError
 from hpcrl.launch.registry import states_of
 from hpcrl.launch.scheduler import is_away
-from hpcrl.run.commit import write_json
 from hpcrl.run.layout import Run
+from hpcrl.run.stop_request import ask_to_stop
 
 _RETRY_S = 2.0
 _PATIENCE_S = 150.0  # slurmctld may be restarting
@@ -122,4 +122,4 @@ def requeue(run: Run) -> None:
             f"{run.name} would lose all progress: trainer.resume_mode is none, so no attempt continues another; `hpcrl cancel {run.name}` "
             "ends it"
         )
-    write_json(run.stop, {"attempt": state.attempt, "reason": "interrupted"})
+    ask_to_stop(run, state.attempt, "interrupted")

@@ -9,10 +9,10 @@ from hpcrl.launch.budget import Verdict, judge
 from hpcrl.launch.progress import SILENT_S, Progress, duration, progress_of
 from hpcrl.launch.reasons import explain, is_held, started
 from hpcrl.launch.scheduler import GONE, JobState
-from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import Lease, read_leases
 from hpcrl.run.ledger import Attempt, Outcome, outcome_of, read_attempts
+from hpcrl.run.stop_request import stop_asked
 
 _STANDING = ("SUSPENDED", "STOPPED")
 _LEAVING = ("COMPLETING", "STAGE_OUT", "SIGNALING")
@@ -101,9 +101,8 @@ class _View:
             return "starting", "its job runs, its agents have not begun", ""
         if self.outcome is not None or self.job.name in _LEAVING:
             return "ending", f"{self.outcome.kind}: {self.outcome.message}" if self.outcome else "its job ends", ""
-        request = read_json(self.run.stop)
-        if request and request["attempt"] == self.attempt.number:
-            return "saving", f"asked to stop ({request['reason']}); {self.progress}", ""
+        if reason := stop_asked(self.run, self.attempt.number):
+            return "saving", f"asked to stop ({reason}); {self.progress}", ""
         return "saving" if self.progress.activity.startswith("saving") else "running", str(self.progress), ""
 
     @property

@@ -13,9 +13,9 @@ from hpcrl.launch.elastic import cancel_pool
 from hpcrl.launch.lookout import LOOK_S, Lookout
 from hpcrl.launch.registry import RunState, states_of
 from hpcrl.launch.scheduler import cancel_slurm
-from hpcrl.run.commit import write_json
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import cancel_outcome
+from hpcrl.run.stop_request import ask_to_stop
 
 _LEAVING_S = 40.0  # Slurm kills what does not end 30 s after it was told, unless the site says otherwise
 
@@ -39,7 +39,7 @@ def cancel(run: Run, patience_s: float) -> RunState:
     if state.over:
         raise RunError(f"{run.name} is not running: {state.word} ({state.detail})")
     if state.at_work and patience_s > 0:
-        write_json(run.stop, {"attempt": state.attempt, "reason": "cancelled"})
+        ask_to_stop(run, state.attempt, "cancelled")
         return _await_end(run, patience_s)
     if state.outcome is None or not state.outcome.final:
         cancel_outcome(run, state.attempt)

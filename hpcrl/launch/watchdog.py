@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 
 from hpcrl.config.slurm import PatienceConfig
 from hpcrl.run.awake import AwakeClock
-from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
-from hpcrl.run.lease import CONTROLLER, LeaseWriter, read_leases
+from hpcrl.run.lease import CONTROLLER, LeaseWriter, read_lease
 from hpcrl.run.pulse import Beat, read_pulses
 
 _LONGEST_PAUSE_S = 2.0
@@ -110,9 +109,10 @@ class Neighbours:
             return None
         self._probed = now
         os.listdir(self._run.endpoints)
-        for lease in read_leases(self._run, self._attempt):
-            renewed, since = self._heard.get(lease.process, (0.0, now))
-            self._heard[lease.process] = lease.renewed, now if lease.renewed != renewed else since
+        for process in self._others or ("agent-0",):
+            if lease := read_lease(self._run, process, self._attempt):
+                renewed, since = self._heard.get(process, (0.0, now))
+                self._heard[process] = lease.renewed, now if lease.renewed != renewed else since
         return self._silent(now) if self._index == 0 else self._unreachable(now)
 
     def _silent(self, now: float) -> str | None:
@@ -128,9 +128,9 @@ class Neighbours:
         return None
 
     def _unreachable(self, now: float) -> str | None:
-        lease = read_json(self._run.lease(CONTROLLER))
-        url = lease["facts"].get("url") if lease and lease["attempt"] == self._attempt else None
-        if lease and lease["attempt"] == self._attempt and lease["state"] == "finished":
+        lease = read_lease(self._run, CONTROLLER, self._attempt)
+        url = lease.facts.get("url") if lease else None
+        if lease and lease.state == "finished":
             return None
         refused = None
         if url:

@@ -30,9 +30,8 @@ import httpx
 
 from hpcrl.errors import RunError
 from hpcrl.run.awake import AwakeClock
-from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
-from hpcrl.run.lease import CONTROLLER
+from hpcrl.run.lease import CONTROLLER, read_lease
 
 _RETRY_S = 0.5
 _ANSWER_S = 60.0
@@ -78,10 +77,6 @@ class Controller:
             headers=headers(read_token(run), run.name, attempt), timeout=_ANSWER_S, trust_env=False
         )
 
-    def _lease(self) -> dict[str, Any] | None:
-        lease = read_json(self._run.lease(CONTROLLER))
-        return lease if lease and lease["attempt"] == self._attempt else None
-
     def call(self, route: str, **payload: Any) -> dict[str, Any]:
         """Return the controller's answer.
 
@@ -91,10 +86,10 @@ class Controller:
         clock, problem = AwakeClock(_ANSWER_S + 2 * _RETRY_S), "it has not published its address"
         deadline, renewed = self._patience_s, 0.0
         while clock.now() < deadline:
-            lease = self._lease()
-            url = lease["facts"].get("url") if lease else None
-            if lease and not url and lease["renewed"] != renewed:  # it is at work, on a large dataset maybe
-                renewed, deadline = lease["renewed"], clock.now() + self._patience_s
+            lease = read_lease(self._run, CONTROLLER, self._attempt)
+            url = lease.facts.get("url") if lease else None
+            if lease and not url and lease.renewed != renewed:  # it is at work, on a large dataset maybe
+                renewed, deadline = lease.renewed, clock.now() + self._patience_s
             if url:
                 try:
                     answer = self._http.post(f"{url}/{route}", json=payload)
@@ -111,8 +106,8 @@ class Controller:
 
     def leave(self, worker: str) -> None:
         """Tell the controller, if it is there, that a worker ends; else it finds out by the silence."""
-        lease = self._lease()
-        if lease and (url := lease["facts"].get("url")):
+        lease = read_lease(self._run, CONTROLLER, self._attempt)
+        if lease and (url := lease.facts.get("url")):
             with suppress(httpx.TransportError):
                 self._http.post(f"{url}/leave", json={"worker": worker}, timeout=_FAREWELL_S)
 

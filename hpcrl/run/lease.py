@@ -84,6 +84,12 @@ class LeaseWriter:
         write_json(self._path, asdict(lease))
 
 
+def read_lease(run: Run, process: str, attempt: int) -> Lease | None:
+    """Return the lease of one process in one attempt, or None where it has said nothing yet."""
+    value = read_json(run.lease(process))
+    return Lease(**value) if value and value["attempt"] == attempt else None
+
+
 def read_leases(run: Run, attempt: int | None = None) -> list[Lease]:
     """Return the leases of a run, of one attempt only where `attempt` is given, ordered by process name."""
     leases = []
@@ -96,4 +102,5 @@ def read_leases(run: Run, attempt: int | None = None) -> list[Lease]:
 
 def trainer_left(run: Run, attempt: int) -> bool:
     """Return whether the trainer has said its last: everything that it trained is saved."""
-    return any(lease.process == "trainer" and lease.state in _LEFT for lease in read_leases(run, attempt))
+    lease = read_lease(run, "trainer", attempt)
+    return lease is not None and lease.state in _LEFT
