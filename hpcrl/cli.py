@@ -13,6 +13,7 @@ import hpcrl
 from hpcrl.cli_checkpoint import add_checkpoint
 from hpcrl.cli_cluster import add_cluster
 from hpcrl.cli_config import add_config
+from hpcrl.cli_run import add_run_command, named_run
 from hpcrl.cli_views import add_views
 from hpcrl.errors import HpcrlError
 
@@ -33,11 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_submit(commands)
 
     def run_command(name: str, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        command.add_argument("--root", type=Path, help="where runs are looked for (default: $HPCRL_ROOT, else ./runs)")
-        command.add_argument("run", metavar="RUN", help="name, project/name or path")
-        command.set_defaults(action=globals()[f"_{name}"])
-        return command
+        return add_run_command(commands, name, text, globals()[f"_{name}"])
 
     add_views(commands)
     logs = run_command("logs", "print the logs of a run")
@@ -173,9 +170,9 @@ def _logs(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import RunError
     from hpcrl.launch import logs
     from hpcrl.launch.lookout import Lookout
-    from hpcrl.launch.registry import default_root, find_run, known_states
+    from hpcrl.launch.registry import known_states
 
-    run = find_run(arguments.run, arguments.root or default_root())
+    run = named_run(arguments)
     if arguments.follow and arguments.attempt:
         raise RunError("--follow shows all attempts; leave out --attempt, or --follow")
     if arguments.follow:
@@ -189,10 +186,9 @@ def _logs(arguments: argparse.Namespace) -> int:
 
 
 def _cancel(arguments: argparse.Namespace) -> int:
-    from hpcrl.launch.registry import default_root, find_run
     from hpcrl.launch.stop import cancel
 
-    state = cancel(find_run(arguments.run, arguments.root or default_root()), 0.0 if arguments.now else _CANCEL_S)
+    state = cancel(named_run(arguments), 0.0 if arguments.now else _CANCEL_S)
     print(f"{state.run.name}: {state.word}: {state.detail}")
     if not state.over:
         print("It was asked to save and to stop, and will; `hpcrl cancel --now` does not wait for that.")
@@ -200,29 +196,26 @@ def _cancel(arguments: argparse.Namespace) -> int:
 
 
 def _requeue(arguments: argparse.Namespace) -> int:
-    from hpcrl.launch.registry import default_root, find_run
     from hpcrl.launch.requeue import requeue
 
-    run = find_run(arguments.run, arguments.root or default_root())
+    run = named_run(arguments)
     requeue(run)
     print(f"{run.name} was asked to save and to go back into the queue; hpcrl status {_short(run)} shows it")
     return 0
 
 
 def _stacks(arguments: argparse.Namespace) -> int:
-    from hpcrl.launch.registry import default_root, find_run
     from hpcrl.launch.stacks import stacks
 
-    for process, text in stacks(find_run(arguments.run, arguments.root or default_root())).items():
+    for process, text in stacks(named_run(arguments)).items():
         print(f"== {process}\n{text}")
     return 0
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    from hpcrl.launch.registry import default_root, find_run
     from hpcrl.launch.resume import resume
 
-    run = find_run(arguments.run, arguments.root or default_root())
+    run = named_run(arguments)
     for change in resume(run, arguments.settings):
         print(f"  {change}")
     _announce(run)

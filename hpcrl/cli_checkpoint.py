@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcrl.cli_run import add_run_command, named_run
+
 if TYPE_CHECKING:
     from hpcrl.run.layout import Run
 
@@ -24,11 +26,7 @@ def add_checkpoint(commands: argparse._SubParsersAction) -> None:
     group = checkpoint.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
-        parser = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        parser.add_argument("--root", type=Path, help="where runs are looked for (default: $HPCRL_ROOT, else ./runs)")
-        parser.add_argument("run", metavar="RUN", help="name, project/name or path")
-        parser.set_defaults(action=globals()[f"_{name}"])
-        return parser
+        return add_run_command(group, name, text, globals()[f"_{name}"])
 
     command("ls", "show each checkpoint, its state and why it is kept")
     verify = command("verify", "compare files with sizes and checksums; exit code 1 if one is damaged")
@@ -123,12 +121,6 @@ def _find(run: Run, word: str) -> Path:
     raise RunError(f"{run.name} has no checkpoint {word}; there are: {listed}")
 
 
-def _run(arguments: argparse.Namespace) -> Run:
-    from hpcrl.launch.registry import default_root, find_run
-
-    return find_run(arguments.run, arguments.root or default_root())
-
-
 def _age(seconds: float) -> str:
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
@@ -139,7 +131,7 @@ def _age(seconds: float) -> str:
 def _ls(arguments: argparse.Namespace) -> int:
     from hpcrl.run.space import readable
 
-    run = _run(arguments)
+    run = named_run(arguments)
     rows = _rows(run)
     if not rows:
         print(f"{run.name} has no checkpoints")
@@ -159,7 +151,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from hpcrl.run.layout import position_of
     from hpcrl.run.space import readable
 
-    run = _run(arguments)
+    run = named_run(arguments)
     if arguments.step:
         paths = [_find(run, arguments.step)]
     else:
@@ -182,7 +174,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from hpcrl.run.checkpoints import line_of
     from hpcrl.run.commit import verify
 
-    run = _run(arguments)
+    run = named_run(arguments)
     line = line_of(run)
     if not arguments.step and not line:
         raise RunError(f"{run.name} has no committed checkpoint")
@@ -206,7 +198,7 @@ def _rm(arguments: argparse.Namespace) -> int:
     from hpcrl.run.checkpoints import line_of, needed
     from hpcrl.run.commit import discard
 
-    run = _run(arguments)
+    run = named_run(arguments)
     newest = needed(line_of(run))
     paths = list(dict.fromkeys(_find(run, word) for word in arguments.steps))
     wanted = [path for path in paths if path in newest]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from hpcrl.cli_run import add_run_command, named_run
+
 
 def add_cluster(commands: argparse._SubParsersAction) -> None:
     """Add these commands to those of hpcrl."""
@@ -22,18 +24,12 @@ def add_cluster(commands: argparse._SubParsersAction) -> None:
     doctor.add_argument("--json", action="store_true", help="one JSON value")
     doctor.set_defaults(action=_doctor)
     text = "open a shell, or run a command, on a node of a running run, with its environment"
-    attach = commands.add_parser(
-        "attach",
-        help=text,
-        description=text[0].upper() + text[1:] + ".",
-        usage="hpcrl attach [-h] [--root ROOT] [--node N] [--role {trainer,rollout}] RUN [-- COMMAND ...]",
-        epilog="example: hpcrl attach my-run --role rollout -- nvidia-smi",
-    )
-    attach.add_argument("--root", type=Path, help="where runs are looked for (default: $HPCRL_ROOT, else ./runs)")
-    attach.add_argument("run", metavar="RUN", help="name, project/name or path")
+    attach = add_run_command(commands, "attach", text, _attach)
+    attach.usage = "hpcrl attach [-h] [--root ROOT] [--node N] [--role {trainer,rollout}] RUN [-- COMMAND ...]"
+    attach.epilog = "example: hpcrl attach my-run --role rollout -- nvidia-smi"
     attach.add_argument("--node", metavar="N", help="number of the node in the run, or its name (default: the first)")
     attach.add_argument("--role", choices=("trainer", "rollout"), help="the first node of this role")
-    attach.set_defaults(action=_attach, command=[])
+    attach.set_defaults(command=[])
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -63,7 +59,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _attach(arguments: argparse.Namespace) -> int:
     from hpcrl.launch.attach import attach
-    from hpcrl.launch.registry import default_root, find_run
 
-    run = find_run(arguments.run, arguments.root or default_root())
+    run = named_run(arguments)
     attach(run, arguments.node, arguments.role, arguments.command)

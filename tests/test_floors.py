@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {
-    "hpcrl.cli": 8, "jobs": 7, "hpcrl.cli_config": 7, "hpcrl.cli_checkpoint": 7, "hpcrl.cli_cluster": 7, "hpcrl.cli_views": 7,
+    "hpcrl.cli": 9, "hpcrl.cli_config": 8, "hpcrl.cli_checkpoint": 8, "hpcrl.cli_cluster": 8, "hpcrl.cli_views": 8, "hpcrl.cli_run": 7, "jobs": 7,
     "hpcrl.trainer": 6, "hpcrl.rollout": 6, "hpcrl.controller": 6, "hpcrl.launch": 6,
     "hpcrl.algorithms": 5, "hpcrl.envs": 5, "hpcrl.data": 5, "hpcrl.observe": 5,
     "hpcrl.types": 4, "hpcrl.run": 3, "hpcrl.config": 2, "hpcrl.errors": 1, "hpcrl": 0,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpcrl.launch.budget import judge
 from hpcrl.launch.elastic import cancel_pool
-from hpcrl.launch.requeue import job_name, requeue_this_job
+from hpcrl.launch.requeue import job_name, outlive_the_job, requeue_this_job
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import (
@@ -90,9 +90,7 @@ def settle(run: Run, job: str, status: int = 0) -> int:
 
 
 def main(element_list: Path, status: int) -> int:
-    # Slurm ends this process with the job that it asks Slurm to requeue; it needs a moment longer than that
-    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    outlive_the_job()
     runs = read_json(element_list)
     assert runs, element_list
     run = Run(Path(runs[int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))]))

@@ -6,12 +6,11 @@ python -m hpcrl.launch.pool_finish RUN STATUS
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
 
 from hpcrl.launch.elastic import AGAIN, current_attempt, unwanted
-from hpcrl.launch.requeue import requeue_this_job
+from hpcrl.launch.requeue import outlive_the_job, requeue_this_job
 from hpcrl.run.layout import Run
 from hpcrl.run.ledger import outcome_of
 
@@ -19,9 +18,7 @@ _LATER = "now+5minutes"
 
 
 def main(run: Run, status: int) -> int:
-    # Slurm ends this process with the job that it asks Slurm to requeue; it needs a moment longer than that
-    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    outlive_the_job()
     if status != AGAIN:
         return status
     if why := unwanted(run, os.environ["SLURM_ARRAY_JOB_ID"]):

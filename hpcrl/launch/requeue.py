@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 import tomllib
@@ -25,6 +26,12 @@ def job_name() -> str:
     """Return the id by which Slurm requeues this element alone: the raw job id may be that of the whole array."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+
+
+def outlive_the_job() -> None:
+    """Ignore what ends a process: Slurm ends the caller with the job that it asks Slurm to requeue, and it needs a moment longer."""
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _scontrol(*words: str) -> bool:
