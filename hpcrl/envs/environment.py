@@ -16,17 +16,22 @@ class Turn:
         observations: chat messages that the policy sees next; ignored when `done`.
         reward: paid at the last token of the action.
         done: whether the sample ends here.
-        metrics: numbers to report; their means over a batch appear as `environment/<name>`.
+        metrics: numbers to report; their means over a batch appear as `environment/<name>`. A later turn's value takes the place of
+            an earlier one's of the same name.
+        action: what the policy's text is replaced by, in the conversation and in what is trained; None: nothing. The new tokens
+            are not those that were sampled, so they are not trained.
     """
 
     observations: Messages
     reward: float
     done: bool
     metrics: dict[str, float] = field(default_factory=dict)
+    action: str | None = None
 
 
 class Environment(Protocol):
-    """One per sample, made by calling its class with the extras of the prompt (the columns that are not hpcrl's own).
+    """One per sample, made by calling its class with the extras of the prompt: the columns that are not hpcrl's own, and beside them
+    `max_turns` (generator.max_turns), `custom` (environment.custom) and `skyrl_gym` (that section, a SkyRLGymConfig).
 
     Methods are called in the order init, step until done, close; never from two threads at once.
     """

@@ -101,10 +101,11 @@ class GroupGenerator:
     ) -> None:
         self._engine, self._tokenizer, self._config = engine, tokenizer, config
         self._baselines = baselines
-        self._custom, threads = environment.custom, environment.skyrl_gym.max_env_workers
+        gym = environment.skyrl_gym
+        self._extras = {"custom": environment.custom, "max_turns": config.max_turns, "skyrl_gym": gym}
         self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}
         self._rewards = {"train": _rewards(environment, "train"), "eval": _rewards(environment, "eval")}
-        self._stepping = asyncio.Semaphore(threads) if threads else None
+        self._stepping = asyncio.Semaphore(gym.max_env_workers) if gym.max_env_workers else None
 
     async def generate(self, work: Work) -> Group:
         """Return the group.
@@ -141,7 +142,7 @@ class GroupGenerator:
         """Return what starts each of `count` responses; their environments, if there are any, are added to the list."""
         if self._rewards[work.kind] is not None:
             return [list(work.prompt.messages)] * count
-        extras = {"custom": self._custom, **work.prompt.extras}
+        extras = {**self._extras, **work.prompt.extras}
         for _ in range(count):
             environments.append(make_environment(work.prompt.env_class, extras))
         return [environment.init(list(work.prompt.messages)) for environment in environments]
