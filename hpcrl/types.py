@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 Kind = Literal["train", "eval"]
-StopReason = Literal["stop", "length", "abort"]
+StopReason = Literal["stop", "length", "abort", "failed"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Sample:
         rollout_logprobs: [T] float32, of the engine at the sampling temperature; 0 where the policy did not choose.
         versions: [T] int32, policy version that chose the token; -1 where the policy did not choose.
         rewards: [T] float32, each reward at the last token of the turn that earned it.
-        stop_reason: why the last turn ended.
+        stop_reason: why the last turn ended; "failed": its environment raised, or took too long.
         env_metrics: numbers that the environment reports.
     """
 
@@ -77,6 +77,7 @@ class GroupMeta:
         raw_rewards: before generator.zero_reward_on_non_stop; empty where they are the same.
         baseline: reward of the policy's greedy response to the prompt, where the advantage estimator compares with it. That response
             is no sample of the group, and nothing else of it is kept.
+        failures: what went wrong in samples whose environment failed.
     """
 
     group_id: str
@@ -94,6 +95,7 @@ class GroupMeta:
     env_metrics: list[dict[str, float]] = field(default_factory=list)
     raw_rewards: list[float] = field(default_factory=list)
     baseline: float | None = None
+    failures: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -82,6 +82,7 @@ def main(path: str) -> None:
             replicas=most_replicas(config),
             elastic=config.slurm.elastic.replicas > 0,
         ),
+        max_failed_ratio=config.environment.max_failed_ratio,
     )
     pulse.beat("serve")
     api = Api(Service(run, attempt, schedule, train, validation), config.slurm.patience.save_seconds)

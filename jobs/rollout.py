@@ -13,11 +13,12 @@ import asyncio
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.config import Config, engine_rope, eval_sampling
-from hpcrl.config.derive import needs_baselines
+from hpcrl.config.derive import max_input_length, needs_baselines
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.scratch import Scratch
 from hpcrl.rollout.server import Server, ServerOptions
@@ -57,9 +58,10 @@ def serve(run: Run, config: Config, attempt: int, replica: int, lease: LeaseWrit
             server.wait_ready(start_s, lambda: lease.say("starting engine"))
             pulse.beat("serve")
             try:
-                asyncio.run(
-                    work(post, server, config.trainer.policy.model.path, config.generator, config.environment, lease)
+                generator = replace(
+                    config.generator, max_input_length=max_input_length(config.generator, config.trainer)
                 )
+                asyncio.run(work(post, server, config.trainer.policy.model.path, generator, config.environment, lease))
             finally:
                 Controller(run, attempt).leave(post.name)
         finally:
@@ -92,7 +94,7 @@ def options(run: Run, config: Config) -> ServerOptions:
         model=config.trainer.policy.model.path,
         engine=generator.inference_engine,
         seed=config.trainer.seed if generator.inference_engine.seed is None else generator.inference_engine.seed,
-        max_model_len=config.trainer.max_prompt_length + longest,
+        max_model_len=max_input_length(generator, config.trainer) + longest,
         on_cpu=config.slurm.gpus_per_node == 0,
         run_name=run.name,
         token_file=run.token,

@@ -193,8 +193,9 @@ _TABLE: tuple[tuple[Verdict, str], ...] = (
         """,
     ),
     (
-        Verdict("harmless", "it concerns the services, not the rewards"),
+        Verdict("harmless", "it concerns how environments are called, not the rewards"),
         """
+        environment.timeout_seconds environment.max_failed_ratio
         environment.skyrl_gym.max_env_workers environment.skyrl_gym.search.timeout
         environment.skyrl_gym.search.log_requests environment.remote_reward.batch_size
         """,

@@ -105,5 +105,11 @@ class EnvironmentConfig:
 
     skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
 
+    timeout_seconds: float = 300.0
+    """How long a call of an environment or a reward may take; then its sample has failed. 0: any time. Without max_env_workers it cannot be kept."""
+
+    max_failed_ratio: float = 0.5
+    """Share of a step's samples whose environments may raise, or take too long. Such samples are left out of the loss, and count in their groups as the mean of the others; with more of them the run ends."""
+
     custom: dict[str, Any] = field(default_factory=dict)
     """Handed to every environment, untouched, as the extra `custom`; rows with a column of that name keep theirs."""

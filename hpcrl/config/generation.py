@@ -58,6 +58,14 @@ def lengths(config: Config) -> Iterator[Problem]:
         )
 
 
+def turns(config: Config) -> Iterator[Problem]:
+    if config.generator.max_turns > 1 and config.environment.reward_function:
+        yield Problem(
+            "generator.max_turns",
+            "has no effect with environment.reward_function, which pays after one turn; leave it out, or use an environment",
+        )
+
+
 def chat(config: Config) -> Iterator[Problem]:
     generator, template = config.generator, config.generator.chat_template
     if template.source == "file" and not template.name_or_path:

@@ -180,10 +180,10 @@ class GeneratorConfig:
     eval_sampling_params: EvalSamplingParams = field(default_factory=EvalSamplingParams)
 
     use_conversation_multi_turn: bool = True
-    """Each turn is a chat message of its own; otherwise all are one message of the assistant."""
+    """Each turn is a chat message of its own; otherwise all are one message of the assistant, in which the texts of observations stand as they are."""
 
     append_eos_token_after_stop_str_in_multi_turn: bool = True
-    """End a turn that a stop text ended with the end-of-sequence token, which is not trained."""
+    """End a turn that the policy did not end itself (a stop text, the length or the environment did) as the chat template ends it, with tokens that are not trained; nothing is added after the last turn."""
 
     step_wise_trajectories: bool = False
     """Each turn is a sample of its own; the last one's advantage counts for all."""

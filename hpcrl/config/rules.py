@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from hpcrl.config.derive import uses_reference
-from hpcrl.config.generation import chat, datasets, dynamic_sampling, lengths, sampling_parameters
+from hpcrl.config.generation import chat, datasets, dynamic_sampling, lengths, sampling_parameters, turns
 from hpcrl.config.own import misnamed
 from hpcrl.config.problem import Problem
 from hpcrl.config.ranges import out_of_range
@@ -340,6 +340,7 @@ RULES: tuple[Rule, ...] = (
     _staleness,
     _checkpoints,
     lengths,
+    turns,
     chat,
     sampling_parameters,
     dynamic_sampling,

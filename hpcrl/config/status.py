@@ -36,7 +36,6 @@ _REWARDS = Wait("remote rewards")
 _SFT = Wait("supervised fine-tuning")
 _SPEED = Wait("compiled, offloaded and low-precision training")
 _TRACKING = Wait("trackers, profiles and uploads")
-_TURNS = Wait("several turns")
 _ENGINE = Wait("further engine options")
 _ENVIRONMENTS = Wait("environments for SQL, search and judges")
 
@@ -94,11 +93,7 @@ WAITS: dict[str, Wait] = {
     "generator.inference_engine.weight_sync_backend": Wait("weights pushed over NCCL"),
     "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Wait("colocated engines"),
     "generator.inference_engine.fully_sharded_loras": _LORA,
-    "generator.max_turns": _TURNS,
-    "generator.max_input_length": _TURNS,
-    "generator.use_conversation_multi_turn": _TURNS,
-    "generator.append_eos_token_after_stop_str_in_multi_turn": _TURNS,
-    "generator.step_wise_trajectories": _TURNS,
+    "generator.step_wise_trajectories": Wait("a sample for each turn"),
     "environment.remote_reward": _REWARDS,
     "environment.skyrl_gym.text2sql": _ENVIRONMENTS,
     "environment.skyrl_gym.llm_as_a_judge": _ENVIRONMENTS,

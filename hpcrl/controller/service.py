@@ -15,6 +15,7 @@ from hpcrl.controller.admission import Admission, staleness
 from hpcrl.controller.describe import describe, describe_dropped
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.evaluation import EvalQueue, is_due, scores
+from hpcrl.controller.failures import Failures
 from hpcrl.controller.history import group_id, group_index, read_history
 from hpcrl.controller.roster import Floor, Roster, Worker
 from hpcrl.controller.sampling import PromptStream
@@ -43,6 +44,7 @@ class Schedule:
         sampling: what becomes of groups whose samples are all equally good.
         baselines: whether groups have the reward of a greedy response.
         floor: when there are too few replicas to go on.
+        max_failed_ratio: share of samples whose environments may fail.
     """
 
     batch_size: int
@@ -59,6 +61,7 @@ class Schedule:
     sampling: DynamicSampling = field(default_factory=DynamicSampling)
     baselines: bool = False
     floor: Floor = field(default_factory=Floor)
+    max_failed_ratio: float = 0.5
 
 
 class Service:
@@ -85,6 +88,7 @@ class Service:
         self._eval = EvalQueue(schedule.eval_prompts_at_once)
         self._pruned = self._started = self._taken_back = 0
         self._roster = Roster()
+        self._failures = Failures(schedule.max_failed_ratio, schedule.batch_size)
         self.stop: str | None = None
         self.failure: HpcrlError | None = None
 
@@ -203,6 +207,8 @@ class Service:
                     taken[index] = meta
             if reason:
                 rejected[meta.group_id] = reason
+            else:
+                self.failure = self.failure or self._failures.add(meta)
         self._sift(taken)
         self._compose()
         self._conclude_evaluation()

@@ -1,4 +1,4 @@
-"""Middleware that puts vLLM's whole HTTP surface behind the run's token.
+"""Middleware that puts vLLM's whole HTTP surface behind the run's token, and adds one route to it.
 
 vLLM's own `--api-key` protects only the paths under /v1; the development routes that change weights or run code on the workers
 stay open. This class is given to `--middleware`, sits outside the router, and lets nothing through without the token: known
@@ -8,15 +8,19 @@ routes, unknown paths, documentation pages and websockets alike.
 from __future__ import annotations
 
 import hmac
+import json
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from hpcrl.rollout.counts import PATH, tokens_so_far
 from hpcrl.run.call import authorized, read_token_file
 
 TOKEN_FILE = "HPCRL_TOKEN_FILE"
 RUN_NAME = "HPCRL_RUN_NAME"
+
+_REFUSAL = b'{"error": "this server answers only requests that carry the token of its run"}'
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -36,12 +40,18 @@ class TokenRequired:
         self._run_name = os.environ[RUN_NAME].encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._admits(dict(scope["headers"])):
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
+        elif self._admits(dict(scope["headers"])):
+            if scope.get("path") == PATH:
+                counts = tokens_so_far(scope["app"].state.engine_client)
+                await _answer(send, 200, json.dumps(counts).encode())
+            else:
+                await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await _refuse(send)
+            await _answer(send, 401, _REFUSAL)
 
     def _admits(self, headers: dict[bytes, bytes]) -> bool:
         given = headers.get(b"authorization", b"").decode("latin-1")
@@ -49,8 +59,7 @@ class TokenRequired:
         return authorized(given, self._token) and hmac.compare_digest(run_name, self._run_name)
 
 
-async def _refuse(send: Send) -> None:
-    body = b'{"error": "this server answers only requests that carry the token of its run"}'
+async def _answer(send: Send, status: int, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from hpcrl.errors import EngineError
+from hpcrl.rollout.counts import PATH
 from hpcrl.types import StopReason
 
 _TOKENS = "vllm:generation_tokens_total"
 _LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update")
+_NAMED = "generate-tokens-"  # what vLLM puts before a request's id
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below
 
 
@@ -26,11 +29,36 @@ class Generation:
     Attributes:
         token_ids: generated tokens, the end-of-sequence token included where it was sampled.
         logprobs: of each token under the distribution it was sampled from.
+        versions: policy version that chose each token.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     stop_reason: StopReason
+    versions: list[int]
+
+
+@dataclass
+class _Running:
+    """A request that the engine has yet to answer.
+
+    Attributes:
+        version: of the weights when it began.
+        changes: since then, each the newer version, and how many tokens a sample had before, by its index. A sample that is missing was
+            finished, or had not reached the engine: its tokens count as older ones.
+    """
+
+    version: int
+    changes: list[tuple[int, dict[int, int]]] = field(default_factory=list)
+
+    def versions(self, index: int, count: int) -> list[int]:
+        """Return the version of each of a sample's tokens."""
+        versions = list[int]()
+        version = self.version
+        for newer, had in self.changes:
+            versions += [version] * (had.get(index, count) - len(versions))
+            version = newer
+        return (versions + [version] * count)[:count]
 
 
 class EngineClient:
@@ -56,6 +84,7 @@ class EngineClient:
         self.version = version
         self.answered = 0
         self._waiting: Counter[str] = Counter()
+        self._running: dict[str, _Running] = {}
 
     @property
     def waiting(self) -> list[str]:
@@ -81,9 +110,13 @@ class EngineClient:
         greedy = sampling.get("temperature", 1.0) < _GREEDY  # the engine refuses to repeat itself
         asked = 1 if greedy else n_samples
         params = {**sampling, "n": asked, "seed": seed, "logprobs": 0, "detokenize": bool(sampling.get("stop"))}
-        answer = await self._call(
-            "POST", "/inference/v1/generate", json={"token_ids": list(prompt_ids), "sampling_params": params}
-        )
+        name = uuid.uuid4().hex
+        request = {"request_id": name, "token_ids": list(prompt_ids), "sampling_params": params}
+        running = self._running[_NAMED + name] = _Running(self.version)
+        try:
+            answer = await self._call("POST", "/inference/v1/generate", json=request)
+        finally:
+            del self._running[_NAMED + name]
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         assert len(choices) == asked, f"asked for {asked} samples, got {len(choices)}"
         said = [
@@ -91,6 +124,7 @@ class EngineClient:
                 token_ids=choice["token_ids"],
                 logprobs=[token["logprob"] for token in choice["logprobs"]["content"]],
                 stop_reason=choice["finish_reason"],
+                versions=running.versions(choice["index"], len(choice["token_ids"])),
             )
             for choice in choices
         ]
@@ -114,6 +148,10 @@ class EngineClient:
             raise EngineError(
                 f"the inference engine was given the weights of version {version} and says that it holds {held!r}"
             )
+        counts = await self._call("GET", PATH)
+        for name, running in self._running.items():
+            had = {int(index): count for index, count in counts.get(name, {}).items()}
+            running.changes.append((version, had))
         self.version = version
         await self.reset_cache()
         await self._call("POST", "/resume")

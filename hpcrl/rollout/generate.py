@@ -1,38 +1,35 @@
 """Turns one piece of work into a group of samples: chat template, engine, environment.
 
-A sample grows turn by turn through three verbs: `_prompt` (what the policy sees), `_sample` (what it says), `_pay` (what the
-environment answers, or named rewards in its place). This version plays one turn.
+A sample grows turn by turn: the engine continues its tokens, the environment answers the text, and what it says is added to the
+tokens, until it is done or a limit is reached. The samples of a group go on at their own pace.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
 from hpcrl.config.derive import reward_weights
-from hpcrl.data.chat import prompt_ids
-from hpcrl.envs.blame import Blame
-from hpcrl.envs.environment import Environment, Messages, Turn
-from hpcrl.envs.make import make_environment
-from hpcrl.envs.rewards.response import Response, truth_of
+from hpcrl.envs.environment import Messages, Turn
 from hpcrl.envs.rewards.weighted import WeightedRewards
-from hpcrl.errors import ConfigError, DataError
+from hpcrl.errors import UserCodeError
 from hpcrl.rollout.client import EngineClient, Generation
-from hpcrl.rollout.threads import in_thread
-from hpcrl.types import GroupMeta, Kind, Sample, Work
+from hpcrl.rollout.partner import Limits, Partner
+from hpcrl.rollout.stop_text import HALF_A_CHARACTER, cut_at_stop
+from hpcrl.rollout.turns import Template, Transcript
+from hpcrl.types import GroupMeta, Kind, Sample, StopReason, Work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_HALF_A_CHARACTER = "\ufffd"  # what tokens decode to that end within a character
 
 
 @dataclass(frozen=True)
@@ -40,27 +37,41 @@ class Group:
     """The finished samples of one prompt.
 
     Attributes:
-        texts: the responses as the environment saw them.
+        version: that the engine held when the group began.
+        conversations: what was said in each sample after its prompt, as chat messages.
         raw_rewards: what the environment paid each sample, whatever became of it.
+        failures: what went wrong in samples whose environment failed.
         seconds: from claim to the last token.
         baseline: reward of the greedy response; None where there is none.
     """
 
     work: Work
+    version: int
     samples: list[Sample]
-    texts: list[str]
+    conversations: list[Messages]
     raw_rewards: list[float]
+    failures: list[str]
     seconds: float
     baseline: float | None = None
 
     @property
+    def texts(self) -> list[str]:
+        """What the policy said last in each sample, as the environment saw it."""
+        said = ([m["content"] for m in messages if m["role"] == "assistant"] for messages in self.conversations)
+        return [texts[-1] if texts else "" for texts in said]
+
+    @property
     def oldest_version(self) -> int:
-        return min(int(sample.versions[sample.versions >= 0].min()) for sample in self.samples)
+        return min((int(version) for sample in self.samples for version in _chosen(sample)), default=self.version)
+
+    @property
+    def newest_version(self) -> int:
+        return max(self.version, *(int(sample.versions.max()) for sample in self.samples))
 
     @property
     def response_lengths(self) -> list[int]:
         """Tokens that the policy chose, trained or not."""
-        return [int((sample.versions >= 0).sum()) for sample in self.samples]
+        return [len(_chosen(sample)) for sample in self.samples]
 
     def meta(self, replica: int, path: str) -> GroupMeta:
         return GroupMeta(
@@ -73,13 +84,44 @@ class Group:
             response_lengths=self.response_lengths,
             stop_reasons=[sample.stop_reason for sample in self.samples],
             oldest_version=self.oldest_version,
-            newest_version=max(int(sample.versions.max()) for sample in self.samples),
+            newest_version=self.newest_version,
             data_source=self.work.prompt.data_source,
             seconds=self.seconds,
             env_metrics=[sample.env_metrics for sample in self.samples],
             raw_rewards=self.raw_rewards,
             baseline=self.baseline,
+            failures=self.failures,
         )
+
+
+def _chosen(sample: Sample) -> torch.Tensor:
+    return sample.versions[sample.versions >= 0]
+
+
+@dataclass
+class _Play:
+    """One sample under way.
+
+    Attributes:
+        seed: of the first turn.
+        messages: what was said after the prompt.
+        failure: why its environment cannot go on.
+    """
+
+    partner: Partner
+    seed: int
+    sampling: dict[str, Any]
+    transcript: Transcript = field(default_factory=lambda: Transcript([]))
+    messages: Messages = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    stop_reason: StopReason = "stop"
+    failure: str | None = None
+
+    def seed_of(self, turn: int) -> int:
+        return random.Random(f"turn-{self.seed}-{turn}").getrandbits(31) if turn else self.seed
+
+    def sample(self) -> Sample:
+        return self.transcript.sample("failed" if self.failure else self.stop_reason, self.metrics)
 
 
 class GroupGenerator:
@@ -87,6 +129,7 @@ class GroupGenerator:
 
     Args:
         tokenizer: of the policy; it owns the chat template.
+        config: without a `max_input_length` of its own, a sample may become as long as it likes.
         baselines: whether each training group also gets a greedy response, which is paid like a sample but of which only the reward
             is kept.
     """
@@ -99,118 +142,163 @@ class GroupGenerator:
         environment: EnvironmentConfig,
         baselines: bool = False,
     ) -> None:
-        self._engine, self._tokenizer, self._config = engine, tokenizer, config
-        self._baselines = baselines
+        self._engine, self._config, self._baselines = engine, config, baselines
+        self._template = Template(tokenizer, config.chat_template_kwargs)
         gym = environment.skyrl_gym
         self._extras = {"custom": environment.custom, "max_turns": config.max_turns, "skyrl_gym": gym}
         self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}
         self._rewards = {"train": _rewards(environment, "train"), "eval": _rewards(environment, "eval")}
-        self._stepping = asyncio.Semaphore(gym.max_env_workers) if gym.max_env_workers else None
+        stepping = asyncio.Semaphore(gym.max_env_workers) if gym.max_env_workers else None
+        self._limits = Limits(stepping, environment.timeout_seconds)
 
     async def generate(self, work: Work) -> Group:
-        """Return the group.
+        """Return the group. A sample whose environment raises, or takes too long, is marked: it is not trained, and counts in its
+        group as the mean of the others.
 
         Raises:
-            HpcrlError: an environment or a reward failed; the message names it and the group.
+            HpcrlError: an environment or a reward lacks something that no other sample would have; the message names it and the group.
             EngineError: the engine failed.
         """
-        started = time.monotonic()
-        environments: list[Environment] = []
+        started, version = time.monotonic(), self._engine.version
+        sampling = engine_sampling(self._params[work.kind])
         n, compared = work.n_samples, self._baselines and work.kind == "train"
-        with self._blame(work):
-            try:
-                openings = self._open(work, n + compared, environments)
-            except BaseException:
-                _close(environments)
-                raise
+        plays = [_Play(self._partner(work), work.seed + i, sampling) for i in range(n)]
+        if compared:
+            plays.append(_Play(self._partner(work), work.seed, {**sampling, "temperature": 0.0}))
         try:
-            prompts = [self._prompt(messages) for messages in openings]
-            sampling = engine_sampling(self._params[work.kind])
-            turns = [self._turn(work, environments[:n], prompts[:n], sampling)]
-            if compared:
-                turns.append(self._turn(work, environments[n:], prompts[n:], {**sampling, "temperature": 0.0}))
-            (samples, texts), *greedy = await asyncio.gather(*turns)
+            await asyncio.gather(*(self._open(play, work) for play in plays))
+            first = await self._together(plays[:n])
+            await asyncio.gather(
+                *(self._turns(play, said, work.kind) for play, said in zip(plays[:n], first, strict=True)),
+                *(self._turns(play, None, work.kind) for play in plays[n:]),
+            )
         finally:
-            with self._blame(work):
-                _close(environments)
+            await asyncio.gather(*(self._close(play) for play in plays))
+        samples = [play.sample() for play in plays[:n]]
         raw_rewards = [float(sample.rewards.sum()) for sample in samples]
         samples = [judged(sample, self._config) for sample in samples]
-        baseline = float(judged(greedy[0][0][0], self._config).rewards.sum()) if greedy else None
-        return Group(work, samples, texts, raw_rewards, time.monotonic() - started, baseline)
-
-    def _open(self, work: Work, count: int, environments: list[Environment]) -> list[Messages]:
-        """Return what starts each of `count` responses; their environments, if there are any, are added to the list."""
-        if self._rewards[work.kind] is not None:
-            return [list(work.prompt.messages)] * count
-        extras = {**self._extras, **work.prompt.extras}
-        for _ in range(count):
-            environments.append(make_environment(work.prompt.env_class, extras))
-        return [environment.init(list(work.prompt.messages)) for environment in environments]
-
-    async def _turn(
-        self, work: Work, environments: Sequence[Environment], prompts: list[list[int]], sampling: dict[str, Any]
-    ) -> tuple[list[Sample], list[str]]:
-        version = self._engine.version
-        generations = await self._sample(prompts, work.seed, sampling)
-        version = min(version, self._engine.version)  # all tokens count as the older one if it changed meanwhile
-        texts = [self._text(said.token_ids, self._params[work.kind]) for said in generations]
-        scorers = self._scorers(work, environments, generations, texts)
-        turns = await asyncio.gather(*(self._pay(work, scorer) for scorer in scorers))
-        parts = zip(prompts, generations, turns, strict=True)
-        return [_as_sample(prompt, said, turn, version) for prompt, said, turn in parts], texts
-
-    def _scorers(
-        self, work: Work, environments: Sequence[Environment], generations: Sequence[Generation], texts: Sequence[str]
-    ) -> list[Callable[[], Turn]]:
-        """Return what scores each sample."""
-        rewards, prompt = self._rewards[work.kind], work.prompt
-        if rewards is None:
-            return [partial(environment.step, text) for environment, text in zip(environments, texts, strict=True)]
-        response = Response(
-            text="",
-            ground_truth=truth_of(prompt.extras),
-            max_tokens=self._params[work.kind].max_generate_length,
-            messages=prompt.messages,
-            extras=prompt.extras,
+        if work.kind == "train":
+            samples = without_weight(samples)
+        return Group(
+            work=work,
+            version=version,
+            samples=samples,
+            conversations=[play.messages for play in plays[:n]],
+            raw_rewards=raw_rewards,
+            failures=[play.failure for play in plays if play.failure],
+            seconds=time.monotonic() - started,
+            baseline=self._baseline(plays[n], samples) if compared else None,
         )
-        said = zip(texts, generations, strict=True)
-        return [partial(rewards, replace(response, text=text, n_tokens=len(g.token_ids))) for text, g in said]
 
-    def _prompt(self, messages: Messages) -> list[int]:
-        return prompt_ids(self._tokenizer, messages, self._config.chat_template_kwargs)
+    def _baseline(self, greedy: _Play, samples: Sequence[Sample]) -> float:
+        if greedy.failure:
+            return fmean(float(sample.rewards.sum()) for sample in samples)
+        return float(judged(greedy.sample(), self._config).rewards.sum())
 
-    async def _sample(self, prompts: list[list[int]], seed: int, sampling: dict[str, Any]) -> list[Generation]:
-        if all(prompt == prompts[0] for prompt in prompts):
-            return await self._engine.generate(prompts[0], len(prompts), seed, sampling)
-        alone = (self._engine.generate(prompt, 1, seed + i, sampling) for i, prompt in enumerate(prompts))
-        return [generation for (generation,) in await asyncio.gather(*alone)]
+    def _partner(self, work: Work) -> Partner:
+        extras = {**self._extras, **work.prompt.extras}
+        tokens = self._params[work.kind].max_generate_length
+        return Partner(work, self._rewards[work.kind], extras, tokens, self._limits)
+
+    async def _open(self, play: _Play, work: Work) -> None:
+        messages: Messages = list(work.prompt.messages)
+        try:
+            messages = await play.partner.open()
+        except UserCodeError as error:
+            play.failure = str(error)
+        play.transcript = Transcript(self._template.opening(messages))
+
+    async def _close(self, play: _Play) -> None:
+        try:
+            await play.partner.close()
+        except UserCodeError as error:
+            play.failure = play.failure or str(error)
+
+    async def _together(self, plays: Sequence[_Play]) -> Sequence[Generation | None]:
+        """Return the first turns from one request, which ends with the longest, where no sample goes on after it."""
+        prompt, first = plays[0].transcript.token_ids, plays[0]
+        alike = all(play.transcript.token_ids == prompt and not play.failure for play in plays)
+        if self._config.max_turns > 1 or not alike or self._too_long(first):
+            return [None] * len(plays)
+        return await self._engine.generate(prompt, len(plays), first.seed, first.sampling)
+
+    async def _turns(self, play: _Play, said: Generation | None, kind: Kind) -> None:
+        """Play a sample to its end, from its first generation on if there is one."""
+        transcript, heard = play.transcript, list[int]()
+        for turn in range(self._config.max_turns):
+            if play.failure or self._too_long(play, heard):
+                return
+            transcript.hear(heard)
+            if said is None:
+                (said,) = await self._engine.generate(transcript.token_ids, 1, play.seed_of(turn), play.sampling)
+            answer = await self._answer(play, said, kind)
+            if answer is None or answer.done or turn + 1 == self._config.max_turns:
+                self._say(transcript, said, answer, over=True)
+                return
+            self._say(transcript, said, answer, over=False)
+            heard, said = self._following(transcript, answer.observations), None
+
+    def _too_long(self, play: _Play, heard: Sequence[int] = ()) -> bool:
+        longest, now = self._config.max_input_length, len(play.transcript.token_ids) + len(heard)
+        if longest is not None and now > longest:
+            play.stop_reason = "length"
+            return True
+        return False
+
+    async def _answer(self, play: _Play, said: Generation, kind: Kind) -> Turn | None:
+        """Return the environment's answer; None where it failed."""
+        text = self._text(said.token_ids, self._params[kind])
+        play.messages.append({"role": "assistant", "content": text})
+        play.stop_reason = said.stop_reason
+        try:
+            answer = await play.partner.answer(text, len(said.token_ids))
+        except UserCodeError as error:
+            play.failure = str(error)
+            return None
+        play.metrics |= answer.metrics
+        if answer.action is not None:
+            play.messages[-1]["content"] = answer.action
+        play.messages += answer.observations
+        return replace(answer, action=None if answer.action == text else answer.action)
+
+    def _say(self, transcript: Transcript, said: Generation, answer: Turn | None, *, over: bool) -> None:
+        """Add what the policy said, as far as the environment lets it stand, and its reward."""
+        token_ids = said.token_ids
+        if answer is None:
+            return transcript.say(said)
+        if answer.action is not None:
+            if kept := self._tokens_of(answer.action, token_ids):
+                transcript.say(said, kept)
+            else:
+                transcript.hear(self._template.encoded(answer.action))
+        elif not over and not self._config.use_conversation_multi_turn and token_ids[-1] == self._template.eos:
+            transcript.say(said, len(token_ids) - 1)
+        else:
+            transcript.say(said)
+        return transcript.pay(answer.reward)
+
+    def _tokens_of(self, action: str, token_ids: Sequence[int]) -> int | None:
+        """Return how many of the tokens say just that action, if it is what the policy said up to some token."""
+        decoded = self._template.decoded
+        count = bisect_left(range(len(token_ids)), len(action), key=lambda end: len(decoded(token_ids[:end])))
+        return count if decoded(token_ids[:count]) == action else None
+
+    def _following(self, transcript: Transcript, observations: Messages) -> list[int]:
+        """Return the tokens between what the policy said and what it says next."""
+        if not self._config.use_conversation_multi_turn:
+            return self._template.encoded("".join(message["content"] for message in observations))
+        ending = self._template.ending
+        ended = not ending or transcript.token_ids[-1] == ending[-1]
+        left = [] if ended or not self._config.append_eos_token_after_stop_str_in_multi_turn else ending
+        return left + self._template.following(observations)
 
     def _text(self, token_ids: list[int], params: SamplingParams) -> str:
         """Return a response as the environment sees it: without special tokens, and up to the stop text that ended it."""
-        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        text = self._template.decoded(token_ids)
         if not params.stop:
             return text
-        before = str(self._tokenizer.decode(token_ids[:-1], skip_special_tokens=True)).rstrip(_HALF_A_CHARACTER)
+        before = self._template.decoded(token_ids[:-1]).rstrip(HALF_A_CHARACTER)
         return cut_at_stop(text, len(before), params.stop, keep=params.include_stop_str_in_output)
-
-    async def _pay(self, work: Work, scorer: Callable[[], Turn]) -> Turn:
-        with self._blame(work):
-            if self._stepping is None:
-                turn = _checked(scorer())
-            else:
-                async with self._stepping:
-                    turn = _checked(await in_thread(scorer))
-        if not turn.done:
-            raise ConfigError(
-                f"environment {work.prompt.env_class!r} wants another turn (group {work.group_id}); this version of hpcrl "
-                "plays one turn: return Turn(..., done=True)"
-            )
-        return turn
-
-    def _blame(self, work: Work) -> Blame:
-        group = f"group {work.group_id} (row {work.prompt.uid})"
-        paid_by_environment = self._rewards[work.kind] is None
-        return Blame(f"environment {work.prompt.env_class!r}, {group}" if paid_by_environment else group)
 
 
 def _rewards(environment: EnvironmentConfig, kind: Kind) -> WeightedRewards | None:
@@ -220,39 +308,29 @@ def _rewards(environment: EnvironmentConfig, kind: Kind) -> WeightedRewards | No
     return WeightedRewards(setting, weights, environment) if weights else None
 
 
-def _checked(turn: Turn) -> Turn:
-    """Return the turn with plain Python numbers, which is what files and messages can hold."""
-    numbers = {"reward": turn.reward, **turn.metrics}
-    for name, value in numbers.items():
-        if not math.isfinite(float(value)):
-            raise DataError(f"{name} is {value}; expected a finite number")
-    return replace(turn, reward=float(turn.reward), metrics={name: float(turn.metrics[name]) for name in turn.metrics})
-
-
 def judged(sample: Sample, config: GeneratorConfig) -> Sample:
-    """Return the sample with what the configuration makes of one that did not end by itself."""
+    """Return the sample with what becomes of one that did not end by itself, or whose environment failed."""
+    failed = sample.stop_reason == "failed"
     if sample.stop_reason == "stop":
         return sample
-    if config.zero_reward_on_non_stop:
+    if failed or config.zero_reward_on_non_stop:
         sample = replace(sample, rewards=torch.zeros_like(sample.rewards))
-    if config.apply_overlong_filtering:
+    if failed or config.apply_overlong_filtering:
         sample = replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
     return sample
 
 
-def cut_at_stop(text: str, before: int, stop: Sequence[str], *, keep: bool) -> str:
-    """Return `text` up to the first stop text that its last token completed, the whole text if there is none.
+def without_weight(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples of a group with the failed ones paid the mean of the others, so that they move no baseline."""
+    paid = [float(sample.rewards.sum()) for sample in samples if sample.stop_reason != "failed"]
+    mean = fmean(paid) if paid else 0.0
 
-    Args:
-        before: characters of the text without its last token.
-        keep: whether the stop text stays at the end.
-    """
-    starts = {one: text.find(one, max(0, before - len(one) + 1)) for one in stop}
-    found = [one for one in stop if starts[one] >= 0]
-    if not found:
-        return text
-    first = min(found, key=lambda one: starts[one] + len(one))
-    return text[: starts[first] + len(first) * keep]
+    def neutral(sample: Sample) -> Sample:
+        rewards_T = torch.zeros_like(sample.rewards)
+        rewards_T[-1] = mean
+        return replace(sample, rewards=rewards_T)
+
+    return [neutral(sample) if sample.stop_reason == "failed" else sample for sample in samples]
 
 
 def engine_sampling(params: SamplingParams) -> dict[str, Any]:
@@ -267,24 +345,3 @@ def engine_sampling(params: SamplingParams) -> dict[str, Any]:
         "repetition_penalty": params.repetition_penalty,
         "stop": params.stop or [],
     }
-
-
-def _as_sample(prompt: list[int], said: Generation, turn: Turn, version: int) -> Sample:
-    n_prompt, n_said = len(prompt), len(said.token_ids)
-    assert n_said > 0, "an engine returns at least the end-of-sequence token"
-    rewards = torch.zeros(n_prompt + n_said)
-    rewards[-1] = turn.reward
-    return Sample(
-        token_ids=torch.tensor(prompt + said.token_ids),
-        loss_mask=torch.tensor([0.0] * n_prompt + [1.0] * n_said),
-        rollout_logprobs=torch.tensor([0.0] * n_prompt + said.logprobs),
-        versions=torch.tensor([-1] * n_prompt + [version] * n_said, dtype=torch.int32),
-        rewards=rewards,
-        stop_reason=said.stop_reason,
-        env_metrics=turn.metrics,
-    )
-
-
-def _close(environments: Sequence[Environment]) -> None:
-    for environment in environments:
-        environment.close()

@@ -246,15 +246,16 @@ def _dump(path: Path, group: Group) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     prompt = group.work.prompt
     common = {"prompt": prompt.messages, "env_class": prompt.env_class, "data_source": prompt.data_source}
+    several = any(len(messages) > 1 for messages in group.conversations)
     lines = [
         {
             **common,
-            "response": text,
+            "response": messages if several else text,
             "score": float(sample.rewards.sum()),
             "stop_reason": sample.stop_reason,
             "group_id": group.work.group_id,
         }
-        for text, sample in zip(group.texts, group.samples, strict=True)
+        for text, messages, sample in zip(group.texts, group.conversations, group.samples, strict=True)
     ]
     with path.open("a") as file:
         file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

@@ -219,6 +219,12 @@ SKYRL = [
         {"generator.max_input_length": 512, "generator.max_turns": 3},
     ),
     Case(
+        "rewards by name pay after one turn",
+        {"generator.max_turns": 3, "environment.reward_function.format": 1.0},
+        "generator.max_turns", "no effect with environment.reward_function",
+        {"generator.max_turns": 1, "environment.reward_function.format": 1.0},
+    ),
+    Case(
         "experts are shared by all ranks of a replica",
         {f"{ENGINE}.expert_parallel_size": 2}, f"{ENGINE}.expert_parallel_size", "expected 1 or data_parallel_size x tensor_parallel_size",
         {f"{ENGINE}.expert_parallel_size": 4, f"{ENGINE}.data_parallel_size": 2, f"{ENGINE}.tensor_parallel_size": 2},

@@ -50,8 +50,40 @@ class Unmade(CountLetters):
 
 
 class Talks(CountLetters):
-    def step(self, action: str) -> Turn:  # noqa: ARG002
-        return Turn([{"role": "user", "content": "and?"}], 0.0, done=False)
+    """Answers twice."""
+
+    answered = 0
+
+    def step(self, action: str) -> Turn:
+        self.answered += 1
+        return Turn([{"role": "user", "content": "abc"}], float(len(action)), done=self.answered == 3)
+
+
+class Flaky(CountLetters):
+    """Every second one fails."""
+
+    made = 0
+
+    def __init__(self, extras: Mapping[str, Any]) -> None:
+        super().__init__(extras)
+        Flaky.made += 1
+        self._fails = Flaky.made % 2
+
+    def step(self, action: str) -> Turn:
+        if self._fails:
+            raise ConnectionError("the service is gone")
+        return super().step(action)
+
+
+class Stuck(CountLetters):
+    """Steps until it is let go."""
+
+    go = threading.Event()
+
+    def step(self, action: str) -> Turn:
+        Stuck.go.wait(20)
+        CLOSED.append("stepped")
+        return super().step(action)
 
 
 class Slow(CountLetters):

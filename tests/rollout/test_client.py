@@ -137,6 +137,8 @@ def test_running_requests_go_on_under_new_weights(with_engine: WithEngine[Any], 
         old = (given - logprobs(models[0], LONG_PROMPT, said.token_ids)).abs() < 1e-3
         new = (given - logprobs(models[1], LONG_PROMPT, said.token_ids)).abs() < 1e-3
         # every token belongs to exactly one version, the older one first
-        switch = int((~old).nonzero()[0]) if not old.all() else len(old)
-        assert new[switch:].all()
+        switch = said.versions.count(0)
+        assert said.versions == [0] * switch + [1] * (150 - switch)
         assert 0 < switch < 150
+        assert old[:switch].all()
+        assert new[switch:].all()

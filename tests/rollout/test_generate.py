@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from transformers import AutoTokenizer
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.environment import SkyRLGymConfig
 from hpcrl.config.generator import EvalSamplingParams
-from hpcrl.errors import ConfigError, HpcrlError
+from hpcrl.errors import ConfigError
 from hpcrl.rollout.client import EngineClient
-from hpcrl.rollout.generate import Group, GroupGenerator, cut_at_stop
+from hpcrl.rollout.generate import Group, GroupGenerator
+from hpcrl.rollout.stop_text import cut_at_stop
 from hpcrl.types import Prompt, Work
 from tests.rollout import environments
 from tests.rollout.conftest import WithEngine
@@ -243,21 +245,72 @@ def test_custom_settings_reach_every_environment(with_engine: WithEngine[Any]) -
     assert group.raw_rewards == [7.0] * 6, "a column of the row comes first"
 
 
+def test_an_unknown_environment_ends_the_run(with_engine: WithEngine[Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"{HERE}:Nothing.*g7.*has no class"):
+        generate(with_engine, work("Nothing"))
+
+
 @pytest.mark.parametrize(
-    ("env_class", "kind", "said"),
-    [
-        ("Raises", HpcrlError, "ZeroDivisionError: cannot score True"),
-        ("Unmade", HpcrlError, "KeyError: 'ground_truth'"),
-        ("Talks", ConfigError, "wants another turn"),
-        ("Nothing", ConfigError, "has no class"),
-    ],
+    ("env_class", "said"),
+    [("Raises", "ZeroDivisionError: cannot score True"), ("Unmade", "KeyError: 'ground_truth'")],
 )
-def test_what_an_environment_does_wrong_is_named(
-    with_engine: WithEngine[Any], env_class: str, kind: type[HpcrlError], said: str
-) -> None:
+def test_a_sample_whose_environment_fails_is_marked(with_engine: WithEngine[Any], env_class: str, said: str) -> None:
     environments.CLOSED.clear()
-    with pytest.raises(kind, match=said) as caught:
-        generate(with_engine, work(env_class))
-    assert f"{HERE}:{env_class}" in str(caught.value)
-    assert "g7" in str(caught.value)
-    assert (["closed"] * 6 if env_class in ("Raises", "Talks") else []) == environments.CLOSED
+    group = generate(with_engine, work(env_class))
+    assert [sample.stop_reason for sample in group.samples] == ["failed"] * 6
+    assert not any(sample.loss_mask.any() or sample.rewards.any() for sample in group.samples)
+    meta = group.meta(0, "path")
+    assert len(meta.failures) == 6
+    for name in (said, f"{HERE}:{env_class}", "g7", "row3"):
+        assert name in meta.failures[0]
+    assert (["closed"] * 6 if env_class == "Raises" else []) == environments.CLOSED
+    assert (meta.oldest_version, meta.newest_version) == (0, 0)
+
+
+def test_failed_samples_move_no_baseline(with_engine: WithEngine[Any]) -> None:
+    group, whole = generate(with_engine, work("Flaky")), generate(with_engine, work())
+    failed = [sample.stop_reason == "failed" for sample in group.samples]
+    assert sum(failed) == 3
+    paid = [reward for reward, lost in zip(whole.raw_rewards, failed, strict=True) if not lost]
+    for sample, lost, expected in zip(group.samples, failed, whole.samples, strict=True):
+        assert sample.token_ids.tolist() == expected.token_ids.tolist()
+        assert sample.loss_mask.any() != lost
+        assert float(sample.rewards.sum()) == pytest.approx(sum(paid) / 3 if lost else float(expected.rewards.sum()))
+    assert [reward for reward, lost in zip(group.raw_rewards, failed, strict=True) if lost] == [0.0] * 3
+    assert "the service is gone" in group.failures[0]
+    evaluated = generate(with_engine, work("Flaky", kind="eval"))
+    assert sorted(sample.rewards.sum() > 0 for sample in evaluated.samples) == [False] * 3 + [True] * 3
+
+
+def test_an_environment_that_takes_too_long(with_engine: WithEngine[Any]) -> None:
+    """Its sample is marked, the others go on, and it is closed when it is done, never while it steps."""
+    environments.CLOSED.clear()
+    environments.Stuck.go.clear()
+    group = generate(with_engine, work("Stuck"), environment=EnvironmentConfig(timeout_seconds=0.2))
+    assert len(group.failures) == 6
+    assert "took longer than environment.timeout_seconds (0.2 s)" in group.failures[0]
+    assert environments.CLOSED == []
+    environments.Stuck.go.set()
+    deadline = time.monotonic() + 10
+    while len(environments.CLOSED) < 12 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sorted(environments.CLOSED) == ["closed"] * 6 + ["stepped"] * 6
+
+
+def test_several_turns_with_an_engine(with_engine: WithEngine[Any], models: list[Path]) -> None:
+    """Logprobs of every turn are those of the whole, and the seeds make it reproducible."""
+    config = replace(CONFIG, max_turns=5)
+    group, again = (generate(with_engine, work("Talks"), config) for _ in range(2))
+    for sample, other, messages in zip(group.samples, again.samples, group.conversations, strict=True):
+        assert sample.token_ids.tolist() == other.token_ids.tolist()
+        assert [message["role"] for message in messages] == ["assistant", "user"] * 3
+        said = [len(message["content"]) for message in messages[::2]]
+        assert sample.rewards[sample.rewards > 0].tolist() == [float(length) for length in said if length]
+        first = int(sample.loss_mask.argmax())
+        expected = logprobs(models[0], sample.token_ids[:first].tolist(), sample.token_ids[first:].tolist(), 0.8)
+        mask = sample.loss_mask[first:] > 0
+        torch.testing.assert_close(sample.rollout_logprobs[first:][mask], expected[mask], atol=1e-3, rtol=0)
+    assert len({tuple(sample.token_ids.tolist()) for sample in group.samples}) == 6
+    assert (
+        generate(with_engine, work("Talks"), replace(CONFIG, max_turns=2)).conversations[0][-2]["role"] == "assistant"
+    )

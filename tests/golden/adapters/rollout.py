@@ -1,7 +1,8 @@
-"""SkyRL's rollouts of one turn: its scripts play the engine and the environment."""
+"""SkyRL's rollouts: its scripts play the engine and the environment."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from hpcrl.controller.describe import describe
 from hpcrl.envs.environment import Messages, Turn
 from hpcrl.rollout.client import Generation
 from hpcrl.rollout.generate import Group, GroupGenerator, engine_sampling, judged
+from hpcrl.rollout.turns import Transcript
 from hpcrl.types import Batch, Prompt, Sample, Work
 from tests.golden.cases import Case
 
@@ -23,9 +25,17 @@ _EOS = 1
 class Letters:
     """The tokenizer of the cases: a token per character."""
 
-    def apply_chat_template(self, messages: Messages, **_: object) -> list[int]:
+    eos_token_id = _EOS
+
+    def apply_chat_template(
+        self, messages: Messages, *, tokenize: bool = True, add_generation_prompt: bool = True, **_: object
+    ) -> list[int] | str:
         said = "".join(f"[{message['role']}]{message['content']}{chr(_EOS)}\n" for message in messages)
-        return [ord(letter) for letter in f"{said}[assistant]"]
+        text = f"{said}[assistant]" if add_generation_prompt else said
+        return self.encode(text) if tokenize else text
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return [ord(letter) for letter in text]
 
     def decode(self, ids: Sequence[int], **_: object) -> str:
         return "".join(chr(token) for token in ids if token != _EOS)
@@ -40,47 +50,78 @@ class Engine:
         self._script, self.prompts = iter(script), list[list[int]]()
 
     async def generate(self, prompt_ids: list[int], n_samples: int, *_: object) -> list[Generation]:
-        self.prompts.append(prompt_ids)
+        self.prompts.append(list(prompt_ids))
         turns = [next(self._script) for _ in range(n_samples)]
-        return [Generation(turn["ids"], turn["lp"], turn["stop"]) for turn in turns]
+        return [Generation(turn["ids"], turn["lp"], turn["stop"], [0] * len(turn["ids"])) for turn in turns]
 
 
 class Scripted:
-    """Pays what the script has, after one turn."""
+    """Says and pays what the script has."""
 
     def __init__(self, extras: Mapping[str, Any]) -> None:
-        (self._turn,) = extras["turns"]
+        self._turns = iter(extras["turns"])
 
     def init(self, messages: Messages) -> Messages:
         return messages
 
     def step(self, action: str) -> Turn:  # noqa: ARG002
-        return Turn(self._turn["obs"], self._turn["reward"], self._turn["done"])
+        turn = next(self._turns)
+        return Turn(turn["obs"], turn["reward"], turn["done"], action=turn.get("postprocessed_action"))
 
     def close(self) -> None:
         pass
 
 
-def generate(case: Case) -> dict[str, Any]:
-    settings = {name.removeprefix("generator."): value for name, value in case.params.items()}
-    engine, place = Engine(case.inputs["engine_script"]), f"{Scripted.__module__}:{Scripted.__name__}"
+def _play(case: Case, scripts: Sequence[Any]) -> tuple[list[Group], Engine]:
+    settings: dict[str, Any] = {}
+    for name, value in case.params.items():
+        section, _, rest = name.partition(".")
+        if section == "generator":
+            *tables, key = rest.split(".")
+            place = settings
+            for table in tables:
+                place = place.setdefault(table, {})
+            place[key] = ast.literal_eval(value) if key == "stop" else value
+    engine, env_class = Engine(case.inputs["engine_script"]), f"{Scripted.__module__}:{Scripted.__name__}"
     generator = GroupGenerator(engine, Letters(), build(GeneratorConfig, settings), EnvironmentConfig())
 
     async def play() -> list[Group]:
-        rows = zip(case.inputs["prompts"], case.inputs["env_script"], strict=True)
-        prompts = [Prompt(str(at), messages, place, {"turns": turns}) for at, (messages, turns) in enumerate(rows)]
+        rows = zip(case.inputs["prompts"], scripts, strict=True)
+        prompts = [Prompt(str(at), messages, env_class, {"turns": turns}) for at, (messages, turns) in enumerate(rows)]
         return [await generator.generate(Work(prompt.uid, "train", prompt, 1, 0)) for prompt in prompts]
 
-    groups = asyncio.run(play())
+    return asyncio.run(play()), engine
+
+
+def agent_loop(case: Case) -> dict[str, Any]:
+    (group,), engine = _play(case, [case.inputs["env_script"]])
+    (sample,) = group.samples
+    start = len(engine.prompts[0])
+    columns = {
+        "response_ids": sample.token_ids,
+        "reward": sample.rewards,
+        "loss_mask": sample.loss_mask,
+        "rollout_logprobs": sample.rollout_logprobs,
+    }
+    return {
+        "prompt_ids": sample.token_ids[:start].tolist(),
+        "stop_reason": sample.stop_reason,
+        "engine_prompts": engine.prompts,
+        **{name: column[start:].tolist() for name, column in columns.items()},
+    }
+
+
+def generate(case: Case) -> dict[str, Any]:
+    groups, engine = _play(case, case.inputs["env_script"])
     samples = [sample for group in groups for sample in group.samples]
-    starts = [int((sample.versions < 0).sum()) for sample in samples]
+    starts = [len(prompt) for prompt in engine.prompts]
 
     def responses(name: str) -> list[Any]:
         return [getattr(sample, name)[start:].tolist() for sample, start in zip(samples, starts, strict=True)]
 
     metrics = describe(Batch(1, [group.meta(0, "") for group in groups], 0))
     return {
-        "prompt_token_ids": [sample.token_ids[:start].tolist() for sample, start in zip(samples, starts, strict=True)],
+        "prompt_token_ids": engine.prompts,
         "response_ids": responses("token_ids"),
         "rewards": responses("rewards"),
         "loss_masks": responses("loss_mask"),
@@ -89,6 +130,24 @@ def generate(case: Case) -> dict[str, Any]:
         "rollout_metrics": {name: metrics[name] for name in case.outputs["rollout_metrics"]},
         "engine_prompts": engine.prompts,
     }
+
+
+def turn_masks(case: Case) -> dict[str, Any]:
+    transcript, said, given = Transcript([]), case.inputs["output_ids"], case.inputs["output_logprobs"]
+    count = len(said) - case.inputs["added_eos"]
+    transcript.say(Generation(said, given or [0.0] * len(said), "stop", [0] * len(said)), count)
+    transcript.hear([*said[count:], *case.inputs["obs_ids"]])
+    sample = transcript.sample("stop", {})
+    return {"loss_mask": sample.loss_mask.tolist(), "rollout_logprobs": sample.rollout_logprobs.tolist()}
+
+
+def per_token_rewards(case: Case) -> dict[str, Any]:
+    transcript = Transcript([])
+    for reward, at in case.inputs["per_step_rewards"]:
+        transcript.hear([0] * (at + 1 - len(transcript.token_ids)))
+        transcript.pay(reward)
+    transcript.hear([0] * (case.inputs["response_len"] - len(transcript.token_ids)))
+    return {"reward": transcript.sample("stop", {}).rewards.tolist()}
 
 
 def zero_reward_on_non_stop(case: Case) -> dict[str, Any]:
@@ -120,7 +179,10 @@ def _sample(values: Sequence[float], name: str, stop_reason: Any) -> Sample:
 
 
 ADAPTERS = {
+    "rollout.agent_loop": agent_loop,
     "rollout.generate": generate,
+    "rollout.per_token_rewards": per_token_rewards,
+    "rollout.turn_masks": turn_masks,
     "rollout.zero_reward_on_non_stop": zero_reward_on_non_stop,
     "rollout.overlong_filter": overlong_filter,
     "engine.sampling_params": sampling_params,
