@@ -13,6 +13,7 @@ import hpcrl
 from hpcrl.cli_checkpoint import add_checkpoint
 from hpcrl.cli_cluster import add_cluster
 from hpcrl.cli_config import add_config
+from hpcrl.cli_env import add_env
 from hpcrl.cli_run import add_run_command, named_run
 from hpcrl.cli_views import add_views
 from hpcrl.errors import HpcrlError
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add_checkpoint(commands)
     add_cluster(commands)
     add_config(commands)
+    add_env(commands)
     return parser
 
 

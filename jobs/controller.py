@@ -47,7 +47,7 @@ def main(path: str) -> None:
 
     def load(sources: list[str], kinds: tuple[Kind, ...]) -> list[Prompt]:
         columns = config.environment.env_class, config.data.prompt_column, config.data.response_column
-        return load_prompts(sources, *columns, **needs(config.environment, kinds))
+        return load_prompts(sources, *columns, **needs(config.environment, kinds, config.generator.max_turns))
 
     def fit(prompts: list[Prompt], what: str) -> list[Prompt]:
         kept = drop_long(prompts, count_tokens, config.trainer.max_prompt_length)

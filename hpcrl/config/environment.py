@@ -91,7 +91,7 @@ class OverlongRewardConfig:
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
     env_class: str | None = None
-    """Environment of rows that have no env_class column; unset: every row must have one, unless reward_function pays."""
+    """Environment of rows that have no env_class column: a name that `hpcrl env ls` shows, or your own as "package.module:Class"; unset: every row must have one, unless reward_function pays."""
 
     reward_function: dict[str, float] = field(default_factory=dict)
     """Rewards and their weights in the sum that each sample is paid, in the place of an environment: single_choice (the answer in <answer> tags, as a text), boxed_math (the answer as a formula, by math-verify), gsm8k (the number after ####), direct_math (the line after "Answer:", 1 or -1), format (<think> and <answer> tags), overlong (a penalty on long responses), or your own as "package.module:function". With weight 0 a reward is only reported, as environment/<name>. Empty: the environment pays."""

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from hpcrl.errors import DataError
+from hpcrl.errors import ConfigError, DataError
 from hpcrl.types import Prompt
 
 _ROWS_AT_ONCE = 1024
@@ -26,7 +26,7 @@ def load_prompts(
     response_column: str | None = None,
     *,
     env_class_required: bool = True,
-    check: Callable[[Mapping[str, Any]], None] | None = None,
+    check: Callable[[str, Mapping[str, Any]], None] | None = None,
     first: int | None = None,
 ) -> list[Prompt]:
     """Return the rows of all files in `sources`, in order.
@@ -39,7 +39,8 @@ def load_prompts(
         prompt_column: chat messages, or text that becomes one message of the user.
         response_column: reference answer, which becomes `reward_spec.ground_truth` where the row has none.
         env_class_required: whether each row must have an environment; otherwise `Prompt.env_class` may be empty.
-        check: raises DataError where what uses the rows cannot use their extras.
+        check: is called with a row's env_class, which may be empty, and its extras; raises DataError or ConfigError where what uses
+            the rows cannot use this one.
         first: rows of each file that are read at most; unset: all.
 
     Raises:
@@ -146,7 +147,7 @@ class _Columns:
     of_response: str | None
     default_env_class: str | None
     env_class_required: bool
-    check: Callable[[Mapping[str, Any]], None] | None
+    check: Callable[[str, Mapping[str, Any]], None] | None
 
     def prompt(self, row: Any, uid: str, source: str) -> Prompt:
         place = f"dataset {source}, row uid {uid}"
@@ -159,14 +160,16 @@ class _Columns:
         env_class = row.get("env_class") or self.default_env_class
         if env_class is None and self.env_class_required:
             raise DataError(f"{place}: no `env_class`. Add the column, or set environment.env_class for all rows.")
+        if not isinstance(env_class, str | None):
+            raise DataError(f"{place}, column `env_class`: expected a text, found {env_class!r:.80}")
         own = (self.of_prompt, "env_class", "data_source")
         extras = {name: value for name, value in row.items() if name not in own}
         if self.of_response is not None:
             extras["reward_spec"] = _with_truth(row.get("reward_spec"), row[self.of_response], place)
         if self.check is not None:
             try:
-                self.check(extras)
-            except DataError as error:
+                self.check(env_class or "", extras)
+            except (ConfigError, DataError) as error:
                 raise DataError(f"{place}: {error}") from error
         _check_json(extras, place)
         return Prompt(

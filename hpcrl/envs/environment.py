@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,17 +34,20 @@ class Environment(Protocol):
     """One per sample, made by calling its class with the extras of the prompt: the columns that are not hpcrl's own, and beside them
     `max_turns` (generator.max_turns), `custom` (environment.custom) and `skyrl_gym` (that section, a SkyRLGymConfig).
 
-    Methods are called in the order init, step until done, close; never from two threads at once.
+    Methods are called in the order init, step until done, close; never from two threads at once. A class that derives from this one
+    has only `step` to write, and an __init__ that takes the extras. It raises DataError if the row lacks what the environment needs,
+    is quick, and takes hold of nothing: a dataset's rows are checked by it.
     """
 
     def init(self, messages: Messages) -> Messages:
         """Return the messages that start the sample, usually `messages` themselves."""
-        ...
+        return messages
 
+    @abstractmethod
     def step(self, action: str) -> Turn:
         """Score the policy's text, special tokens such as the end marker removed."""
         ...
 
     def close(self) -> None:
         """Give back what the environment holds; also called when a sample is abandoned half-way."""
-        ...
+        return

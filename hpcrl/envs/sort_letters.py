@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hpcrl.envs.environment import Messages, Turn
+from hpcrl.envs.environment import Environment, Turn
 from hpcrl.errors import DataError
 
 
-class SortLetters:
-    """One turn, reward 1 if the text is the sorted letters and nothing else, otherwise 0.
+class SortLetters(Environment):
+    """Put letters in order; the text must be the sorted letters and nothing else.
 
-    A response that is cut before its end marker fails too: it has run past the last letter.
+    One turn, reward 1 or 0. A response that is cut before its end marker fails too: it has run past the last letter.
 
     Args:
         extras: `reward_spec.ground_truth` holds the sorted letters.
@@ -30,13 +30,7 @@ class SortLetters:
             )
         self._answer = answer
 
-    def init(self, messages: Messages) -> Messages:
-        return messages
-
     def step(self, action: str) -> Turn:
         right = sum(given == wanted for given, wanted in zip(action, self._answer, strict=False))
         metrics = {"letters_in_place": right / len(self._answer)}
         return Turn([], float(action == self._answer), done=True, metrics=metrics)
-
-    def close(self) -> None:
-        pass

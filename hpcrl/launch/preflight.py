@@ -78,7 +78,9 @@ def _of_datasets(config: Config) -> Iterator[str]:
                 yield f"{name}: no file {path}"
             elif path.endswith(readable):
                 try:
-                    load_prompts([path], *columns, first=1, **needs(config.environment, kinds))
+                    load_prompts(
+                        [path], *columns, first=1, **needs(config.environment, kinds, config.generator.max_turns)
+                    )
                 except DataError as error:
                     yield f"{name}: {error}"
 

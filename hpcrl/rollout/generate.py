@@ -20,6 +20,7 @@ import torch
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
 from hpcrl.config.derive import reward_weights
 from hpcrl.envs.environment import Messages, Turn
+from hpcrl.envs.make import common_extras
 from hpcrl.envs.rewards.weighted import WeightedRewards
 from hpcrl.errors import UserCodeError
 from hpcrl.rollout.client import EngineClient, Generation
@@ -145,7 +146,7 @@ class GroupGenerator:
         self._engine, self._config, self._baselines = engine, config, baselines
         self._template = Template(tokenizer, config.chat_template_kwargs)
         gym = environment.skyrl_gym
-        self._extras = {"custom": environment.custom, "max_turns": config.max_turns, "skyrl_gym": gym}
+        self._extras = common_extras(environment, config.max_turns)
         self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}
         self._rewards = {"train": _rewards(environment, "train"), "eval": _rewards(environment, "eval")}
         stepping = asyncio.Semaphore(gym.max_env_workers) if gym.max_env_workers else None

@@ -165,9 +165,16 @@ def test_rows_that_rewards_score_need_no_environment(tmp_path):
     assert [prompt.env_class for prompt in load_prompts([source], None, env_class_required=False)] == ["", "e"]
 
 
+def test_an_environment_is_named_by_a_text(tmp_path):
+    source = write(tmp_path / "a.jsonl", [{"prompt": CHAT, "env_class": 5}])
+    with pytest.raises(DataError, match="row uid 0, column `env_class`: expected a text, found 5"):
+        load_prompts([source], "e")
+
+
 @pytest.mark.parametrize("spec", [None, {}, {"ground_truth": None}])
 def test_a_row_that_is_of_no_use(tmp_path, spec):
-    def check(extras):
+    def check(env_class, extras):
+        assert env_class == "e"
         if not (extras["reward_spec"] or {}).get("ground_truth"):
             raise DataError("no ground truth")
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.environment import COMPARING_REWARDS
+from hpcrl.data.prompts import load_prompts
 from hpcrl.envs.rewards.response import Response
 from hpcrl.envs.rewards.rows import TRUTHS, needs
 from hpcrl.envs.rewards.weighted import REWARDS
@@ -16,7 +19,7 @@ from hpcrl.errors import DataError
 
 def fails(environment: EnvironmentConfig, truth: Any, kind: Any = "train") -> bool:
     try:
-        needs(environment, (kind,))["check"]({"reward_spec": {"ground_truth": truth}})
+        needs(environment, (kind,), 1)["check"]("mine:Own", {"reward_spec": {"ground_truth": truth}})
     except DataError:
         return True
     return False
@@ -44,7 +47,7 @@ def test_loading_and_scoring_take_the_same_ground_truths(name: str, truth: Any) 
 @pytest.mark.parametrize("extras", [{}, {"reward_spec": None}, {"reward_spec": "4"}, {"reward_spec": {}}])
 def test_rows_without_a_ground_truth(extras: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"needs a ground truth.*data\.response_column"):
-        needs(EnvironmentConfig(reward_function={"boxed_math": 1.0}), ("train",))["check"](extras)
+        needs(EnvironmentConfig(reward_function={"boxed_math": 1.0}), ("train",), 1)["check"]("", extras)
 
 
 def test_evaluation_has_needs_of_its_own() -> None:
@@ -52,6 +55,31 @@ def test_evaluation_has_needs_of_its_own() -> None:
     assert not fails(environment, None)
     assert fails(environment, "forty-two", "eval")
     required = "env_class_required"
-    assert needs(environment, ("train",))[required]
-    assert needs(environment, ("train", "eval"))[required]
-    assert not needs(environment, ("eval",))[required]
+    assert needs(environment, ("train",), 1)[required]
+    assert needs(environment, ("train", "eval"), 1)[required]
+    assert not needs(environment, ("eval",), 1)[required]
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"env_class": "countdown", "nums": [1, 2]}, r"row uid 0: countdown: the row needs a column `target`"),
+        ({"env_class": "cuontdown"}, r"row uid 0: unknown environment 'cuontdown'. Did you mean 'countdown'"),
+        ({"env_class": "gsm8k"}, r"row uid 0: the row needs a ground truth"),
+        ({"env_class": "countdown", "nums": [1, 2], "target": 3}, None),
+        ({"env_class": "format"}, None),
+        ({"env_class": "not_installed_here:Own"}, None),
+    ],
+)
+def test_rows_are_tried_on_their_environment(tmp_path: Path, row: dict[str, Any], told: str | None) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "?", **row}))
+
+    def load(environment: EnvironmentConfig) -> None:
+        load_prompts([str(tmp_path / "rows.jsonl")], None, **needs(environment, ("train",), 1))
+
+    load(EnvironmentConfig(reward_function={"format": 1.0}))  # which pays in the place of any environment
+    if told is None:
+        load(EnvironmentConfig())
+    else:
+        with pytest.raises(DataError, match=told):
+            load(EnvironmentConfig())

@@ -112,6 +112,9 @@ def test_an_environment_that_nobody_knows_is_told_before_anything_is_queued() ->
             "expected a number as ground truth",
         ),
         ({"prompt": "2+2"}, ["environment.reward_function={format=1}"], None),
+        ({"prompt": "2+2", "env_class": "arithmetic"}, [], r"row uid 0: the row needs a ground truth"),
+        ({"prompt": "2+2", "env_class": "arithmetics"}, [], r"row uid 0: .* Did you mean 'arithmetic'"),
+        ({"prompt": "2+2", "env_class": "mine.envs:Mine"}, [], None),
     ],
 )
 def test_the_first_row_of_a_dataset_is_looked_at(

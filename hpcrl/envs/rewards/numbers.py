@@ -42,7 +42,7 @@ def gsm8k(response: Response, _environment: EnvironmentConfig) -> float:
     Raises:
         DataError: the row has no ground truth, or there is no number in it.
     """
-    return float(_final_number(response.text) == expected_number(response.ground_truth))
+    return float(final_number(response.text) == expected_number(response.ground_truth))
 
 
 def expected_number(truth: Any) -> Decimal:
@@ -52,9 +52,9 @@ def expected_number(truth: Any) -> Decimal:
         DataError: the ground truth is missing or has no number.
     """
     text = ground_truth(truth).strip()
-    expected = _final_number(text)
+    expected = final_number(text)
     if expected is None:
-        expected = _number(text)
+        expected = number(text)
     if expected is None:
         raise DataError(f"expected a number as ground truth, or a text with one after `#### `, found {text!r:.80}")
     return expected
@@ -114,12 +114,14 @@ def _last_answer(text: str) -> str:
     return ""
 
 
-def _final_number(text: str) -> Decimal | None:
+def final_number(text: str) -> Decimal | None:
+    """Return the number after the first `#### ` of a text; None where there is none."""
     found = _FINAL.search(text)
-    return _number(found[1]) if found else None
+    return number(found[1]) if found else None
 
 
-def _number(text: str) -> Decimal | None:
+def number(text: str) -> Decimal | None:
+    """Return the number that a text is, with or without thousands separators and a full stop; None where it is none."""
     try:
         found = Decimal(text.replace(",", "").removesuffix("."))
     except InvalidOperation:

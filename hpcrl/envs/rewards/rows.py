@@ -1,4 +1,4 @@
-"""What the rewards of a configuration need of the rows of its datasets."""
+"""What the rewards and the environments of a configuration need of the rows of its datasets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.derive import reward_weights
+from hpcrl.envs.make import common_extras, make_environment
 from hpcrl.envs.rewards.numbers import expected_form, expected_number
 from hpcrl.envs.rewards.response import ground_truth, truth_of
 from hpcrl.types import Kind
@@ -23,13 +24,23 @@ Whether boxed_math can read a formula is not looked at here: that takes a proces
 """
 
 
-def needs(environment: EnvironmentConfig, kinds: Iterable[Kind]) -> dict[str, Any]:
-    """Return what rows must have that serve training, evaluation or both, as arguments of `load_prompts`."""
+def needs(environment: EnvironmentConfig, kinds: Iterable[Kind], max_turns: int) -> dict[str, Any]:
+    """Return what rows must have that serve training, evaluation or both, as arguments of `load_prompts`.
+
+    Rows that an environment of hpcrl's own plays are tried on it. A user's own is not, for where the rows are first looked at it may
+    not be installed.
+
+    Args:
+        max_turns: generator.max_turns, which environments get to know.
+    """
     weights = [reward_weights(environment, kind) for kind in kinds]
     reads = dict.fromkeys(TRUTHS[name] for rewards in weights for name in rewards if name in TRUTHS)
+    played, extras_of_all = not all(weights), common_extras(environment, max_turns)
 
-    def check(extras: Mapping[str, Any]) -> None:
+    def check(env_class: str, extras: Mapping[str, Any]) -> None:
         for read in reads:
             read(truth_of(extras))
+        if played and ":" not in env_class:
+            make_environment(env_class, {**extras_of_all, **extras})
 
-    return {"env_class_required": not all(weights), "check": check}
+    return {"env_class_required": played, "check": check}

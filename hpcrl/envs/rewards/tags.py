@@ -16,8 +16,8 @@ def single_choice(response: Response, _environment: EnvironmentConfig) -> float:
     Raises:
         DataError: the row has no ground truth.
     """
-    expected = _answer(ground_truth(response.ground_truth))
-    return float(_answer(response.text).lower() == expected.lower())
+    expected = answer_in(ground_truth(response.ground_truth))
+    return float(answer_in(response.text).lower() == expected.lower())
 
 
 def well_formed(response: Response, _environment: EnvironmentConfig) -> float:
@@ -34,7 +34,8 @@ def well_formed(response: Response, _environment: EnvironmentConfig) -> float:
     return float(bool(between) and not nested)
 
 
-def _answer(text: str) -> str:
+def answer_in(text: str) -> str:
+    """Return what the first <answer>…</answer> of a text holds, the whole text where there is none, without white space around it."""
     start = text.find(_ANSWER)
     end = text.find(_ANSWER_END, start) if start >= 0 else -1
     return (text[start + len(_ANSWER) : end] if end >= 0 else text).strip()
