@@ -7,7 +7,8 @@
     ├── RunError          5   a run directory is missing, taken or foreign
     ├── CommitError       6   a checkpoint or weight directory is not complete
     ├── EngineError       7   the inference engine failed
-    └── UserCodeError     8   an environment or a reward function raised
+    ├── UserCodeError     8   an environment or a reward function raised
+    └── ServiceError      9   a service that an environment or a reward asks is away, or gives no usable answer
 
 A message names the thing, what was expected and the remedy. What is wrong inside hpcrl itself is an `assert`.
 """
@@ -45,3 +46,7 @@ class EngineError(HpcrlError):
 
 class UserCodeError(HpcrlError):
     exit_code = 8
+
+
+class ServiceError(HpcrlError):
+    exit_code = 9

@@ -16,31 +16,34 @@ REWARDS = (*COMPARING_REWARDS, "format", "overlong")
 @dataclass(frozen=True, kw_only=True)
 class Text2SQLConfig:
     db_path: Location | None = None
-    """Folder of the SQLite databases."""
+    """text2sql: folder of the SQLite databases, which are opened for reading only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LLMJudgeConfig:
     model: str | None = None
-    """Name of the judge model at its server."""
+    """llm_as_a_judge: name of the judge model at its server."""
 
     base_url: str | None = None
-    """Address of the judge's OpenAI-compatible server; unset: that of OpenAI."""
+    """llm_as_a_judge: address of an OpenAI-compatible server, such as http://host:8000/v1; unset: OpenAI's. The key is in OPENAI_API_KEY, which a server of your own may not need."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
     search_url: str = "http://127.0.0.1:8000/retrieve"
-    """Address of the retrieval service."""
+    """search: address of the retrieval service."""
+
+    corpus: Location | None = None
+    """search: JSON lines of documents that each replica searches itself, by BM25, in the place of a service."""
 
     topk: int = 3
-    """Documents per query."""
+    """search: documents per query."""
 
     timeout: int = 30
-    """Seconds that a query may take."""
+    """search: seconds that one try of a query at the service may take; further tries begin within a minute."""
 
     log_requests: bool = False
-    """Log each query."""
+    """search: print each query and the number of its documents in the replica's log."""
 
 
 @dataclass(frozen=True, kw_only=True)

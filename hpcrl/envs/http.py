@@ -1,0 +1,122 @@
+"""Calls of services that environments and rewards ask: POST, JSON back, tried again where that may help."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import httpx
+
+from hpcrl.errors import ConfigError, ServiceError
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
+_MOST_BYTES = 32 * 2**20
+_BUSY = (408, 425, 429)  # beside 5xx: what the same request may get another answer to
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+
+
+class Service:
+    """A service at one address.
+
+    Args:
+        name: what errors call it: the service, and the setting or variable of its address.
+        url: http:// or https://; what stands in it before an @ or after a ? is not repeated in errors.
+        timeout_s: seconds that one try may take, its whole answer included.
+        patience_s: seconds in which further tries begin, the waits between them growing to 8 s; 0: one try.
+        token: sent as `Authorization: Bearer`; no error repeats it.
+
+    Raises:
+        ConfigError: the address is none.
+    """
+
+    def __init__(self, name: str, url: str, timeout_s: float, patience_s: float, token: str | None = None) -> None:
+        try:
+            address = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"{name}: {url!r:.200} is no address: {error}") from error
+        if address.scheme not in ("http", "https") or not address.host:
+            raise ConfigError(f"{name}: expected an address such as http://host:8000/path, found {url!r:.200}")
+        self._url, self._timeout_s, self._patience_s = address, timeout_s, patience_s
+        self._token, self._headers = token, {"authorization": f"Bearer {token}"} if token else {}
+        self._who = f"{name} at {address.scheme}://{address.netloc.decode()}{address.path}"
+
+    def post(self, again: Callable[[int], bool] | None = None, **body: Any) -> Any:
+        """Return the answer's JSON.
+
+        Args:
+            again: which statuses deserve another try; unset: 408, 425, 429 and 5xx. Connections that fail always do.
+            body: `json`, `data` or `content` of httpx.
+
+        Raises:
+            ServiceError: there was no answer within the patience, or one that cannot be used.
+        """
+        started, wait, tries = time.monotonic(), _FIRST_WAIT_S, 0
+        while True:
+            tries += 1
+            try:
+                return self._read(*self._try(body), again or _may_pass)
+            except _NotYet as problem:
+                left = started + self._patience_s - time.monotonic()
+                if left <= 0:
+                    raise ServiceError(
+                        f"{self._who}: {problem}, after {tries} {'try' if tries == 1 else 'tries'} in "
+                        f"{time.monotonic() - started:.0f} s"
+                    ) from problem
+                time.sleep(min(left, wait * random.uniform(0.5, 1.0)))  # replicas that failed together do not return so
+                wait = min(_LONGEST_WAIT_S, 2 * wait)
+
+    def _try(self, body: dict[str, Any]) -> tuple[int, bytes]:
+        deadline, content = time.monotonic() + self._timeout_s, bytearray()
+        try:
+            with _client().stream(
+                "POST", self._url, headers=self._headers, timeout=self._timeout_s, **body
+            ) as answer:
+                for piece in answer.iter_bytes():
+                    content += piece
+                    if len(content) > _MOST_BYTES:
+                        raise ServiceError(f"{self._who}: expected an answer of at most {_MOST_BYTES >> 20} MiB")
+                    if time.monotonic() > deadline:
+                        raise _NotYet(f"its answer took more than {self._timeout_s:g} s")
+                return answer.status_code, bytes(content)
+        except httpx.TimeoutException as error:
+            raise _NotYet(f"no answer within {self._timeout_s:g} s") from error
+        except (httpx.TransportError, httpx.DecodingError) as error:
+            raise _NotYet(self._hidden(str(error) or type(error).__name__)) from error
+
+    def _read(self, status: int, content: bytes, again: Callable[[int], bool]) -> Any:
+        said = self._hidden(content.decode(errors="replace")).strip()
+        if not 200 <= status < 300:
+            problem = f"it answered {status} {said[:300]!r}"
+            if again(status):
+                raise _NotYet(problem)
+            raise ServiceError(f"{self._who}: {problem}")
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ServiceError(f"{self._who}: expected JSON, found {said[:300]!r}") from error
+
+    def unusable(self, expected: str, answer: Any) -> ServiceError:
+        """Return the error for an answer of another form."""
+        return ServiceError(f"{self._who}: expected {expected}, found {self._hidden(repr(answer))[:300]}")
+
+    def _hidden(self, text: str) -> str:
+        return text.replace(self._token, "…") if self._token else text
+
+
+class _NotYet(Exception):
+    """A try failed that may succeed later."""
+
+
+def _may_pass(status: int) -> bool:
+    return status >= 500 or status in _BUSY
+
+
+@cache
+def _client() -> httpx.Client:
+    """Return what all threads of the process share; making one takes as long as a call. A proxy in the environment is used."""
+    direct = {f"all://{host}": None for host in _LOOPBACK}
+    return httpx.Client(limits=httpx.Limits(max_connections=None), mounts=direct)
