@@ -20,7 +20,7 @@ from collections.abc import Sequence
 SECONDS = 10
 """Processor time."""
 
-MEMORY = 2 * 2**30
+MEMORY = 2**30
 """Bytes of address space."""
 
 FILE = 16 * 2**20

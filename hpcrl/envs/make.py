@@ -23,10 +23,14 @@ ENVIRONMENTS: dict[str, str] = {
     "gsm8k": "hpcrl.envs.rewarded:GSM8K",
     "gsm8k_multi_turn": "hpcrl.envs.gsm8k_multi_turn:GSM8KMultiTurn",
     "guess_number": "hpcrl.envs.guess_number:GuessNumber",
+    "llm_as_a_judge": "hpcrl.envs.llm_judge:LLMJudge",
     "math": "hpcrl.envs.rewarded:Math",
+    "python_tool": "hpcrl.envs.python_tool:PythonTool",
     "reverse_word": "hpcrl.envs.words:ReverseWord",
+    "search": "hpcrl.envs.search:Search",
     "single_choice": "hpcrl.envs.rewarded:SingleChoice",
     "sort_letters": "hpcrl.envs.sort_letters:SortLetters",
+    "text2sql": "hpcrl.envs.text2sql:Text2SQL",
 }
 """Where each environment is, imported when it is first wanted; docs/environments has a page on each."""
 

@@ -70,8 +70,8 @@ def _run(source: IO[bytes], directory: str, seconds: float) -> Ran:
     )
     try:
         output, ended = _read(cast(IO[bytes], process.stdout), time.monotonic() + seconds)
-        if not ended:
-            with suppress(subprocess.TimeoutExpired):  # it has closed its output, and may go on
+        if ended == "":
+            with suppress(subprocess.TimeoutExpired):  # it has closed its output, but may go on
                 process.wait(2.0)
     finally:
         with suppress(ProcessLookupError):
