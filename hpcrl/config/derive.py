@@ -25,9 +25,14 @@ def eval_sampling(generator: GeneratorConfig) -> SamplingParams:
 
 
 def reward_weights(environment: EnvironmentConfig, kind: Literal["train", "eval"]) -> dict[str, float]:
-    """Return the rewards that pay samples of training or evaluation, with their weights; none where the environment pays."""
+    """Return the rewards that pay samples of training or evaluation, with their weights; none where an environment or a service pays."""
     own = environment.eval_reward_function if kind == "eval" else {}
     return own or environment.reward_function
+
+
+def service_pays(environment: EnvironmentConfig, kind: Literal["train", "eval"]) -> bool:
+    """Return whether a reward service pays samples of training or evaluation."""
+    return environment.remote_reward.enable and not reward_weights(environment, kind)
 
 
 def max_input_length(generator: GeneratorConfig, trainer: TrainerConfig) -> int:

@@ -64,22 +64,22 @@ class RemoteRewardConfig:
     """Score responses at a reward service, whose address and token are in REMOTE_REWARD_ENQUEUE_URL, _FETCH_URL and _TOKEN."""
 
     reward_function: dict[str, float] = field(default_factory=dict)
-    """Rewards that the service computes, with their weights."""
+    """Rewards that the service computes, with their weights in the sum; each is reported as environment/<name>, unweighted."""
 
     score_key: str = "overall_reward"
-    """Name of the score in the reply that counts; a+b: the sum of two."""
+    """Name of the score in the reply that counts; a+b: the sum of two, and so on."""
 
     clip_min: float = -5.0
-    """Lower bound of a score, before scaling."""
+    """Lower bound of the weighted sum, before scaling."""
 
     clip_max: float = 5.0
-    """Upper bound of a score, before scaling."""
+    """Upper bound of the weighted sum, before scaling."""
 
     scale: float = 1.0
-    """Factor on a score, after clipping."""
+    """Factor on the sum, after clipping."""
 
     batch_size: int = 1
-    """Responses per request."""
+    """Responses per request at most; no more are scored at the same time than skyrl_gym.max_env_workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class OverlongRewardConfig:
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
     env_class: str | None = None
-    """Environment of rows that have no env_class column: a name that `hpcrl env ls` shows, or your own as "package.module:Class"; unset: every row must have one, unless reward_function pays."""
+    """Environment of rows that have no env_class column: a name that `hpcrl env ls` shows, or your own as "package.module:Class"; unset: every row must have one, unless reward_function or remote_reward pays."""
 
     reward_function: dict[str, float] = field(default_factory=dict)
     """Rewards and their weights in the sum that each sample is paid, in the place of an environment: single_choice (the answer in <answer> tags, as a text), boxed_math (the answer as a formula, by math-verify), gsm8k (the number after ####), direct_math (the line after "Answer:", 1 or -1), format (<think> and <answer> tags), overlong (a penalty on long responses), or your own as "package.module:function". With weight 0 a reward is only reported, as environment/<name>. Empty: the environment pays."""

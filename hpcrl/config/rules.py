@@ -20,7 +20,7 @@ from hpcrl.config.ranks import (
     shared_gpus,
     whole_mini_batches,
 )
-from hpcrl.config.scoring import filter_metrics, overlong, remote_reward, reward_names, who_pays
+from hpcrl.config.scoring import environments, filter_metrics, overlong, remote_reward, reward_names, who_pays
 from hpcrl.config.site import engine_options, enough_replicas, flash_infer, gpus_of_nodes, sbatch_options, time_to_save
 from hpcrl.config.status import waiting
 from hpcrl.config.surface import Setting, values
@@ -352,6 +352,7 @@ RULES: tuple[Rule, ...] = (
     who_pays,
     overlong,
     remote_reward,
+    environments,
     engine_options,
     flash_infer,
     enough_replicas,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hpcrl.config.derive import eval_sampling, reward_weights
-from hpcrl.config.environment import REWARDS, OverlongRewardConfig
+from hpcrl.config.derive import eval_sampling, reward_weights, service_pays
+from hpcrl.config.environment import REWARDS, OverlongRewardConfig, RemoteRewardConfig, SearchConfig
 from hpcrl.config.own import misnamed
 from hpcrl.config.problem import Problem
 
@@ -29,12 +29,15 @@ def reward_names(config: Config) -> Iterator[Problem]:
 
 
 def filter_metrics(config: Config) -> Iterator[Problem]:
-    rewards = reward_weights(config.environment, "train")
+    environment = config.environment
+    remote = service_pays(environment, "train")
+    rewards = environment.remote_reward.reward_function if remote else reward_weights(environment, "train")
+    setting = "environment.remote_reward.reward_function" if remote else "environment.reward_function"
     unknown = [name for name in config.trainer.algorithm.filter_reward_metric if name not in rewards]
     if rewards and unknown:
         yield Problem(
             "trainer.algorithm.filter_reward_metric",
-            f'"{unknown[0]}" is not in environment.reward_function, whose rewards are {", ".join(rewards)}; '
+            f'"{unknown[0]}" is not in {setting}, whose rewards are {", ".join(rewards)}; '
             "list it there, with weight 0 if it is not to pay",
         )
 
@@ -45,6 +48,18 @@ def who_pays(config: Config) -> Iterator[Problem]:
         yield Problem(
             "environment.env_class",
             f"environment.reward_function pays in its place, so that {environment.env_class} has no effect; leave one of them out (environment.env_class= takes it back)",
+        )
+    if not environment.remote_reward.enable:
+        return
+    if environment.reward_function:
+        yield Problem(
+            "environment.reward_function",
+            "given beside environment.remote_reward.enable, where a service pays; leave one of them out",
+        )
+    elif environment.env_class is not None:
+        yield Problem(
+            "environment.env_class",
+            f"a service pays in its place (environment.remote_reward.enable), so that {environment.env_class} has no effect; leave one of them out",
         )
 
 
@@ -81,8 +96,34 @@ def remote_reward(config: Config) -> Iterator[Problem]:
             "environment.remote_reward.reward_function",
             "required with environment.remote_reward.enable: the rewards that the service computes, with their weights",
         )
+    if remote.enable and remote.reward_function and not any(remote.reward_function.values()):
+        yield Problem(
+            "environment.remote_reward.reward_function",
+            "every weight is 0, and so would be every reward; give one of them another weight",
+        )
+    default = vars(RemoteRewardConfig())
+    changed = [name for name, value in vars(remote).items() if value != default[name]]
+    if changed and not remote.enable:
+        yield Problem(
+            f"environment.remote_reward.{changed[0]}",
+            "has no effect without environment.remote_reward.enable; set that to true, or leave this out",
+        )
     if remote.clip_min > remote.clip_max:
         yield Problem(
             "environment.remote_reward.clip_min",
             f"expected at most clip_max ({remote.clip_max}), found {remote.clip_min}",
         )
+
+
+def environments(config: Config) -> Iterator[Problem]:
+    """What the environment of rows that name none needs; rows that name theirs are looked at when they are played."""
+    gym, path, name = config.environment.skyrl_gym, "environment.skyrl_gym", config.environment.env_class
+    if name == "text2sql" and gym.text2sql.db_path is None:
+        yield Problem(f"{path}.text2sql.db_path", "required by text2sql: the folder of the databases")
+    if name == "llm_as_a_judge" and gym.llm_as_a_judge.model is None:
+        yield Problem(f"{path}.llm_as_a_judge.model", "required by llm_as_a_judge: the judge's name at its server")
+    for setting, url in (("llm_as_a_judge.base_url", gym.llm_as_a_judge.base_url), ("search.search_url", gym.search.search_url)):
+        if url is not None and not url.startswith(("http://", "https://")):
+            yield Problem(f"{path}.{setting}", f'expected an address such as "http://host:8000/v1", found "{url}"')
+    if gym.search.corpus is not None and gym.search.search_url != SearchConfig.search_url:
+        yield Problem(f"{path}.search.corpus", "is searched in the place of search_url; leave one of them out")

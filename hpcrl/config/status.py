@@ -32,12 +32,10 @@ _DATA = Wait("datasets on a hub and other columns")
 _LORA = Wait("LoRA")
 _MEGATRON = Wait("Megatron")
 _PARALLEL = Wait("sequence parallelism")
-_REWARDS = Wait("remote rewards")
 _SFT = Wait("supervised fine-tuning")
 _SPEED = Wait("compiled, offloaded and low-precision training")
 _TRACKING = Wait("trackers, profiles and uploads")
 _ENGINE = Wait("further engine options")
-_ENVIRONMENTS = Wait("environments for SQL, search and judges")
 
 WAITS: dict[str, Wait] = {
     "data.subset": _DATA,
@@ -94,10 +92,6 @@ WAITS: dict[str, Wait] = {
     "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Wait("colocated engines"),
     "generator.inference_engine.fully_sharded_loras": _LORA,
     "generator.step_wise_trajectories": Wait("a sample for each turn"),
-    "environment.remote_reward": _REWARDS,
-    "environment.skyrl_gym.text2sql": _ENVIRONMENTS,
-    "environment.skyrl_gym.llm_as_a_judge": _ENVIRONMENTS,
-    "environment.skyrl_gym.search": _ENVIRONMENTS,
     "vla": Wait("vision-language-action models"),
 }
 

@@ -52,6 +52,11 @@ def check_files(config: Config) -> None:
             environment_class(name)
         except ConfigError as error:
             problems.append(f"environment.env_class: {error}")
+    gym = config.environment.skyrl_gym
+    if gym.text2sql.db_path and not Path(gym.text2sql.db_path).is_dir():
+        problems.append(f"environment.skyrl_gym.text2sql.db_path: no folder {gym.text2sql.db_path}")
+    if gym.search.corpus and not Path(gym.search.corpus).is_file():
+        problems.append(f"environment.skyrl_gym.search.corpus: no file {gym.search.corpus}")
     models = {
         "trainer.policy.model.path": config.trainer.policy.model.path,
         "trainer.ref.model.path": config.trainer.ref.model.path,

@@ -32,6 +32,8 @@ PLACEMENT = "trainer.placement"
 CRITIC = {"trainer.critic.model.path": "c"}
 FOUR_GPUS = {f"{PLACEMENT}.policy_num_gpus_per_node": 4}
 COLOCATED = {f"{PLACEMENT}.colocate_all": True}
+GYM = "environment.skyrl_gym"
+SERVICE = {"environment.remote_reward.enable": True, "environment.remote_reward.reward_function": {"ocr": 1.0}}
 NO_KL = {f"{ALGORITHM}.use_kl_loss": False}
 
 
@@ -472,8 +474,59 @@ OURS = [
     ),
     Case(
         "bounds of rewards have an order",
-        {"environment.remote_reward.clip_min": 6.0}, "environment.remote_reward.clip_min", "expected at most clip_max (5.0)",
-        {"environment.remote_reward.clip_min": 5.0},
+        {**SERVICE, "environment.remote_reward.clip_min": 6.0}, "environment.remote_reward.clip_min", "expected at most clip_max (5.0)",
+        {**SERVICE, "environment.remote_reward.clip_min": 5.0},
+    ),
+    Case(
+        "settings of a service that is not asked",
+        {"environment.remote_reward.scale": 2.0}, "environment.remote_reward.scale", "has no effect without environment.remote_reward.enable",
+        {**SERVICE, "environment.remote_reward.scale": 2.0},
+    ),
+    Case(
+        "a service that pays nothing",
+        {**SERVICE, "environment.remote_reward.reward_function": {"ocr": 0.0}}, "environment.remote_reward.reward_function", "every weight is 0",
+        {**SERVICE, "environment.remote_reward.reward_function": {"ocr": 1.0, "taste": 0.0}},
+    ),
+    Case(
+        "a service and named rewards",
+        {**SERVICE, "environment.reward_function": {"gsm8k": 1.0}}, "environment.reward_function", "leave one of them out",
+        {**SERVICE, "environment.eval_reward_function": {"gsm8k": 1.0}},
+    ),
+    Case(
+        "a service and an environment",
+        {**SERVICE, "environment.env_class": "search"}, "environment.env_class", "a service pays in its place",
+        SERVICE,
+    ),
+    Case(
+        "a metric that no function of the service reports",
+        {**SERVICE, f"{ALGORITHM}.filter_reward_metric": ["taste"]},
+        f"{ALGORITHM}.filter_reward_metric", '"taste" is not in environment.remote_reward.reward_function, whose rewards are ocr',
+        {**SERVICE, f"{ALGORITHM}.filter_reward_metric": ["ocr"]},
+    ),
+    Case(
+        "text2sql has databases",
+        {"environment.env_class": "text2sql"}, f"{GYM}.text2sql.db_path", "required by text2sql",
+        {"environment.env_class": "text2sql", f"{GYM}.text2sql.db_path": "/sql"},
+    ),
+    Case(
+        "a judge has a name",
+        {"environment.env_class": "llm_as_a_judge"}, f"{GYM}.llm_as_a_judge.model", "required by llm_as_a_judge",
+        {"environment.env_class": "llm_as_a_judge", f"{GYM}.llm_as_a_judge.model": "j"},
+    ),
+    Case(
+        "a judge has an address",
+        {f"{GYM}.llm_as_a_judge.base_url": "host:8000/v1"}, f"{GYM}.llm_as_a_judge.base_url", 'found "host:8000/v1"',
+        {f"{GYM}.llm_as_a_judge.base_url": "http://host:8000/v1"},
+    ),
+    Case(
+        "a search service has an address",
+        {f"{GYM}.search.search_url": "bm25:docs.jsonl"}, f"{GYM}.search.search_url", "expected an address such as",
+        {f"{GYM}.search.search_url": "https://host/retrieve"},
+    ),
+    Case(
+        "documents are searched in one place",
+        {f"{GYM}.search.search_url": "http://host/retrieve", f"{GYM}.search.corpus": "/docs.jsonl"}, f"{GYM}.search.corpus", "leave one of them out",
+        {f"{GYM}.search.corpus": "/docs.jsonl"},
     ),
     Case(
         "a pass of the engine holds all its sequences",

@@ -191,6 +191,8 @@ def _left_out(source: Source, conversion: Conversion) -> None:
         wanted.append("data.val_data")
     if source["environment.env_class"] == "llm_as_a_judge":
         wanted.append("environment.skyrl_gym.llm_as_a_judge.model")
+    if source["environment.env_class"] == "text2sql":
+        wanted.append("environment.skyrl_gym.text2sql.db_path")
     if source.old:
         wanted += [
             "trainer.placement.policy_num_gpus_per_node",

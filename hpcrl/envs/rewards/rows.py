@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig
-from hpcrl.config.derive import reward_weights
+from hpcrl.config.derive import reward_weights, service_pays
 from hpcrl.envs.make import common_extras, make_environment
 from hpcrl.envs.rewards.numbers import expected_form, expected_number
 from hpcrl.envs.rewards.response import ground_truth, truth_of
@@ -24,7 +24,7 @@ Whether boxed_math can read a formula is not looked at here: that takes a proces
 """
 
 
-def needs(environment: EnvironmentConfig, kinds: Iterable[Kind], max_turns: int) -> dict[str, Any]:
+def needs(environment: EnvironmentConfig, kinds: Sequence[Kind], max_turns: int) -> dict[str, Any]:
     """Return what rows must have that serve training, evaluation or both, as arguments of `load_prompts`.
 
     Rows that an environment of hpcrl's own plays are tried on it. A user's own is not, for where the rows are first looked at it may
@@ -35,7 +35,8 @@ def needs(environment: EnvironmentConfig, kinds: Iterable[Kind], max_turns: int)
     """
     weights = [reward_weights(environment, kind) for kind in kinds]
     reads = dict.fromkeys(TRUTHS[name] for rewards in weights for name in rewards if name in TRUTHS)
-    played, extras_of_all = not all(weights), common_extras(environment, max_turns)
+    scored = all(reward_weights(environment, kind) or service_pays(environment, kind) for kind in kinds)
+    played, extras_of_all = not scored, common_extras(environment, max_turns)
 
     def check(env_class: str, extras: Mapping[str, Any]) -> None:
         for read in reads:
