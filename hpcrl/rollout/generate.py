@@ -22,7 +22,7 @@ from hpcrl.config.derive import reward_weights
 from hpcrl.envs.environment import Messages, Turn
 from hpcrl.envs.make import common_extras
 from hpcrl.envs.rewards.weighted import WeightedRewards
-from hpcrl.errors import UserCodeError
+from hpcrl.errors import ServiceError, UserCodeError
 from hpcrl.rollout.client import EngineClient, Generation
 from hpcrl.rollout.partner import Limits, Partner
 from hpcrl.rollout.stop_text import HALF_A_CHARACTER, cut_at_stop
@@ -31,6 +31,8 @@ from hpcrl.types import GroupMeta, Kind, Sample, StopReason, Work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+FAILURES = (ServiceError, UserCodeError)  # of one sample; what else an environment raises, every sample would meet
 
 
 @dataclass(frozen=True)
@@ -205,14 +207,14 @@ class GroupGenerator:
         messages: Messages = list(work.prompt.messages)
         try:
             messages = await play.partner.open()
-        except UserCodeError as error:
+        except FAILURES as error:
             play.failure = str(error)
         play.transcript = Transcript(self._template.opening(messages))
 
     async def _close(self, play: _Play) -> None:
         try:
             await play.partner.close()
-        except UserCodeError as error:
+        except FAILURES as error:
             play.failure = play.failure or str(error)
 
     async def _together(self, plays: Sequence[_Play]) -> Sequence[Generation | None]:
@@ -253,7 +255,7 @@ class GroupGenerator:
         play.stop_reason = said.stop_reason
         try:
             answer = await play.partner.answer(text, len(said.token_ids))
-        except UserCodeError as error:
+        except FAILURES as error:
             play.failure = str(error)
             return None
         play.metrics |= answer.metrics
