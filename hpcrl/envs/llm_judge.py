@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpcrl.config.environment import LLMJudgeConfig
-from hpcrl.envs.environment import Messages, Turn
+from hpcrl.envs.columns import lacking
+from hpcrl.envs.environment import Environment, Messages, Turn
 from hpcrl.envs.http import Service
 from hpcrl.envs.rewards.response import truth_of
-from hpcrl.errors import ConfigError, DataError
+from hpcrl.errors import ConfigError
 
 _OPENAI = "https://api.openai.com/v1"
 _TIMEOUT_S, _PATIENCE_S = 120.0, 120.0
@@ -24,8 +25,10 @@ Give your reasons in a few sentences, then end with one line `Final grade: X`, X
 _RUBRIC = "Grade whether it is correct{truth}."
 
 
-class LLMJudge:
-    """One turn, rewarded by the grade from 0 to 1 that the judge gives.
+class LLMJudge(Environment):
+    """Be graded from 0 to 1 by a language model.
+
+    One turn; the grade is the reward. The judge sees the conversation, the response and what to grade it by.
 
     Args:
         extras: `rubric`, a column or a key of environment.custom, says what deserves which grade; without it the judge asks
@@ -33,27 +36,19 @@ class LLMJudge:
             `environment.custom.judge_parameters` takes the place of {"temperature": 0} in the request.
 
     Raises:
-        ConfigError: there is no model, no key for OpenAI's own server, or the address is none.
+        ConfigError: no model is named.
+        DataError: the rubric is no text.
     """
 
     def __init__(self, extras: Mapping[str, Any]) -> None:
-        config: LLMJudgeConfig = extras["skyrl_gym"].llm_as_a_judge
-        if config.model is None:
+        self._config: LLMJudgeConfig = extras["skyrl_gym"].llm_as_a_judge
+        if self._config.model is None:
             raise ConfigError("environment.skyrl_gym.llm_as_a_judge.model: required by llm_as_a_judge")
-        key = os.environ.get("OPENAI_API_KEY") or None
-        if key is None and config.base_url is None:
-            raise ConfigError(
-                "llm_as_a_judge: OPENAI_API_KEY is not set; export it where you submit, or name a server of your own in "
-                "environment.skyrl_gym.llm_as_a_judge.base_url"
-            )
-        address = (config.base_url or _OPENAI).rstrip("/")
-        name = "judge (environment.skyrl_gym.llm_as_a_judge.base_url)"
-        self._service = Service(name, f"{address}/chat/completions", _TIMEOUT_S, _PATIENCE_S, key)
         custom: Mapping[str, Any] = extras.get("custom") or {}
-        self._request = {"model": config.model, **custom.get("judge_parameters", {"temperature": 0})}
+        self._request = {"model": self._config.model, **custom.get("judge_parameters", {"temperature": 0})}
         self._rubric = extras.get("rubric") or custom.get("rubric") or _rubric(truth_of(extras))
         if not isinstance(self._rubric, str):
-            raise DataError(f"llm_as_a_judge: expected a text as rubric, found {self._rubric!r:.80}")
+            raise lacking("llm_as_a_judge", "rubric", "a text, or none", self._rubric)
         self._conversation = ""
 
     def init(self, messages: Messages) -> Messages:
@@ -61,18 +56,34 @@ class LLMJudge:
         return messages
 
     def step(self, action: str) -> Turn:
+        """Return the grade.
+
+        Raises:
+            ConfigError: there is no key for OpenAI's own server, or the address is none.
+            ServiceError: the judge does not answer, or without a grade.
+        """
         mark = secrets.token_hex(8)  # not to be guessed, so that no response can end itself and go on as the grader's
         instructions = _INSTRUCTIONS.format(mark=mark, rubric=self._rubric)
         question = f"The conversation:\n\n{self._conversation}\n\nThe answer:\n\n[{mark}]\n{action}\n[{mark}]"
         messages = [{"role": "system", "content": instructions}, {"role": "user", "content": question}]
-        answer = self._service.post(json={**self._request, "messages": messages})
+        service = _service(self._config.base_url)
+        answer = service.post(json={**self._request, "messages": messages})
         grade = _grade(_said(answer))
         if grade is None:
-            raise self._service.unusable("an answer that ends with `Final grade: X`, X from 0 to 1", _said(answer) or answer)
+            expected = "an answer that ends with `Final grade: X`, X from 0 to 1"
+            raise service.unusable(expected, _said(answer) or answer)
         return Turn([], grade, done=True)
 
-    def close(self) -> None:
-        pass
+
+def _service(base_url: str | None) -> Service:
+    key = os.environ.get("OPENAI_API_KEY") or None
+    if key is None and base_url is None:
+        raise ConfigError(
+            "llm_as_a_judge: OPENAI_API_KEY is not set; export it where you submit, or name a server of your own in "
+            "environment.skyrl_gym.llm_as_a_judge.base_url"
+        )
+    name = "judge (environment.skyrl_gym.llm_as_a_judge.base_url)"
+    return Service(name, f"{(base_url or _OPENAI).rstrip('/')}/chat/completions", _TIMEOUT_S, _PATIENCE_S, key)
 
 
 def _rubric(truth: Any) -> str:

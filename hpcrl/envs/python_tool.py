@@ -8,15 +8,17 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from hpcrl.envs.blocks import first_block
-from hpcrl.envs.environment import Messages, Turn
+from hpcrl.envs.environment import Environment, Turn
 from hpcrl.envs.python_program import run_python
 from hpcrl.envs.rewards.response import ground_truth, truth_of
 
 _FORM = "Run a program by <python>…</python>, or give your answer as <answer>…</answer>."
 
 
-class PythonTool:
-    """Reward 1 if what <answer> holds is the ground truth, otherwise 0.
+class PythonTool(Environment):
+    """Solve a problem with the help of Python programs.
+
+    Several turns. Reward 1 if what <answer> holds is the ground truth, otherwise 0.
 
     Two numbers are compared exactly, whatever their thousands separators and trailing zeros; other texts but for letter case and
     white space around them. Each program runs in a process of its own, so that nothing is kept from one to the next.
@@ -33,9 +35,6 @@ class PythonTool:
         self._left: int = extras["max_turns"]
         self._metrics = {"programs": 0.0, "failed_programs": 0.0}
 
-    def init(self, messages: Messages) -> Messages:
-        return messages
-
     def step(self, action: str) -> Turn:
         self._left -= 1
         block = first_block(action, ("python", "answer"))
@@ -45,9 +44,6 @@ class PythonTool:
             return self._end(False, answered=False)
         said = f"<output>\n{self._output(block[1])}\n</output>" if block else _FORM
         return Turn([{"role": "user", "content": said}], 0.0, done=False, metrics=dict(self._metrics))
-
-    def close(self) -> None:
-        pass
 
     def _end(self, right: bool, answered: bool) -> Turn:
         return Turn([], float(right), done=True, metrics={**self._metrics, "answered": float(answered)})

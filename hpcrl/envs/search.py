@@ -9,10 +9,10 @@ from typing import Any
 
 from hpcrl.config.environment import SearchConfig
 from hpcrl.envs.blocks import first_block
-from hpcrl.envs.environment import Messages, Turn
+from hpcrl.envs.columns import lacking
+from hpcrl.envs.environment import Environment, Turn
 from hpcrl.envs.retrieve import retriever, shown
 from hpcrl.envs.rewards.response import truth_of
-from hpcrl.errors import DataError
 
 CHARACTERS = 8000
 """What one search shows at most."""
@@ -25,8 +25,10 @@ _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-class Search:
-    """Reward 1 if what <answer> holds is one of the right answers, otherwise 0.
+class Search(Environment):
+    """Answer a question with the help of a search engine.
+
+    Several turns. Reward 1 if what <answer> holds is one of the right answers, otherwise 0.
 
     Letter case, punctuation, articles and white space do not count (exact match of SQuAD, arXiv:1606.05250).
 
@@ -42,12 +44,9 @@ class Search:
         truth = truth_of(extras)
         self._answers = {normal(answer) for answer in _answers(truth)} - {""}
         if not self._answers:
-            raise DataError(f"search: expected one or more answers as reward_spec.ground_truth, found {truth!r:.80}")
+            raise lacking("search", "reward_spec", "one or more answers as `ground_truth`", truth)
         self._left: int = extras["max_turns"]
         self._searches = 0
-
-    def init(self, messages: Messages) -> Messages:
-        return messages
 
     def step(self, action: str) -> Turn:
         self._left -= 1
@@ -58,9 +57,6 @@ class Search:
             return self._end(False, answered=False)
         said = f"<information>\n{self._found(block[1])}\n</information>" if block else _FORM
         return Turn([{"role": "user", "content": said}], 0.0, done=False, metrics={"searches": float(self._searches)})
-
-    def close(self) -> None:
-        pass
 
     def _end(self, right: bool, answered: bool) -> Turn:
         metrics = {"searches": float(self._searches), "answered": float(answered)}

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpcrl.envs.blocks import first_block
-from hpcrl.envs.environment import Messages, Turn
+from hpcrl.envs.columns import lacking
+from hpcrl.envs.environment import Environment, Turn
 from hpcrl.envs.rewards.response import truth_of
 from hpcrl.envs.sqlite import QueryError, database_file, query
 from hpcrl.errors import ConfigError, DataError
@@ -25,8 +26,10 @@ _FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bir
 _FORM = "Write a query as <sql>…</sql> to see what it finds, or your answer as <solution>…</solution>."
 
 
-class Text2SQL:
-    """Reward 1 if the query in <solution> finds the rows that the ground truth finds, 0 if others, -1 if there is none.
+class Text2SQL(Environment):
+    """Answer a question by a query of an SQLite database, after looking around in it.
+
+    Several turns. Reward 1 if the query in <solution> finds the rows that the ground truth finds, 0 if others, -1 if there is none.
 
     Rows are compared as sets: neither their order nor how often one appears counts, the order of columns does.
 
@@ -46,13 +49,10 @@ class Text2SQL:
             raise ConfigError("environment.skyrl_gym.text2sql.db_path: required by text2sql: the folder of the databases")
         truth = truth_of(extras)
         if not isinstance(truth, str) or not truth.strip():
-            raise DataError(f"text2sql: expected a query as reward_spec.ground_truth, found {truth!r:.80}")
+            raise lacking("text2sql", "reward_spec", "a query as `ground_truth`", truth)
         self._truth, self._file = truth, database_file(folder, _name(extras))
         self._left: int = extras["max_turns"]
         self._metrics = {"queries": 0.0, "failed_queries": 0.0}
-
-    def init(self, messages: Messages) -> Messages:
-        return messages
 
     def step(self, action: str) -> Turn:
         self._left -= 1
@@ -65,9 +65,6 @@ class Text2SQL:
         turns = "1 turn is" if self._left == 1 else f"{self._left} turns are"
         said = f"<observation>\n{found}\n</observation>\n{turns} left."
         return Turn([{"role": "user", "content": said}], 0.0, done=False, metrics=dict(self._metrics))
-
-    def close(self) -> None:
-        pass
 
     def _end(self, reward: float) -> Turn:
         return Turn([], reward, done=True, metrics={**self._metrics, "solved": float(reward == 1)})
@@ -99,7 +96,7 @@ def _name(extras: Mapping[str, Any]) -> str:
     if isinstance(path, str) and path:
         return path
     if not isinstance(name, str) or not name:
-        raise DataError(f"text2sql: the row needs a column db_id or db_file with its database, found {name!r:.80}")
+        raise lacking("text2sql", "db_id", "the name of a database, or `db_file` with its path", name)
     if source is not None and source not in _FOLDERS:
-        raise DataError(f"text2sql: expected {', '.join(_FOLDERS)} in the column data, found {source!r:.80}")
+        raise lacking("text2sql", "data", f"one of {', '.join(_FOLDERS)}, or none", source)
     return f"{_FOLDERS[source]}/{name}/{name}.sqlite" if source else f"{name}/{name}.sqlite"

@@ -95,7 +95,7 @@ def test_the_normal_form_keeps_words_apart() -> None:
 
 @pytest.mark.parametrize("truth", [None, "", [], {"target": []}, {"target": None}, "the", {"other": "x"}])
 def test_rows_without_an_answer(truth: Any) -> None:
-    with pytest.raises(DataError, match="expected one or more answers as reward_spec.ground_truth"):
+    with pytest.raises(DataError, match="with one or more answers as `ground_truth`, found"):
         play(SearchConfig(), truth=truth)
 
 

@@ -270,12 +270,12 @@ def test_which_database_a_row_names(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"db_id": None}, "needs a column db_id or db_file"),
-        ({"db_id": 3}, "needs a column db_id or db_file"),
-        ({"data": "other"}, "expected synsql, spider, bird in the column data"),
+        ({"db_id": None}, "needs a column `db_id` with the name of a database"),
+        ({"db_id": 3}, "needs a column `db_id` with the name of a database"),
+        ({"data": "other"}, "needs a column `data` with one of synsql, spider, bird, or none, found 'other'"),
         ({"data": "bird"}, "is missing"),
-        ({"reward_spec": None}, "expected a query as reward_spec.ground_truth"),
-        ({"reward_spec": {"ground_truth": " "}}, "expected a query"),
+        ({"reward_spec": None}, "with a query as `ground_truth`, found None"),
+        ({"reward_spec": {"ground_truth": " "}}, "with a query"),
     ],
 )
 def test_rows_that_cannot_be_played(folder: Path, columns: dict[str, Any], words: str) -> None:

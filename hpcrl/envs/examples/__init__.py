@@ -8,3 +8,7 @@ from pathlib import Path
 def rows_of(environment: str) -> Path:
     """Return where the example rows of an environment of hpcrl are."""
     return Path(__file__).parent / f"{environment}.jsonl"
+
+
+CORPUS = Path(__file__).parent / "search_corpus.jsonl"
+"""Fifty documents, which answer the example rows of search."""
