@@ -136,7 +136,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # what dataclasses and pickle look into
-    linecache.cache["<code>"] = (len(source), None, source.splitlines(keepends=True), "<code>")
+    linecache.cache["<code>"] = (len(source), None, [f"{line}\n" for line in source.splitlines()], "<code>")
     confine()
     try:
         exec(compile(source, "<code>", "exec"), module.__dict__)

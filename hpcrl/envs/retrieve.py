@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy
+
 from hpcrl.config.environment import SearchConfig
 from hpcrl.envs.http import Service
 from hpcrl.errors import DataError, HpcrlError
@@ -78,13 +80,12 @@ class Corpus:
 
     def find(self, query: str, topk: int) -> list[str]:
         """Return the texts of at most `topk` documents that share a word with the query, the best first."""
-        words = self._bm25s.tokenize([query], stopwords="en", show_progress=False, return_ids=False)
-        if not words[0]:
+        (words,) = self._bm25s.tokenize([query], stopwords="en", show_progress=False, return_ids=False)
+        if not words:
             return []
-        count = min(topk, len(self._texts))
-        numbers, scores = self._index.retrieve(words, k=count, show_progress=False, backend_selection="numpy")
-        best = zip(numbers[0], scores[0], strict=True)
-        return [self._texts[int(number)] for number, score in best if score > 0]
+        scores = self._index.get_scores(words)
+        best = numpy.argsort(-scores, kind="stable")[:topk]  # documents of the same score in the order of the file
+        return [self._texts[number] for number in best if scores[number] > 0]
 
 
 @cache

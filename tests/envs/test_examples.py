@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from hpcrl.config import EnvironmentConfig
+from hpcrl.config.environment import LLMJudgeConfig, SearchConfig, SkyRLGymConfig, Text2SQLConfig
 from hpcrl.data.prompts import load_prompts
-from hpcrl.envs.examples import rows_of
+from hpcrl.envs.examples import CORPUS, databases, rows_of
 from hpcrl.envs.examples.make import MAKERS, rows
 from hpcrl.envs.make import ENVIRONMENTS, common_extras, environment_class, make_environment
 from hpcrl.envs.rewards.rows import needs
@@ -27,8 +28,20 @@ from hpcrl.types import Prompt
 DOCS = Path(__file__).parents[2] / "docs" / "environments"
 
 
-def examples(name: str) -> list[Prompt]:
-    return load_prompts([str(rows_of(name))], None, **needs(EnvironmentConfig(), ("train",), 4))
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EnvironmentConfig:
+    folder = tmp_path_factory.mktemp("databases")
+    databases.make(folder)
+    gym = SkyRLGymConfig(
+        search=SearchConfig(corpus=str(CORPUS)),
+        text2sql=Text2SQLConfig(db_path=str(folder)),
+        llm_as_a_judge=LLMJudgeConfig(model="judge", base_url="http://127.0.0.1:9/v1"),
+    )
+    return EnvironmentConfig(skyrl_gym=gym)
+
+
+def examples(name: str, config: EnvironmentConfig) -> list[Prompt]:
+    return load_prompts([str(rows_of(name))], None, **needs(config, ("train",), 4))
 
 
 def made_of(nums: list[Fraction], texts: list[str], target: Fraction) -> str | None:
@@ -67,24 +80,43 @@ SOLUTIONS: dict[str, Callable[[dict[str, Any]], str | None]] = {
     "gsm8k_multi_turn": truth,
     "guess_number": truth,
     "math": lambda extras: f"\\boxed{{{truth(extras)}}}",
+    "python_tool": lambda extras: f"<answer>{truth(extras)}</answer>",
     "reverse_word": lambda extras: "".join(reversed(extras["word"])),
+    "search": lambda extras: f"<answer>The {extras['reward_spec']['ground_truth']['target'][0]}.</answer>",
     "single_choice": lambda extras: f"<answer>{truth(extras)}</answer>",
     "sort_letters": truth,
+    "text2sql": lambda extras: f"<solution>{truth(extras)}</solution>",
 }
 """What a policy says that is right at once."""
 
 
 @pytest.mark.parametrize("name", sorted(SOLUTIONS))
-def test_example_rows_can_be_solved(name: str) -> None:
-    found = examples(name)
+def test_example_rows_can_be_solved(name: str, config: EnvironmentConfig) -> None:
+    found = examples(name, config)
     assert 4 <= len(found) <= 8
     for prompt in found:
         assert (prompt.env_class, prompt.data_source) == (name, name)
-        environment = make_environment(name, {**common_extras(EnvironmentConfig(), 4), **prompt.extras})
+        environment = make_environment(name, {**common_extras(config, 4), **prompt.extras})
         solution = SOLUTIONS[name](prompt.extras)
         assert solution is not None
         turn = environment.step(solution)
         assert (turn.reward, turn.done) == (1.0, True), (prompt, solution)
+
+
+def test_every_environment_has_example_rows(config: EnvironmentConfig) -> None:
+    assert sorted({*SOLUTIONS, "llm_as_a_judge"}) == sorted(ENVIRONMENTS)
+    assert len(examples("llm_as_a_judge", config)) == 4
+
+
+def test_the_corpus_answers_the_example_rows_of_search(config: EnvironmentConfig) -> None:
+    for prompt in examples("search", config):
+        question = prompt.messages[-1]["content"].rpartition("\n")[2]
+        environment = make_environment("search", {**common_extras(config, 4), **prompt.extras})
+        first = environment.step(f"<search>{question}</search>").observations[0]["content"]
+        country = question.removesuffix("?").split()[-1]
+        city = first.partition(f" is the capital of {country}")[0].split()[-1]
+        second = environment.step(f"<search>river that flows through {city}</search>").observations[0]["content"]
+        assert prompt.extras["reward_spec"]["ground_truth"]["target"][0] in (first if "river" not in question else second)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -125,11 +157,13 @@ PAGES = [
 
 
 @pytest.mark.parametrize(("page", "number", "played"), PAGES, ids=[f"{page}-{number}" for page, number, _ in PAGES])
-def test_conversations_of_the_docs_go_as_they_say(page: str, number: int, played: dict[str, Any]) -> None:
+def test_conversations_of_the_docs_go_as_they_say(
+    page: str, number: int, played: dict[str, Any], config: EnvironmentConfig
+) -> None:
     row = played["row"]
     assert row["env_class"] in ENVIRONMENTS
     extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class", "data_source")}
-    environment = make_environment(row["env_class"], {**common_extras(EnvironmentConfig(), 4), **extras})
+    environment = make_environment(row["env_class"], {**common_extras(config, 4), **extras})
     for turn in played["turns"]:
         answer = environment.step(turn["action"])
         found = {"action": turn["action"], "reward": answer.reward}
