@@ -10,7 +10,7 @@ from hpcrl.envs.columns import lacking
 from hpcrl.envs.environment import Environment, Turn
 from hpcrl.envs.rewards.response import truth_of
 from hpcrl.envs.sqlite import QueryError, database_file, query
-from hpcrl.errors import ConfigError, DataError
+from hpcrl.errors import ConfigError, UserCodeError
 
 ROWS, CHARACTERS = 50, 8000
 """What a query shows at most."""
@@ -81,9 +81,9 @@ class Text2SQL(Environment):
         try:
             expected = query(self._file, self._truth, MOST_ROWS, SECONDS)
         except QueryError as error:
-            raise DataError(f"text2sql: the ground truth {self._truth!r:.200} fails: {error}") from error
+            raise UserCodeError(f"the ground truth {self._truth!r:.200} fails: {error}") from error
         if expected.more:
-            raise DataError(f"text2sql: the ground truth {self._truth!r:.200} finds more than {MOST_ROWS} rows")
+            raise UserCodeError(f"the ground truth {self._truth!r:.200} finds more than {MOST_ROWS} rows")
         try:
             found = query(self._file, sql, MOST_ROWS, SECONDS)
         except QueryError:

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
-from hpcrl.config.derive import reward_weights
+from hpcrl.config.derive import reward_weights, service_pays
 from hpcrl.envs.environment import Messages, Turn
 from hpcrl.envs.make import common_extras
+from hpcrl.envs.rewards.remote import RemoteRewards
+from hpcrl.envs.rewards.response import Scorer
 from hpcrl.envs.rewards.weighted import WeightedRewards
 from hpcrl.errors import ServiceError, UserCodeError
 from hpcrl.rollout.client import EngineClient, Generation
@@ -32,7 +34,7 @@ from hpcrl.types import GroupMeta, Kind, Sample, StopReason, Work
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FAILURES = (ServiceError, UserCodeError)  # of one sample; what else an environment raises, every sample would meet
+_FAILURES = (UserCodeError, ServiceError)  # of one sample; any other error would come again with the next
 
 
 @dataclass(frozen=True)
@@ -207,14 +209,14 @@ class GroupGenerator:
         messages: Messages = list(work.prompt.messages)
         try:
             messages = await play.partner.open()
-        except FAILURES as error:
+        except _FAILURES as error:
             play.failure = str(error)
         play.transcript = Transcript(self._template.opening(messages))
 
     async def _close(self, play: _Play) -> None:
         try:
             await play.partner.close()
-        except FAILURES as error:
+        except _FAILURES as error:
             play.failure = play.failure or str(error)
 
     async def _together(self, plays: Sequence[_Play]) -> Sequence[Generation | None]:
@@ -255,7 +257,7 @@ class GroupGenerator:
         play.stop_reason = said.stop_reason
         try:
             answer = await play.partner.answer(text, len(said.token_ids))
-        except FAILURES as error:
+        except _FAILURES as error:
             play.failure = str(error)
             return None
         play.metrics |= answer.metrics
@@ -304,7 +306,9 @@ class GroupGenerator:
         return cut_at_stop(text, len(before), params.stop, keep=params.include_stop_str_in_output)
 
 
-def _rewards(environment: EnvironmentConfig, kind: Kind) -> WeightedRewards | None:
+def _rewards(environment: EnvironmentConfig, kind: Kind) -> Scorer | None:
+    if service_pays(environment, kind):
+        return RemoteRewards(environment)
     weights = reward_weights(environment, kind)
     own = kind == "eval" and environment.eval_reward_function
     setting = "environment.eval_reward_function" if own else "environment.reward_function"

@@ -1,4 +1,4 @@
-"""Who answers the policy in one sample: an environment, or rewards by name, whose answer is the last.
+"""Who answers the policy in one sample: an environment, or rewards by name or of a service, whose answer is the last.
 
 All that users wrote is called here: in a thread, within a time limit, and an exception says where it comes from.
 """
@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 from hpcrl.envs.blame import Blame
 from hpcrl.envs.environment import Environment, Messages, Turn
 from hpcrl.envs.make import make_environment
-from hpcrl.envs.rewards.response import Response, truth_of
-from hpcrl.envs.rewards.weighted import WeightedRewards
+from hpcrl.envs.rewards.response import Response, Scorer, truth_of
 from hpcrl.errors import DataError, UserCodeError
 from hpcrl.rollout.threads import in_thread
 from hpcrl.types import Work
@@ -48,7 +47,7 @@ class Partner:
     """
 
     def __init__(
-        self, work: Work, rewards: WeightedRewards | None, extras: Mapping[str, Any], max_tokens: int, limits: Limits
+        self, work: Work, rewards: Scorer | None, extras: Mapping[str, Any], max_tokens: int, limits: Limits
     ) -> None:
         self._work, self._rewards, self._extras, self._max_tokens = work, rewards, extras, max_tokens
         self._limits = limits

@@ -37,12 +37,14 @@ def test_configurations_of_the_page_load(tmp_path: Path) -> None:
     needed = '[data]\ntrain_data = ["t"]\n[trainer]\neval_interval = 0\n[trainer.policy.model]\npath = "m"\n'
     (tmp_path / "base.toml").write_text(needed)
     texts = [text for kind, text in BLOCKS if kind == "toml"]
-    assert len(texts) == 2
+    assert len(texts) == 3
     for text in texts:
         path = tmp_path / "page.toml"
         path.write_text(text)
-        given = tomllib.loads(text)["environment"]["reward_function"]
-        assert Config.from_toml([tmp_path / "base.toml", path]).environment.reward_function == given
+        given, loaded = tomllib.loads(text)["environment"], Config.from_toml([tmp_path / "base.toml", path]).environment
+        assert loaded.reward_function == given.get("reward_function", {})
+        remote = {name: getattr(loaded.remote_reward, name) for name in given.get("remote_reward", {})}
+        assert remote == given.get("remote_reward", {})
 
 
 def test_the_reward_of_the_page_pays(tmp_path: Path, monkeypatch) -> None:

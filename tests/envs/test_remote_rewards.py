@@ -11,6 +11,7 @@ from urllib.parse import parse_qs
 
 import pytest
 
+from hpcrl.config import EnvironmentConfig
 from hpcrl.config.environment import RemoteRewardConfig
 from hpcrl.envs.environment import Turn
 from hpcrl.envs.rewards.remote import RemoteRewards
@@ -58,13 +59,15 @@ class Rewarding:
         return 200, self._change({"scores": {"score": scores, "other": [-1.0] * len(texts)}})
 
 
-def rewards(server: Server, config: RemoteRewardConfig = CONFIG, token: str = "s3cret", **patience: float) -> RemoteRewards:
-    environment = {
+def rewards(
+    server: Server, config: RemoteRewardConfig = CONFIG, token: str = "s3cret", timeout_seconds: float = 100.0
+) -> RemoteRewards:
+    variables = {
         "REMOTE_REWARD_ENQUEUE_URL": f"{server.url}/api/reward/enqueue",
         "REMOTE_REWARD_FETCH_URL": f"{server.url}/api/reward/pull",
         "REMOTE_REWARD_TOKEN": token,
     }
-    return RemoteRewards(config, environment, **patience)
+    return RemoteRewards(EnvironmentConfig(remote_reward=config, timeout_seconds=timeout_seconds), variables)
 
 
 def response(text: str) -> Response:
@@ -164,7 +167,7 @@ def test_a_service_that_fails_for_a_while() -> None:
 def test_scores_that_never_come() -> None:
     never: Answer = lambda asked: (200, {"uuid": "u"}) if "enqueue" in asked.path else (404, "no result yet")  # noqa: E731
     with serving(never) as server, pytest.raises(ServiceError, match=r"REMOTE_REWARD_FETCH_URL\) at .*no result yet.*tries in"):
-        rewards(server, fetch_s=0.3)(response("abc"))
+        rewards(server, timeout_seconds=0.5)(response("abc"))
 
 
 def test_a_wrong_token_is_told_at_once_to_all_and_not_repeated() -> None:
@@ -208,8 +211,9 @@ def test_a_request_that_is_not_taken(answer: Any) -> None:
 
 @pytest.mark.parametrize("missing", ["REMOTE_REWARD_ENQUEUE_URL", "REMOTE_REWARD_FETCH_URL", "REMOTE_REWARD_TOKEN"])
 def test_the_variables_are_needed(missing: str) -> None:
-    environment = {f"REMOTE_REWARD_{name}": "http://x" for name in ("ENQUEUE_URL", "FETCH_URL", "TOKEN")}
+    environment = EnvironmentConfig(remote_reward=CONFIG)
+    variables = {f"REMOTE_REWARD_{name}": "http://x" for name in ("ENQUEUE_URL", "FETCH_URL", "TOKEN")}
     with pytest.raises(ConfigError, match=f"needs the variable {missing}"):
-        RemoteRewards(CONFIG, environment | {missing: ""})
+        RemoteRewards(environment, variables | {missing: ""})
     with pytest.raises(ConfigError, match="REMOTE_REWARD_FETCH_URL.: expected an address"):
-        RemoteRewards(CONFIG, environment | {"REMOTE_REWARD_FETCH_URL": "host:80"})
+        RemoteRewards(environment, variables | {"REMOTE_REWARD_FETCH_URL": "host:80"})

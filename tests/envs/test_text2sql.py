@@ -17,7 +17,7 @@ from hpcrl.config.environment import SkyRLGymConfig, Text2SQLConfig
 from hpcrl.envs import text2sql
 from hpcrl.envs.make import make_environment
 from hpcrl.envs.sqlite import QueryError, Table, database_file, query
-from hpcrl.errors import ConfigError, DataError
+from hpcrl.errors import ConfigError, DataError, UserCodeError
 
 SHOP = """
 CREATE TABLE customer (id INTEGER PRIMARY KEY, name TEXT, city TEXT);
@@ -286,7 +286,7 @@ def test_rows_that_cannot_be_played(folder: Path, columns: dict[str, Any], words
 def test_a_ground_truth_that_cannot_be_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for truth, words in (("SELECT x", "fails: no such column"), (f"{ENDLESS} i FROM n", "finds more than 10 rows")):
         monkeypatch.setattr(text2sql, "MOST_ROWS", 10)
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(UserCodeError, match=words):
             play(folder, "<solution>SELECT 1</solution>", reward_spec={"ground_truth": truth})
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
-from hpcrl.config.environment import OverlongRewardConfig
+from hpcrl.config.environment import OverlongRewardConfig, RemoteRewardConfig
 from hpcrl.config.generator import EvalSamplingParams
 from hpcrl.envs.rewards.response import Response
 from hpcrl.errors import ConfigError, DataError, HpcrlError, UserCodeError
 from hpcrl.rollout.client import EngineClient
 from hpcrl.rollout.generate import Group, GroupGenerator
 from hpcrl.types import Prompt, Work
+from tests.envs.server import Asked, serving
 from tests.rollout.conftest import WithEngine
 from tests.rollout.test_generate import CONFIG, TOKENIZER
 
@@ -95,6 +97,38 @@ def test_a_policy_that_is_cut_short_is_judged_as_with_an_environment(with_engine
     group = generate(with_engine, EnvironmentConfig(reward_function={LENGTH: 1.0}), config)
     assert not any(sample.rewards.any() for sample in group.samples)
     assert all(group.raw_rewards)
+
+
+def test_a_service_pays_and_where_it_does_not_answer_the_sample_has_failed(
+    with_engine: WithEngine[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = RemoteRewardConfig(enable=True, reward_function={"length": 1.0}, score_key="n", clip_max=99.0, batch_size=4)
+    asked: list[list[str]] = []
+
+    def answer(request: Asked) -> tuple[int, Any]:
+        if request.path == "/enqueue":
+            asked.append(request.json["completions"])
+            return 200, {"uuid": str(len(asked) - 1)}
+        if request.path == "/closed":
+            return 403, "not for you"
+        uuid = int(parse_qs(request.body.decode())["uuid"][0])
+        return 200, {"scores": {"n": [len(text) for text in asked[uuid]]}}
+
+    with serving(answer) as server:
+        monkeypatch.setenv("REMOTE_REWARD_TOKEN", "s3cret")
+        monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", f"{server.url}/enqueue")
+        monkeypatch.setenv("REMOTE_REWARD_FETCH_URL", f"{server.url}/fetch")
+        group = generate(with_engine, EnvironmentConfig(remote_reward=remote))
+        for sample, text in zip(group.samples, group.texts, strict=True):
+            assert sample.env_metrics == {"length": float(len(text))}
+            assert float(sample.rewards.sum()) == len(text)
+        assert sorted(text for batch in asked for text in batch) == sorted(group.texts)
+        assert len(asked) < 6
+        monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", f"{server.url}/closed")
+        failed = generate(with_engine, EnvironmentConfig(remote_reward=remote))
+    assert len(failed.failures) == 6
+    assert "group g7 (row row3): reward service (REMOTE_REWARD_ENQUEUE_URL)" in failed.failures[0]
+    assert not any(sample.loss_mask.any() for sample in failed.samples)
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,16 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from hpcrl.config.environment import RemoteRewardConfig
+from hpcrl.config import EnvironmentConfig
 from hpcrl.envs.environment import Turn
 from hpcrl.envs.http import Service
 from hpcrl.envs.rewards.response import Response
 from hpcrl.envs.rewards.service import service_rewards, service_scores
 from hpcrl.errors import ConfigError
 
-_TIMEOUT_S, _ENQUEUE_S, _FETCH_S = 60.0, 120.0, 600.0
-_GATHER_S = 0.1
+_TIMEOUT_S, _GATHER_S = 60.0, 0.1
+_ENQUEUE_SHARE, _FETCH_SHARE = 0.2, 0.6  # of the time that a reward may take
+_LONG_S = 600.0  # where it may take any time
 _REFUSED = (400, 401, 403, 405, 413, 422)  # anything else at fetch may mean that scores are not there yet
 
 
@@ -39,27 +40,28 @@ class RemoteRewards:
     for others.
 
     Args:
-        environment: of the process; the addresses are in REMOTE_REWARD_ENQUEUE_URL and REMOTE_REWARD_FETCH_URL, the token is in
+        environment: `remote_reward`, and `timeout_seconds`, of which a fifth is the patience with a request that fails, and three
+            fifths that with scores that are not there yet.
+        variables: of the process; the addresses are in REMOTE_REWARD_ENQUEUE_URL and REMOTE_REWARD_FETCH_URL, the token is in
             REMOTE_REWARD_TOKEN.
-        enqueue_s, fetch_s: how long a service that fails, or has no scores yet, is asked again.
 
     Raises:
         ConfigError: one of the variables is missing, or an address is none.
     """
 
     def __init__(
-        self,
-        config: RemoteRewardConfig,
-        environment: Mapping[str, str] = os.environ,
-        enqueue_s: float = _ENQUEUE_S,
-        fetch_s: float = _FETCH_S,
+        self, environment: EnvironmentConfig, variables: Mapping[str, str] = os.environ
     ) -> None:
-        token = _variable(environment, "REMOTE_REWARD_TOKEN")
+        seconds = environment.timeout_seconds or _LONG_S
+        token = _variable(variables, "REMOTE_REWARD_TOKEN")
         self._enqueue, self._fetch = (
-            Service(f"reward service ({name})", _variable(environment, name), _TIMEOUT_S, patience_s, token)
-            for name, patience_s in (("REMOTE_REWARD_ENQUEUE_URL", enqueue_s), ("REMOTE_REWARD_FETCH_URL", fetch_s))
+            Service(f"reward service ({name})", _variable(variables, name), _TIMEOUT_S, share * seconds, token)
+            for name, share in (
+                ("REMOTE_REWARD_ENQUEUE_URL", _ENQUEUE_SHARE),
+                ("REMOTE_REWARD_FETCH_URL", _FETCH_SHARE),
+            )
         )
-        self._config = config
+        self._config = environment.remote_reward
         self._lock = threading.Lock()
         self._open: _Batch | None = None
 
@@ -146,7 +148,7 @@ def _are_scores(answer: Any) -> bool:
     return all(type(value) in (int, float) for values in scores.values() for value in values)
 
 
-def _variable(environment: Mapping[str, str], name: str) -> str:
-    if not environment.get(name):
+def _variable(variables: Mapping[str, str], name: str) -> str:
+    if not variables.get(name):
         raise ConfigError(f"environment.remote_reward.enable needs the variable {name}; export it where you submit")
-    return environment[name]
+    return variables[name]

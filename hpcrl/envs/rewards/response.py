@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig
+from hpcrl.envs.environment import Turn
 from hpcrl.errors import DataError
 
 
@@ -36,6 +37,10 @@ Reward = Callable[[Response, EnvironmentConfig], float]
 
 The second argument is the section `environment`; settings of one's own are in its table `custom`.
 """
+
+
+Scorer = Callable[[Response], Turn]
+"""What pays a response in the place of an environment; called in several threads at a time."""
 
 
 def truth_of(extras: Mapping[str, Any]) -> Any:
