@@ -122,7 +122,10 @@ def environments(config: Config) -> Iterator[Problem]:
         yield Problem(f"{path}.text2sql.db_path", "required by text2sql: the folder of the databases")
     if name == "llm_as_a_judge" and gym.llm_as_a_judge.model is None:
         yield Problem(f"{path}.llm_as_a_judge.model", "required by llm_as_a_judge: the judge's name at its server")
-    for setting, url in (("llm_as_a_judge.base_url", gym.llm_as_a_judge.base_url), ("search.search_url", gym.search.search_url)):
+    for setting, url in (
+        ("llm_as_a_judge.base_url", gym.llm_as_a_judge.base_url),
+        ("search.search_url", gym.search.search_url),
+    ):
         if url is not None and not url.startswith(("http://", "https://")):
             yield Problem(f"{path}.{setting}", f'expected an address such as "http://host:8000/v1", found "{url}"')
     if gym.search.corpus is not None and gym.search.search_url != SearchConfig.search_url:

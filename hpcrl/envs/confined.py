@@ -142,7 +142,7 @@ def main() -> None:
         exec(compile(source, "<code>", "exec"), module.__dict__)
     except SystemExit:
         raise
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  whatever the program raises is its own
         own = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this file
         traceback.print_exception(type(error), error, own)
         sys.exit(1)

@@ -72,9 +72,7 @@ class Service:
     def _try(self, body: dict[str, Any]) -> tuple[int, bytes]:
         deadline, content = time.monotonic() + self._timeout_s, bytearray()
         try:
-            with _client().stream(
-                "POST", self._url, headers=self._headers, timeout=self._timeout_s, **body
-            ) as answer:
+            with _client().stream("POST", self._url, headers=self._headers, timeout=self._timeout_s, **body) as answer:
                 for piece in answer.iter_bytes():
                     content += piece
                     if len(content) > _MOST_BYTES:

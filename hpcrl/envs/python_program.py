@@ -109,5 +109,3 @@ def _read(pipe: IO[bytes], deadline: float) -> tuple[str, str | None]:
 def _warn_once() -> None:
     if missing := confined.missing():
         print(f"python_tool: this node cannot keep the policy's programs from {' and '.join(missing)}", flush=True)
-
-

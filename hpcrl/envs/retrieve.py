@@ -126,7 +126,9 @@ def document_text(document: Any) -> str:
         if isinstance(text := document.get("text"), str):
             title = document.get("title")
             return f"{title}\n{text}" if isinstance(title, str) and title else text
-    raise DataError(f"expected a document with `contents`, or with `text` and perhaps a `title`, found {document!r:.80}")
+    raise DataError(
+        f"expected a document with `contents`, or with `text` and perhaps a `title`, found {document!r:.80}"
+    )
 
 
 def shown(texts: Sequence[str], most_characters: int) -> str:

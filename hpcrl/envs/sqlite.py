@@ -94,7 +94,11 @@ def query(path: Path, sql: str, most_rows: int, seconds: float) -> Table:
             cursor = connection.execute(sql)
             rows = _fetched(cursor, most_rows + 1)
             columns = [column[0] for column in cursor.description or ()]
-    except (sqlite3.Error, sqlite3.Warning, ValueError) as error:  # ValueError: text that is no text, such as a zero byte
+    except (
+        sqlite3.Error,
+        sqlite3.Warning,
+        ValueError,
+    ) as error:  # ValueError: text that is no text, such as a zero byte
         raise QueryError(f"it took more than {seconds:g} s" if late else str(error)) from error
     return Table(columns, rows[:most_rows], len(rows) > most_rows)
 

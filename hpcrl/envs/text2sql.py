@@ -46,7 +46,9 @@ class Text2SQL(Environment):
     def __init__(self, extras: Mapping[str, Any]) -> None:
         folder = extras["skyrl_gym"].text2sql.db_path
         if folder is None:
-            raise ConfigError("environment.skyrl_gym.text2sql.db_path: required by text2sql: the folder of the databases")
+            raise ConfigError(
+                "environment.skyrl_gym.text2sql.db_path: required by text2sql: the folder of the databases"
+            )
         truth = truth_of(extras)
         if not isinstance(truth, str) or not truth.strip():
             raise lacking("text2sql", "reward_spec", "a query as `ground_truth`", truth)

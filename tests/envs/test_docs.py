@@ -8,14 +8,19 @@ import tomllib
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 from hpcrl.config import Config, EnvironmentConfig
 from hpcrl.config.environment import COMPARING_REWARDS, REWARDS
 from hpcrl.config.surface import leaves
+from hpcrl.envs import confined, llm_judge, python_program, retrieve, search, sqlite, text2sql
 from hpcrl.envs.rewards.boxed import SECONDS
 from hpcrl.envs.rewards.response import Response
 from hpcrl.envs.rewards.weighted import WeightedRewards
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+PATH = Path(__file__).parents[2] / "docs"
+PAGE = (PATH / "rewards.md").read_text(encoding="utf-8")
+NEEDED = '[data]\ntrain_data = ["t"]\n[trainer]\neval_interval = 0\n[trainer.policy.model]\npath = "m"\n'
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
@@ -34,8 +39,7 @@ def test_the_page_names_what_a_response_has_and_settings_that_exist() -> None:
 
 
 def test_configurations_of_the_page_load(tmp_path: Path) -> None:
-    needed = '[data]\ntrain_data = ["t"]\n[trainer]\neval_interval = 0\n[trainer.policy.model]\npath = "m"\n'
-    (tmp_path / "base.toml").write_text(needed)
+    (tmp_path / "base.toml").write_text(NEEDED)
     texts = [text for kind, text in BLOCKS if kind == "toml"]
     assert len(texts) == 3
     for text in texts:
@@ -56,3 +60,33 @@ def test_the_reward_of_the_page_pays(tmp_path: Path, monkeypatch) -> None:
     assert turn.reward == 1.05
     assert rewards(Response(text="41", ground_truth=42, n_tokens=5, max_tokens=10)).reward == 0
     sys.modules.pop("my_rewards")
+
+
+def test_the_limits_in_the_pages_of_environments_are_those_of_the_code() -> None:
+    pages = PATH / "environments"
+    sql, python, searched, judge = (
+        (pages / f"{name}.md").read_text(encoding="utf-8")
+        for name in ("text2sql", "python_tool", "search", "llm_as_a_judge")
+    )
+    assert f"{text2sql.ROWS} rows and {text2sql.CHARACTERS} characters" in sql
+    assert f"bounded**: {text2sql.SECONDS:g} seconds, values of {sqlite._LONGEST_VALUE >> 20} MiB" in sql
+    assert f"{sqlite._MOST_COLUMNS} columns, {sqlite._MOST_BYTES >> 20} MiB of rows; {text2sql.MOST_ROWS:,} rows" in sql
+    assert all(f"`{name}`" in sql for name in sqlite._TELLING)
+    assert python_program.SECONDS == confined.SECONDS
+    assert f"| {confined.SECONDS} seconds" in python
+    assert f"| {confined.MEMORY >> 30} GiB of address space, {confined.FILE >> 20} MiB per file |" in python
+    assert f"to {python_program.CHARACTERS} characters" in python
+    assert f"at most {search.LONGEST_QUERY} characters" in searched
+    assert f"share {search.CHARACTERS} characters" in searched
+    assert f"A try takes {llm_judge._TIMEOUT_S:g} seconds at most" in judge
+    assert (retrieve._PATIENCE_S, llm_judge._PATIENCE_S) == (60.0, 120.0)
+    assert "for a minute" in searched
+    assert "for two minutes" in judge
+
+
+@pytest.mark.parametrize("page", sorted((PATH / "environments").glob("*.md")), ids=lambda page: page.stem)
+def test_configurations_of_the_pages_of_environments_load(page: Path, tmp_path: Path) -> None:
+    for text in re.findall(r"^```toml\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        (tmp_path / "base.toml").write_text(NEEDED)
+        (tmp_path / "page.toml").write_text(text)
+        Config.from_toml([tmp_path / "base.toml", tmp_path / "page.toml"])

@@ -116,7 +116,9 @@ def test_the_corpus_answers_the_example_rows_of_search(config: EnvironmentConfig
         country = question.removesuffix("?").split()[-1]
         city = first.partition(f" is the capital of {country}")[0].split()[-1]
         second = environment.step(f"<search>river that flows through {city}</search>").observations[0]["content"]
-        assert prompt.extras["reward_spec"]["ground_truth"]["target"][0] in (first if "river" not in question else second)
+        assert prompt.extras["reward_spec"]["ground_truth"]["target"][0] in (
+            first if "river" not in question else second
+        )
 
 
 @pytest.mark.parametrize("name", MAKERS)

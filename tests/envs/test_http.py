@@ -35,7 +35,9 @@ def test_a_service_that_is_not_there_yet() -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
-    with pytest.raises(ServiceError, match=r"test service \(test.url\) at http://127.0.0.1:\d+/x: .*refused.*, after \d tries in"):
+    with pytest.raises(
+        ServiceError, match=r"test service \(test.url\) at http://127.0.0.1:\d+/x: .*refused.*, after \d tries in"
+    ):
         of(f"http://127.0.0.1:{port}/x", patience_s=0.6).post(json={})
 
 
@@ -61,7 +63,10 @@ def test_what_another_try_cannot_help(status: int, said: Any, words: str) -> Non
 
 
 def test_the_last_problem_is_told_when_patience_ends() -> None:
-    with serving(lambda _: (503, "key s3cret")) as server, pytest.raises(ServiceError, match="503 '\"key …\"', after 2 tries"):
+    with (
+        serving(lambda _: (503, "key s3cret")) as server,
+        pytest.raises(ServiceError, match="503 '\"key …\"', after 2 tries"),
+    ):
         of(server.url, patience_s=0.2, token="s3cret").post(json={})
     with serving(lambda _: (500, "")) as server, pytest.raises(ServiceError, match="after 1 try in 0 s"):
         of(server.url, patience_s=0).post(json={})

@@ -27,7 +27,11 @@ def judge(url: str | None, model: str | None = "judge-7b", **columns: Any) -> LL
 def chat(said: Any) -> dict[str, Any]:
     """Return what an OpenAI server answers."""
     message = {"role": "assistant", "content": said}
-    return {"id": "1", "object": "chat.completion", "choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
+    return {
+        "id": "1",
+        "object": "chat.completion",
+        "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
+    }
 
 
 def play(said: Any, action: str = "It is 4.", **columns: Any) -> tuple[Turn, Asked]:
@@ -70,13 +74,17 @@ def test_the_last_grade_counts(said: str, grade: float) -> None:
     assert play(said)[0].reward == grade
 
 
-@pytest.mark.parametrize("said", ["", "It is good.", "Final grade: 7", "Final grade: -1", "Final grade: good", "grade 1", None, 3])
+@pytest.mark.parametrize(
+    "said", ["", "It is good.", "Final grade: 7", "Final grade: -1", "Final grade: good", "grade 1", None, 3]
+)
 def test_an_answer_without_a_grade_is_an_error(said: Any) -> None:
     with pytest.raises(ServiceError, match="expected an answer that ends with `Final grade: X`, X from 0 to 1, found"):
         play(said)
 
 
-@pytest.mark.parametrize("answer", [{}, [], {"choices": []}, {"choices": [{"text": "Final grade: 1"}]}, "Final grade: 1"])
+@pytest.mark.parametrize(
+    "answer", [{}, [], {"choices": []}, {"choices": [{"text": "Final grade: 1"}]}, "Final grade: 1"]
+)
 def test_an_answer_in_another_form_is_an_error(answer: Any) -> None:
     with serving(lambda _: (200, answer)) as server, pytest.raises(ServiceError, match="Final grade: X"):
         judge(server.url).step("4")
@@ -114,15 +122,17 @@ def test_a_judge_that_is_busy_and_one_that_refuses(monkeypatch: pytest.MonkeyPat
     answers = iter([(429, "slowly"), (500, "oh"), (200, chat("Final grade: 1"))])
     with serving(lambda _: next(answers)) as server:
         assert judge(server.url).step("4").reward == 1.0
-    with serving(lambda _: (401, {"error": {"message": "Incorrect API key s3cret"}})) as server:
-        with pytest.raises(ServiceError, match=r"judge \(environment.skyrl_gym.llm_as_a_judge.base_url\) at .*401") as error:
-            judge(server.url).step("4")
+    with (
+        serving(lambda _: (401, {"error": {"message": "Incorrect API key s3cret"}})) as server,
+        pytest.raises(ServiceError, match=r"judge \(environment.skyrl_gym.llm_as_a_judge.base_url\) at .*401") as error,
+    ):
+        judge(server.url).step("4")
     assert "s3cret" not in str(error.value)
 
 
 def test_what_a_judge_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match="llm_as_a_judge.model: required"):
+    with pytest.raises(ConfigError, match=r"llm_as_a_judge\.model: required"):
         judge("http://x", None)
     with pytest.raises(ConfigError, match="OPENAI_API_KEY is not set"):
         judge(None).step("4")

@@ -105,7 +105,9 @@ def test_errors_name_the_lines_of_the_program_and_nothing_else() -> None:
 
 def test_the_environment_is_empty_and_the_directory_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "s3cret")
-    ran = run_python("import os; print(dict(os.environ)); print(os.listdir('.')); open('left', 'w').write(os.getcwd()); print(os.getcwd())")
+    ran = run_python(
+        "import os; print(dict(os.environ)); print(os.listdir('.')); open('left', 'w').write(os.getcwd()); print(os.getcwd())"
+    )
     assert "s3cret" not in ran.output
     directory = Path(ran.output.splitlines()[-1])
     assert ran.output.splitlines()[1] == "[]"
@@ -182,7 +184,8 @@ FORBIDDEN = {
 def test_no_processes_no_network_no_signals() -> None:
     ran = run_python(_each(FORBIDDEN))
     assert dict(line.split(": ", 1) for line in ran.output.splitlines()) == {
-        what: "can't start new thread" if what == "thread" else "[Errno 1] Operation not permitted" for what in FORBIDDEN
+        what: "can't start new thread" if what == "thread" else "[Errno 1] Operation not permitted"
+        for what in FORBIDDEN
     }
 
 
@@ -246,7 +249,9 @@ def test_a_tree_deeper_than_the_stack_is_removed() -> None:
     assert set(Path(tempfile.gettempdir()).glob("hpcrl-python-*")) <= before
 
 
-def test_what_a_kernel_cannot_do_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kernel_cannot_do_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     python_program._warn_once.cache_clear()
     run_python("")
     assert ("cannot keep" in capsys.readouterr().out) == bool(confined.missing())

@@ -166,7 +166,10 @@ def test_a_service_that_fails_for_a_while() -> None:
 
 def test_scores_that_never_come() -> None:
     never: Answer = lambda asked: (200, {"uuid": "u"}) if "enqueue" in asked.path else (404, "no result yet")  # noqa: E731
-    with serving(never) as server, pytest.raises(ServiceError, match=r"REMOTE_REWARD_FETCH_URL\) at .*no result yet.*tries in"):
+    with (
+        serving(never) as server,
+        pytest.raises(ServiceError, match=r"REMOTE_REWARD_FETCH_URL\) at .*no result yet.*tries in"),
+    ):
         rewards(server, timeout_seconds=0.5)(response("abc"))
 
 
@@ -205,7 +208,7 @@ def test_scores_in_another_form(change: Callable[[Any], Any], kind: type[HpcrlEr
 
 @pytest.mark.parametrize("answer", [{}, [], {"uuid": None}, {"uuid": ""}, {"uuid": 3}])
 def test_a_request_that_is_not_taken(answer: Any) -> None:
-    with serving(lambda _: (200, answer)) as server, pytest.raises(ServiceError, match="expected {.uuid.: "):
+    with serving(lambda _: (200, answer)) as server, pytest.raises(ServiceError, match=r"expected {.uuid.: "):
         rewards(server)(response("abc"))
 
 
@@ -215,5 +218,5 @@ def test_the_variables_are_needed(missing: str) -> None:
     variables = {f"REMOTE_REWARD_{name}": "http://x" for name in ("ENQUEUE_URL", "FETCH_URL", "TOKEN")}
     with pytest.raises(ConfigError, match=f"needs the variable {missing}"):
         RemoteRewards(environment, variables | {missing: ""})
-    with pytest.raises(ConfigError, match="REMOTE_REWARD_FETCH_URL.: expected an address"):
+    with pytest.raises(ConfigError, match=r"REMOTE_REWARD_FETCH_URL.: expected an address"):
         RemoteRewards(environment, variables | {"REMOTE_REWARD_FETCH_URL": "host:80"})

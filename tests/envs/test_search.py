@@ -60,9 +60,14 @@ def result(*texts: str) -> dict[str, Any]:
 def test_the_service_is_asked_and_its_documents_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(lambda _: (200, result('"Oslo"\nOslo is a city.', "Bergen"))) as server:
         config = SearchConfig(search_url=f"{server.url}/retrieve", topk=2, log_requests=True)
-        first, last = play(config, "<think>hm</think><search> capital of Norway\n</search>", "<answer>the Oslo!</answer>")
+        first, last = play(
+            config, "<think>hm</think><search> capital of Norway\n</search>", "<answer>the Oslo!</answer>"
+        )
     (asked,) = server.asked
-    assert (asked.path, asked.json) == ("/retrieve", {"queries": ["capital of Norway"], "topk": 2, "return_scores": True})
+    assert (asked.path, asked.json) == (
+        "/retrieve",
+        {"queries": ["capital of Norway"], "topk": 2, "return_scores": True},
+    )
     assert seen(first) == '<information>\nDoc 1: "Oslo"\nOslo is a city.\n\nDoc 2: Bergen\n</information>'
     assert (first.reward, first.done, last.reward, last.done) == (0.0, False, 1.0, True)
     assert last.metrics == {"searches": 1.0, "answered": 1.0}
@@ -138,7 +143,9 @@ def test_a_corpus_is_read_once_by_threads_that_begin_together(corpus: Path, tmp_
     path.write_bytes(corpus.read_bytes())
     found: list[str] = []
     turns = [
-        threading.Thread(target=lambda: found.append(seen(play(SearchConfig(corpus=str(path)), "<search>Peru</search>")[0])))
+        threading.Thread(
+            target=lambda: found.append(seen(play(SearchConfig(corpus=str(path)), "<search>Peru</search>")[0]))
+        )
         for _ in range(8)
     ]
     for turn in turns:
@@ -219,5 +226,5 @@ def test_what_is_asked_and_what_is_shown_are_bounded() -> None:
 
 
 def test_an_address_that_is_none() -> None:
-    with pytest.raises(ConfigError, match="environment.skyrl_gym.search.search_url"):
+    with pytest.raises(ConfigError, match=r"environment\.skyrl_gym\.search\.search_url"):
         play(SearchConfig(search_url="bm25:corpus"), "<search>x</search>")

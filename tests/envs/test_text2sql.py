@@ -66,7 +66,7 @@ def test_the_policy_looks_around_and_answers(folder: Path) -> None:
         "so <solution>SELECT name FROM customer WHERE id IN (3, 2)</solution>",
     )
     assert (first.reward, first.done) == (0.0, False)
-    table = 'name,city\nAda,Lyon\nBen,Oslo\nCem,Oslo\n<solution>,NULL'
+    table = "name,city\nAda,Lyon\nBen,Oslo\nCem,Oslo\n<solution>,NULL"
     assert seen(first) == f"<observation>\n{table}\n</observation>\n4 turns are left."
     assert seen(second) == '<observation>\nError: near "SELEC": syntax error\n</observation>\n3 turns are left.'
     assert (last.reward, last.done) == (1.0, True)
@@ -162,7 +162,9 @@ def test_nothing_is_written(folder: Path, sql: str) -> None:
     path = folder / "shop" / "shop.sqlite"
 
     def state() -> dict[str, str]:
-        return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.rglob("*") if file.is_file()}
+        return {
+            str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.rglob("*") if file.is_file()
+        }
 
     before = state()
     with pytest.raises(QueryError, match=r"not authorized|prohibited|no such function|readonly|authorization denied"):
@@ -222,7 +224,9 @@ def test_a_query_cannot_take_much_memory(folder: Path, sql: str) -> None:
     assert kept - before < 400 * 1024  # KiB
 
 
-@pytest.mark.parametrize("sql", ["SELECT 1\0", "\0", "SELECT '\ud800'", "SELECT " + "(" * 5000, "SELECT ?", "SELECT :a"])
+@pytest.mark.parametrize(
+    "sql", ["SELECT 1\0", "\0", "SELECT '\ud800'", "SELECT " + "(" * 5000, "SELECT ?", "SELECT :a"]
+)
 def test_text_that_is_no_query(folder: Path, sql: str) -> None:
     with pytest.raises(QueryError):
         query(folder / "shop" / "shop.sqlite", sql, 10, 2.0)
@@ -230,7 +234,7 @@ def test_text_that_is_no_query(folder: Path, sql: str) -> None:
 
 def test_values_that_are_no_text_are_shown(folder: Path) -> None:
     (turn,) = play(folder, "<sql>SELECT CAST(x'ff41' AS TEXT), x'00ff', 'a,b'</sql>")
-    assert '\ufffdA,b\'\\x00\\xff\',"a,b"\n' in seen(turn)
+    assert "\ufffdA,b'\\x00\\xff',\"a,b\"\n" in seen(turn)
 
 
 def test_an_observation_is_bounded(folder: Path) -> None:

@@ -102,7 +102,9 @@ def test_a_policy_that_is_cut_short_is_judged_as_with_an_environment(with_engine
 def test_a_service_pays_and_where_it_does_not_answer_the_sample_has_failed(
     with_engine: WithEngine[Group], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remote = RemoteRewardConfig(enable=True, reward_function={"length": 1.0}, score_key="n", clip_max=99.0, batch_size=4)
+    remote = RemoteRewardConfig(
+        enable=True, reward_function={"length": 1.0}, score_key="n", clip_max=99.0, batch_size=4
+    )
     asked: list[list[str]] = []
 
     def answer(request: Asked) -> tuple[int, Any]:

@@ -49,9 +49,7 @@ class RemoteRewards:
         ConfigError: one of the variables is missing, or an address is none.
     """
 
-    def __init__(
-        self, environment: EnvironmentConfig, variables: Mapping[str, str] = os.environ
-    ) -> None:
+    def __init__(self, environment: EnvironmentConfig, variables: Mapping[str, str] = os.environ) -> None:
         seconds = environment.timeout_seconds or _LONG_S
         token = _variable(variables, "REMOTE_REWARD_TOKEN")
         self._enqueue, self._fetch = (

@@ -209,6 +209,12 @@ def test_the_program_and_its_options_are_left_out() -> None:
     assert not conversion.incomplete
 
 
+def test_what_an_environment_needs_is_written_out_where_skyrl_has_a_default() -> None:
+    path = "environment.skyrl_gym.text2sql.db_path"
+    assert command("environment.env_class=text2sql").values[path] == "/home/ray/default/sql_data"
+    assert path not in command("environment.env_class=gsm8k").values
+
+
 @pytest.mark.parametrize(
     ("word", "name", "near"),
     [
