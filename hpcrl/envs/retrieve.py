@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy
-
 from hpcrl.config.environment import SearchConfig
 from hpcrl.envs.http import Service
 from hpcrl.errors import DataError, HpcrlError
@@ -84,7 +82,7 @@ class Corpus:
         if not words:
             return []
         scores = self._index.get_scores(words)
-        best = numpy.argsort(-scores, kind="stable")[:topk]  # documents of the same score in the order of the file
+        best = (-scores).argsort(kind="stable")[:topk]  # documents of the same score in the order of the file
         return [self._texts[number] for number in best if scores[number] > 0]
 
 

@@ -1,4 +1,4 @@
-"""What the scores of a reward service are worth; the client of the service is not built yet."""
+"""What the scores of a reward service are worth."""
 
 from __future__ import annotations
 
