@@ -137,17 +137,19 @@ class Batch:
         cursor: index in the prompt stream of the first group that no batch up to this one has used.
         dropped: ids of the groups that were generated for this step and that dynamic sampling keeps from training, with the mean
             over a group's samples of what it judges them by. No step generates or trains them again.
+        given_up: ids of surplus groups that this step did not wait for, and that are too old for the next one. The same holds for them.
     """
 
     step: int
     groups: list[GroupMeta]
     cursor: int
     dropped: dict[str, float] = field(default_factory=dict)
+    given_up: list[str] = field(default_factory=list)
 
     @property
     def generated(self) -> set[str]:
-        """Ids of all groups that were generated for this step."""
-        return {group.group_id for group in self.groups} | self.dropped.keys()
+        """Ids of all groups that were begun for this step, and that no other step trains."""
+        return {group.group_id for group in self.groups} | self.dropped.keys() | set(self.given_up)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

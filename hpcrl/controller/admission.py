@@ -2,15 +2,17 @@
 
 Staleness of a group is (step that trains it) - 1 - (oldest version that produced one of its tokens). The bound S is hard. A group
 that version v began must train by step v + 1 + S, its deadline. A group counts from its beginning on, and no longer once it is
-lost or dropped (see below). Before each step s, for every step t from s on:
+lost, dropped or given up (see below). Besides the groups that steps need, E surplus groups may be begun, as a rule none. Before each
+step s, for every step t from s on:
 
-    at most (t - s + 1) * B groups that count, and that no step has taken, have a deadline of t or earlier.
+    at most (t - s + 1) * B + E groups that count, and that no step has taken, have a deadline of t or earlier.
 
-It stays true when version v begins a group, with the deadline d = v + 1 + S: there are never more than d * B groups that count, and
-(s - 1) * B of them are taken, so all others fit into the steps from s to d. It stays true when a step takes its B groups: they are
-the finished ones with the earliest deadlines, and the step waits for running ones as long as the groups that it leaves would not fit
-into the steps after it. Once nothing runs, they fit. Whatever no longer counts only makes room. So no step is left with more
-than B groups that must train in it, and it takes them first.
+It stays true when version v begins a group, with the deadline d = v + 1 + S: there are never more than d * B + E groups that count,
+and (s - 1) * B of them are taken, so all others fit into the steps from s to d, but for E. It stays true when a step takes its B
+groups: they are the finished ones with the earliest deadlines, and the step waits for running ones as long as the groups that it
+leaves would not fit into the steps after it, but for E. Once nothing runs, they fit. Whatever no longer counts only makes room. So no
+step is left with more than B + E groups that must train in it. It takes B of them first; the others, which are given up, are what
+it did not wait for.
 
 With S = 0 this is strictly on-policy training: step s takes exactly B groups that version s - 1 began.
 
@@ -19,9 +21,10 @@ A finished group that is not worth training is dropped, and the next claim begin
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from hpcrl.types import GroupMeta
 
@@ -43,15 +46,22 @@ class Admission:
         total_steps: steps of the whole run.
         at_once: groups that run at the same time at most, `trainer.fully_async.num_parallel_generation_workers`; None for no
             bound of its own. It only lets a group begin later, so the proof above holds whatever it is.
+        surplus: E, groups that are begun beyond those that steps need.
     """
 
-    def __init__(self, batch_size: int, staleness: int, total_steps: int, at_once: int | None = None) -> None:
+    def __init__(
+        self, batch_size: int, staleness: int, total_steps: int, at_once: int | None = None, surplus: int = 0
+    ) -> None:
         self._batch_size, self._staleness, self._total = batch_size, staleness, total_steps
-        self._at_once = at_once
+        self._at_once, self._surplus = at_once, surplus
         self._cursor = 0
-        self._returned: deque[int] = deque()
+        self._returned = set[int]()
+        self._queue = list[int]()  # a heap of what is or was in _returned
         self._running: dict[int, Claim] = {}
+        self._running_at: defaultdict[str, set[int]] = defaultdict(set)
         self._finished: dict[int, GroupMeta] = {}
+        # groups by the version that their deadline depends on: deadlines are asked for at every request
+        self._versions_running, self._versions_finished = Counter[int](), Counter[int]()
         self._composed = 0
         self._dropped: dict[int, GroupMeta] = {}
 
@@ -78,21 +88,37 @@ class Admission:
         """Groups that were dropped since the newest batch."""
         return list(self._dropped.values())
 
+    @property
+    def dropped_count(self) -> int:
+        return len(self._dropped)
+
     def restore(self, composed: int, used: Iterable[int], finished: dict[int, GroupMeta]) -> None:
         """Continue an earlier attempt.
 
         Args:
             composed: newest step whose batch exists.
-            used: indices of all groups in those batches, and of those that were dropped for them.
+            used: indices of all groups in those batches, and of those that were dropped or given up for them.
             finished: groups that are complete and in no batch; they train instead of being generated again.
         """
         taken = set(used) | set(finished)
-        self._composed, self._finished = composed, dict(finished)
+        self._composed = composed
+        for index, meta in finished.items():
+            self._keep(index, meta)
         self._cursor = max(taken, default=-1) + 1
-        self._returned = deque(index for index in range(self._cursor) if index not in taken)
+        self._give_back(index for index in range(self._cursor) if index not in taken)
 
     def running_at(self, worker: str) -> int:
-        return sum(claim.worker == worker for claim in self._running.values())
+        return len(self._running_at[worker]) if worker in self._running_at else 0
+
+    @property
+    def workers(self) -> int:
+        """Workers that generate groups."""
+        return len(self._running_at)
+
+    def worker_of(self, index: int) -> str | None:
+        """Return who generates a group, or None."""
+        claim = self._running.get(index)
+        return claim and claim.worker
 
     def room(self, version: int) -> int:
         """Return how many groups an engine that holds `version` may begin now; 0 or less for none."""
@@ -101,51 +127,43 @@ class Admission:
 
     def claim(self, worker: str, version: int, count: int) -> list[int]:
         """Return up to `count` groups that `worker`, whose engine holds `version`, may begin now."""
-        claimed = []
-        for _ in range(min(count, self.room(version))):
-            if self._returned:
-                index = self._returned.popleft()
-            else:
-                index, self._cursor = self._cursor, self._cursor + 1
-            self._running[index] = Claim(worker, version)
-            claimed.append(index)
-        return claimed
+        return [self._begin(self._next(), worker, version) for _ in range(min(count, self.room(version)))]
 
     def complete(self, index: int, meta: GroupMeta) -> str | None:
         """Take a finished group; return None, or why it is not wanted."""
-        claim = self._running.pop(index, None)
+        claim = self._running.get(index)
         if claim is None and index not in self._returned:
-            return "finished before" if index < self._cursor else "never claimed"
+            return "finished before, or given up" if index < self._cursor else "never claimed"
+        if claim is not None:
+            self._end(index)
         # of a worker that was thought lost: as if it were begun now
         if (claim is None or meta.oldest_version < claim.version) and self._fresh(meta.oldest_version) < 1:
             if claim:
-                self._running[index] = claim
+                self._begin(index, claim.worker, claim.version)
             return "too old by now"
-        if claim is None:
-            self._returned.remove(index)
-        self._finished[index] = meta
+        self._returned.discard(index)
+        self._keep(index, meta)
         return None
 
     def release(self, worker: str, holding: Collection[int] = ()) -> list[int]:
         """Take back the groups of a worker that is gone, or those that it was given but never got; others will generate them."""
-        mine = [index for index, claim in self._running.items() if claim.worker == worker]
-        lost = sorted(set(mine) - set(holding))
+        lost = sorted(self._running_at.get(worker, set()).difference(holding))
         for index in lost:
-            del self._running[index]
-        self._returned.extendleft(reversed(lost))
+            self._end(index)
+        self._give_back(lost)
         return lost
 
     def reclaim(self, worker: str, version: int, holding: Iterable[int]) -> None:
         """Give groups that were taken back to the worker that generates them nevertheless, as far as `version` may begin some now."""
         for index in holding:
             if index in self._returned and self.room(version) > 0:
-                self._returned.remove(index)
-                self._running[index] = Claim(worker, version)
+                self._returned.discard(index)
+                self._begin(index, worker, version)
 
     def drop(self, indices: Iterable[int]) -> None:
-        """Give up finished groups: nothing will train them, and others are begun in their place."""
+        """Give up finished groups that are not worth training: others are begun in their place."""
         for index in indices:
-            self._dropped[index] = self._finished.pop(index)
+            self._dropped[index] = self._lose(index)
 
     def ready(self) -> list[tuple[int, GroupMeta]] | None:
         """Return the groups of the next step, or None while the batch is not complete."""
@@ -153,20 +171,33 @@ class Admission:
         if step > self._total or len(self._finished) < size:
             return None
         self._renew(step)
-        if len(self._finished) < size:
+        if len(self._finished) < size or (self._running and self._late_after(step) > self._surplus):
             return None
         order = sorted(self._finished, key=lambda index: (self._finished[index].oldest_version, index))
-        left = [self._finished[index].oldest_version for index in order[size:]]
-        versions = sorted([*left, *(claim.version for claim in self._running.values())])
-        late = any(self._deadline(version) < step + 1 + at // size for at, version in enumerate(versions))
-        if late and self._running:
-            return None
         return [(index, self._finished[index]) for index in sorted(order[:size])]
 
-    def take(self, indices: Iterable[int]) -> None:
-        """These groups, which are ready, are the batch of the next step."""
+    def overdue(self, indices: Collection[int]) -> list[int]:
+        """Return what is to be given up if these groups are the batch of the next step: it could have trained in that step at the latest."""
+        ends = self._composed + 1 == self._total
+        last = self._total if ends else self._composed - self._staleness  # the version that must train in the step at hand
+        if not self._surplus or all(v > last for v in (*self._versions_running, *self._versions_finished)):
+            return []
+        taken = set(indices)
+        late = [index for index, claim in self._running.items() if claim.version <= last]
+        late += [i for i, meta in self._finished.items() if i not in taken and meta.oldest_version <= last]
+        return sorted([*late, *self._returned] if ends else late)
+
+    def take(self, indices: Collection[int]) -> None:
+        """These groups, which are ready, are the batch of the next step; what is overdue is given up."""
+        for index in self.overdue(indices):
+            if index in self._running:
+                self._end(index)
+            elif index in self._finished:
+                self._lose(index)
+            else:
+                self._returned.discard(index)
         for index in indices:
-            del self._finished[index]
+            self._lose(index)
         self._composed += 1
         self._dropped = {}
 
@@ -175,15 +206,75 @@ class Admission:
 
     def _fresh(self, version: int) -> int:
         """Return how many groups `version` may begin so that all of them train in time."""
+        if self._composed == self._total:
+            return 0
         begun = self._composed * self._batch_size + len(self._finished) + len(self._running)
-        return min(self._total, self._deadline(version)) * self._batch_size - begun
+        return min(self._total, self._deadline(version)) * self._batch_size + self._surplus - begun
+
+    def _late_after(self, step: int) -> int:
+        """Return how many of the groups that `step` would leave could not all train in time."""
+        taking, left, late = self._batch_size, 0, 0
+        for version in sorted(self._versions_running.keys() | self._versions_finished.keys()):
+            finished = self._versions_finished[version]
+            taken = min(taking, finished)
+            taking -= taken
+            left += finished - taken + self._versions_running[version]
+            late = max(late, left - (self._deadline(version) - step) * self._batch_size)
+        return late
 
     def _renew(self, step: int) -> None:
         """Let groups that are too old be generated again: there are some if an earlier attempt had a higher bound."""
+        if all(self._deadline(version) >= step for version in self._versions_finished):
+            return
         old = [index for index, meta in self._finished.items() if self._deadline(meta.oldest_version) < step]
         for index in old:
-            del self._finished[index]
-        self._returned.extendleft(sorted(old, reverse=True))
+            self._lose(index)
+        self._give_back(old)
+
+    def _next(self) -> int:
+        while self._queue:
+            index = heappop(self._queue)
+            if index in self._returned:
+                self._returned.discard(index)
+                return index
+        self._cursor += 1
+        return self._cursor - 1
+
+    def _give_back(self, indices: Iterable[int]) -> None:
+        if not self._returned:
+            self._queue = []
+        for index in indices:
+            self._returned.add(index)
+            heappush(self._queue, index)
+
+    def _begin(self, index: int, worker: str, version: int) -> int:
+        self._running[index] = Claim(worker, version)
+        self._running_at[worker].add(index)
+        self._versions_running[version] += 1
+        return index
+
+    def _end(self, index: int) -> Claim:
+        claim = self._running.pop(index)
+        self._running_at[claim.worker].discard(index)
+        if not self._running_at[claim.worker]:
+            del self._running_at[claim.worker]
+        _less(self._versions_running, claim.version)
+        return claim
+
+    def _keep(self, index: int, meta: GroupMeta) -> None:
+        self._finished[index] = meta
+        self._versions_finished[meta.oldest_version] += 1
+
+    def _lose(self, index: int) -> GroupMeta:
+        meta = self._finished.pop(index)
+        _less(self._versions_finished, meta.oldest_version)
+        return meta
+
+
+def _less(counts: Counter[int], version: int) -> None:
+    counts[version] -= 1
+    if not counts[version]:
+        del counts[version]
 
 
 def staleness(step: int, meta: GroupMeta) -> int:

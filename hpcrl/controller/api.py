@@ -24,7 +24,7 @@ from hpcrl.run.call import authorized, headers
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import trainer_left
 from hpcrl.run.stop_request import stop_asked
-from hpcrl.types import GroupMeta
+from hpcrl.types import GroupMeta, Work
 
 WAIT_S = 10.0
 _GOODBYE_S = 20.0
@@ -63,6 +63,8 @@ class Api:
     def __init__(self, service: Service, save_seconds: float) -> None:
         self._service, self._save_seconds = service, save_seconds
         self._changed = asyncio.Condition()
+        self._waiting: dict[str, asyncio.Future[list[Work]]] = {}
+        self._version: int | None = None
         self._trainer_told = False
 
     def app(self) -> Starlette:
@@ -82,13 +84,10 @@ class Api:
         worker = service.seen(name, version, "waiting")
         service.reconcile(name, version, body["holding"])
         work = service.claim(name, version, body["capacity"])
-        deadline = time.monotonic() + WAIT_S
-        while not work and not service.stop and (service.version or 0) <= version and time.monotonic() < deadline:
-            await self._wait(deadline)
-            if service.workers.get(name) is not worker:  # it left meanwhile, and would never get what it is given
-                break
-            service.seen(name, version, "waiting")
-            work = service.claim(name, version, body["capacity"])
+        if not work and not service.stop and (service.version or 0) <= version:
+            work = await self._work(name, version, body["capacity"])
+        else:
+            self._hand_out()  # what this worker was given and never got
         worker.told_stop = service.stop is not None
         return {"stop": service.stop, "version": service.version, "work": [item.to_json() for item in work]}
 
@@ -100,6 +99,7 @@ class Api:
 
     async def leave(self, body: dict[str, Any]) -> dict[str, Any]:
         groups = self._service.leave(body["worker"])
+        self._answer(body["worker"])
         if groups and not self._service.stop:
             print(f"{body['worker']} leaves; {groups} groups of it go to others", flush=True)
             await self._notify()
@@ -155,6 +155,7 @@ class Api:
                 await self._stop_trainer(run, attempt)
                 raise service.failure
             for name in service.expire():
+                self._answer(name)
                 say(f"{name} is silent; its groups go to others")
                 await self._notify()
             # the trainer still saves after it has published the last version
@@ -172,7 +173,34 @@ class Api:
         while not trainer_left(run, attempt) and time.monotonic() < deadline:
             await asyncio.sleep(TICK_S)
 
+    def _hand_out(self) -> None:
+        for name, work in self._service.grants():
+            self._answer(name, work)
+
+    async def _work(self, name: str, version: int, capacity: int) -> list[Work]:
+        """Return the work that a worker gets as soon as there is some; none after a while, or with news of the run."""
+        self._answer(name)  # an earlier request of the same worker: it does not listen any more
+        waiting = self._waiting[name] = asyncio.get_running_loop().create_future()
+        self._service.wait(name, version, capacity)
+        timer = asyncio.get_running_loop().call_later(WAIT_S, self._answer, name)
+        try:
+            return await waiting
+        finally:
+            timer.cancel()
+
+    def _answer(self, name: str, work: list[Work] | None = None) -> None:
+        self._service.withdraw(name)
+        waiting = self._waiting.pop(name, None)
+        if waiting and not waiting.done():  # done: its connection was cut
+            waiting.set_result(work or [])
+
     async def _notify(self) -> None:
+        service = self._service
+        if service.stop or service.version != self._version:
+            self._version = service.version
+            for name in list(self._waiting):
+                self._answer(name)
+        self._hand_out()
         async with self._changed:
             self._changed.notify_all()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Sequence
 
 from hpcrl.types import GroupMeta
@@ -49,11 +49,17 @@ class EvalQueue:
         self.version, self._at_once = 0, at_once
         self._waiting: deque[int] = deque()
         self._running: dict[str, tuple[int, str]] = {}
+        self._running_at = Counter[str]()
         self._finished: dict[str, GroupMeta] = {}
 
     @property
     def open(self) -> int:
         return len(self._waiting) + len(self._running)
+
+    @property
+    def room(self) -> int:
+        """Rows that may begin now."""
+        return min(len(self._waiting), self._at_once - len(self._running))
 
     def begin(self, version: int, rows: int) -> None:
         assert not self.open, f"version {self.version} is still being evaluated"
@@ -65,25 +71,37 @@ class EvalQueue:
     def claim(self, worker: str, version: int, count: int) -> list[int]:
         if version < self.version:
             return []
-        room = min(count, len(self._waiting), self._at_once - len(self._running))
-        rows = [self._waiting.popleft() for _ in range(room)]
+        rows = [self._waiting.popleft() for _ in range(min(count, self.room))]
         self._running.update({self.name(row): (row, worker) for row in rows})
+        self._running_at[worker] += len(rows)
         return rows
 
     def complete(self, meta: GroupMeta) -> str | None:
-        if self._running.pop(meta.group_id, None) is None:
+        if meta.group_id not in self._running:
             return "not asked for"
+        self._end(meta.group_id)
         self._finished[meta.group_id] = meta
         return None
 
     def running_at(self, worker: str) -> int:
-        return sum(owner == worker for _, owner in self._running.values())
+        return self._running_at[worker]
+
+    def worker_of(self, name: str) -> str | None:
+        """Return who evaluates a row, or None."""
+        return self._running[name][1] if name in self._running else None
 
     def release(self, worker: str, holding: Collection[str] = ()) -> list[str]:
         """Let others evaluate the rows of a worker that is gone, or those that it was given but never got; return their names."""
+        if not self._running_at[worker]:
+            return []
         lost = [name for name, (_, owner) in self._running.items() if owner == worker and name not in holding]
-        self._waiting.extend(self._running.pop(name)[0] for name in lost)
+        self._waiting.extend(self._end(name) for name in lost)
         return lost
+
+    def _end(self, name: str) -> int:
+        row, worker = self._running.pop(name)
+        self._running_at[worker] -= 1
+        return row
 
     def conclude(self) -> list[GroupMeta] | None:
         """Return the groups once all are finished, and only once."""

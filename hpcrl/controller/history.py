@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpcrl.controller.sampling import group_index
 from hpcrl.data.samples import read_meta
 from hpcrl.errors import DataError
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run, step_of
 from hpcrl.types import Batch, GroupMeta
-
-_GROUP = re.compile(r"g(\d+)")
-
-
-def group_id(index: int) -> str:
-    return f"g{index:08d}"
-
-
-def group_index(name: str) -> int | None:
-    match = _GROUP.fullmatch(name)
-    return int(match[1]) if match else None
-
 
 @dataclass
 class History:
@@ -31,7 +19,7 @@ class History:
 
     Attributes:
         composed: newest step whose batch is complete on disk, at least the step that training continues after.
-        used: indices of all groups in those batches, and of those that were dropped for them.
+        used: indices of all groups in those batches, and of those that were dropped or given up for them.
         finished: complete groups that no batch has used; some may be of the kind that dynamic sampling drops.
         batches: batches that training has still to do.
     """

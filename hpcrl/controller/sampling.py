@@ -7,10 +7,23 @@ dataset as it is; the rows that do not fill a last batch are left out of that ep
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 
 from hpcrl.errors import DataError
+
+
+_GROUP = re.compile(r"g(\d+)")
+
+
+def group_id(index: int) -> str:
+    return f"g{index:08d}"
+
+
+def group_index(name: str) -> int | None:
+    match = _GROUP.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 @lru_cache(maxsize=2)

@@ -8,7 +8,7 @@ Methods are quick and not thread-safe; api.py calls them one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hpcrl.controller.admission import Admission, staleness
@@ -16,9 +16,11 @@ from hpcrl.controller.describe import describe, describe_dropped
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.evaluation import EvalQueue, is_due, scores
 from hpcrl.controller.failures import Failures
-from hpcrl.controller.history import group_id, group_index, read_history
+from hpcrl.controller.groups import Groups
+from hpcrl.controller.handout import Grant, Handout
+from hpcrl.controller.history import read_history
 from hpcrl.controller.roster import Floor, Roster, Worker
-from hpcrl.controller.sampling import PromptStream
+from hpcrl.controller.sampling import PromptStream, group_id, group_index
 from hpcrl.errors import CommitError, DataError, HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.run.commit import committed, discard, read_json, write_json
@@ -39,6 +41,7 @@ class Schedule:
         staleness: bound in steps.
         order_seed: of the order of training prompts; None keeps the dataset's own.
         groups_at_once: training groups that are generated at the same time at most; None for no bound but the staleness.
+        surplus: training groups that are begun beyond those that steps need.
         eval_prompts_at_once: prompts that are evaluated at the same time at most.
         eval_interval: steps between evaluations; 0 or less for none.
         sampling: what becomes of groups whose samples are all equally good.
@@ -58,6 +61,7 @@ class Schedule:
     order_seed: int | None
     groups_at_once: int | None
     eval_prompts_at_once: int
+    surplus: int = 0
     sampling: DynamicSampling = field(default_factory=DynamicSampling)
     baselines: bool = False
     floor: Floor = field(default_factory=Floor)
@@ -79,13 +83,15 @@ class Service:
         self._train, self._validation = train, validation
         self._stream = PromptStream(len(train), schedule.batch_size, schedule.seed, schedule.order_seed)
         self._admission = Admission(
-            schedule.batch_size, schedule.staleness, schedule.total_steps, schedule.groups_at_once
+            schedule.batch_size, schedule.staleness, schedule.total_steps, schedule.groups_at_once, schedule.surplus
         )
+        self._groups = Groups(self._admission, schedule.sampling, schedule.batch_size)
         self._metrics: MetricsWriter | None = None
         self._batches: dict[int, Batch] = {}
         self._described: set[int] = set()
         self._version: int | None = None
         self._eval = EvalQueue(schedule.eval_prompts_at_once)
+        self._handout = Handout(self._admission, self._eval, schedule.n_samples, schedule.eval_n_samples)
         self._pruned = self._started = self._taken_back = 0
         self._roster = Roster()
         self._failures = Failures(schedule.max_failed_ratio, schedule.batch_size)
@@ -137,7 +143,10 @@ class Service:
         self._batches = history.batches
         self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
         self._started = step
-        self._sift(history.finished)
+        try:
+            self._groups.sift(history.finished.items())
+        except DataError as error:
+            self.failure = error
         self.published(step)
         return self._schedule.total_steps
 
@@ -164,21 +173,30 @@ class Service:
         Args:
             capacity: training groups that the worker has room for; as many samples fit if they are for evaluation.
         """
-        if version != self._version or self.stop or self.failure:
+        if not self._may_begin(version):
             return []
-        per_group, per_row = self._schedule.n_samples, self._schedule.eval_n_samples
-        room = max(capacity * per_group // per_row, min(capacity, 1))
-        share = self._share(name, self._eval.open) - self._eval.running_at(name)
-        rows = self._eval.claim(name, version, min(room, share))
-        left = max(0, capacity - -(-len(rows) * per_row // per_group))
-        in_flight = self._schedule.batch_size * (1 + self._schedule.staleness)
-        share = self._share(name, in_flight) - self._admission.running_at(name)
-        work = [self._eval_work(row) for row in rows]
-        return work + [self._train_work(i) for i in self._admission.claim(name, version, min(left, share))]
+        return self._work(self._handout.claim(name, version, capacity))
 
-    def _share(self, name: str, work: int) -> int:
-        """Return how much of the work there is is for one worker, so that all that are there take part in it."""
-        return -(-work // len({name, *self.workers}))
+    def wait(self, name: str, version: int, capacity: int) -> None:
+        """A worker whose claim found nothing waits for `grants`, until it is served, withdraws or leaves."""
+        if self._may_begin(version):
+            self._handout.wait(name, version, capacity)
+
+    def withdraw(self, name: str) -> None:
+        """A worker waits no longer."""
+        self._handout.withdraw(name)
+
+    def grants(self) -> Iterator[tuple[str, list[Work]]]:
+        """Yield who of the workers that wait may begin what now; each is served once, and the least loaded first."""
+        if self._version is not None and not self.stop and not self.failure:
+            for name, grant in self._handout.grants(self._version):
+                yield name, self._work(grant)
+
+    def _may_begin(self, version: int) -> bool:
+        return version == self._version and not self.stop and not self.failure
+
+    def _work(self, grant: Grant) -> list[Work]:
+        return [self._eval_work(row) for row in grant.rows] + [self._train_work(index) for index in grant.indices]
 
     def _train_work(self, index: int) -> Work:
         prompt = self._train[self._stream.row(index)]
@@ -195,25 +213,32 @@ class Service:
 
     def complete(self, groups: list[GroupMeta]) -> dict[str, str]:
         """Take finished groups; return those that are not wanted, with the reason."""
-        rejected, taken = {}, dict[int, GroupMeta]()
+        rejected = {}
         for meta in groups:
-            if meta.kind == "eval":
-                reason = self._eval.complete(meta)
-            else:
-                self._run.inside(meta.path)
-                index = group_index(meta.group_id)
-                reason = "unknown group" if index is None else self._admission.complete(index, meta)
-                if index is not None and not reason:
-                    taken[index] = meta
-            if reason:
+            if reason := self._complete(meta):
                 rejected[meta.group_id] = reason
             else:
                 self.failure = self.failure or self._failures.add(meta)
-        self._sift(taken)
         self._compose()
         self._conclude_evaluation()
         self._finish_if_done()
         return rejected
+
+    def _complete(self, meta: GroupMeta) -> str | None:
+        """Take a finished group; return None, or why it is not wanted."""
+        index = group_index(meta.group_id)
+        if meta.kind == "train":
+            self._run.inside(meta.path)
+        if meta.kind == "train" and index is None:
+            return "unknown group"
+        worker = self._eval.worker_of(meta.group_id) if index is None else self._admission.worker_of(index)
+        try:
+            reason = self._eval.complete(meta) if index is None else self._groups.complete(index, meta)
+        except DataError as error:
+            self.failure, reason = error, None
+        if worker is not None:
+            self._handout.lighter(worker)
+        return reason
 
     def batch(self, step: int) -> str | None:
         """Return the path of the batch of `step`, relative to the run directory, or None while it is not complete.
@@ -257,6 +282,7 @@ class Service:
 
     def seen(self, name: str, version: int, state: str) -> Worker:
         """A worker has called; return it."""
+        self._handout.join(name)
         return self._roster.seen(name, version, state)
 
     def reconcile(self, name: str, version: int, holding: list[str]) -> None:
@@ -276,6 +302,7 @@ class Service:
 
     def leave(self, name: str) -> int:
         """A worker ends: others get its groups. Returns how many."""
+        self._handout.leave(name)
         if not self._roster.remove(name):
             return 0
         lost = len(self._admission.release(name)) + len(self._eval.release(name))
@@ -289,7 +316,7 @@ class Service:
             "total_steps": self._schedule.total_steps,
             "running": self._admission.running,
             "finished": self._admission.finished,
-            "dropped": len(self._admission.dropped),
+            "dropped": self._admission.dropped_count,
             "eval_open": self._eval.open,
             "stop": self.stop,
             "workers": {name: {"version": w.version, "state": w.state} for name, w in self.workers.items()},
@@ -299,40 +326,18 @@ class Service:
         """Return whether a group of an earlier attempt, perhaps with other settings, has all that is asked of one now."""
         return self._schedule.sampling.can_judge(group) and not (self._schedule.baselines and group.baseline is None)
 
-    def _sift(self, finished: Mapping[int, GroupMeta]) -> None:
-        """Drop what is not worth training of groups that have just been finished."""
-        try:
-            self._admission.drop([i for i, meta in finished.items() if not self._schedule.sampling.keeps(meta)])
-        except DataError as error:
-            self.failure = error
-
     def _compose(self) -> None:
-        sampling, size = self._schedule.sampling, self._schedule.batch_size
-        while not self.failure and (ready := self._admission.ready()) is not None:
-            step, indices = self._admission.composed + 1, [index for index, _ in ready]
+        while not self.failure:
             try:
-                chosen = sampling.chosen(step, [meta for _, meta in ready])
-            except DataError as error:
-                self.failure = error
-                return
-            if chosen is None:
-                self._admission.drop(indices)
-                continue
-            trained = {meta.group_id for meta in chosen}
-            replaced = [meta for _, meta in ready if meta.group_id not in trained]
-            dropped = {meta.group_id: sampling.worth(meta) for meta in [*self._admission.dropped, *replaced]}
-            batch = Batch(step, chosen, self._admission.cursor, dropped)
-            try:
+                if (batch := self._groups.batch()) is None:
+                    return
                 require_newest(self._run, self._attempt)
-            except CommitError as error:  # these are the batches of another by now
+            except (CommitError, DataError, RunError) as error:  # CommitError: these are the batches of another by now
                 self.failure = error
                 return
-            write_json(self._run.batch(step), batch.to_json())
-            self._admission.take(indices)
-            self._batches[step] = batch
-        kept, dropped = self._admission.finished, len(self._admission.dropped)
-        if sampling.exhausted(size, kept, dropped):
-            self.failure = RunError(sampling.explain(self._admission.composed + 1, kept, dropped))
+            write_json(self._run.batch(batch.step), batch.to_json())
+            self._groups.take()
+            self._batches[batch.step] = batch
 
     def _conclude_evaluation(self) -> None:
         if (groups := self._eval.conclude()) is None:

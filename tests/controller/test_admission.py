@@ -136,7 +136,7 @@ def test_as_many_groups_are_begun_as_are_missing() -> None:
     admission.drop([0, 2])
     assert [group.group_id for group in admission.dropped] == ["g00000000", "g00000002"]
     assert admission.claim("a", 0, 9) == [4, 5]
-    assert admission.complete(0, meta(0, 0)) == "finished before"
+    assert admission.complete(0, meta(0, 0)) == "finished before, or given up"
     for index in (1, 4, 5):
         admission.complete(index, meta(index, 0))
     batch = compose(admission)
@@ -162,7 +162,7 @@ def test_complete_tells_what_is_not_wanted() -> None:
     admission.claim("a", 0, 1)
     assert admission.complete(7, meta(7, 0)) == "never claimed"
     assert admission.complete(0, meta(0, 0)) is None
-    assert admission.complete(0, meta(0, 0)) == "finished before"
+    assert admission.complete(0, meta(0, 0)) == "finished before, or given up"
 
 
 def test_late_answer_of_a_lost_worker_counts_once() -> None:

@@ -1,0 +1,383 @@
+"""The controller's admission and hand-out under a virtual clock: many replicas, long samples, failures.
+
+    python benchmarks/admission.py [--groups N] [--replicas N] [--staleness S] [--surplus E] [--interval K] [--seed N]
+
+Plays whole runs with the code that runs in the controller (hpcrl/controller/{admission,groups,handout}.py); what is simulated is the
+rest: replicas that take a drawn time per group, load weights, vanish, come back, join late or are silent for a while and then deliver
+what they made; a trainer; groups that are not worth training. Checked all the while: no group trains later than the staleness
+allows, none trains or is dropped twice, none is lost, and the run gets to its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any
+
+from hpcrl.config.algorithm import DynamicSamplingConfig
+from hpcrl.controller.admission import Admission, staleness
+from hpcrl.controller.dynamic_sampling import DynamicSampling
+from hpcrl.controller.evaluation import EvalQueue
+from hpcrl.controller.groups import Groups
+from hpcrl.controller.handout import Handout
+from hpcrl.controller.sampling import group_id, group_index
+from hpcrl.types import GroupMeta
+
+_GOOD, _BAD = [0.0, 1.0], [0.0, 0.0]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is played; times in seconds of the virtual clock.
+
+    Attributes:
+        capacity: groups that a replica generates at the same time.
+        steps, batch_size, bound, surplus, at_once: as in `Admission`.
+        interval: steps between two published versions.
+        dropped: share of groups that dynamic sampling drops.
+        late: share of the replicas that join during the first hour.
+        group_s, longest_s: a group takes a Pareto time (shape 1.5) of about that mean, cut off at the longest.
+        train_s, load_s: a step of the trainer; a replica's taking in of weights, at most.
+        latency_s: of one message.
+        lifetime_s: between two failures of a replica, on average.
+        absent_s: until it is back, at most.
+        silence_s: after which a replica counts as gone.
+        claim_s: for which a claim waits.
+        told, silent: share of failures that the controller is told of; of those in which the replica goes on unheard.
+    """
+
+    replicas: int = 1000
+    capacity: int = 8
+    steps: int = 500
+    batch_size: int = 2000
+    bound: int = 2
+    surplus: int = 0
+    at_once: int | None = None
+    interval: int = 1
+    dropped: float = 0.1
+    late: float = 0.2
+    group_s: float = 60.0
+    longest_s: float = 2400.0
+    train_s: float = 10.0
+    load_s: float = 6.0
+    latency_s: float = 0.02
+    lifetime_s: float = 7200.0
+    absent_s: float = 600.0
+    silence_s: float = 60.0
+    claim_s: float = 10.0
+    told: float = 0.3
+    silent: float = 0.3
+    seed: int = 0
+
+
+@dataclass
+class Replica:
+    """A replica; `life` changes when what was planned for it is void.
+
+    Attributes:
+        held: groups that it generates, with the version that began each.
+        outbox: what it finished while nobody heard it.
+        asks: whether a claim of it is under way.
+    """
+
+    name: str
+    version: int = -1
+    life: int = 0
+    here: bool = False
+    heard: bool = False
+    loading: bool = False
+    asks: bool = False
+    held: dict[int, int] = field(default_factory=dict)
+    outbox: list[int] = field(default_factory=list)
+    busy_since: float = 0.0
+
+
+class Play:
+    """One run of a scene.
+
+    Attributes:
+        trained, dropped, given_up: how many groups.
+        busy, idle: seconds of all replicas with groups, and without while there were some that they might begin.
+        counts: how often what happened.
+    """
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self._draw = scene, random.Random(scene.seed)
+        self.admission = Admission(scene.batch_size, scene.bound, scene.steps, scene.at_once, scene.surplus)
+        sampling = DynamicSampling(DynamicSamplingConfig(type="filter", max_sample_batches=0))
+        self._groups = Groups(self.admission, sampling, scene.batch_size)
+        self._handout = Handout(self.admission, EvalQueue(1), 2, 1)
+        self._replicas = [Replica(f"rollout-{number}") for number in range(scene.replicas)]
+        self._by_name = {replica.name: replica for replica in self._replicas}
+        self._events = list[tuple[float, int, Callable[..., None], tuple[Any, ...]]]()
+        self._number = 0
+        self.now = self._progress = 0.0
+        self.version = self._step = 0
+        self._training = False
+        self._ready = dict[int, list[GroupMeta]]()
+        self._fate = dict[int, str]()
+        self._empty = 0  # replicas that are heard, hold the newest version and have nothing to do
+        self.trained = self.dropped = self.given_up = self.steps_late = 0
+        self.busy = self.idle = 0.0
+        self.counts = {"vanished": 0, "silent": 0, "joined": 0, "taken back": 0, "late accepted": 0, "late refused": 0}
+
+    def run(self) -> None:
+        """Play to the last step.
+
+        Raises:
+            AssertionError: a property does not hold.
+        """
+        scene = self.scene
+        for number, replica in enumerate(self._replicas):
+            late = number < scene.late * scene.replicas
+            self._at(self._draw.uniform(0.0, 3600.0 if late else scene.load_s), self._appear, replica)
+        while self._step < scene.steps:
+            before, (self.now, _, event, arguments) = self.now, heappop(self._events)
+            if self._empty and self.admission.room(self.version) > 0:
+                self.idle += self._empty * (self.now - before)
+            event(*arguments)
+            stuck = self.now - self._progress
+            assert stuck < 10 * (scene.longest_s + scene.absent_s), f"nothing happens any more in step {self._step + 1}"
+        for replica in self._replicas:
+            self.busy += self.now - replica.busy_since if replica.here and replica.held else 0.0
+        self._account()
+
+    def _account(self) -> None:
+        """Check that each group that was begun is trained, dropped or given up."""
+        assert self.trained == self.scene.steps * self.scene.batch_size
+        assert len(self._fate) == self.trained + self.dropped + self.given_up
+        lost = [index for index in range(self.admission.cursor) if index not in self._fate]
+        assert not lost, f"groups {lost} are lost"
+        assert len(self._fate) == self.admission.cursor
+
+    def _at(self, after: float, event: Callable[..., None], *arguments: Any) -> None:
+        self._number += 1
+        heappush(self._events, (self.now + after, self._number, event, arguments))
+
+    # replicas
+
+    def _appear(self, replica: Replica) -> None:
+        """A replica's engine is ready, with the initial model."""
+        replica.here = replica.heard = True
+        replica.version = -1
+        self.counts["joined"] += 1
+        self._handout.join(replica.name)
+        self._reconcile(replica)  # what it had before it vanished
+        self._hand_out()
+        self._load(replica)
+        self._at(self._draw.expovariate(1 / self.scene.lifetime_s), self._fail, replica, replica.life)
+
+    def _load(self, replica: Replica) -> None:
+        replica.loading = True
+        after = self._draw.uniform(0.5, 1.0) * self.scene.load_s
+        self._at(after, self._loaded, replica, replica.life, self.version)
+
+    def _loaded(self, replica: Replica, life: int, version: int) -> None:
+        if replica.life != life:
+            return
+        replica.version, replica.loading = version, False
+        if version < self.version:
+            self._load(replica)
+            return
+        self._empty += replica.heard and not replica.held
+        self._claim(replica)
+
+    def _fail(self, replica: Replica, life: int) -> None:
+        if replica.life != life:
+            return
+        kind, back = self._draw.random(), self._draw.uniform(0.0, self.scene.absent_s)
+        self._leave_idle(replica)
+        replica.heard = replica.asks = False
+        if kind < self.scene.silent:
+            self.counts["silent"] += 1
+            self._at(back, self._heard_again, replica, life)
+        else:
+            self.counts["vanished"] += 1
+            self.busy += self.now - replica.busy_since if len(replica.held) > len(replica.outbox) else 0.0
+            replica.held, replica.outbox, replica.here = {}, [], False
+            replica.life += 1
+            self._at(back, self._appear, replica)
+        told = kind >= self.scene.silent and self._draw.random() < self.scene.told
+        self._at(0.0 if told else self.scene.claim_s, self._cut, replica, replica.life)
+        self._at(0.0 if told else self.scene.silence_s, self._gone, replica, replica.life)
+
+    def _cut(self, replica: Replica, life: int) -> None:
+        """The answer to the claim that was under way has been given, to nobody."""
+        if replica.life == life and not replica.heard:
+            self._handout.withdraw(replica.name)
+
+    def _gone(self, replica: Replica, life: int) -> None:
+        if replica.life != life or replica.heard:
+            return
+        self._handout.leave(replica.name)
+        self.counts["taken back"] += len(self.admission.release(replica.name))
+        self._hand_out()
+
+    def _heard_again(self, replica: Replica, life: int) -> None:
+        if replica.life != life:
+            return
+        replica.heard = True
+        self._handout.join(replica.name)
+        self._empty += self._is_empty(replica)
+        outbox, replica.outbox = replica.outbox, []
+        for index in outbox:
+            self._deliver(replica, index, replica.held.pop(index))
+        self._empty += bool(outbox) and self._is_empty(replica)
+        self._compose()
+        if replica.version < self.version and not replica.loading:
+            self._load(replica)
+        self._reconcile(replica)
+        self._claim(replica)
+        self._hand_out()
+        self._at(self._draw.expovariate(1 / self.scene.lifetime_s), self._fail, replica, life)
+
+    def _finish(self, replica: Replica, life: int, index: int) -> None:
+        if replica.life != life:
+            return
+        if not replica.heard:
+            replica.outbox.append(index)
+            if len(replica.outbox) == len(replica.held):
+                self.busy += self.now - replica.busy_since
+            return
+        self._deliver(replica, index, replica.held.pop(index))
+        if not replica.held:
+            self.busy += self.now - replica.busy_since
+            self._empty += self._is_empty(replica)
+        self._compose()
+        self._claim(replica)
+        self._hand_out()
+
+    def _is_empty(self, replica: Replica) -> bool:
+        return replica.heard and not replica.held and not replica.loading and replica.version == self.version
+
+    def _leave_idle(self, replica: Replica) -> None:
+        self._empty -= self._is_empty(replica)
+
+    # what the replicas ask of the controller
+
+    def _claim(self, replica: Replica) -> None:
+        room = self.scene.capacity - len(replica.held)
+        if replica.asks or replica.loading or not replica.heard or room <= 0 or replica.version != self.version:
+            return
+        self._reconcile(replica)
+        grant = self._handout.claim(replica.name, replica.version, room)
+        if grant:
+            self._begin(replica, grant.indices)
+        else:
+            replica.asks = True
+            self._handout.wait(replica.name, replica.version, room)
+
+    def _begin(self, replica: Replica, indices: list[int]) -> None:
+        scene, wait = self.scene, 2 * self.scene.latency_s
+        if not replica.held:
+            self._leave_idle(replica)
+            self.idle += wait
+            replica.busy_since = self.now + wait
+        for index in indices:
+            if index in replica.held:  # taken from it while it was silent, and given to it anew
+                continue
+            replica.held[index] = replica.version
+            seconds = min(scene.longest_s, scene.group_s / 3.0 * self._draw.paretovariate(1.5))
+            self._at(seconds + wait, self._finish, replica, replica.life, index)
+
+    def _hand_out(self) -> None:
+        for name, grant in self._handout.grants(self.version):
+            replica = self._by_name[name]
+            if replica.heard and replica.asks:  # else the answer gets lost
+                replica.asks = False
+                self._begin(replica, grant.indices)
+
+    def _reconcile(self, replica: Replica) -> None:
+        self.admission.release(replica.name, replica.held)
+        self.admission.reclaim(replica.name, replica.version, replica.held)
+
+    def _deliver(self, replica: Replica, index: int, version: int) -> None:
+        owner = self.admission.worker_of(index)
+        rewards = _BAD if self._draw.random() < self.scene.dropped else _GOOD
+        meta = GroupMeta(
+            group_id(index), "train", 0, "", rewards, [2, 2], [1, 1], ["stop", "stop"], version, replica.version, "s", 1.0
+        )
+        reason = self._groups.complete(index, meta)
+        self._progress = self.now
+        if owner is not None:
+            self._handout.lighter(owner)
+        if owner != replica.name:
+            self.counts["late refused" if reason else "late accepted"] += 1
+
+    # the trainer
+
+    def _compose(self) -> None:
+        while (batch := self._groups.batch()) is not None:
+            self._groups.take()
+            self._ready[batch.step] = batch.groups
+            for group in batch.groups:
+                self._end(group.group_id, "trained")
+            for name in batch.dropped:
+                self._end(name, "dropped")
+            for name in batch.given_up:
+                self._end(name, "given up")
+            self.trained += len(batch.groups)
+            self.dropped += len(batch.dropped)
+            self.given_up += len(batch.given_up)
+        self._train()
+
+    def _end(self, name: str, fate: str) -> None:
+        index = group_index(name)
+        assert index is not None
+        assert index not in self._fate, f"{name} was {self._fate[index]} and is {fate} now"
+        self._fate[index] = fate
+
+    def _train(self) -> None:
+        groups = None if self._training else self._ready.pop(self._step + 1, None)
+        if groups is not None:
+            self._training = True
+            for group in groups:
+                assert 0 <= staleness(self._step + 1, group) <= self.scene.bound, f"step {self._step + 1}: {group}"
+            self._at(self.scene.train_s, self._trained)
+
+    def _trained(self) -> None:
+        self._training, self._step, self._progress = False, self._step + 1, self.now
+        if self._step % self.scene.interval == 0 or self._step == self.scene.steps:
+            self.version, self._empty = self._step, 0
+            for replica in self._replicas:
+                self._handout.withdraw(replica.name)
+                replica.asks = False
+                if replica.heard and not replica.loading:
+                    self._load(replica)
+        self._train()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=1_000_000)
+    parser.add_argument("--replicas", type=int, default=1000)
+    parser.add_argument("--staleness", type=int, default=2)
+    parser.add_argument("--surplus", type=int, default=0)
+    parser.add_argument("--interval", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    scene = Scene(
+        replicas=given.replicas,
+        batch_size=2 * given.replicas,
+        steps=given.groups // (2 * given.replicas),
+        bound=given.staleness,
+        surplus=given.surplus,
+        interval=given.interval,
+        seed=given.seed,
+    )
+    play, began = Play(scene), time.process_time()
+    play.run()
+    seconds = time.process_time() - began
+    print(f"{play.admission.cursor} groups, {scene.replicas} replicas, {scene.steps} steps: {seconds:.1f} s of processor,", end=" ")
+    print(f"{play.now / 3600:.1f} virtual hours")
+    print(f"{play.trained} trained, {play.dropped} dropped, {play.given_up} given up")
+    print(f"idle while there was work: {play.idle / (play.idle + play.busy):.3%} of the replicas' time")
+    print(", ".join(f"{count} {what}" for what, count in play.counts.items()))
+
+
+if __name__ == "__main__":
+    main()

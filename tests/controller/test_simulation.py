@@ -1,0 +1,88 @@
+"""Whole runs under a virtual clock (benchmarks/admission.py): the bound holds, no group is lost or doubled, none stands still, few idle."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.admission import Play, Scene
+
+
+def play(scene: Scene) -> Play:
+    one = Play(scene)
+    one.run()
+    return one
+
+
+def idle_share(one: Play) -> float:
+    return one.idle / (one.idle + one.busy)
+
+
+@pytest.mark.parametrize("bound", range(5))
+def test_a_run_with_failures_and_joins(bound: int) -> None:
+    one = play(Scene(replicas=100, batch_size=200, steps=15, bound=bound, lifetime_s=2000.0, seed=bound))
+    assert all(one.counts[what] for what in ("vanished", "silent", "taken back"))
+    assert one.counts["late accepted"] + one.counts["late refused"]
+    assert one.dropped
+    assert one.given_up == 0
+    assert idle_share(one) < 0.01
+
+
+def test_surplus_groups_keep_stragglers_from_holding_a_batch() -> None:
+    """One group in a hundred takes twenty times as long; without staleness each step waits for one."""
+    calm: dict[str, Any] = {"replicas": 50, "batch_size": 200, "steps": 10, "dropped": 0.0, "late": 0.0, "lifetime_s": 1e9}
+    plain, ahead = play(Scene(bound=0, **calm)), play(Scene(bound=0, surplus=40, **calm))
+    assert ahead.now < 0.5 * plain.now
+    assert 0 < ahead.given_up <= 40 * 10
+
+
+def test_surplus_groups_train_later_where_staleness_allows() -> None:
+    calm: dict[str, Any] = {"replicas": 50, "batch_size": 200, "steps": 20, "dropped": 0.0, "late": 0.0, "lifetime_s": 1e9}
+    none, some = (play(Scene(bound=bound, surplus=40, longest_s=100.0, **calm)) for bound in (0, 4))
+    assert none.given_up > 20 * 30
+    assert some.given_up == 40, "what is left when the run ends"
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.builds(
+        Scene,
+        replicas=st.integers(1, 6),
+        capacity=st.integers(1, 5),
+        steps=st.integers(1, 12),
+        batch_size=st.integers(1, 7),
+        bound=st.integers(2, 4),
+        surplus=st.integers(0, 4),
+        interval=st.integers(1, 3),
+        dropped=st.sampled_from([0.0, 0.5]),
+        late=st.sampled_from([0.0, 0.5]),
+        train_s=st.sampled_from([0.1, 100.0]),
+        lifetime_s=st.sampled_from([100.0, 1e9]),
+        seed=st.integers(0, 1000),
+    )
+)
+def test_any_run_comes_to_its_end_within_the_bounds(scene: Scene) -> None:
+    play(scene)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 1), st.integers(1, 5), st.integers(0, 3), st.integers(0, 1000))
+def test_any_run_close_to_on_policy(bound: int, replicas: int, surplus: int, seed: int) -> None:
+    scene = Scene(
+        replicas=replicas, capacity=2, steps=8, batch_size=4, bound=bound, surplus=surplus, lifetime_s=150.0, seed=seed
+    )
+    one = play(scene)
+    assert surplus or not one.given_up
+
+
+@pytest.mark.slow
+def test_a_million_groups_and_a_thousand_replicas_in_a_minute() -> None:
+    began = time.process_time()
+    one = play(Scene(replicas=1000, batch_size=2000, steps=500))
+    assert time.process_time() - began < 60
+    assert one.admission.cursor > 1_000_000
+    assert idle_share(one) < 0.01
