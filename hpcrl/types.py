@@ -10,7 +10,7 @@ prompt/response split: the loss mask says which tokens the policy chose.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class GroupMeta:
     failures: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))  # not asdict, which copies every number
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> GroupMeta:
@@ -121,7 +121,7 @@ class Work:
     seed: int
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return vars(self) | {"prompt": vars(self.prompt)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Work:
@@ -152,7 +152,7 @@ class Batch:
         return {group.group_id for group in self.groups} | self.dropped.keys() | set(self.given_up)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return vars(self) | {"groups": [group.to_json() for group in self.groups]}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Batch:

@@ -11,8 +11,6 @@ import os
 import signal
 import sys
 
-from starlette.applications import Starlette
-
 from hpcrl.config import Config, most_replicas, order_seed, total_steps
 from hpcrl.config.derive import needs_baselines
 from hpcrl.controller.api import Api, Guard, bind, serve
@@ -91,7 +89,6 @@ def main(path: str) -> None:
 
 async def _serve(run: Run, attempt: int, lease: LeaseWriter, api: Api) -> None:
     listener = bind(os.environ["HPCRL_ADDRESS"])
-    app: Starlette = api.app()
     host, port = listener.getsockname()[:2]
     url = f"http://{host}:{port}"
 
@@ -101,7 +98,7 @@ async def _serve(run: Run, attempt: int, lease: LeaseWriter, api: Api) -> None:
             await asyncio.sleep(RENEW_S)
 
     telling = asyncio.create_task(tell())
-    guarded = Guard(app, read_token(run), run.name, attempt)
+    guarded = Guard(api.routes(), read_token(run), run.name, attempt)
     with Follower(run):
         await serve(guarded, listener, api.watch(run, attempt, lambda text: print(text, flush=True)))
     telling.cancel()

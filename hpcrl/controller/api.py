@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from hpcrl.controller.roster import TICK_S, Presence
 from hpcrl.controller.service import FINISHED, Service
 from hpcrl.errors import HpcrlError
@@ -27,30 +22,53 @@ from hpcrl.run.stop_request import stop_asked
 from hpcrl.types import GroupMeta, Work
 
 WAIT_S = 10.0
+Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _GOODBYE_S = 20.0
 _MAX_BODY = 16 << 20
 
 
 class Guard:
-    """ASGI middleware: no request gets past it without the token, the run's name and the attempt's number."""
+    """ASGI application: no request gets past it without the token, the run's name and the attempt's number.
 
-    def __init__(self, app: ASGIApp, token: str, run: str, attempt: int) -> None:
-        self._app, self._token = app, token
+    It speaks ASGI itself: what a web framework does for each request takes longer than what the controller does.
+    """
+
+    def __init__(self, routes: Mapping[str, Handler], token: str, run: str, attempt: int) -> None:
+        self._routes, self._token = routes, token
         self._expected = {k: v for k, v in headers(token, run, attempt).items() if k != "authorization"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            return await self._app(scope, receive, send)
-        request = Request(scope)
-        refusal: Response | None = None
-        if not authorized(request.headers.get("authorization"), self._token):
-            refusal = JSONResponse({"error": "the run's token is missing or wrong"}, 401)
-        elif any(request.headers.get(name) != value for name, value in self._expected.items()):
-            refusal = JSONResponse({"error": f"this controller serves {self._expected}"}, 409)
-        elif int(request.headers.get("content-length") or 0) > _MAX_BODY:
-            refusal = JSONResponse({"error": f"request larger than {_MAX_BODY} bytes"}, 413)
-        await (refusal or self._app)(scope, receive, send)
-        return None
+        assert scope["type"] == "http", scope["type"]
+        status, answer = await self._answer(scope, receive)
+        body = json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+        fields = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": fields})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, dict[str, Any]]:
+        given = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if not authorized(given.get("authorization"), self._token):
+            return 401, {"error": "the run's token is missing or wrong"}
+        if any(given.get(name) != value for name, value in self._expected.items()):
+            return 409, {"error": f"this controller serves {self._expected}"}
+        handler = self._routes.get(scope["path"])
+        if handler is None or scope["method"] != "POST":
+            return 404, {"error": f"expected POST to one of {', '.join(self._routes)}"}
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if len(body) > _MAX_BODY:
+                return 413, {"error": f"request larger than {_MAX_BODY} bytes"}
+            if not message.get("more_body", False):
+                break
+        try:
+            return 200, await handler(json.loads(body))
+        except (HpcrlError, KeyError, TypeError, ValueError) as error:
+            return 400, {"error": f"{type(error).__name__}: {error}"}
 
 
 class Api:
@@ -67,12 +85,12 @@ class Api:
         self._version: int | None = None
         self._trainer_told = False
 
-    def app(self) -> Starlette:
+    def routes(self) -> dict[str, Handler]:
         handlers = [
             self.lease, self.claim, self.complete, self.leave, self.start, self.published,
             self.next, self.committed, self.status,
         ]  # fmt: skip
-        return Starlette(routes=[Route(f"/{h.__name__}", _json(h), methods=["POST"]) for h in handlers])
+        return {f"/{handler.__name__}": handler for handler in handlers}
 
     async def lease(self, body: dict[str, Any]) -> dict[str, Any]:
         worker = self._service.seen(body["worker"], body["version"], body["state"])
@@ -212,16 +230,6 @@ class Api:
             pass
 
 
-def _json(handler: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> Callable[[Request], Awaitable[Response]]:
-    async def respond(request: Request) -> Response:
-        try:
-            return JSONResponse(await handler(await request.json()))
-        except (HpcrlError, KeyError, TypeError, ValueError) as error:
-            return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 400)
-
-    return respond
-
-
 def bind(address: str) -> socket.socket:
     """Return a listening socket on a free port of one address."""
     listener = socket.create_server((address, 0), backlog=256)
@@ -237,10 +245,18 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(app: ASGIApp, listener: socket.socket, until: Awaitable[None]) -> None:
+async def serve(app: Guard, listener: socket.socket, until: Awaitable[None]) -> None:
     """Serve `app` until `until` is done. Signals stay with the caller."""
     server = _Server(
-        uvicorn.Config(app, log_level="warning", lifespan="off", timeout_keep_alive=75, timeout_graceful_shutdown=2)
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            lifespan="off",
+            ws="none",
+            proxy_headers=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=2,
+        )
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:

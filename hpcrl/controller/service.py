@@ -228,7 +228,7 @@ class Service:
         """Take a finished group; return None, or why it is not wanted."""
         index = group_index(meta.group_id)
         if meta.kind == "train":
-            self._run.inside(meta.path)
+            self._run.check_named(meta.path)  # who reads the file looks whether it is inside
         if meta.kind == "train" and index is None:
             return "unknown group"
         worker = self._eval.worker_of(meta.group_id) if index is None else self._admission.worker_of(index)

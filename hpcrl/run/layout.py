@@ -201,6 +201,15 @@ class Run:
     def metrics_of(self, process: str) -> Path:
         return self.metrics / f"{process}.jsonl"
 
+    def check_named(self, relative: str) -> None:
+        """Refuse a path of a message that by its words leads outside this run directory; nothing is looked up.
+
+        Raises:
+            RunError: it does.
+        """
+        if relative.startswith("/") or ".." in relative.split("/"):
+            raise RunError(f"path {relative!r} leaves the run directory {self.path}")
+
     def inside(self, relative: str) -> Path:
         """Return the path that a message names, refusing anything outside this run directory.
 

@@ -70,7 +70,7 @@ def serve_attempt(
 
     async def main() -> None:
         api = Api(Service(run, attempt, schedule, prompts(5), prompts(3)), save_seconds=60)
-        app = Guard(api.app(), read_token(run), run.name, attempt)
+        app = Guard(api.routes(), read_token(run), run.name, attempt)
         try:
             await serve(app, listener, api.watch(run, attempt, print))
         except HpcrlError as error:

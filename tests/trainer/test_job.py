@@ -90,7 +90,7 @@ def controller(run: Run, attempt: int) -> Iterator[None]:
 
     async def main() -> None:
         api = Api(Service(run, attempt, SCHEDULE, prompts, []), save_seconds=60)
-        app = Guard(api.app(), read_token(run), run.name, attempt)
+        app = Guard(api.routes(), read_token(run), run.name, attempt)
 
         async def until() -> None:
             watching = asyncio.create_task(api.watch(run, attempt, print))
