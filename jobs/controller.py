@@ -12,7 +12,7 @@ import signal
 import sys
 
 from hpcrl.config import Config, most_replicas, order_seed, total_steps
-from hpcrl.config.derive import needs_baselines
+from hpcrl.config.derive import needs_baselines, surplus_groups
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.roster import Floor
@@ -70,6 +70,7 @@ def main(path: str) -> None:
         order_seed=order_seed(data, trainer),
         groups_at_once=trainer.fully_async.num_parallel_generation_workers,
         eval_prompts_at_once=trainer.eval_batch_size,
+        surplus=surplus_groups(trainer),
         sampling=DynamicSampling(
             trainer.algorithm.dynamic_sampling, trainer.algorithm.filter_reward_metric, trainer.seed
         ),

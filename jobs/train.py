@@ -1,7 +1,7 @@
 """The trainer; torchrun starts one process per rank with the run directory as only argument.
 
 Consumes: config.toml, batches/, samples/, checkpoints/. Waits for: the controller's next batch.
-Produces: weights/v<step> after every step, checkpoints/, exports/, metrics/trainer.jsonl. Ends with 0 when the steps are done or
+Produces: weights/v<step> after every step that engines get, checkpoints/, exports/, metrics/trainer.jsonl. Ends with 0 when the steps are done or
 it was asked to stop, and then everything that it trained is committed, up to the last optimizer step.
 """
 
@@ -26,7 +26,7 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config, max_seq_len, temperature
-from hpcrl.config.derive import checkpoint_interval
+from hpcrl.config.derive import checkpoint_interval, publishes
 from hpcrl.run.layout import Run
 from hpcrl.run.pulse import Pulse
 from hpcrl.trainer.build import build_critic, build_policy
@@ -117,7 +117,7 @@ def train(
             link.say(f"step {batch.step}/{total}", step=batch.step, total=total, **clock.pace())
             metrics = learner.train(batch, clock)
             step = batch.step
-            if not agreement.asked("publish"):  # else the next attempt does it
+            if publishes(trainer, step, total) and not agreement.asked("publish"):  # else the next attempt does it
                 with clock("sync_weights"):
                     publisher.publish(policy, step)
                     link.published(step)

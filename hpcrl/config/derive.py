@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -157,6 +158,17 @@ def steps_per_epoch(n_prompts: int, trainer: TrainerConfig) -> int:
             f"trainer.train_batch_size={trainer.train_batch_size}: name more data or lower the batch size"
         )
     return n_prompts // trainer.train_batch_size
+
+
+def surplus_groups(trainer: TrainerConfig) -> int:
+    """Return how many training groups are begun beyond those that steps need; at least one where there are to be any."""
+    return math.ceil((trainer.fully_async.oversampling_ratio - 1) * trainer.train_batch_size - 1e-9)
+
+
+def publishes(trainer: TrainerConfig, step: int, total: int) -> bool:
+    """Return whether engines get the weights that `step` of `total` leaves."""
+    evaluated = trainer.eval_interval > 0 and step % trainer.eval_interval == 0
+    return evaluated or step == total or step % trainer.fully_async.sync_weight_interval == 0
 
 
 def checkpoint_interval(trainer: TrainerConfig, epoch: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from hpcrl.config.derive import uses_reference
+from hpcrl.config.derive import surplus_groups, uses_reference
 from hpcrl.config.generation import chat, datasets, dynamic_sampling, lengths, sampling_parameters, turns
 from hpcrl.config.own import misnamed
 from hpcrl.config.problem import Problem
@@ -242,10 +242,12 @@ def _staleness(config: Config) -> Iterator[Problem]:
             f"{fully_async.sync_weight_interval} steps ({path}.sync_weight_interval), found {stale}",
         )
     groups = fully_async.num_parallel_generation_workers
-    if groups is not None and not batch <= groups <= batch * (stale + 1):
+    most, surplus = batch * (stale + 1), surplus_groups(config.trainer)
+    if groups is not None and not batch <= groups <= most + surplus:
+        more = f", and {surplus} of oversampling_ratio" if surplus else ""
         yield Problem(
             f"{path}.num_parallel_generation_workers",
-            f"expected from {batch} (trainer.train_batch_size) to {batch * (stale + 1)} (times max_staleness_steps + 1), found {groups}",
+            f"expected from {batch} (trainer.train_batch_size) to {most + surplus} (times max_staleness_steps + 1{more}), found {groups}",
         )
 
 

@@ -27,7 +27,6 @@ class Wait:
 
 
 _ALGORITHMS = Wait("the algorithm library")
-_ASYNC = Wait("asynchronous rollouts")
 _DATA = Wait("datasets on a hub and other columns")
 _LORA = Wait("LoRA")
 _MEGATRON = Wait("Megatron")
@@ -80,7 +79,6 @@ WAITS: dict[str, Wait] = {
     "trainer.critic.fsdp_config.mixed_precision.param_dtype": Wait("loss scaling", ("fp32",)),
     "trainer.critic.sequence_parallel_size": _PARALLEL,
     "trainer.distillation": Wait("distillation"),
-    "trainer.fully_async.sync_weight_interval": _ASYNC,
     "trainer.profiler.enable_nsys": _TRACKING,
     "trainer.upload": _TRACKING,
     "trainer.flash_attn_version": Wait("a choice between versions of FlashAttention"),

@@ -47,7 +47,12 @@ class FullyAsyncConfig:
     """Groups that are generated at the same time, by all replicas together; unset: as many as max_staleness_steps allows."""
 
     sync_weight_interval: int = 1
-    """Steps between weight updates of the engines; at most max_staleness_steps + 1."""
+    """Steps between weight updates of the engines; at most max_staleness_steps + 1. What is evaluated, and the last step, is published
+    in any case."""
+
+    oversampling_ratio: float = 1.0
+    """Groups that are begun per group that a step trains. Above 1, a step does not wait for its slowest groups: surplus ones train in a
+    later step where max_staleness_steps allows it, and are given up otherwise, so that long responses are trained less often."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -260,6 +260,12 @@ SKYRL = [
         {"trainer.fully_async.max_staleness_steps": 1, "trainer.fully_async.num_parallel_generation_workers": 2048},
     ),
     Case(
+        "surplus groups are generated beside those that staleness allows",
+        {"trainer.fully_async.oversampling_ratio": 1.25, "trainer.fully_async.num_parallel_generation_workers": 1281},
+        "trainer.fully_async.num_parallel_generation_workers", "to 1280 (times max_staleness_steps + 1, and 256 of oversampling_ratio)",
+        {"trainer.fully_async.oversampling_ratio": 1.25, "trainer.fully_async.num_parallel_generation_workers": 1280},
+    ),
+    Case(
         "resuming from a path needs the path",
         {"trainer.resume_mode": "from_path"}, "trainer.resume_path", 'required with trainer.resume_mode="from_path"',
         {"trainer.resume_mode": "from_path", "trainer.resume_path": "/c"},

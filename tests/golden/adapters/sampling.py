@@ -7,6 +7,7 @@ from typing import Any
 
 from hpcrl.config import Config, total_steps
 from hpcrl.config.algorithm import DynamicSamplingConfig
+from hpcrl.config.derive import publishes
 from hpcrl.config.load import nested
 from hpcrl.config.validate import build
 from hpcrl.controller.admission import Admission
@@ -195,6 +196,18 @@ def recompute_total_steps(case: Case) -> dict[str, Any]:
     return {"total_steps": total_steps(case.inputs["current_step"] * size + case.inputs["remain_samples_num"], trainer)}
 
 
+def need_weight_sync(case: Case) -> dict[str, Any]:
+    given = case.params
+    settings = {
+        "trainer.eval_interval": given["validation_freq"] if given["validation_enabled"] else 0,
+        "trainer.fully_async.sync_weight_interval": given["sync_weight_interval"],
+        "trainer.fully_async.max_staleness_steps": given["sync_weight_interval"] - 1,
+    }
+    base = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
+    trainer = build(Config, nested(base | settings)).trainer
+    return {"out": publishes(trainer, given["step"], given["total_steps"])}
+
+
 ADAPTERS = {
     "sampling.dynamic": dynamic,
     "sampling.max_sample_batches": max_sample_batches,
@@ -203,6 +216,7 @@ ADAPTERS = {
     "metrics.eval_per_dataset": eval_metrics,
     "metrics.reduce": reduce,
     "async.staleness": staleness,
+    "need_weight_sync": need_weight_sync,
     "prompt_throttle": throttle,
     "recompute_total_steps": recompute_total_steps,
 }
