@@ -120,6 +120,10 @@ class Admission:
         claim = self._running.get(index)
         return claim and claim.worker
 
+    def wants(self, index: int) -> bool:
+        """Return whether a group that was begun has yet to be finished."""
+        return index in self._running or index in self._returned
+
     def room(self, version: int) -> int:
         """Return how many groups an engine that holds `version` may begin now; 0 or less for none."""
         allowed = self._fresh(version)
@@ -206,10 +210,11 @@ class Admission:
 
     def _fresh(self, version: int) -> int:
         """Return how many groups `version` may begin so that all of them train in time."""
-        if self._composed == self._total:
+        last = min(self._total, self._deadline(version))
+        if last <= self._composed:
             return 0
         begun = self._composed * self._batch_size + len(self._finished) + len(self._running)
-        return min(self._total, self._deadline(version)) * self._batch_size + self._surplus - begun
+        return last * self._batch_size + self._surplus - begun
 
     def _late_after(self, step: int) -> int:
         """Return how many of the groups that `step` would leave could not all train in time."""

@@ -95,7 +95,8 @@ class Api:
     async def lease(self, body: dict[str, Any]) -> dict[str, Any]:
         worker = self._service.seen(body["worker"], body["version"], body["state"])
         worker.told_stop = self._service.stop is not None
-        return {"stop": self._service.stop, "version": self._service.version}
+        unwanted = self._service.unwanted(body.get("holding", []))
+        return {"stop": self._service.stop, "version": self._service.version, "unwanted": unwanted}
 
     async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, version = self._service, body["worker"], body["version"]
@@ -107,7 +108,9 @@ class Api:
         else:
             self._hand_out()  # what this worker was given and never got
         worker.told_stop = service.stop is not None
-        return {"stop": service.stop, "version": service.version, "work": [item.to_json() for item in work]}
+        unwanted = service.unwanted(body["holding"])
+        given = [item.to_json() for item in work]
+        return {"stop": service.stop, "version": service.version, "work": given, "unwanted": unwanted}
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         groups = [GroupMeta.from_json(value) for value in body["groups"]]

@@ -60,3 +60,8 @@ def describe_dropped(batch: Batch) -> dict[str, float]:
         "generate/filtered_positive": positive,
         "generate/filtered_negative": len(batch.dropped) - positive,
     }
+
+
+def describe_surplus(batch: Batch) -> dict[str, float]:
+    """Return how many surplus groups one batch did not wait for and no later one may train."""
+    return {"generate/given_up_groups": len(batch.given_up)}

@@ -17,17 +17,26 @@ class Failures:
     """
 
     def __init__(self, ratio: float, groups: int) -> None:
-        self._ratio = ratio
-        self._newest: deque[GroupMeta] = deque(maxlen=groups)
+        self._ratio, self._groups = ratio, groups
+        self._newest = deque[tuple[int, int]]()  # samples and failures of each group
+        self._samples = self._failed = 0
+        self._said = ""
 
     def add(self, group: GroupMeta) -> UserCodeError | None:
         """Return why the run cannot go on after this group, or None."""
-        self._newest.append(group)
-        failures = [failure for one in self._newest for failure in one.failures]
-        samples = sum(len(one.rewards) for one in self._newest)
-        if len(self._newest) < (self._newest.maxlen or 0) or len(failures) <= self._ratio * samples:
+        self._count(len(group.rewards), len(group.failures))
+        self._said = group.failures[-1] if group.failures else self._said
+        self._newest.append((len(group.rewards), len(group.failures)))
+        if len(self._newest) > self._groups:
+            samples, failed = self._newest.popleft()
+            self._count(-samples, -failed)
+        if len(self._newest) < self._groups or self._failed <= self._ratio * self._samples:
             return None
         return UserCodeError(
-            f"environments failed in {len(failures)} of the newest {samples} samples, more than environment.max_failed_ratio = "
-            f"{self._ratio:g}; the last: {failures[-1]}"
+            f"environments failed in {self._failed} of the newest {self._samples} samples, more than environment.max_failed_ratio = "
+            f"{self._ratio:g}; the last: {self._said}"
         )
+
+    def _count(self, samples: int, failed: int) -> None:
+        self._samples += samples
+        self._failed += failed

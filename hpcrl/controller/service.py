@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hpcrl.controller.admission import Admission, staleness
-from hpcrl.controller.describe import describe, describe_dropped
+from hpcrl.controller.describe import describe, describe_dropped, describe_surplus
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.evaluation import EvalQueue, is_due, scores
 from hpcrl.controller.failures import Failures
@@ -252,7 +252,8 @@ class Service:
             assert self._metrics is not None
             position = {"trainer/global_step": step, "trainer/epoch": self._epoch(batch)}
             dropped = describe_dropped(batch) if self._schedule.sampling.config.type else {}
-            self._metrics.write(step, describe(batch) | dropped | position | self._replicas())
+            surplus = describe_surplus(batch) if self._schedule.surplus else {}
+            self._metrics.write(step, describe(batch) | dropped | surplus | position | self._replicas())
             self._described.add(step)
         return str(self._run.batch(step).relative_to(self._run.path))
 
@@ -292,6 +293,11 @@ class Service:
         self._admission.release(name, indices)
         self._admission.reclaim(name, version, indices)
         self._eval.release(name, holding)
+
+    def unwanted(self, holding: list[str]) -> list[str]:
+        """Return the training groups among these that nobody waits for any more: finished by another worker, or given up."""
+        indices = {group: group_index(group) for group in holding}
+        return [group for group, index in indices.items() if index is not None and not self._admission.wants(index)]
 
     def expire(self) -> list[str]:
         """Take the groups of silent workers back; return the names of those workers."""

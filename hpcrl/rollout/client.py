@@ -14,9 +14,12 @@ import httpx
 
 from hpcrl.errors import EngineError
 from hpcrl.rollout.counts import PATH
+from hpcrl.rollout.pressure import Load
 from hpcrl.types import StopReason
 
 _TOKENS = "vllm:generation_tokens_total"
+_USAGE, _QUEUED = "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"
+_PREEMPTED = "vllm:num_preemptions_total"
 _LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 _NAMED = "generate-tokens-"  # what vLLM puts before a request's id
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below
@@ -173,12 +176,29 @@ class EngineClient:
         Raises:
             EngineError: it does not say within seconds.
         """
+        return (await self._metrics(_TOKENS)).get(_TOKENS)
+
+    async def load(self) -> Load | None:
+        """Return how full the engine says it is; None where it does not say.
+
+        Raises:
+            EngineError: it does not say within seconds.
+        """
+        found = await self._metrics(_USAGE, _QUEUED, _PREEMPTED)
+        return Load(found[_USAGE], found[_QUEUED], found[_PREEMPTED]) if len(found) == 3 else None
+
+    async def _metrics(self, *names: str) -> dict[str, float]:
+        """Return those of some metrics that the engine shows, each summed over its labels."""
         try:
             lines = (await self._http.get("/metrics", timeout=5.0)).text.splitlines()
         except httpx.TransportError as error:
             raise EngineError(f"the inference engine does not answer /metrics: {error!r}") from error
-        counts = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(_TOKENS)]
-        return sum(counts) if counts else None
+        found: dict[str, float] = {}
+        for line in lines:
+            name = line.partition("{")[0].partition(" ")[0]
+            if name in names:
+                found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
+        return found
 
     async def healthy(self) -> bool:
         try:

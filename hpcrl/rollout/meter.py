@@ -37,7 +37,8 @@ class Meter:
     def values(self) -> dict[str, float]:
         """Return the metrics so far; tokens per second are per second with work."""
         self._settle()
-        values = {**self._known, "generate/idle_seconds": self._idle}
+        share = self._idle / max(self._idle + self._busy, 1e-6)
+        values = {**self._known, "generate/idle_seconds": self._idle, "generate/idle_ratio": share}
         if self.tokens:
             values["generate/tokens_per_second"] = self.tokens / max(self._busy, 1e-6)
         return values

@@ -14,7 +14,8 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rollout.client import EngineClient
 from hpcrl.rollout.generate import Group, GroupGenerator
 from hpcrl.rollout.meter import Meter
+from hpcrl.rollout.pressure import Pressure
 from hpcrl.rollout.progress import watch_progress
 from hpcrl.rollout.server import Server
 from hpcrl.rollout.threads import in_thread
@@ -37,6 +39,7 @@ from hpcrl.run.lease import RENEW_S, LeaseWriter
 from hpcrl.types import GroupMeta, Work
 
 _WATCH_S = 0.5
+_LOAD_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Post:
 
     Attributes:
         scratch: node-local directory for weights on their way in.
-        capacity: training groups of n_samples each that are in flight at most.
+        capacity: training groups of n_samples each that are in flight at most; fewer while the engine's cache is full.
         stall_s, load_s: how long the engine may show no progress, and while it takes in weights.
         dump_evals: whether texts and scores of evaluation samples are written.
         baselines: whether training groups get the reward of a greedy response.
@@ -100,6 +103,7 @@ class Worker:
         self._flight: dict[asyncio.Task[GroupMeta], Work] = {}
         self._metrics: MetricsWriter | None = None
         self._meter = Meter()
+        self._pressure = Pressure(post.capacity)
         self._newest = 0
         self._stop: str | None = None
         self._news = asyncio.Event()
@@ -111,7 +115,7 @@ class Worker:
             EngineError: the engine died or refused a request.
             HpcrlError: an environment, a weight directory or the controller failed.
         """
-        loops = [asyncio.create_task(loop()) for loop in (self._serve, self._tell, self._watch, self._progress)]
+        loops = [asyncio.create_task(loop()) for loop in self._loops()]
         try:
             await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for loop in loops:
@@ -129,6 +133,9 @@ class Worker:
             if self._metrics:
                 self._write_metrics()
                 self._metrics.close()
+
+    def _loops(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+        return [self._serve, self._tell, self._watch, self._progress, self._relieve]
 
     async def _serve(self) -> None:
         claim: asyncio.Task[dict[str, Any]] | None = None
@@ -157,8 +164,12 @@ class Worker:
 
     def _free(self) -> int:
         """Return how many more training groups there is room for."""
+        return max(0, self._pressure.limit - self._groups())
+
+    def _groups(self) -> int:
+        """Return the training groups in flight, or as many as have the samples of what is."""
         samples = sum(item.n_samples for item in self._flight.values())
-        return max(0, self._post.capacity - -(-samples // self._post.n_samples))
+        return -(-samples // self._post.n_samples)
 
     async def _claim(self, capacity: int) -> dict[str, Any]:
         holding = [item.group_id for item in self._flight.values()]
@@ -174,6 +185,9 @@ class Worker:
         version = answer["version"]
         if self._metrics is None and version is not None:
             self._metrics = MetricsWriter(self._post.run, self._post.name, self._post.attempt, version)
+        for task, item in self._flight.items():
+            if item.group_id in answer["unwanted"]:
+                task.cancel()
         if answer["stop"] or (version or 0) > self._newest:
             self._stop, self._newest = answer["stop"], max(self._newest, version or 0)
             self._news.set()
@@ -199,7 +213,7 @@ class Worker:
 
     async def _hand_over(self) -> None:
         done = [task for task in self._flight if task.done()]
-        groups = [task.result().to_json() for task in done]
+        groups = [task.result().to_json() for task in done if not task.cancelled()]
         for task in done:
             del self._flight[task]
         self._meter.working(bool(self._flight))
@@ -223,15 +237,26 @@ class Worker:
 
     def _write_metrics(self) -> None:
         if self._metrics and self._meter.tokens:  # nothing is to be said of a version that was only passed through
-            self._metrics.write(self._engine.version, self._meter.values())
+            limit = {"generate/groups_at_once": self._pressure.limit}
+            self._metrics.write(self._engine.version, self._meter.values() | limit)
 
     async def _tell(self) -> None:
         while True:
             running, version = len(self._flight), self._engine.version
+            holding = [item.group_id for item in self._flight.values()]
             state = f"generating {running} groups" if running else f"ready v{version}"
             self._lease.say(state, version=version, groups=running, **self._meter.values())
-            self._hear(await self._call("lease", version=version, state=state))
+            self._hear(await self._call("lease", version=version, state=state, holding=holding))
             await asyncio.sleep(RENEW_S)
+
+    async def _relieve(self) -> None:
+        while True:
+            await asyncio.sleep(_LOAD_S)
+            load = None
+            with suppress(EngineError):  # whether it hangs is seen by _progress
+                load = await self._engine.load()
+            if load and self._pressure.look(load, self._groups()):
+                self._news.set()
 
     async def _progress(self) -> None:
         await watch_progress(self._engine, self._post.stall_s, self._post.load_s)

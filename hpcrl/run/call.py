@@ -2,9 +2,9 @@
 
 Controller routes, all POST, all JSON (`worker` is a lease name such as "rollout-0"):
 
-    /lease      {worker, version, state}           -> {stop, version}
+    /lease      {worker, version, state, holding?} -> {stop, version, unwanted}
     /claim      {worker, version, capacity, holding: [group_id]}
-                                                   -> {stop, version, work: [Work]}      waits up to 10 s for work or a newer version
+                                                   -> {stop, version, unwanted, work: [Work]}    waits up to 10 s for work or a newer version
     /complete   {worker, groups: [GroupMeta]}      -> {accepted: [group_id], rejected: {group_id: reason}}
     /leave      {worker}                           -> {}                                 it ends, or was seen to end: its groups go to others
     /start      {step}                             -> {total_steps, steps_per_epoch}     trainer: training continues after `step`
@@ -13,7 +13,8 @@ Controller routes, all POST, all JSON (`worker` is a lease name such as "rollout
     /committed  {step}                             -> {}                                 trainer: checkpoint of `step` is committed
     /status     {}                                 -> counts for people
 
-`holding` names the groups that the worker generates or has yet to hand over; what else it was given got lost with an answer.
+`holding` names the groups that the worker generates or has yet to hand over; what else it was given got lost with an answer. Those that
+`unwanted` names need not be finished any more.
 `version` in an answer is what a worker should load before it claims again, null while the trainer has not started.
 `stop` is null, or why the run ends.
 """

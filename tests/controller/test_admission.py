@@ -243,7 +243,7 @@ def test_groups_of_an_attempt_with_a_higher_bound_are_generated_again() -> None:
 
 def test_million_groups_are_quick() -> None:
     """One of four is worth training."""
-    admission, started = Admission(batch_size=250, staleness=2, total_steps=1000), time.monotonic()
+    admission, began = Admission(batch_size=250, staleness=2, total_steps=1000), time.process_time()
     for version in range(1000):
         while claimed := admission.claim("a", version, 100):
             for index in claimed:
@@ -251,7 +251,7 @@ def test_million_groups_are_quick() -> None:
             admission.drop([index for index in claimed if index % 4])
         assert compose(admission) is not None
     assert admission.cursor > 990_000
-    assert time.monotonic() - started < 60
+    assert time.process_time() - began < 60
 
 
 def test_stream_is_a_permutation_per_epoch_and_stable() -> None:

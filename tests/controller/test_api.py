@@ -306,6 +306,48 @@ def test_groups_of_an_answer_that_got_lost_are_given_again(run: Run) -> None:
     controller.close()
 
 
+def test_a_worker_hears_which_groups_nobody_waits_for(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "project" / "run")
+    served = serve_attempt(run, 1, replace(SCHEDULE, eval_interval=0, surplus=1))
+    controller = Controller(run, 1, patience_s=10)
+    controller.call("start", step=0)
+    work = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=9, holding=[]))
+    controller.call("complete", worker="rollout-0", groups=[finish(run, item, 0).to_json() for item in work[:2]])
+    holding = [work[2].group_id]
+    told = controller.call("lease", worker="rollout-0", version=0, state="generating", holding=holding)
+    assert told["unwanted"] == holding
+    controller.call("published", version=1)
+    answer = controller.call("claim", worker="rollout-0", version=1, capacity=9, holding=holding)
+    assert answer["unwanted"] == holding
+    assert len(answer["work"]) == 3
+    controller.close()
+    end(run, 1, served)
+
+
+def test_those_that_wait_are_served_without_asking_again(run: Run) -> None:
+    """Five workers ask before the trainer starts; the evaluation's three rows and the step's two groups reach all of them at once."""
+    answers: dict[str, list[Work]] = {}
+
+    def ask(name: str) -> None:
+        calls = Controller(run, 1, patience_s=10)
+        while not answers.get(name):
+            answers[name] = work_of(calls.call("claim", worker=name, version=0, capacity=1, holding=[]))
+        calls.close()
+
+    threads = [threading.Thread(target=ask, args=(f"rollout-{n}",)) for n in range(5)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    began, controller = time.monotonic(), Controller(run, 1, patience_s=10)
+    controller.call("start", step=0)
+    for thread in threads:
+        thread.join(9)
+    assert time.monotonic() - began < 5
+    given = [item.group_id for work in answers.values() for item in work]
+    assert sorted(given) == ["e000000-00000000", "e000000-00000001", "e000000-00000002", "g00000000", "g00000001"]
+    controller.close()
+
+
 def test_bad_requests_are_refused_with_a_reason(run: Run) -> None:
     controller = Controller(run, 1, patience_s=10)
     with pytest.raises(RunError, match="KeyError"):

@@ -22,12 +22,13 @@ from hpcrl.types import GroupMeta, Work
 
 
 class FakeController:
-    """Set `work`, `version`, `stop` and `claim_takes`, in seconds; look at `completed`, `claims`, `leases` and `left`.
+    """Set `work`, `version`, `stop`, `unwanted` and `claim_takes`, in seconds; look at `completed`, `claims`, `leases` and `left`.
 
     What is in `again` is given to the first worker that says it holds something.
     """
 
     def __init__(self) -> None:
+        self.unwanted: list[str] = []
         self.work: deque[Work] = deque()
         self.version = 0
         self.stop: str | None = None
@@ -49,7 +50,7 @@ class FakeController:
             await asyncio.sleep(0.02)
         await asyncio.sleep(self.claim_takes)
         work = [self.work.popleft().to_json() for _ in range(min(body["capacity"], len(self.work)))]
-        return {"stop": self.stop, "version": self.version, "work": work}
+        return {"stop": self.stop, "version": self.version, "work": work, "unwanted": self.unwanted}
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         groups = [GroupMeta.from_json(value) for value in body["groups"]]
@@ -58,7 +59,7 @@ class FakeController:
 
     async def lease(self, body: dict[str, Any]) -> dict[str, Any]:
         self.leases.append(body)
-        return {"stop": self.stop, "version": self.version}
+        return {"stop": self.stop, "version": self.version, "unwanted": self.unwanted}
 
     async def leave(self, body: dict[str, Any]) -> dict[str, Any]:
         self.left.append(body["worker"])

@@ -31,6 +31,7 @@ from hpcrl.run.lease import LeaseWriter, read_leases
 from hpcrl.types import Kind, Prompt, Work
 from tests.rollout.conftest import WithEngine
 from tests.rollout.controller import FakeController
+from tests.rollout.environments import Stuck
 from tests.rollout.material import QUICKSTART, RUN_NAME, TOKEN, children_of, logprobs, processes, wait_for
 
 REPOSITORY = Path(__file__).parents[2]
@@ -179,6 +180,30 @@ def test_a_group_in_flight_that_is_given_again_is_generated_once(
         thread.join(30)
     assert not failed
     assert sorted(meta.group_id for meta in controller.completed) == ["g1", "g2"]
+
+
+def test_a_group_that_nobody_waits_for_is_given_up(
+    run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any]
+) -> None:
+    """The engine forgets it too: there is room for another one."""
+    Stuck.go.clear()
+    controller.work.extend([item("g1", env_class="tests.rollout.environments:Stuck"), item("g2")])
+    thread, failed = start(run, server, with_engine, capacity=2)
+    try:
+        wait_for(lambda: len(controller.completed) == 1, 60, f"no g2, {failed}")
+        assert controller.claims[-1]["holding"] == ["g1"]
+        controller.unwanted = ["g1"]
+        controller.work.extend([item("g3"), item("g4")])
+        wait_for(lambda: len(controller.completed) == 3, 60, f"only {controller.completed}, {failed}")
+        wait_for(lambda: controller.claims[-1]["holding"] == [], 30, "it still holds g1")
+        assert controller.claims[-1]["capacity"] == 2
+    finally:
+        Stuck.go.set()
+        controller.stop = "finished"
+        thread.join(30)
+    assert not failed
+    assert sorted(meta.group_id for meta in controller.completed) == ["g2", "g3", "g4"]
+    assert not list(run.samples_of(5).glob("*g1*"))
 
 
 @pytest.mark.parametrize("claim_takes", [0.0, 1.0])
