@@ -13,7 +13,7 @@ class DataConfig:
     """Datasets of training prompts, concatenated in order."""
 
     val_data: list[Location] = field(default_factory=list)
-    """Datasets of evaluation prompts; scores are reported per `data_source` column, not per file."""
+    """Datasets of evaluation prompts; scores are reported per `data_source` column. Rows without one have the name of their file."""
 
     subset: str | None = None
     """Subset (configuration) of training datasets on a hub."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Sequence
+from math import comb
 
 from hpcrl.types import GroupMeta
 
@@ -20,22 +21,42 @@ def is_due(version: int, total_steps: int, interval: int, before_train: bool) ->
 def scores(groups: Sequence[GroupMeta]) -> dict[str, float]:
     """Return the evaluation metrics of each data source and of all together.
 
-    A slash in the name of a source becomes an underscore. pass_at_k is the share of prompts of which any of the k samples was rewarded ("any of n", not the unbiased estimator).
+    A slash in the name of a source becomes an underscore; a source called all is all_. With n samples per prompt, pass_at_n is the share of prompts of which any
+    sample was rewarded; for each smaller power of two k, pass_at_k is the mean over the prompts of `pass_at`.
     """
     sources: dict[str, list[GroupMeta]] = defaultdict(list)
     for group in groups:
         sources["all"].append(group)
-        sources[group.data_source.replace("/", "_")].append(group)
+        name = group.data_source.replace("/", "_")
+        sources["all_" if name == "all" else name].append(group)
     metrics = {}
     for source, members in sources.items():
         rewards = [reward for group in members for reward in group.rewards]
-        k = len(members[0].rewards)
+        lengths = [length for group in members for length in group.response_lengths]
+        n = min(len(group.rewards) for group in members)
         metrics[f"eval/{source}/avg_score"] = sum(rewards) / len(rewards)
-        metrics[f"eval/{source}/pass_at_{k}"] = sum(max(g.rewards) > 0 for g in members) / len(members)
+        for k in (*_powers_of_two_below(n), n):
+            metrics[f"eval/{source}/pass_at_{k}"] = sum(pass_at(k, g.rewards) for g in members) / len(members)
         metrics[f"eval/{source}/mean_positive_reward"] = sum(max(r, 0.0) for r in rewards) / len(rewards)
-    lengths = [length for group in groups for length in group.response_lengths]
-    metrics["eval/all/generate/avg_num_tokens"] = sum(lengths) / len(lengths)
+        metrics[f"eval/{source}/generate/avg_num_tokens"] = sum(lengths) / len(lengths)
     return metrics
+
+
+def pass_at(k: int, rewards: Sequence[float]) -> float:
+    """Return the probability that k of these samples of a prompt, drawn without replacement, include one that was rewarded.
+
+    With c of n samples rewarded this is 1 - C(n - c, k) / C(n, k), the unbiased estimate of the probability that k samples of the
+    policy include one (Chen et al. 2021, arXiv:2107.03374); for k = n it is 1 where any was, else 0.
+
+    Args:
+        k: from 1 to len(rewards).
+    """
+    n, rewarded = len(rewards), sum(reward > 0 for reward in rewards)
+    return 1.0 - comb(n - rewarded, k) / comb(n, k)
+
+
+def _powers_of_two_below(n: int) -> list[int]:
+    return [1 << power for power in range((n - 1).bit_length())]
 
 
 class EvalQueue:

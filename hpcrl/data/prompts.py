@@ -7,7 +7,8 @@ truth for rule-checked tasks, and any further columns that its environment wants
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -31,7 +32,8 @@ def load_prompts(
 ) -> list[Prompt]:
     """Return the rows of all files in `sources`, in order.
 
-    All columns but those of the prompt, env_class and data_source become `Prompt.extras`.
+    All columns but those of the prompt, env_class and data_source become `Prompt.extras`. Rows without a data_source have that of
+    their file, see `source_names`.
 
     Args:
         sources: paths of .parquet, .json (a list of rows) or .jsonl files.
@@ -47,8 +49,25 @@ def load_prompts(
         DataError: a file is missing, unreadable or empty, or a row lacks what a prompt needs.
     """
     rows = chain.from_iterable(((source, row) for row in islice(_rows(source), first)) for source in sources)
-    columns = _Columns(prompt_column, response_column, default_env_class, env_class_required, check)
+    columns = _Columns(
+        prompt_column, response_column, default_env_class, env_class_required, check, source_names(sources)
+    )
     return [columns.prompt(row, str(index), source) for index, (source, row) in enumerate(rows)]
+
+
+def source_names(paths: Iterable[str]) -> dict[str, str]:
+    """Return a short name for each file: without folder and suffix, or with as many folders as tell it from the others.
+
+    math.jsonl is math, beside gsm8k/test.parquet and aime/test.parquet, which are gsm8k/test and aime/test.
+    """
+    parts = {path: Path(path).with_suffix("").parts for path in dict.fromkeys(paths)}
+    tails = dict.fromkeys(parts, ())
+    for depth in range(1, max(map(len, parts.values()), default=0) + 1):
+        alike = Counter(tails.values())
+        tails = {
+            path: own[-depth:] if alike[tails[path]] > 1 or depth == 1 else tails[path] for path, own in parts.items()
+        }
+    return {path: "/".join(tail) for path, tail in tails.items()}
 
 
 def set_aside(prompts: Sequence[Prompt], test_size: float) -> tuple[list[Prompt], list[Prompt]]:
@@ -148,6 +167,7 @@ class _Columns:
     default_env_class: str | None
     env_class_required: bool
     check: Callable[[str, Mapping[str, Any]], None] | None
+    source_names: Mapping[str, str]
 
     def prompt(self, row: Any, uid: str, source: str) -> Prompt:
         place = f"dataset {source}, row uid {uid}"
@@ -177,7 +197,7 @@ class _Columns:
             messages=_messages(row[self.of_prompt], f"{place}, column `{self.of_prompt}`"),
             env_class=env_class or "",
             extras=extras,
-            data_source=row.get("data_source") or "unknown",
+            data_source=row.get("data_source") or self.source_names[source],
         )
 
 

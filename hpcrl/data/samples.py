@@ -1,7 +1,7 @@
 """The file in which a rollout worker hands a finished group to the trainer.
 
 One safetensors file per group: the tensors of all samples laid end to end, the samples' lengths, and the GroupMeta as JSON in
-the header. The controller needs only the header, which is read here without torch.
+the header. The controller needs only the header, people look at samples on login nodes: only `write_group` and `read_group` need torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from hpcrl.run.commit import write_bytes
 from hpcrl.types import GroupMeta, Sample
 
 if TYPE_CHECKING:
-    import torch
+    import numpy as np
 
 _TENSORS = ("token_ids", "loss_mask", "rollout_logprobs", "versions", "rewards")
 _META = "hpcrl_group"
@@ -43,6 +44,19 @@ def write_group(path: Path, samples: Sequence[Sample], meta: GroupMeta) -> None:
     write_bytes(path, save(tensors, {_META: json.dumps({"meta": meta.to_json(), "samples": details})}))
 
 
+@dataclass(frozen=True)
+class Arrays:
+    """A sample as it lies in its file.
+
+    Attributes:
+        columns: name of each tensor of `Sample` -> its values [T].
+    """
+
+    columns: dict[str, np.ndarray]
+    stop_reason: Any
+    env_metrics: dict[str, float]
+
+
 def read_group(path: Path, indices: Sequence[int] | None = None, expected: Sequence[int] | None = None) -> list[Sample]:
     """Return the samples of the group at `path`, all of them or those at `indices`, in that order.
 
@@ -52,22 +66,46 @@ def read_group(path: Path, indices: Sequence[int] | None = None, expected: Seque
     Raises:
         DataError: the file is missing or damaged, or its samples do not have the expected lengths.
     """
+    import torch
+
+    found = read_arrays(path, expected)
+    chosen = found if indices is None else [found[index] for index in indices]
+    # torch.tensor copies, so that a caller who keeps one sample does not keep the whole group
+    return [
+        Sample(
+            **{name: torch.tensor(values) for name, values in sample.columns.items()},
+            stop_reason=sample.stop_reason,
+            env_metrics=sample.env_metrics,
+        )
+        for sample in chosen
+    ]
+
+
+def read_arrays(path: Path, expected: Sequence[int] | None = None) -> list[Arrays]:
+    """Return the samples of the group at `path`, without torch; args and errors as in `read_group`."""
+    import numpy as np
     from safetensors import SafetensorError
-    from safetensors.torch import load
+    from safetensors.numpy import load
 
     _, details = _header(path)
     try:
         tensors = load(path.read_bytes())
         lengths: list[int] = tensors["lengths"].tolist()
-        columns = {name: tensors[name].split(lengths) for name in _TENSORS}
-    except (SafetensorError, KeyError, RuntimeError) as error:
+        whole = {name: tensors[name] for name in _TENSORS}
+    except (SafetensorError, KeyError) as error:
         raise _damaged(path, str(error)) from error
     if len(lengths) != len(details):
         raise _damaged(path, f"{len(lengths)} lengths for {len(details)} samples")
+    if any(values.shape != (sum(lengths),) for values in whole.values()):
+        raise _damaged(path, f"its tensors do not have the {sum(lengths)} entries of its samples")
     if expected is not None and lengths != list(expected):
         raise _damaged(path, f"samples of {lengths} tokens where {list(expected)} are expected")
-    chosen = range(len(lengths)) if indices is None else indices
-    return [_sample(columns, index, details[index]) for index in chosen]
+    ends = np.cumsum(lengths)[:-1]
+    columns = {name: np.split(values, ends) for name, values in whole.items()}
+    return [
+        Arrays({name: parts[at] for name, parts in columns.items()}, detail["stop_reason"], detail["env_metrics"])
+        for at, detail in enumerate(details)
+    ]
 
 
 def read_meta(path: Path) -> GroupMeta:
@@ -77,12 +115,6 @@ def read_meta(path: Path) -> GroupMeta:
         DataError: the file is missing or its header is damaged.
     """
     return _header(path)[0]
-
-
-def _sample(columns: dict[str, tuple[torch.Tensor, ...]], index: int, detail: dict[str, Any]) -> Sample:
-    # cloned, so that a caller who keeps one sample does not keep the whole group
-    tensors = {name: column[index].clone() for name, column in columns.items()}
-    return Sample(**tensors, stop_reason=detail["stop_reason"], env_metrics=detail["env_metrics"])
 
 
 def _header(path: Path) -> tuple[GroupMeta, list[dict[str, Any]]]:

@@ -11,7 +11,6 @@ Running training groups go on under the new weights; running evaluation is waite
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -22,11 +21,13 @@ from typing import Any
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
 from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.rollouts import Decode
 from hpcrl.data.samples import write_group
 from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rollout.client import EngineClient
-from hpcrl.rollout.generate import Group, GroupGenerator
+from hpcrl.rollout.dump import append_evaluated
+from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.meter import Meter
 from hpcrl.rollout.pressure import Pressure
 from hpcrl.rollout.progress import watch_progress
@@ -87,7 +88,7 @@ async def work(
     tokenizer = load_tokenizer(model, config.chat_template)
     generator = GroupGenerator(engine, tokenizer, config, environment, post.baselines)
     try:
-        await Worker(post, server, engine, generator, lease).run()
+        await Worker(post, server, engine, generator, lease, tokenizer.decode).run()
     finally:
         await engine.close()
 
@@ -96,9 +97,16 @@ class Worker:
     """One replica at work."""
 
     def __init__(
-        self, post: Post, server: Server, engine: EngineClient, generator: GroupGenerator, lease: LeaseWriter
+        self,
+        post: Post,
+        server: Server,
+        engine: EngineClient,
+        generator: GroupGenerator,
+        lease: LeaseWriter,
+        decode: Decode,
     ) -> None:
         self._post, self._server, self._engine, self._generator = post, server, engine, generator
+        self._decode = decode
         self._lease, self._controller = lease, Controller(post.run, post.attempt)
         self._flight: dict[asyncio.Task[GroupMeta], Work] = {}
         self._metrics: MetricsWriter | None = None
@@ -204,7 +212,7 @@ class Worker:
         if work.kind == "eval":
             path = run.eval_dump(group.oldest_version, replica)
             if self._post.dump_evals:
-                _dump(path, group)
+                append_evaluated(path, group, self._decode)
             return group.meta(replica, str(path.relative_to(run.path)))
         path = run.samples_of(replica) / f"{work.group_id}.safetensors"
         meta = group.meta(replica, str(path.relative_to(run.path)))
@@ -265,22 +273,3 @@ class Worker:
         while self._server.alive():
             await asyncio.sleep(_WATCH_S)
         raise EngineError("the inference engine ended")
-
-
-def _dump(path: Path, group: Group) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    prompt = group.work.prompt
-    common = {"prompt": prompt.messages, "env_class": prompt.env_class, "data_source": prompt.data_source}
-    several = any(len(messages) > 1 for messages in group.conversations)
-    lines = [
-        {
-            **common,
-            "response": messages if several else text,
-            "score": float(sample.rewards.sum()),
-            "stop_reason": sample.stop_reason,
-            "group_id": group.work.group_id,
-        }
-        for text, messages, sample in zip(group.texts, group.conversations, group.samples, strict=True)
-    ]
-    with path.open("a") as file:
-        file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

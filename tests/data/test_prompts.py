@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hpcrl.data.prompts import drop_long, load_prompts, set_aside
+from hpcrl.data.prompts import drop_long, load_prompts, set_aside, source_names
 from hpcrl.errors import DataError
 
 CHAT = [{"role": "user", "content": "sort: ba"}]
@@ -34,7 +34,7 @@ def test_formats_agree(tmp_path, suffix):
     assert (first.uid, first.env_class, first.data_source) == ("0", "sort_letters", "letters")
     assert first.messages == CHAT
     assert first.extras == {"reward_spec": SPEC, "level": 3}
-    assert (second.uid, second.env_class, second.data_source) == ("1", "other", "unknown")
+    assert (second.uid, second.env_class, second.data_source) == ("1", "other", "rows"), "the name of the file"
     assert second.extras == {"reward_spec": SPEC, "level": None}
 
 
@@ -43,6 +43,31 @@ def test_several_files_keep_their_order(tmp_path):
     prompts = load_prompts(names, "other")
     assert [prompt.uid for prompt in prompts] == ["0", "1", "2"]
     assert prompts[2].extras == {"n": 9}
+
+
+def test_rows_without_a_source_have_their_files(tmp_path):
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "aime").mkdir()
+    rows = [{"prompt": CHAT}, {"prompt": CHAT, "data_source": "named"}]
+    names = [write(tmp_path / f"{folder}/test.jsonl", rows) for folder in ("gsm8k", "aime")]
+    found = [prompt.data_source for prompt in load_prompts(names, "e")]
+    assert found == ["gsm8k/test", "named", "aime/test", "named"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/data/math.jsonl"], ["math"]),
+        (["a/test.json", "math.parquet"], ["test", "math"]),
+        (["a/b/test.json", "c/b/test.json", "c/test.json"], ["a/b/test", "c/b/test", "c/test"]),
+        (["test.json", "a/test.json"], ["test", "a/test"]),
+        (["a/test.json", "a/test.jsonl"], ["a/test", "a/test"]),
+        (["a/test.json", "a/test.json"], ["test"]),
+    ],
+)
+def test_names_of_files(paths, names):
+    assert list(source_names(paths).values()) == names
+    assert list(source_names(paths)) == list(dict.fromkeys(paths))
 
 
 def test_line_separators_inside_a_string_do_not_end_a_line(tmp_path):

@@ -1,0 +1,215 @@
+"""Samples for people: which ones a step trained or an evaluation scored, and what was said in them, turn by turn."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from hpcrl.data.samples import Arrays, read_arrays
+from hpcrl.errors import DataError, RunError
+from hpcrl.run.commit import read_json
+from hpcrl.run.layout import Run, step_of, version_of
+from hpcrl.types import Batch, GroupMeta
+
+Decode = Callable[[list[int]], str]
+Order = Literal["best", "worst", "random"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens that follow one another and come from one side.
+
+    Attributes:
+        by: prompt, policy, or environment for what came between two turns of the policy.
+        tokens: how many; None where only the text is known.
+        trained: of these tokens, those that enter the loss.
+        reward: of a policy's turn: what it earned.
+    """
+
+    by: Literal["prompt", "policy", "environment"]
+    text: str
+    tokens: int | None = None
+    trained: int | None = None
+    reward: float | None = None
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sample.
+
+    Attributes:
+        name: of the group, and its place in it.
+        reward: the sum over its turns.
+        raw_reward: before generator.zero_reward_on_non_stop, where that changed it.
+        versions: the oldest and the newest policy that chose one of its tokens; None where it is not known.
+    """
+
+    name: str
+    replica: int
+    data_source: str
+    reward: float
+    stop_reason: str
+    parts: list[Part]
+    raw_reward: float | None = None
+    versions: tuple[int, int] | None = None
+    env_metrics: dict[str, float] = field(default_factory=dict)
+
+
+def ordered(rewards: Sequence[float], order: Order | None, seed: int) -> list[int]:
+    """Return the places of `rewards` in the order asked for, equal ones as they stand; None: all as they stand.
+
+    Args:
+        seed: of a random order.
+    """
+    places = list(range(len(rewards)))
+    if order == "random":
+        random.Random(seed).shuffle(places)
+    elif order is not None:
+        places.sort(key=lambda at: rewards[at] if order == "worst" else -rewards[at])
+    return places
+
+
+def trained_samples(run: Run, step: int | None) -> tuple[int, list[tuple[GroupMeta, int]]]:
+    """Return a step, the newest one with a batch where none is named, and its samples: group, and place in the group.
+
+    Raises:
+        RunError: there is no such batch, or its samples were removed.
+    """
+    steps = sorted(number for path in run.batches.glob("s*.json") if (number := step_of(path)) is not None)
+    if not steps:
+        raise RunError(f"{run.name} has no batch yet, so nothing was trained")
+    chosen = steps[-1] if step is None else step
+    value = read_json(run.batch(chosen))
+    if value is None:
+        raise RunError(f"{run.name} has no batch of step {chosen}; there are those of steps {steps[0]} to {steps[-1]}")
+    batch = Batch.from_json(value)
+    if any(not run.inside(group.path).is_file() for group in batch.groups):
+        raise RunError(_gone(run, chosen, steps))
+    return chosen, [(group, at) for group in batch.groups for at in range(len(group.rewards))]
+
+
+def _gone(run: Run, step: int, steps: Sequence[int]) -> str:
+    """Say that samples were removed, and which ones are there."""
+    left = [number for number in steps if number > step and _is_there(run, number)]
+    there = f"those of steps {left[0]} to {left[-1]} are there" if left else "no later ones are there either"
+    dump = f"; what step {step} trained is in {run.dump(step)}" if run.dump(step).is_dir() else ""
+    return f"the samples of step {step} are gone: samples stay until two checkpoints after their step are committed; {there}{dump}"
+
+
+def _is_there(run: Run, step: int) -> bool:
+    value = read_json(run.batch(step))
+    return value is not None and all(run.inside(group["path"]).is_file() for group in value["groups"])
+
+
+def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Decode) -> list[Rollout]:
+    """Return samples that `trained_samples` names.
+
+    Args:
+        decode: token ids to text.
+
+    Raises:
+        DataError: a file is damaged, or was removed meanwhile.
+    """
+    groups: dict[str, list[Arrays]] = {}
+    for group, _ in samples:
+        if group.path not in groups:
+            groups[group.path] = read_arrays(run.inside(group.path), group.lengths)
+    return [_rollout(group, at, groups[group.path][at], decode) for group, at in samples]
+
+
+def _rollout(group: GroupMeta, at: int, sample: Arrays, decode: Decode) -> Rollout:
+    columns = sample.columns
+    chosen = columns["versions"][columns["versions"] >= 0]
+    raw = group.raw_rewards[at] if group.raw_rewards else group.rewards[at]
+    return Rollout(
+        name=f"{group.group_id}.{at}",
+        replica=group.replica,
+        data_source=group.data_source,
+        reward=group.rewards[at],
+        stop_reason=str(sample.stop_reason),
+        parts=parts_of(columns["token_ids"], columns["versions"], columns["loss_mask"], columns["rewards"], decode),
+        raw_reward=raw if raw != group.rewards[at] else None,
+        versions=(int(chosen.min()), int(chosen.max())) if len(chosen) else None,
+        env_metrics=sample.env_metrics,
+    )
+
+
+def parts_of(
+    token_ids: np.ndarray, versions: np.ndarray, loss_mask: np.ndarray, rewards: np.ndarray, decode: Decode
+) -> list[Part]:
+    """Return what each side said, in order.
+
+    A reward at or after the tokens of a turn, and before the next turn, is what that turn earned.
+
+    Args:
+        token_ids, versions, loss_mask, rewards: [T], as in `Sample`.
+    """
+    by_policy = versions >= 0
+    bounds = [0, *(np.flatnonzero(np.diff(by_policy)) + 1).tolist(), len(token_ids)]
+    parts: list[Part] = []
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        text, tokens, trained = decode(token_ids[start:end].tolist()), end - start, int(loss_mask[start:end].sum())
+        if by_policy[start]:
+            until = next((after for after in bounds if after > end), len(token_ids))
+            parts.append(Part("policy", text, tokens, trained, float(rewards[start:until].sum())))
+        else:
+            parts.append(Part("environment" if parts else "prompt", text, tokens, trained))
+    return parts
+
+
+def evaluated_samples(run: Run, version: int | None) -> tuple[int, list[Rollout]]:
+    """Return a version, the newest one whose evaluation was written where none is named, and its samples by row.
+
+    Raises:
+        RunError: there is no such evaluation, or its samples were not written.
+        DataError: a file is damaged.
+    """
+    dumps = [path for path in run.evals.glob("v*/*.jsonl") if version_of(path.parent) is not None]
+    versions = sorted({version_of(path.parent) or 0 for path in dumps})
+    if not versions:
+        raise RunError(
+            f"{run.name} has no samples of an evaluation: none is over, or trainer.dump_eval_results is false, or "
+            "trainer.eval_interval is 0"
+        )
+    chosen = versions[-1] if version is None else version
+    if chosen not in versions:
+        raise RunError(
+            f"{run.name} has no samples of an evaluation of version {chosen}; there are those of {', '.join(map(str, versions))}"
+        )
+    found: list[Rollout] = []
+    for path in sorted(path for path in dumps if version_of(path.parent) == chosen):
+        found += _evaluated(path, chosen)
+    return chosen, sorted(found, key=lambda rollout: rollout.name.rpartition(".")[0])
+
+
+def _evaluated(path: Path, version: int) -> list[Rollout]:
+    found, count = [], Counter[str]()
+    *lines, _ = path.read_text(encoding="utf-8").split(
+        "\n"
+    )  # an evaluation that goes on may have written half of the last one
+    for number, text in enumerate(lines, 1):
+        try:
+            line = json.loads(text)
+            group = line["group_id"]
+            rollout = Rollout(
+                name=f"{group}.{count[group]}",
+                replica=int(path.stem),
+                data_source=line["data_source"],
+                reward=line["score"],
+                stop_reason=line["stop_reason"],
+                parts=[Part(**part) for part in line["parts"]],
+                versions=(version, version),
+                env_metrics=line["env_metrics"],
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}, line {number} is no sample of an evaluation: {error!r}") from error
+        found.append(rollout)
+        count[group] += 1
+    return found
