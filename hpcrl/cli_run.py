@@ -31,3 +31,10 @@ def named_run(arguments: argparse.Namespace) -> Run:
     from hpcrl.launch.registry import default_root, find_run
 
     return find_run(arguments.run, arguments.root or default_root())
+
+
+def positive(text: str) -> int:
+    """Return the number from 1 that an option was given."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1, found {text!r}")
+    return int(text)

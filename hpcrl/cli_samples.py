@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
-from hpcrl.cli_run import add_run_command, named_run
+from hpcrl.cli_run import add_run_command, named_run, positive
 
 if TYPE_CHECKING:
     from hpcrl.data.rollouts import Decode, Part, Rollout
@@ -28,16 +28,10 @@ def add_samples(commands: argparse._SubParsersAction) -> None:
         ("random", "in a random order"),
     ):
         order.add_argument(f"--{name}", dest="order", action="store_const", const=name, help=text)
-    parser.add_argument("-n", type=_count, default=3, metavar="K", help="how many (3)")
+    parser.add_argument("-n", type=positive, default=3, metavar="K", help="how many (3)")
     parser.add_argument("--seed", type=int, default=0, help="of --random (0)")
     parser.add_argument("--eval", action="store_true", help="those of an evaluation")
     parser.add_argument("--json", action="store_true", help="a JSON list, one object per sample")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 1, found {text!r}")
-    return int(text)
 
 
 def _samples(arguments: argparse.Namespace) -> int:

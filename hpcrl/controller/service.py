@@ -250,7 +250,12 @@ class Service:
             return None
         if step not in self._described:
             assert self._metrics is not None
-            position = {"trainer/global_step": step, "trainer/epoch": self._epoch(batch)}
+            position = {
+                "trainer/global_step": step,
+                "trainer/epoch": self._epoch(batch),
+                "trainer/total_steps": self.total_steps,
+                "trainer/steps_per_epoch": self.steps_per_epoch,
+            }
             dropped = describe_dropped(batch) if self._schedule.sampling.config.type else {}
             surplus = describe_surplus(batch) if self._schedule.surplus else {}
             self._metrics.write(step, describe(batch) | dropped | surplus | position | self._replicas())

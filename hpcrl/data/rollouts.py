@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -82,25 +83,33 @@ def trained_samples(run: Run, step: int | None) -> tuple[int, list[tuple[GroupMe
     Raises:
         RunError: there is no such batch, or its samples were removed.
     """
-    steps = sorted(number for path in run.batches.glob("s*.json") if (number := step_of(path)) is not None)
+    chosen = max(_steps(run), default=0) if step is None else step
+    return chosen, [(group, at) for group in require_samples(run, chosen).groups for at in range(len(group.rewards))]
+
+
+def require_samples(run: Run, step: int) -> Batch:
+    """Return the batch of a step.
+
+    Raises:
+        RunError: there is none, or its samples were removed.
+    """
+    steps = _steps(run)
     if not steps:
         raise RunError(f"{run.name} has no batch yet, so nothing was trained")
-    chosen = steps[-1] if step is None else step
-    value = read_json(run.batch(chosen))
-    if value is None:
-        raise RunError(f"{run.name} has no batch of step {chosen}; there are those of steps {steps[0]} to {steps[-1]}")
-    batch = Batch.from_json(value)
-    if any(not run.inside(group.path).is_file() for group in batch.groups):
-        raise RunError(_gone(run, chosen, steps))
-    return chosen, [(group, at) for group in batch.groups for at in range(len(group.rewards))]
-
-
-def _gone(run: Run, step: int, steps: Sequence[int]) -> str:
-    """Say that samples were removed, and which ones are there."""
+    if step not in steps:
+        raise RunError(f"{run.name} has no batch of step {step}; there are those of steps {steps[0]} to {steps[-1]}")
+    if _is_there(run, step):
+        return Batch.from_json(read_json(run.batch(step)))
     left = [number for number in steps if number > step and _is_there(run, number)]
     there = f"those of steps {left[0]} to {left[-1]} are there" if left else "no later ones are there either"
     dump = f"; what step {step} trained is in {run.dump(step)}" if run.dump(step).is_dir() else ""
-    return f"the samples of step {step} are gone: samples stay until two checkpoints after their step are committed; {there}{dump}"
+    raise RunError(
+        f"the samples of step {step} are gone: they are removed once two checkpoints of their step or later are committed; {there}{dump}"
+    )
+
+
+def _steps(run: Run) -> list[int]:
+    return sorted(number for path in run.batches.glob("s*.json") if (number := step_of(path)) is not None)
 
 
 def _is_there(run: Run, step: int) -> bool:
@@ -154,7 +163,7 @@ def parts_of(
     by_policy = versions >= 0
     bounds = [0, *(np.flatnonzero(np.diff(by_policy)) + 1).tolist(), len(token_ids)]
     parts: list[Part] = []
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         text, tokens, trained = decode(token_ids[start:end].tolist()), end - start, int(loss_mask[start:end].sum())
         if by_policy[start]:
             until = next((after for after in bounds if after > end), len(token_ids))

@@ -120,11 +120,10 @@ class Checkpoints:
 
         A fresh start is step 0 and carries nothing. Args and errors as in `find`.
         """
-        self._seed_rng(0)
         found = self.find(mode, path)
         if found is not None and found.parent == self._run.checkpoints:
             self._world.look(lambda: self._loads(found))
-        start = self.restore(engine, critic, found) if found else Start()
+        start = self.load(engine, critic, found)
         self._world.barrier()  # every rank has loaded it
         self._world.look(lambda: self._started(found))
         self._newest = found
@@ -169,13 +168,17 @@ class Checkpoints:
             )
         return _foreign(path) if mode == "from_path" else None
 
-    def restore(self, engine: Engine, critic: Engine | None, checkpoint: Path) -> Start:
-        """Load a checkpoint that `find` gave.
+    def load(self, engine: Engine, critic: Engine | None, checkpoint: Path | None) -> Start:
+        """Bring the engines, and what is drawn at random, to a checkpoint or, where it is None, to step 0; nothing is written.
 
         Raises:
             RunError: there is a critic, and the checkpoint has none.
             CommitError: it cannot be loaded.
         """
+        self._seed_rng(0)
+        return Start() if checkpoint is None else self._restore(engine, critic, checkpoint)
+
+    def _restore(self, engine: Engine, critic: Engine | None, checkpoint: Path) -> Start:
         facts = self._world.look(lambda: verify(checkpoint, checksums=False))
         saved = any(name.startswith(f"{_CRITIC}/") for name in facts["files"])
         if critic is not None and not saved:

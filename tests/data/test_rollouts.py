@@ -93,7 +93,7 @@ def test_samples_that_are_gone_are_said_to_be(run: Run) -> None:
         train(run, step, [1.0])
     (run.samples_of(3) / "g1.safetensors").unlink()
     with pytest.raises(
-        RunError, match=r"step 1 are gone: .* two checkpoints .*; those of steps 2 to 3 are there"
+        RunError, match=r"step 1 are gone: .* two checkpoints .* committed; those of steps 2 to 3 are there"
     ) as error:
         trained_samples(run, 1)
     assert "dumps" not in str(error.value)

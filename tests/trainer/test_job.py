@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -266,6 +267,43 @@ def test_metrics(run: Run) -> None:
         "timing/step", "timing/policy_train", "timing/sync_weights", "timing/save_checkpoints", "timing/save_hf_model",
         "memory/peak_host_gib", "throughput/idle_share", "timing/update_ref_with_policy", "policy/shared_prefix_tokens", "timing/dump_data_batch",
     }  # fmt: skip
+
+
+def test_a_replayed_step_is_the_same_and_leaves_the_run_alone(run: Run, tmp_path: Path) -> None:
+    """From checkpoint 2 over step 3, whose end moves the reference; one rank, as the run had in the end. Twice, and with a dump."""
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    output = tmp_path / "replayed"
+    words = ["replay", str(run.path), "--step", str(STEPS), "--times", "2", "--output", str(output), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcrl.cli", *words], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [(one["time"], one["step"]) for one in found] == [(1, 3), (1, 4), (2, 3), (2, 4)]
+    recorded = merged(run)
+    for one in found:
+        for name in ("policy/final_loss", "policy/grad_norm", "policy/policy_lr", "loss/kl_loss_coef", "loss/avg_kl"):
+            assert one["metrics"][name] == pytest.approx(recorded[one["step"]][name], rel=1e-6, abs=1e-9), (one, name)
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+    for name in verify(run.dump(STEPS))["files"]:
+        theirs, own = load_file(run.dump(STEPS) / name), load_file(Run(output).dump(STEPS) / name)
+        assert torch.equal(theirs["token_ids"], own["token_ids"])
+        torch.testing.assert_close(theirs["ref_logprobs"], own["ref_logprobs"], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ("2", r"the samples of step 1 are gone: .*; those of steps 3 to 4 are there; what step 1 trained is in "),
+        ("9", r"has not trained step 9; steps 1 to 4 have been"),
+    ],
+)
+def test_what_cannot_be_replayed(run: Run, step: str, message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcrl.cli", "replay", str(run.path), "--step", step], env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 5
+    assert re.search(message, done.stderr), done.stderr
 
 
 def test_the_first_error_is_recorded(tmp_path: Path) -> None:
