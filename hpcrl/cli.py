@@ -14,6 +14,7 @@ from hpcrl.cli_checkpoint import add_checkpoint
 from hpcrl.cli_cluster import add_cluster
 from hpcrl.cli_config import add_config
 from hpcrl.cli_env import add_env
+from hpcrl.cli_eval import add_eval
 from hpcrl.cli_replay import add_replay
 from hpcrl.cli_run import add_run_command, named_run
 from hpcrl.cli_samples import add_samples
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     run_command("stacks", "show what every process of a run is doing now")
     add_samples(commands)
     add_replay(commands)
+    add_eval(commands)
     add_checkpoint(commands)
     add_cluster(commands)
     add_config(commands)

@@ -104,23 +104,6 @@ def _attempt(path: Path) -> str:
     return "-" if by is None else str(by)
 
 
-def _find(run: Run, word: str) -> Path:
-    """Return the directory that a step or a name of a person means.
-
-    Raises:
-        RunError: there is none.
-    """
-    from hpcrl.errors import RunError
-
-    names = [word, f"s{int(word):06d}"] if word.isdecimal() else [word]
-    there = [path for path in run.checkpoints.iterdir() if path.is_dir()] if run.checkpoints.is_dir() else []
-    for path in there:
-        if path.name in names:
-            return path
-    listed = ", ".join(sorted(path.name for path in there)) or "none"
-    raise RunError(f"{run.name} has no checkpoint {word}; there are: {listed}")
-
-
 def _age(seconds: float) -> str:
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
@@ -146,14 +129,14 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import CommitError
-    from hpcrl.run.checkpoints import size_of
+    from hpcrl.run.checkpoints import find_checkpoint, size_of
     from hpcrl.run.commit import is_committed, verify
     from hpcrl.run.layout import position_of
     from hpcrl.run.space import readable
 
     run = named_run(arguments)
     if arguments.step:
-        paths = [_find(run, arguments.step)]
+        paths = [find_checkpoint(run, arguments.step)]
     else:
         there = sorted(run.checkpoints.iterdir()) if run.checkpoints.is_dir() else []
         paths = [path for path in there if position_of(path) and is_committed(path)]
@@ -171,14 +154,14 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import RunError
-    from hpcrl.run.checkpoints import line_of
+    from hpcrl.run.checkpoints import find_checkpoint, line_of
     from hpcrl.run.commit import verify
 
     run = named_run(arguments)
     line = line_of(run)
     if not arguments.step and not line:
         raise RunError(f"{run.name} has no committed checkpoint")
-    checkpoint = _find(run, arguments.step) if arguments.step else line[-1]
+    checkpoint = find_checkpoint(run, arguments.step) if arguments.step else line[-1]
     target = (arguments.output or run.exports / checkpoint.name).absolute()
     if target.exists():
         raise RunError(f"{target} exists; move it away, or choose another directory with --output")
@@ -195,12 +178,12 @@ def _export(arguments: argparse.Namespace) -> int:
 def _rm(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import RunError
     from hpcrl.launch.registry import states_of
-    from hpcrl.run.checkpoints import line_of, needed
+    from hpcrl.run.checkpoints import find_checkpoint, line_of, needed
     from hpcrl.run.commit import discard
 
     run = named_run(arguments)
     newest = needed(line_of(run))
-    paths = list(dict.fromkeys(_find(run, word) for word in arguments.steps))
+    paths = list(dict.fromkeys(find_checkpoint(run, word) for word in arguments.steps))
     wanted = [path for path in paths if path in newest]
     if wanted and not arguments.force:
         raise RunError(

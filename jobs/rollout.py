@@ -17,11 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcrl.config import Config, engine_rope, eval_sampling
+from hpcrl.config import Config
 from hpcrl.config.derive import max_input_length, needs_baselines
 from hpcrl.errors import HpcrlError
+from hpcrl.rollout.options import server_options
 from hpcrl.rollout.scratch import Scratch
-from hpcrl.rollout.server import Server, ServerOptions
+from hpcrl.rollout.server import Server
 from hpcrl.run.call import Controller
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import FAILED, LeaseWriter
@@ -49,7 +50,7 @@ def main(path: str) -> None:
 def serve(run: Run, config: Config, attempt: int, replica: int, lease: LeaseWriter, pulse: Pulse) -> None:
     scratch, start_s = Scratch(), config.generator.inference_engine.start_timeout_seconds
     try:
-        server = Server(options(run, config), scratch.path, run.log(attempt, f"engine-{replica}"))
+        server = Server(server_options(run, config), scratch.path, run.log(attempt, f"engine-{replica}"))
         try:
             # torch and transformers take seconds to import, while the engine starts
             from hpcrl.rollout.worker import work
@@ -84,23 +85,6 @@ def station(run: Run, config: Config, attempt: int, replica: int, scratch: Path)
         baselines=needs_baselines(config.trainer.algorithm),
         stall_s=config.generator.inference_engine.stall_timeout_seconds,
         load_s=config.generator.inference_engine.start_timeout_seconds,
-    )
-
-
-def options(run: Run, config: Config) -> ServerOptions:
-    generator, (rope_scaling, rope_theta) = config.generator, engine_rope(config)
-    longest = max(generator.sampling_params.max_generate_length, eval_sampling(generator).max_generate_length)
-    return ServerOptions(
-        model=config.trainer.policy.model.path,
-        engine=generator.inference_engine,
-        seed=config.trainer.seed if generator.inference_engine.seed is None else generator.inference_engine.seed,
-        max_model_len=max_input_length(generator, config.trainer) + longest,
-        on_cpu=config.slurm.gpus_per_node == 0,
-        run_name=run.name,
-        token_file=run.token,
-        model_config_kwargs=config.trainer.policy.model_config_kwargs,
-        rope_scaling=rope_scaling,
-        rope_theta=rope_theta,
     )
 
 

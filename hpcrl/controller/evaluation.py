@@ -18,19 +18,24 @@ def is_due(version: int, total_steps: int, interval: int, before_train: bool) ->
     return version % interval == 0 or version == total_steps
 
 
-def scores(groups: Sequence[GroupMeta]) -> dict[str, float]:
-    """Return the evaluation metrics of each data source and of all together.
-
-    A slash in the name of a source becomes an underscore; a source called all is all_. With n samples per prompt, pass_at_n is the share of prompts of which any
-    sample was rewarded; for each smaller power of two k, pass_at_k is the mean over the prompts of `pass_at`.
-    """
+def by_source(groups: Sequence[GroupMeta]) -> dict[str, list[GroupMeta]]:
+    """Return the groups of all sources together, as "all", and of each: by its name with underscores for slashes, all_ for one called all."""
     sources: dict[str, list[GroupMeta]] = defaultdict(list)
     for group in groups:
         sources["all"].append(group)
         name = group.data_source.replace("/", "_")
         sources["all_" if name == "all" else name].append(group)
+    return dict(sources)
+
+
+def scores(groups: Sequence[GroupMeta]) -> dict[str, float]:
+    """Return the evaluation metrics of each data source and of all together.
+
+    With n samples per prompt, pass_at_n is the share of prompts of which any sample was rewarded; for each smaller power of two k,
+    pass_at_k is the mean over the prompts of `pass_at`.
+    """
     metrics = {}
-    for source, members in sources.items():
+    for source, members in by_source(groups).items():
         rewards = [reward for group in members for reward in group.rewards]
         lengths = [length for group in members for length in group.response_lengths]
         n = min(len(group.rewards) for group in members)

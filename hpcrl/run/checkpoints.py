@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcrl.config.trainer import TrainerConfig
-from hpcrl.errors import CommitError
+from hpcrl.errors import CommitError, RunError
 from hpcrl.run.commit import Fence, committed, committed_by, discard, is_committed, unfenced, verify
 from hpcrl.run.fault import fault
 from hpcrl.run.layout import Run, position_of, step_of
@@ -91,6 +91,21 @@ def line_of(run: Run) -> list[Path]:
     """Return the committed checkpoints, oldest first, without those that a later attempt gave up."""
     lines = read_starts(run)
     return [path for path in _named(run) if (by := committed_by(path)) is not None and not given_up_by(lines, path, by)]
+
+
+def find_checkpoint(run: Run, word: str) -> Path:
+    """Return the directory that a step or a name of a person means.
+
+    Raises:
+        RunError: there is none.
+    """
+    names = [word, f"s{int(word):06d}"] if word.isdecimal() else [word]
+    there = [path for path in run.checkpoints.iterdir() if path.is_dir()] if run.checkpoints.is_dir() else []
+    for path in there:
+        if path.name in names:
+            return path
+    listed = ", ".join(sorted(path.name for path in there)) or "none"
+    raise RunError(f"{run.name} has no checkpoint {word}; there are: {listed}")
 
 
 def steps_left(run: Run) -> list[int]:

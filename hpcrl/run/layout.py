@@ -20,6 +20,7 @@
   exports/s000040/                 HF format
   dumps/s000042/                   what step 42 trained, with advantages; trainer.dump_data_batch
   evals/v000010/<replica>.jsonl    texts and scores of the evaluation samples
+  evaluations/<name>/              of `hpcrl eval`, each laid out as a run directory (hpcrl/launch/evaluate.py)
   metrics/*.jsonl                  one writer per file; the truth
   profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks
   tensorboard/                     derived from metrics; can be rebuilt
@@ -132,6 +133,10 @@ class Run:
     @property
     def evals(self) -> Path:
         return self.path / "evals"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations"
 
     @property
     def metrics(self) -> Path:

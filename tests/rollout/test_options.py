@@ -18,6 +18,7 @@ import torch
 from hpcrl.config import Config
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.client import EngineClient, Generation
+from hpcrl.rollout.options import server_options
 from hpcrl.rollout.server import Server, ServerOptions, _command
 from hpcrl.run.call import headers
 from hpcrl.run.layout import Run
@@ -140,13 +141,11 @@ def test_vllm_knows_the_options_of_gpus_by_these_names(models: list[Path], token
 
 
 def test_what_the_job_asks_of_the_server(token_file: Path) -> None:
-    job = runpy.run_path(str(REPOSITORY / "jobs" / "rollout.py"))
-
     def asked(**generator: Any) -> ServerOptions:
         policy = {"model": {"path": "m"}, "model_config_kwargs": {"rms_norm_eps": 0.5}}
         trainer = {"policy": policy, "eval_interval": 0, "seed": 5, "max_prompt_length": 10}
         config = Config.from_dict({"data": {"train_data": ["t"]}, "trainer": trainer, "generator": generator})
-        return job["options"](Run(token_file.parent), config)
+        return server_options(Run(token_file.parent), config)
 
     plain = asked(sampling_params={"max_generate_length": 20})
     assert (plain.seed, plain.rope_scaling, plain.rope_theta, plain.max_model_len) == (5, {}, None, 30)
