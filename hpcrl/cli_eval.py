@@ -72,7 +72,7 @@ def _table(results: dict[str, Any]) -> list[str]:
     shown = [*sources, "all"] if len(sources) > 1 else sources
     width = max(len("source"), *map(len, shown))
     dropped = f", {results['too_long']} were longer than trainer.max_prompt_length" if results["too_long"] else ""
-    n = results["n_samples"]
+    n, failures = results["n_samples"], results["failures"]
     lines = [
         f"{results['subject']}: {prompts['all']} prompts, {n} sample{'s' if n > 1 else ''} each, {results['seconds']:.0f} s{dropped}",
         "  ".join([f"{'source':{width}}", *(f"{head:>8}" for head in heads)]),
@@ -81,4 +81,4 @@ def _table(results: dict[str, Any]) -> list[str]:
         values = [metrics[f"eval/{source}/{name}"] for name in columns]
         cells = [f"{prompts[source]:8}", *(f"{value:8.4g}" for value in values)]
         lines.append("  ".join([f"{source:{width}}", *cells]))
-    return lines
+    return [*lines, *([f"{len(failures)} samples failed, the first: {failures[0]}"] if failures else [])]

@@ -60,7 +60,7 @@ def play(
     generator = replace(config.generator, max_input_length=max_input_length(config.generator, trainer))
     tokenizer = load_tokenizer(model, generator.chat_template)
     columns = config.environment.env_class, data.prompt_column, data.response_column
-    prompts = load_prompts(data.val_data, *columns, **needs(config.environment, ("eval",)))
+    prompts = load_prompts(data.val_data, *columns, **needs(config.environment, ("eval",), config.generator.max_turns))
     kept = drop_long(
         prompts,
         lambda prompt: len(prompt_ids(tokenizer, prompt.messages, generator.chat_template_kwargs)),
@@ -82,7 +82,9 @@ def play(
 def summary(groups: list[GroupMeta]) -> dict[str, Any]:
     from hpcrl.controller.evaluation import by_source, scores
 
-    return {"prompts": {name: len(own) for name, own in by_source(groups).items()}, "metrics": scores(groups)}
+    prompts = {name: len(own) for name, own in by_source(groups).items()}
+    failures = [failure for group in groups for failure in group.failures]
+    return {"prompts": prompts, "failures": failures, "metrics": scores(groups)}
 
 
 if __name__ == "__main__":

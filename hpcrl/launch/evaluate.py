@@ -138,7 +138,7 @@ def evaluate(subject: Subject, config: Config, place: Run, told: Callable[[str],
         raise RunError(f"{place.path} exists; move it away, or choose another --output")
     columns = config.environment.env_class, config.data.prompt_column, config.data.response_column
     load_prompts(
-        config.data.val_data, *columns, first=1, **needs(config.environment, ("eval",))
+        config.data.val_data, *columns, first=1, **needs(config.environment, ("eval",), config.generator.max_turns)
     )  # before anything is made
     place.token.parent.mkdir(parents=True, mode=0o700)
     write_text(place.token, secrets.token_hex(32) + "\n", mode=0o600)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -114,6 +115,16 @@ def test_from_another_runs_checkpoint_and_cancel(place: Path) -> None:
     assert [os.path.basename(path) for path in sorted(run.evals.iterdir())] == ["v000000", "v000002"]
     dump = (run.eval_dump(2, 0)).read_text().splitlines()
     assert len(dump) == 256
+    data = str(QUICKSTART.parent / "quickstart" / "data" / "validation.parquet")
+    evaluated = hpcrl("eval", "first", "--data", data, "--json", cwd=place)
+    assert evaluated.returncode == 0, evaluated.stderr
+    results = json.loads(evaluated.stdout)
+    assert results["metrics"] == read_json(run.evals_of(2) / "summary.json"), (
+        "as the run has evaluated the same weights"
+    )
+    assert results["prompts"] == {"all": 256, "sort_letters": 256}
+    (where,) = run.evaluations.iterdir()
+    assert hpcrl("samples", str(where), "--eval", "--best", "-n", "2", cwd=place).stdout.count("--- turn 1") == 2
 
     second = submit(
         place,

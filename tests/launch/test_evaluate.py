@@ -94,7 +94,12 @@ def test_several_greedy_samples_are_refused(run: Run, data: str) -> None:
 def test_data_that_is_not_there_is_found_before_anything_is_made(data: str, tmp_path: Path) -> None:
     place, subject = Run(tmp_path / "out"), Subject(None, None, "/models/one")
     with pytest.raises(DataError, match="no such file"):
-        evaluate(subject, configured(subject, [data, f"{tmp_path}/other.jsonl"], None, [], ["environment.env_class=e"]), place, print)
+        evaluate(
+            subject,
+            configured(subject, [data, f"{tmp_path}/other.jsonl"], None, [], ["environment.env_class=e"]),
+            place,
+            print,
+        )
     with pytest.raises(DataError, match="no `env_class`"):
         evaluate(subject, configured(subject, [data], None, [], []), place, print)
     assert not place.path.exists()

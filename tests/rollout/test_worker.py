@@ -134,7 +134,10 @@ def test_groups_of_each_version(
 
     lines = [json.loads(line) for line in run.eval_dump(0, 5).read_text().splitlines()]
     assert sorted(line["group_id"] for line in lines) == ["e1", "e2", "e2"]
-    assert set(lines[0]) == {"prompt", "response", "score", "stop_reason", "env_class", "data_source", "group_id"}
+    assert set(lines[0]) == {
+        "prompt", "response", "score", "stop_reason", "env_class", "data_source", "group_id", "env_metrics", "parts",
+    }  # fmt: skip
+    assert [part["by"] for part in lines[0]["parts"]] == ["prompt", "policy"]
     assert not (run.samples_of(5) / "e1.safetensors").exists()
 
     metrics = merged(run)
