@@ -96,7 +96,7 @@ def test_data_that_is_not_there_is_found_before_anything_is_made(data: str, tmp_
     with pytest.raises(DataError, match="no such file"):
         evaluate(
             subject,
-            configured(subject, [data, f"{tmp_path}/other.jsonl"], None, [], ["environment.env_class=e"]),
+            configured(subject, [data, f"{tmp_path}/other.jsonl"], None, [], ["environment.env_class=sort_letters"]),
             place,
             print,
         )
@@ -105,4 +105,4 @@ def test_data_that_is_not_there_is_found_before_anything_is_made(data: str, tmp_
     assert not place.path.exists()
     place.path.mkdir()
     with pytest.raises(RunError, match="out exists"):
-        evaluate(subject, configured(subject, [data], None, [], ["environment.env_class=e"]), place, print)
+        evaluate(subject, configured(subject, [data], None, [], ["environment.env_class=sort_letters"]), place, print)
