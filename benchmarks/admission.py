@@ -299,7 +299,18 @@ class Play:
         owner = self.admission.worker_of(index)
         rewards = _BAD if self._draw.random() < self.scene.dropped else _GOOD
         meta = GroupMeta(
-            group_id(index), "train", 0, "", rewards, [2, 2], [1, 1], ["stop", "stop"], version, replica.version, "s", 1.0
+            group_id(index),
+            "train",
+            0,
+            "",
+            rewards,
+            [2, 2],
+            [1, 1],
+            ["stop", "stop"],
+            version,
+            replica.version,
+            "s",
+            1.0,
         )
         reason = self._groups.complete(index, meta)
         self._progress = self.now
@@ -372,7 +383,10 @@ def main() -> None:
     play, began = Play(scene), time.process_time()
     play.run()
     seconds = time.process_time() - began
-    print(f"{play.admission.cursor} groups, {scene.replicas} replicas, {scene.steps} steps: {seconds:.1f} s of processor,", end=" ")
+    print(
+        f"{play.admission.cursor} groups, {scene.replicas} replicas, {scene.steps} steps: {seconds:.1f} s of processor,",
+        end=" ",
+    )
     print(f"{play.now / 3600:.1f} virtual hours")
     print(f"{play.trained} trained, {play.dropped} dropped, {play.given_up} given up")
     print(f"idle while there was work: {play.idle / (play.idle + play.busy):.3%} of the replicas' time")

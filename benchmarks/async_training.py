@@ -111,7 +111,15 @@ def measure(root: Path, prompts: Path, staleness: int, seed: int, steps: int, se
         "python_path": f'["{ROOT / "benchmarks"}"]',
         "slurm.root": root,
     }
-    command = [sys.executable, "-m", "hpcrl.cli", "submit", str(ROOT / "configs" / "quickstart.toml"), "--local", "--follow"]
+    command = [
+        sys.executable,
+        "-m",
+        "hpcrl.cli",
+        "submit",
+        str(ROOT / "configs" / "quickstart.toml"),
+        "--local",
+        "--follow",
+    ]
     command += [f"{path}={value}" for path, value in given.items()] + settings
     subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
     run = Run.open(root / "quickstart" / name)
@@ -153,7 +161,9 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
-    print(f"| staleness | seed | s for {arguments.steps - 1} steps | trainer idle | engine idle | staleness, mean | reward, last {_LAST} steps | whole command, s |")
+    print(
+        f"| staleness | seed | s for {arguments.steps - 1} steps | trainer idle | engine idle | staleness, mean | reward, last {_LAST} steps | whole command, s |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
         root, prompts = arguments.root or Path(temporary), Path(temporary) / "prompts.parquet"
@@ -162,7 +172,10 @@ def main() -> None:
             for bound in arguments.staleness:
                 one = measure(root, prompts, bound, seed, arguments.steps, arguments.settings)
                 shares = f"{one.trainer_idle:.1%} | {one.engine_idle:.1%} | {one.staleness:.2f}"
-                print(f"| {bound} | {seed} | {one.wall_s:.1f} | {shares} | {one.reward:.3f} | {one.command_s:.0f} |", flush=True)
+                print(
+                    f"| {bound} | {seed} | {one.wall_s:.1f} | {shares} | {one.reward:.3f} | {one.command_s:.0f} |",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -288,11 +288,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         result = asyncio.run(measure(Path(temporary) / "bench" / "run", load))
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    print(f"{result.taken} groups in {result.seconds:.1f} s: {result.taken / result.seconds:.0f} per second, {result.refused} refused")
+    print(
+        f"{result.taken} groups in {result.seconds:.1f} s: {result.taken / result.seconds:.0f} per second, {result.refused} refused"
+    )
     print(f"{len(result.waits)} requests, {result.steps} steps")
-    figures = ", ".join(f"p{100 * share:g} {1000 * result.percentile(share):.1f} ms" for share in (0.5, 0.9, 0.99, 0.999, 1.0))
+    figures = ", ".join(
+        f"p{100 * share:g} {1000 * result.percentile(share):.1f} ms" for share in (0.5, 0.9, 0.99, 0.999, 1.0)
+    )
     print(f"a request takes {figures}")
-    print(f"the controller takes {1e6 * result.cpu / max(1, result.taken):.0f} us of processor per group, {result.cpu / result.seconds:.0%} of one")
+    print(
+        f"the controller takes {1e6 * result.cpu / max(1, result.taken):.0f} us of processor per group, {result.cpu / result.seconds:.0%} of one"
+    )
 
 
 if __name__ == "__main__":

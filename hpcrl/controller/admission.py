@@ -183,7 +183,9 @@ class Admission:
     def overdue(self, indices: Collection[int]) -> list[int]:
         """Return what is to be given up if these groups are the batch of the next step: it could have trained in that step at the latest."""
         ends = self._composed + 1 == self._total
-        last = self._total if ends else self._composed - self._staleness  # the version that must train in the step at hand
+        last = (
+            self._total if ends else self._composed - self._staleness
+        )  # the version that must train in the step at hand
         if not self._surplus or all(v > last for v in (*self._versions_running, *self._versions_finished)):
             return []
         taken = set(indices)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+
 from hpcrl.controller.roster import TICK_S, Presence
 from hpcrl.controller.service import FINISHED, Service
 from hpcrl.errors import HpcrlError

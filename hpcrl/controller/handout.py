@@ -48,7 +48,9 @@ class Handout:
         self._capacity: dict[str, int | None] = {}  # groups at most; None until the worker has asked once
         self._capacities = Counter[int | None]()
         self._waiting: dict[str, tuple[int, int]] = {}  # version and room
-        self._queue = list[tuple[int, str]]()  # a heap by load; an entry is void if its load is not the worker's any more
+        self._queue = list[
+            tuple[int, str]
+        ]()  # a heap by load; an entry is void if its load is not the worker's any more
 
     def join(self, worker: str) -> None:
         """A worker is there; it will ask."""

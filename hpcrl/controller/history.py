@@ -13,6 +13,7 @@ from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run, step_of
 from hpcrl.types import Batch, GroupMeta
 
+
 @dataclass
 class History:
     """What can be used again.

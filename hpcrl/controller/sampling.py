@@ -13,7 +13,6 @@ from functools import lru_cache
 
 from hpcrl.errors import DataError
 
-
 _GROUP = re.compile(r"g(\d+)")
 
 

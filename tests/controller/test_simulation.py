@@ -34,14 +34,28 @@ def test_a_run_with_failures_and_joins(bound: int) -> None:
 
 def test_surplus_groups_keep_stragglers_from_holding_a_batch() -> None:
     """One group in a hundred takes twenty times as long; without staleness each step waits for one."""
-    calm: dict[str, Any] = {"replicas": 50, "batch_size": 200, "steps": 10, "dropped": 0.0, "late": 0.0, "lifetime_s": 1e9}
+    calm: dict[str, Any] = {
+        "replicas": 50,
+        "batch_size": 200,
+        "steps": 10,
+        "dropped": 0.0,
+        "late": 0.0,
+        "lifetime_s": 1e9,
+    }
     plain, ahead = play(Scene(bound=0, **calm)), play(Scene(bound=0, surplus=40, **calm))
     assert ahead.now < 0.5 * plain.now
     assert 0 < ahead.given_up <= 40 * 10
 
 
 def test_surplus_groups_train_later_where_staleness_allows() -> None:
-    calm: dict[str, Any] = {"replicas": 50, "batch_size": 200, "steps": 20, "dropped": 0.0, "late": 0.0, "lifetime_s": 1e9}
+    calm: dict[str, Any] = {
+        "replicas": 50,
+        "batch_size": 200,
+        "steps": 20,
+        "dropped": 0.0,
+        "late": 0.0,
+        "lifetime_s": 1e9,
+    }
     none, some = (play(Scene(bound=bound, surplus=40, longest_s=40.0, **calm)) for bound in (0, 4))
     assert none.given_up > 20 * 20
     assert some.given_up == 40, "what is left when the run ends"
