@@ -15,10 +15,12 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -32,6 +34,29 @@ _POLL_S = 0.02
 def flood(megabytes: int) -> None:
     for _ in range(megabytes):
         print("\n".join(["INFO it says this once more".ljust(127)] * (1 << 13)), flush=True)
+
+
+class Nothing:
+    """What a request has said before it says everything at once."""
+
+    @staticmethod
+    def num_output_tokens() -> int:
+        return 0
+
+
+class Waiting:
+    """The requests that have yet to be answered, as vLLM keeps them."""
+
+    def __init__(self) -> None:
+        self.request_states: dict[str, SimpleNamespace] = {}
+
+    def add(self, request_id: str, samples: int) -> list[str]:
+        names = [f"{index}_{request_id}" for index in range(samples)]
+        for index, name in enumerate(names):
+            self.request_states[name] = SimpleNamespace(
+                external_req_id=f"generate-tokens-{request_id}", request_index=index, detokenizer=Nothing
+            )
+        return names
 
 
 class Engine:
@@ -48,6 +73,7 @@ class Engine:
         self.going = asyncio.Event()
         self.going.set()
         self.running = self.tokens = 0
+        self.output_processor = Waiting()
 
     def listen(self) -> None:
         asyncio.get_running_loop().add_reader(self._core.fileno(), self._hear)
@@ -70,6 +96,7 @@ class Engine:
         asked = await request.json()
         params = asked["sampling_params"]
         self.running += 1
+        names = self.output_processor.add(asked["request_id"], params["n"])
         try:
             due = time.monotonic()
             while time.monotonic() < due + knob("latency_s", 0.0):
@@ -81,6 +108,8 @@ class Engine:
             self.tokens += sum(map(len, said))
         finally:
             self.running -= 1
+            for name in names:
+                del self.output_processor.request_states[name]
         choices = [
             {
                 "index": index,
@@ -129,9 +158,11 @@ class Engine:
     async def reset_prefix_cache(self, _: Request) -> Response:
         return JSONResponse({"success": True})
 
-    def app(self) -> Starlette:
+    def app(self, middleware: str) -> Starlette:
+        module, _, name = middleware.rpartition(".")
         get, post = ["GET"], ["POST"]
-        return Starlette(
+        app = Starlette(
+            middleware=[Middleware(getattr(importlib.import_module(module), name))],
             routes=[
                 Route("/health", self.health, methods=get),
                 Route("/metrics", self.metrics, methods=get),
@@ -143,16 +174,17 @@ class Engine:
                 Route("/update_weights", self.update, methods=post),
                 Route("/finish_weight_update", self.finish_update, methods=post),
                 Route("/reset_prefix_cache", self.reset_prefix_cache, methods=post),
-            ]
+            ],
         )
+        app.state.engine_client = self
+        return app
 
 
 async def serve(socket: str, middleware: str) -> None:
     engine = Engine()
     engine.listen()
-    module, _, name = middleware.rpartition(".")
-    guarded = getattr(importlib.import_module(module), name)(engine.app())
-    await uvicorn.Server(uvicorn.Config(guarded, uds=socket, log_level="warning", lifespan="off")).serve()
+    app = engine.app(middleware)
+    await uvicorn.Server(uvicorn.Config(app, uds=socket, log_level="warning", lifespan="off")).serve()
     engine.process.kill()
 
 
