@@ -110,6 +110,12 @@ def turns(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     if not is_grpo(source) or not source[f"{config}.enable"]:
         return
     values["generator.max_turns"] = source[f"{config}.max_assistant_turns"]
+    if values.pop("environment.reward_function", None):
+        message = (
+            "what comes between turns is said by a script in the source, by an environment here, which also pays: write one "
+            "(docs/environments), and name it in environment.env_class"
+        )
+        yield Entry("conflict", f"{config}.enable", "environment.env_class", message)
     values["generator.chat_template_kwargs"] = {"enable_thinking": source[f"{config}.enable_thinking"]}
     template = source[f"{config}.custom_chat_template_path"]
     if template:

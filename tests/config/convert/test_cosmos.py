@@ -172,8 +172,11 @@ def test_distillation() -> None:
 
 
 def test_several_turns() -> None:
-    values = converted("05").values
+    conversion = converted("05")
+    values = conversion.values
     assert values["generator.max_turns"] == 5
+    assert "environment.reward_function" not in values
+    assert "an environment here" in conflicts(conversion)["rollout.multi_turn_config.enable"]
     assert values["generator.chat_template_kwargs"] == {"enable_thinking": True}
     assert values["generator.chat_template.source"] == "file"
     assert values["generator.chat_template.name_or_path"].endswith("gsm8k_tool_chat_template.jinja2")
