@@ -94,7 +94,18 @@ def main(element_list: Path, status: int) -> int:
     runs = read_json(element_list)
     assert runs, element_list
     run = Run(Path(runs[int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))]))
-    return settle(run, f"{job_name()}.{os.environ.get('SLURM_RESTART_COUNT', '0')}", status)
+    job, start = job_name(), f"{job_name()}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    if find_attempt(run, start) is None and not _submitted(element_list.parent, job):
+        print(
+            f"job {job} is none of {run.name}, whose batch script was given to sbatch by hand; `hpcrl resume` continues a run"
+        )
+        return 1
+    return settle(run, start, status)
+
+
+def _submitted(folder: Path, job: str) -> bool:
+    """Return whether submitit has left what the agents of a job are started with."""
+    return (folder / job / f"{job}_submitted.pkl").exists()
 
 
 if __name__ == "__main__":

@@ -145,9 +145,10 @@ class Neighbours:
                 pass
             else:
                 self._answered = now
-        if refused and self._answered is not None and now - self._answered > _NO_ANSWER_S:
-            return f"{self._hosts[0]}, the first node, does not answer: {refused}"
         heard = max(self._heard.get("agent-0", (0.0, 0.0))[1], self._answered or 0.0)
+        # a first agent that lives tells itself why its controller ended
+        if refused and self._answered is not None and now - heard > _NO_ANSWER_S:
+            return f"{self._hosts[0]}, the first node, does not answer: {refused}"
         if now - heard > _SILENT_S:
             return f"nothing was heard of {self._hosts[0]}, the first node, for {now - heard:.0f} s"
         return None

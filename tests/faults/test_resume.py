@@ -30,7 +30,7 @@ def test_32_started_twice(stage: Stage) -> None:
 @pytest.mark.nodes(4)
 @pytest.mark.faults_slow
 def test_32_batch_script_submitted_by_hand(stage: Stage) -> None:
-    """Somebody gives the batch script of a running run to sbatch: one of the two goes on, and the history is one."""
+    """Somebody gives the batch script of a running run to sbatch: that job leaves the run alone."""
     run = stage.submit(pinned=False)
     stage.knobs(latency_s=0.5)
     stage.reach(run, 3)
@@ -39,6 +39,7 @@ def test_32_batch_script_submitted_by_hand(stage: Stage) -> None:
     stage.wait(lambda: not stage.queued(run), "the first job ends", 240, run)
     stage.wait(lambda: not stage.slurm("squeue", "-h", "-j", second), "the second job ends", 240, run)
     assert_nothing_lost(stage, run)
+    assert len(read_attempts(run)) == 1
 
 
 @pytest.mark.nodes(4)

@@ -14,7 +14,7 @@ from hpcrl.config import Config
 from hpcrl.launch.finish import concluded, ended_before
 from hpcrl.run.commit import write_json, write_text
 from hpcrl.run.layout import Run
-from hpcrl.run.ledger import Kind, open_attempt, report_outcome
+from hpcrl.run.ledger import Kind, open_attempt, read_attempts, read_outcome, report_outcome
 from hpcrl.run.stop_request import ask_to_stop
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
@@ -96,6 +96,19 @@ def test_interrupted_run_is_requeued_and_the_script_waits_to_be_ended(tmp_path: 
         time.sleep(0.5)
         assert process.poll() is None
         process.kill()
+
+
+def test_a_batch_script_that_somebody_gave_to_sbatch_leaves_the_run_alone(tmp_path: Path) -> None:
+    """Its agents find nothing to start with; the run goes on, or was done, under its own job."""
+    run = run_of(tmp_path)
+    write_json(tmp_path / "elements.json", [str(run.path)])
+    environment = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "0"}
+    command = [sys.executable, "-m", "hpcrl.launch.finish", str(tmp_path / "elements.json"), "1"]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "job 9_0 is none of run" in done.stdout
+    assert read_attempts(run) == []
+    assert read_outcome(run) is None
 
 
 @pytest.mark.parametrize(

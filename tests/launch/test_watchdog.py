@@ -96,6 +96,11 @@ def test_first_node_that_does_not_answer_any_more(tmp_path: Path, monkeypatch: p
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         LeaseWriter(run, "controller", 1).say("serving", url=url)
         assert asked(0.5) is None
+    first, until = LeaseWriter(run, "agent-0", 1), time.monotonic() + 0.6
+    while time.monotonic() < until:
+        first.say(f"watching {time.monotonic()}")
+        assert neighbours.lost() is None, "it lives, and tells itself why its controller ended"
+        time.sleep(0.02)
     lost = asked(5)
     assert lost is not None
     assert lost.startswith("n1, the first node, does not answer")
