@@ -79,7 +79,8 @@ def _place(output: Path | None) -> Iterator[Path]:
 
 def _title(name: str, plan: Plan, ranks: int) -> str:
     start = "the initial model" if plan.checkpoint is None else Path(plan.checkpoint).name
-    between = f" over steps {plan.first} to {plan.step - 1}" if plan.first < plan.step else ""
+    passed = range(plan.first, plan.step)
+    between = f" over step{'s' if len(passed) > 1 else ''} {', '.join(map(str, passed))}" if passed else ""
     times = f", {plan.times} times" if plan.times > 1 else ""
     return f"{name}, step {plan.step} from {start}{between}{times}, {ranks} rank{'s' if ranks > 1 else ''}"
 

@@ -140,7 +140,8 @@ def evaluate(subject: Subject, config: Config, place: Run, told: Callable[[str],
     load_prompts(
         config.data.val_data, *columns, first=1, **needs(config.environment, ("eval",), config.generator.max_turns)
     )  # before anything is made
-    place.token.parent.mkdir(parents=True, mode=0o700)
+    place.path.mkdir(parents=True, mode=0o700)
+    place.token.parent.mkdir(mode=0o700)
     write_text(place.token, secrets.token_hex(32) + "\n", mode=0o600)
     write_text(place.config, config.to_toml())
     asked = {
