@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 from unicodedata import normalize
 
 from hpcrl.errors import DataError
@@ -34,7 +34,7 @@ def word(environment: str, extras: Mapping[str, Any], column: str) -> str:
     return composed
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

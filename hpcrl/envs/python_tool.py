@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 from hpcrl.envs.blocks import first_block
 from hpcrl.envs.environment import Environment, Turn
 from hpcrl.envs.python_program import run_python
+from hpcrl.envs.rewards.numbers import number
 from hpcrl.envs.rewards.response import ground_truth, truth_of
 
 _FORM = "Run a program by <python>…</python>, or give your answer as <answer>…</answer>."
@@ -58,8 +59,5 @@ class PythonTool(Environment):
 
 def _comparable(answer: str) -> Decimal | str:
     text = answer.strip()
-    try:
-        number = Decimal(text.replace(",", ""))
-    except InvalidOperation:
-        return text.lower()
-    return number if number.is_finite() else text.lower()
+    found = number(text)
+    return text.lower() if found is None else found

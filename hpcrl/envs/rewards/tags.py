@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hpcrl.config import EnvironmentConfig
+from hpcrl.envs.blocks import first_block
 from hpcrl.envs.rewards.response import Response, ground_truth
 
 _THINK, _THINK_END, _ANSWER, _ANSWER_END = "<think>", "</think>", "<answer>", "</answer>"
@@ -36,6 +37,5 @@ def well_formed(response: Response, _environment: EnvironmentConfig) -> float:
 
 def answer_in(text: str) -> str:
     """Return what the first <answer>…</answer> of a text holds, the whole text where there is none, without white space around it."""
-    start = text.find(_ANSWER)
-    end = text.find(_ANSWER_END, start) if start >= 0 else -1
-    return (text[start + len(_ANSWER) : end] if end >= 0 else text).strip()
+    block = first_block(text, ("answer",))
+    return (block[1] if block else text).strip()
