@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -38,10 +39,10 @@ PASSES = (0, 1, 1, 2, 4)  # over the word, one drawn for each of the teacher's e
 SUPERVISED_STEPS, SUPERVISED_BATCH, SUPERVISED_LR = 160, 128, 3e-3
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
-    """Return a tokenizer with one token per letter, one for the instruction and one per chat marker."""
+def make_tokenizer(characters: str = ALPHABET, phrases: Sequence[str] = (INSTRUCTION,)) -> Qwen2Tokenizer:
+    """Return a tokenizer with one token per character, one per phrase and one per chat marker."""
     tokenizer = Qwen2Tokenizer(
-        vocab={token: index for index, token in enumerate([PAD, END, *ROLES, *ALPHABET])},
+        vocab={token: index for index, token in enumerate([PAD, END, *ROLES, *characters])},
         merges=[],
         unk_token=None,
         pad_token=PAD,
@@ -50,7 +51,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
         chat_template=TEMPLATE,
         model_max_length=256,
     )
-    tokenizer.add_tokens(AddedToken(INSTRUCTION, normalized=False))
+    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     return tokenizer
 
 
