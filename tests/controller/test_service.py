@@ -218,6 +218,22 @@ def test_workers_hold_as_much_as_staleness_allows(run: Run) -> None:
     assert [len(controller.claim(name, 0, 9)) for name in names] == [4, 0, 0, 0], "and never more than three batches"
 
 
+def test_engines_that_get_weights_at_every_second_step(run: Run) -> None:
+    controller, trained = service(run, eval_interval=0, staleness=1), list[int]()
+    controller.start(0)
+    for version in (0, 2):
+        work = controller.claim("rollout-0", version, 9)
+        assert len(work) == 4, "two steps"
+        do(run, controller, work, version)
+        for step in (version + 1, version + 2):
+            assert controller.batch(step)
+            trained.append(max(merged(run)[step]["async/staleness_max"], -1))
+        assert controller.claim("rollout-0", version, 9) == []
+        controller.published(version + 2)
+    assert trained == [0, 1, 0, 1]
+    assert controller.stop == "finished"
+
+
 def test_evaluation_fills_the_engines_whatever_the_batch(run: Run) -> None:
     controller = Service(run, 1, replace(SCHEDULE, eval_before_train=True), prompts(9), prompts(20))
     controller.start(0)
