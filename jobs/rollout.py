@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.config import Config
-from hpcrl.config.derive import max_input_length, needs_baselines
+from hpcrl.config.derive import max_input_length, needs_baselines, surplus_groups
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.options import server_options
 from hpcrl.rollout.scratch import Scratch
@@ -89,10 +89,11 @@ def station(run: Run, config: Config, attempt: int, replica: int, scratch: Path)
 
 
 def capacity(config: Config) -> int:
-    """Return the groups in flight: what the engine decodes together, but at most a batch; the controller shares it out."""
+    """Return the groups in flight: what the engine decodes together, but at most what a step begins; the controller shares it out."""
     engine, greedy = config.generator.inference_engine, needs_baselines(config.trainer.algorithm)
     samples = config.generator.n_samples_per_prompt + greedy
-    return max(1, min(engine.max_num_seqs // samples, config.trainer.train_batch_size))
+    most = config.trainer.train_batch_size + surplus_groups(config.trainer)
+    return max(1, min(engine.max_num_seqs // samples, most))
 
 
 if __name__ == "__main__":

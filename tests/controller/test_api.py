@@ -320,6 +320,7 @@ def test_a_worker_hears_which_groups_nobody_waits_for(tmp_path: Path) -> None:
     answer = controller.call("claim", worker="rollout-0", version=1, capacity=9, holding=holding)
     assert answer["unwanted"] == holding
     assert len(answer["work"]) == 3
+    controller.leave("rollout-0")
     controller.close()
     end(run, 1, served)
 
