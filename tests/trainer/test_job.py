@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,13 @@ def make_run(path: Path, model: Path, changes: dict[str, Any] | None = None) -> 
 
 
 @contextlib.contextmanager
-def controller(run: Run, attempt: int) -> Iterator[None]:
+def controller(run: Run, attempt: int, schedule: Schedule = SCHEDULE) -> Iterator[None]:
     listener = bind("127.0.0.1")
     LeaseWriter(run, "controller", attempt).say("serving", url=f"http://127.0.0.1:{listener.getsockname()[1]}")
     prompts = [Prompt(f"p{i}", [{"role": "user", "content": str(i)}], "sort_letters", {}, "letters") for i in range(16)]
 
     async def main() -> None:
-        api = Api(Service(run, attempt, SCHEDULE, prompts, []), save_seconds=60)
+        api = Api(Service(run, attempt, schedule, prompts, []), save_seconds=60)
         app = Guard(api.routes(), read_token(run), run.name, attempt)
 
         async def until() -> None:
@@ -304,6 +305,22 @@ def test_what_cannot_be_replayed(run: Run, step: str, message: str) -> None:
     )  # fmt: skip
     assert done.returncode == 5
     assert re.search(message, done.stderr), done.stderr
+
+
+def test_engines_get_weights_at_every_second_step(tmp_path: Path, model_path: Path) -> None:
+    """The run ends at step 3, whose weights are there too. What version 0 begins is trained in steps 1 and 2."""
+    rarely = {"max_staleness_steps": 1, "sync_weight_interval": 2}
+    changes = {"max_steps": 3, "fully_async": rarely, "profiler": {"enable": False}, "dump_data_batch": False}
+    run = make_run(tmp_path, model_path, {"trainer": changes | {"ckpt_interval": 0, "hf_save_interval": 0}})
+    schedule = replace(SCHEDULE, staleness=1, total_steps=3)
+    with controller(run, 1, schedule), trainer(run, 1, ranks=1) as process:
+        work_until(run, 1, 3, process)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+    assert committed(run.weights, version_of) == [2, 3]
+    metrics = merged(run)
+    assert [metrics[step]["async/staleness_max"] for step in (1, 2, 3)] == [0, 1, 0]
+    assert ["timing/sync_weights" in metrics[step] for step in (1, 2, 3)] == [False, True, True]
 
 
 def test_the_first_error_is_recorded(tmp_path: Path) -> None:
