@@ -106,6 +106,7 @@ class Admission:
             self._keep(index, meta)
         self._cursor = max(taken, default=-1) + 1
         self._give_back(index for index in range(self._cursor) if index not in taken)
+        self._renew()
 
     def running_at(self, worker: str) -> int:
         return len(self._running_at[worker]) if worker in self._running_at else 0
@@ -174,8 +175,7 @@ class Admission:
         step, size = self._composed + 1, self._batch_size
         if step > self._total or len(self._finished) < size:
             return None
-        self._renew(step)
-        if len(self._finished) < size or (self._running and self._late_after(step) > self._surplus):
+        if self._running and self._late_after(step) > self._surplus:
             return None
         order = sorted(self._finished, key=lambda index: (self._finished[index].oldest_version, index))
         return [(index, self._finished[index]) for index in sorted(order[:size])]
@@ -183,9 +183,8 @@ class Admission:
     def overdue(self, indices: Collection[int]) -> list[int]:
         """Return what is to be given up if these groups are the batch of the next step: it could have trained in that step at the latest."""
         ends = self._composed + 1 == self._total
-        last = (
-            self._total if ends else self._composed - self._staleness
-        )  # the version that must train in the step at hand
+        # this version, and what is older, must train in the step at hand
+        last = self._total if ends else self._composed - self._staleness
         if not self._surplus or all(v > last for v in (*self._versions_running, *self._versions_finished)):
             return []
         taken = set(indices)
@@ -206,6 +205,7 @@ class Admission:
             self._lose(index)
         self._composed += 1
         self._dropped = {}
+        self._renew()
 
     def _deadline(self, version: int) -> int:
         return version + 1 + self._staleness
@@ -229,11 +229,11 @@ class Admission:
             late = max(late, left - (self._deadline(version) - step) * self._batch_size)
         return late
 
-    def _renew(self, step: int) -> None:
+    def _renew(self) -> None:
         """Let groups that are too old be generated again: there are some if an earlier attempt had a higher bound."""
-        if all(self._deadline(version) >= step for version in self._versions_finished):
+        if all(self._deadline(version) > self._composed for version in self._versions_finished):
             return
-        old = [index for index, meta in self._finished.items() if self._deadline(meta.oldest_version) < step]
+        old = [index for index, meta in self._finished.items() if self._deadline(meta.oldest_version) <= self._composed]
         for index in old:
             self._lose(index)
         self._give_back(old)

@@ -115,10 +115,12 @@ class Handout:
         if room <= 0 or available <= 0:
             return Grant(rows, [])
         running = self._admission.running_at(worker)
-        part = self._level(self._admission.running + available) - running
         idle = len(self._capacity) - self._admission.workers - (not running)  # other workers
-        most = max(available - idle, not running)
-        return Grant(rows, self._admission.claim(worker, version, min(room, part, most)))
+        most = min(room, max(available - idle, not running))
+        if most <= 0:
+            return Grant(rows, [])
+        part = self._level(self._admission.running + available) - running
+        return Grant(rows, self._admission.claim(worker, version, min(most, part)))
 
     def _level(self, work: int, evaluation: bool = False) -> int:
         """Return how much of `work` one worker may have at most, so that all who have room take part in it.
