@@ -123,6 +123,7 @@ class Drive:
     def __init__(self, run: Run, port: int, load: Load) -> None:
         self._run, self._port, self._load = run, port, load
         self._held: dict[str, set[str]] = {f"rollout-{number}": set() for number in range(load.workers)}
+        self._free = {name: asyncio.Event() for name in self._held}
         self._version = 0
         self._done = deque[tuple[str, str, int]]()  # worker, group, version: generated, to be handed over
         self._supply = asyncio.Event()
@@ -158,7 +159,8 @@ class Drive:
         while not self._over:
             room, version = self._load.capacity - len(held), self._version
             if room <= 0:
-                await asyncio.sleep(0.01)
+                self._free[name].clear()
+                await self._free[name].wait()
                 continue
             answer = await connection.call("claim", worker=name, version=version, capacity=room, holding=list(held))
             for work in answer["work"]:
@@ -177,6 +179,7 @@ class Drive:
         self.result.refused += len(answer["rejected"])
         for worker, name, _ in taking:
             self._held[worker].discard(name)
+            self._free[worker].set()
         self._idle.append(connection)
 
     async def _paced(self, began: float) -> None:
