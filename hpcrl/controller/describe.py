@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from statistics import fmean, pstdev
+from math import sqrt
+from statistics import fmean
 
 from hpcrl.controller.admission import staleness
 from hpcrl.types import Batch
@@ -31,8 +32,8 @@ def describe(batch: Batch) -> dict[str, float]:
         f"reward/avg_pass_at_{n}": fmean(max(group.rewards) > 0 for group in groups),
         "generate/min_num_tokens": min(lengths),
         "generate/max_num_tokens": max(lengths),
-        "generate/avg_num_tokens": fmean(lengths),
-        "generate/std_num_tokens": pstdev(lengths),
+        "generate/avg_num_tokens": (mean := fmean(lengths)),
+        "generate/std_num_tokens": sqrt(fmean((length - mean) ** 2 for length in lengths)),
         "generate/avg_tokens_non_zero_rewards": fmean(rewarded) if rewarded else 0.0,
         "generate/avg_tokens_zero_rewards": fmean(unrewarded) if unrewarded else 0.0,
         "generate/stop_ratio": fmean(stopped),
