@@ -1,4 +1,7 @@
-"""Every family of algorithms learns the quickstart's task: real vLLM, real training, 30 steps each. Slow; see docs/development.md."""
+"""Every family of algorithms learns the quickstart's task, in 30 steps each, and several turns are learned: real vLLM, real training.
+
+Slow; see docs/development.md.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,19 @@ def test_family_learns_to_sort(place: Path, family: str) -> None:
     print(f"{family}: {before:.3f} -> {after:.3f}")
     assert before < 0.5
     assert after >= 0.9
+
+
+@pytest.mark.slow
+def test_several_turns_are_learned(place: Path) -> None:
+    """From the stubborn start model to one that finds its number by what it was answered."""
+    config = QUICKSTART.with_name("guess_number.toml")
+    done = hpcrl("submit", str(config), "--local", "--follow", "trainer.run_name=learns", cwd=place, timeout=1800)
+    run = Run(place / "runs" / "guess_number" / "learns")
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    before, after = eval_score(run, 0), eval_score(run, 50)
+    print(f"guess_number: {before:.3f} -> {after:.3f}")
+    assert before <= 0.4
+    assert after >= 0.8
 
 
 def eval_score(run: Run, version: int) -> float:
