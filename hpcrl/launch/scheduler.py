@@ -14,7 +14,14 @@ from hpcrl.errors import SubmitError
 
 PATIENCE_S = 120.0
 """For how long commands that change something wait for a slurmctld that is away, being restarted for instance."""
-AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Zero Bytes", "timed out")
+AWAY = (
+    "Unable to contact slurm controller",
+    "Socket timed out",
+    "Connection refused",
+    "Zero Bytes",
+    "timed out",
+    "Unexpected message received",  # what `scontrol requeue` and `update` of an array's element say of a slurmctld that is away
+)
 _RETRY_S = 2.0
 _ANSWER_S = 60.0
 _ACCOUNTING_S = 15.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -176,11 +177,18 @@ def test_18_requeue_of_one_element_leaves_its_siblings_alone(stage: Stage) -> No
     raw = {run.name: _raw_id(stage, run) for run in runs}
     whole = next(run for run in runs if raw[run.name] == stage.job_of(run).partition("_")[0])
     other = next(run for run in runs if run is not whole)
-    send(stage.agents(whole), TERM)
+    send([pid for pid in stage.agents(whole) if _is_of(pid, stage.job_of(whole))], TERM)
     saved_when_told(stage, whole)
     for run in runs:
         assert_nothing_lost(stage, run, same_values=False)
     assert (len(read_attempts(whole)), len(read_attempts(other))) == (2, 1)
+
+
+def _is_of(pid: int, job: str) -> bool:
+    """Elements of one array share their folder."""
+    array, _, element = job.partition("_")
+    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return {f"SLURM_ARRAY_JOB_ID={array}".encode(), f"SLURM_ARRAY_TASK_ID={element}".encode()} <= set(environment)
 
 
 def _raw_id(stage: Stage, run: Run) -> str:

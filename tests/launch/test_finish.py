@@ -28,7 +28,7 @@ def start_finish(tmp_path: Path, resume_mode: str, kind: Kind) -> subprocess.Pop
     write_json(tmp_path / "elements.json", [str(run.path)])
     program = tmp_path / "bin" / "scontrol"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\n')
+    program.write_text(f'#!/bin/sh\neval "$BEFORE_SCONTROL"\necho "$@" >> {tmp_path}/called\n')
     program.chmod(0o755)
     environment = {
         "PATH": f"{program.parent}:{os.environ['PATH']}",
@@ -95,6 +95,19 @@ def test_interrupted_run_is_requeued_and_the_script_waits_to_be_ended(tmp_path: 
         process.terminate()  # Slurm ends the script with the job; a moment too early must do no harm
         time.sleep(0.5)
         assert process.poll() is None
+        process.kill()
+
+
+def test_requeue_is_asked_for_until_slurmctld_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words that scontrol of Slurm 22.05 has for an element of an array."""
+    away = f"[ -e {tmp_path}/back ] || {{ touch {tmp_path}/back; echo 'Unexpected message received for job 7_0' >&2; exit 1; }}"
+    monkeypatch.setenv("BEFORE_SCONTROL", away)
+    with start_finish(tmp_path, "latest", "interrupted") as process:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "called").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert (tmp_path / "called").read_text().startswith("requeue 7_0\n")
+        assert (tmp_path / "back").exists()
         process.kill()
 
 
