@@ -59,13 +59,13 @@ def _samples(arguments: argparse.Namespace) -> int:
 
 def _decoder(run: Run) -> Decode:
     from hpcrl.config import Config
-    from hpcrl.data.chat import load_tokenizer
+    from hpcrl.data.chat import decoder, load_tokenizer
     from hpcrl.errors import RunError
 
     config = Config.from_toml([run.config])
     model = config.trainer.policy.model.path
     try:
-        return load_tokenizer(model, config.generator.chat_template).decode
+        return decoder(load_tokenizer(model, config.generator.chat_template))
     except ImportError as error:
         raise RunError(f"samples are decoded with {error.name}, which is not here: look where the jobs run") from error
     except (OSError, ValueError) as error:

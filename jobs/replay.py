@@ -24,6 +24,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config, max_seq_len, temperature
+from hpcrl.data.rollouts import require_samples
 from hpcrl.run.checkpoints import Retention
 from hpcrl.run.commit import read_json, write_json
 from hpcrl.run.layout import Run
@@ -42,7 +43,6 @@ from hpcrl.trainer.reference import reset_is_due, resets_optimizer
 from hpcrl.trainer.stop import Agreement
 from hpcrl.trainer.update import updates_per_batch
 from hpcrl.trainer.world import World, joined
-from hpcrl.types import Batch
 
 
 @record
@@ -61,7 +61,7 @@ def main(path: str) -> None:
             for step in range(plan["first"], plan["step"] + 1):
                 if lease:
                     lease.say(f"{time} of {plan['times']}: step {step}/{plan['step']}")
-                batch = Batch.from_json(read_json(learner.run.batch(step)))
+                batch = require_samples(learner.run, step)
                 metrics = learner.train(batch, clock)
                 if reset_is_due(step, plan["steps_per_epoch"], config.trainer):
                     learner.policy.reset_reference(fresh_optimizer=resets_optimizer(config.trainer))

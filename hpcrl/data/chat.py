@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -57,6 +57,11 @@ def prompt_ids(
     """
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
     return cast(list[int], ids)
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Return what turns token ids into text, special tokens included."""
+    return lambda token_ids: str(tokenizer.decode(token_ids))
 
 
 def load_tokenizer(model: str, template: ChatTemplateConfig) -> PreTrainedTokenizerBase:

@@ -98,9 +98,9 @@ def require_samples(run: Run, step: int) -> Batch:
         raise RunError(f"{run.name} has no batch yet, so nothing was trained")
     if step not in steps:
         raise RunError(f"{run.name} has no batch of step {step}; there are those of steps {steps[0]} to {steps[-1]}")
-    if _is_there(run, step):
-        return Batch.from_json(read_json(run.batch(step)))
-    left = [number for number in steps if number > step and _is_there(run, number)]
+    if (batch := _whole(run, step)) is not None:
+        return batch
+    left = [number for number in steps if number > step and _whole(run, number)]
     there = f"those of steps {left[0]} to {left[-1]} are there" if left else "no later ones are there either"
     dump = f"; what step {step} trained is in {run.dump(step)}" if run.dump(step).is_dir() else ""
     raise RunError(
@@ -112,9 +112,11 @@ def _steps(run: Run) -> list[int]:
     return sorted(number for path in run.batches.glob("s*.json") if (number := step_of(path)) is not None)
 
 
-def _is_there(run: Run, step: int) -> bool:
+def _whole(run: Run, step: int) -> Batch | None:
+    """Return the batch of a step if all its samples are there."""
     value = read_json(run.batch(step))
-    return value is not None and all(run.inside(group["path"]).is_file() for group in value["groups"])
+    batch = None if value is None else Batch.from_json(value)
+    return batch if batch and all(run.inside(group.path).is_file() for group in batch.groups) else None
 
 
 def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Decode) -> list[Rollout]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
-from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.chat import decoder, load_tokenizer
 from hpcrl.errors import EngineError
 from hpcrl.rollout.client import EngineClient
 from hpcrl.rollout.dump import append_evaluated
@@ -53,14 +54,15 @@ async def evaluate(
     """
     engine = EngineClient(server.socket, headers(read_token(place), place.name, 0), version)
     tokenizer, dump = load_tokenizer(model, generator.chat_template), place.eval_dump(version, _REPLICA)
-    play, finished = GroupGenerator(engine, tokenizer, generator, environment), list[str]()
+    decode, play = decoder(tokenizer), GroupGenerator(engine, tokenizer, generator, environment)
+    finished: list[str] = []
     settings = generator.inference_engine
     room = asyncio.Semaphore(max(1, settings.max_num_seqs // generator.eval_n_samples_per_prompt))
 
     async def one(item: Work) -> GroupMeta:
         async with room:
             group = await play.generate(item)
-        append_evaluated(dump, group, tokenizer.decode)
+        append_evaluated(dump, group, decode)
         finished.append(item.group_id)
         told(len(finished))
         return group.meta(_REPLICA, str(dump.relative_to(place.path)))
@@ -81,9 +83,10 @@ async def evaluate(
             raise
         raise server.failure("died") from error
     finally:
-        for task in (*groups, watching, dying):
+        left: list[asyncio.Future[Any]] = [*groups, whole, watching, dying]
+        for task in left:
             task.cancel()
-        await asyncio.gather(*groups, whole, watching, dying, return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
         await engine.close()
 
 

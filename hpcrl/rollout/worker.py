@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
-from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.chat import decoder, load_tokenizer
 from hpcrl.data.rollouts import Decode
 from hpcrl.data.samples import write_group
 from hpcrl.errors import CommitError, EngineError
@@ -88,7 +88,7 @@ async def work(
     tokenizer = load_tokenizer(model, config.chat_template)
     generator = GroupGenerator(engine, tokenizer, config, environment, post.baselines)
     try:
-        await Worker(post, server, engine, generator, lease, tokenizer.decode).run()
+        await Worker(post, server, engine, generator, lease, decoder(tokenizer)).run()
     finally:
         await engine.close()
 

@@ -70,8 +70,8 @@ def test_turns_observations_and_what_each_turn_earned(run: Run) -> None:
 
 def test_a_sample_in_which_the_policy_said_nothing() -> None:
     sample = two_turns()
-    arrays = [tensor[:2].numpy() for tensor in (sample.token_ids, sample.versions, sample.loss_mask, sample.rewards)]
-    (only,) = parts_of(*arrays, decode)
+    ids, versions, mask = (tensor[:2].numpy() for tensor in (sample.token_ids, sample.versions, sample.loss_mask))
+    (only,) = parts_of(ids, versions, mask, sample.rewards[:2].numpy(), decode)
     assert (only.by, only.text) == ("prompt", "1 2")
 
 
