@@ -85,6 +85,7 @@ def _prompt(arguments: argparse.Namespace, config: Config | None) -> Prompt:
     Raises:
         DataError: there is none.
     """
+    from hpcrl.config import DataConfig
     from hpcrl.data.prompts import load_prompts
     from hpcrl.envs.examples import rows_of
     from hpcrl.errors import DataError
@@ -93,8 +94,8 @@ def _prompt(arguments: argparse.Namespace, config: Config | None) -> Prompt:
     source = arguments.data or (config.data.train_data[0] if config else str(own))
     if source == str(own) and not own.is_file():
         raise DataError(f"{arguments.name} has no example rows; name a dataset: --data FILE")
-    number, columns = arguments.sample, (config.data.prompt_column, config.data.response_column) if config else ()
-    prompts = load_prompts([source], arguments.name, *columns, first=max(number, 0) + 1)
+    number, data = arguments.sample, config.data if config else DataConfig()
+    prompts = load_prompts([source], arguments.name, data.prompt_column, data.response_column, first=max(number, 0) + 1)
     if not 0 <= number < len(prompts):
         rows = f"rows 0 to {len(prompts) - 1}" if number >= 0 else "rows from 0 on"
         raise DataError(f"--sample {number}: {source} has {rows}")

@@ -179,6 +179,7 @@ def test_18_requeue_of_one_element_leaves_its_siblings_alone(stage: Stage) -> No
     other = next(run for run in runs if run is not whole)
     send([pid for pid in stage.agents(whole) if _is_of(pid, stage.job_of(whole))], TERM)
     saved_when_told(stage, whole)
+    stage.wait(lambda: not any(stage.queued(run) for run in runs), "both leave the queue", 240, whole)
     for run in runs:
         assert_nothing_lost(stage, run, same_values=False)
     assert (len(read_attempts(whole)), len(read_attempts(other))) == (2, 1)
