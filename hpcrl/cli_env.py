@@ -94,7 +94,7 @@ def _prompt(arguments: argparse.Namespace, config: Config | None) -> Prompt:
     source = arguments.data or (config.data.train_data[0] if config else str(own))
     if source == str(own) and not own.is_file():
         raise DataError(f"{arguments.name} has no example rows; name a dataset: --data FILE")
-    number, data = arguments.sample, config.data if config else DataConfig()
+    number, data = arguments.sample, config.data if config else DataConfig(train_data=[source])
     prompts = load_prompts([source], arguments.name, data.prompt_column, data.response_column, first=max(number, 0) + 1)
     if not 0 <= number < len(prompts):
         rows = f"rows 0 to {len(prompts) - 1}" if number >= 0 else "rows from 0 on"
