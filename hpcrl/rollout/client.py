@@ -77,8 +77,9 @@ class EngineClient:
     """
 
     def __init__(self, socket: Path, headers: Mapping[str, str], version: int = 0) -> None:
-        # the server closes a connection that was idle for 5 s; one that is reused at that moment would break a request
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
+        # each request has a connection of its own, which costs next to nothing on a unix socket: the server closes one that was idle
+        # for 5 s, and on a busy machine this process may notice only after it has sent the next request there, which is lost then
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits)
         # a generation may take any time; whoever watches the server ends the wait when it dies or hangs
         self._http = httpx.AsyncClient(
