@@ -175,6 +175,6 @@ def test_greedy_responses_take_room_in_the_engine(token_file: Path) -> None:
 
     plain, remax = config("grpo"), config("remax")
     assert (job["capacity"](plain), job["capacity"](remax)) == (5, 4)
-    assert job["options"](run, plain) == job["options"](run, remax), "they are requests like others"
+    assert server_options(run, plain) == server_options(run, remax), "they are requests like others"
     posts = [job["station"](run, chosen, 1, 0, Path("scratch")) for chosen in (plain, remax)]
     assert [(post.baselines, post.capacity, post.n_samples) for post in posts] == [(False, 5, 4), (True, 4, 4)]

@@ -12,7 +12,7 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.environment import OverlongRewardConfig, RemoteRewardConfig
 from hpcrl.config.generator import EvalSamplingParams
 from hpcrl.envs.rewards.response import Response
-from hpcrl.errors import ConfigError, DataError, HpcrlError, UserCodeError
+from hpcrl.errors import ConfigError, DataError, HpcrlError
 from hpcrl.rollout.client import EngineClient
 from hpcrl.rollout.generate import Group, GroupGenerator
 from hpcrl.types import Prompt, Work
@@ -133,15 +133,16 @@ def test_a_service_pays_and_where_it_does_not_answer_the_sample_has_failed(
     assert not any(sample.loss_mask.any() for sample in failed.samples)
 
 
+def test_a_reward_that_raises_costs_its_samples(with_engine: WithEngine[Group]) -> None:
+    group = generate(with_engine, EnvironmentConfig(reward_function={f"{HERE}:fails": 1.0}), extras=TRUTH)
+    meta = group.meta(0, "path")
+    assert set(meta.stop_reasons) == {"failed"}
+    assert f"group g7 (row row3): reward '{HERE}:fails' raised ZeroDivisionError: c" in meta.failures[0]
+
+
 @pytest.mark.parametrize(
     ("name", "extras", "kind", "said"),
     [
-        (
-            f"{HERE}:fails",
-            TRUTH,
-            UserCodeError,
-            rf"group g7 \(row row3\): reward '{HERE}:fails' raised ZeroDivisionError: c",
-        ),
         (f"{HERE}:endless", TRUTH, DataError, f"reward '{HERE}:endless': inf; expected a finite number"),
         (f"{HERE}:missing", TRUTH, ConfigError, "has no function 'missing'"),
         (

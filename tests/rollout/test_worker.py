@@ -19,7 +19,7 @@ import torch
 
 from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.data.samples import read_group
-from hpcrl.errors import CommitError, EngineError, HpcrlError, UserCodeError
+from hpcrl.errors import CommitError, ConfigError, EngineError, HpcrlError
 from hpcrl.observe.metrics import merged
 from hpcrl.rollout.client import EngineClient
 from hpcrl.rollout.server import Server
@@ -149,7 +149,7 @@ def test_groups_of_each_version(
     assert lease.facts["version"] in (0, 1)
 
 
-def test_running_groups_keep_their_older_version(
+def test_work_that_comes_with_news_of_a_newer_version_is_done(
     run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any], models: list[Path]
 ) -> None:
     publish(run, 1, models[1])
@@ -163,7 +163,10 @@ def test_running_groups_keep_their_older_version(
         controller.stop = "finished"
         thread.join(30)
     assert not failed
-    assert {meta.oldest_version for meta in controller.completed} == {0}
+    assert all(0 <= meta.oldest_version <= meta.newest_version <= 1 for meta in controller.completed)
+    for meta in controller.completed:
+        versions = {v for sample in read_group(run.path / meta.path) for v in sample.versions.tolist()} - {-1}
+        assert (min(versions), max(versions)) == (meta.oldest_version, meta.newest_version)
 
 
 def test_a_group_in_flight_that_is_given_again_is_generated_once(
@@ -194,7 +197,7 @@ def test_a_group_that_nobody_waits_for_is_given_up(
     thread, failed = start(run, server, with_engine, capacity=2)
     try:
         wait_for(lambda: len(controller.completed) == 1, 60, f"no g2, {failed}")
-        assert controller.claims[-1]["holding"] == ["g1"]
+        wait_for(lambda: controller.claims[-1]["holding"] == ["g1"], 30, "it does not say that it holds g1")
         controller.unwanted = ["g1"]
         controller.work.extend([item("g3"), item("g4")])
         wait_for(lambda: len(controller.completed) == 3, 60, f"only {controller.completed}, {failed}")
@@ -252,15 +255,30 @@ def test_damaged_weights_end_the_worker_before_the_pause(
         assert http.get("/weight_info").json() == {"weight_version": "0"}
 
 
-def test_an_environment_that_raises_ends_the_worker(
+def test_an_environment_that_is_not_there_ends_the_worker(
+    run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any]
+) -> None:
+    controller.work.append(item("g8", env_class="tests.rollout.environments:Nothing"))
+    thread, failed = start(run, server, with_engine)
+    thread.join(30)
+    assert isinstance(failed[0], ConfigError), "every replica would fail alike"
+    assert "g8" in str(failed[0])
+
+
+def test_an_environment_that_raises_costs_its_samples(
     run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any]
 ) -> None:
     controller.work.append(item("g8", env_class="tests.rollout.environments:Raises"))
     thread, failed = start(run, server, with_engine)
-    thread.join(30)
-    assert isinstance(failed[0], UserCodeError), "every replica would fail alike"
-    assert "g8" in str(failed[0])
-    assert "ZeroDivisionError" in str(failed[0])
+    try:
+        wait_for(lambda: controller.completed, 60, f"nothing completed, {failed}")
+    finally:
+        controller.stop = "finished"
+        thread.join(30)
+    assert not failed
+    (meta,) = controller.completed
+    assert set(meta.stop_reasons) == {"failed"}
+    assert "ZeroDivisionError" in meta.failures[0]
 
 
 class Job:
