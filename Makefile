@@ -1,7 +1,7 @@
 # make demo    install what is needed and run the quickstart on this machine
 # make test    install what is needed (with Slurm, where this is root on Debian or Ubuntu) and run all tests
 # make learn   each family of algorithms learns the quickstart's task: whole training runs, minutes each
-# make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: half an hour
+# make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: an hour
 # make soak    one run, preempted or killed thirty times
 # make check   lint, format and types
 
@@ -21,7 +21,7 @@ learn: $(VENV)/installed
 	$(BIN)/pytest -m slow -s tests/jobs/test_learning.py
 
 faults: $(VENV)/installed slurm
-	$(BIN)/pytest -m "not soak" tests/faults tests/slurm/test_runs.py
+	$(BIN)/pytest -m "not soak" tests/faults tests/slurm/test_runs.py tests/slurm/test_pool.py tests/jobs/test_local_run.py
 
 soak: $(VENV)/installed slurm
 	$(BIN)/pytest -m soak -s tests/faults/test_soak.py

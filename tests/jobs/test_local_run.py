@@ -147,6 +147,7 @@ def test_from_another_runs_checkpoint_and_cancel(place: Path) -> None:
     assert finish(second, 1) == "cancelled"
 
 
+@pytest.mark.faults_slow
 def test_run_that_is_never_requeued_goes_on_only_when_told_so(place: Path) -> None:
     """A preempted run of resume_mode none: it saves, says that it is not requeued, and resumes with resume_mode latest."""
     run = submit(place, "once", "trainer.resume_mode=none", f"trainer.max_steps={STEPS}", "trainer.eval_interval=0")
@@ -168,6 +169,7 @@ def test_run_that_is_never_requeued_goes_on_only_when_told_so(place: Path) -> No
     assert list(curve(run, "policy/grad_norm")) == list(range(1, saved + 3))
 
 
+@pytest.mark.faults_slow
 def test_trainer_of_two_nodes_meets_elsewhere_when_its_port_is_taken(place: Path) -> None:
     """Somebody binds the port of the rendezvous between its choice and torchrun's use of it: both nodes meet on another one."""
     two_nodes = ["trainer.placement.policy_num_nodes=2", "trainer.max_steps=1", "trainer.eval_interval=0"]

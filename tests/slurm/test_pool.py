@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from hpcrl.observe.metrics import merged
 from hpcrl.run.layout import Run
 from hpcrl.run.lease import Lease, read_leases
@@ -28,6 +30,7 @@ def leases(run: Run) -> dict[str, Lease]:
     return {lease.process: lease for lease in read_leases(run, 1) if lease.process.startswith("rollout-")}
 
 
+@pytest.mark.faults_slow
 def test_replicas_of_a_pool_come_go_and_end_with_the_run(cluster: DevCluster, tmp_path: Path) -> None:
     settings = ["trainer.run_name=pool", *SMALL, *POOL, "trainer.max_steps=2000", "trainer.eval_interval=0"]
     done = cluster.run([HPCRL, "submit", str(QUICKSTART), SITE, *settings], cwd=tmp_path)

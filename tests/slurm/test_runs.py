@@ -37,6 +37,7 @@ def finish(cluster: DevCluster, cwd: Path, run: Run, attempt: int, seconds: floa
     return outcome.kind
 
 
+@pytest.mark.faults_slow
 def test_sweep_of_two_is_one_array_with_two_runs(cluster: DevCluster, tmp_path: Path) -> None:
     sweep = ["--sweep", "trainer.policy.optimizer_config.lr=1e-4,3e-4", "trainer.max_steps=2"]
     said = submit(cluster, tmp_path, "sweep", *sweep)
@@ -58,6 +59,7 @@ def test_sweep_of_two_is_one_array_with_two_runs(cluster: DevCluster, tmp_path: 
     assert ask(cluster, tmp_path, "status", "sweep.1").startswith("sweep.1-lr-3e-4: done")
 
 
+@pytest.mark.faults_slow
 def test_dead_rank_ends_the_attempt_and_the_run_goes_on_by_itself(cluster: DevCluster, tmp_path: Path) -> None:
     submit(cluster, tmp_path, "killed", "trainer.max_steps=5")
     run = Run.open(tmp_path / "runs" / "quickstart" / "killed")
