@@ -67,7 +67,8 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        return min((int(version) for sample in self.samples for version in _chosen(sample)), default=self.version)
+        chosen = torch.cat([_chosen(sample) for sample in self.samples])
+        return int(chosen.min()) if len(chosen) else self.version
 
     @property
     def newest_version(self) -> int:
