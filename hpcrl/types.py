@@ -10,7 +10,7 @@ prompt/response split: the loss mask says which tokens the policy chose.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -191,3 +191,8 @@ class MicroBatch:
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Return it with all tensors on `device`."""
+        tensors = {name: value for name, value in vars(self).items() if name != "lengths" and value is not None}
+        return replace(self, **{name: value.to(device) for name, value in tensors.items()})

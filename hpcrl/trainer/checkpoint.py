@@ -320,7 +320,7 @@ class Checkpoints:
         }
         writers = {folder: each.snapshot() if copied else _writer(each) for folder, each in engines.items()}
         content = Content(self._run.checkpoint(step, updates), writers, random_state(self._world.device), facts)
-        return content if inside is None else replace(content, more=partial(inside.write, world=self._world))
+        return content if inside is None else replace(content, more=inside.write)
 
 
 class _Flight(threading.Thread):

@@ -33,7 +33,7 @@ def appraise(critic: CriticEngine, mini: MiniBatch, limit: Limit, between: Betwe
 
 
 def critic_mini_batches(
-    minis: Sequence[MiniBatch], batch: Batch, trainer: TrainerConfig, limit: Limit, world: World
+    minis: Sequence[MiniBatch], batch: Batch, trainer: TrainerConfig, limit: Limit, data: World
 ) -> list[MiniBatch]:
     """Return what each optimizer step of the critic trains in one pass over a batch, weighed.
 
@@ -42,7 +42,7 @@ def critic_mini_batches(
         limit: of the micro-batches that are trained.
     """
     own = regrouped(minis, len(batch.groups), trainer.critic_mini_batch_size)
-    weigh(own, batch, limit, world, _REDUCTION)
+    weigh(own, batch, limit, data, _REDUCTION)
     return own
 
 

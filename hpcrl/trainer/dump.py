@@ -43,15 +43,19 @@ class Dumps:
                     discard(path)
         self._world.barrier()
 
-    def write(self, batch: Batch, minis: Sequence[MiniBatch]) -> None:
-        """Write the mini-batches of a step, each rank its samples."""
+    def write(self, batch: Batch, minis: Sequence[MiniBatch], data: World) -> None:
+        """Write the mini-batches of a step, each rank its samples.
+
+        Args:
+            data: the ranks that they were dealt to.
+        """
         target = self._run.dump(batch.step)
         if self._world.first:
             begin(target, self._attempt)
         self._world.barrier()
-        for number, mini in enumerate(minis):
+        for number, mini in enumerate(minis) if data.leads else ():
             ids = [batch.groups[row.pick.group].group_id for row in mini.rows]
-            path = staging(target, self._attempt) / f"mini-{number}-rank-{self._world.rank}.safetensors"
+            path = staging(target, self._attempt) / f"mini-{number}-rank-{data.rank}.safetensors"
             save_file(_tensors(mini.rows), path, {"group_ids": json.dumps(ids)})
         self._world.barrier()
         if self._world.first:

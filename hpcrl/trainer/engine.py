@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,11 +10,21 @@ from typing import Protocol
 import torch
 from torch.distributed import ProcessGroup
 
+from hpcrl.trainer.world import World
 from hpcrl.types import MicroBatch
 
 Objective = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(micro-batch, what the model says of it) -> the loss to differentiate and the metrics, all of them sums: over all micro-batches and ranks
 they are the loss and the metrics of the mini-batch. A policy says logprobs [P] and entropies [P], a critic values [P]."""
+
+
+class MicroBatches(Protocol):
+    """The micro-batches of this rank, as many on every rank; they are made as they are taken."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[MicroBatch]: ...
+
 
 Writer = Callable[[Path, ProcessGroup], None]
 """Writes a state into an existing directory, each rank its part; a group of all ranks carries what they tell each other."""
@@ -38,18 +48,23 @@ class StepReport:
 class Engine(Protocol):
     """A model in training, spread over all ranks. Every verb is called by all ranks.
 
+    Micro-batches are taken one at a time, each before it is computed; an engine that computes several at the same time takes all of them
+    before the first. What is raised where one is taken leaves the verb, and leaves gradients to `skip`.
+
     Attributes:
         updates: optimizer steps done; part of the saved state.
+        data: the ranks that train other samples than this one, and this one: they are dealt shares, and add up what they count.
     """
 
     updates: int
+    data: World
 
     def schedule(self, total_updates: int) -> None:
         """Tell how many optimizer steps the whole run has, for learning rates that fall towards its end."""
         ...
 
-    def forward_backward(self, batch: MicroBatch, objective: Objective) -> dict[str, torch.Tensor]:
-        """Add the gradient of the objective's loss; return the metric sums of this micro-batch."""
+    def forward_backward(self, batches: MicroBatches, objective: Objective) -> dict[str, torch.Tensor]:
+        """Add the gradient of the objective's loss over this rank's micro-batches; return their metrics, merged."""
         ...
 
     def step(self) -> StepReport:
@@ -83,8 +98,8 @@ class Engine(Protocol):
 class PolicyEngine(Engine, Protocol):
     """A policy in training, and maybe its frozen reference."""
 
-    def logprobs(self, batch: MicroBatch, *, reference: bool = False) -> torch.Tensor:
-        """Return [P] log-probabilities of the labels on the CPU, of the policy or of the reference, without gradient."""
+    def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
+        """Yield [P] log-probabilities of the labels on the CPU, of the policy or of the reference, without gradient."""
         ...
 
     def reset_reference(self, *, fresh_optimizer: bool) -> None:
@@ -107,6 +122,20 @@ class PolicyEngine(Engine, Protocol):
 class CriticEngine(Engine, Protocol):
     """A critic in training."""
 
-    def values(self, batch: MicroBatch) -> torch.Tensor:
-        """Return [P] values on the CPU, without gradient."""
+    def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        """Yield [P] values on the CPU, without gradient."""
         ...
+
+
+def merge(totals: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
+    """Add metrics to `totals`: sums, but for names that end in _max or _min, which are extremes."""
+    for name, value in more.items():
+        value = value.double()
+        if name not in totals:
+            totals[name] = value
+        elif name.endswith("_max"):
+            totals[name] = torch.maximum(totals[name], value)
+        elif name.endswith("_min"):
+            totals[name] = torch.minimum(totals[name], value)
+        else:
+            totals[name] = totals[name] + value

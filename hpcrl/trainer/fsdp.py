@@ -30,14 +30,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from hpcrl.config.derive import ref_model_path, ref_sharding, uses_reference
 from hpcrl.config.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.trainer import TrainerConfig
-from hpcrl.trainer.engine import Objective, StepReport, Writer
+from hpcrl.trainer.engine import MicroBatches, Objective, StepReport, Writer, merge
 from hpcrl.trainer.model import PackedCritic, PackedModel, PackedPolicy, Passes, free_gathered, load_model
 from hpcrl.trainer.reference import copy_parameters, follows_policy, forget_moments, require_same_shape
 from hpcrl.trainer.schedule import lr_factor
 from hpcrl.trainer.sharding import DTYPES, one_copy
 from hpcrl.trainer.source import Source, ValueSource
 from hpcrl.trainer.world import World
-from hpcrl.types import MicroBatch
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class FsdpEngine(Generic[Model]):
     def __init__(
         self, model: Model, section: PolicyConfig | CriticConfig, trainer: TrainerConfig, world: World
     ) -> None:
-        self._model, self._world = model, world
+        self._model, self._world, self.data = model, world, world
         self._optimizer_config: OptimizerConfig = section.optimizer_config
         self._stager: DefaultStager | None = None
         self.updates = 0
@@ -72,11 +71,14 @@ class FsdpEngine(Generic[Model]):
     def schedule(self, total_updates: int) -> None:
         self._total_updates = total_updates
 
-    def forward_backward(self, batch: MicroBatch, objective: Objective) -> dict[str, torch.Tensor]:
-        batch = self._moved(batch)
-        loss, sums = objective(batch, *self._model.run(batch, self._world.device))
-        loss.backward()
-        return sums
+    def forward_backward(self, batches: MicroBatches, objective: Objective) -> dict[str, torch.Tensor]:
+        totals: dict[str, torch.Tensor] = {}
+        for batch in batches:
+            batch = batch.to(self._world.device)
+            loss, sums = objective(batch, *self._model.run(batch, self._world.device))
+            loss.backward()
+            merge(totals, sums)
+        return totals
 
     def step(self) -> StepReport:
         optimizer, lr = self._optimizer_config, self._lr()
@@ -145,16 +147,12 @@ class FsdpEngine(Generic[Model]):
         model, optimizer = get_state_dict(self._model, self._optimizer)
         return {"model": model, "optimizer": optimizer, "updates": torch.tensor(self.updates)}
 
-    def _moved(self, batch: MicroBatch) -> MicroBatch:
-        device = self._world.device
-        tensors = {name: value.to(device) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-        return replace(batch, **tensors)
-
-    def _without_gradient(self, model: PackedModel, batch: MicroBatch) -> torch.Tensor:
-        with torch.no_grad():
-            first_P, *_ = model.run(self._moved(batch), self._world.device)
-            free_gathered(model)
-            return first_P.cpu()
+    def _each_without_gradient(self, model: PackedModel, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        for batch in batches:
+            with torch.no_grad():
+                first_P, *_ = model.run(batch.to(self._world.device), self._world.device)
+                free_gathered(model)
+            yield first_P.cpu()
 
 
 class FsdpPolicy(FsdpEngine[PackedPolicy]):
@@ -177,10 +175,10 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
                 require_same_shape(self._reference, model)
         self._reference_moved = False
 
-    def logprobs(self, batch: MicroBatch, *, reference: bool = False) -> torch.Tensor:
+    def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
         model = self._reference if reference else self._model
         assert model is not None, "this engine was made without a reference"
-        return self._without_gradient(model, batch)
+        return self._each_without_gradient(model, batches)
 
     def reset_reference(self, *, fresh_optimizer: bool) -> None:
         assert self._reference is not None, "this engine was made without a reference"
@@ -241,8 +239,8 @@ class FsdpCritic(FsdpEngine[PackedCritic]):
         model = load_model(PackedCritic, critic_source(trainer), section.fsdp_config, passes, world, trained=section)
         super().__init__(model, section, trainer, world)
 
-    def values(self, batch: MicroBatch) -> torch.Tensor:
-        return self._without_gradient(self._model, batch)
+    def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        return self._each_without_gradient(self._model, batches)
 
 
 def _passes(trainer: TrainerConfig, temperature: float = 1.0) -> Passes:

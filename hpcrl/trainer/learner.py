@@ -79,15 +79,17 @@ class Learner:
         backward = Limit(trainer.micro_train_batch_size_per_gpu, trainer.max_tokens_per_micro_batch)
         with clock("load_samples"):
             size = trainer.policy_mini_batch_size
-            minis = load_mini_batches(self.run, batch, trainer.algorithm, size, backward, self.world, self.reduction)
+            minis = load_mini_batches(
+                self.run, batch, trainer.algorithm, size, backward, self.policy.data, self.reduction
+            )
         self.unfinished = work = self._taken_up(batch, minis, clock) or self._scored(batch, minis, clock)
         if trainer.dump_data_batch:
             with clock("dump_data_batch"):
-                self.dumps.write(batch, minis)
+                self.dumps.write(batch, minis, self.policy.data)
         of_critic: dict[str, float] = {}
         if self.critic is not None:
             with clock("critic_train"):
-                own = critic_mini_batches(minis, batch, trainer, backward, self.world)
+                own = critic_mini_batches(minis, batch, trainer, backward, self.policy.data)
                 objective = build_critic_objective(trainer.algorithm.value_clip)
                 self._update(self.critic, own, backward, objective, work.critic)
             of_critic = describe_critic(work.critic)
@@ -101,7 +103,7 @@ class Learner:
     ) -> None:
         """Make the optimizer steps that `done` does not have yet, and append them to it."""
         for mini in (minis * self.trainer.update_epochs_per_batch)[len(done) :]:
-            done.append(train(engine, mini, limit, objective, self.world, self.agreement))
+            done.append(train(engine, mini, limit, objective, self.agreement))
             self._random = random_state(self.world.device)
             self.agreement.at_stake()
 
@@ -109,20 +111,20 @@ class Learner:
         """Return the batch as an earlier attempt left it; None where none has begun it."""
         if self.begun is None:
             return None
-        work = read_unfinished(self.begun, self.trainer, batch, minis, self.world)
+        work = read_unfinished(self.begun, self.trainer, batch, minis, self.policy.data, self.world)
         clock.resume(work.seconds)
         self.begun = None
         return work
 
     def _scored(self, batch: Batch, minis: list[MiniBatch], clock: Clock) -> Unfinished:
-        algorithm, world = self.trainer.algorithm, self.world
+        algorithm, data = self.trainer.algorithm, self.policy.data
         with clock("fwd_logprobs_values_reward"):
             self._score(minis)
         with clock("compute_advantages_and_returns"):
             rows = [row for mini in minis for row in mini.rows]
-            charged = self.penalty.charge(rows, world.sum)
-            advantages = estimate_advantages(batch, rows, algorithm, world.sum)
-        return Unfinished(self.trainer, batch, minis, charged, advantages)
+            charged = self.penalty.charge(rows, data.sum)
+            advantages = estimate_advantages(batch, rows, algorithm, data.sum)
+        return Unfinished(data, self.trainer, batch, minis, charged, advantages)
 
     def _score(self, minis: list[MiniBatch]) -> None:
         trainer, algorithm = self.trainer, self.trainer.algorithm

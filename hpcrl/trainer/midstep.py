@@ -43,12 +43,14 @@ class Unfinished:
 
     Attributes:
         trainer: the settings that it is trained with.
+        data: the ranks that the batch is dealt to.
         minis: this rank's part of it, scored.
         charged: what the KL penalty reports.
         critic, policy: the optimizer steps that were made.
         seconds: rank 0's, by phase, as far as attempts before this one spent them.
     """
 
+    data: World
     trainer: TrainerConfig
     batch: Batch
     minis: list[MiniBatch]
@@ -63,15 +65,17 @@ class Unfinished:
         """Optimizer steps that were made."""
         return len(self.critic) + len(self.policy)
 
-    def write(self, directory: Path, world: World) -> None:
+    def write(self, directory: Path) -> None:
         """Write it into an existing directory, each rank its samples."""
+        if not self.data.leads:
+            return
         columns: dict[str, torch.Tensor] = {}
         for number, mini in enumerate(self.minis):
             columns |= {f"{number}.{name}": value for name, value in _columns(mini.rows).items()}
-        save_tensors(columns, directory / _file(world.rank))
-        if world.first:
+        save_tensors(columns, directory / _file(self.data.rank))
+        if self.data.first:
             facts = {
-                "ranks": world.size,
+                "ranks": self.data.size,
                 "groups": [group.group_id for group in self.batch.groups],
                 "settings": settings_of(self.trainer),
                 "charged": self.charged,
@@ -84,7 +88,7 @@ class Unfinished:
 
 
 def read_unfinished(
-    checkpoint: Path, trainer: TrainerConfig, batch: Batch, minis: list[MiniBatch], world: World
+    checkpoint: Path, trainer: TrainerConfig, batch: Batch, minis: list[MiniBatch], data: World, world: World
 ) -> Unfinished:
     """Return what `write` left in a committed checkpoint, with what it says about this rank's samples filled in.
 
@@ -97,9 +101,10 @@ def read_unfinished(
             f"{checkpoint} was saved inside step {batch.step}, but the controller gives that step another batch; remove the "
             "checkpoint, and training continues from the one before it"
         )
-    ranks = sorted(range(facts["ranks"]), key=lambda rank: rank != world.rank)  # as a rule a rank needs its own alone
+    ranks = sorted(range(facts["ranks"]), key=lambda rank: rank != data.rank)  # as a rule a rank needs its own alone
     _fill_in(minis, [checkpoint / _file(rank) for rank in ranks])
     return Unfinished(
+        data,
         trainer,
         batch,
         minis,

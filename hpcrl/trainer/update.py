@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -15,7 +15,7 @@ from hpcrl.config.trainer import TrainerConfig
 from hpcrl.run.fault import fault
 from hpcrl.run.layout import Run
 from hpcrl.trainer.advantages import trained_groups
-from hpcrl.trainer.engine import Engine, Objective, PolicyEngine, StepReport
+from hpcrl.trainer.engine import Engine, MicroBatches, Objective, PolicyEngine, StepReport
 from hpcrl.trainer.packing import Row, load_rows, pack, trained_tokens
 from hpcrl.trainer.plan import Limit, Pick, cut, deal, mini_batches
 from hpcrl.trainer.world import World
@@ -23,6 +23,9 @@ from hpcrl.types import Batch, MicroBatch
 
 Between = Callable[[str], None]
 """Is called before each micro-batch with the name of the place; what it raises must be raised on all ranks."""
+
+Pass = Callable[[MicroBatches], Iterator[torch.Tensor]]
+"""Passes micro-batches through a model, and yields [P] values of each."""
 
 
 @dataclass
@@ -67,28 +70,29 @@ def load_mini_batches(
     algorithm: AlgorithmConfig,
     groups_per_mini_batch: int,
     limit: Limit,
-    world: World,
+    data: World,
     reduction: Reduction,
 ) -> list[MiniBatch]:
     """Deal each mini-batch to the ranks, read this rank's samples and weigh them.
 
     Args:
         limit: of the micro-batches that are trained.
+        data: the ranks that samples are dealt to.
 
     Raises:
         DataError: a sample file is missing or damaged.
     """
     trained = set(trained_groups(batch, algorithm))
     planned = mini_batches(batch, groups_per_mini_batch)
-    shares = [deal([pick for pick in picks if pick.group in trained], world.size, limit) for picks in planned]
-    picks = [pick for ranks in shares for pick in ranks[world.rank]]
+    shares = [deal([pick for pick in picks if pick.group in trained], data.size, limit) for picks in planned]
+    picks = [pick for ranks in shares for pick in ranks[data.rank]]
     rows = iter(load_rows(run, batch, picks, algorithm.min_filter_prefix_tokens))
-    minis = [MiniBatch(list(islice(rows, len(ranks[world.rank]))), ranks, world.rank) for ranks in shares]
-    weigh(minis, batch, limit, world, reduction)
+    minis = [MiniBatch(list(islice(rows, len(ranks[data.rank]))), ranks, data.rank) for ranks in shares]
+    weigh(minis, batch, limit, data, reduction)
     return minis
 
 
-def weigh(minis: Sequence[MiniBatch], batch: Batch, limit: Limit, world: World, reduction: Reduction) -> None:
+def weigh(minis: Sequence[MiniBatch], batch: Batch, limit: Limit, data: World, reduction: Reduction) -> None:
     """Fill in the tokens of each mini-batch and the weights of its rows, from the counts of all ranks."""
     per_group, positive = [0] * len(batch.groups), [0] * len(minis)
     lengths = [[trained_tokens([row]) for row in mini.rows] for mini in minis]
@@ -97,7 +101,7 @@ def weigh(minis: Sequence[MiniBatch], batch: Batch, limit: Limit, world: World, 
             per_group[row.pick.group] += length
             positive[number] += length if _is_positive(batch, row.pick) else 0
     left_out = [sum(row.left_out for row in mini.rows) for mini in minis]
-    sums = iter([round(count) for count in world.sum([*per_group, *positive, *left_out])])
+    sums = iter([round(count) for count in data.sum([*per_group, *positive, *left_out])])
     per_group, positive, left_out = (list(islice(sums, len(own))) for own in (per_group, positive, left_out))
     for mini, own, likelihood, without in zip(minis, lengths, positive, left_out, strict=True):
         groups = {pick.group for share in mini.shares for pick in share}
@@ -128,7 +132,7 @@ def score(
     engine: PolicyEngine, mini: MiniBatch, limit: Limit, *, old: bool, reference: bool, between: Between = fault
 ) -> None:
     """Fill in old and reference log-probabilities."""
-    passes: dict[str, Callable[[MicroBatch], torch.Tensor]] = {}
+    passes: dict[str, Pass] = {}
     if old:
         passes["old_logprobs"] = engine.logprobs
     if reference:
@@ -139,53 +143,53 @@ def score(
 def fill_in(
     mini: MiniBatch,
     limit: Limit,
-    passes: Mapping[str, Callable[[MicroBatch], torch.Tensor]],
+    passes: Mapping[str, Pass],
     between: Between = fault,
 ) -> None:
     """Give the rows what passes through models say about their tokens.
 
     Args:
-        passes: name of an attribute of Row -> gives [P] values of a micro-batch.
+        passes: name of an attribute of Row -> what gives it.
     """
-    for rows in mini.micro_batches(limit) if passes else ():
-        between("score.micro_batch")
-        batch = pack(rows)
-        for name, values in passes.items():
-            parts = values(batch).split(batch.lengths)
-            for row, values_T in zip(rows, parts, strict=False):  # an idle pass has a part but no row
-                setattr(row, name, values_T)
+    parts = mini.micro_batches(limit) if passes else []
+    for name, values in passes.items():
+        for rows, values_P in zip(parts, values(_Packed(parts, "score.micro_batch", between)), strict=True):
+            if rows:  # an idle pass has values, but of no sample
+                for row, values_T in zip(
+                    rows, values_P.split([len(row.sample.token_ids) for row in rows]), strict=True
+                ):
+                    setattr(row, name, values_T)
 
 
-def train(
-    engine: Engine, mini: MiniBatch, limit: Limit, objective: Objective, world: World, between: Between = fault
-) -> Trained:
+def train(engine: Engine, mini: MiniBatch, limit: Limit, objective: Objective, between: Between = fault) -> Trained:
     """Make one optimizer step, but none where nothing is trained: momentum and weight decay alone would move the model."""
-    totals: dict[str, torch.Tensor] = {}
-    for rows in mini.micro_batches(limit):
-        between("update.micro_batch")
-        merge(totals, engine.forward_backward(pack(rows), objective))
+    batches = _Packed(mini.micro_batches(limit), "update.micro_batch", between)
+    totals = engine.forward_backward(batches, objective)
     report = engine.step() if mini.tokens else engine.skip()
-    return Trained(_over_ranks(totals, world), report)
+    return Trained(_over_ranks(totals, engine.data), report)
 
 
-def merge(totals: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
-    """Add metrics to `totals`: sums, but for names that end in _max or _min, which are extremes."""
-    for name, value in more.items():
-        value = value.double()
-        if name not in totals:
-            totals[name] = value
-        elif name.endswith("_max"):
-            totals[name] = torch.maximum(totals[name], value)
-        elif name.endswith("_min"):
-            totals[name] = torch.minimum(totals[name], value)
-        else:
-            totals[name] = totals[name] + value
+@dataclass(frozen=True)
+class _Packed:
+    """Micro-batches that are packed as they are taken."""
+
+    parts: list[list[Row]]
+    place: str
+    between: Between
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for rows in self.parts:
+            self.between(self.place)
+            yield pack(rows)
 
 
-def _over_ranks(totals: Mapping[str, torch.Tensor], world: World) -> dict[str, float]:
+def _over_ranks(totals: Mapping[str, torch.Tensor], data: World) -> dict[str, float]:
     values = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
     signs = {name: 1 if name.endswith("_max") else -1 for name in sorted(values) if name.endswith(("_max", "_min"))}
     summed = sorted(set(values) - set(signs))
-    found = dict(zip(summed, world.sum([values[name] for name in summed]), strict=True))
-    extremes = world.max([sign * values[name] for name, sign in signs.items()]) if signs else []
+    found = dict(zip(summed, data.sum([values[name] for name in summed]), strict=True))
+    extremes = data.max([sign * values[name] for name, sign in signs.items()]) if signs else []
     return found | {name: sign * extreme for (name, sign), extreme in zip(signs.items(), extremes, strict=True)}

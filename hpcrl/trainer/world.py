@@ -34,12 +34,14 @@ class World:
     Attributes:
         device: of this rank.
         control: gloo group of all ranks for small messages, whatever carries the tensors.
+        leads: where several ranks train the same samples, one of them leads: it writes what is known of these.
     """
 
     rank: int
     size: int
     device: torch.device
     control: dist.ProcessGroup
+    leads: bool = True
 
     @property
     def first(self) -> bool:

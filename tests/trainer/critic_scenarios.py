@@ -90,7 +90,7 @@ def train_critic(
     """Make the critic's optimizer steps of a batch and return critic/*."""
     own = critic_mini_batches(minis, batch, trainer, limit, world) * trainer.update_epochs_per_batch
     objective = build_critic_objective(trainer.algorithm.value_clip)
-    return describe_critic([train(critic, mini, limit, objective, world) for mini in own])
+    return describe_critic([train(critic, mini, limit, objective) for mini in own])
 
 
 def one_batch(world: World, options: dict[str, Any]) -> None:

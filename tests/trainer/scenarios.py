@@ -108,7 +108,7 @@ def train_steps(engine: FsdpPolicy, run: Run, steps: range, world: World, option
         minis = loaded(run, batch, ALGORITHM, 2, world, limit)
         for mini in minis:
             score(engine, mini, Limit(options.get("forward", 4), limit.tokens), old=True, reference=True)
-        trained += [train(engine, mini, limit, build_objective(ALGORITHM), world) for mini in minis]
+        trained += [train(engine, mini, limit, build_objective(ALGORITHM)) for mini in minis]
     return trained
 
 
@@ -146,11 +146,11 @@ def poisoned(world: World, options: dict[str, Any]) -> None:
     length = len(mini.rows[0].sample.token_ids)
     if world.first:
         mini.rows[0].advantages = torch.full((length,), float("inf"))
-    skipped = train(engine, mini, Limit(4), build_objective(ALGORITHM), world).report
+    skipped = train(engine, mini, Limit(4), build_objective(ALGORITHM)).report
     same = all(torch.equal(before[name], value) for name, value in parameters(engine).items())
     if world.first:
         mini.rows[0].advantages = torch.ones(length)
-    after = train(engine, mini, Limit(4), build_objective(ALGORITHM), world).report
+    after = train(engine, mini, Limit(4), build_objective(ALGORITHM)).report
     if world.first:
         facts = {"skipped": [skipped.skipped, after.skipped], "same": same, "updates": engine.updates}
         Path(options["out"]).write_text(json.dumps(facts))
@@ -200,7 +200,7 @@ def weighed(world: World, options: dict[str, Any]) -> None:
                 reference=algorithm.use_kl_loss,
             )
         objective = build_objective(algorithm)
-        trained = [train(engine, mini, limit, objective, world) for mini in minis]
+        trained = [train(engine, mini, limit, objective) for mini in minis]
         found[name] = [describe_updates([update]) for update in trained]
     if world.first:
         Path(options["out"]).write_text(json.dumps(found))
@@ -250,11 +250,11 @@ def moving(world: World, options: dict[str, Any]) -> None:
     batch = Batch.from_json(read_json(run.batch(1)))
     (picks,) = mini_batches(batch, len(batch.groups))
     packed = pack(load_rows(run, batch, picks))
-    found = {"before": engine.logprobs(packed, reference=True)}
+    found = {"before": next(engine.logprobs([packed], reference=True))}
     train_steps(engine, run, range(1, 2), world, options)
     engine.reset_reference(fresh_optimizer=True)
-    found["moved"] = engine.logprobs(packed, reference=True)
-    found["policy"] = engine.logprobs(packed)
+    found["moved"] = next(engine.logprobs([packed], reference=True))
+    found["policy"] = next(engine.logprobs([packed]))
     if "save" in options:
         Path(options["save"]).mkdir(exist_ok=True)
         engine.save(Path(options["save"]))

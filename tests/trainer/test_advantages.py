@@ -255,7 +255,7 @@ def test_a_batch_that_teaches_nothing_moves_nothing(tmp_path: Path, model_path: 
     score(engine, mini, Limit(4), old=True, reference=True)
     advantages = estimate_advantages(batch, mini.rows, algorithm, alone.sum)
     before, updates = parameters(engine), engine.updates
-    update = train(engine, mini, Limit(4), build_objective(algorithm), alone)
+    update = train(engine, mini, Limit(4), build_objective(algorithm))
     assert update.report.skipped
     assert engine.updates == updates
     assert all(torch.equal(value, before[name]) for name, value in parameters(engine).items())

@@ -227,7 +227,7 @@ def test_a_head_on_disk_is_loaded(model_path: Path, tmp_path: Path, alone: World
     )
     trainer = critic_scenarios.section(str(tmp_path), {"trainer": {"algorithm": {"value_head_prefix": "score"}}})
     sample = make_sample(torch.Generator().manual_seed(1), 9, prompt=3)
-    values = FsdpCritic(trainer, alone).values(pack([Row(sample, Pick(0, 0, 9))]))
+    (values,) = FsdpCritic(trainer, alone).values([pack([Row(sample, Pick(0, 0, 9))])])
     expected = (body(input_ids=sample.token_ids[None]).last_hidden_state @ head.T)[0, :, 0]
     torch.testing.assert_close(values, expected.detach(), atol=1e-5, rtol=0)
 

@@ -45,7 +45,7 @@ def minis_of(run: Run, batch: Batch, world: World) -> list[MiniBatch]:
 def test_a_dump_has_every_token(run: Run, alone: World) -> None:
     batch = make_batch(run, step=7, groups=3, size=2)
     minis = minis_of(run, batch, alone)
-    Dumps(run, 1, alone).write(batch, minis)
+    Dumps(run, 1, alone).write(batch, minis, alone)
     files = [run.dump(7) / f"mini-{number}-rank-0.safetensors" for number in range(2)]
     assert set(verify(run.dump(7))["files"]) == {file.name for file in files}
     for file, mini, present in zip(files, minis, (set(), OPTIONAL), strict=True):
@@ -74,7 +74,7 @@ def test_a_dump_has_every_token(run: Run, alone: World) -> None:
 
 def test_a_rank_without_samples_writes_no_token(run: Run, alone: World) -> None:
     batch = make_batch(run, step=1, groups=1, size=2)
-    Dumps(run, 1, alone).write(batch, [MiniBatch([], [[]], 0)])
+    Dumps(run, 1, alone).write(batch, [MiniBatch([], [[]], 0)], alone)
     found = load_file(run.dump(1) / "mini-0-rank-0.safetensors")
     assert {"token_ids", "advantages", "lengths", "groups"} <= found.keys()
     assert all(len(value) == 0 for value in found.values())
@@ -83,12 +83,12 @@ def test_a_rank_without_samples_writes_no_token(run: Run, alone: World) -> None:
 def test_steps_that_are_trained_again_lose_their_dumps(run: Run, alone: World) -> None:
     for step in (1, 2, 3):
         batch = make_batch(run, step, groups=2, size=2)
-        Dumps(run, 1, alone).write(batch, minis_of(run, batch, alone)[:1])
+        Dumps(run, 1, alone).write(batch, minis_of(run, batch, alone)[:1], alone)
     unfinished = run.dumps / ".tmp-s000004.1"
     unfinished.mkdir()
     Dumps(run, 2, alone).resume(1)
     assert committed(run.dumps, step_of) == [1]
     assert [path.name for path in run.dumps.iterdir()] == ["s000001"]
     batch = make_batch(run, 2, groups=2, size=2)
-    Dumps(run, 2, alone).write(batch, minis_of(run, batch, alone)[:1])
+    Dumps(run, 2, alone).write(batch, minis_of(run, batch, alone)[:1], alone)
     assert verify(run.dump(2))["attempt"] == 2

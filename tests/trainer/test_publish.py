@@ -61,11 +61,11 @@ def rows() -> list[Row]:
     return [Row(make_sample(generator, length, prompt=2), Pick(0, 0, length)) for length in (9, 5, 12)]
 
 
-def expect_same_logprobs(path: Path, engine: FsdpPolicy, temperature: float, atol: float = 1e-5) -> None:
+def expect_same_logprobs(path: Path, engine: FsdpPolicy, temperature: float, atol: float = 5e-5) -> None:
     """Compare the engine's log-probabilities with those of transformers, sample by sample."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     batch = pack(rows())
-    for row, logprobs in zip(rows(), engine.logprobs(batch).split(batch.lengths), strict=True):
+    for row, logprobs in zip(rows(), next(engine.logprobs([batch])).split(batch.lengths), strict=True):
         ids = row.sample.token_ids
         with torch.no_grad():
             expected = (model(input_ids=ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
@@ -170,7 +170,7 @@ def test_exports_carry_rotary_positions_and_replaced_entries(run: Run, alone: Wo
         start=1,
     ):
         changed = make_engine(model_path, alone, **options)
-        assert (changed.logprobs(batch) - own.logprobs(batch)).abs().max() > 1e-3, options
+        assert (next(changed.logprobs([batch])) - next(own.logprobs([batch]))).abs().max() > 1e-3, options
         Publisher(run, 1, alone, torch.float32, 0).export(changed, number, str(model_path), ChatTemplateConfig())
         assert AutoConfig.from_pretrained(run.export(number)).rope_parameters == expected
         expect_same_logprobs(run.export(number), changed, temperature=1.0)
