@@ -91,7 +91,7 @@ class Source:
         """
         model = _empty(AutoModelForCausalLM, self.config(), dtype, attention)
         # logits must be no more than the hidden state times the head's weight
-        found = [name for name in _LOGIT_CHANGES if getattr(model.config, name, None) not in (None, 1.0)]
+        found = logit_changes(model.config)
         if getattr(model.get_output_embeddings(), "bias", None) is not None:
             found.append("a bias in its output head")
         if found:
@@ -190,6 +190,11 @@ class ValueSource(Source):
                 return self.get_submodule(name)
 
         return ValueModel
+
+
+def logit_changes(config: PreTrainedConfig) -> list[str]:
+    """Return the entries of a configuration that make logits something else than the hidden state times the head's weight."""
+    return [name for name in _LOGIT_CHANGES if getattr(config, name, None) not in (None, 1.0)]
 
 
 def _empty(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
