@@ -104,11 +104,23 @@ def packed_attention(
         return _causal(query, key, value, scaling, flash).transpose(1, 2), None
     assert query.shape[0] == 1, f"packed micro-batches are one row, not {query.shape[0]}"
     heads = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return attend(*heads, packed, scaling, flash).unsqueeze(0), None
+
+
+def attend(
+    query_PHD: torch.Tensor,
+    key_PHD: torch.Tensor,
+    value_PHD: torch.Tensor,
+    packed: Layout,
+    scale: float | None,
+    flash: bool = True,
+) -> torch.Tensor:
+    """Return the attention output [P, H, D], causal within each packed sample; there may be fewer heads in key and value."""
     # flash attention knows half precision only
-    if flash and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(*heads, packed, scaling).unsqueeze(0), None
-    query, key, value = (packed.rows(head_PHD).transpose(1, 2) for head_PHD in heads)
-    return packed.flat(_causal(query, key, value, scaling, flash).transpose(1, 2)).unsqueeze(0), None
+    if flash and query_PHD.is_cuda and query_PHD.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query_PHD, key_PHD, value_PHD, packed, scale)
+    rows = (packed.rows(head_PHD).transpose(1, 2) for head_PHD in (query_PHD, key_PHD, value_PHD))
+    return packed.flat(_causal(*rows, scale, flash).transpose(1, 2))
 
 
 def _varlen(

@@ -1,0 +1,114 @@
+"""The layers that the models are built of: TransformerEngine's where it is installed, or else Megatron-core's own with torch's attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch.nn.functional import scaled_dot_product_attention
+
+from hpcrl.trainer.attention import attend
+from hpcrl.trainer.megatron.packed import Packing
+
+
+def uses_transformer_engine() -> bool:
+    """Return whether layers are TransformerEngine's: it is installed, and there is a GPU."""
+    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+
+
+def layer_specs(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+    """Return the layers of this rank's pipeline stage.
+
+    Args:
+        chunk: which of the stage's parts, with an interleaved schedule; None: it has one.
+    """
+    engine = uses_transformer_engine()
+    specs = get_gpt_decoder_layer_specs(config, engine, normalization="RMSNorm", vp_stage=chunk)
+    first = get_transformer_layer_offset(config, vp_stage=chunk)
+    own = specs[first : first + get_num_layers_to_build(config, vp_stage=chunk)]
+    if engine:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TransformerBlockSubmodules(layer_specs=own, layer_norm=TENorm)
+    return TransformerBlockSubmodules(layer_specs=[_local(spec) for spec in own], layer_norm=_norm)
+
+
+def _local(spec: ModuleSpec) -> ModuleSpec:
+    layer: Any = spec.submodules
+    heads: Any = layer.self_attention.submodules
+    norms = {"q_layernorm": _norm, "k_layernorm": _norm} if isinstance(heads.q_layernorm, type) else {}
+    heads = dataclasses.replace(heads, core_attention=PackedAttention, **(norms if _normalizes(heads) else {}))
+    attention = dataclasses.replace(layer.self_attention, submodules=heads)
+    layer = dataclasses.replace(layer, input_layernorm=_norm, pre_mlp_layernorm=_norm, self_attention=attention)
+    return dataclasses.replace(spec, submodules=layer)
+
+
+def _normalizes(heads: Any) -> bool:
+    return heads.q_layernorm.__name__ != "IdentityOp"
+
+
+def _norm(config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> torch.nn.RMSNorm:
+    """Return the norm that Megatron-core's own refuses to be under sequence parallelism: its gradient is a sum over those ranks."""
+    norm = torch.nn.RMSNorm(
+        hidden_size, eps=eps, device=torch.cuda.current_device(), dtype=config.params_dtype
+    )
+    norm.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+    return norm
+
+
+class PackedAttention(MegatronModule):
+    """Attention over packed samples by torch, also with context parallelism: each rank gathers the keys and values of all.
+
+    Takes what Megatron-core makes a core attention with; dropout is never applied.
+    """
+
+    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        super().__init__(config=config)
+        self._scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        packed_seq_params: Packing,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Return [P_own, H * D] for query [P_own, H, D], key and value [P_own, Hkv, D]."""
+        packing, scale = packed_seq_params, self._scale
+        assert packing.layout is not None
+        if parallel_state.get_context_parallel_world_size() == 1:
+            output = attend(query, key, value, packing.layout, scale)
+        else:
+            output = _over_ranks(query, key, value, packing, scale)
+        return output.flatten(1)
+
+
+def _over_ranks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float | None
+) -> torch.Tensor:
+    layout, own, order = packing.layout, packing.own, packing.order
+    assert layout is not None
+    assert own is not None
+    assert order is not None
+    group = parallel_state.get_context_parallel_group()
+    # what each rank's queries ask of a key is added up on the rank that has it
+    key, value = (gather_from_sequence_parallel_region(part, True, group)[order] for part in (key, value))
+    rows = [layout.rows(part).transpose(1, 2) for part in (key, value)]
+    places = (torch.arange(layout.count * layout.longest, device=own.device) if layout.slots is None else layout.slots)[own]
+    queries = query.new_zeros(layout.count * layout.longest, *query.shape[1:]).index_copy(0, places, query)
+    queries = queries.view(layout.count, layout.longest, *query.shape[1:]).transpose(1, 2)
+    output = scaled_dot_product_attention(queries, *rows, is_causal=True, scale=scale, enable_gqa=True)
+    return output.transpose(1, 2).flatten(0, 1)[places]
