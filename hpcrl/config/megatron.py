@@ -26,6 +26,9 @@ def _optimizer_defaults() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronModelConfig:
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Type in which the model computes and its gradients are; with bf16 the optimizer keeps fp32 copies of what it trains."""
+
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer's matrices; above 1 also splits activations along the sequence."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -23,19 +21,19 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from hpcrl.config.derive import ref_model_path, ref_sharding, uses_reference
+from hpcrl.config.derive import ref_sharding, uses_reference
 from hpcrl.config.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.trainer.engine import MicroBatches, Objective, StepReport, Writer, merge
-from hpcrl.trainer.model import PackedCritic, PackedModel, PackedPolicy, Passes, free_gathered, load_model
+from hpcrl.trainer.model import PackedCritic, PackedModel, PackedPolicy, free_gathered, load_model
+from hpcrl.trainer.passes import passes_of
 from hpcrl.trainer.reference import copy_parameters, follows_policy, forget_moments, require_same_shape
 from hpcrl.trainer.schedule import lr_factor
 from hpcrl.trainer.sharding import DTYPES, one_copy
-from hpcrl.trainer.source import Source, ValueSource
+from hpcrl.trainer.configured import critic_source, export_config, policy_source, reference_source
 from hpcrl.trainer.world import World
 
 log = logging.getLogger(__name__)
@@ -163,11 +161,9 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
     """
 
     def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
-        passes = _passes(trainer, temperature)
-        section = trainer.policy
-        model = load_model(PackedPolicy, policy_source(trainer), section.fsdp_config, passes, world, trained=section)
+        passes, section, self._source = passes_of(trainer, temperature), trainer.policy, policy_source(trainer)
+        model = load_model(PackedPolicy, self._source, section.fsdp_config, passes, world, trained=section)
         super().__init__(model, section, trainer, world)
-        self._path = section.model.path
         self._reference: PackedPolicy | None = None
         if uses_reference(trainer):
             self._reference = load_model(PackedPolicy, reference_source(trainer), ref_sharding(trainer), passes, world)
@@ -224,69 +220,19 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
     def export_config(self, directory: Path, dtype: torch.dtype) -> None:
         if not self._world.first:
             return
-        config = type(self._model.model.config).from_dict(self._model.model.config.to_dict())
-        config.dtype = dtype
-        config.save_pretrained(directory)
-        with suppress(OSError):  # a model need not have one
-            GenerationConfig.from_pretrained(self._path).save_pretrained(directory)
+        export_config(self._source, directory, dtype)
 
 
 class FsdpCritic(FsdpEngine[PackedCritic]):
     """CriticEngine on FSDP2."""
 
     def __init__(self, trainer: TrainerConfig, world: World) -> None:
-        section, passes = trainer.critic, _passes(trainer)
+        section, passes = trainer.critic, passes_of(trainer)
         model = load_model(PackedCritic, critic_source(trainer), section.fsdp_config, passes, world, trained=section)
         super().__init__(model, section, trainer, world)
 
     def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
         return self._each_without_gradient(self._model, batches)
-
-
-def _passes(trainer: TrainerConfig, temperature: float = 1.0) -> Passes:
-    return Passes(
-        temperature=temperature,
-        chunk_rows=trainer.logprobs_chunk_size,
-        packing=trainer.use_sample_packing,
-        flash=trainer.flash_attn,
-        compiled=trainer.policy.use_torch_compile,
-        dtype=DTYPES[trainer.algorithm.logprob_dtype],
-    )
-
-
-def policy_source(trainer: TrainerConfig) -> Source:
-    """Return the model that is trained, as it is loaded."""
-    return Source(
-        path=trainer.policy.model.path,
-        role="trainer.policy",
-        config_kwargs=trainer.policy.model_config_kwargs,
-        rope_scaling=trainer.rope_scaling,
-        rope_theta=trainer.rope_theta,
-    )
-
-
-def reference_source(trainer: TrainerConfig) -> Source:
-    """Return the model of the KL term, as it is loaded."""
-    return replace(
-        policy_source(trainer),
-        path=ref_model_path(trainer),
-        role="trainer.ref",
-        config_kwargs=trainer.ref.model_config_kwargs,
-    )
-
-
-def critic_source(trainer: TrainerConfig) -> ValueSource:
-    """Return the critic, as it is loaded."""
-    assert trainer.critic.model.path is not None, "this run has no critic"
-    return ValueSource(
-        path=trainer.critic.model.path,
-        role="trainer.critic",
-        config_kwargs=trainer.critic.model_config_kwargs,
-        rope_scaling=trainer.rope_scaling,
-        rope_theta=trainer.rope_theta,
-        head=trainer.algorithm.value_head_prefix,
-        seed=trainer.seed,
-    )
 
 
 def adam_settings(optimizer: OptimizerConfig) -> dict[str, Any]:

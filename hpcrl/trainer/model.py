@@ -4,7 +4,6 @@ critic gives values."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -16,31 +15,11 @@ from transformers import PreTrainedModel
 from hpcrl.config.model import CriticConfig, FSDPConfig, PolicyConfig
 from hpcrl.trainer.attention import PACKED, PADDED, Layout
 from hpcrl.trainer.logprobs import compiled_rows, plain_rows, token_logprobs
+from hpcrl.trainer.passes import Passes
 from hpcrl.trainer.sharding import DTYPES, shard
 from hpcrl.trainer.source import Source, freeze
 from hpcrl.trainer.world import World
 from hpcrl.types import MicroBatch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Passes:
-    """How forward passes are made.
-
-    Attributes:
-        temperature: divides the logits.
-        chunk_rows: tokens whose logits exist at the same time.
-        packing: samples lie end to end; otherwise each is a padded row.
-        flash: flash attention is used where there is one.
-        compiled: log-probabilities and entropies are computed by compiled code.
-        dtype: in which logits become log-probabilities.
-    """
-
-    temperature: float
-    chunk_rows: int
-    packing: bool = True
-    flash: bool = True
-    compiled: bool = False
-    dtype: torch.dtype = torch.float32
 
 
 class PackedModel(nn.Module):

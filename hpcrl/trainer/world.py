@@ -24,7 +24,7 @@ from hpcrl.errors import HpcrlError
 Json = Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_PATIENCE = timedelta(hours=2)  # rank 0 may hash a large checkpoint while the others wait
+PATIENCE = timedelta(hours=2)  # rank 0 may hash a large checkpoint while the others wait
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class World:
 
     def look(self, what: Callable[[], Json]) -> Json:
         """Return on every rank what `what` gives on rank 0, where alone it is called; a HpcrlError is raised on every rank."""
-        return _value(self._tell(_answer(what) if self.first else {}))
+        return _value(tell(_answer(what) if self.first else {}, dist.get_global_rank(self.control, 0), self.control))
 
     def each(self, what: Callable[[], Json]) -> list[Json]:
         """Return on every rank what `what` gives on each, by rank; a HpcrlError of one rank is raised on every rank.
@@ -71,15 +71,6 @@ class World:
         """Return the same ranks with another control group, for a thread that talks while this one does. All ranks call it."""
         return replace(self, control=_control())
 
-    def _tell(self, value: dict[str, Any]) -> dict[str, Any]:
-        # JSON and not broadcast_object_list, which would unpickle what comes from a socket
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        size = torch.tensor(len(text))
-        dist.broadcast(size, src=0, group=self.control)
-        if not self.first:
-            text = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(text, src=0, group=self.control)
-        return json.loads(text.numpy().tobytes())
 
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is set on any rank."""
@@ -100,6 +91,18 @@ class World:
         return highest.tolist()
 
 
+def tell(value: Json, speaker: int, group: dist.ProcessGroup) -> Json:
+    """Return on every rank of `group` the value of the rank `speaker`, as dist.get_rank() numbers it."""
+    # JSON and not broadcast_object_list, which would unpickle what comes from a socket
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor(len(text))
+    dist.broadcast(size, src=speaker, group=group)
+    if dist.get_rank() != speaker:
+        text = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(text, src=speaker, group=group)
+    return json.loads(text.numpy().tobytes())
+
+
 def _answer(what: Callable[[], Json]) -> dict[str, Any]:
     try:
         return {"value": what()}
@@ -114,7 +117,7 @@ def _value(answer: dict[str, Any]) -> Json:
 
 
 def _control() -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -22,7 +22,8 @@ from hpcrl.run.checkpoints import Retention
 from hpcrl.run.commit import committed, verify
 from hpcrl.run.layout import Run, step_of
 from hpcrl.trainer.checkpoint import Checkpoints
-from hpcrl.trainer.fsdp import FsdpCritic, FsdpPolicy, critic_source
+from hpcrl.trainer.configured import critic_source
+from hpcrl.trainer.fsdp import FsdpCritic, FsdpPolicy
 from hpcrl.trainer.packing import Row, pack
 from hpcrl.trainer.plan import Limit, Pick
 from hpcrl.trainer.world import World

@@ -24,7 +24,8 @@ from hpcrl.config.generator import ChatTemplateConfig
 from hpcrl.errors import DataError
 from hpcrl.run.commit import committed, is_committed
 from hpcrl.run.layout import Run, version_of
-from hpcrl.trainer.fsdp import FsdpPolicy, policy_source, reference_source
+from hpcrl.trainer.configured import policy_source, reference_source
+from hpcrl.trainer.fsdp import FsdpPolicy
 from hpcrl.trainer.packing import Row, pack
 from hpcrl.trainer.plan import Pick
 from hpcrl.trainer.publish import Publisher, write_safetensors

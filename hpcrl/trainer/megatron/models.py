@@ -21,7 +21,7 @@ from hpcrl.trainer.megatron.architecture import Architecture
 from hpcrl.trainer.megatron.head import VocabularyShare
 from hpcrl.trainer.megatron.layers import layer_specs
 from hpcrl.trainer.megatron.packed import Packing, padded_length
-from hpcrl.trainer.model import Passes
+from hpcrl.trainer.passes import Passes
 
 
 class PackedModel(GPTModel):
