@@ -47,7 +47,7 @@ class Source:
             config = AutoConfig.from_pretrained(self.path)
             entries, _ = PreTrainedConfig.get_config_dict(self.path)
         except (OSError, ValueError) as error:
-            raise self._not_a_model(error) from error
+            raise self.not_a_model(error) from error
         changes = self.config_kwargs
         for name in changes:
             if name not in entries and not hasattr(config, name):
@@ -107,7 +107,7 @@ class Source:
             DataError: it cannot be loaded, or weights are missing.
         """
         model, missing = self._read(AutoModelForCausalLM, dtype, attention)
-        self._expect_all(missing)
+        self.expect_all(missing)
         return model
 
     def _read(self, model_class: Any, dtype: torch.dtype, attention: str) -> tuple[PreTrainedModel, list[str]]:
@@ -119,15 +119,17 @@ class Source:
             )
         # RuntimeError: weights of other shapes than the configuration says
         except (OSError, ValueError, RuntimeError) as error:
-            raise self._not_a_model(error) from error
+            raise self.not_a_model(error) from error
         model, loaded = cast("tuple[PreTrainedModel, dict[str, Any]]", answer)
         return model, sorted(loaded["missing_keys"])
 
-    def _expect_all(self, missing: list[str]) -> None:
+    def expect_all(self, missing: list[str]) -> None:
+        """Raise DataError if there are names of parameters for which there are no weights."""
         if missing:
-            raise self._not_a_model(f"no weights for {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}")
+            raise self.not_a_model(f"no weights for {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}")
 
-    def _not_a_model(self, error: Exception | str) -> DataError:
+    def not_a_model(self, error: Exception | str) -> DataError:
+        """Return what is raised if the model cannot be loaded because of `error`."""
         return DataError(
             f"model {self.path!r} cannot be loaded: expected a directory or hub id of a causal language model in Hugging Face "
             f"format (config.json, *.safetensors, tokenizer). Check {self.role}.model.path and {self.role}.model_config_kwargs. "
@@ -163,14 +165,17 @@ class ValueSource(Source):
         """
         model, missing = self._read(self._model_class(), dtype, attention)
         name = f"{self.head}.weight"
-        self._expect_all([other for other in missing if other != name])
+        self.expect_all([other for other in missing if other != name])
         if name in missing:
             head = model.get_output_embeddings()
             assert isinstance(head, nn.Linear)
-            drawn = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(self.seed))
             with torch.no_grad():
-                head.weight.copy_(drawn / (head.in_features + 1))
+                head.weight.copy_(self.drawn_head(head.in_features))
         return model
+
+    def drawn_head(self, width: int) -> torch.Tensor:
+        """Return the weights of a head that is not on disk, [1, width] float32."""
+        return torch.randn((1, width), generator=torch.Generator().manual_seed(self.seed)) / (width + 1)
 
     def _model_class(self) -> type[PreTrainedModel]:
         """Return the class of the model's body, extended by the head."""
