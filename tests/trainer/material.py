@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 
 from hpcrl.data.samples import write_group
@@ -62,6 +64,20 @@ def make_batch(run: Run, step: int, groups: int, size: int) -> Batch:
     batch = Batch(step, metas, cursor=step * groups)
     write_json(run.batch(step), batch.to_json())
     return batch
+
+
+def expect_same_metrics(
+    found: Mapping[str, float], expected: Mapping[str, float], *, absolute: float, relative: float | None = None
+) -> None:
+    """Compare what was computed in another order, or on other ranks.
+
+    A token whose ratio lies on the bound of a clip (exactly 1 with cispo, where the policy is its own old policy) is clipped or not by
+    rounding, which also differs between processors: it may be one of ten.
+    """
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        bound = max(absolute, 0.1) if "clip" in name else absolute
+        assert found[name] == pytest.approx(value, rel=relative, abs=bound, nan_ok=True), name
 
 
 def make_run(path: Path) -> Run:

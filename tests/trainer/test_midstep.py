@@ -26,7 +26,7 @@ from hpcrl.trainer.packing import Row
 from hpcrl.trainer.plan import Pick
 from hpcrl.trainer.update import MiniBatch
 from hpcrl.types import Batch, Prompt, Sample, Work
-from tests.trainer.material import run_ranks
+from tests.trainer.material import expect_same_metrics, run_ranks
 from tests.trainer.test_job import STEPS, children, controller, finish, make_run, said, trainer
 
 CRITIC = {
@@ -101,7 +101,7 @@ def curve(run: Run) -> dict[int, dict[str, float]]:
 def assert_same(run: Run, whole: Run, tolerance: float) -> None:
     assert curve(run).keys() == curve(whole).keys() == set(range(1, STEPS + 1))
     for step, metrics in curve(whole).items():
-        assert curve(run)[step] == pytest.approx(metrics, abs=tolerance, nan_ok=True), step
+        expect_same_metrics(curve(run)[step], metrics, absolute=tolerance)
     for file in sorted(whole.weights_of(STEPS).glob("*.safetensors")):
         expected, found = load_file(file), load_file(run.weights_of(STEPS) / file.name)
         for name, tensor in expected.items():
