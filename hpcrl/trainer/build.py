@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.trainer.engine import CriticEngine, PolicyEngine
-from hpcrl.trainer.fsdp import FsdpCritic, FsdpPolicy
 from hpcrl.trainer.world import World
-
-POLICIES: dict[str, type[FsdpPolicy]] = {"fsdp2": FsdpPolicy}
-CRITICS: dict[str, type[FsdpCritic]] = {"fsdp2": FsdpCritic}
 
 
 def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> PolicyEngine:
@@ -17,7 +13,13 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
     Raises:
         DataError: a model path holds no model, or the model does not have what the configuration names.
     """
-    return POLICIES[trainer.strategy](trainer, temperature, world)
+    if trainer.strategy == "megatron":  # an extra, that is not imported where it is not used
+        from hpcrl.trainer.megatron.engine import MegatronPolicy
+
+        return MegatronPolicy(trainer, temperature, world)
+    from hpcrl.trainer.fsdp import FsdpPolicy
+
+    return FsdpPolicy(trainer, temperature, world)
 
 
 def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
@@ -26,4 +28,12 @@ def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
     Raises:
         DataError: the path holds no model, or the model does not have what the configuration names.
     """
-    return None if trainer.critic.model.path is None else CRITICS[trainer.strategy](trainer, world)
+    if trainer.critic.model.path is None:
+        return None
+    if trainer.strategy == "megatron":
+        from hpcrl.trainer.megatron.engine import MegatronCritic
+
+        return MegatronCritic(trainer, world)
+    from hpcrl.trainer.fsdp import FsdpCritic
+
+    return FsdpCritic(trainer, world)

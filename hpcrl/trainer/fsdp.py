@@ -27,13 +27,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from hpcrl.config.derive import ref_sharding, uses_reference
 from hpcrl.config.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.trainer import TrainerConfig
+from hpcrl.trainer.configured import critic_source, export_config, policy_source, reference_source
 from hpcrl.trainer.engine import MicroBatches, Objective, StepReport, Writer, merge
 from hpcrl.trainer.model import PackedCritic, PackedModel, PackedPolicy, free_gathered, load_model
 from hpcrl.trainer.passes import passes_of
 from hpcrl.trainer.reference import copy_parameters, follows_policy, forget_moments, require_same_shape
 from hpcrl.trainer.schedule import lr_factor
-from hpcrl.trainer.sharding import DTYPES, one_copy
-from hpcrl.trainer.configured import critic_source, export_config, policy_source, reference_source
+from hpcrl.trainer.sharding import one_copy
 from hpcrl.trainer.world import World
 
 log = logging.getLogger(__name__)

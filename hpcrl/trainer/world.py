@@ -71,7 +71,6 @@ class World:
         """Return the same ranks with another control group, for a thread that talks while this one does. All ranks call it."""
         return replace(self, control=_control())
 
-
     def any(self, flag: bool) -> bool:
         """Return whether `flag` is set on any rank."""
         flags = torch.tensor(int(flag))

@@ -35,6 +35,7 @@ class Architecture:
         family: model_type of the Hugging Face configuration, one of FAMILIES.
         transformer: the fields of megatron's TransformerConfig that follow from the model.
         vocab_size: tokens of the model, without what tensor parallelism pads.
+        padding: token whose embedding transformers does not train, except as a part of a tied head.
         tied: embedding and output head are one matrix.
         max_positions: longest sequence.
         inv_freq: [kv_channels / 2] float32, angle per position of each pair of rotated channels.
@@ -44,6 +45,7 @@ class Architecture:
     family: str
     transformer: dict[str, Any]
     vocab_size: int
+    padding: int | None
     tied: bool
     max_positions: int
     inv_freq: torch.Tensor
@@ -74,6 +76,7 @@ def architecture_of(config: PreTrainedConfig, path: str, value_head: str | None 
         family=config.model_type,
         transformer=_dense(config) | _experts(config),
         vocab_size=config.vocab_size,
+        padding=config.pad_token_id,
         tied=bool(config.tie_word_embeddings) and value_head is None,
         max_positions=config.max_position_embeddings,
         inv_freq=_rotary(config, path),

@@ -14,9 +14,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import nn
 
 from hpcrl.config.derive import uses_reference
-from hpcrl.config.megatron import MegatronConfig, MegatronModelConfig
+from hpcrl.config.megatron import MegatronModelConfig
 from hpcrl.config.model import CriticConfig, PolicyConfig
 from hpcrl.config.trainer import TrainerConfig
+from hpcrl.trainer.configured import critic_source, export_config, policy_source, reference_source
 from hpcrl.trainer.engine import MicroBatches, Objective, StepReport, Writer
 from hpcrl.trainer.megatron import shims
 from hpcrl.trainer.megatron.architecture import Architecture, architecture_of
@@ -29,7 +30,6 @@ from hpcrl.trainer.passes import Passes, passes_of
 from hpcrl.trainer.reference import follows_policy, forget_moments, require_same_shape
 from hpcrl.trainer.schedule import lr_factor
 from hpcrl.trainer.source import Source, ValueSource
-from hpcrl.trainer.configured import critic_source, export_config, policy_source, reference_source
 from hpcrl.trainer.world import World
 
 Model = TypeVar("Model", bound=PackedModel)
@@ -63,7 +63,9 @@ class MegatronEngine(Generic[Model]):
         config = self._chunks[0].config
         config.finalize_model_grads_func = finalize_model_grads
         self._wrapped = [
-            DistributedDataParallel(config, ddp_config(megatron, settings, world.device), chunk, disable_bucketing=number > 0)
+            DistributedDataParallel(
+                config, ddp_config(megatron, settings, world.device), chunk, disable_bucketing=number > 0
+            )
             for number, chunk in enumerate(self._chunks)
         ]
         if megatron.ddp_config.overlap_grad_reduce:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -44,15 +45,23 @@ def join_groups(sizes: MegatronModelConfig, virtual: int | None, world: World, s
         world,
         rank=parallel_state.get_data_parallel_rank(),
         size=parallel_state.get_data_parallel_world_size(),
-        control=parallel_state.get_data_parallel_group_gloo(),
+        control=_group(parallel_state.get_data_parallel_group_gloo()),
         leads=not any(places),
     )
 
 
-def last_stage() -> tuple[bool, int, torch.distributed.ProcessGroup]:
-    """Return whether this rank is in the pipeline's last stage, which rank of its pipeline is, and the pipeline's group."""
-    return (
-        parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        parallel_state.get_pipeline_model_parallel_last_rank(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    )
+def tensor_group() -> dist.ProcessGroup:
+    return _group(parallel_state.get_tensor_model_parallel_group())
+
+
+def context_group() -> dist.ProcessGroup:
+    return _group(parallel_state.get_context_parallel_group())
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    return _group(parallel_state.get_pipeline_model_parallel_group())
+
+
+def _group(found: object) -> dist.ProcessGroup:
+    assert isinstance(found, dist.ProcessGroup)
+    return found

@@ -29,7 +29,12 @@ class VocabularyShare:
         return cls(group, dist.get_rank(group) * size, size, vocabulary)
 
     def rows(
-        self, hidden_RD: torch.Tensor, head_VD: torch.Tensor, labels_R: torch.Tensor, temperature: float, dtype: torch.dtype
+        self,
+        hidden_RD: torch.Tensor,
+        head_VD: torch.Tensor,
+        labels_R: torch.Tensor,
+        temperature: float,
+        dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probabilities of the labels and entropies, [R] float32 each, the same on all ranks of the group.
 

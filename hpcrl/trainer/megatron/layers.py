@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -18,6 +19,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch.nn.functional import scaled_dot_product_attention
 
 from hpcrl.trainer.attention import attend
+from hpcrl.trainer.megatron.groups import context_group
 from hpcrl.trainer.megatron.packed import Packing
 
 
@@ -40,30 +42,26 @@ def layer_specs(config: TransformerConfig, chunk: int | None) -> TransformerBloc
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TransformerBlockSubmodules(layer_specs=own, layer_norm=TENorm)
-    return TransformerBlockSubmodules(layer_specs=[_local(spec) for spec in own], layer_norm=_norm)
+    return TransformerBlockSubmodules(layer_specs=[_local(spec) for spec in own], layer_norm=Norm)
 
 
 def _local(spec: ModuleSpec) -> ModuleSpec:
     layer: Any = spec.submodules
     heads: Any = layer.self_attention.submodules
-    norms = {"q_layernorm": _norm, "k_layernorm": _norm} if isinstance(heads.q_layernorm, type) else {}
-    heads = dataclasses.replace(heads, core_attention=PackedAttention, **(norms if _normalizes(heads) else {}))
+    of_heads = {} if heads.q_layernorm is IdentityOp else {"q_layernorm": Norm, "k_layernorm": Norm}
+    heads = dataclasses.replace(heads, core_attention=PackedAttention, **of_heads)
     attention = dataclasses.replace(layer.self_attention, submodules=heads)
-    layer = dataclasses.replace(layer, input_layernorm=_norm, pre_mlp_layernorm=_norm, self_attention=attention)
+    layer = dataclasses.replace(layer, input_layernorm=Norm, pre_mlp_layernorm=Norm, self_attention=attention)
     return dataclasses.replace(spec, submodules=layer)
 
 
-def _normalizes(heads: Any) -> bool:
-    return heads.q_layernorm.__name__ != "IdentityOp"
+class Norm(torch.nn.RMSNorm):
+    """The norm that Megatron-core's own refuses to be under sequence parallelism: its gradient is a sum over those ranks."""
 
-
-def _norm(config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> torch.nn.RMSNorm:
-    """Return the norm that Megatron-core's own refuses to be under sequence parallelism: its gradient is a sum over those ranks."""
-    norm = torch.nn.RMSNorm(
-        hidden_size, eps=eps, device=torch.cuda.current_device(), dtype=config.params_dtype
-    )
-    norm.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-    return norm
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, device=torch.cuda.current_device(), dtype=config.params_dtype)
+        marked: Any = self.weight
+        marked.sequence_parallel = config.sequence_parallel
 
 
 class PackedAttention(MegatronModule):
@@ -81,7 +79,7 @@ class PackedAttention(MegatronModule):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        _mask: torch.Tensor | None,
         *,
         packed_seq_params: Packing,
         **_: Any,
@@ -103,11 +101,13 @@ def _over_ranks(
     assert layout is not None
     assert own is not None
     assert order is not None
-    group = parallel_state.get_context_parallel_group()
+    group = context_group()
     # what each rank's queries ask of a key is added up on the rank that has it
     key, value = (gather_from_sequence_parallel_region(part, True, group)[order] for part in (key, value))
     rows = [layout.rows(part).transpose(1, 2) for part in (key, value)]
-    places = (torch.arange(layout.count * layout.longest, device=own.device) if layout.slots is None else layout.slots)[own]
+    places = (torch.arange(layout.count * layout.longest, device=own.device) if layout.slots is None else layout.slots)[
+        own
+    ]
     queries = query.new_zeros(layout.count * layout.longest, *query.shape[1:]).index_copy(0, places, query)
     queries = queries.view(layout.count, layout.longest, *query.shape[1:]).transpose(1, 2)
     output = scaled_dot_product_attention(queries, *rows, is_causal=True, scale=scale, enable_gqa=True)

@@ -18,6 +18,7 @@ from torch import nn
 
 from hpcrl.trainer.logprobs import token_logprobs
 from hpcrl.trainer.megatron.architecture import Architecture
+from hpcrl.trainer.megatron.groups import tensor_group
 from hpcrl.trainer.megatron.head import VocabularyShare
 from hpcrl.trainer.megatron.layers import layer_specs
 from hpcrl.trainer.megatron.packed import Packing, padded_length
@@ -47,9 +48,19 @@ class PackedModel(GPTModel):
             position_embedding_type="rope",
             vp_stage=chunk,
         )
+        self._padding = architecture.padding
         self.rotary_pos_emb.inv_freq = architecture.inv_freq.to(self.rotary_pos_emb.inv_freq.device)
 
-    def _postprocess(
+    def _preprocess(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        hidden, *rest = super()._preprocess(input_ids, *args, **kwargs)
+        if hidden is not None and self._padding is not None:
+            ids = input_ids[0]
+            if self.config.sequence_parallel:
+                ids = ids.chunk(tensor_group().size())[tensor_group().rank()]
+            hidden = torch.where((ids == self._padding)[:, None, None], hidden.detach(), hidden)
+        return hidden, *rest
+
+    def _postprocess(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: torch.Tensor, *, labels: torch.Tensor, packed_seq_params: Packing, **_: Any
     ) -> torch.Tensor:
         return self.says(hidden_states, packed_seq_params, labels) if self.post_process else hidden_states
@@ -62,11 +73,14 @@ class PackedModel(GPTModel):
 class PolicyModel(PackedModel):
     """A causal language model: says log-probabilities of the labels and entropies."""
 
-    def __init__(self, config: TransformerConfig, architecture: Architecture, passes: Passes, chunk: int | None) -> None:
+    def __init__(
+        self, config: TransformerConfig, architecture: Architecture, passes: Passes, chunk: int | None
+    ) -> None:
         super().__init__(config, architecture, chunk)
         if self.post_process:
             tied_here = self.pre_process and self.share_embeddings_and_output_weights
             self.output_layer = LogprobHead(config, architecture.vocab_size, passes, skip_weight=tied_here)
+        if self.pre_process or self.post_process:  # again, for this head; the first and the last stage do it together
             self.setup_embeddings_and_output_layer()
 
     def says(self, hidden: torch.Tensor, packing: Packing, labels_P: torch.Tensor) -> torch.Tensor:
@@ -78,12 +92,13 @@ class LogprobHead(ColumnParallelLinear):
     """The output head with what follows it. Called as the module that has the weight, it meets the hooks that wait for that weight."""
 
     def __init__(self, config: TransformerConfig, vocabulary: int, passes: Passes, *, skip_weight: bool) -> None:
-        group = parallel_state.get_tensor_model_parallel_group()
+        group, init = tensor_group(), config.init_method
+        assert init is not None
         super().__init__(
             config.hidden_size,
             padded_length(vocabulary, group.size()),
             config=config,
-            init_method=config.init_method,
+            init_method=init,
             bias=False,
             skip_weight_param_allocation=skip_weight,
             tp_group=group,
@@ -111,7 +126,9 @@ class LogprobHead(ColumnParallelLinear):
 class CriticModel(PackedModel):
     """A transformer whose head gives one number: says values, what is expected before the next token is known."""
 
-    def __init__(self, config: TransformerConfig, architecture: Architecture, _passes: Passes, chunk: int | None) -> None:
+    def __init__(
+        self, config: TransformerConfig, architecture: Architecture, _passes: Passes, chunk: int | None
+    ) -> None:
         super().__init__(config, architecture, chunk)
         if self.post_process:
             del self.output_layer

@@ -11,6 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from hpcrl.trainer.attention import Layout
+from hpcrl.trainer.megatron.groups import context_group
 from hpcrl.types import MicroBatch
 
 
@@ -60,7 +61,7 @@ class Packing(PackedSeqParams):
             cu_seqlens_kv_padded=bounds,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            cp_group=parallel_state.get_context_parallel_group(),
+            cp_group=context_group(),
             tokens=len(batch.token_ids),
             own=shares[rank].to(device),
             order=order.to(device),

@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
 from hpcrl.trainer.engine import MicroBatches, Objective, merge
+from hpcrl.trainer.megatron.groups import pipeline_group
 from hpcrl.trainer.megatron.packed import Packing, padded_total
 from hpcrl.trainer.packing import pack
 from hpcrl.trainer.world import World, tell
@@ -54,7 +55,7 @@ class Pipeline:
         """Yield the first of what the model says of each micro-batch, [P] on the CPU of every stage, without gradient."""
 
         def said(_batch: MicroBatch, values_KP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return values_KP.new_zeros(1), values_KP[0].cpu()
+            return values_KP.new_zeros(1), values_KP[0].cpu().contiguous()
 
         if self._stages == 1:
             for batch in batches:
@@ -64,7 +65,7 @@ class Pipeline:
         found = self._run(waiting, said, backward=False)
         for number, batch in enumerate(waiting):
             values_P = found[number] if self._last else torch.empty(len(batch.token_ids))
-            dist.broadcast(values_P, self._speaker, parallel_state.get_pipeline_model_parallel_group())
+            dist.broadcast(values_P, self._speaker, pipeline_group())
             yield values_P
 
     def _run(self, batches: MicroBatches, said: Said, *, backward: bool) -> list[Any]:
@@ -107,5 +108,5 @@ class Pipeline:
 
     def _told(self, totals: dict[str, float]) -> dict[str, torch.Tensor]:
         if self._stages > 1:
-            totals = tell(totals, self._speaker, parallel_state.get_pipeline_model_parallel_group())
+            totals = tell(totals, self._speaker, pipeline_group())
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in totals.items()}

@@ -104,7 +104,9 @@ def optimizer_config(optimizer: own.OptimizerConfig, megatron: MegatronConfig, r
     return _made(OptimizerConfig, derived, megatron.optimizer_config_kwargs, where)
 
 
-def ddp_config(megatron: MegatronConfig, optimizer: OptimizerConfig, device: torch.device) -> DistributedDataParallelConfig:
+def ddp_config(
+    megatron: MegatronConfig, optimizer: OptimizerConfig, device: torch.device
+) -> DistributedDataParallelConfig:
     """Return how gradients are summed."""
     ddp = megatron.ddp_config
     return DistributedDataParallelConfig(
@@ -122,7 +124,8 @@ def _made(kind: type[Settings], derived: dict[str, Any], given: dict[str, Any], 
         if name not in known:
             near = get_close_matches(name, known, 1)
             raise DataError(
-                f"{where}.{name}: Megatron-core's {kind.__name__} has no such field" + (f"; did you mean {near[0]}?" if near else "")
+                f"{where}.{name}: Megatron-core's {kind.__name__} has no such field"
+                + (f"; did you mean {near[0]}?" if near else "")
             )
     try:
         return kind(**(derived | given))

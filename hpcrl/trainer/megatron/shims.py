@@ -30,7 +30,9 @@ def install() -> None:
     import megatron.core
 
     if torch.cuda.is_available():
-        raise RunError("this machine has a GPU: Megatron-core runs on it as it is, without hpcrl/trainer/megatron/shims.py")
+        raise RunError(
+            "this machine has a GPU: Megatron-core runs on it as it is, without hpcrl/trainer/megatron/shims.py"
+        )
     if megatron.core.__version__ != VERSION:
         raise RunError(
             f"on a CPU, Megatron-core {VERSION} is needed, found {megatron.core.__version__}: pip install megatron-core=={VERSION}"
@@ -112,7 +114,9 @@ def _replace_in_megatron() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    logging.getLogger(random.__name__).setLevel(logging.ERROR)  # it warns where the generators are one, as they are here
+    logging.getLogger(random.__name__).setLevel(
+        logging.ERROR
+    )  # it warns where the generators are one, as they are here
     names: Any = random
     names._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # 0.16.1 looks the name up where TransformerEngine, which would define it, is not installed: any mixture of experts fails
