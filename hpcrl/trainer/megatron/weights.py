@@ -99,6 +99,7 @@ def load(chunks: Sequence[GPTModel], architecture: Architecture, source: Source,
         DataError: on every rank: it cannot be loaded, weights are missing, or have other shapes than `architecture` says.
     """
     table, here = slots(architecture), list(held(chunks, architecture))
+    _require_whole(table, here, local_experts(architecture))
 
     def read() -> None:
         files = _Files(source)
@@ -120,6 +121,18 @@ def load(chunks: Sequence[GPTModel], architecture: Architecture, source: Source,
 
     world.look(fetch)  # a model of the hub is downloaded once where nodes share their cache
     world.each(read)
+
+
+def _require_whole(table: dict[str, Slot], here: list[Held], experts: range) -> None:
+    """Check that layers are built as the table says: a weight for which they have no place would change nothing."""
+    found = {part.name for part in here if not part.copy}
+    places = {_place(name) for name in found}
+    expected = {
+        name
+        for name, slot in table.items()
+        if _place(name) in places and (slot.expert is None or slot.expert in experts)
+    }
+    assert found == expected, sorted(found ^ expected)
 
 
 @torch.no_grad()

@@ -133,6 +133,7 @@ def build(architecture: Architecture, layout: dict[str, int]) -> list[GPTModel]:
             max_sequence_length=architecture.max_positions,
             pre_process=first,
             post_process=last,
+            parallel_output=False,
             share_embeddings_and_output_weights=architecture.tied,
             position_embedding_type="rope",
             vp_stage=virtual,

@@ -31,6 +31,12 @@ def architecture(name: str) -> Architecture:
     return architecture_of(config_of(name), name)
 
 
+def chosen(layout: dict[str, int]) -> list[str]:
+    """Return the models that ranks can share so."""
+    mixtures = layout.get("ep", 1) > 1
+    return [name for name in CONFIGS if not mixtures or "num_moe_experts" in architecture(name).transformer]
+
+
 def on_disk(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
@@ -56,9 +62,7 @@ def round_trip(world: World, options: dict[str, Any]) -> None:
     told = {}
     for layout in options["layouts"]:
         start(layout)
-        for name in CONFIGS:
-            if layout.get("ep", 1) > 1 and "num_moe_experts" not in architecture(name).transformer:
-                continue
+        for name in chosen(layout):
             chunks, path = build(architecture(name), layout), Path(options["models"]) / name
             load(chunks, architecture(name), source_of(path), world)
             pieces = export(chunks, architecture(name), lambda parameter: parameter.data, torch.float32, world)
@@ -95,21 +99,24 @@ def cast(world: World, options: dict[str, Any]) -> None:
 
 
 def logits(world: World, options: dict[str, Any]) -> None:
-    """Compare logits with those of transformers, on one rank; tell the largest differences."""
-    start({})
+    """Compare logits with those of transformers, without pipelines; tell the largest differences, and the spread."""
     ids, told = torch.randint(0, VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(5)), {}
-    for name in CONFIGS:
-        path = Path(options["models"]) / name
-        (chunk,) = build(architecture(name), {})
-        load([chunk], architecture(name), source_of(path), world)
-        chunk.rotary_pos_emb.inv_freq = architecture(name).inv_freq
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        with torch.no_grad():
-            places = torch.arange(ids.shape[1]).expand_as(ids)
-            found: Any = chunk.eval()(ids, places, None)
-            expected = model(ids).logits
-        told[name] = [(found[..., :VOCABULARY] - expected).abs().max().item(), expected.std().item()]
-    Path(options["out"]).write_text(json.dumps(told))
+    places = torch.arange(ids.shape[1]).expand_as(ids)
+    for layout in options["layouts"]:
+        start(layout)
+        for name in chosen(layout):
+            path = Path(options["models"]) / name
+            (chunk,) = build(architecture(name), layout)
+            load([chunk], architecture(name), source_of(path), world)
+            chunk.rotary_pos_emb.inv_freq = architecture(name).inv_freq
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            with torch.no_grad():
+                found: Any = chunk.eval()(ids, places, None)
+                expected = model(ids).logits
+            difference = (found[..., :VOCABULARY] - expected).abs().max().item()
+            told[f"{layout} {name}"] = [*world.max([difference]), expected.std().item()]
+    if world.first:
+        Path(options["out"]).write_text(json.dumps(told))
 
 
 def critic(world: World, options: dict[str, Any]) -> None:
