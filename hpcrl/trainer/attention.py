@@ -103,8 +103,8 @@ def packed_attention(
     if packed is None:
         return _causal(query, key, value, scaling, flash).transpose(1, 2), None
     assert query.shape[0] == 1, f"packed micro-batches are one row, not {query.shape[0]}"
-    heads = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return attend(*heads, packed, scaling, flash).unsqueeze(0), None
+    query_PHD, key_PHD, value_PHD = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    return attend(query_PHD, key_PHD, value_PHD, packed, scaling, flash).unsqueeze(0), None
 
 
 def attend(
@@ -119,8 +119,8 @@ def attend(
     # flash attention knows half precision only
     if flash and query_PHD.is_cuda and query_PHD.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query_PHD, key_PHD, value_PHD, packed, scale)
-    rows = (packed.rows(head_PHD).transpose(1, 2) for head_PHD in (query_PHD, key_PHD, value_PHD))
-    return packed.flat(_causal(*rows, scale, flash).transpose(1, 2))
+    query, key, value = (packed.rows(head_PHD).transpose(1, 2) for head_PHD in (query_PHD, key_PHD, value_PHD))
+    return packed.flat(_causal(query, key, value, scale, flash).transpose(1, 2))
 
 
 def _varlen(

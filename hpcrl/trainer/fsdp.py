@@ -31,14 +31,12 @@ from hpcrl.trainer.configured import critic_source, export_config, policy_source
 from hpcrl.trainer.engine import MicroBatches, Objective, StepReport, Writer, merge
 from hpcrl.trainer.model import PackedCritic, PackedModel, PackedPolicy, free_gathered, load_model
 from hpcrl.trainer.passes import passes_of
-from hpcrl.trainer.reference import copy_parameters, follows_policy, forget_moments, require_same_shape
+from hpcrl.trainer.reference import REFERENCE, copy_parameters, follows_policy, forget_moments, require_same_shape
 from hpcrl.trainer.schedule import lr_factor
 from hpcrl.trainer.sharding import one_copy
 from hpcrl.trainer.world import World
 
 log = logging.getLogger(__name__)
-
-_REFERENCE = "reference"
 
 Model = TypeVar("Model", bound=PackedModel)
 
@@ -188,17 +186,17 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
     def _states(self) -> dict[str, dict[str, Any]]:
         states = super()._states()
         if self._reference is not None and self._reference_moved:
-            states[_REFERENCE] = get_model_state_dict(self._reference)
+            states[REFERENCE] = get_model_state_dict(self._reference)
         return states
 
     def restore(self, directory: Path) -> None:
         super().restore(directory)
-        if self._reference is not None and self._world.look(lambda: (directory / _REFERENCE).is_dir()):
+        if self._reference is not None and self._world.look(lambda: (directory / REFERENCE).is_dir()):
             require_same_shape(self._reference, self._model)
             if self._world.first:
                 log.info("the reference is the policy of an earlier step, from %s", directory)
             state = get_model_state_dict(self._reference)
-            load(state, checkpoint_id=directory / _REFERENCE, process_group=self._world.control)
+            load(state, checkpoint_id=directory / REFERENCE, process_group=self._world.control)
             set_model_state_dict(self._reference, state)
             self._reference_moved = True
 

@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.errors import DataError
 
+REFERENCE = "reference"  # folder of a checkpoint
+
 
 def reset_is_due(step: int, steps_per_epoch: int, trainer: TrainerConfig) -> bool:
     """Return whether the policy after `step` becomes the reference (reference_reset_interval, update_ref_every_epoch)."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -22,12 +23,14 @@ from hpcrl.trainer.engine import MicroBatches, Objective, StepReport, Writer
 from hpcrl.trainer.megatron import shims
 from hpcrl.trainer.megatron.architecture import Architecture, architecture_of
 from hpcrl.trainer.megatron.groups import join_groups
+from hpcrl.trainer.megatron.layers import uses_transformer_engine
 from hpcrl.trainer.megatron.models import CriticModel, PackedModel, PolicyModel
 from hpcrl.trainer.megatron.pipeline import Pipeline
 from hpcrl.trainer.megatron.settings import ddp_config, optimizer_config, transformer_config, virtual_stages
+from hpcrl.trainer.megatron.state import Saved
 from hpcrl.trainer.megatron.weights import export, load
 from hpcrl.trainer.passes import Passes, passes_of
-from hpcrl.trainer.reference import follows_policy, forget_moments, require_same_shape
+from hpcrl.trainer.reference import REFERENCE, follows_policy, forget_moments, require_same_shape
 from hpcrl.trainer.schedule import lr_factor
 from hpcrl.trainer.source import Source, ValueSource
 from hpcrl.trainer.world import World
@@ -60,9 +63,9 @@ class MegatronEngine(Generic[Model]):
         self._total_updates = 0
         self._chunks, self._architecture, self.data = build(kind, source, passes, megatron, role, trainer, world)
         settings = optimizer_config(section.optimizer_config, megatron, role)
-        config = self._chunks[0].config
+        config: Any = self._chunks[0].config
         config.finalize_model_grads_func = finalize_model_grads
-        self._wrapped = [
+        self._wrapped: list[Any] = [
             DistributedDataParallel(
                 config, ddp_config(megatron, settings, world.device), chunk, disable_bucketing=number > 0
             )
@@ -73,6 +76,9 @@ class MegatronEngine(Generic[Model]):
             config.no_sync_func = waits if len(waits) > 1 else waits[0]
         # nothing is exempt from weight decay, as with FSDP2
         self._optimizer: Any = get_megatron_optimizer(settings, self._wrapped, config_overrides={})
+        # without TransformerEngine, Megatron-core forgets the count of optimizer steps in the other format
+        reshardable = megatron.dist_ckpt_optim_fully_reshardable or not uses_transformer_engine()
+        self._saved = Saved(self._chunks, self._optimizer, reshardable=reshardable)
         self._pipeline = Pipeline(self._wrapped, self.data, dynamic=megatron.pipeline_dynamic_shape)
 
     def schedule(self, total_updates: int) -> None:
@@ -123,16 +129,20 @@ class MegatronEngine(Generic[Model]):
                 chunk.start_param_sync(force_sync=True)
 
     def save(self, directory: Path) -> None:
-        raise NotImplementedError
+        self._writer(copied=False)(directory, self._world.control)
 
     def snapshot(self) -> Writer:
-        raise NotImplementedError
+        return self._writer(copied=True)
+
+    def _writer(self, *, copied: bool) -> Writer:
+        self._gather()
+        return self._saved.writer(self.updates, copied=copied)
 
     def restore(self, directory: Path) -> None:
-        raise NotImplementedError
+        self.updates = self._saved.load(directory)
 
     def restore_weights(self, directory: Path) -> None:
-        raise NotImplementedError
+        self._saved.load_weights(directory)
 
 
 class MegatronPolicy(MegatronEngine[PolicyModel]):
@@ -181,6 +191,31 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
             for optimizer in self._optimizer.chained_optimizers:
                 forget_moments(optimizer.optimizer)
 
+    def _writer(self, *, copied: bool) -> Writer:
+        own = super()._writer(copied=copied)
+        if self._reference is None or not self._reference_moved:
+            return own
+        reference = self._of_reference(self._reference).writer(self.updates, copied=copied)
+
+        def write(directory: Path, group: dist.ProcessGroup) -> None:
+            own(directory, group)
+            if self._world.first:
+                (directory / REFERENCE).mkdir()
+            dist.barrier(group)
+            reference(directory / REFERENCE, group)
+
+        return write
+
+    def restore(self, directory: Path) -> None:
+        super().restore(directory)
+        if self._reference is not None and self._world.look(lambda: (directory / REFERENCE).is_dir()):
+            self._require_same_shape()
+            self._of_reference(self._reference).load_weights(directory / REFERENCE)
+            self._reference_moved = True
+
+    def _of_reference(self, chunks: list[PolicyModel]) -> Saved:
+        return Saved(chunks, None, reshardable=True)
+
     def export_weights(self, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
         self._gather()
         return export(self._chunks, self._architecture, lambda parameter: parameter.data, dtype, self._world)
@@ -224,7 +259,8 @@ def build(
     config = transformer_config(
         architecture, megatron, role, recompute=trainer.gradient_checkpointing, deterministic=trainer.deterministic
     )
+    make: Callable[..., Model] = kind
     numbers = [None] if virtual is None else range(virtual)
-    chunks = [kind(config, architecture, passes, number) for number in numbers]
+    chunks = [make(config, architecture, passes, number) for number in numbers]
     load(chunks, architecture, source, world)
     return chunks, architecture, data

@@ -35,14 +35,18 @@ def layer_specs(config: TransformerConfig, chunk: int | None) -> TransformerBloc
         chunk: which of the stage's parts, with an interleaved schedule; None: it has one.
     """
     engine = uses_transformer_engine()
-    specs = get_gpt_decoder_layer_specs(config, engine, normalization="RMSNorm", vp_stage=chunk)
+    specs: Any = get_gpt_decoder_layer_specs(config, engine, normalization="RMSNorm", vp_stage=chunk)
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     own = specs[first : first + get_num_layers_to_build(config, vp_stage=chunk)]
     if engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        return TransformerBlockSubmodules(layer_specs=own, layer_norm=TENorm)
-    return TransformerBlockSubmodules(layer_specs=[_local(spec) for spec in own], layer_norm=Norm)
+        return _block(own, TENorm)
+    return _block([_local(spec) for spec in own], Norm)
+
+
+def _block(layers: list[ModuleSpec], norm: Any) -> TransformerBlockSubmodules:
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def _local(spec: ModuleSpec) -> ModuleSpec:
@@ -104,11 +108,11 @@ def _over_ranks(
     group = context_group()
     # what each rank's queries ask of a key is added up on the rank that has it
     key, value = (gather_from_sequence_parallel_region(part, True, group)[order] for part in (key, value))
-    rows = [layout.rows(part).transpose(1, 2) for part in (key, value)]
+    key, value = (layout.rows(part).transpose(1, 2) for part in (key, value))
     places = (torch.arange(layout.count * layout.longest, device=own.device) if layout.slots is None else layout.slots)[
         own
     ]
     queries = query.new_zeros(layout.count * layout.longest, *query.shape[1:]).index_copy(0, places, query)
     queries = queries.view(layout.count, layout.longest, *query.shape[1:]).transpose(1, 2)
-    output = scaled_dot_product_attention(queries, *rows, is_causal=True, scale=scale, enable_gqa=True)
+    output = scaled_dot_product_attention(queries, key, value, is_causal=True, scale=scale, enable_gqa=True)
     return output.transpose(1, 2).flatten(0, 1)[places]

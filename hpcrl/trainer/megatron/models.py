@@ -37,9 +37,10 @@ class PackedModel(GPTModel):
 
     def __init__(self, config: TransformerConfig, architecture: Architecture, chunk: int | None) -> None:
         tensor = parallel_state.get_tensor_model_parallel_world_size()
+        specs: Any = layer_specs(config, chunk)  # it takes a whole block too
         super().__init__(
             config,
-            layer_specs(config, chunk),
+            specs,
             padded_length(architecture.vocab_size, tensor),
             architecture.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),

@@ -58,7 +58,9 @@ def policy(world: World, options: dict[str, Any]) -> None:
     engine.schedule(8)
     run, limit = Run.open(options["run"]), Limit(options["micro"])
     told, tensors = [], {}
-    for step in (1, 2):
+    if "restore" in options:
+        engine.restore(Path(options["restore"]))
+    for step in options.get("steps", (1, 2)):
         batch = Batch.from_json(read_json(run.batch(step)))
         for number, mini in enumerate(loaded(run, batch, ALGORITHM, 2, engine.data, limit)):
             score(engine, mini, Limit(4), old=True, reference=True)
@@ -76,6 +78,11 @@ def policy(world: World, options: dict[str, Any]) -> None:
             engine.step = step_
             told.append(update.sums | {"grad_norm": update.report.grad_norm, "lr": update.report.lr})
             tensors |= {f"{step}.{number}.gradient.{name}": value for name, value in gradients.items()}
+    if "save" in options:
+        if world.first:
+            Path(options["save"]).mkdir()
+        world.barrier()
+        engine.save(Path(options["save"]))
     weights = {name: value for piece in engine.export_weights(torch.float32) for name, value in piece.items()}
     tensors |= {f"weights.{name}": value for name, value in weights.items()}
     if engine.data.leads:

@@ -1,0 +1,209 @@
+"""Models and optimizers in checkpoints of Megatron-core's format (torch_dist), which any parallel layout can load.
+
+What lies where is Megatron-core's doing; the files are written by torch's own distributed checkpoints, as those of the FSDP2 backend are: each rank
+its part, with the group that the committer gives, from a copy if need be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.nn.functional import pad
+
+from hpcrl.errors import CommitError
+from hpcrl.trainer.engine import Writer
+
+_MODEL = "model"
+
+
+class Saved:
+    """What a checkpoint has of one model: its weights and, if it is trained, its optimizer and the optimizer steps done.
+
+    Args:
+        chunks: bare, of this rank.
+        optimizer: Megatron-core's; None: the model is not trained.
+        reshardable: also the optimizer's state can be loaded by another layout; otherwise only by another number of data parallel ranks.
+    """
+
+    def __init__(self, chunks: Sequence[GPTModel], optimizer: Any, *, reshardable: bool) -> None:
+        self._chunks, self._optimizer = list(chunks), optimizer
+        for part in optimizer.chained_optimizers if optimizer is not None else ():
+            if isinstance(part, DistributedOptimizer):
+                _keep_places(part)
+                if isinstance(part.optimizer, torch.optim.Adam):
+                    _keep_count(part)
+        kind = "fully_reshardable" if reshardable else "dp_reshardable"
+        self._metadata = {
+            "distrib_optim_sharding_type": kind,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+
+    def writer(self, updates: int, *, copied: bool) -> Writer:
+        """Return what writes the state.
+
+        Args:
+            updates: optimizer steps done.
+            copied: to host memory, now; otherwise the state must not change until it is written.
+        """
+        state = self._weights()
+        if self._optimizer is not None:
+            _begin(self._optimizer)
+            state["optimizer"] = self._optimizer.sharded_state_dict(state, metadata=self._metadata)
+            state["updates"] = updates
+        sharded: Any
+        sharded, common = save_preprocess(state, validate_access_integrity=False)
+        sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+        tensors = mcore_to_pyt_state_dict(sharded, False)
+        return partial(_write, _copied(tensors) if copied else tensors, common)
+
+    def load(self, directory: Path) -> int:
+        """Load the state that a writer wrote; return the optimizer steps done.
+
+        Raises:
+            CommitError: it cannot be loaded.
+        """
+        settings = [
+            {name: group[name] for name in _SETTINGS if name in group} for group in self._optimizer.param_groups
+        ]
+        state = self._weights()
+        _begin(self._optimizer)
+        state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading=True, metadata=self._metadata)
+        loaded = _load(state, directory)
+        self._take(loaded)
+        self._optimizer.load_state_dict(loaded["optimizer"])
+        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
+            group |= own  # not the settings of the run that saved
+        _count_apart(self._optimizer)
+        return int(loaded["updates"])
+
+    def load_weights(self, directory: Path) -> None:
+        """Load only the model of what a writer wrote.
+
+        Raises:
+            CommitError: it cannot be loaded.
+        """
+        self._take(_load(self._weights(), directory))
+        if self._optimizer is not None:
+            self._optimizer.reload_model_params()
+
+    def _weights(self) -> dict[str, Any]:
+        return {name: chunk.sharded_state_dict(metadata=self._metadata) for name, chunk in self._named()}
+
+    def _take(self, loaded: dict[str, Any]) -> None:
+        for name, chunk in self._named():
+            chunk.load_state_dict(loaded[name])
+
+    def _named(self) -> list[tuple[str, GPTModel]]:
+        # the optimizer looks for these names
+        many = len(self._chunks) > 1
+        return [(f"{_MODEL}{number}" if many else _MODEL, chunk) for number, chunk in enumerate(self._chunks)]
+
+
+_SETTINGS = ("lr", "weight_decay", "betas", "eps", "max_lr", "min_lr", "decoupled_weight_decay")
+
+
+def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    try:
+        loaded = dist_checkpointing.load(state, str(directory))
+    except (CheckpointingException, KeyError) as error:
+        raise CommitError(
+            f"{directory} cannot be loaded by trainer.strategy=megatron: {error}. Was it saved with another strategy? Then start a new run "
+            "from an export of that one"
+        ) from error
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def _write(tensors: dict[str, Any], common: dict[str, Any], directory: Path, group: dist.ProcessGroup) -> None:
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    save(tensors, checkpoint_id=directory, process_group=group, planner=planner)
+    if dist.get_rank() == 0:
+        TorchCommonSaveStrategy("torch", 1).save_common(common, str(directory))
+        save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+
+
+def _copied(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the same with tensors of their own, in host memory."""
+    for value in tensors.values():
+        if isinstance(value, ShardedTensor):
+            for shard in value.local_shards():
+                shard.tensor = shard.tensor.detach().to("cpu", copy=True)
+    return tensors
+
+
+def _begin(optimizer: Any) -> None:
+    """Give torch's Adam the state that it has before its first step, which Megatron-core expects to be there."""
+    for inner in _adams(optimizer):
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    zero = torch.zeros_like(parameter.data)
+                    inner.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": zero, "exp_avg_sq": zero.clone()}
+
+
+def _keep_places(optimizer: Any) -> None:
+    """Let the optimizer find its state where it looks for it, which Megatron-core 0.16.1 gets wrong without a word.
+
+    It gathers buckets without the padding behind each, and then takes each parameter's part from its place with the padding: all that lies
+    behind a padded bucket is mixed up. A tied embedding over several pipeline stages has a bucket of its own, and overlap_grad_reduce makes many.
+    """
+    gather = optimizer.get_parameter_state_dp_zero
+
+    def gather_in_place(*args: Any, **kwargs: Any) -> Any:
+        state = gather(*args, **kwargs)
+        for number, buffer in enumerate(optimizer.buffers if state is not None else ()):
+            for tensors in state[number].values():
+                for name in ("param", "exp_avg", "exp_avg_sq"):
+                    tensors[name] = _with_padding(tensors[name], buffer.buckets)
+        return state
+
+    optimizer.get_parameter_state_dp_zero = gather_in_place
+
+
+def _with_padding(values: torch.Tensor, buckets: Sequence[Any]) -> torch.Tensor:
+    parts = values.split([bucket.numel_unpadded for bucket in buckets])
+    sizes = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buckets]
+    return torch.cat([pad(part, (0, size)) for part, size in zip(parts, sizes, strict=True)])
+
+
+def _keep_count(optimizer: Any) -> None:
+    """Let the optimizer load the state of torch's Adam: it sets all that this has, but is not given the count of steps, which it has set."""
+    put = optimizer._set_main_param_and_optimizer_states
+
+    def put_all(parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, place = optimizer.model_param_group_index_map[parameter]
+        main = optimizer.optimizer.param_groups[group]["params"][place]
+        put(parameter, {"step": optimizer.optimizer.state[main]["step"], **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = put_all
+
+
+def _count_apart(optimizer: Any) -> None:
+    """Give each parameter a count of its own: Megatron-core loads one for all, which then counts every parameter's step."""
+    for inner in _adams(optimizer):
+        for state in inner.state.values():
+            state["step"] = torch.tensor(float(state["step"]))
+
+
+def _adams(optimizer: Any) -> list[torch.optim.Optimizer]:
+    found = [part.optimizer for part in optimizer.chained_optimizers]
+    return [inner for inner in found if isinstance(inner, torch.optim.Adam)]
