@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -259,8 +259,7 @@ def build(
     config = transformer_config(
         architecture, megatron, role, recompute=trainer.gradient_checkpointing, deterministic=trainer.deterministic
     )
-    make: Callable[..., Model] = kind
     numbers = [None] if virtual is None else range(virtual)
-    chunks = [make(config, architecture, passes, number) for number in numbers]
+    chunks = [kind(config, architecture, passes, number) for number in numbers]
     load(chunks, architecture, source, world)
     return chunks, architecture, data

@@ -35,7 +35,9 @@ class PackedModel(GPTModel):
         chunk: which of the stage's parts, with an interleaved schedule; None: it has one.
     """
 
-    def __init__(self, config: TransformerConfig, architecture: Architecture, chunk: int | None) -> None:
+    def __init__(
+        self, config: TransformerConfig, architecture: Architecture, passes: Passes, chunk: int | None
+    ) -> None:
         tensor = parallel_state.get_tensor_model_parallel_world_size()
         specs: Any = layer_specs(config, chunk)  # it takes a whole block too
         super().__init__(
@@ -49,7 +51,7 @@ class PackedModel(GPTModel):
             position_embedding_type="rope",
             vp_stage=chunk,
         )
-        self._padding = architecture.padding
+        self._padding, self._passes = architecture.padding, passes
         self.rotary_pos_emb.inv_freq = architecture.inv_freq.to(self.rotary_pos_emb.inv_freq.device)
 
     def _preprocess(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -77,7 +79,7 @@ class PolicyModel(PackedModel):
     def __init__(
         self, config: TransformerConfig, architecture: Architecture, passes: Passes, chunk: int | None
     ) -> None:
-        super().__init__(config, architecture, chunk)
+        super().__init__(config, architecture, passes, chunk)
         if self.post_process:
             tied_here = self.pre_process and self.share_embeddings_and_output_weights
             self.output_layer = LogprobHead(config, architecture.vocab_size, passes, skip_weight=tied_here)
@@ -128,9 +130,9 @@ class CriticModel(PackedModel):
     """A transformer whose head gives one number: says values, what is expected before the next token is known."""
 
     def __init__(
-        self, config: TransformerConfig, architecture: Architecture, _passes: Passes, chunk: int | None
+        self, config: TransformerConfig, architecture: Architecture, passes: Passes, chunk: int | None
     ) -> None:
-        super().__init__(config, architecture, chunk)
+        super().__init__(config, architecture, passes, chunk)
         if self.post_process:
             del self.output_layer
             device, dtype = torch.cuda.current_device(), config.params_dtype

@@ -170,7 +170,9 @@ def _keep_places(optimizer: Any) -> None:
 
     def gather_in_place(*args: Any, **kwargs: Any) -> Any:
         state = gather(*args, **kwargs)
-        for number, buffer in enumerate(optimizer.buffers if state is not None else ()):
+        if state is None:
+            return None
+        for number, buffer in enumerate(optimizer.buffers):
             for tensors in state[number].values():
                 for name in ("param", "exp_avg", "exp_avg_sq"):
                     tensors[name] = _with_padding(tensors[name], buffer.buckets)
