@@ -4,7 +4,8 @@
     {"attempt": 2, "step": 41, "time": 1763666666.5, "metrics": {"policy/lr": 1e-6}}
 
 An attempt that continues after step k makes what earlier attempts wrote about later steps void, in every file. The attempt's number
-decides this, not the place in a file, so a writer that was thought dead cannot bring such a step back.
+decides this, not the place in a file, so a writer that was thought dead cannot bring such a step back. Of a value that is reported twice
+all the same (of an interruption, by the attempt that ended at a step and by one that went on there and trained nothing), the last counts.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,10 @@ class MetricsReader:
         self._highest: dict[int, int] = {}
 
     def poll(self) -> tuple[list[Record], bool]:
-        """Return the valid records that have come since the last call, and whether some of earlier calls became void."""
+        """Return the valid records that have come since the last call, and whether some of earlier calls became void.
+
+        A value may come again; `last_reports` tells which of them counts.
+        """
         records: list[Record] = []
         outdated = False
         for path in sorted(self._run.metrics.glob("*.jsonl")):
@@ -139,14 +143,24 @@ def _unique(process: str, metrics: dict[str, float]) -> dict[str, float]:
     return metrics if process in _ALONE else {f"{name}/{process}": value for name, value in metrics.items()}
 
 
+def last_reports(records: Iterable[Record]) -> list[Record]:
+    """Return the records ordered by step, attempt and time, each value of a step only in the last record that has it."""
+    ordered = sorted(records, key=lambda record: (record.step, record.attempt, record.time))
+    last = {(record.step, name): record for record in ordered for name in record.metrics}
+    return [
+        replace(record, metrics={name: value for name, value in record.metrics.items() if last[record.step, name] is record})
+        for record in ordered
+    ]  # fmt: skip
+
+
 def read_metrics(run: Run) -> list[Record]:
-    """Return all valid records, ordered by step and time."""
+    """Return all valid records, ordered by step, attempt and time; each value of a step is in one of them, the last that had it."""
     records, _ = MetricsReader(run).poll()
-    return sorted(records, key=lambda record: (record.step, record.attempt, record.time))
+    return last_reports(records)
 
 
 def merged(run: Run) -> dict[int, dict[str, float]]:
-    """Return step to name to value over all processes; of a value that was reported twice, the last."""
+    """Return step to name to value over all processes."""
     steps: dict[int, dict[str, float]] = {}
     for record in read_metrics(run):
         steps.setdefault(record.step, {}).update(record.metrics)
@@ -154,5 +168,5 @@ def merged(run: Run) -> dict[int, dict[str, float]]:
 
 
 def values_of(run: Run, name: str) -> dict[int, float]:
-    """Return one metric by step; of a value that was reported twice, the last."""
+    """Return one metric by step."""
     return {record.step: record.metrics[name] for record in read_metrics(run) if name in record.metrics}

@@ -10,18 +10,18 @@ import os
 import socket
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from hpcrl.observe.metrics import MetricsReader, Record
+from hpcrl.observe.metrics import MetricsReader, Record, last_reports
 from hpcrl.run.layout import Run
 
 _PREFIX = "events.out.tfevents."
 _EVERY_S = 2.0
+_EMPTY_FILES = 20  # an open TensorBoard looks every few seconds; a file may be made anew several times in between
 
 
 class EventFile:
@@ -57,13 +57,16 @@ class EventFile:
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         # A TensorBoard that is open forgets at this mark what it has read from the file before.
         self._write(Event(wall_time=time.time(), step=0, session_log=SessionLog(status=SessionLog.START)))
-        self._append(_last_reports(records))
+        self._append(last_reports(records))
         self._path = self._directory / self._name()
         for stale in self._directory.glob(".rebuilding.*"):
             if stale != beside:
                 stale.unlink(missing_ok=True)
-        for old in self._directory.glob(_PREFIX + "*"):
+        earlier = sorted(self._directory.glob(_PREFIX + "*"))
+        for old in earlier[-_EMPTY_FILES:]:
             _replace_by_nothing(old)
+        for old in earlier[:-_EMPTY_FILES]:
+            old.unlink(missing_ok=True)
         beside.rename(self._path)
 
     def _name(self) -> str:
@@ -99,28 +102,14 @@ def _is_empty(path: Path) -> bool:
 
 
 def _replace_by_nothing(old: Path) -> None:
-    """Leave an empty file in the place of an old event file, and remove one that is empty already.
+    """Leave an empty file in the place of an old event file.
 
     An open TensorBoard goes on to the next file from one that is empty; it hangs at one that is gone.
     """
-    if _is_empty(old):
-        old.unlink(missing_ok=True)
-    else:
+    if not _is_empty(old):
         empty = old.with_name(f".rebuilding.{socket.gethostname()}.{os.getpid()}.empty")
         empty.touch()
         empty.rename(old)  # not truncated: whoever still writes to the old file writes to nowhere
-
-
-def _last_reports(records: list[Record]) -> list[Record]:
-    """Return the records ordered by step, each tag of a step only in the last of its reports."""
-    ordered = sorted(records, key=lambda record: (record.step, record.attempt, record.time))
-    last = {(tag, record.step): record for record in ordered for tag in record.metrics}
-    return [
-        replace(
-            record, metrics={tag: record.metrics[tag] for tag in record.metrics if last[tag, record.step] is record}
-        )
-        for record in ordered
-    ]
 
 
 def rebuild(run: Run) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.errors import CommitError
-from hpcrl.observe.metrics import MetricsReader, MetricsWriter, merged, read_metrics
+from hpcrl.observe.metrics import MetricsReader, MetricsWriter, merged, read_metrics, values_of
 from hpcrl.run import fault
 from hpcrl.run.layout import Run
 
@@ -79,6 +79,18 @@ def test_a_dead_writer_that_still_writes_brings_nothing_back(run: Run) -> None:
     zombie.write(5, {"trainer/x": 1.0})
     zombie.close()
     assert curve(run, "trainer/x") == {5: 2.0}
+
+
+def test_of_what_two_attempts_report_at_one_step_the_last_counts(run: Run) -> None:
+    """One is interrupted after step 4; two that go on there are interrupted before they train anything; the older was slow to die."""
+    for attempt in (1, 3, 2):
+        with MetricsWriter(run, "trainer", attempt, 0 if attempt == 1 else 4) as writer:
+            writer.write(4, {"loss": 0.5} if attempt == 1 else {})
+            writer.write(4, {"seconds": attempt})
+    reports = [(record.attempt, name) for record in read_metrics(run) for name in record.metrics]
+    assert reports == [(1, "loss"), (3, "seconds")]
+    assert merged(run) == {4: {"loss": 0.5, "seconds": 3.0}}
+    assert values_of(run, "seconds") == {4: 3.0}
 
 
 def test_replicas_do_not_overwrite_each_other(run: Run) -> None:
