@@ -21,6 +21,7 @@ from hpcrl.data.rollouts import require_samples
 from hpcrl.errors import RunError
 from hpcrl.launch.foreground import job, run_here, to_stderr
 from hpcrl.observe.metrics import read_metrics, values_of
+from hpcrl.observe.summary import STEP_SECONDS
 from hpcrl.run.checkpoints import line_of
 from hpcrl.run.commit import read_json, verify, write_json, write_text
 from hpcrl.run.layout import Run, step_of
@@ -91,7 +92,8 @@ def _before(run: Run, step: int) -> Path | None:
 
 def config_of(run: Run, step: int) -> Path:
     """Return the configuration with which a step was trained: a later attempt may have another."""
-    trained = [record.attempt for record in read_metrics(run) if record.process == PROCESS and record.step == step]
+    records = [record for record in read_metrics(run) if record.process == PROCESS and record.step == step]
+    trained = [record.attempt for record in records if STEP_SECONDS in record.metrics]
     attempts = [attempt.number for attempt in read_attempts(run)]
     changed = (run.config_of(number) for number in attempts if number >= max(trained, default=0))
     return next((path for path in changed if path.is_file()), run.config)
