@@ -13,6 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.trainer.world import World, joined
 from tests.trainer.material import VOCABULARY
+from tests.trainer.ranks import Ranks
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
 
@@ -56,3 +57,11 @@ def alone() -> Iterator[World]:
         with joined() as world:
             yield world
     assert not dist.is_initialized()
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two ranks under torchrun."""
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()

@@ -1,10 +1,8 @@
-"""What the tests of the critic run under torchrun: critic_scenarios.py JSON. Rank 0 writes what it saw."""
+"""What the tests of the critic run under torchrun (tests/trainer/ranks.py). Rank 0 writes what it saw."""
 
 from __future__ import annotations
 
 import json
-import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from hpcrl.trainer.critic import (
 from hpcrl.trainer.fsdp import FsdpCritic, FsdpPolicy
 from hpcrl.trainer.plan import Limit
 from hpcrl.trainer.update import MiniBatch, load_mini_batches, train
-from hpcrl.trainer.world import World, joined
+from hpcrl.trainer.world import World
 from hpcrl.types import Batch
 from tests.trainer.scenarios import laid_over, parameters, whole
 
@@ -133,12 +131,3 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
             checkpoints.save(policy, critic, batch, {})
     if world.first:
         Path(options["out"]).write_text(json.dumps({"started": step, "metrics": told, "updates": critic.updates}))
-
-
-SCENARIOS = {"one_batch": one_batch, "lifetime": lifetime}
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO)
-    with joined() as world:
-        for name, options in json.loads(sys.argv[1]):
-            SCENARIOS[name](world, options)

@@ -71,8 +71,7 @@ def expect_same_metrics(
 ) -> None:
     """Compare what was computed in another order, or on other ranks.
 
-    A token whose ratio lies on the bound of a clip (exactly 1 with cispo, where the policy is its own old policy) is clipped or not by
-    rounding, which also differs between processors: it may be one of ten.
+    A token whose ratio lies on the bound of a clip is clipped or not by rounding, which also differs between processors: it may be one of ten.
     """
     assert found.keys() == expected.keys()
     for name, value in expected.items():

@@ -1,4 +1,4 @@
-"""What the tests of saving run under torchrun: a disk that fails one rank, and checkpoints that are written while training goes on."""
+"""What the tests of saving run under torchrun (tests/trainer/ranks.py): a disk that fails one rank, and checkpoints that are written while training goes on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpcrl.run.layout import Run, step_of
 from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch
-from tests.trainer.scenarios import main, make_engine, train_steps
+from tests.trainer.scenarios import make_engine, train_steps
 
 
 @contextmanager
@@ -136,7 +136,3 @@ def together(world: World, options: dict[str, Any]) -> None:
     if options["full"]:
         found["full"] = full(world, options)
     Path(options["out"]).with_suffix(f".{world.rank}").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main({"together": together})

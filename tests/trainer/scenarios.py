@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -340,13 +339,13 @@ SCENARIOS = {
 }
 
 
-def main(scenarios: Mapping[str, Callable[[World, dict[str, Any]], None]]) -> None:
+def main() -> None:
     logging.basicConfig(level=logging.INFO)
     todo = json.loads(sys.argv[1])
     with joined(deterministic=todo[0][0] == "deterministic") as world:
         for name, options in todo:
-            scenarios[name](world, options)
+            SCENARIOS[name](world, options)
 
 
 if __name__ == "__main__":
-    main(SCENARIOS)
+    main()

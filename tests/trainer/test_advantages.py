@@ -30,7 +30,8 @@ from hpcrl.trainer.update import load_mini_batches, score, train
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch
 from tests.trainer.material import make_batch, make_run, run_ranks
-from tests.trainer.scenarios import make_engine, parameters, train_steps
+from tests.trainer.ranks import Ranks
+from tests.trainer.scenarios import make_engine, parameters, train_steps, worth
 
 EQUAL = 1  # a group whose rewards are all equal
 MUTED = (2, 0)  # a sample without a trained token, as overlong filtering leaves it
@@ -102,12 +103,13 @@ def trained(rows: list[Row]) -> list[float]:
     return [x for row in rows for x in of(row)[row.sample.loss_mask > 0].tolist()]
 
 
-def test_every_number_of_ranks_gives_the_same(tmp_path: Path) -> None:
+def test_every_number_of_ranks_gives_the_same(tmp_path: Path, alone: World, two: Ranks) -> None:
     run, _ = some_batch(tmp_path / "run")
-    todo = json.dumps([["worth", {"run": str(run.path), "out": str(tmp_path), "settings": SETTINGS}]])
-    for ranks in (1, 2, 3):
-        result = run_ranks(ranks, todo)
-        assert result.returncode == 0, result.stderr
+    options = {"run": str(run.path), "out": str(tmp_path), "settings": SETTINGS}
+    worth(alone, options)
+    two.play([("scenarios:worth", options)])
+    three = run_ranks(3, json.dumps([["worth", options]]))
+    assert three.returncode == 0, three.stderr
     (one,) = told(tmp_path, 1)
     for ranks in (2, 3):
         for name, expected in one.items():
@@ -226,14 +228,11 @@ def test_remax_compares_with_the_greedy_response(tmp_path: Path) -> None:
         one_rank(run, batch, advantage_estimator="remax")
 
 
-def test_the_filter_in_the_mini_batches(tmp_path: Path) -> None:
+def test_the_filter_in_the_mini_batches(tmp_path: Path, two: Ranks) -> None:
     run, batch = some_batch(tmp_path / "run")
     (run.path / batch.groups[EQUAL].path).unlink()  # not even read
-    todo = json.dumps(
-        [["worth", {"run": str(run.path), "out": str(tmp_path), "settings": {"on": SETTINGS["filtered"]}}]]
-    )
-    result = run_ranks(2, todo)
-    assert result.returncode == 0, result.stderr
+    options = {"run": str(run.path), "out": str(tmp_path), "settings": {"on": SETTINGS["filtered"]}}
+    two.play([("scenarios:worth", options)])
     parts = [part["on"] for part in told(tmp_path, 2)]
     lengths = {
         at: sum(int(s.loss_mask.sum()) for s in read_group(run.path / batch.groups[at].path)) for at in (0, 2, 3)

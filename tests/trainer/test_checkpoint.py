@@ -21,6 +21,7 @@ from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.world import World
 from tests.trainer import scenarios
 from tests.trainer.material import make_batch, make_run, run_ranks
+from tests.trainer.ranks import Ranks
 
 CHANGED = {"name": "Adam", "implementation": "for-loop", "eps": 1e-3, "adam_betas": [0.5, 0.6], "weight_decay": 0.25}
 ADAM = {
@@ -41,7 +42,7 @@ def life(model_path: Path, run: Path, out: Path, **options: Any) -> dict[str, An
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
+def lives(tmp_path_factory: pytest.TempPathFactory, model_path: Path, two: Ranks) -> Path:
     """Two ranks train 4 steps, and then once more the last two, from the checkpoint of step 2."""
     path = tmp_path_factory.mktemp("lives")
     run = make_run(path / "whole")
@@ -50,8 +51,8 @@ def lives(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
     whole = life(model_path, run.path, path / "whole.json", until=4, saves=[2, 4])
     resumed = life(model_path, path / "resumed", path / "resumed.json", until=4, saves=[4], attempt=2, keep=1)
     rewind = {"run": str(run.path), "to": str(path / "resumed"), "steps": [2]}
-    done = run_ranks(2, json.dumps([("lifetime", whole), ("rewind", rewind), ("lifetime", resumed)]))
-    assert done.returncode == 0, done.stderr
+    todo = [("lifetime", whole), ("rewind", rewind), ("lifetime", resumed)]
+    two.play([(f"scenarios:{name}", options) for name, options in todo])
     return path
 
 
@@ -95,7 +96,9 @@ def test_resumed_is_uninterrupted(lives: Path) -> None:
     assert verify(run.weights_of(3))["attempt"] == 2, "weights of the discarded timeline are written anew"
 
 
-def test_killed_while_saving_then_resharded(lives: Path, model_path: Path, tmp_path: Path, alone: World) -> None:
+def test_killed_while_saving_then_resharded(
+    lives: Path, model_path: Path, tmp_path: Path, alone: World, two: Ranks
+) -> None:
     """A rank dies while step 3 is saved; one rank goes on from 2 and saves 3; two ranks go on from that."""
     path = tmp_path / "run"
     scenarios.rewind(alone, {"run": str(lives / "whole"), "to": str(path), "steps": [2]})
@@ -110,12 +113,11 @@ def test_killed_while_saving_then_resharded(lives: Path, model_path: Path, tmp_p
     assert losses(steps(tmp_path, "one")) == pytest.approx(expected[4:6], abs=1e-6)
     assert not list(run.checkpoints.glob(".tmp-*"))
 
-    two = life(model_path, path, tmp_path / "two.json", until=4, saves=[4], attempt=4)
-    done = run_ranks(2, json.dumps([("lifetime", two)]))
-    assert done.returncode == 0, done.stderr
+    on = life(model_path, path, tmp_path / "two.json", until=4, saves=[4], attempt=4)
+    said = two.play([("scenarios:lifetime", on)])
     assert started(tmp_path, "two")["step"] == 3
     assert losses(steps(tmp_path, "two")) == pytest.approx(expected[6:8], abs=1e-6)
-    assert "random state derived anew" in done.stderr
+    assert "random state derived anew" in said
 
 
 def test_copies_and_frozen_parameters_are_saved_and_other_optimizer_settings_hold(

@@ -29,7 +29,8 @@ from hpcrl.trainer.plan import Limit, Pick
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch, Sample
 from tests.trainer import critic_scenarios, test_job
-from tests.trainer.material import make_batch, make_run, make_sample, run_ranks
+from tests.trainer.material import make_batch, make_run, make_sample
+from tests.trainer.ranks import Ranks
 
 GAMMA, LAMBDA, CLIP, LR = 0.9, 0.8, 0.01, 5e-3
 GROUPS, SIZE = 4, 3
@@ -63,14 +64,16 @@ EXACT = [name for variants in VARIANTS.values() for name in variants if name not
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
+def results(tmp_path_factory: pytest.TempPathFactory, model_path: Path, alone: World, two: Ranks) -> Path:
     path = tmp_path_factory.mktemp("critic")
     run = make_run(path / "run")
     make_batch(run, 1, GROUPS, SIZE)
     for ranks, variants in VARIANTS.items():
         options = {"model": str(model_path), "run": str(run.path), "out": str(path), "variants": variants}
-        done = run_ranks(ranks, json.dumps([("one_batch", options)]), script="critic_scenarios.py")
-        assert done.returncode == 0, done.stderr
+        if ranks == 1:
+            critic_scenarios.one_batch(alone, options)
+        else:
+            two.play([("critic_scenarios:one_batch", options)])
     return path
 
 
@@ -275,14 +278,13 @@ def life(model_path: Path, run: Path, out: Path, **options: Any) -> dict[str, An
     return {"model": str(model_path), "run": str(run), "out": str(out), "attempt": 1, "saves": [], **options}
 
 
-def test_save_and_resume_on_other_ranks(model_path: Path, tmp_path: Path, alone: World) -> None:
+def test_save_and_resume_on_other_ranks(model_path: Path, tmp_path: Path, alone: World, two: Ranks) -> None:
     """Two ranks train 3 steps; one goes on from the checkpoint of step 1, and two from its checkpoint of step 2."""
     run = make_run(tmp_path / "whole")
     for step in (1, 2, 3):
         make_batch(run, step, GROUPS, SIZE)
     whole = life(model_path, run.path, tmp_path / "whole.json", until=3, saves=[1])
-    done = run_ranks(2, json.dumps([("lifetime", whole)]), script="critic_scenarios.py")
-    assert done.returncode == 0, done.stderr
+    two.play([("critic_scenarios:lifetime", whole)])
     expected = json.loads((tmp_path / "whole.json").read_text())
     assert {"critic/.metadata", ".metadata"} <= set(verify(run.checkpoint(1))["files"])
     shutil.copytree(run.path, tmp_path / "resumed")
@@ -294,8 +296,7 @@ def test_save_and_resume_on_other_ranks(model_path: Path, tmp_path: Path, alone:
     assert one["metrics"] == [pytest.approx(expected["metrics"][1], abs=1e-5)]
 
     again = {**resumed, "out": str(tmp_path / "two.json"), "until": 3, "saves": [], "attempt": 3}
-    done = run_ranks(2, json.dumps([("lifetime", again)]), script="critic_scenarios.py")
-    assert done.returncode == 0, done.stderr
+    two.play([("critic_scenarios:lifetime", again)])
     two = json.loads((tmp_path / "two.json").read_text())
     assert two["started"] == 2
     assert two["metrics"] == [pytest.approx(expected["metrics"][2], abs=1e-5)]

@@ -16,8 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from hpcrl.data.samples import read_group
 from hpcrl.run.layout import Run
+from hpcrl.trainer.world import World
 from hpcrl.types import Batch
+from tests.trainer import scenarios
 from tests.trainer.material import make_batch, make_run, run_ranks
+from tests.trainer.ranks import Ranks
 
 GROUPS, SIZE = 4, 3
 AdamW = partial(torch.optim.AdamW, weight_decay=0.01)
@@ -147,7 +150,7 @@ class Truth:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
+def results(tmp_path_factory: pytest.TempPathFactory, model_path: Path, alone: World, two: Ranks) -> Path:
     path = tmp_path_factory.mktemp("engine")
     run = make_run(path / "run")
     for step in (1, 2):
@@ -156,8 +159,16 @@ def results(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
         options = {"model": str(model_path), "run": str(run.path), "out": str(path), "variants": variants}
         poison = {**options, "out": str(path / f"poisoned-{ranks}.json")}
         alike = {"out": str(path / f"alike-{ranks}.json")}
-        done = run_ranks(ranks, json.dumps([("variants", options), ("poisoned", poison), ("disagreement", alike)]))
-        assert done.returncode == 0, done.stderr
+        if ranks == 1:
+            scenarios.variants(alone, options)
+            scenarios.poisoned(alone, poison)
+            scenarios.disagreement(alone, alike)
+        elif ranks == 2:
+            told = {"variants": options, "poisoned": poison, "disagreement": alike}
+            two.play([(f"scenarios:{name}", given) for name, given in told.items()])
+        else:
+            done = run_ranks(ranks, json.dumps([("variants", options), ("poisoned", poison), ("disagreement", alike)]))
+            assert done.returncode == 0, done.stderr
     return path
 
 

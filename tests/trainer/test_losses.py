@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from hpcrl.config.algorithm import POLICY_LOSSES
-from tests.trainer.material import expect_same_metrics, make_batch, make_run, run_ranks
+from hpcrl.trainer.world import World
+from tests.trainer import scenarios
+from tests.trainer.material import expect_same_metrics, make_batch, make_run
+from tests.trainer.ranks import Ranks
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "token": {"tis_ratio_type": "token", "token_mask_is_threshold_low": 0.1, "token_mask_is_threshold_high": 3.0},
@@ -27,7 +30,12 @@ LOSSES = {"token": "regular", "dropped": "cross_entropy", "sequence": "regular",
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "gspo": {"policy_loss_type": "gspo", "loss_reduction": "sequence_mean"},
     "sapo": {"policy_loss_type": "sapo", "loss_reduction": "seq_mean_token_sum_norm", "kl_estimator_type": "k2"},
-    "cispo": {"policy_loss_type": "cispo", "loss_reduction": "prompt_mean", "use_entropy_loss": True},
+    "cispo": {
+        "policy_loss_type": "cispo",
+        "loss_reduction": "prompt_mean",
+        "use_entropy_loss": True,
+        "cispo": {"cispo_eps_clip_low": 0.01},  # by default the bound is 1, and rounding decides who is below at first
+    },
     "aipo": {"policy_loss_type": "aipo", "loss_reduction": "seq_mean_token_mean", "unbiased_loss_max_tokens": 16},
     "dual_clip": {
         "policy_loss_type": "dual_clip",
@@ -54,19 +62,18 @@ WAYS: dict[str, tuple[int, int, int | None]] = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory, model_path: Path, alone: World, two: Ranks) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("losses")
     run = make_run(path / "run")
     make_batch(run, step=1, groups=4, size=3)
-    found = {}
     for way, (ranks, micro, tokens) in WAYS.items():
         options = {"model": str(model_path), "run": str(run.path), "algorithms": ALGORITHMS}
-        options |= {"micro": micro, "tokens": tokens}
-        out = path / f"{way}.json"
-        done = run_ranks(ranks, json.dumps([("weighed", {**options, "out": str(out)})]))
-        assert done.returncode == 0, done.stderr
-        found[way] = json.loads(out.read_text())
-    return found
+        options |= {"micro": micro, "tokens": tokens, "out": str(path / f"{way}.json")}
+        if ranks == 1:
+            scenarios.weighed(alone, options)
+        else:
+            two.play([("scenarios:weighed", options)])
+    return {way: json.loads((path / f"{way}.json").read_text()) for way in WAYS}
 
 
 def test_every_loss_that_may_not_depend_on_ranks_is_here() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from hpcrl.errors import DataError
 from hpcrl.trainer.reference import reset_is_due, resets_optimizer
 from hpcrl.trainer.world import World
 from tests.trainer import scenarios
-from tests.trainer.material import VOCABULARY, make_batch, make_run, run_ranks
+from tests.trainer.material import VOCABULARY, make_batch, make_run
+from tests.trainer.ranks import Ranks
 
 FOLLOWS = {"algorithm": {"use_kl_loss": True, "reference_reset_interval": 1}}
 
@@ -40,12 +40,12 @@ def test_when_it_is_due() -> None:
     assert not resets_optimizer(section(update_ref_every_epoch=True))
 
 
-def moving(model: Path, run: Path, out: Path, **options: Any) -> tuple[str, dict[str, Any]]:
+def moving(model: Path, run: Path, out: Path, **options: Any) -> dict[str, Any]:
     trainer = {**FOLLOWS, **options.pop("trainer", {})}
-    return "moving", {"model": str(model), "run": str(run), "out": str(out), "micro": 4, "trainer": trainer, **options}
+    return {"model": str(model), "run": str(run), "out": str(out), "micro": 4, "trainer": trainer, **options}
 
 
-def test_it_becomes_the_policy_and_comes_back(model_path: Path, tmp_path: Path) -> None:
+def test_it_becomes_the_policy_and_comes_back(model_path: Path, tmp_path: Path, alone: World, two: Ranks) -> None:
     run = make_run(tmp_path / "run")
     make_batch(run, 1, groups=4, size=4)
     ref_by_two = {"ref": {"fsdp_config": {"fsdp_size": 1}}}
@@ -53,16 +53,13 @@ def test_it_becomes_the_policy_and_comes_back(model_path: Path, tmp_path: Path) 
         moving(model_path, run.path, tmp_path / "saved", save=str(tmp_path / "kept")),
         moving(model_path, run.path, tmp_path / "again", restore=str(tmp_path / "kept"), trainer=ref_by_two),
     ]
-    done = run_ranks(2, json.dumps(todo))
-    assert done.returncode == 0, done.stderr
-    alone = moving(model_path, run.path, tmp_path / "alone", restore=str(tmp_path / "kept"))
-    done = run_ranks(1, json.dumps([alone]))
-    assert done.returncode == 0, done.stderr
-    saved, again, alone = (load_file(tmp_path / name) for name in ("saved", "again", "alone"))
+    two.play([("scenarios:moving", options) for options in todo])
+    scenarios.moving(alone, moving(model_path, run.path, tmp_path / "one", restore=str(tmp_path / "kept")))
+    saved, again, one = (load_file(tmp_path / name) for name in ("saved", "again", "one"))
     assert not torch.allclose(saved["before"], saved["moved"])
     assert torch.equal(saved["policy"], saved["moved"])
     torch.testing.assert_close(again["before"], saved["moved"], atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(alone["before"], saved["moved"], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(one["before"], saved["moved"], atol=1e-6, rtol=1e-5)
 
 
 def test_a_reset_optimizer_starts_as_a_new_one(model_path: Path, tmp_path: Path, alone: World) -> None:

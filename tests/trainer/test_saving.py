@@ -27,7 +27,8 @@ from hpcrl.trainer.checkpoint import Checkpoints
 from hpcrl.trainer.publish import Publisher
 from hpcrl.trainer.world import World
 from tests.trainer import scenarios
-from tests.trainer.material import environment, make_batch, make_run, run_ranks
+from tests.trainer.material import environment, make_batch, make_run
+from tests.trainer.ranks import Ranks
 from tests.trainer.saving import Life
 
 _TOO_SMALL = "900k"  # for two checkpoints of the tiny model
@@ -59,15 +60,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory, model_path: Path, source: Run) -> dict[str, Any]:
+def told(tmp_path_factory: pytest.TempPathFactory, model_path: Path, source: Run, two: Ranks) -> dict[str, Any]:
     """What two ranks saw; each the same."""
     path = tmp_path_factory.mktemp("together")
     with ExitStack() as stack:
         places = [path / f"full-{mode}" / "checkpoints" for mode in ("sync", "async")]
         full = False not in [stack.enter_context(small_filesystem(place)) for place in places]
         options = {"model": str(model_path), "run": str(source.path), "out": str(path / "told"), "full": full}
-        done = run_ranks(2, json.dumps([("together", options)]), script="saving.py")
-        assert done.returncode == 0, done.stderr
+        two.play([("saving:together", options)])
     first, second = (json.loads(path.joinpath(f"told.{rank}").read_text()) for rank in (0, 1))
     assert first["one rank fails"] == second["one rank fails"], "ranks agree"
     return {**first, "path": path}
