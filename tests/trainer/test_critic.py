@@ -297,11 +297,11 @@ def test_save_and_resume_on_other_ranks(model_path: Path, tmp_path: Path, alone:
 
     again = {**resumed, "out": str(tmp_path / "two.json"), "until": 3, "saves": [], "attempt": 3}
     two.play([("critic_scenarios:lifetime", again)])
-    two = json.loads((tmp_path / "two.json").read_text())
-    assert two["started"] == 2
-    assert two["metrics"] == [pytest.approx(expected["metrics"][2], abs=1e-5)]
-    assert two["updates"] == expected["updates"] == 6
-    assert two["metrics"][0]["critic/critic_lr"] < one["metrics"][0]["critic/critic_lr"], "the schedule goes on"
+    last = json.loads((tmp_path / "two.json").read_text())
+    assert last["started"] == 2
+    assert last["metrics"] == [pytest.approx(expected["metrics"][2], abs=1e-5)]
+    assert last["updates"] == expected["updates"] == 6
+    assert last["metrics"][0]["critic/critic_lr"] < one["metrics"][0]["critic/critic_lr"], "the schedule goes on"
 
 
 def test_checkpoints_with_and_without_a_critic(
