@@ -26,6 +26,7 @@ def saved_when_told(stage: Stage, run: Run, attempt: int = 1, seconds: float = 3
     assert last_saved(run)[0] == last_trained(run), "what was trained was saved"
 
 
+@pytest.mark.faults_slow
 def test_09_preemption_with_grace(stage: Stage) -> None:
     """Slurm sends CONT and TERM to every process of the steps; the run saves within the grace, requeues itself and comes back."""
     run = stage.submit(STEPS_PER_ATTEMPT)

@@ -272,13 +272,18 @@ def test_stacks_of_an_attempt_that_has_written_none(run: Run, tmp_path: Path, mo
 
 def test_local_run_that_ends_while_it_is_cancelled(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process, which counts as running until it is to be told to end."""
-    command = [sys.executable, "-c", "import time; time.sleep(1)  # submitit"]
-    with subprocess.Popen(command) as process:
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()  # submitit"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+
+        def ends(*_: object) -> RunState | None:
+            process.communicate()  # it reads to the end, which is now
+            return alive if process.returncode == 0 else None
+
         submitted(run, str(process.pid), "local")
         monkeypatch.setattr(stop, "_LEAVING_S", 0.0)
         alive = states_of([run])[0]
         assert alive.job.active
-        monkeypatch.setattr(stop, "_await_end", lambda *_: alive if process.wait() == 0 else None)
+        monkeypatch.setattr(stop, "_await_end", ends)
         assert cancel(run, 0.0) is alive
 
 
