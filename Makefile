@@ -9,13 +9,18 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 LOCK   := requirements-cpu.lock
+ALONE  := tests/faults tests/jobs tests/slurm
 
 .PHONY: demo test learn faults soak check format slurm
 demo: $(VENV)/installed
 	$(BIN)/hpcrl submit configs/quickstart.toml --local --follow
 
+# Two at a time what needs no cluster and times no whole run; make goes on to the rest where that fails.
 test: $(VENV)/installed slurm
-	$(BIN)/pytest
+	@failed=0; \
+	$(BIN)/pytest -n 2 --dist loadfile $(foreach place,$(ALONE),--ignore $(place)) || failed=1; \
+	$(BIN)/pytest $(ALONE) || failed=1; \
+	exit $$failed
 
 learn: $(VENV)/installed
 	$(BIN)/pytest -m slow -s tests/jobs/test_learning.py
