@@ -24,6 +24,8 @@ async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs)
     def run() -> None:
         try:
             result = function(*args, **kwargs)
+        except StopIteration as error:  # asyncio takes none, and who awaits would wait for ever
+            future.set_exception(RuntimeError(f"StopIteration {error}".strip()))
         except BaseException as error:  # noqa: BLE001  it is raised again by whoever awaits
             future.set_exception(error)
         else:
