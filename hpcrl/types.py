@@ -41,7 +41,7 @@ class Prompt:
 
 @dataclass
 class Sample:
-    """One response to a prompt, with all its turns.
+    """One response to a prompt, with all its turns; with generator.step_wise_trajectories, one of these turns and all before it.
 
     Attributes:
         token_ids: [T] int64, prompt and response laid end to end.
@@ -64,13 +64,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class GroupMeta:
-    """What the controller knows of a finished group; one list entry per sample.
+    """What the controller knows of a finished group; one list entry per sample, but for `lengths`.
+
+    The file has a row for each sample, or, with generator.step_wise_trajectories, one for each of its turns: sample after sample, and
+    turn after turn.
 
     Attributes:
         group_id: name of the group in the whole run.
         path: file of its samples, relative to the run directory.
-        rewards: sum of each sample's rewards.
-        lengths: tokens of each sample, prompt included.
+        rewards: sum of each sample's rewards; of those in its last row, where it has several.
+        lengths: tokens of each row, prompt included.
         response_lengths: tokens that the policy chose.
         oldest_version, newest_version: over all tokens of all samples.
         seconds: from claim to the last token.
@@ -78,6 +81,7 @@ class GroupMeta:
         baseline: reward of the policy's greedy response to the prompt, where the advantage estimator compares with it. That response
             is no sample of the group, and nothing else of it is kept.
         failures: what went wrong in samples whose environment failed.
+        rows: how many each sample has; empty: one.
     """
 
     group_id: str
@@ -96,6 +100,12 @@ class GroupMeta:
     raw_rewards: list[float] = field(default_factory=list)
     baseline: float | None = None
     failures: list[str] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+    @property
+    def owners(self) -> list[int]:
+        """The sample that each row is of."""
+        return [sample for sample, count in enumerate(self.rows or [1] * len(self.rewards)) for _ in range(count)]
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))  # not asdict, which copies every number

@@ -14,7 +14,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from hpcrl.config.algorithm import AlgorithmConfig
-from hpcrl.errors import ConfigError
 
 _EPSILON = 1e-6
 _LEAST_VARIANCE = 1e-8
@@ -185,42 +184,6 @@ def gae(outcomes: Outcomes, algorithm: AlgorithmConfig) -> torch.Tensor:
     assert outcomes.values_P is not None, "gae needs a critic's values"
     returns_P = lambda_returns(outcomes, outcomes.values_P, algorithm.gamma, algorithm.lambd)
     return whiten(returns_P - outcomes.values_P, outcomes.mask_P, outcomes.total) * outcomes.mask_P
-
-
-def by_trajectory(estimator: Estimator, trajectories_B: torch.Tensor) -> Estimator:
-    """Return an estimator for samples that are the steps of trajectories, as each turn is with step-wise trajectories.
-
-    The estimator sees one entry per trajectory: the reward, group and baseline of its last step, whatever earlier steps were
-    rewarded, and the trained tokens of all its steps, for which the entry stands. Every step has what its trajectory has.
-
-    Args:
-        estimator: one that gives all tokens of a sample the same.
-        trajectories_B: [B] int64, the number of each step's trajectory; the last step that has it comes last.
-
-    Raises:
-        ConfigError: the estimator needs every token of a trajectory in one sample.
-    """
-    if is_per_token(estimator):
-        raise ConfigError(
-            "generator.step_wise_trajectories: gae, reinforce++ and other estimators that are marked per_token follow rewards from "
-            "token to token, and each sample has one step only; choose an advantage_estimator such as grpo or rloo"
-        )
-
-    def estimate(outcomes: Outcomes, algorithm: AlgorithmConfig) -> torch.Tensor:
-        numbers, trajectories = trajectories_B.unique(return_inverse=True)
-        count, steps = len(numbers), torch.arange(len(trajectories))
-        last = steps.new_zeros(count).scatter_reduce(0, trajectories, steps, "amax")
-        tokens = outcomes.by_sample(outcomes.mask_P)
-        whole = Outcomes(
-            rewards_P=outcomes.by_sample(outcomes.rewards_P)[last],
-            mask_P=tokens.new_zeros(count).index_add(0, trajectories, tokens),
-            lengths=[1] * count,
-            groups_B=outcomes.groups_B[last],
-            baselines_B=None if outcomes.baselines_B is None else outcomes.baselines_B[last],
-        )
-        return outcomes.to_entries(estimator(whole, algorithm)[trajectories])
-
-    return estimate
 
 
 def lambda_returns(outcomes: Outcomes, values_P: torch.Tensor, gamma: float, lambd: float) -> torch.Tensor:

@@ -67,7 +67,7 @@ def turns(config: Config) -> Iterator[Problem]:
 
 
 def chat(config: Config) -> Iterator[Problem]:
-    generator, template = config.generator, config.generator.chat_template
+    template = config.generator.chat_template
     if template.source == "file" and not template.name_or_path:
         yield Problem("generator.chat_template.name_or_path", 'required with source="file": a Jinja file')
     if template.source == "name" and template.name_or_path and template.name_or_path not in _TEMPLATES:
@@ -75,17 +75,30 @@ def chat(config: Config) -> Iterator[Problem]:
             "generator.chat_template.name_or_path",
             f'expected one of {", ".join(_TEMPLATES)}, or source="file", found "{template.name_or_path}"',
         )
+
+
+def step_wise(config: Config) -> Iterator[Problem]:
+    path, generator, algorithm = "generator.step_wise_trajectories", config.generator, config.trainer.algorithm
     if not generator.step_wise_trajectories:
         return
-    if template.name_or_path or not generator.use_conversation_multi_turn:
+    if generator.max_turns == 1:
+        yield Problem(path, "has no effect with generator.max_turns=1; leave it out, or raise max_turns")
+    if not generator.use_conversation_multi_turn:
+        yield Problem(path, "needs generator.use_conversation_multi_turn=true, where each turn is a message of its own")
+    if algorithm.advantage_estimator in ("gae", "reinforce++"):
         yield Problem(
-            "generator.step_wise_trajectories",
-            "needs the tokenizer's own chat template and generator.use_conversation_multi_turn=true",
+            path,
+            f"does not work with trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}, which needs the whole sample",
         )
-    if config.trainer.algorithm.advantage_estimator in ("gae", "reinforce++"):
+    if config.trainer.critic.model.path is not None:
         yield Problem(
-            "generator.step_wise_trajectories",
-            f"does not work with trainer.algorithm.advantage_estimator={config.trainer.algorithm.advantage_estimator}, which needs the whole sample",
+            path,
+            "does not work with trainer.critic.model.path: a critic learns from whole samples; leave one of them out",
+        )
+    if algorithm.min_filter_prefix_tokens is not None:
+        yield Problem(
+            path,
+            "does not work with trainer.algorithm.min_filter_prefix_tokens, which compares whole samples; leave one of them out",
         )
 
 

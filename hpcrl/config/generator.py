@@ -186,7 +186,7 @@ class GeneratorConfig:
     """End a turn that the policy did not end itself (a stop text, the length or the environment did) as the chat template ends it, with tokens that are not trained; nothing is added after the last turn."""
 
     step_wise_trajectories: bool = False
-    """Each turn is a sample of its own; the last one's advantage counts for all."""
+    """Each turn is trained on its own, after the conversation so far as the chat template writes it anew; the reward of a sample is that of its last turn, and its advantage is that of all its turns."""
 
     zero_reward_on_non_stop: bool = False
     """Samples that neither an end token nor a stop text ended get reward 0, in evaluation too."""

@@ -58,6 +58,8 @@ def parallel_sizes(config: Config) -> Iterator[Problem]:
 
 
 def equal_shares(config: Config) -> Iterator[Problem]:
+    if config.generator.step_wise_trajectories:  # how many turns samples have is not known
+        return
     samples, models = config.generator.n_samples_per_prompt, _roles(config.trainer)
     for role, mini in _mini_batches(config.trainer).items():
         ranks, together = models[role]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from hpcrl.config.derive import surplus_groups, uses_reference
-from hpcrl.config.generation import chat, datasets, dynamic_sampling, lengths, sampling_parameters, turns
+from hpcrl.config.generation import chat, datasets, dynamic_sampling, lengths, sampling_parameters, step_wise, turns
 from hpcrl.config.own import misnamed
 from hpcrl.config.problem import Problem
 from hpcrl.config.ranges import out_of_range
@@ -344,6 +344,7 @@ RULES: tuple[Rule, ...] = (
     lengths,
     turns,
     chat,
+    step_wise,
     sampling_parameters,
     dynamic_sampling,
     _experts,

@@ -89,7 +89,6 @@ WAITS: dict[str, Wait] = {
     "generator.inference_engine.weight_sync_backend": Wait("weights pushed over NCCL"),
     "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Wait("colocated engines"),
     "generator.inference_engine.fully_sharded_loras": _LORA,
-    "generator.step_wise_trajectories": Wait("a sample for each turn"),
     "vla": Wait("vision-language-action models"),
 }
 

@@ -38,6 +38,7 @@ def describe(batch: Batch) -> dict[str, float]:
         "generate/avg_tokens_zero_rewards": fmean(unrewarded) if unrewarded else 0.0,
         "generate/stop_ratio": fmean(stopped),
         "generate/samples": len(rewards),
+        "generate/rows": sum(len(group.lengths) for group in groups),
         "generate/failed_samples": sum(len(group.failures) for group in groups),
         "generate/group_seconds_max": max(group.seconds for group in groups),
         "async/staleness_mean": fmean(stale),

@@ -47,7 +47,8 @@ class Rollout:
 
     Attributes:
         name: of the group, and its place in it.
-        reward: the sum over its turns.
+        reward: the sum over its turns; the last one's with step-wise trajectories.
+        parts: with step-wise trajectories each turn begins with a prompt of its own.
         raw_reward: before generator.zero_reward_on_non_stop, where that changed it.
         versions: the oldest and the newest policy that chose one of its tokens; None where it is not known.
     """
@@ -132,24 +133,29 @@ def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Dec
     for group, _ in samples:
         if group.path not in groups:
             groups[group.path] = read_arrays(run.inside(group.path), group.lengths)
-    return [_rollout(group, at, groups[group.path][at], decode) for group, at in samples]
+    return [_rollout(group, at, groups[group.path], decode) for group, at in samples]
 
 
-def _rollout(group: GroupMeta, at: int, sample: Arrays, decode: Decode) -> Rollout:
-    columns = sample.columns
-    chosen = columns["versions"][columns["versions"] >= 0]
+def _rollout(group: GroupMeta, at: int, of_group: Sequence[Arrays], decode: Decode) -> Rollout:
+    rows = [row for row, owner in zip(of_group, group.owners, strict=True) if owner == at]
+    versions = np.concatenate([row.columns["versions"] for row in rows])
+    chosen = versions[versions >= 0]
     raw = group.raw_rewards[at] if group.raw_rewards else group.rewards[at]
     return Rollout(
         name=f"{group.group_id}.{at}",
         replica=group.replica,
         data_source=group.data_source,
         reward=group.rewards[at],
-        stop_reason=str(sample.stop_reason),
-        parts=parts_of(columns["token_ids"], columns["versions"], columns["loss_mask"], columns["rewards"], decode),
+        stop_reason=str(rows[-1].stop_reason),
+        parts=[part for row in rows for part in _parts(row.columns, decode)],
         raw_reward=raw if raw != group.rewards[at] else None,
         versions=(int(chosen.min()), int(chosen.max())) if len(chosen) else None,
-        env_metrics=sample.env_metrics,
+        env_metrics=rows[-1].env_metrics,
     )
+
+
+def _parts(columns: dict[str, np.ndarray], decode: Decode) -> list[Part]:
+    return parts_of(columns["token_ids"], columns["versions"], columns["loss_mask"], columns["rewards"], decode)
 
 
 def parts_of(

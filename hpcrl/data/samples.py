@@ -1,7 +1,8 @@
 """The file in which a rollout worker hands a finished group to the trainer.
 
-One safetensors file per group: the tensors of all samples laid end to end, the samples' lengths, and the GroupMeta as JSON in
-the header. The controller needs only the header, people look at samples on login nodes: only `write_group` and `read_group` need torch.
+One safetensors file per group: the tensors of all rows laid end to end, their lengths, and the GroupMeta as JSON in the header,
+which says how many rows each sample has: one, or with generator.step_wise_trajectories one for each of its turns. The controller needs
+only the header, people look at samples on login nodes: only `write_group` and `read_group` need torch.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ def write_group(path: Path, samples: Sequence[Sample], meta: GroupMeta) -> None:
     """Write a group to `path`, complete or not at all; a reader never sees half a file.
 
     Args:
-        samples: every tensor of a sample is [T] with the same T; `meta.lengths` are these T in the same order.
+        samples: the rows; every tensor of a row is [T] with the same T, and `meta.lengths` are these T in the same order.
     """
     import torch
     from safetensors.torch import save
 
     lengths = [len(sample.token_ids) for sample in samples]
     assert lengths == meta.lengths, f"group {meta.group_id}: lengths {lengths} are not those of its meta {meta.lengths}"
-    assert len(samples) == len(meta.stop_reasons), f"group {meta.group_id}: {len(samples)} samples"
+    assert len(samples) == len(meta.owners), f"group {meta.group_id}: {len(samples)} rows, expected {len(meta.owners)}"
     tensors = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in _TENSORS}
     assert all(len(tensor) == sum(lengths) for tensor in tensors.values()), f"group {meta.group_id}: ragged samples"
     tensors["lengths"] = torch.tensor(lengths)
@@ -46,7 +47,7 @@ def write_group(path: Path, samples: Sequence[Sample], meta: GroupMeta) -> None:
 
 @dataclass(frozen=True)
 class Arrays:
-    """A sample as it lies in its file.
+    """A row as it lies in its file.
 
     Attributes:
         columns: name of each tensor of `Sample` -> its values [T].
@@ -58,13 +59,13 @@ class Arrays:
 
 
 def read_group(path: Path, indices: Sequence[int] | None = None, expected: Sequence[int] | None = None) -> list[Sample]:
-    """Return the samples of the group at `path`, all of them or those at `indices`, in that order.
+    """Return the rows of the group at `path`, all of them or those at `indices`, in that order.
 
     Args:
-        expected: tokens of each sample of the group; None: whatever the file has.
+        expected: tokens of each row of the group; None: whatever the file has.
 
     Raises:
-        DataError: the file is missing or damaged, or its samples do not have the expected lengths.
+        DataError: the file is missing or damaged, or its rows do not have the expected lengths.
     """
     import torch
 
@@ -82,7 +83,7 @@ def read_group(path: Path, indices: Sequence[int] | None = None, expected: Seque
 
 
 def read_arrays(path: Path, expected: Sequence[int] | None = None) -> list[Arrays]:
-    """Return the samples of the group at `path`, without torch; args and errors as in `read_group`."""
+    """Return the rows of the group at `path`, without torch; args and errors as in `read_group`."""
     import numpy as np
     from safetensors import SafetensorError
     from safetensors.numpy import load

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hpcrl.data.rollouts import Decode, parts_of
-from hpcrl.rollout.generate import Group
+from hpcrl.rollout.generate import Group, earned
 
 
 def append_evaluated(path: Path, group: Group, decode: Decode) -> None:
@@ -24,12 +24,13 @@ def append_evaluated(path: Path, group: Group, decode: Decode) -> None:
             "env_class": prompt.env_class,
             "data_source": prompt.data_source,
             "response": messages if several else text,
-            "score": float(sample.rewards.sum()),
-            "stop_reason": sample.stop_reason,
-            "env_metrics": sample.env_metrics,
+            "score": earned(rows),
+            "stop_reason": rows[-1].stop_reason,
+            "env_metrics": rows[-1].env_metrics,
             "group_id": group.work.group_id,
             "parts": [
                 asdict(part)
+                for sample in rows
                 for part in parts_of(
                     sample.token_ids.numpy(),
                     sample.versions.numpy(),
@@ -39,7 +40,7 @@ def append_evaluated(path: Path, group: Group, decode: Decode) -> None:
                 )
             ],
         }
-        for text, messages, sample in zip(group.texts, group.conversations, group.samples, strict=True)
+        for text, messages, rows in zip(group.texts, group.conversations, group.rows, strict=True)
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:

@@ -2,6 +2,9 @@
 
 A sample grows turn by turn: the engine continues its tokens, the environment answers the text, and what it says is added to the
 tokens, until it is done or a limit is reached. The samples of a group go on at their own pace.
+
+With generator.step_wise_trajectories each turn begins with the conversation so far as the chat template writes it, and becomes a row of
+its own: what the policy is shown of its past may differ from what it said.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ class Group:
     """The finished samples of one prompt.
 
     Attributes:
+        rows: of each sample: itself, or with step-wise trajectories its turns.
         version: that the engine held when the group began.
         conversations: what was said in each sample after its prompt, as chat messages.
         raw_rewards: what the environment paid each sample, whatever became of it.
@@ -52,12 +56,17 @@ class Group:
 
     work: Work
     version: int
-    samples: list[Sample]
+    rows: list[list[Sample]]
     conversations: list[Messages]
     raw_rewards: list[float]
     failures: list[str]
     seconds: float
     baseline: float | None = None
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All rows, as they lie in the group's file."""
+        return [row for rows in self.rows for row in rows]
 
     @property
     def texts(self) -> list[str]:
@@ -76,8 +85,8 @@ class Group:
 
     @property
     def response_lengths(self) -> list[int]:
-        """Tokens that the policy chose, trained or not."""
-        return [len(_chosen(sample)) for sample in self.samples]
+        """Tokens of each sample that the policy chose, trained or not."""
+        return [sum(len(_chosen(row)) for row in rows) for rows in self.rows]
 
     def meta(self, replica: int, path: str) -> GroupMeta:
         return GroupMeta(
@@ -85,19 +94,25 @@ class Group:
             kind=self.work.kind,
             replica=replica,
             path=path,
-            rewards=[float(sample.rewards.sum()) for sample in self.samples],
+            rewards=[earned(rows) for rows in self.rows],
             lengths=[len(sample.token_ids) for sample in self.samples],
             response_lengths=self.response_lengths,
-            stop_reasons=[sample.stop_reason for sample in self.samples],
+            stop_reasons=[rows[-1].stop_reason for rows in self.rows],
             oldest_version=self.oldest_version,
             newest_version=self.newest_version,
             data_source=self.work.prompt.data_source,
             seconds=self.seconds,
-            env_metrics=[sample.env_metrics for sample in self.samples],
+            env_metrics=[rows[-1].env_metrics for rows in self.rows],
             raw_rewards=self.raw_rewards,
             baseline=self.baseline,
             failures=self.failures,
+            rows=[len(rows) for rows in self.rows],
         )
+
+
+def earned(rows: Sequence[Sample]) -> float:
+    """Return the reward of a sample: the outcome, which its last row has."""
+    return float(rows[-1].rewards.sum())
 
 
 def _chosen(sample: Sample) -> torch.Tensor:
@@ -110,6 +125,8 @@ class _Play:
 
     Attributes:
         seed: of the first turn.
+        transcripts: one, or with step-wise trajectories one per turn.
+        past: the conversation as the policy is shown it, with step-wise trajectories; else only what came before the sample.
         messages: what was said after the prompt.
         failure: why its environment cannot go on.
     """
@@ -117,7 +134,8 @@ class _Play:
     partner: Partner
     seed: int
     sampling: dict[str, Any]
-    transcript: Transcript = field(default_factory=lambda: Transcript([]))
+    transcripts: list[Transcript] = field(default_factory=list)
+    past: Messages = field(default_factory=list)
     messages: Messages = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     stop_reason: StopReason = "stop"
@@ -126,8 +144,13 @@ class _Play:
     def seed_of(self, turn: int) -> int:
         return random.Random(f"turn-{self.seed}-{turn}").getrandbits(31) if turn else self.seed
 
-    def sample(self) -> Sample:
-        return self.transcript.sample("failed" if self.failure else self.stop_reason, self.metrics)
+    @property
+    def transcript(self) -> Transcript:
+        return self.transcripts[-1]
+
+    def rows(self) -> list[Sample]:
+        reason: StopReason = "failed" if self.failure else self.stop_reason
+        return [transcript.sample(reason, self.metrics) for transcript in self.transcripts]
 
 
 class GroupGenerator:
@@ -180,26 +203,25 @@ class GroupGenerator:
             )
         finally:
             await asyncio.gather(*(self._close(play) for play in plays))
-        samples = [play.sample() for play in plays[:n]]
-        raw_rewards = [float(sample.rewards.sum()) for sample in samples]
-        samples = [judged(sample, self._config) for sample in samples]
+        said = [play.rows() for play in plays[:n]]
+        rows = [[judged(row, self._config) for row in own] for own in said]
         if work.kind == "train":
-            samples = without_weight(samples)
+            rows = without_weight(rows)
         return Group(
             work=work,
             version=version,
-            samples=samples,
+            rows=rows,
             conversations=[play.messages for play in plays[:n]],
-            raw_rewards=raw_rewards,
+            raw_rewards=[earned(own) for own in said],
             failures=[play.failure for play in plays if play.failure],
             seconds=time.monotonic() - started,
-            baseline=self._baseline(plays[n], samples) if compared else None,
+            baseline=self._baseline(plays[n], rows) if compared else None,
         )
 
-    def _baseline(self, greedy: _Play, samples: Sequence[Sample]) -> float:
+    def _baseline(self, greedy: _Play, samples: Sequence[Sequence[Sample]]) -> float:
         if greedy.failure:
-            return fmean(float(sample.rewards.sum()) for sample in samples)
-        return float(judged(greedy.sample(), self._config).rewards.sum())
+            return fmean(earned(rows) for rows in samples)
+        return earned([judged(row, self._config) for row in greedy.rows()])
 
     def _partner(self, work: Work) -> Partner:
         extras = {**self._extras, **work.prompt.extras}
@@ -212,7 +234,7 @@ class GroupGenerator:
             messages = await play.partner.open()
         except _FAILURES as error:
             play.failure = str(error)
-        play.transcript = Transcript(self._template.opening(messages))
+        play.transcripts, play.past = [Transcript(self._template.opening(messages))], list(messages)
 
     async def _close(self, play: _Play) -> None:
         try:
@@ -224,32 +246,42 @@ class GroupGenerator:
         """Return the first turns from one request, which ends with the longest, where no sample goes on after it."""
         prompt, first = plays[0].transcript.token_ids, plays[0]
         alike = all(play.transcript.token_ids == prompt and not play.failure for play in plays)
-        if self._config.max_turns > 1 or not alike or self._too_long(first):
+        if self._config.max_turns > 1 or not alike or self._too_long(first, prompt):
             return [None] * len(plays)
         return await self._engine.generate(prompt, len(plays), first.seed, first.sampling)
 
     async def _turns(self, play: _Play, said: Generation | None, kind: Kind) -> None:
         """Play a sample to its end, from its first generation on if there is one."""
-        transcript, heard = play.transcript, list[int]()
+        prompt = play.transcript.token_ids
         for turn in range(self._config.max_turns):
-            if play.failure or self._too_long(play, heard):
+            if play.failure or self._too_long(play, prompt):
                 return
-            transcript.hear(heard)
+            if turn and self._config.step_wise_trajectories:
+                play.transcripts.append(Transcript(prompt))
+            play.transcript.hear(prompt[len(play.transcript.token_ids) :])
             if said is None:
-                (said,) = await self._engine.generate(transcript.token_ids, 1, play.seed_of(turn), play.sampling)
+                (said,) = await self._engine.generate(prompt, 1, play.seed_of(turn), play.sampling)
             answer = await self._answer(play, said, kind)
             if answer is None or answer.done or turn + 1 == self._config.max_turns:
-                self._say(transcript, said, answer, over=True)
+                self._say(play.transcript, said, answer, over=True)
                 return
-            self._say(transcript, said, answer, over=False)
-            heard, said = self._following(transcript, answer.observations), None
+            self._say(play.transcript, said, answer, over=False)
+            prompt, said = self._next_prompt(play, said, answer), None
 
-    def _too_long(self, play: _Play, heard: Sequence[int] = ()) -> bool:
-        longest, now = self._config.max_input_length, len(play.transcript.token_ids) + len(heard)
-        if longest is not None and now > longest:
+    def _too_long(self, play: _Play, prompt: Sequence[int]) -> bool:
+        longest = self._config.max_input_length
+        if longest is not None and len(prompt) > longest:
             play.stop_reason = "length"
             return True
         return False
+
+    def _next_prompt(self, play: _Play, said: Generation, answer: Turn) -> list[int]:
+        """Return what the policy goes on from after an answer."""
+        if not self._config.step_wise_trajectories:
+            return play.transcript.token_ids + self._following(play.transcript, answer.observations)
+        content = self._template.decoded(said.token_ids) if answer.action is None else answer.action
+        play.past += [{"role": "assistant", "content": content}, *answer.observations]
+        return self._template.opening(play.past)
 
     async def _answer(self, play: _Play, said: Generation, kind: Kind) -> Turn | None:
         """Return the environment's answer; None where it failed."""
@@ -328,17 +360,17 @@ def judged(sample: Sample, config: GeneratorConfig) -> Sample:
     return sample
 
 
-def without_weight(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples of a group with the failed ones paid the mean of the others, so that they move no baseline."""
-    paid = [float(sample.rewards.sum()) for sample in samples if sample.stop_reason != "failed"]
+def without_weight(samples: Sequence[list[Sample]]) -> list[list[Sample]]:
+    """Return the samples of a group, each as its rows, with the failed ones paid the mean of the others, so that they move no baseline."""
+    paid = [earned(rows) for rows in samples if rows[-1].stop_reason != "failed"]
     mean = fmean(paid) if paid else 0.0
 
-    def neutral(sample: Sample) -> Sample:
-        rewards_T = torch.zeros_like(sample.rewards)
+    def neutral(rows: list[Sample]) -> list[Sample]:
+        rewards_T = torch.zeros_like(rows[-1].rewards)
         rewards_T[-1] = mean
-        return replace(sample, rewards=rewards_T)
+        return [*rows[:-1], replace(rows[-1], rewards=rewards_T)]
 
-    return [neutral(sample) if sample.stop_reason == "failed" else sample for sample in samples]
+    return [neutral(rows) if rows[-1].stop_reason == "failed" else rows for rows in samples]
 
 
 def engine_sampling(params: SamplingParams) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Lays the turns of a sample end to end, token by token.
 
 What the engine was given and what it said is what is trained; nothing is ever tokenized a second time. So the prompt of each turn
-begins with the prompt of the turn before and the answer to it, exactly, also where a template would write the past differently.
+begins with the prompt of the turn before and the answer to it, exactly, also where a template would write the past differently. Only
+with generator.step_wise_trajectories it may: then each turn is laid down for itself.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Template:
 
 
 class Transcript:
-    """One sample as it grows.
+    """One row as it grows.
 
     Args:
         prompt: token ids of the first turn's prompt.

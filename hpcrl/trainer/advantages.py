@@ -20,7 +20,7 @@ from hpcrl.algorithms.filters import filter_values, varied
 from hpcrl.config.algorithm import AlgorithmConfig
 from hpcrl.config.derive import needs_baselines
 from hpcrl.config.own import find
-from hpcrl.errors import DataError
+from hpcrl.errors import ConfigError, DataError
 from hpcrl.trainer.packing import Row
 from hpcrl.types import Batch
 
@@ -60,13 +60,15 @@ def estimate_advantages(batch: Batch, rows: Sequence[Row], algorithm: AlgorithmC
     """Fill in the advantages of this rank's samples, and the returns of a critic where they have values.
 
     Every rank calls it. An estimator that gives all tokens of a sample the same number gets every sample of the batch from the
-    batch's metadata, the same on every rank; one that needs tokens gets this rank's, and sums over ranks.
+    batch's metadata, the same on every rank; one that needs tokens gets this rank's, and sums over ranks. Where a sample has several
+    rows, its turns, it counts once: with the outcome as its reward, less the penalties of all of them. Each of them then gets what the
+    sample is worth.
 
     Args:
-        rows: this rank's samples; together, ranks have those of all trained groups.
+        rows: this rank's; together, ranks have those of all trained groups.
 
     Raises:
-        ConfigError: a user's own estimator cannot be found.
+        ConfigError: a user's own estimator cannot be found, or the estimator needs all tokens of a sample in one row.
         DataError: a group lacks a greedy response that it is to be compared with, or a metric of filter_reward_metric.
     """
     estimator = find("trainer.algorithm.advantage_estimator", algorithm.advantage_estimator, ESTIMATORS)
@@ -77,6 +79,7 @@ def estimate_advantages(batch: Batch, rows: Sequence[Row], algorithm: AlgorithmC
     outcomes = _by_token(rows, total)
     mask_P, lengths = outcomes.mask_P, outcomes.lengths
     if is_per_token(estimator):
+        _require_one_row(batch)
         raw_P = estimator(outcomes, algorithm)
     else:
         values_B = _by_sample(batch, rows, estimator, algorithm, over_ranks)
@@ -103,6 +106,14 @@ def estimate_advantages(batch: Batch, rows: Sequence[Row], algorithm: AlgorithmC
     return Advantages(summed / count, summed_abs / count, penalties)
 
 
+def _require_one_row(batch: Batch) -> None:
+    if any(count != 1 for group in batch.groups for count in group.rows):
+        raise ConfigError(
+            "generator.step_wise_trajectories: gae, reinforce++ and other estimators that are marked per_token follow rewards from "
+            "token to token, and each row has one turn only; choose an advantage_estimator such as grpo or rloo"
+        )
+
+
 def _by_token(rows: Sequence[Row], total: Callable[[torch.Tensor], torch.Tensor]) -> Outcomes:
     """Return this rank's tokens."""
     # a critic says at each token what it expects before the next one
@@ -122,15 +133,16 @@ def _by_token(rows: Sequence[Row], total: Callable[[torch.Tensor], torch.Tensor]
 def _by_sample(
     batch: Batch, rows: Sequence[Row], estimator: Estimator, algorithm: AlgorithmConfig, over_ranks: Sum
 ) -> torch.Tensor:
-    """Return one advantage for each of this rank's samples, from the rewards of all samples of the trained groups."""
+    """Return one advantage for each of this rank's rows, from the rewards of all samples of the trained groups."""
     groups = trained_groups(batch, algorithm)
     places = [(group, index) for group in groups for index in range(len(batch.groups[group].rewards))]
     numbers = {place: number for number, place in enumerate(places)}
-    mine = [numbers[row.pick.group, row.pick.index] for row in rows]
+    owners = {group: batch.groups[group].owners for group in groups}
+    mine = [numbers[row.pick.group, owners[row.pick.group][row.pick.index]] for row in rows]
     tokens, penalties = [0.0] * len(places), [0.0] * len(places)
     for place, row in zip(mine, rows, strict=True):
-        tokens[place] = row.trained.sum().item()
-        penalties[place] = 0.0 if row.penalties is None else row.penalties.sum().item()
+        tokens[place] += row.trained.sum().item()
+        penalties[place] += 0.0 if row.penalties is None else row.penalties.sum().item()
     sums = torch.tensor(over_ranks([*tokens, *penalties]), dtype=torch.float64)
     tokens_B, penalties_B = sums.view(2, len(places))
     rewards_B = torch.tensor([batch.groups[group].rewards[index] for group, index in places], dtype=torch.float64)

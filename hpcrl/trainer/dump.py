@@ -7,7 +7,7 @@
 Each file has the tensors of a MicroBatch (hpcrl/types.py) of all these samples, [P] for P tokens: entry p of all but token_ids and
 positions speaks about the token after token p. What is not there, such as old_logprobs where the policy is its own old policy or
 values without a critic, is not in the file. Beside them there are `rewards` [P], from which advantages were estimated, and for B samples
-`lengths`, `groups` (places in batches/s000042.json) and `samples` (places in the group), [B]; the header has `group_ids`, a JSON list of
+`lengths`, `groups` (places in batches/s000042.json) and `samples` (rows of the group's file), [B]; the header has `group_ids`, a JSON list of
 B texts.
 """
 

@@ -17,7 +17,7 @@ from hpcrl.types import Batch, MicroBatch, Sample
 
 @dataclass
 class Row:
-    """A sample on its way through training.
+    """A sample, or with step-wise trajectories a turn of one, on its way through training.
 
     Attributes:
         pick: its place in the batch.

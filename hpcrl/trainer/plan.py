@@ -16,7 +16,11 @@ from hpcrl.types import Batch
 
 @dataclass(frozen=True)
 class Pick:
-    """A sample by its place: sample `index` of group `group` of the batch, `length` tokens long."""
+    """A row by its place: row `index` of group `group` of the batch, `length` tokens long.
+
+    A row is a sample, or with generator.step_wise_trajectories a turn of one; what is said of samples here and in what follows from
+    here is true of rows.
+    """
 
     group: int
     index: int

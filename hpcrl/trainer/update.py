@@ -95,11 +95,12 @@ def load_mini_batches(
 def weigh(minis: Sequence[MiniBatch], batch: Batch, limit: Limit, data: World, reduction: Reduction) -> None:
     """Fill in the tokens of each mini-batch and the weights of its rows, from the counts of all ranks."""
     per_group, positive = [0] * len(batch.groups), [0] * len(minis)
+    rewarded = [[group.rewards[sample] > 0 for sample in group.owners] for group in batch.groups]
     lengths = [[trained_tokens([row]) for row in mini.rows] for mini in minis]
     for number in range(len(minis)):
         for row, length in zip(minis[number].rows, lengths[number], strict=True):
             per_group[row.pick.group] += length
-            positive[number] += length if _is_positive(batch, row.pick) else 0
+            positive[number] += length if rewarded[row.pick.group][row.pick.index] else 0
     left_out = [sum(row.left_out for row in mini.rows) for mini in minis]
     sums = iter([round(count) for count in data.sum([*per_group, *positive, *left_out])])
     per_group, positive, left_out = (list(islice(sums, len(own))) for own in (per_group, positive, left_out))
@@ -121,11 +122,7 @@ def weigh(minis: Sequence[MiniBatch], batch: Batch, limit: Limit, data: World, r
                     micro_batches=used,
                 )
                 row.weight = sample_weight(reduction, counts)
-                row.nll_weight = 1 / likelihood if own[at] and _is_positive(batch, row.pick) else 0.0
-
-
-def _is_positive(batch: Batch, pick: Pick) -> bool:
-    return batch.groups[pick.group].rewards[pick.index] > 0
+                row.nll_weight = 1 / likelihood if own[at] and rewarded[row.pick.group][row.pick.index] else 0.0
 
 
 def score(

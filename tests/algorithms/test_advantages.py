@@ -14,7 +14,6 @@ import torch
 from hpcrl.algorithms.advantages import (
     ESTIMATORS,
     Outcomes,
-    by_trajectory,
     is_per_token,
     lambda_returns,
     normalize,
@@ -22,7 +21,6 @@ from hpcrl.algorithms.advantages import (
 )
 from hpcrl.algorithms.filters import varied
 from hpcrl.config import AlgorithmConfig
-from hpcrl.errors import ConfigError
 
 GROUPS = [0, 0, 0, 1, 1, 2, 2, 2, 2]
 REWARDS = [1.0, 0.0, 0.25, 3.0, 1.0, 0.5, 0.5, 2.0, 0.0]
@@ -262,51 +260,6 @@ def test_a_rank_without_samples(name: str) -> None:
 def test_large_rewards_stay_finite(name: str) -> None:
     estimate(name, outcomes([r * 1e12 for r in REWARDS]))
     estimate(name, outcomes([r * 1e-30 for r in REWARDS]))
-
-
-STEPS = [2, 1, 3, 1, 1, 2, 1, 4, 2]  # of each trajectory
-
-
-@pytest.mark.parametrize("name", BY_SAMPLE)
-def test_steps_have_what_their_trajectory_has(name: str) -> None:
-    """Rewards of earlier steps do not count, nor does the order, but for the last step of each trajectory."""
-    tokens = [[(at + step) % 3 for step in range(count)] for at, count in enumerate(STEPS)]
-    whole = estimate(name, outcomes(tokens=[sum(of) for of in tokens]))
-    numbers = [at for at, count in enumerate(STEPS) for _ in range(count - 1)]
-    numbers = [*reversed(numbers), *range(len(STEPS))]
-    seen = dict.fromkeys(range(len(STEPS)), 0)
-    rewards, counts, expected = [], [], []
-    for at in numbers:
-        step, seen[at] = seen[at], seen[at] + 1
-        rewards.append(REWARDS[at] if step + 1 == STEPS[at] else 50.0)
-        counts.append(tokens[at][step])
-        expected.append([whole[at][0].item()] * counts[-1] if sum(tokens[at]) else [])
-    given = outcomes(rewards, [GROUPS[at] for at in numbers], counts)
-    estimator = by_trajectory(ESTIMATORS[name], torch.tensor([7 * at for at in numbers]))
-    advantages_P = estimator(given, AlgorithmConfig())
-    assert advantages_P[given.mask_P == 0].abs().sum() == 0
-    lengths = list(given.lengths)
-    found = [
-        part[mask > 0] for part, mask in zip(advantages_P.split(lengths), given.mask_P.split(lengths), strict=True)
-    ]
-    close(found, expected)
-
-
-@pytest.mark.parametrize("name", BY_SAMPLE)
-def test_trajectories_of_one_step_are_samples(name: str) -> None:
-    estimator = by_trajectory(ESTIMATORS[name], torch.arange(len(GROUPS)))
-    torch.testing.assert_close(
-        estimator(outcomes(), AlgorithmConfig()), ESTIMATORS[name](outcomes(), AlgorithmConfig())
-    )
-    empty = torch.zeros(0, dtype=torch.float64)
-    none = Outcomes(empty, empty, [], torch.zeros(0, dtype=torch.int64), empty, empty)
-    assert by_trajectory(ESTIMATORS[name], none.groups_B)(none, AlgorithmConfig()).shape == (0,)
-
-
-@pytest.mark.parametrize("name", sorted(set(NAMES) - set(BY_SAMPLE)))
-def test_estimators_by_token_are_refused_for_steps(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"step_wise_trajectories: gae, reinforce\+\+ and other"):
-        by_trajectory(ESTIMATORS[name], torch.arange(3))
 
 
 def test_shapes_are_checked() -> None:

@@ -35,6 +35,7 @@ COLOCATED = {f"{PLACEMENT}.colocate_all": True}
 GYM = "environment.skyrl_gym"
 SERVICE = {"environment.remote_reward.enable": True, "environment.remote_reward.reward_function": {"ocr": 1.0}}
 NO_KL = {f"{ALGORITHM}.use_kl_loss": False}
+STEP_WISE = {"generator.step_wise_trajectories": True, "generator.max_turns": 3}
 
 
 class Case(NamedTuple):
@@ -282,15 +283,29 @@ SKYRL = [
     ),
     Case(
         "step-wise samples need the conversation format",
-        {"generator.step_wise_trajectories": True, "generator.use_conversation_multi_turn": False},
+        {**STEP_WISE, "generator.use_conversation_multi_turn": False},
         "generator.step_wise_trajectories", "generator.use_conversation_multi_turn=true",
-        {"generator.step_wise_trajectories": True},
+        {**STEP_WISE, "generator.chat_template.name_or_path": "qwen3_without_thinking"},
+    ),
+    Case(
+        "step-wise samples have several turns, nobody knows how many",
+        {"generator.step_wise_trajectories": True}, "generator.step_wise_trajectories", "no effect with generator.max_turns=1",
+        {**STEP_WISE, **FOUR_GPUS, "trainer.policy_mini_batch_size": 2, "generator.n_samples_per_prompt": 3},
+    ),
+    Case(
+        "step-wise samples have no critic",
+        {**STEP_WISE, **CRITIC}, "generator.step_wise_trajectories", "does not work with trainer.critic.model.path", STEP_WISE,
+    ),
+    Case(
+        "step-wise samples are trained from their first token on",
+        {**STEP_WISE, f"{ALGORITHM}.min_filter_prefix_tokens": 4},
+        "generator.step_wise_trajectories", "does not work with trainer.algorithm.min_filter_prefix_tokens", STEP_WISE,
     ),
     Case(
         "step-wise samples have one advantage",
-        {"generator.step_wise_trajectories": True, f"{ALGORITHM}.advantage_estimator": "reinforce++"},
+        {**STEP_WISE, f"{ALGORITHM}.advantage_estimator": "reinforce++"},
         "generator.step_wise_trajectories", "does not work with trainer.algorithm.advantage_estimator=reinforce++",
-        {"generator.step_wise_trajectories": True, f"{ALGORITHM}.advantage_estimator": "rloo"},
+        {**STEP_WISE, f"{ALGORITHM}.advantage_estimator": "rloo"},
     ),
 ]  # fmt: skip
 

@@ -96,6 +96,36 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     assert "killed is done" in hpcrl("resume", "killed", cwd=place).stderr
 
 
+def test_turns_that_are_trained_on_their_own(place: Path) -> None:
+    """Samples of one to three turns: rows that two ranks cannot share equally, from engine to optimizer steps, and as a person sees them."""
+    settings = [
+        "generator.step_wise_trajectories=true",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        "trainer.max_steps=2",
+    ]
+    config = str(QUICKSTART.with_name("guess_number.toml"))
+    done = hpcrl("submit", config, "--local", "--follow", "trainer.run_name=turns", *SMALL, *settings, cwd=place)
+    run = Run.open(place / "runs" / "guess_number" / "turns")
+    assert done.returncode == 0, done.stdout + done.stderr + logs_of(run)
+    for step in (1, 2):
+        batch = read_json(run.batch(step))
+        assert batch is not None
+        rows = [count for group in batch["groups"] for count in group["rows"]]
+        assert (len(rows), curve(run, "generate/samples")[step]) == (32, 32)
+        assert sum(rows) == curve(run, "generate/rows")[step] > 32
+        assert curve(run, "policy/grad_norm")[step] > 0
+    assert set(curve(run, "eval/all/avg_score")) == {0, 2}
+    shown = hpcrl("samples", "turns", "-n", "32", "--json", cwd=place)
+    samples = json.loads(shown.stdout)
+    turns = [["prompt", "policy"] * count for count in rows]
+    assert sorted([part["by"] for part in sample["parts"]] for sample in samples) == sorted(turns)
+    assert any(
+        sample["parts"][2]["text"].startswith(sample["parts"][0]["text"])
+        for sample in samples
+        if len(sample["parts"]) > 2
+    )
+
+
 def test_from_another_runs_checkpoint_and_cancel(place: Path) -> None:
     """A run to its end with `--follow`; a second one that starts from its checkpoint and is cancelled: it saves first."""
     name = "first"

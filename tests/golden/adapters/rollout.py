@@ -95,18 +95,21 @@ def _play(case: Case, scripts: Sequence[Any]) -> tuple[list[Group], Engine]:
 
 def agent_loop(case: Case) -> dict[str, Any]:
     (group,), engine = _play(case, [case.inputs["env_script"]])
-    (sample,) = group.samples
-    start = len(engine.prompts[0])
+    rows = [_row(row, len(prompt)) for row, prompt in zip(group.samples, engine.prompts, strict=False)]
+    step_wise = case.params.get("generator.step_wise_trajectories")
+    return {"engine_prompts": engine.prompts, **({"steps": rows} if step_wise else rows[0])}
+
+
+def _row(row: Sample, start: int) -> dict[str, Any]:
     columns = {
-        "response_ids": sample.token_ids,
-        "reward": sample.rewards,
-        "loss_mask": sample.loss_mask,
-        "rollout_logprobs": sample.rollout_logprobs,
+        "response_ids": row.token_ids,
+        "reward": row.rewards,
+        "loss_mask": row.loss_mask,
+        "rollout_logprobs": row.rollout_logprobs,
     }
     return {
-        "prompt_ids": sample.token_ids[:start].tolist(),
-        "stop_reason": sample.stop_reason,
-        "engine_prompts": engine.prompts,
+        "prompt_ids": row.token_ids[:start].tolist(),
+        "stop_reason": row.stop_reason,
         **{name: column[start:].tolist() for name, column in columns.items()},
     }
 
@@ -114,12 +117,19 @@ def agent_loop(case: Case) -> dict[str, Any]:
 def generate(case: Case) -> dict[str, Any]:
     groups, engine = _play(case, case.inputs["env_script"])
     samples = [sample for group in groups for sample in group.samples]
+    places = [
+        (f"{group.work.prompt.uid}_{at}", turn + 1 == len(rows))
+        for group in groups
+        for at, rows in enumerate(group.rows)
+        for turn in range(len(rows))
+    ]
     starts = [len(prompt) for prompt in engine.prompts]
 
     def responses(name: str) -> list[Any]:
         return [getattr(sample, name)[start:].tolist() for sample, start in zip(samples, starts, strict=True)]
 
     metrics = describe(Batch(1, [group.meta(0, "") for group in groups], 0))
+    step_wise = case.params.get("generator.step_wise_trajectories")
     return {
         "prompt_token_ids": engine.prompts,
         "response_ids": responses("token_ids"),
@@ -129,6 +139,8 @@ def generate(case: Case) -> dict[str, Any]:
         "stop_reasons": [sample.stop_reason for sample in samples],
         "rollout_metrics": {name: metrics[name] for name in case.outputs["rollout_metrics"]},
         "engine_prompts": engine.prompts,
+        "trajectory_ids": [name for name, _ in places] if step_wise else None,
+        "is_last_step": [last for _, last in places] if step_wise else None,
     }
 
 

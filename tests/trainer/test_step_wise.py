@@ -1,0 +1,168 @@
+"""Samples whose turns are rows of their own: each counts once, and teaches what it would teach as a whole."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpcrl.algorithms.advantages import ESTIMATORS, is_per_token
+from hpcrl.algorithms.reductions import Reduction
+from hpcrl.config import AlgorithmConfig
+from hpcrl.config.validate import build
+from hpcrl.data.samples import read_group, write_group
+from hpcrl.errors import ConfigError
+from hpcrl.run.commit import write_json
+from hpcrl.run.layout import Run
+from hpcrl.trainer.advantages import estimate_advantages, trained_groups
+from hpcrl.trainer.objective import build_objective
+from hpcrl.trainer.packing import Row, load_rows, trained_tokens
+from hpcrl.trainer.plan import Limit, mini_batches
+from hpcrl.trainer.update import Trained, load_mini_batches, score, train
+from hpcrl.trainer.world import World
+from hpcrl.types import Batch, Sample
+from tests.trainer.material import make_batch, make_run, run_ranks
+from tests.trainer.scenarios import make_engine, parameters
+from tests.trainer.test_advantages import SETTINGS, told
+
+GROUPS, SIZE = 4, 4
+FIRST_TURN = 5  # tokens up to the one in the middle that the policy did not choose
+BY_SAMPLE = [name for name, estimator in ESTIMATORS.items() if not is_per_token(estimator)]
+
+
+def turns_of(sample: Sample) -> list[Sample]:
+    """Return a sample as its turns, as a template writes them that keeps the past; the first turn is rewarded too."""
+    if len(sample.token_ids) <= FIRST_TURN + 2:
+        return [sample]
+    first = replace(sample, **{name: getattr(sample, name)[:FIRST_TURN].clone() for name in COLUMNS})
+    first.rewards[-1] = 7.0
+    mask_T = sample.loss_mask * (torch.arange(len(sample.token_ids)) > FIRST_TURN)
+    return [first, replace(sample, loss_mask=mask_T)]
+
+
+COLUMNS = ("token_ids", "loss_mask", "rollout_logprobs", "versions", "rewards")
+
+
+def both(path: Path) -> tuple[tuple[Run, Batch], tuple[Run, Batch]]:
+    """Return four groups of four whole samples, and the same with a row for each turn."""
+    whole, turned = make_run(path / "whole"), make_run(path / "turns")
+    batch = make_batch(whole, 1, GROUPS, SIZE)
+    groups = []
+    for at, group in enumerate(batch.groups):
+        batch.groups[at] = replace(group, baseline=0.1 * at)
+        rows = [turns_of(sample) for sample in read_group(whole.path / group.path)]
+        flat = [row for own in rows for row in own]
+        groups.append(
+            replace(batch.groups[at], rows=[len(own) for own in rows], lengths=[len(row.token_ids) for row in flat])
+        )
+        write_group(turned.path / group.path, flat, groups[-1])
+    other = replace(batch, groups=groups)
+    write_json(turned.batch(1), other.to_json())
+    assert 0 < sum(count == 1 for group in groups for count in group.rows) < GROUPS * SIZE, "some have one turn"
+    return (whole, batch), (turned, other)
+
+
+def rows_of(run: Run, batch: Batch) -> list[Row]:
+    (picks,) = mini_batches(batch, GROUPS)
+    return load_rows(run, batch, picks)
+
+
+def worth(run: Run, batch: Batch, penalty: float = 0.0, **settings: Any) -> list[list[float]]:
+    """Return the advantages of each sample's trained tokens, whatever its rows."""
+    rows = rows_of(run, batch)
+    for row in rows:
+        row.penalties = penalty * row.sample.token_ids * row.trained
+    estimate_advantages(batch, rows, build(AlgorithmConfig, settings), list)
+    found: list[list[float]] = [[] for _ in range(GROUPS * SIZE)]
+    for row in rows:
+        assert row.advantages is not None
+        sample = batch.groups[row.pick.group].owners[row.pick.index]
+        found[row.pick.group * SIZE + sample] += row.advantages[row.trained > 0].tolist()
+    return found
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.01])
+@pytest.mark.parametrize("name", BY_SAMPLE)
+def test_every_turn_has_what_its_sample_is_worth(tmp_path: Path, name: str, penalty: float) -> None:
+    """Rewards of earlier turns do not count, penalties of all do; mean and deviation are those of samples, not of rows."""
+    whole, turned = both(tmp_path)
+    expected = worth(*whole, penalty, advantage_estimator=name)
+    for found, values in zip(worth(*turned, penalty, advantage_estimator=name), expected, strict=True):
+        assert found == pytest.approx(values, abs=1e-6)
+    assert len({value for values in expected for value in values}) > GROUPS
+
+
+def test_estimators_that_need_every_token_are_refused(tmp_path: Path) -> None:
+    _, turned = both(tmp_path)
+    with pytest.raises(ConfigError, match=r"step_wise_trajectories: gae, reinforce\+\+ and other"):
+        worth(*turned, advantage_estimator="reinforce++")
+
+
+def test_every_number_of_ranks_gives_the_same(tmp_path: Path) -> None:
+    """The turns of a sample may be on several ranks, and ranks need not have equally many."""
+    _, (run, batch) = both(tmp_path)
+    names = [*BY_SAMPLE, "normalized", "penalized", "own"]
+    options = {"run": str(run.path), "out": str(tmp_path), "settings": {name: SETTINGS[name] for name in names}}
+    for ranks in (1, 2, 3):
+        result = run_ranks(ranks, json.dumps([["worth", options]]))
+        assert result.returncode == 0, result.stderr
+    (one,) = told(tmp_path, 1)
+    for ranks in (2, 3):
+        parts = told(tmp_path, ranks)
+        assert {len(part["grpo"]["weights"]) for part in parts} != {0}
+        for name in names:
+            for part in parts:
+                assert part[name]["means"] == pytest.approx(one[name]["means"], abs=1e-12)
+                assert part[name]["tokens"] == one[name]["tokens"]
+            for fact in ("advantages", "weights"):
+                joined = {key: value for part in parts for key, value in part[name][fact].items()}
+                assert len(joined) == sum(len(group.lengths) for group in batch.groups)
+                for key, values in one[name][fact].items():
+                    assert joined[key] == pytest.approx(values, abs=1e-6), (name, fact)
+
+
+def test_an_optimizer_step_is_that_of_whole_samples(tmp_path: Path, model_path: Path, alone: World) -> None:
+    """With the mean over tokens, where the template keeps the past: the same tokens after the same ones, weighed alike."""
+    made: list[Trained] = []
+    models = []
+    algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
+    for run, batch in both(tmp_path):
+        engine, limit = make_engine(alone, str(model_path), {}), Limit(3)
+        (mini,) = load_mini_batches(run, batch, algorithm, GROUPS, limit, alone, Reduction())
+        score(engine, mini, limit, old=True, reference=True)
+        estimate_advantages(batch, mini.rows, algorithm, alone.sum)
+        made.append(train(engine, mini, limit, build_objective(algorithm)))
+        models.append(parameters(engine))
+    whole, turned = made
+    assert turned.sums["tokens"] == whole.sums["tokens"]
+    assert turned.sums["final_loss"] == pytest.approx(whole.sums["final_loss"], abs=1e-6)
+    assert turned.report.grad_norm == pytest.approx(whole.report.grad_norm, rel=1e-4)
+    for name, value in models[0].items():
+        torch.testing.assert_close(models[1][name], value, atol=1e-5, rtol=0)
+
+
+def test_means_of_samples_are_means_of_rows(tmp_path: Path, alone: World) -> None:
+    """Each turn is a sample to the loss; the likelihood of positive samples is that of all turns of a sample which was rewarded."""
+    _, (run, batch) = both(tmp_path)
+    for group in batch.groups:
+        group.rewards[1] = 0.0
+    (mini,) = load_mini_batches(run, batch, AlgorithmConfig(), 4, Limit(2), alone, Reduction("sequence_mean"))
+    assert [row.weight * trained_tokens([row]) for row in mini.rows] == pytest.approx(
+        [1 / len(mini.rows)] * len(mini.rows)
+    )
+    tokens = 0
+    for row in mini.rows:
+        rewarded = batch.groups[row.pick.group].owners[row.pick.index] != 1
+        assert (row.nll_weight > 0) == rewarded
+        tokens += trained_tokens([row]) * rewarded
+    assert {row.nll_weight for row in mini.rows} == {0.0, 1 / tokens}
+
+
+def test_groups_are_judged_by_their_outcomes(tmp_path: Path) -> None:
+    _, (_, batch) = both(tmp_path)
+    batch.groups[2].rewards[:] = [0.5] * SIZE
+    assert trained_groups(batch, AlgorithmConfig(zero_variance_filter=True)) == [0, 1, 3]
