@@ -1,4 +1,5 @@
-"""Every family of algorithms learns the quickstart's task, in 30 steps each, and several turns are learned: real vLLM, real training.
+"""Every family of algorithms learns the quickstart's task, in 30 steps each, asynchronous training learns as much as synchronous, and
+several turns are learned, as whole samples and each on its own: real vLLM, real training.
 
 Slow; see docs/development.md.
 """
@@ -6,12 +7,13 @@ Slow; see docs/development.md.
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from hpcrl.run.commit import read_json
 from hpcrl.run.layout import Run
-from tests.jobs.story import QUICKSTART, hpcrl, logs_of
+from tests.jobs.story import QUICKSTART, curve, hpcrl, logs_of
 
 STEPS = 30
 ALGORITHM = "trainer.algorithm."
@@ -45,10 +47,7 @@ FAMILIES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_learns_to_sort(place: Path, family: str) -> None:
-    settings = ["trainer.run_name=learns", f"trainer.max_steps={STEPS}", f"trainer.eval_interval={STEPS}"]
-    done = hpcrl("submit", str(QUICKSTART), "--local", "--follow", *settings, *FAMILIES[family], cwd=place, timeout=900)
-    run = Run(place / "runs" / "quickstart" / "learns")
-    assert done.returncode == 0, done.stderr + logs_of(run)
+    run = quickstart(place, family, *FAMILIES[family])
     before, after = (eval_score(run, version) for version in (0, STEPS))
     print(f"{family}: {before:.3f} -> {after:.3f}")
     assert before < 0.5
@@ -56,16 +55,45 @@ def test_family_learns_to_sort(place: Path, family: str) -> None:
 
 
 @pytest.mark.slow
-def test_several_turns_are_learned(place: Path) -> None:
+def test_stale_samples_teach_what_fresh_ones_do(place: Path) -> None:
+    """Two steps of staleness at most, which are used, and truncated importance sampling."""
+    correction = f"{ALGORITHM}off_policy_correction.tis_ratio_type=token"
+    found = {}
+    for staleness in (0, 2):
+        run = quickstart(
+            place, f"stale-{staleness}", f"trainer.fully_async.max_staleness_steps={staleness}", correction
+        )
+        found[staleness] = after = eval_score(run, STEPS)
+        stale = curve(run, "async/staleness_max")
+        mean = fmean(curve(run, "async/staleness_mean").values())
+        print(f"max_staleness_steps={staleness}: {eval_score(run, 0):.3f} -> {after:.3f}, mean staleness {mean:.2f}")
+        assert max(stale.values()) == staleness
+    assert found[0] >= 0.9
+    assert found[2] >= found[0] - 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step_wise", [False, True])
+def test_several_turns_are_learned(place: Path, step_wise: bool) -> None:
     """From the stubborn start model to one that finds its number by what it was answered."""
     config = QUICKSTART.with_name("guess_number.toml")
-    done = hpcrl("submit", str(config), "--local", "--follow", "trainer.run_name=learns", cwd=place, timeout=1800)
+    settings = ["trainer.run_name=learns", f"generator.step_wise_trajectories={str(step_wise).lower()}"]
+    done = hpcrl("submit", str(config), "--local", "--follow", *settings, cwd=place, timeout=1800)
     run = Run(place / "runs" / "guess_number" / "learns")
     assert done.returncode == 0, done.stderr + logs_of(run)
     before, after = eval_score(run, 0), eval_score(run, 50)
-    print(f"guess_number: {before:.3f} -> {after:.3f}")
+    print(f"guess_number{', each turn on its own' if step_wise else ''}: {before:.3f} -> {after:.3f}")
     assert before <= 0.4
     assert after >= 0.8
+
+
+def quickstart(place: Path, name: str, *settings: str) -> Run:
+    """Return a run of the quickstart, trained for STEPS steps and evaluated before and after them."""
+    ours = [f"trainer.run_name={name}", f"trainer.max_steps={STEPS}", f"trainer.eval_interval={STEPS}"]
+    done = hpcrl("submit", str(QUICKSTART), "--local", "--follow", *ours, *settings, cwd=place, timeout=900)
+    run = Run(place / "runs" / "quickstart" / name)
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    return run
 
 
 def eval_score(run: Run, version: int) -> float:
