@@ -90,6 +90,7 @@ def _add_submit(commands: argparse._SubParsersAction) -> None:
 def _submit(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import ConfigError
     from hpcrl.launch import submit
+    from hpcrl.launch.models import unchecked_layouts
     from hpcrl.launch.preflight import check_checkpoint, check_files
     from hpcrl.launch.sweep import elements, load_elements
 
@@ -103,7 +104,7 @@ def _submit(arguments: argparse.Namespace) -> int:
 
     def check(config: Config) -> None:
         check_files(config)
-        warnings.update(dict.fromkeys(check_checkpoint(config)))
+        warnings.update(dict.fromkeys([*unchecked_layouts(config), *check_checkpoint(config)]))
 
     varied = elements(arguments.sweep, arguments.seeds, arguments.sweep_file)
     configs = load_elements(files, overrides, varied, check)

@@ -39,16 +39,16 @@ class MegatronModelConfig:
     """Ranks that share the tokens of a sample; above 1 needs trainer.use_sample_packing."""
 
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts."""
+    """Ranks that share the experts; with tensor and pipeline parallelism of the experts a divisor of all ranks."""
 
     expert_tensor_parallel_size: int | None = None
-    """Ranks that share each expert's matrices; unset: tensor_model_parallel_size."""
+    """Ranks that share each expert's matrices; unset: tensor_model_parallel_size. Fewer than those need expert_model_parallel_size above 1."""
 
     pipeline_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "1F1B"
-    """Order of forward and backward passes in the pipeline."""
+    """Order of forward and backward passes in the pipeline; Megatron-core has no GPipe, so it is refused."""
 
     pipeline_layers_per_stage: int | None = None
-    """Layers per virtual stage with Interleaved1F1B; unset: one stage per rank."""
+    """Layers per virtual stage, of which each rank has several; with Interleaved1F1B, which needs it, only."""
 
     pipeline_dynamic_shape: bool = False
     """Let micro-batches of one pipeline step differ in length."""

@@ -14,6 +14,7 @@ from hpcrl.config.derive import (
     trainer_ranks,
     uses_reference,
 )
+from hpcrl.config.layouts import shared_sample
 from hpcrl.config.problem import Problem
 from hpcrl.config.trainer import TrainerConfig
 
@@ -50,9 +51,10 @@ def parallel_sizes(config: Config) -> Iterator[Problem]:
     for role, (ranks, together) in _roles(config.trainer).items():
         if ranks % together:
             megatron = config.trainer.strategy == "megatron" and role != "critic"
+            shared = shared_sample(getattr(config.trainer, role).megatron_config) if megatron else together
             yield Problem(
                 f"trainer.{role}.megatron_config" if megatron else f"trainer.{role}.sequence_parallel_size",
-                f"{together} ranks share each sample, which does not divide the {ranks} ranks (trainer.placement); make "
+                f"{shared} ranks share each sample, which does not divide the {ranks} ranks (trainer.placement); make "
                 "the ranks a multiple of it",
             )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.config.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from hpcrl.config.derive import surplus_groups, uses_reference
 from hpcrl.config.generation import chat, datasets, dynamic_sampling, lengths, sampling_parameters, step_wise, turns
+from hpcrl.config.layouts import expert_sizes, pipeline, reference_layout
 from hpcrl.config.own import misnamed
 from hpcrl.config.problem import Problem
 from hpcrl.config.ranges import out_of_range
@@ -312,6 +313,7 @@ def _diffusion(config: Config) -> Iterator[Problem]:
 _CALCULATING: tuple[Rule, ...] = (
     whole_mini_batches,
     parallel_sizes,
+    expert_sizes,
     equal_shares,
     enough_samples,
     sharding,
@@ -325,6 +327,8 @@ RULES: tuple[Rule, ...] = (
     shared_gpus,
     *_CALCULATING,
     _strategy,
+    pipeline,
+    reference_layout,
     _compilation,
     _lora,
     _low_precision,

@@ -1,4 +1,5 @@
-"""What can be known to fail before anything is queued: files that a run needs, and the checkpoint that it starts from."""
+"""What can be known to fail before anything is queued: files that a run needs, models that its ranks cannot share, and the checkpoint that
+it starts from."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from hpcrl.data.prompts import load_prompts
 from hpcrl.envs.make import environment_class
 from hpcrl.envs.rewards.rows import needs
 from hpcrl.errors import ConfigError, DataError
+from hpcrl.launch.models import MODEL_FILE, check_layouts, folder_of, is_local
 from hpcrl.run.commit import is_committed
 from hpcrl.run.layout import Run, step_of
 from hpcrl.types import Kind
@@ -24,18 +26,16 @@ _MODEL_PATHS = ("trainer.policy.model.path", "trainer.critic.model.path")
 _OF_SHAPE = re.compile(r"model_type|tie_word_embeddings|num_\w+|\w+_(size|dim|rank)")
 
 
-def _is_local(path: str) -> bool:
-    return path.startswith(("/", "~", ".")) or Path(path).exists()
-
-
 def check_files(config: Config) -> None:
     """Look at every file that the configuration names, but for the checkpoint that a first attempt may start from.
+
+    A model that is here must be one that Megatron's ranks can share.
 
     Of a dataset the first row is looked at, which mostly tells whether its columns are those that are wanted. A .json file is read
     whole for that, and one of an evaluation that never happens not at all.
 
     Raises:
-        DataError: lists everything that is missing.
+        DataError: lists everything that is missing, or cannot be shared.
     """
     problems = []
     for folder in config.python_path:
@@ -63,8 +63,9 @@ def check_files(config: Config) -> None:
         "trainer.critic.model.path": config.trainer.critic.model.path,
     }
     for name, path in models.items():
-        if path and _is_local(path) and not (Path(path).expanduser() / "config.json").is_file():
-            problems.append(f"{name}: {path} is no model directory (it has no config.json)")
+        if path and is_local(path) and not folder_of(path):
+            problems.append(f"{name}: {path} is no model directory (it has no {MODEL_FILE})")
+    problems += check_layouts(config)
     if problems:
         raise DataError("\n".join(problems))
 

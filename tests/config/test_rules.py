@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hpcrl.config import Config, generation, ranks, rules, scoring, site, training
+from hpcrl.config import Config, generation, layouts, ranks, rules, scoring, site, training
 from hpcrl.config.load import nested
 from hpcrl.config.problem import Problem
 from hpcrl.config.rules import impossible
 from hpcrl.config.surface import leaves
 from hpcrl.config.validate import build
+from tests.config.test_layouts import CASES as LAYOUTS
 from tests.config.test_rules_trainer import CASES as TRAINER
 
 BASE = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
@@ -36,6 +37,7 @@ GYM = "environment.skyrl_gym"
 SERVICE = {"environment.remote_reward.enable": True, "environment.remote_reward.reward_function": {"ocr": 1.0}}
 NO_KL = {f"{ALGORITHM}.use_kl_loss": False}
 STEP_WISE = {"generator.step_wise_trajectories": True, "generator.max_turns": 3}
+MEGATRON_4 = {**FOUR_GPUS, **NO_KL, "trainer.strategy": "megatron"}
 
 
 class Case(NamedTuple):
@@ -116,9 +118,9 @@ SKYRL = [
     ),
     Case(
         "tensor, pipeline and context parallel sizes divide the ranks",
-        {**FOUR_GPUS, "trainer.strategy": "megatron", f"{MEGATRON}.tensor_model_parallel_size": 2, f"{MEGATRON}.pipeline_model_parallel_size": 3},
-        MEGATRON, "6 ranks share each sample",
-        {**FOUR_GPUS, "trainer.strategy": "megatron", f"{MEGATRON}.tensor_model_parallel_size": 2, f"{MEGATRON}.pipeline_model_parallel_size": 2},
+        {**MEGATRON_4, f"{MEGATRON}.tensor_model_parallel_size": 2, f"{MEGATRON}.pipeline_model_parallel_size": 3},
+        MEGATRON, "2 (tensor) x 3 (pipeline) x 1 (context) = 6 ranks share each sample, which does not divide the 4 ranks",
+        {**MEGATRON_4, f"{MEGATRON}.tensor_model_parallel_size": 2, f"{MEGATRON}.pipeline_model_parallel_size": 2},
     ),
     Case(
         "gae needs a critic",
@@ -240,11 +242,11 @@ SKYRL = [
         "Megatron shares samples by context parallelism",
         {**FOUR_GPUS, "trainer.strategy": "megatron", "trainer.policy.sequence_parallel_size": 2},
         "trainer.policy.sequence_parallel_size", "set trainer.policy.megatron_config.context_parallel_size instead",
-        {**FOUR_GPUS, "trainer.strategy": "megatron", f"{MEGATRON}.context_parallel_size": 2},
+        {**MEGATRON_4, f"{MEGATRON}.context_parallel_size": 2},
     ),
     Case(
         "context parallelism needs packing",
-        {**FOUR_GPUS, "trainer.strategy": "megatron", f"{MEGATRON}.context_parallel_size": 2, "trainer.use_sample_packing": False},
+        {**MEGATRON_4, f"{MEGATRON}.context_parallel_size": 2, "trainer.use_sample_packing": False},
         "trainer.use_sample_packing", "set it to true",
         {"trainer.strategy": "megatron", "trainer.use_sample_packing": False},
     ),
@@ -679,7 +681,7 @@ OURS = [
     ),
 ]  # fmt: skip
 
-MODULES = (rules, ranks, generation, scoring, site, training)
+MODULES = (rules, ranks, layouts, generation, scoring, site, training)
 CASES = [*SKYRL, *COSMOS, *OURS]
 
 
@@ -749,7 +751,7 @@ def test_no_rule_that_can_be_violated_goes_untested() -> None:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        for wrong in [*(case.wrong for case in CASES), *(case[0] for case in TRAINER)]:
+        for wrong in [*(case.wrong for case in CASES), *(case[0] for case in [*TRAINER, *LAYOUTS])]:
             found(wrong)
     finally:
         sys.settrace(before)

@@ -23,6 +23,8 @@ Rule = Callable[[Resolved, dict[str, Any]], Iterator[Entry]]
 _ALGORITHM = "trainer.algorithm"
 _OPTIMIZER = "trainer.policy.optimizer_config"
 _MEGATRON = "trainer.policy.megatron_config"
+_SPREAD = [f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")]
+_SPREAD += ["pipeline_schedule", "pipeline_layers_per_stage"]
 _PARALLELISM = "policy.parallelism"
 _NODE = 8
 _NEVER_REACHED = 1e9
@@ -228,6 +230,10 @@ def placement(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
 def _megatron(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     values["trainer.strategy"] = "megatron"
     values[f"{_MEGATRON}.context_parallel_size"] = source[f"{_PARALLELISM}.cp_size"]
+    if is_grpo(source):  # the source's reference is spread as the policy
+        for name in _SPREAD:
+            if (path := f"{_MEGATRON}.{name}") in values:
+                values[f"trainer.ref.megatron_config.{name}"] = values[path]
     values["trainer.use_sample_packing"] = source["train.sequence_packing"] or source[f"{_PARALLELISM}.cp_size"] > 1
     coefficient = source["policy.aux_loss_coeff"]
     if coefficient > 0:

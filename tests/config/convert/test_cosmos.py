@@ -595,3 +595,17 @@ def test_checkpoints_by_epochs() -> None:
 def test_fine_tuning_on_no_replica_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"policy\.parallelism\.n_init_replicas: expected at least 1, found 0"):
         of({"train": {"train_policy": {"type": "sft"}}, "policy": {"parallelism": {"n_init_replicas": 0}}})
+
+
+def test_the_reference_is_spread_as_the_policy() -> None:
+    parallelism = {"tp_size": 2, "pp_size": 2, "ep_size": 1, "pp_schedule": "Interleaved1F1B", "dp_shard_size": 1}
+    conversion = of(
+        {"policy": {"parallelism": parallelism}, "train": {"train_policy": {"type": "grpo", "kl_beta": 0.1}}}
+    )
+    policy, ref = (
+        {path.rpartition(".")[2]: value for path, value in conversion.values.items() if path.startswith(section)}
+        for section in ("trainer.policy.megatron_config.", "trainer.ref.megatron_config.")
+    )
+    assert ref.items() <= policy.items()
+    assert policy.keys() - ref.keys() == {"pipeline_dynamic_shape"}  # a choice of each model
+    assert ref["pipeline_schedule"] == "Interleaved1F1B"
