@@ -15,6 +15,7 @@ from hpcrl.cli_cluster import add_cluster
 from hpcrl.cli_config import add_config
 from hpcrl.cli_env import add_env
 from hpcrl.cli_eval import add_eval
+from hpcrl.cli_plan import add_plan
 from hpcrl.cli_replay import add_replay
 from hpcrl.cli_run import add_run_command, named_run
 from hpcrl.cli_samples import add_samples
@@ -36,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hpcrl {hpcrl.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_submit(commands)
+    add_plan(commands)
 
     def run_command(name: str, text: str) -> argparse.ArgumentParser:
         return add_run_command(commands, name, text, globals()[f"_{name}"])

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = {
-    "hpcrl.cli": 9, "hpcrl.cli_config": 8, "hpcrl.cli_checkpoint": 8, "hpcrl.cli_cluster": 8, "hpcrl.cli_views": 8, "hpcrl.cli_env": 8, "hpcrl.cli_eval": 8, "hpcrl.cli_replay": 8, "hpcrl.cli_samples": 8, "hpcrl.cli_run": 7, "jobs": 7,
+    "hpcrl.cli": 9, "hpcrl.cli_config": 8, "hpcrl.cli_checkpoint": 8, "hpcrl.cli_cluster": 8, "hpcrl.cli_views": 8, "hpcrl.cli_env": 8, "hpcrl.cli_eval": 8, "hpcrl.cli_plan": 8, "hpcrl.cli_replay": 8, "hpcrl.cli_samples": 8, "hpcrl.cli_run": 7, "jobs": 7,
     "hpcrl.trainer": 6, "hpcrl.rollout": 6, "hpcrl.controller": 6, "hpcrl.launch": 6,
     "hpcrl.algorithms": 5, "hpcrl.envs": 5, "hpcrl.data": 5, "hpcrl.observe": 5,
     "hpcrl.types": 4, "hpcrl.run": 3, "hpcrl.config": 2, "hpcrl.errors": 1, "hpcrl": 0,
@@ -21,7 +21,8 @@ LOGIN = ["hpcrl.cli", "hpcrl.cli_config", "hpcrl.cli_checkpoint", "hpcrl.run.che
          "hpcrl.launch.logs", "hpcrl.launch.stop", "hpcrl.launch.finish", "hpcrl.launch.preflight", "hpcrl.launch.resume",
          "hpcrl.launch.sweep", "hpcrl.config.convert.cosmos", "hpcrl.config.convert.skyrl", "hpcrl.observe.view", "hpcrl.run.call",
          "hpcrl.cli_cluster", "hpcrl.cli_views", "hpcrl.cli_env", "hpcrl.launch.doctor.examine", "hpcrl.launch.attach",
-         "hpcrl.cli_samples", "hpcrl.data.rollouts", "hpcrl.cli_replay", "hpcrl.launch.replay", "hpcrl.cli_eval", "hpcrl.launch.evaluate"]  # fmt: skip
+         "hpcrl.cli_samples", "hpcrl.data.rollouts", "hpcrl.cli_replay", "hpcrl.launch.replay", "hpcrl.cli_eval", "hpcrl.launch.evaluate",
+         "hpcrl.cli_plan", "hpcrl.launch.models", "hpcrl.launch.groups", "hpcrl.launch.devices", "hpcrl.trainer.estimate"]  # fmt: skip
 
 
 def room(module: str) -> str:

@@ -44,8 +44,20 @@ def max_input_length(generator: GeneratorConfig, trainer: TrainerConfig) -> int:
 def max_seq_len(config: Config) -> int:
     """Return the divisor of seq_mean_token_sum_norm in tokens; where it is not set: the longest sample of one turn."""
     own = config.trainer.algorithm.max_seq_len
-    longest = max_input_length(config.generator, config.trainer) + config.generator.sampling_params.max_generate_length
-    return longest if own is None else own
+    return longest_sample(config) if own is None else own
+
+
+def longest_sample(config: Config) -> int:
+    """Return the tokens of a sample at most: what may come before its last turn, and that turn."""
+    return max_input_length(config.generator, config.trainer) + config.generator.sampling_params.max_generate_length
+
+
+def largest_micro_batch(config: Config) -> int:
+    """Return the tokens of a forward and backward pass at most, padding not counted."""
+    trainer, longest = config.trainer, longest_sample(config)
+    if trainer.max_tokens_per_micro_batch is not None:
+        return max(trainer.max_tokens_per_micro_batch, longest)  # a longer sample has a pass of its own
+    return trainer.micro_train_batch_size_per_gpu * longest
 
 
 def order_seed(data: DataConfig, trainer: TrainerConfig) -> int | None:
@@ -64,6 +76,16 @@ def temperature(config: Config) -> float:
 def ref_model_path(trainer: TrainerConfig) -> str:
     """Return the model that the KL divergence compares with; where it is not set: the policy's initial model."""
     return trainer.ref.model.path or trainer.policy.model.path
+
+
+def model_paths(trainer: TrainerConfig) -> dict[str, str]:
+    """Return the models of the trainer that there are, by role: policy, ref, critic."""
+    paths = {"policy": trainer.policy.model.path}
+    if uses_reference(trainer):
+        paths["ref"] = ref_model_path(trainer)
+    if trainer.critic.model.path is not None:
+        paths["critic"] = trainer.critic.model.path
+    return paths
 
 
 def ref_sharding(trainer: TrainerConfig) -> FSDPConfig:

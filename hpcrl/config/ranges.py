@@ -199,6 +199,7 @@ RANGES: dict[str, Range] = {
     "slurm.gpus_per_node": _NOT_NEGATIVE,
     "cpus_per_task": _COUNT,
     "mem_gb": _COUNT,
+    "gpu_memory_gb": _POSITIVE,
     "replicas_per_node": _COUNT,
     "min_replicas": _COUNT,
     "replica_patience_minutes": _COUNT,

@@ -87,6 +87,9 @@ class SlurmConfig:
     gpus_per_node: int = 0
     """GPUs asked for on each node; 0: a run on CPU."""
 
+    gpu_memory_gb: float | None = None
+    """Memory of each GPU in GB (2^30 bytes), with which `hpcrl plan` compares its estimate; unset: that of this machine's GPUs."""
+
     cpus_per_task: int | None = None
     """CPU cores asked for on each node (one task runs per node); unset: the cluster's default."""
 

@@ -43,7 +43,7 @@ def facts(directory: Path) -> dict[str, Any]:
     Args:
         directory: where runs are, or will be; it exists.
     """
-    gpus = _gpus()
+    gpus = gpus_here()
     places = {"root": directory, "temporary": Path(os.environ.get("TMPDIR", "/tmp")), "memory": Path("/dev/shm")}
     return {
         "host": socket.gethostname(),
@@ -100,7 +100,7 @@ def filesystem(path: Path, mountinfo: str) -> str:
     return found
 
 
-def _gpus() -> list[dict[str, str]]:
+def gpus_here() -> list[dict[str, str]]:
     """Return name, driver and memory of the GPUs that this process may use."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:

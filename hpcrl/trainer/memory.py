@@ -1,0 +1,245 @@
+"""What a model needs of a rank's memory, in bytes: pure arithmetic on the shapes of its parameters and on sizes.
+
+Weights, gradients and optimizer state are what the engines hold, byte by byte. What lives during passes only is estimated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+_MOMENTS = 2  # of Adam
+_STEP = 4  # Adam counts the steps of each parameter in a float32
+_LOGIT_COPIES = 5  # float32 or logprob_dtype [rows, V] at a time: logits, log-probabilities, their exponentials, products, a gradient
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter.
+
+    Attributes:
+        name: as transformers call it.
+        trained: it has a gradient and moments.
+        unit: number of the FSDP unit that it is in; 0: the root's.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool = True
+    unit: int = 0
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Width:
+    """What activations are counted by.
+
+    Attributes:
+        ffn: inner columns that each token passes: of the MLP, or of the experts that it goes to, shared ones included.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    ffn: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model, as far as its memory depends on it.
+
+    Attributes:
+        kind: name of its class.
+        weights: its parameters; tied ones once.
+    """
+
+    kind: str
+    weights: list[Weight]
+    width: Width
+
+    @property
+    def count(self) -> int:
+        return sum(weight.count for weight in self.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Bytes of one model on one rank.
+
+    Attributes:
+        gathered: parameters that FSDP has gathered, and gradients that it has not yet reduced.
+        stays: gradients are kept between optimizer steps, as Megatron-core's buffers are.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int = 0
+    activations: int = 0
+    logprobs: int = 0
+    stays: bool = False
+
+    @property
+    def resident(self) -> int:
+        """Bytes that are there at any time."""
+        return self.weights + self.optimizer + (self.gradients if self.stays else 0)
+
+    @property
+    def working(self) -> int:
+        """Bytes that are there while this model is trained, beside those."""
+        return self.gathered + self.activations + self.logprobs + (0 if self.stays else self.gradients)
+
+
+def peak(needs: Sequence[Need]) -> int:
+    """Return the bytes of several models of which one at a time is trained or asked."""
+    return sum(need.resident for need in needs) + max((need.working for need in needs), default=0)
+
+
+def shard(shape: Sequence[int], ranks: int, index: int = 0) -> int:
+    """Return how many elements of a parameter lie on one of the ranks that share it: FSDP2 gives each the same number of rows, the
+    first dimension, and the last ones what is left."""
+    rows = -(-shape[0] // ranks)
+    return max(0, min(rows, shape[0] - index * rows)) * math.prod(shape[1:])
+
+
+def fsdp_state(weights: Sequence[Weight], ranks: int, dtype: str, index: int = 0) -> Need:
+    """Return what FSDP2 holds of a model on a rank: all in one type, gradients between backward and step only.
+
+    Args:
+        ranks: that share one copy.
+        dtype: of master weights (mixed_precision.master_dtype), of which gradients and Adam's moments are too.
+        index: of the rank among them; the first has most.
+    """
+    size, trained = BYTES[dtype], [weight for weight in weights if weight.trained]
+    held = sum(shard(weight.shape, ranks, index) for weight in trained)
+    frozen = sum(shard(weight.shape, ranks, index) for weight in weights if not weight.trained)
+    return Need(
+        weights=size * (held + frozen),
+        gradients=size * held,
+        optimizer=_MOMENTS * size * held + _STEP * len(trained),
+    )
+
+
+def fsdp_gathered(weights: Sequence[Weight], ranks: int, param_dtype: str, reduce_dtype: str, keep: bool | int) -> int:
+    """Return the bytes that FSDP2 gathers at most: root, the unit that computes and the next one, with their gradients.
+
+    The root (embedding, last norm, head) stays gathered from forward to the end of backward, and its gradient as long.
+
+    Args:
+        keep: fsdp_config.reshard_after_forward.
+    """
+    units, trained = defaultdict[int, int](int), defaultdict[int, int](int)
+    for weight in weights:
+        units[weight.unit] += weight.count
+        trained[weight.unit] += weight.count * weight.trained
+    root, root_trained = units.pop(0, 0), trained.pop(0, 0)
+    size, sent = BYTES[param_dtype], BYTES[reduce_dtype]
+    most, most_trained = max(units.values(), default=0), max(trained.values(), default=0)
+    inner = sum(units.values())
+    if keep is False:
+        gathered = inner * size
+    else:
+        gathered = min(2 * most, inner) * size
+        if keep is not True and keep < ranks:
+            gathered += inner * size // keep
+    reduced = max(most_trained * (size + sent), root_trained * sent)
+    return (root + root_trained) * size + gathered + reduced
+
+
+def megatron_state(
+    dense: int,
+    experts: int,
+    copies: int,
+    expert_copies: int,
+    *,
+    bf16: bool = True,
+    fp32_gradients: bool = True,
+    distributed: bool = True,
+    offloaded: float = 0.0,
+    frozen: bool = False,
+) -> Need:
+    """Return what Megatron-core holds of a model on a rank.
+
+    bf16 weights have an fp32 master copy and fp32 moments, which the distributed optimizer divides among the copies of the model
+    (Megatron-core's documentation, "Distributed Optimizer": 6 + 12 / d bytes per parameter with fp32 gradients, 8 + 8 / d in fp32).
+
+    Args:
+        dense, experts: parameters of this rank, those of experts apart.
+        copies, expert_copies: ranks that hold the same parameters.
+        fp32_gradients: ddp_config.grad_reduce_in_fp32.
+        offloaded: share of the optimizer's state in host memory.
+        frozen: a reference model.
+    """
+    size = 2 if bf16 else 4
+    if frozen:
+        return Need(weights=size * (dense + experts), gradients=0, optimizer=0)
+    gradient = 4 if fp32_gradients else size
+    state = 4 * _MOMENTS + (4 if bf16 else 0)
+    divided = [
+        -(-count // (ranks if distributed else 1)) for count, ranks in ((dense, copies), (experts, expert_copies))
+    ]
+    return Need(
+        weights=size * (dense + experts),
+        gradients=gradient * (dense + experts),
+        optimizer=round(state * sum(divided) * (1 - offloaded)),
+        stays=True,
+    )
+
+
+def layer_activations(width: Width, size: int, *, fused: bool) -> int:
+    """Return the bytes that one layer keeps of one token for backward.
+
+    V. Korthikanti et al. (arXiv:2205.05198), equation 1, for layers with RMSNorm, gated MLP and grouped queries, without dropout, and
+    with attention that keeps no scores: inputs of norms and linear layers, queries, keys, values and their result, and of the MLP both
+    columns, their product and, unless `fused`, the activated one. Transformers compute norms in float32 and keep those inputs too.
+
+    Args:
+        size: bytes of a number.
+        fused: kernels of Megatron-core.
+    """
+    norms = 2 * width.hidden * (size if fused else 4 + size)
+    inputs = 2 * width.hidden * size
+    attention = 2 * (width.heads + width.kv_heads) * width.head * size + 4 * width.heads
+    return norms + inputs + attention + width.ffn * size * (3 if fused else 4)
+
+
+def activations(
+    width: Width, tokens: int, size: int, *, fused: bool, recompute: bool, layers: int, passes: int = 1, every: int = 1
+) -> int:
+    """Return the bytes that a rank keeps for backward.
+
+    Args:
+        tokens: of the largest micro-batch that this rank computes with: those that sequence and context parallelism leave it.
+        size: bytes of a number.
+        recompute: only inputs of layers are kept, and the rest of one layer at a time (full recomputation).
+        layers: of this rank.
+        passes: micro-batches whose backward is still to come; the first stage of a pipeline has as many as there are stages
+            (arXiv:2205.05198, section 4.2.3).
+        every: layers that are recomputed together.
+    """
+    one = layer_activations(width, size, fused=fused)
+    if not recompute:
+        return tokens * layers * passes * one
+    kept = -(-layers // every) * width.hidden * size
+    return tokens * (kept * passes + min(every, layers) * one)
+
+
+def logprob_buffer(rows: int, vocabulary: int, size: int) -> int:
+    """Return the bytes of the slices of logits that log-probabilities are computed from, with what is made of them.
+
+    Args:
+        rows: tokens whose logits exist at the same time.
+        vocabulary: columns of this rank.
+        size: bytes of a number of trainer.algorithm.logprob_dtype.
+    """
+    return _LOGIT_COPIES * size * rows * vocabulary

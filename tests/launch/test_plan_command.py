@@ -1,0 +1,153 @@
+"""`hpcrl plan`: ranks, groups, parameters and memory, for both engines, with and without a model on disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.cli import main
+from hpcrl.cli_plan import plan_lines
+from hpcrl.config import Config
+from hpcrl.config.load import nested
+from hpcrl.config.validate import build
+from hpcrl.errors import DataError
+from hpcrl.launch.devices import memory_of_rank
+from hpcrl.launch.groups import describe_ranks
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICKSTART, MODEL = CONFIGS / "quickstart.toml", CONFIGS / "quickstart" / "model"
+POLICY = "trainer.policy.megatron_config"
+SIXTEEN = {"trainer.placement.policy_num_nodes": 2, "trainer.placement.policy_num_gpus_per_node": 8}
+NO_KL = {"trainer.algorithm.use_kl_loss": False}
+
+
+def config(model: Path | str = MODEL, **settings: Any) -> Config:
+    base = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": str(model)}
+    return build(Config, nested({**base, **settings}))
+
+
+def megatron(model: Path | str = MODEL, **settings: Any) -> Config:
+    return config(model, **{"trainer.strategy": "megatron", **NO_KL, **settings})
+
+
+def sizes(tensor: int, pipeline: int = 1, **others: Any) -> dict[str, Any]:
+    return {
+        f"{POLICY}.tensor_model_parallel_size": tensor,
+        f"{POLICY}.pipeline_model_parallel_size": pipeline,
+        **{f"{POLICY}.{name}": value for name, value in others.items()},
+    }
+
+
+def test_ranks_of_fsdp2() -> None:
+    assert describe_ranks(config(**SIXTEEN, **{"trainer.policy.fsdp_config.fsdp_size": 8}).trainer) == [
+        "16 trainer rank(s), 8 on each of 2 node(s), fsdp2",
+        "  one copy of the parameters  2 x 8: 0-7 (node 0), 8-15 (node 1)",
+        "  the same part of it         8 x 2: 0 8 (nodes 0 1), 1 9 (nodes 0 1), 2 10 (nodes 0 1), …, 7 15 (nodes 0 1)",
+    ]
+    assert describe_ranks(config().trainer)[1:] == [
+        "  one copy of the parameters  each rank alone",
+        "  the same part of it         each rank alone",
+    ]
+
+
+def test_ranks_of_megatron() -> None:
+    layout = sizes(2, 2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
+    assert describe_ranks(megatron(**SIXTEEN, **layout).trainer) == [
+        "16 trainer rank(s), 8 on each of 2 node(s), megatron: 2 (tensor) x 1 (context) x 4 (data) x 2 (pipeline) = 16",
+        "  experts: 1 (expert tensor) x 4 (expert) x 2 (copies) x 2 (pipeline) = 16".replace("expert tensor", "tensor"),
+        "  TP (tensor parallel)              8 x 2: 0 1 (node 0), 2 3 (node 0), 4 5 (node 0), …, 14 15 (node 1)",
+        "  CP (context parallel)             each rank alone",
+        "  DP (data parallel)                4 x 4: 0 2 4 6 (node 0), 1 3 5 7 (node 0), 8 10 12 14 (node 1), 9 11 13 15 (node 1)",
+        "  PP (pipeline)                     8 x 2: 0 8 (nodes 0 1), 1 9 (nodes 0 1), 2 10 (nodes 0 1), …, 7 15 (nodes 0 1)",
+        "  ETP (tensor parallel in experts)  each rank alone",
+        "  EP (expert parallel)              4 x 4: 0-3 (node 0), 4-7 (node 0), 8-11 (node 1), 12-15 (node 1)",
+        "  EDP (copies of an expert)         8 x 2: 0 4 (node 0), 1 5 (node 0), 2 6 (node 0), …, 11 15 (node 1)",
+    ]
+
+
+def test_a_slow_layout_is_a_warning() -> None:
+    *_, warning = describe_ranks(megatron(**SIXTEEN, **sizes(16)).trainer)
+    assert warning.startswith(
+        "  warning: TP groups cross nodes, such as 0-15 (nodes 0 1), and wait for the network in every layer"
+    )
+    assert warning.endswith(f"make {POLICY}.tensor_model_parallel_size a divisor of the 8 ranks of a node")
+    assert not any("warning" in line for line in describe_ranks(megatron(**SIXTEEN, **sizes(8)).trainer))
+
+
+def test_memory_of_a_rank() -> None:
+    on_cpu = config(**{"slurm.mem_gb": 12, "trainer.placement.policy_num_gpus_per_node": 4})
+    assert memory_of_rank(on_cpu) == (3 * 2**30, "slurm.mem_gb, shared by 4 rank(s)")
+    assert memory_of_rank(config()) == (None, "a run on CPU; slurm.mem_gb is not set")
+    given = config(**{"slurm.gpus_per_node": 4, "slurm.gpu_memory_gb": 79.5})
+    assert memory_of_rank(given) == (79.5 * 2**30, "slurm.gpu_memory_gb")
+
+
+def test_memory_of_this_machines_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = tmp_path / "nvidia-smi"
+    shown.write_text('#!/bin/sh\necho "NVIDIA H100, 570.1, 81559 MiB"\necho "NVIDIA H100, 570.1, 71559 MiB"\n')
+    shown.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    size, source = memory_of_rank(config(**{"slurm.gpus_per_node": 2}))
+    assert size == 71559 * 2**20
+    assert source.startswith("NVIDIA H100 of this machine")
+    shown.write_text("#!/bin/sh\nexit 1\n")
+    assert memory_of_rank(config(**{"slurm.gpus_per_node": 2}))[0] is None
+
+
+def test_the_plan_of_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(QUICKSTART), "slurm.mem_gb=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "node 0: trainer, 1 rank(s) and the controller"
+    assert f"policy: Qwen2ForCausalLM of {MODEL}, 84,928 parameters" in lines
+    assert "  on a rank at most 84,928" in lines
+    rows = {line[2:20].strip(): line[20:].split() for line in lines if line.startswith("  ")}
+    assert rows["weights"] == [f"{84928 * 4 / 2**20:.2f}"] * 2  # float32, the reference too
+    assert rows["gradients"] == ["0.32", "-"]
+    assert rows["optimizer"] == ["0.65", "-"]
+    (device,) = (line for line in lines if "memory of the device" in line)
+    assert device.startswith("  memory of the device: 2,048.00 (slurm.mem_gb, shared by 1 rank(s)), 2,0")
+
+
+def test_the_plan_of_a_pipeline() -> None:
+    more = {"trainer.placement.policy_num_gpus_per_node": 4, "slurm.gpus_per_node": 4, "slurm.gpu_memory_gb": 0.02}
+    lines = list(plan_lines(megatron(**more, **sizes(2, 2), **{"trainer.micro_train_batch_size_per_gpu": 64})))
+    entries = json.loads((MODEL / "config.json").read_text())
+    rows, layers = entries["vocab_size"], entries["num_hidden_layers"]
+    assert f"  vocabulary {rows} + {rows % 2} padding; samples are padded to a multiple of 2 tokens" in lines
+    stages = [line for line in lines if line.startswith("  on a rank of stage")]
+    assert [line.partition(":")[0] for line in stages] == [
+        f"  on a rank of stage 0 (ranks 0 to 1, {layers // 2} layers)",
+        f"  on a rank of stage 1 (ranks 2 to 3, {layers // 2} layers)",
+    ]
+    assert any(line.startswith("memory of a rank of ranks ") for line in lines)
+    assert any("too few" in line for line in lines)
+
+
+def test_a_layout_that_cannot_be_has_no_plan() -> None:
+    with pytest.raises(DataError, match="does not divide the model's"):
+        list(plan_lines(megatron(**SIXTEEN, **sizes(16))))
+
+
+def test_a_layer_split_that_is_not_known_is_said() -> None:
+    split = {"pipeline_model_parallel_layout": "Et|tL"}
+    more = {"trainer.placement.policy_num_gpus_per_node": 2}
+    lines = list(plan_lines(megatron(**more, **sizes(1, 2, transformer_config_kwargs=split))))
+    assert lines[-1].startswith("memory: trainer.policy.megatron_config.transformer_config_kwargs splits the layers")
+
+
+def test_a_model_that_is_elsewhere_costs_no_import() -> None:
+    """The rest of the plan is printed, and torch is not even loaded."""
+    code = (
+        "import sys; from hpcrl.cli import main; from pathlib import Path\n"
+        f"main(['plan', {str(QUICKSTART)!r}, 'trainer.policy.model.path=some/model'])\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "node 0: trainer" in done.stdout
+    assert "policy: some/model is not on this machine, so parameters and memory are not known" in done.stdout
