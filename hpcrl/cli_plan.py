@@ -142,11 +142,7 @@ def _memory(config: Config, found: Estimate) -> Iterator[str]:
     trainer = config.trainer
     unit, name = (2**30, "GiB") if found.total >= 2**30 else (2**20, "MiB")
     recompute = "with recomputation" if trainer.gradient_checkpointing else "without recomputation"
-    which = (
-        "each rank"
-        if len(found.ranks) == trainer_ranks(trainer)
-        else f"a rank of {_span(found.ranks)}, which need most"
-    )
+    which = "each rank" if len(found.ranks) == trainer_ranks(trainer) else f"a rank ({_span(found.ranks)} need most)"
     yield (
         f"memory of {which}, in {name}, for micro-batches of {largest_micro_batch(config):,} tokens (a sample has at most "
         f"{longest_sample(config):,}), {recompute}"

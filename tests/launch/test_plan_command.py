@@ -26,13 +26,13 @@ SIXTEEN = {"trainer.placement.policy_num_nodes": 2, "trainer.placement.policy_nu
 NO_KL = {"trainer.algorithm.use_kl_loss": False}
 
 
-def config(model: Path | str = MODEL, **settings: Any) -> Config:
-    base = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": str(model)}
+def config(settings: dict[str, Any]) -> Config:
+    base = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": str(MODEL)}
     return build(Config, nested({**base, **settings}))
 
 
-def megatron(model: Path | str = MODEL, **settings: Any) -> Config:
-    return config(model, **{"trainer.strategy": "megatron", **NO_KL, **settings})
+def megatron(settings: dict[str, Any]) -> Config:
+    return config({"trainer.strategy": "megatron", **NO_KL, **settings})
 
 
 def sizes(tensor: int, pipeline: int = 1, **others: Any) -> dict[str, Any]:
@@ -44,12 +44,12 @@ def sizes(tensor: int, pipeline: int = 1, **others: Any) -> dict[str, Any]:
 
 
 def test_ranks_of_fsdp2() -> None:
-    assert describe_ranks(config(**SIXTEEN, **{"trainer.policy.fsdp_config.fsdp_size": 8}).trainer) == [
+    assert describe_ranks(config({**SIXTEEN, "trainer.policy.fsdp_config.fsdp_size": 8}).trainer) == [
         "16 trainer rank(s), 8 on each of 2 node(s), fsdp2",
         "  one copy of the parameters  2 x 8: 0-7 (node 0), 8-15 (node 1)",
         "  the same part of it         8 x 2: 0 8 (nodes 0 1), 1 9 (nodes 0 1), 2 10 (nodes 0 1), …, 7 15 (nodes 0 1)",
     ]
-    assert describe_ranks(config().trainer)[1:] == [
+    assert describe_ranks(config({}).trainer)[1:] == [
         "  one copy of the parameters  each rank alone",
         "  the same part of it         each rank alone",
     ]
@@ -57,9 +57,9 @@ def test_ranks_of_fsdp2() -> None:
 
 def test_ranks_of_megatron() -> None:
     layout = sizes(2, 2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
-    assert describe_ranks(megatron(**SIXTEEN, **layout).trainer) == [
+    assert describe_ranks(megatron({**SIXTEEN, **layout}).trainer) == [
         "16 trainer rank(s), 8 on each of 2 node(s), megatron: 2 (tensor) x 1 (context) x 4 (data) x 2 (pipeline) = 16",
-        "  experts: 1 (expert tensor) x 4 (expert) x 2 (copies) x 2 (pipeline) = 16".replace("expert tensor", "tensor"),
+        "  experts: 1 (tensor) x 4 (expert) x 2 (copies) x 2 (pipeline) = 16",
         "  TP (tensor parallel)              8 x 2: 0 1 (node 0), 2 3 (node 0), 4 5 (node 0), …, 14 15 (node 1)",
         "  CP (context parallel)             each rank alone",
         "  DP (data parallel)                4 x 4: 0 2 4 6 (node 0), 1 3 5 7 (node 0), 8 10 12 14 (node 1), 9 11 13 15 (node 1)",
@@ -71,19 +71,19 @@ def test_ranks_of_megatron() -> None:
 
 
 def test_a_slow_layout_is_a_warning() -> None:
-    *_, warning = describe_ranks(megatron(**SIXTEEN, **sizes(16)).trainer)
+    *_, warning = describe_ranks(megatron({**SIXTEEN, **sizes(16)}).trainer)
     assert warning.startswith(
         "  warning: TP groups cross nodes, such as 0-15 (nodes 0 1), and wait for the network in every layer"
     )
     assert warning.endswith(f"make {POLICY}.tensor_model_parallel_size a divisor of the 8 ranks of a node")
-    assert not any("warning" in line for line in describe_ranks(megatron(**SIXTEEN, **sizes(8)).trainer))
+    assert not any("warning" in line for line in describe_ranks(megatron({**SIXTEEN, **sizes(8)}).trainer))
 
 
 def test_memory_of_a_rank() -> None:
-    on_cpu = config(**{"slurm.mem_gb": 12, "trainer.placement.policy_num_gpus_per_node": 4})
+    on_cpu = config({"slurm.mem_gb": 12, "trainer.placement.policy_num_gpus_per_node": 4})
     assert memory_of_rank(on_cpu) == (3 * 2**30, "slurm.mem_gb, shared by 4 rank(s)")
-    assert memory_of_rank(config()) == (None, "a run on CPU; slurm.mem_gb is not set")
-    given = config(**{"slurm.gpus_per_node": 4, "slurm.gpu_memory_gb": 79.5})
+    assert memory_of_rank(config({})) == (None, "a run on CPU; slurm.mem_gb is not set")
+    given = config({"slurm.gpus_per_node": 4, "slurm.gpu_memory_gb": 79.5})
     assert memory_of_rank(given) == (79.5 * 2**30, "slurm.gpu_memory_gb")
 
 
@@ -92,11 +92,11 @@ def test_memory_of_this_machines_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     shown.write_text('#!/bin/sh\necho "NVIDIA H100, 570.1, 81559 MiB"\necho "NVIDIA H100, 570.1, 71559 MiB"\n')
     shown.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    size, source = memory_of_rank(config(**{"slurm.gpus_per_node": 2}))
+    size, source = memory_of_rank(config({"slurm.gpus_per_node": 2}))
     assert size == 71559 * 2**20
     assert source.startswith("NVIDIA H100 of this machine")
     shown.write_text("#!/bin/sh\nexit 1\n")
-    assert memory_of_rank(config(**{"slurm.gpus_per_node": 2}))[0] is None
+    assert memory_of_rank(config({"slurm.gpus_per_node": 2}))[0] is None
 
 
 def test_the_plan_of_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +115,7 @@ def test_the_plan_of_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_plan_of_a_pipeline() -> None:
     more = {"trainer.placement.policy_num_gpus_per_node": 4, "slurm.gpus_per_node": 4, "slurm.gpu_memory_gb": 0.02}
-    lines = list(plan_lines(megatron(**more, **sizes(2, 2), **{"trainer.micro_train_batch_size_per_gpu": 64})))
+    lines = list(plan_lines(megatron({**more, **sizes(2, 2), "trainer.micro_train_batch_size_per_gpu": 64})))
     entries = json.loads((MODEL / "config.json").read_text())
     rows, layers = entries["vocab_size"], entries["num_hidden_layers"]
     assert f"  vocabulary {rows} + {rows % 2} padding; samples are padded to a multiple of 2 tokens" in lines
@@ -124,19 +124,19 @@ def test_the_plan_of_a_pipeline() -> None:
         f"  on a rank of stage 0 (ranks 0 to 1, {layers // 2} layers)",
         f"  on a rank of stage 1 (ranks 2 to 3, {layers // 2} layers)",
     ]
-    assert any(line.startswith("memory of a rank of ranks ") for line in lines)
+    assert any(line.startswith("memory of a rank (ranks 2 to 3 need most), in MiB") for line in lines)
     assert any("too few" in line for line in lines)
 
 
 def test_a_layout_that_cannot_be_has_no_plan() -> None:
     with pytest.raises(DataError, match="does not divide the model's"):
-        list(plan_lines(megatron(**SIXTEEN, **sizes(16))))
+        list(plan_lines(megatron({**SIXTEEN, **sizes(16)})))
 
 
 def test_a_layer_split_that_is_not_known_is_said() -> None:
     split = {"pipeline_model_parallel_layout": "Et|tL"}
     more = {"trainer.placement.policy_num_gpus_per_node": 2}
-    lines = list(plan_lines(megatron(**more, **sizes(1, 2, transformer_config_kwargs=split))))
+    lines = list(plan_lines(megatron({**more, **sizes(1, 2, transformer_config_kwargs=split)})))
     assert lines[-1].startswith("memory: trainer.policy.megatron_config.transformer_config_kwargs splits the layers")
 
 

@@ -66,11 +66,11 @@ def expected(table: dict[str, Any], ranks: int, index: int) -> dict[str, dict[st
     trainer = build(TrainerConfig, table)
     fsdp = {"policy": trainer.policy.fsdp_config, "ref": ref_sharding(trainer), "critic": trainer.critic.fsdp_config}
     found = {}
-    for role, shapes in model_shapes(trainer, Path).items():
+    for role, model in model_shapes(trainer, Path).items():
         sharding, precision = fsdp[role], fsdp[role].mixed_precision
         copy = ranks if sharding.fsdp_size == -1 else min(ranks, sharding.fsdp_size)
         dtype = precision.param_dtype if role == "ref" else precision.master_dtype
-        need = fsdp_state(shapes.weights, copy, dtype, index % copy)
+        need = fsdp_state(model.weights, copy, dtype, index % copy)
         found[role] = {name: getattr(need, name) for name in ("weights", "gradients", "optimizer")}
     return found
 
