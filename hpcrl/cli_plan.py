@@ -38,8 +38,11 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from hpcrl.config import Config
+    from hpcrl.errors import ConfigError
 
     files = [Path(word) for word in arguments.settings if "=" not in word]
+    if not files:
+        raise ConfigError("no configuration file given; expected hpcrl plan FILE.toml [FILE.toml ...] [KEY=VALUE ...]")
     config = Config.from_toml(files, [word for word in arguments.settings if "=" in word])
     print("\n".join(plan_lines(config)))
     return 0

@@ -50,7 +50,7 @@ def _tensor(path: str, sizes: MegatronModelConfig, entries: Mapping[str, Any], w
     heads = _count(entries, "num_attention_heads")
     counts = {
         "attention heads": heads,
-        # Megatron-core would also share one key-value head among ranks, which no checkpoint of hpcrl is cut for
+        # Megatron-core could give several ranks the same key-value head; hpcrl does not cut weights that way
         "key-value heads": _count(entries, "num_key_value_heads") or heads,
     }
     if not (experts_of(entries) and _count(entries, "moe_intermediate_size")):

@@ -58,12 +58,12 @@ def parts(
         DataError: the model has parameters that hpcrl does not know how to share.
     """
     dense, experts = [0] * layout.pipeline, [0] * layout.pipeline
-    weights = list(weights)
+    weights, stage_of = list(weights), _stages_of_layers(stages, per_stage)
     tied = value_head is None and not any(_HEAD.search(weight.name) for weight in weights)
     for weight in weights:
         stage, layer = 0, _LAYER.search(weight.name)
         if layer:
-            stage = _stage_of(int(layer[1]), stages, per_stage)
+            stage = stage_of[int(layer[1])]
         elif not _EMBEDDING.search(weight.name):
             stage = layout.pipeline - 1
         if _EMBEDDING.search(weight.name) or _HEAD.search(weight.name):
@@ -82,11 +82,7 @@ def parts(
     return [Part(*counts) for counts in zip(dense, experts, strict=True)]
 
 
-def _stage_of(layer: int, stages: Sequence[int], per_stage: int | None) -> int:
-    if per_stage is not None:
-        return layer // per_stage % len(stages)
-    for stage, layers in enumerate(stages):
-        layer -= layers
-        if layer < 0:
-            return stage
-    raise AssertionError(f"{sum(stages)} layers have no layer {layer + sum(stages)}")
+def _stages_of_layers(stages: Sequence[int], per_stage: int | None) -> list[int]:
+    """Return the pipeline stage of each layer; in an interleaved schedule the stages take turns, a virtual stage each time."""
+    turns = 1 if per_stage is None else max(stages) // per_stage
+    return [stage for _ in range(turns) for stage, layers in enumerate(stages) for _ in range(layers // turns)]

@@ -124,8 +124,14 @@ def test_the_plan_of_a_pipeline() -> None:
         f"  on a rank of stage 0 (ranks 0 to 1, {layers // 2} layers)",
         f"  on a rank of stage 1 (ranks 2 to 3, {layers // 2} layers)",
     ]
-    assert any(line.startswith("memory of a rank (ranks 2 to 3 need most), in MiB") for line in lines)
+    (memory,) = (line for line in lines if line.startswith("memory of a rank "))
+    assert memory.startswith("memory of a rank (ranks 0 to 1 need most), in MiB")  # activations of two micro-batches
     assert any("too few" in line for line in lines)
+
+
+def test_a_plan_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "trainer.seed=1"]) == 2
+    assert "expected hpcrl plan FILE.toml" in capsys.readouterr().err
 
 
 def test_a_layout_that_cannot_be_has_no_plan() -> None:

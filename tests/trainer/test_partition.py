@@ -88,6 +88,7 @@ def test_layers_of_an_interleaved_schedule_are_dealt_in_turn() -> None:
     weights = [Weight(f"model.layers.{layer}.norm.weight", (10**layer,)) for layer in range(8)]
     layout = Layout(ranks=2, tensor=1, context=1, pipeline=2, expert=1, expert_tensor=1)
     assert parts(weights, layout, [4, 4], per_stage=2) == [Part(110011, 0), Part(11001100, 0)]
+    assert parts(weights, layout, [2, 6], per_stage=3) == [Part(10001, 0), Part(11101110, 0)]
     assert parts(weights, layout, [3, 5]) == [Part(111, 0), Part(11111000, 0)]
 
 
