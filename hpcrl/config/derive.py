@@ -11,7 +11,7 @@ from hpcrl.config.data import DataConfig
 from hpcrl.config.environment import EnvironmentConfig
 from hpcrl.config.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.megatron import MegatronModelConfig
-from hpcrl.config.model import FSDPConfig, MixedPrecisionConfig, ShardingConfig
+from hpcrl.config.model import FSDPConfig, MixedPrecisionConfig, PolicyConfig, RefConfig, ShardingConfig
 from hpcrl.config.trainer import PlacementConfig, TrainerConfig
 from hpcrl.errors import DataError
 
@@ -115,6 +115,16 @@ def model_parallel_size(trainer: TrainerConfig) -> int:
     """Return how many trainer ranks share the computation of each sample."""
     policy = trainer.policy
     return _megatron_size(policy.megatron_config) if trainer.strategy == "megatron" else policy.sequence_parallel_size
+
+
+def critic_model_parallel_size(trainer: TrainerConfig) -> int:
+    """Return how many ranks of the critic share the computation of each sample."""
+    return model_parallel_size(trainer) if trainer.strategy == "megatron" else trainer.critic.sequence_parallel_size
+
+
+def model_config_kwargs(section: PolicyConfig | RefConfig) -> dict[str, Any]:
+    """Return the entries of a model's config.json that are replaced."""
+    return section.model_config_kwargs | section.megatron_config.model_config_kwargs
 
 
 def ref_model_parallel_size(trainer: TrainerConfig) -> int:

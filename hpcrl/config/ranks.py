@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hpcrl.config.derive import (
+    critic_model_parallel_size,
     critic_ranks,
     model_parallel_size,
     ref_model_parallel_size,
@@ -26,7 +27,7 @@ def _roles(trainer: TrainerConfig) -> dict[str, tuple[int, int]]:
     """Return ranks, and ranks that share each sample, of the models that there are."""
     roles = {"policy": (trainer_ranks(trainer), model_parallel_size(trainer))}
     if trainer.critic.model.path is not None:
-        roles["critic"] = (critic_ranks(trainer), trainer.critic.sequence_parallel_size)
+        roles["critic"] = (critic_ranks(trainer), critic_model_parallel_size(trainer))
     if uses_reference(trainer):
         roles["ref"] = (ref_ranks(trainer), ref_model_parallel_size(trainer))
     return roles

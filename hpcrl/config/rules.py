@@ -24,6 +24,7 @@ from hpcrl.config.ranks import (
 from hpcrl.config.scoring import environments, filter_metrics, overlong, remote_reward, reward_names, who_pays
 from hpcrl.config.site import engine_options, enough_replicas, flash_infer, gpus_of_nodes, sbatch_options, time_to_save
 from hpcrl.config.status import waiting
+from hpcrl.config.strategy import strategy, without_effect
 from hpcrl.config.surface import Setting, values
 from hpcrl.config.training import (
     frozen,
@@ -66,30 +67,6 @@ def _named_functions(config: Config) -> Iterator[Problem]:
     algorithm = config.trainer.algorithm
     for name, known in (("advantage_estimator", ADVANTAGE_ESTIMATORS), ("policy_loss_type", POLICY_LOSSES)):
         yield from misnamed(f"trainer.algorithm.{name}", getattr(algorithm, name), known, "one of")
-
-
-def _strategy(config: Config) -> Iterator[Problem]:
-    trainer = config.trainer
-    if trainer.strategy == "fsdp":
-        for name in ("policy", "critic"):
-            if getattr(trainer, name).fsdp_config.cpu_offload:
-                yield Problem(
-                    f"trainer.{name}.fsdp_config.cpu_offload",
-                    "FSDP1 cannot train offloaded parameters; use trainer.strategy=fsdp2",
-                )
-    if trainer.strategy != "megatron":
-        return
-    megatron = trainer.policy.megatron_config
-    if trainer.critic.model.path is not None:
-        yield Problem("trainer.critic.model.path", "a critic needs trainer.strategy=fsdp2")
-    for name in ("policy", "ref"):
-        if getattr(trainer, name).sequence_parallel_size != 1:
-            yield Problem(
-                f"trainer.{name}.sequence_parallel_size",
-                f"expected 1 with Megatron; set trainer.{name}.megatron_config.context_parallel_size instead",
-            )
-    if megatron.context_parallel_size > 1 and not trainer.use_sample_packing:
-        yield Problem("trainer.use_sample_packing", "context parallelism needs it; set it to true")
 
 
 def _compilation(config: Config) -> Iterator[Problem]:
@@ -326,7 +303,8 @@ RULES: tuple[Rule, ...] = (
     datasets,
     shared_gpus,
     *_CALCULATING,
-    _strategy,
+    strategy,
+    without_effect,
     pipeline,
     reference_layout,
     _compilation,

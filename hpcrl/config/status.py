@@ -29,7 +29,6 @@ class Wait:
 _ALGORITHMS = Wait("the algorithm library")
 _DATA = Wait("datasets on a hub and other columns")
 _LORA = Wait("LoRA")
-_MEGATRON = Wait("Megatron")
 _PARALLEL = Wait("sequence parallelism")
 _SFT = Wait("supervised fine-tuning")
 _SPEED = Wait("compiled, offloaded and low-precision training")
@@ -49,7 +48,7 @@ WAITS: dict[str, Wait] = {
     "data.drop_last": _DATA,
     "trainer.mode": _SFT,
     "trainer.max_length": _SFT,
-    "trainer.strategy": Wait("Megatron and FSDP1"),
+    "trainer.strategy": Wait("FSDP1", ("megatron",)),
     "trainer.sequence_parallel_backend": _PARALLEL,
     "trainer.group_name": _TRACKING,
     "trainer.logger": _TRACKING,
@@ -63,7 +62,7 @@ WAITS: dict[str, Wait] = {
     "trainer.policy.model.lora": _LORA,
     "trainer.policy.optimizer_config.offload_after_step": Wait("colocated engines"),
     "trainer.policy.fsdp_config.mixed_precision.param_dtype": Wait("loss scaling", ("fp32",)),
-    "trainer.policy.megatron_config": _MEGATRON,
+    "trainer.policy.megatron_config.lora_type": _LORA,
     "trainer.policy.low_precision": _SPEED,
     "trainer.policy.diffusers": Wait("diffusion models"),
     "trainer.policy.sequence_parallel_size": _PARALLEL,
@@ -73,7 +72,6 @@ WAITS: dict[str, Wait] = {
     "trainer.policy.enable_liger_kernel": _SPEED,
     "trainer.policy.record_memory": _TRACKING,
     "trainer.ref.sequence_parallel_size": _PARALLEL,
-    "trainer.ref.megatron_config": _MEGATRON,
     "trainer.critic.model.lora": _LORA,
     "trainer.critic.optimizer_config.offload_after_step": Wait("colocated engines"),
     "trainer.critic.fsdp_config.mixed_precision.param_dtype": Wait("loss scaling", ("fp32",)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcrl.config import Config, engine_rope, eval_sampling
-from hpcrl.config.derive import max_input_length
+from hpcrl.config.derive import max_input_length, model_config_kwargs
 from hpcrl.rollout.server import ServerOptions
 from hpcrl.run.layout import Run
 
@@ -19,7 +19,7 @@ def server_options(run: Run, config: Config) -> ServerOptions:
         on_cpu=config.slurm.gpus_per_node == 0,
         run_name=run.name,
         token_file=run.token,
-        model_config_kwargs=config.trainer.policy.model_config_kwargs,
+        model_config_kwargs=model_config_kwargs(config.trainer.policy),
         rope_scaling=rope_scaling,
         rope_theta=rope_theta,
     )

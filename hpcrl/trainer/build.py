@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+
 from hpcrl.config.trainer import TrainerConfig
+from hpcrl.errors import RunError
 from hpcrl.trainer.engine import CriticEngine, PolicyEngine
 from hpcrl.trainer.world import World
 
@@ -12,8 +16,10 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
 
     Raises:
         DataError: a model path holds no model, or the model does not have what the configuration names.
+        RunError: Megatron-core is wanted and not installed.
     """
     if trainer.strategy == "megatron":  # an extra, that is not imported where it is not used
+        _require_megatron()
         from hpcrl.trainer.megatron.engine import MegatronPolicy
 
         return MegatronPolicy(trainer, temperature, world)
@@ -37,3 +43,8 @@ def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
     from hpcrl.trainer.fsdp import FsdpCritic
 
     return FsdpCritic(trainer, world)
+
+
+def _require_megatron() -> None:
+    if find_spec("megatron") is None:
+        raise RunError(f"trainer.strategy=megatron needs Megatron-core, which {sys.executable} does not have: pip install 'hpcrl[megatron]'")

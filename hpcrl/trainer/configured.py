@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from hpcrl.config.derive import ref_model_path
+from hpcrl.config.derive import model_config_kwargs, ref_model_path
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.trainer.source import Source, ValueSource
 
@@ -19,7 +19,7 @@ def policy_source(trainer: TrainerConfig) -> Source:
     return Source(
         path=trainer.policy.model.path,
         role="trainer.policy",
-        config_kwargs=trainer.policy.model_config_kwargs,
+        config_kwargs=model_config_kwargs(trainer.policy),
         rope_scaling=trainer.rope_scaling,
         rope_theta=trainer.rope_theta,
     )
@@ -31,7 +31,7 @@ def reference_source(trainer: TrainerConfig) -> Source:
         policy_source(trainer),
         path=ref_model_path(trainer),
         role="trainer.ref",
-        config_kwargs=trainer.ref.model_config_kwargs,
+        config_kwargs=model_config_kwargs(trainer.ref),
     )
 
 

@@ -163,4 +163,4 @@ def _passes(stages: int, stage: int, layers: int, per_stage: int | None) -> int:
 
 
 def _bf16(trainer: TrainerConfig) -> bool:
-    return trainer.policy.fsdp_config.mixed_precision.param_dtype != "fp32"
+    return trainer.policy.megatron_config.dtype != "fp32"
