@@ -47,4 +47,6 @@ def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
 
 def _require_megatron() -> None:
     if find_spec("megatron") is None:
-        raise RunError(f"trainer.strategy=megatron needs Megatron-core, which {sys.executable} does not have: pip install 'hpcrl[megatron]'")
+        raise RunError(
+            f"trainer.strategy=megatron needs Megatron-core, which {sys.executable} does not have: pip install 'hpcrl[megatron]'"
+        )

@@ -42,7 +42,7 @@ def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
 
 
 def test_wrong_types_hide_neither_impossible_values_nor_what_waits(tmp_path: Path) -> None:
-    lines = problems(tmp_path, "trainer.seed=x", "trainer.epochs=0", "trainer.strategy=megatron", "trainer.epoch=1")
+    lines = problems(tmp_path, "trainer.seed=x", "trainer.epochs=0", "trainer.strategy=fsdp", "trainer.epoch=1")
     assert [line.split(": ")[1] for line in lines] == [
         "trainer.epoch",
         "trainer.seed",
@@ -60,8 +60,8 @@ def test_a_number_out_of_range_hides_no_rule_about_others(tmp_path: Path) -> Non
 
 
 def test_a_table_that_waits_is_to_be_left_out(tmp_path: Path) -> None:
-    (line,) = problems(tmp_path, "trainer.policy.megatron_config.transformer_config_kwargs.x=1")
-    assert line.endswith("a table is not available yet (Megatron); leave it out")
+    (line,) = problems(tmp_path, "trainer.policy.model.lora.alpha_pattern.x=1")
+    assert line.endswith("a table is not available yet (LoRA); leave it out")
 
 
 def test_a_name_with_dots_in_quotes_is_told_so(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hpcrl.config import Config, generation, layouts, ranks, rules, scoring, site, training
+from hpcrl.config import Config, generation, layouts, ranks, rules, scoring, site, strategy, training
 from hpcrl.config.load import nested
 from hpcrl.config.problem import Problem
 from hpcrl.config.rules import impossible
@@ -235,20 +235,28 @@ SKYRL = [
         {f"{ENGINE}.expert_parallel_size": 4, f"{ENGINE}.data_parallel_size": 2, f"{ENGINE}.tensor_parallel_size": 2},
     ),
     Case(
-        "Megatron has no critic",
-        {"trainer.strategy": "megatron", **CRITIC}, "trainer.critic.model.path", "needs trainer.strategy=fsdp2", CRITIC,
+        "Megatron's types and shares are its own",
+        {"trainer.strategy": "megatron", "trainer.policy.fsdp_config.mixed_precision.param_dtype": "fp32"},
+        "trainer.policy.fsdp_config", "see trainer.policy.megatron_config, whose dtype",
+        {"trainer.strategy": "megatron", f"{MEGATRON}.dtype": "fp32"},
     ),
     Case(
         "Megatron shares samples by context parallelism",
-        {**FOUR_GPUS, "trainer.strategy": "megatron", "trainer.policy.sequence_parallel_size": 2},
-        "trainer.policy.sequence_parallel_size", "set trainer.policy.megatron_config.context_parallel_size instead",
+        {**MEGATRON_4, "trainer.policy.sequence_parallel_size": 2},
+        "trainer.policy.sequence_parallel_size", "see trainer.policy.megatron_config.context_parallel_size",
         {**MEGATRON_4, f"{MEGATRON}.context_parallel_size": 2},
     ),
     Case(
-        "context parallelism needs packing",
-        {**MEGATRON_4, f"{MEGATRON}.context_parallel_size": 2, "trainer.use_sample_packing": False},
-        "trainer.use_sample_packing", "set it to true",
+        "Megatron packs",
         {"trainer.strategy": "megatron", "trainer.use_sample_packing": False},
+        "trainer.use_sample_packing", "samples are always packed",
+        {"trainer.use_sample_packing": False},
+    ),
+    Case(
+        "FSDP2 has no layouts",
+        {**FOUR_GPUS, f"{MEGATRON}.tensor_model_parallel_size": 2},
+        MEGATRON, "no effect with trainer.strategy=fsdp2",
+        {**MEGATRON_4, f"{MEGATRON}.tensor_model_parallel_size": 2},
     ),
     Case(
         "asynchronous training is not colocated",
@@ -681,7 +689,7 @@ OURS = [
     ),
 ]  # fmt: skip
 
-MODULES = (rules, ranks, layouts, generation, scoring, site, training)
+MODULES = (rules, ranks, layouts, generation, scoring, site, strategy, training)
 CASES = [*SKYRL, *COSMOS, *OURS]
 
 

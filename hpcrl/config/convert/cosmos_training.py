@@ -230,11 +230,19 @@ def placement(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
 def _megatron(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     values["trainer.strategy"] = "megatron"
     values[f"{_MEGATRON}.context_parallel_size"] = source[f"{_PARALLELISM}.cp_size"]
-    if is_grpo(source):  # the source's reference is spread as the policy
-        for name in _SPREAD:
-            if (path := f"{_MEGATRON}.{name}") in values:
-                values[f"trainer.ref.megatron_config.{name}"] = values[path]
-    values["trainer.use_sample_packing"] = source["train.sequence_packing"] or source[f"{_PARALLELISM}.cp_size"] > 1
+    yield from _megatron_types(values)
+    schedule = f"{_MEGATRON}.pipeline_schedule"
+    if values.get(schedule) == "GPipe":
+        values[schedule] = "1F1B"
+        yield Entry(
+            "translated",
+            f"{_PARALLELISM}.pp_schedule",
+            schedule,
+            '"1F1B" (Megatron-core has no GPipe; the gradients are the same)',
+        )
+    for name in _SPREAD:  # the source's reference is spread as the policy
+        if (path := f"{_MEGATRON}.{name}") in values:
+            values[f"trainer.ref.megatron_config.{name}"] = values[path]
     coefficient = source["policy.aux_loss_coeff"]
     if coefficient > 0:
         values[f"{_MEGATRON}.moe_router_load_balancing_type"] = "aux_loss"
@@ -245,6 +253,21 @@ def _megatron(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
             f"{_MEGATRON}.optimizer_config_kwargs.optimizer_cpu_offload"
         )
         yield Entry("conflict", "train.fsdp_offload", "trainer.policy.fsdp_config.cpu_offload", message)
+
+
+def _megatron_types(values: dict[str, Any]) -> Iterator[Entry]:
+    fsdp = "trainer.policy.fsdp_config."
+    dtype = values[f"{fsdp}mixed_precision.param_dtype"]
+    for path in [path for path in values if path.startswith(fsdp)]:
+        del values[path]
+    if dtype == "fp16":
+        yield Entry("conflict", "train.param_dtype", f"{_MEGATRON}.dtype", "Megatron computes in bf16 or fp32 here")
+    else:
+        values[f"{_MEGATRON}.dtype"] = values["trainer.ref.megatron_config.dtype"] = dtype
+        yield Entry("translated", "train.param_dtype", f"{_MEGATRON}.dtype", f'"{dtype}"')
+    reason = "Megatron spreads the optimizer, not the parameters, and keeps fp32 copies of what it trains in bf16"
+    for name in ("master_dtype", "fsdp_reduce_dtype", "fsdp_reshard_after_forward"):
+        yield Entry("dropped", f"train.{name}", "", reason)
 
 
 def parameters(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:

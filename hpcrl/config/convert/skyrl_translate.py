@@ -243,7 +243,8 @@ def resume_path(source: Source, conversion: Conversion, path: str) -> None:
 
 def bf16(source: Source, conversion: Conversion, path: str) -> None:
     if source.given[path] is False and source["trainer.strategy"] == "megatron":
-        conversion.values["trainer.policy.megatron_config.dtype"] = "fp32"
+        for role in ("policy", "ref"):
+            conversion.values[f"trainer.{role}.megatron_config.dtype"] = "fp32"
         conversion.note("mapped", source.names[path], "trainer.policy.megatron_config.dtype")
     else:
         conversion.note(

@@ -15,6 +15,7 @@ VALUES = {
     "trainer.critic.model.path": "c",
     "generator.n_samples_per_prompt": 4,
     "generator.inference_engine.engine_init_kwargs": {"a-b": [1, "x"], "nested": {"t": True}},
+    "trainer.policy.low_precision.fp8": True,
     "trainer.policy.megatron_config.transformer_config_kwargs": {"a kwarg": 1.0, "b": 0.5},
 }
 
@@ -25,7 +26,7 @@ def test_what_waits_is_a_comment_in_its_table() -> None:
     assert tomllib.loads(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)) == nested(VALUES)
     active = tomllib.loads(text)
     assert active["trainer"]["profiler"] == {}
-    assert active["trainer"]["policy"]["megatron_config"] == {}
+    assert active["trainer"]["policy"]["low_precision"] == {}
     assert text.index("[generator]") < text.index("[generator.inference_engine]")
 
 
