@@ -23,7 +23,9 @@ def add_eval(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(action=_eval)
     parser.add_argument("--root", type=Path, help="where runs are looked for (default: $HPCRL_ROOT, else ./runs)")
     parser.add_argument(
-        "subject", metavar="RUN|MODEL", help="name, project/name or path of a run, or a model directory"
+        "subject",
+        metavar="RUN|MODEL",
+        help="name, project/name or path of a run, a model directory, or the id of a model on the hub",
     )
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings to change")
     parser.add_argument(

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import sys
 import time
@@ -25,6 +26,7 @@ from hpcrl.data.prompts import load_prompts
 from hpcrl.envs.rewards.rows import needs
 from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.foreground import job, run_here
+from hpcrl.launch.models import MODEL_FILE, folder_of
 from hpcrl.launch.registry import find_run
 from hpcrl.run.checkpoints import find_checkpoint, line_of
 from hpcrl.run.commit import is_committed, read_json, verify, write_json, write_text
@@ -57,7 +59,7 @@ class Subject:
 
 
 def find_subject(name: str, checkpoint: str | None, root: Path) -> Subject:
-    """Return what a name means: a directory with a model, or a run of which one checkpoint is evaluated.
+    """Return what a name means: a directory with a model, a run of which one checkpoint is evaluated, or a model's id on the hub.
 
     Args:
         checkpoint: step, or name of the directory; 0: the model that the run began with; None: the newest.
@@ -66,11 +68,16 @@ def find_subject(name: str, checkpoint: str | None, root: Path) -> Subject:
         RunError: there is no such run or checkpoint.
         CommitError: the checkpoint is damaged.
     """
-    if (Path(name) / "config.json").is_file():
-        if checkpoint is not None:
-            raise RunError(f"{name} is a model, which has no checkpoints; leave out --checkpoint, or name the run")
-        return Subject(None, None, str(Path(name).absolute()))
-    run = find_run(name, root)
+    if (Path(name) / MODEL_FILE).is_file():
+        return _model(name, str(Path(name).absolute()), checkpoint)
+    try:
+        run = find_run(name, root)
+    except RunError as error:
+        if _on_hub(name):
+            return _model(name, name, checkpoint)
+        raise RunError(
+            f"{error}; nor is it a directory with a model, or the id of one that the hub's cache has or the hub tells of"
+        ) from error
     if checkpoint in ("0", "s000000"):
         return Subject(run, None, Config.from_toml([run.config]).trainer.policy.model.path)
     line = line_of(run)
@@ -80,6 +87,27 @@ def find_subject(name: str, checkpoint: str | None, root: Path) -> Subject:
     verify(path, checksums=False)
     step, _ = position_of(path) or (0, 0)
     return Subject(run, path, str(run.exports / path.name), step)
+
+
+def _model(name: str, path: str, checkpoint: str | None) -> Subject:
+    if checkpoint is not None:
+        raise RunError(f"{name} is a model, which has no checkpoints; leave out --checkpoint, or name the run")
+    return Subject(None, None, path)
+
+
+def _on_hub(name: str) -> bool:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return False
+    if folder_of(name) is not None:
+        return True
+    import httpx
+    from huggingface_hub import file_exists
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+
+    try:
+        return file_exists(name, MODEL_FILE)
+    except (httpx.HTTPError, HFValidationError, OfflineModeIsEnabled):  # a node without a network
+        return False
 
 
 def configured(

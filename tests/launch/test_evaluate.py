@@ -55,6 +55,19 @@ def test_a_run_means_its_newest_checkpoint_or_the_one_that_is_named(run: Run) ->
         find_subject("letter", None, root)
 
 
+def test_an_id_of_the_hub_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    model = tmp_path / "models--org--small"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("abc")
+    (model / "snapshots" / "abc").mkdir(parents=True)
+    (model / "snapshots" / "abc" / "config.json").write_text("{}")
+    assert find_subject("org/small", None, tmp_path / "runs") == Subject(None, None, "org/small")
+    with pytest.raises(RunError, match="has no checkpoints"):
+        find_subject("org/small", "3", tmp_path / "runs")
+
+
 def test_a_directory_with_a_model_is_a_model(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
