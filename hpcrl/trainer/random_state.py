@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
+
+
+class Generator(Protocol):
+    """What a backend draws from beside torch's own generators."""
+
+    def get_state(self) -> torch.Tensor: ...
+
+    def set_state(self, state: torch.Tensor) -> None: ...
+
+
+_OTHERS: dict[str, Generator] = {}
+
+
+def draws_from(name: str, generator: Generator) -> None:
+    """Make a generator's state a part of the random state of this rank.
+
+    Args:
+        name: what is saved under another name is not its state.
+    """
+    _OTHERS[name] = generator
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     """Return the states of the generators that training draws from."""
     states = {"cpu": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state()} if device.type == "cuda" else {})
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states | {name: generator.get_state() for name, generator in _OTHERS.items()}
 
 
 def set_random_state(states: dict[str, torch.Tensor], device: torch.device) -> None:
@@ -16,3 +40,6 @@ def set_random_state(states: dict[str, torch.Tensor], device: torch.device) -> N
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
+    for name, generator in _OTHERS.items():
+        if name in states:
+            generator.set_state(states[name])

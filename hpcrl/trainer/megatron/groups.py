@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from hpcrl.config.megatron import MegatronModelConfig
+from hpcrl.trainer.random_state import draws_from
 from hpcrl.trainer.world import PATIENCE, World
 
 _MINUTE = timedelta(minutes=1)
@@ -36,6 +38,7 @@ def join_groups(sizes: MegatronModelConfig, virtual: int | None, world: World, s
         before = torch.get_rng_state()
         model_parallel_cuda_manual_seed(seed)
         torch.set_rng_state(before)
+        _follow_tracker()
     places = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_context_parallel_rank(),
@@ -48,6 +51,37 @@ def join_groups(sizes: MegatronModelConfig, virtual: int | None, world: World, s
         control=_group(parallel_state.get_data_parallel_group_gloo()),
         leads=not any(places),
     )
+
+
+def _follow_tracker() -> None:
+    """Make what layers draw from a part of this rank's random state, by its place: another layout has other places and draws anew."""
+    places = {
+        "pp": parallel_state.get_pipeline_model_parallel_rank(),
+        "dp": parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        "tp": parallel_state.get_tensor_model_parallel_rank(),
+        "ep": parallel_state.get_expert_model_parallel_rank(),
+    }
+    place = ".".join(f"{name}{rank}" for name, rank in places.items())
+    for name in _tracker().get_states():
+        draws_from(f"{place}.{name}", _Tracked(name))
+
+
+@dataclass(frozen=True)
+class _Tracked:
+    """One of the generators of Megatron-core's tracker."""
+
+    name: str
+
+    def get_state(self) -> torch.Tensor:
+        return _tracker().get_states()[self.name]
+
+    def set_state(self, state: torch.Tensor) -> None:
+        states = _tracker().get_states()
+        _tracker().set_states(states | {self.name: state})
+
+
+def _tracker() -> Any:
+    return get_cuda_rng_tracker()
 
 
 def tensor_group() -> dist.ProcessGroup:
