@@ -30,7 +30,7 @@ def held_by(engine: FsdpEngine[Any]) -> dict[str, int]:
     """Train one micro-batch, and return the bytes of weights, of gradients before the step, and of the optimizer after it."""
     sample = make_sample(torch.Generator().manual_seed(1), 12, prompt=3)
     batch = pack([Row(sample, Pick(group=0, index=0, length=12))])
-    engine.forward_backward(batch, lambda _, first_P, *_others: (first_P.sum(), {}))
+    engine.forward_backward([batch], lambda _, first_P, *_others: (first_P.sum(), {}))
     parameters = list(engine._model.parameters())
     found = {
         "weights": held(parameters),
