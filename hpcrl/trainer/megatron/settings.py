@@ -39,13 +39,17 @@ def transformer_config(
         DataError: megatron_config.transformer_config_kwargs has what Megatron-core does not know or refuses.
     """
     dtype, moe = DTYPES[megatron.dtype], "num_moe_experts" in architecture.transformer
+    virtual = virtual_stages(architecture, megatron)
     derived: dict[str, Any] = architecture.transformer | {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": virtual_stages(architecture, megatron),
+        "virtual_pipeline_model_parallel_size": virtual,
+        # of two ranks, each is before the other and behind it: in one batch, activations and gradients are taken for each other
+        "overlap_p2p_comm": virtual is not None,
+        "batch_p2p_comm": virtual is None,
         "context_parallel_size": megatron.context_parallel_size,
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
         "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size,
