@@ -25,6 +25,7 @@ from hpcrl.trainer.megatron.architecture import Architecture, architecture_of
 from hpcrl.trainer.megatron.groups import join_groups
 from hpcrl.trainer.megatron.layers import uses_transformer_engine
 from hpcrl.trainer.megatron.models import CriticModel, PackedModel, PolicyModel
+from hpcrl.trainer.megatron.names import freeze
 from hpcrl.trainer.megatron.pipeline import Pipeline
 from hpcrl.trainer.megatron.settings import ddp_config, optimizer_config, transformer_config, virtual_stages
 from hpcrl.trainer.megatron.state import Saved
@@ -62,6 +63,8 @@ class MegatronEngine(Generic[Model]):
         self.updates = 0
         self._total_updates = 0
         self._chunks, self._architecture, self.data = build(kind, source, passes, megatron, role, trainer, world)
+        if isinstance(section, PolicyConfig) and (section.trainable_map or section.freeze_pattern):
+            freeze(self._chunks, self._architecture, source, section.trainable_map, section.freeze_pattern, world)
         settings = optimizer_config(section.optimizer_config, megatron, role)
         config: Any = self._chunks[0].config
         config.finalize_model_grads_func = finalize_model_grads

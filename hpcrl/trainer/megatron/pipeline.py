@@ -36,6 +36,9 @@ class Pipeline:
         self._chunks, self._data, self._dynamic = list(chunks), data, dynamic
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        config: Any = self._chunks[0].config
+        # this way of bringing tokens to experts takes it that all ranks which share experts have equally many
+        self._even = config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather"
 
     def train(self, batches: MicroBatches, objective: Objective) -> dict[str, torch.Tensor]:
         """Make the gradient of a mini-batch, summed over all ranks; return this share's metrics, the same on every stage."""
@@ -73,13 +76,13 @@ class Pipeline:
         items: Any = batches if self._stages == 1 else self._filled(list(batches))
         count, longest = len(items), 0
         if self._stages > 1 and not self._dynamic:
-            longest = max(padded_total(batch.lengths) for batch in items)
+            longest = self._least(max(padded_total(batch.lengths) for batch in items))
         for chunk in self._chunks:
             chunk.train(backward)
 
         def step(taken: Iterator[MicroBatch], chunk: nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             batch = next(taken).to(self._data.device)
-            packing = Packing.of(batch, longest)
+            packing = Packing.of(batch, longest or self._least(padded_total(batch.lengths)))
             ids = packing.share(batch.token_ids)[None]
             output = chunk(ids, None, None, labels=batch.labels, packed_seq_params=packing)
             return output, lambda values_KP: said(batch, values_KP)
@@ -94,6 +97,9 @@ class Pipeline:
                 micro_batch_size=1,
                 forward_only=not backward,
             )
+
+    def _least(self, tokens: int) -> int:
+        return int(self._data.max([tokens])[0]) if self._even else tokens
 
     def _count(self, batches: int) -> int:
         # an interleaved schedule wants as many as it has stages, or a multiple of it

@@ -69,11 +69,11 @@ def transformer_config(
             "moe_router_enable_expert_bias": megatron.moe_router_enable_expert_bias,
         }
         derived |= {name: value for name, value in optional.items() if value is not None}
-    given = {
-        name: value
-        for name, value in megatron.transformer_config_kwargs.items()
-        if recompute or not name.startswith("recompute_")
-    }
+    given = megatron.transformer_config_kwargs
+    unused = [name for name in given if not recompute and name.startswith("recompute_")]
+    if given.get("recompute_granularity") == "selective":  # and how whole layers are computed again is refused
+        unused += ["recompute_method", "recompute_num_layers"]
+    given = {name: value for name, value in given.items() if name not in unused}
     return _made(TransformerConfig, derived, given, f"{role}.megatron_config.transformer_config_kwargs")
 
 
