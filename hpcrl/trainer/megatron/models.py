@@ -53,6 +53,12 @@ class PackedModel(GPTModel):
         )
         self._padding, self._passes = architecture.padding, passes
         self.rotary_pos_emb.inv_freq = architecture.inv_freq.to(self.rotary_pos_emb.inv_freq.device)
+        for name, parameter in self.named_parameters():
+            if ".experts." in name:
+                # Megatron-core says so only where ranks share the experts; their optimizer is one of its own then, and a checkpoint
+                # of a layout with two could not be loaded by one with one
+                marked: Any = parameter
+                marked.allreduce = False
 
     def _preprocess(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         hidden, *rest = super()._preprocess(input_ids, *args, **kwargs)

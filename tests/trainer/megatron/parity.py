@@ -257,14 +257,14 @@ def weights(engine: Any, world: World) -> Values:
         return _exported(engine, world, lambda parameter: parameter.data)
     if hasattr(engine, "export_weights"):
         return {name: value for piece in engine.export_weights(torch.float32) for name, value in piece.items()}
-    return _whole({name: parameter.detach() for name, parameter in engine._model.model.named_parameters()})
+    return _named(_whole({name: parameter.detach() for name, parameter in engine._model.model.named_parameters()}), engine)
 
 
 def gradients(engine: Any, world: World) -> Values:
     """Return whole gradients of what is trained under Hugging Face names, on rank 0."""
     if not isinstance(engine, MegatronEngine):
         model = engine._model.model
-        found = _whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        found = _named(_whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None}), engine)
         return revert_weight_conversion(model, found) if get_model_conversion_mapping(model, add_legacy=False) else found
     for chunk in engine._wrapped:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
@@ -272,6 +272,13 @@ def gradients(engine: Any, world: World) -> Values:
                 _complete(group)
     found = _exported(engine, world, lambda p: p.main_grad if p.requires_grad else torch.full_like(p, math.nan))
     return {name: value for name, value in found.items() if not value.isnan().all()}
+
+
+def _named(tensors: Values, engine: Any) -> Values:
+    # a critic's body has no prefix there
+    if hasattr(engine, "export_weights"):
+        return tensors
+    return {name if name == "value_head.weight" else f"model.{name}": value for name, value in tensors.items()}
 
 
 def _complete(group: Any) -> None:

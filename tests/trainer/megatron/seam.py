@@ -89,6 +89,12 @@ class Told:
     tensors: dict[str, torch.Tensor]
     samples: dict[str, torch.Tensor]
 
+    def from_step_2(self) -> Told:
+        """Return what a run tells that begins there."""
+        told = self.told | {"updates": self.told["updates"][2:]}
+        tensors = {name: value for name, value in self.tensors.items() if not name.startswith("1.")}
+        return Told(told, tensors, {name: value for name, value in self.samples.items() if not name.startswith("1.")})
+
 
 def _made(path: Path) -> Path:
     path.mkdir()

@@ -68,6 +68,8 @@ LAYOUTS: dict[int, list[Row]] = {
         ("dp2-whole", WHOLE, {}, "plain", ["tied"]),
         ("cp2", CP2, {}, "plain", ["tied", "moe"]),
         ("ep2", EP2, {}, "plain", ["moe"]),
+        ("tp2-etp1", TP2 | ETP1, {}, "plain", ["moe"]),
+        ("tp2-etp1-whole", TP2 | ETP1 | WHOLE, {}, "plain", ["moe"]),
         ("ep2-whole", EP2 | WHOLE, {}, "plain", ["moe"]),
     ],
     4: [
@@ -175,3 +177,163 @@ def test_what_is_compared_does_something(played: Played):
     for name in ("clipped", "adam"):
         moved = played.truth[name, "tied"].tensors
         assert max((moved[key] - plain.tensors[key]).abs().max().item() for key in moved if key.startswith("weights")) > 1e-3, name
+
+
+CRITIC = {"algorithm": {"advantage_estimator": "gae", "lambd": 0.8, "gamma": 0.9, "use_kl_loss": False, "value_clip": 0.01}}
+CRITICS = {1: {"alone": {}}, 2: {"tp2": TP2, "pp2": PP2, "vpp2": VPP, "cp2": CP2, "dp2": {}}}
+
+
+def test_critics_train_alike(seam: Seam):
+    truth = seam.way("critic-truth", "tied", CRITIC, critic=True)
+    seam.play(1, [truth])
+    expected = seam.told(truth)
+    assert any(".values." in name for name in expected.samples)
+    for size, layouts in CRITICS.items():
+        ways = [seam.way(f"critic-{name}", "tied", laid_over(megatron(**options), CRITIC), critic=True) for name, options in layouts.items()]
+        seam.play(size, ways)
+        for way in ways:
+            expect_same(seam.told(way), expected)
+
+
+def test_what_is_not_finite_or_not_trained_changes_nothing(seam: Seam, played: Played):
+    do = [("skip", 1), ("poison", 1), ("train", 1), ("poison", 2), ("train", 2)]
+    ways = [seam.way(f"poisoned-{name}", "tied", megatron(**options), do) for name, options in {"tp2": TP2, "pp2": PP2, "dp2": {}, "dp2-whole": WHOLE, "overlap": OVERLAP}.items()]
+    seam.play(2, ways)
+    for way in ways:
+        expect_same(seam.told(way), played.truth["plain", "tied"])
+
+
+BF16: dict[str, dict[str, Any]] = {
+    "tp2": TP2,
+    "pp2": PP2 | ddp(grad_reduce_in_fp32=False),
+    "dp2": {},
+    "dp2-whole": WHOLE | ddp(grad_reduce_in_fp32=False),
+    "dp2-overlap": OVERLAP,
+}
+
+
+def test_bf16_trains_nearly_alike(seam: Seam, played: Played):
+    ways = [seam.way(f"bf16-{name}", "tied", megatron(dtype="bf16", **options)) for name, options in BF16.items()]
+    seam.play(2, ways)
+    expected = played.truth["plain", "tied"]
+    for way in ways:
+        found = seam.told(way)
+        # later ones are of weights that rounding has changed
+        first, other = found.told["updates"][0], expected.told["updates"][0]
+        assert first["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.01), way["out"]
+        assert found.tensors.keys() == expected.tensors.keys()
+        for name, value in expected.tensors.items():
+            alike = torch.nn.functional.cosine_similarity(found.tensors[name].flatten(), value.flatten(), 0)
+            assert alike > 0.97, (way["out"], name, alike)
+
+
+SAVED: dict[int, dict[str, tuple[dict[str, Any], str]]] = {
+    1: {"one": ({}, "tied")},
+    2: {
+        "tp2": (TP2, "tied"),
+        "pp2": (PP2, "tied"),
+        "vpp2": (VPP, "tied"),
+        "dp2": (OVERLAP, "tied"),
+        "whole": (PP2 | WHOLE, "tied"),
+        "ep2": (EP2, "moe"),
+    },
+}
+# what was saved -> number of ranks, options of the one that takes over
+RESTORED: list[tuple[str, int, dict[str, Any]]] = [
+    ("one", 2, TP2),
+    ("one", 2, VPP),
+    ("tp2", 2, PP2),
+    ("tp2", 2, {}),
+    ("pp2", 2, TP2),
+    ("vpp2", 2, PP2),
+    ("dp2", 2, TP2),
+    ("whole", 2, PP2 | WHOLE),
+    ("ep2", 2, EP2),
+    ("ep2", 2, {}),
+    ("ep2", 2, TP2),
+    ("tp2", 1, {}),
+    ("pp2", 1, {}),  # a tied embedding has a bucket of its own there, which is padded
+    ("dp2", 1, {}),
+    ("ep2", 1, {}),
+    ("tp2", 4, TP2 | PP2),
+    ("ep2", 4, EP2 | TP2 | ETP1),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(seam: Seam) -> dict[str, str]:
+    """Checkpoints after the first step: those of two ranks are copies, written when training has gone on."""
+    places = {name: str(seam.folder / f"saved-{name}") for each in SAVED.values() for name in each}
+    for size, rows in SAVED.items():
+        ways = []
+        for name, (options, model) in rows.items():
+            do = [("train", 1), ("snapshot", places[name]), ("train", 2), ("write", None)]
+            do = do if size > 1 else [("train", 1), ("save", places[name])]
+            ways.append(seam.way(f"saving-{name}", model, megatron(**options), do))
+        seam.play(size, ways)
+    return places
+
+
+@pytest.fixture(scope="module")
+def restored(seam: Seam, saved: dict[str, str]) -> list[Told]:
+    ways = {
+        (number, size): seam.way(f"restored-{number}", "moe" if name == "ep2" else "tied", megatron(**options), [("restore", saved[name]), ("train", 2)])
+        for number, (name, size, options) in enumerate(RESTORED)
+    }
+    for size in (2, 1, 4):
+        seam.play(size, [way for (_, ranks), way in ways.items() if ranks == size])
+    return [seam.told(way) for way in ways.values()]
+
+
+@pytest.mark.parametrize("number", range(len(RESTORED)), ids=[f"{name}-{size}-{number}" for number, (name, size, _) in enumerate(RESTORED)])
+def test_another_layout_goes_on_from_a_checkpoint(played: Played, restored: list[Told], number: int):
+    expected = played.truth["plain", "moe" if RESTORED[number][0] == "ep2" else "tied"]
+    expect_same(restored[number], expected.from_step_2())
+
+
+def test_exports_are_models_for_both_engines(seam: Seam):
+    do = [("train", 1), ("export", "")]
+    for kind, options in {"fsdp": {}, "tp2": megatron(**TP2), "pp2": megatron(**PP2), "ep2": megatron(**EP2)}.items():
+        model = "moe" if kind == "ep2" else "tied"
+        out = str(seam.folder / f"exported-{kind}")
+        writing = seam.way(f"exporting-{kind}", model, options, [("train", 1), ("export", out)])
+        seam.play(2, [writing])
+        expected = {name: value for name, value in seam.told(writing).tensors.items() if name.startswith("weights.")}
+        readers = [seam.way(f"reading-{kind}-{number}", f"exported-{kind}", other, [("keep", "weights")]) for number, other in enumerate(({}, megatron(**PP2)))]
+        seam.play(2, readers)
+        for reader in readers:
+            found = seam.told(reader).tensors
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_weights_alone_are_restored(seam: Seam, saved: dict[str, str]):
+    of_fsdp = str(seam.folder / "saved-fsdp")
+    seam.play(1, [seam.way("saving-fsdp", "tied", {}, [("train", 1), ("save", of_fsdp)])])
+    do = lambda path: [("restore_weights", path), ("train", 2)]
+    truth = seam.way("weights-truth", "tied", {}, do(of_fsdp))
+    seam.play(1, [truth])
+    ways = [seam.way(f"weights-{name}", "tied", megatron(**options), do(saved["tp2"])) for name, options in {"pp2": PP2, "dp2": {}}.items()]
+    refused = seam.way("refused", "tied", megatron(**PP2), [("restore", of_fsdp)])
+    seam.play(2, [*ways, refused])
+    for way in ways:
+        expect_same(seam.told(way), seam.told(truth))
+    assert "trainer.strategy=megatron" in seam.told(refused).told["error"]
+    print(seam.told(refused).told["error"])
+
+
+def test_the_policy_becomes_the_reference(seam: Seam):
+    def moving(path: str) -> list[Any]:
+        return [("train", 1), ("reset_reference", True), ("save", path), ("train", 2)]
+
+    truth = seam.way("moved-truth", "tied", {}, moving(str(seam.folder / "moved-fsdp")))
+    seam.play(1, [truth])
+    layouts = {"tp2": TP2, "pp2": PP2, "vpp2": VPP, "dp2": OVERLAP}
+    ways = {name: seam.way(f"moved-{name}", "tied", megatron(**options), moving(str(seam.folder / f"moved-{name}"))) for name, options in layouts.items()}
+    again = [seam.way(f"moved-again-{name}", "tied", megatron(**layouts[other]), [("restore", str(seam.folder / f"moved-{name}")), ("train", 2)]) for name, other in {"tp2": "pp2", "pp2": "dp2"}.items()]
+    seam.play(2, [*ways.values(), *again])
+    expected = seam.told(truth)
+    for way in ways.values():
+        expect_same(seam.told(way), expected)
+    for way in again:
+        expect_same(seam.told(way), expected.from_step_2())
