@@ -7,6 +7,7 @@ its part, with the group that the committer gives, from a copy if need be.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
@@ -24,7 +26,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.functional import pad
 
@@ -72,8 +73,10 @@ class Saved:
         sharded: Any
         sharded, common = save_preprocess(state, validate_access_integrity=False)
         sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-        tensors = mcore_to_pyt_state_dict(sharded, False)
-        return partial(_write, _copied(tensors) if copied else tensors, common)
+        if copied:
+            _copy(sharded)
+            common = deepcopy(common)
+        return partial(_write, mcore_to_pyt_state_dict(sharded, False), common)
 
     def load(self, directory: Path) -> int:
         """Load the state that a writer wrote; return the optimizer steps done.
@@ -141,13 +144,13 @@ def _write(tensors: dict[str, Any], common: dict[str, Any], directory: Path, gro
         save_config(CheckpointingConfig("torch_dist", 1), str(directory))
 
 
-def _copied(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the same with tensors of their own, in host memory."""
-    for value in tensors.values():
-        if isinstance(value, ShardedTensor):
-            for shard in value.local_shards():
-                shard.tensor = shard.tensor.detach().to("cpu", copy=True)
-    return tensors
+def _copy(sharded: dict[str, list[Any]]) -> None:
+    """Give the same tensors of their own, in host memory. What is no tensor is turned into bytes anyway."""
+    for parts in sharded.values():
+        for part in parts:
+            if isinstance(part, ShardedTensor):
+                assert part.data is not None
+                part.data = part.data.detach().to("cpu", copy=True)
 
 
 def _begin(optimizer: Any) -> None:
