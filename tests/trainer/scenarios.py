@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -339,12 +340,12 @@ SCENARIOS = {
 }
 
 
-def main() -> None:
+def main(scenarios: Mapping[str, Callable[[World, dict[str, Any]], None]] = SCENARIOS) -> None:
     logging.basicConfig(level=logging.INFO)
     todo = json.loads(sys.argv[1])
     with joined(deterministic=todo[0][0] == "deterministic") as world:
         for name, options in todo:
-            SCENARIOS[name](world, options)
+            scenarios[name](world, options)
 
 
 if __name__ == "__main__":
