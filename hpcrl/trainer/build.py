@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from importlib.util import find_spec
 
@@ -9,6 +10,8 @@ from hpcrl.config.trainer import TrainerConfig
 from hpcrl.errors import RunError
 from hpcrl.trainer.engine import CriticEngine, PolicyEngine
 from hpcrl.trainer.world import World
+
+_log = logging.getLogger(__name__)
 
 
 def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> PolicyEngine:
@@ -21,7 +24,10 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
     if trainer.strategy == "megatron":  # an extra, that is not imported where it is not used
         _require_megatron()
         from hpcrl.trainer.megatron.engine import MegatronPolicy
+        from hpcrl.trainer.megatron.layers import describe_layers
 
+        if world.first:
+            _log.info("layers: %s", describe_layers())
         return MegatronPolicy(trainer, temperature, world)
     from hpcrl.trainer.fsdp import FsdpPolicy
 

@@ -28,6 +28,14 @@ def uses_transformer_engine() -> bool:
     return torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
 
+def describe_layers() -> str:
+    """Return what layers are built of here, in words."""
+    if uses_transformer_engine():
+        return "TransformerEngine's"
+    missing = "there is no GPU" if not torch.cuda.is_available() else "transformer_engine is not installed"
+    return f"Megatron-core's, with torch's attention ({missing})"
+
+
 def layer_specs(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
     """Return the layers of this rank's pipeline stage.
 
