@@ -65,8 +65,27 @@ def plan_lines(config: Config) -> Iterator[str]:
     yield from describe_pool(config)
     yield ""
     yield from describe_ranks(config.trainer)
+    if config.trainer.strategy == "megatron":
+        yield from _layers(config)
     yield ""
     yield from _models(config)
+
+
+def _layers(config: Config) -> Iterator[str]:
+    from importlib.util import find_spec
+
+    gpus, found = config.slurm.gpus_per_node > 0, find_spec("transformer_engine") is not None
+    if gpus and found:
+        yield "layers: TransformerEngine's"
+        return
+    reason = "transformer_engine is not installed here" if gpus else "TransformerEngine's need a GPU"
+    yield f"layers: Megatron-core's, with torch's attention ({reason})"
+    size = config.trainer.policy.megatron_config.context_parallel_size
+    if size > 1:
+        yield (
+            f"  hint: without TransformerEngine each of the {size} context-parallel ranks gathers the keys and values of a sample and computes "
+            "attention over all of its tokens; what they share is the rest of the layers"
+        )
 
 
 def _models(config: Config) -> Iterator[str]:

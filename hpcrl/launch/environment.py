@@ -27,6 +27,7 @@ class Environments:
         of_pool = any(replica >= engine.num_engines for replica in node.replicas)
         self._cpus = (config.slurm.elastic if of_pool else config.slurm).cpus_per_task
         self._width = engine_gpus(engine)
+        self._ordered = _wants_order(config)
         self._own = {"HPCRL_ATTEMPT": str(attempt), "HPCRL_ADDRESS": address, DIRECTORY: str(pulses)}
 
     def of(self, name: str) -> dict[str, str]:
@@ -44,6 +45,18 @@ class Environments:
                 position = node.replicas.index(int(name.removeprefix("rollout-")))
                 mine = mine[position * self._width : (position + 1) * self._width]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine[: node.ranks or self._width])
+        if self._ordered and name.startswith("trainer-"):
+            environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if name == "controller" or not node.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         return environment
+
+
+def _wants_order(config: Config) -> bool:
+    """Return whether a GPU must start kernels in the order in which they are given to it.
+
+    Megatron-core counts on that where it sends what layers share while they compute: what is sent first then does not wait for the computation.
+    """
+    sizes = config.trainer.policy.megatron_config
+    shared = max(sizes.tensor_model_parallel_size, sizes.context_parallel_size) > 1
+    return config.trainer.strategy == "megatron" and shared

@@ -32,3 +32,40 @@ def test_threads(
     config = Config.from_toml([QUICKSTART], [*SETTINGS, *of_pool])
     environments = Environments(config, node, 1, "127.0.0.1", None, tmp_path, False)
     assert environments.of("any" if node.ranks else f"rollout-{node.replicas[0]}").get("OMP_NUM_THREADS") == threads
+
+
+SIZES = "trainer.policy.megatron_config"
+
+
+@pytest.mark.parametrize(
+    ("file", "sizes", "users", "trainer"),
+    [
+        ("quickstart", {}, None, None),
+        ("quickstart_megatron", {"tensor": 1}, None, None),
+        ("quickstart_megatron", {"tensor": 1, "pipeline": 2}, None, None),
+        ("quickstart_megatron", {"tensor": 1, "context": 2}, None, "1"),
+        ("quickstart_megatron", {"tensor": 2}, None, "1"),
+        ("quickstart_megatron", {"tensor": 2}, "8", "8"),
+    ],
+)
+def test_order_of_kernels(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    sizes: dict[str, int],
+    users: str | None,
+    trainer: str | None,
+) -> None:
+    """Only trainer ranks whose layers wait for each other have it, and what the user set stays."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)
+    if users is not None:
+        monkeypatch.setenv(name, users)
+    own = {"context": "context_parallel_size"}
+    given = [f"{SIZES}.{own.get(kind, f'{kind}_model_parallel_size')}={size}" for kind, size in sizes.items()]
+    more = ["trainer.placement.policy_num_gpus_per_node=2", "trainer.algorithm.use_kl_loss=false"]
+    config = Config.from_toml([QUICKSTART.with_stem(file)], [*more, *given])
+    environments = Environments(config, Node(0, "trainer", 2, (0,), 0, 0), 1, "127.0.0.1", None, tmp_path, False)
+    assert environments.of("trainer-0").get(name) == trainer
+    assert environments.of("rollout-0").get(name) == users
+    assert environments.of("controller").get(name) == users

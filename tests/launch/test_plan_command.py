@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,23 @@ def test_a_slow_layout_is_a_warning() -> None:
     )
     assert warning.endswith(f"make {POLICY}.tensor_model_parallel_size a divisor of the 8 ranks of a node")
     assert not any("warning" in line for line in describe_ranks(megatron({**SIXTEEN, **sizes(8)}).trainer))
+
+
+def test_layers_of_megatron() -> None:
+    """By what is installed here, and whether the run has GPUs."""
+    two = {"trainer.placement.policy_num_gpus_per_node": 2}
+    shared = {**two, **sizes(1, context_parallel_size=2)}
+    lines = list(plan_lines(megatron(shared)))
+    at = lines.index("layers: Megatron-core's, with torch's attention (TransformerEngine's need a GPU)")
+    assert lines[at + 1].startswith("  hint: without TransformerEngine each of the 2 context-parallel ranks gathers")
+    assert not any("hint" in line for line in plan_lines(megatron(two)))
+    on_gpus = [line for line in plan_lines(megatron({**shared, "slurm.gpus_per_node": 2})) if "layers: " in line]
+    assert on_gpus == [
+        "layers: TransformerEngine's"
+        if find_spec("transformer_engine")
+        else "layers: Megatron-core's, with torch's attention (transformer_engine is not installed here)"
+    ]
+    assert not any(line.startswith("layers") for line in plan_lines(config(two)))
 
 
 def test_memory_of_a_rank() -> None:
