@@ -1,0 +1,168 @@
+"""What an optimizer step costs with FSDP2 and with Megatron-core: tokens/s, model FLOP/s utilization, peak memory, one process each.
+
+    python benchmarks/backends.py [--tokens N ...] [--micro-batches N] [--steps N] [--recompute] [--peak-tflops T] [--tiny]
+
+The policy is a random Qwen3 of 0.6 billion parameters, made on the spot, in bf16; its micro-batches are packed samples of 2048 tokens. The
+backends take turns, in new processes, and the first two steps, which allocate memory, are not counted. Megatron-core is alone too: tensor
+parallel size 1. --tiny makes all of it small enough for a CPU, where its figures say nothing about a GPU.
+
+FLOPs of a step are 6 per parameter and token, the embedding aside, and 6 per layer, channel of the queries and pair of tokens that see each
+other (A. Chowdhery et al., arXiv:2204.02311, appendix B, for causal attention); what is computed again is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from hpcrl.config import AlgorithmConfig, TrainerConfig
+from hpcrl.config.validate import build
+from hpcrl.trainer.build import build_policy
+from hpcrl.trainer.objective import build_objective
+from hpcrl.trainer.world import World, joined
+from hpcrl.types import MicroBatch
+
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+_WARM = 2
+_H100_TFLOPS = 989.0
+"""Dense bf16 of an H100 SXM, from its data sheet."""
+_WHOLE: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+_TINY = _WHOLE | {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+
+
+def make_model(place: Path, *, tiny: bool) -> None:
+    config = Qwen3Config(**(_TINY if tiny else _WHOLE))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(place)
+
+
+def make_batch(tokens: int, sample: int, vocabulary: int, weight: float) -> MicroBatch:
+    """Return samples of equal length, of which every token but the last of each is trained."""
+    lengths = [sample] * (tokens // sample)
+    total = sum(lengths)
+    ids = torch.randint(vocabulary, (total,))
+    mask = torch.ones(total)
+    mask[sample - 1 :: sample] = 0
+    return MicroBatch(
+        token_ids=ids,
+        positions=torch.arange(total) % sample,
+        lengths=lengths,
+        labels=ids.roll(-1),
+        loss_mask=mask,
+        weights=mask * weight,
+        nll_weights=torch.zeros(total),
+        rollout_logprobs=torch.full((total,), -5.0),
+        advantages=torch.randn(total),
+    )
+
+
+def flops(config: Qwen3Config, sample: int) -> float:
+    """Return what the model computes for a token in a forward and a backward pass, on average over a sample."""
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+    weights = config.num_hidden_layers * layer + config.hidden_size * config.vocab_size
+    return 6.0 * weights + 6.0 * config.num_hidden_layers * queries * sample
+
+
+def measure(world: World, strategy: str, model: str, tokens: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return seconds per step (median), model FLOPs per second and bytes."""
+    table = {
+        "strategy": strategy,
+        "policy": {"model": {"path": model}},
+        "algorithm": {"use_kl_loss": False},
+        "gradient_checkpointing": arguments.recompute,
+    }
+    config = Qwen3Config.from_pretrained(model)
+    engine = build_policy(build(TrainerConfig, table), 1.0, world)
+    engine.schedule(_WARM + arguments.steps)
+    sample = min(tokens, 128 if arguments.tiny else 2048)
+    step_tokens = tokens * arguments.micro_batches
+    batches = [make_batch(tokens, sample, config.vocab_size, 1 / step_tokens) for _ in range(arguments.micro_batches)]
+    objective, took = build_objective(AlgorithmConfig(use_kl_loss=False)), []
+    for _ in range(_WARM + arguments.steps):
+        began = time.monotonic()
+        engine.forward_backward(batches, objective)
+        report = engine.step()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        assert not report.skipped, f"the norm of the gradient is {report.grad_norm}"
+        took.append(time.monotonic() - began)
+    seconds = median(took[_WARM:])
+    return {
+        "seconds": seconds,
+        "tokens": step_tokens / seconds,
+        "flops": flops(config, sample) * step_tokens / seconds,
+        "bytes": peak_memory(world.device),
+    }
+
+
+def peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def in_new_process(strategy: str, tokens: int, model: Path) -> dict[str, float]:
+    command = [sys.executable, __file__, *sys.argv[1:], "--one", strategy, str(tokens), str(model)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def row(name: str, tokens: int, found: dict[str, float], peak_flops: float | None) -> str:
+    used = "-" if peak_flops is None else f"{100 * found['flops'] / peak_flops:.1f} %"
+    memory = f"{found['bytes'] / 2**30:.2f}"
+    return f"| {name} | {tokens} | {found['seconds']:.3f} | {found['tokens']:,.0f} | {used} | {memory} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", help="of a micro-batch (default: 4096 16384; tiny: 512 1024)")
+    parser.add_argument("--micro-batches", type=int, default=4, help="of an optimizer step")
+    parser.add_argument("--steps", type=int, default=20, help="that are measured")
+    parser.add_argument("--recompute", action="store_true", help="activations are computed again in backward")
+    parser.add_argument(
+        "--peak-tflops", type=float, default=_H100_TFLOPS, help="of the GPU, dense bf16 (default: H100 SXM)"
+    )
+    parser.add_argument("--tiny", action="store_true", help="for a CPU")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        strategy, tokens, model = arguments.one
+        os.environ |= _ALONE
+        with joined() as world:
+            print(json.dumps(measure(world, strategy, model, int(tokens), arguments)))
+        return
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and not arguments.tiny:
+        parser.error("there is no GPU; expected one, or --tiny, which runs on a CPU")
+    print(f"{torch.cuda.get_device_name() if on_gpu else 'CPU'}, torch {torch.__version__}")
+    print("| backend | tokens of a micro-batch | s/step | tokens/s | MFU | peak GiB |\n|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as place:
+        make_model(Path(place), tiny=arguments.tiny)
+        for tokens in arguments.tokens or ([512, 1024] if arguments.tiny else [4096, 16384]):
+            for strategy, name in (("fsdp2", "FSDP2"), ("megatron", "Megatron-core, TP 1")):
+                found = in_new_process(strategy, tokens, Path(place))
+                print(row(name, tokens, found, arguments.peak_tflops * 1e12 if on_gpu else None), flush=True)
+
+
+if __name__ == "__main__":
+    main()
