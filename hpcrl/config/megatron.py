@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
-def transformer_defaults() -> dict[str, Any]:
+def _transformer_defaults() -> dict[str, Any]:
     return {
         "recompute_granularity": "full",
         "recompute_modules": ["core_attn"],
@@ -68,7 +68,7 @@ class MegatronModelConfig:
     moe_router_enable_expert_bias: bool | None = None
     """Let a bias of the router balance the experts; unset: the model's own way."""
 
-    transformer_config_kwargs: dict[str, Any] = field(default_factory=transformer_defaults)
+    transformer_config_kwargs: dict[str, Any] = field(default_factory=_transformer_defaults)
     """Further fields of Megatron-core's TransformerConfig; given keys replace single defaults."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)

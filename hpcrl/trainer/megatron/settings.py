@@ -12,15 +12,13 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from hpcrl.config import model as own
-from hpcrl.config.megatron import MegatronConfig, MegatronModelConfig, transformer_defaults
+from hpcrl.config.megatron import MegatronConfig, MegatronModelConfig
 from hpcrl.errors import DataError
 from hpcrl.trainer.megatron.architecture import Architecture
 from hpcrl.trainer.megatron.layers import uses_transformer_engine
 from hpcrl.trainer.sharding import DTYPES
 
 Settings = TypeVar("Settings")
-
-_OF_FULL = ("recompute_method", "recompute_num_layers")
 
 
 def transformer_config(
@@ -71,18 +69,12 @@ def transformer_config(
             "moe_router_enable_expert_bias": megatron.moe_router_enable_expert_bias,
         }
         derived |= {name: value for name, value in optional.items() if value is not None}
-    given = _with_recompute(megatron.transformer_config_kwargs, recompute=recompute)
+    given = megatron.transformer_config_kwargs
+    unused = [name for name in given if not recompute and name.startswith("recompute_")]
+    if given.get("recompute_granularity") == "selective":  # and how whole layers are computed again is refused
+        unused += ["recompute_method", "recompute_num_layers"]
+    given = {name: value for name, value in given.items() if name not in unused}
     return _made(TransformerConfig, derived, given, f"{role}.megatron_config.transformer_config_kwargs")
-
-
-def _with_recompute(given: dict[str, Any], *, recompute: bool) -> dict[str, Any]:
-    if not recompute:
-        return {name: value for name, value in given.items() if not name.startswith("recompute_")}
-    if given.get("recompute_granularity") != "selective":
-        return given
-    # which layers to compute again is a question of the granularity "full", and TOML cannot take its defaults back
-    whole = transformer_defaults()
-    return {name: value for name, value in given.items() if name not in _OF_FULL or value != whole[name]}
 
 
 def virtual_stages(architecture: Architecture, megatron: MegatronModelConfig) -> int | None:
