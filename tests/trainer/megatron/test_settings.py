@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from hpcrl.config.status import wait_of
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
 from hpcrl.trainer.configured import policy_source, reference_source
-from hpcrl.trainer.megatron.architecture import architecture_of
+from hpcrl.trainer.megatron.architecture import FAMILIES, architecture_of
 from hpcrl.trainer.megatron.layers import uses_transformer_engine
 from hpcrl.trainer.megatron.settings import ddp_config, optimizer_config, transformer_config
 from tests.trainer.material import run_ranks
@@ -355,3 +357,12 @@ def test_warnings_about_settings_stay() -> None:
     assert "about a setting" in result.stderr
     assert "W" in result.stderr.splitlines()
     assert logging.getLogger("megatron").level == logging.WARNING
+
+
+def test_the_documents_say_what_is_true() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "megatron.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \| [A-Z]", text, re.MULTILINE) == list(FAMILIES)
+    (example,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    table = tomllib.loads(example)["trainer"]
+    made = build(TrainerConfig, {**table, "policy": {**table["policy"], "model": {"path": "m"}}})
+    assert made.policy.megatron_config.tensor_model_parallel_size == 4
