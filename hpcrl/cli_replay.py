@@ -31,7 +31,10 @@ def add_replay(commands: argparse._SubParsersAction) -> None:
         "--times", type=positive, default=1, metavar="K", help="train it so often, each time from the checkpoint (1)"
     )
     parser.add_argument(
-        "--ranks", type=positive, metavar="R", help="trainer ranks (default: those of one of its nodes)"
+        "--ranks",
+        type=positive,
+        metavar="R",
+        help="trainer ranks (default: those of one of its nodes, or those that share a model)",
     )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="keep configuration, results, logs and dumps here"
@@ -43,14 +46,14 @@ def _replay(arguments: argparse.Namespace) -> int:
     from json import dumps
 
     from hpcrl.config import Config
-    from hpcrl.launch.replay import config_of, plan_replay, replay
+    from hpcrl.launch.replay import config_of, plan_replay, ranks_of_replay, replay
     from hpcrl.observe.metrics import merged
     from hpcrl.run.layout import Run
 
     run = named_run(arguments)
     plan = plan_replay(run, arguments.step, arguments.times)
     config = Config.from_toml([config_of(run, arguments.step)], arguments.settings)
-    ranks = arguments.ranks or config.trainer.placement.policy_num_gpus_per_node
+    ranks = ranks_of_replay(config.trainer, arguments.ranks)
     with _place(arguments.output) as place:
         results = replay(plan, config, ranks, Run(place))
     if arguments.json:

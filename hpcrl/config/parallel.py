@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hpcrl.config.megatron import MegatronModelConfig
+from hpcrl.config.megatron import MegatronConfig, MegatronModelConfig
 
 Groups = list[tuple[int, ...]]
 
@@ -86,6 +86,26 @@ def _groups(sizes: Mapping[str, int], name: str) -> Groups:
     stride = math.prod(sizes[other] for other in names[: names.index(name)])
     first = [rank for rank in range(math.prod(sizes.values())) if rank // stride % sizes[name] == 0]
     return [tuple(rank + stride * at for at in range(sizes[name])) for rank in first]
+
+
+def on_one_rank(megatron: MegatronConfig) -> MegatronConfig:
+    """Return the section for a process that has the whole model to itself, and says how it is computed as before."""
+    split = (*_OTHER_SPLITS, _FIRST, _LAST)
+    kept = {name: value for name, value in megatron.transformer_config_kwargs.items() if name not in split}
+    whole = MegatronConfig()
+    return replace(
+        megatron,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        context_parallel_size=1,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
+        pipeline_schedule=whole.pipeline_schedule,
+        pipeline_layers_per_stage=None,
+        transformer_config_kwargs=kept,
+        ddp_config=whole.ddp_config,
+        optimizer_config_kwargs=whole.optimizer_config_kwargs,
+    )
 
 
 def padded(count: int, multiple: int) -> int:

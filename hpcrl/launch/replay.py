@@ -11,14 +11,18 @@ What `hpcrl replay` asks of jobs/replay.py lies in a directory of its own, laid 
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
+from hpcrl.config.derive import model_parallel_size
+from hpcrl.config.parallel import expert_tensor_size
+from hpcrl.config.trainer import TrainerConfig
 from hpcrl.data.rollouts import require_samples
-from hpcrl.errors import RunError
+from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.foreground import job, run_here, to_stderr
 from hpcrl.observe.metrics import read_metrics, values_of
 from hpcrl.observe.summary import STEP_SECONDS
@@ -97,6 +101,30 @@ def config_of(run: Run, step: int) -> Path:
     attempts = [attempt.number for attempt in read_attempts(run)]
     changed = (run.config_of(number) for number in attempts if number >= max(trained, default=0))
     return next((path for path in changed if path.is_file()), run.config)
+
+
+def ranks_of_replay(trainer: TrainerConfig, asked: int | None) -> int:
+    """Return how many ranks train on this machine: those of one of the run's nodes, or as many as share a model where that is more.
+
+    Args:
+        asked: by the person; None: no number.
+
+    Raises:
+        ConfigError: so many cannot share the model as the settings say.
+    """
+    sizes, together = trainer.policy.megatron_config, model_parallel_size(trainer)
+    if trainer.strategy == "megatron":
+        experts = sizes.expert_model_parallel_size * expert_tensor_size(sizes) * sizes.pipeline_model_parallel_size
+        together = math.lcm(together, experts if sizes.expert_model_parallel_size > 1 else 1)
+    if asked is None:
+        return -(-trainer.placement.policy_num_gpus_per_node // together) * together
+    if asked % together:
+        section = "megatron_config" if trainer.strategy == "megatron" else "sequence_parallel_size"
+        raise ConfigError(
+            f"--ranks: by trainer.policy.{section} {together} ranks share a copy of the model, expected a multiple of that, found {asked}; "
+            f"or add settings with smaller sizes for the replay"
+        )
+    return asked
 
 
 def replay(plan: Plan, config: Config, ranks: int, place: Run) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcrl.config import Config, FSDPConfig, temperature
+from hpcrl.config.parallel import on_one_rank
 from hpcrl.config.trainer import TrainerConfig
 from hpcrl.run.layout import Run, position_of
 from hpcrl.trainer.build import build_policy
@@ -22,6 +23,7 @@ def export_checkpoint(run: Run, checkpoint: Path, target: Path) -> None:
 
     Raises:
         DataError: the model that the run started from is gone; its configuration and tokenizer are needed.
+        RunError: the run trains with Megatron-core, which is not installed here.
         CommitError: `target` could not be written.
     """
     os.environ |= _ALONE | {"CUDA_VISIBLE_DEVICES": ""}
@@ -44,6 +46,11 @@ def _alone(trainer: TrainerConfig) -> TrainerConfig:
     sharding = FSDPConfig(mixed_precision=policy.fsdp_config.mixed_precision)
     return replace(
         trainer,
-        policy=replace(policy, fsdp_config=sharding, use_torch_compile=False),
+        policy=replace(
+            policy,
+            fsdp_config=sharding,
+            megatron_config=on_one_rank(policy.megatron_config),
+            use_torch_compile=False,
+        ),
         algorithm=replace(trainer.algorithm, use_kl_loss=False, use_kl_in_reward=False),
     )

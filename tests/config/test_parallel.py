@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.config.megatron import MegatronModelConfig
-from hpcrl.config.parallel import Layout, layers_of_stages, padded
+from hpcrl.config.megatron import MegatronConfig, MegatronModelConfig
+from hpcrl.config.parallel import Layout, layers_of_stages, on_one_rank, padded
 from hpcrl.config.validate import build
 
 LAYOUTS = [
@@ -89,3 +89,13 @@ def test_padding() -> None:
     assert multiples == [8, 2, 6, 1, 1]
     for layout in LAYOUTS:
         assert math.prod((layout.tensor, layout.context, layout.pipeline, layout.data)) == layout.ranks
+
+
+def test_a_process_alone_has_the_whole_model_computed_as_before() -> None:
+    own = {"attention_dropout": 0.1, "num_layers_in_first_pipeline_stage": 3}
+    kept = {"dtype": "fp32", "moe_router_score_function": "sigmoid", "model_config_kwargs": {"rms_norm_eps": 1e-5}}
+    split = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2}
+    experts = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    stages = {"pipeline_schedule": "Interleaved1F1B", "pipeline_layers_per_stage": 1}
+    alone = on_one_rank(MegatronConfig(**kept, **split, **experts, **stages, transformer_config_kwargs=own))
+    assert alone == MegatronConfig(**kept, transformer_config_kwargs={"attention_dropout": 0.1})
