@@ -22,11 +22,11 @@ test: $(VENV)/installed slurm
 	$(BIN)/pytest $(ALONE) || failed=1; \
 	exit $$failed
 
-learn: $(VENV)/installed
-	$(BIN)/pytest -m slow -s tests/jobs/test_learning.py
+learn: $(VENV)/installed slurm
+	$(BIN)/pytest -m slow -s tests/jobs/test_learning.py tests/slurm/test_megatron.py
 
 faults: $(VENV)/installed slurm
-	$(BIN)/pytest -m "not soak" tests/faults tests/slurm/test_runs.py tests/slurm/test_pool.py tests/jobs/test_local_run.py
+	$(BIN)/pytest -m "not soak and not slow" tests/faults tests/slurm/test_runs.py tests/slurm/test_pool.py tests/slurm/test_megatron.py tests/jobs/test_local_run.py
 
 soak: $(VENV)/installed slurm
 	$(BIN)/pytest -m soak -s tests/faults/test_soak.py
