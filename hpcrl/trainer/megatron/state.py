@@ -6,7 +6,7 @@ its part, with the group that the committer gives, from a copy if need be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.functional import pad
 
-from hpcrl.errors import CommitError
+from hpcrl.errors import CommitError, ConfigError
 from hpcrl.trainer.engine import Writer
 
 _MODEL = "model"
+_RESHARDABLE = "fully_reshardable"
 
 
 class Saved:
@@ -51,7 +52,7 @@ class Saved:
                 _keep_places(part)
                 if isinstance(part.optimizer, torch.optim.Adam):
                     _keep_count(part)
-        kind = "fully_reshardable" if reshardable else "dp_reshardable"
+        kind = _RESHARDABLE if reshardable else "dp_reshardable"
         self._metadata = {
             "distrib_optim_sharding_type": kind,
             "chained_optim_avoid_prefix": True,
@@ -69,7 +70,7 @@ class Saved:
         if self._optimizer is not None:
             _begin(self._optimizer)
             state["optimizer"] = self._optimizer.sharded_state_dict(state, metadata=self._metadata)
-            state["updates"] = updates
+            state |= {"updates": updates, "layout": self._layout()}
         sharded: Any
         sharded, common = save_preprocess(state, validate_access_integrity=False)
         sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
@@ -79,24 +80,51 @@ class Saved:
         return partial(_write, mcore_to_pyt_state_dict(sharded, False), common)
 
     def load(self, directory: Path) -> int:
-        """Load the state that a writer wrote; return the optimizer steps done.
+        """Load the state that a writer wrote, in the format that it chose; return the optimizer steps done.
 
         Raises:
             CommitError: it cannot be loaded.
+            ConfigError: this layout cannot load it.
         """
         settings = [
             {name: group[name] for name in _SETTINGS if name in group} for group in self._optimizer.param_groups
         ]
         state = self._weights()
         _begin(self._optimizer)
-        state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading=True, metadata=self._metadata)
+        metadata = self._metadata | {"distrib_optim_sharding_type": self._format_of(directory)}
+        state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading=True, metadata=metadata)
         loaded = _load(state, directory)
         self._take(loaded)
-        self._optimizer.load_state_dict(loaded["optimizer"])
+        with torch.no_grad():  # what the optimizer of an fp32 model steps are the model's own parameters
+            self._optimizer.load_state_dict(loaded["optimizer"])
         for group, own in zip(self._optimizer.param_groups, settings, strict=True):
             group |= own  # not the settings of the run that saved
         _count_apart(self._optimizer)
         return int(loaded["updates"])
+
+    def _format_of(self, directory: Path) -> str:
+        common = _read(lambda: dist_checkpointing.load_common_state_dict(str(directory)), directory)
+        optimizer, own = common.get("optimizer", {}), self._layout()
+        parts = [optimizer, *(part for part in optimizer.values() if isinstance(part, dict))]
+        formats = [part["param_state_sharding_type"] for part in parts if "param_state_sharding_type" in part]
+        found, saved = formats[0] if formats else _RESHARDABLE, common.get("layout", own)
+        if found != _RESHARDABLE and saved != own:
+            names = ", ".join(f"{name} {saved[name]}, now {own[name]}" for name in own if saved[name] != own[name])
+            raise ConfigError(
+                f"trainer.policy.megatron_config: {directory} was saved with {names}, and with dist_ckpt_optim_fully_reshardable=false, for the "
+                "sizes that it had. Go on with those; to change them later, set that to true, and change them after the next checkpoint"
+            )
+        return found
+
+    def _layout(self) -> dict[str, int]:
+        sizes = {
+            "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+            "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+            "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+            "virtual stages": len(self._chunks),
+        }
+        return {name: size or 1 for name, size in sizes.items()}
 
     def load_weights(self, directory: Path) -> None:
         """Load only the model of what a writer wrote.
@@ -125,8 +153,12 @@ _SETTINGS = ("lr", "weight_decay", "betas", "eps", "max_lr", "min_lr", "decouple
 
 
 def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    return _read(lambda: dist_checkpointing.load(state, str(directory)), directory)
+
+
+def _read(how: Callable[[], Any], directory: Path) -> dict[str, Any]:
     try:
-        loaded = dist_checkpointing.load(state, str(directory))
+        loaded = how()
     except (CheckpointingException, KeyError) as error:
         raise CommitError(
             f"{directory} cannot be loaded by trainer.strategy=megatron: {error}. Was it saved with another strategy? Then start a new run "
