@@ -58,7 +58,10 @@ _TABLE: tuple[tuple[Verdict, str], ...] = (
     ),
     (
         Verdict("refused", "the model would compute something else", "warning"),
-        "trainer.rope_scaling trainer.rope_theta generator.rope_scaling generator.rope_theta",
+        """
+        trainer.rope_scaling trainer.rope_theta generator.rope_scaling generator.rope_theta
+        trainer.policy.megatron_config.moe_router_score_function trainer.policy.megatron_config.moe_router_enable_expert_bias
+        """,
     ),
     (
         Verdict("refused", "a checkpoint counts the prompts that are trained, and these would be others", "warning"),
@@ -98,11 +101,16 @@ _TABLE: tuple[tuple[Verdict, str], ...] = (
         trainer.algorithm
         trainer.update_ref_every_epoch trainer.distillation trainer.policy.diffusers vla.unnorm_key
         generator.zero_reward_on_non_stop generator.apply_overlong_filtering
+        trainer.policy.megatron_config.moe_router_load_balancing_type
         """,
     ),
     (
         Verdict("warning", "another reference from the next step on, unless checkpoints have one that has followed the policy"),
-        "trainer.ref.model trainer.ref.model_config_kwargs",
+        """
+        trainer.ref.model trainer.ref.model_config_kwargs trainer.ref.megatron_config.model_config_kwargs
+        trainer.ref.megatron_config.transformer_config_kwargs trainer.ref.megatron_config.moe_router_score_function
+        trainer.ref.megatron_config.moe_router_enable_expert_bias
+        """,
     ),
     (
         Verdict("warning", "rewards change; groups that wait to be trained have the old ones"),
@@ -112,7 +120,7 @@ _TABLE: tuple[tuple[Verdict, str], ...] = (
         Verdict("warning", "learning rates and updates change from the next step on; the count of updates goes on"),
         """
         trainer.policy.optimizer_config trainer.critic.optimizer_config trainer.update_epochs_per_batch
-        trainer.policy_mini_batch_size trainer.critic_mini_batch_size
+        trainer.policy_mini_batch_size trainer.critic_mini_batch_size trainer.policy.megatron_config.optimizer_config_kwargs
         """,
     ),
     (
@@ -151,6 +159,8 @@ _TABLE: tuple[tuple[Verdict, str], ...] = (
         """
         trainer.policy.fsdp_config.mixed_precision trainer.ref.fsdp_config.mixed_precision
         trainer.critic.fsdp_config.mixed_precision trainer.policy.low_precision
+        trainer.policy.megatron_config.dtype trainer.ref.megatron_config.dtype
+        trainer.policy.megatron_config.ddp_config.grad_reduce_in_fp32
         """,
     ),
     (
@@ -172,6 +182,11 @@ _TABLE: tuple[tuple[Verdict, str], ...] = (
         trainer.distillation.micro_batch_size_per_gpu trainer.distillation.batch_size_per_replica
         trainer.distillation.max_tokens_per_micro_batch trainer.distillation.use_sample_packing
         trainer.policy.diffusers.offload vla.training_chunk_size
+        trainer.policy.megatron_config.ddp_config trainer.policy.megatron_config.empty_cuda_cache
+        trainer.policy.megatron_config.pipeline_dynamic_shape trainer.ref.megatron_config.pipeline_dynamic_shape
+        trainer.policy.megatron_config.moe_token_dispatcher_type trainer.ref.megatron_config.moe_token_dispatcher_type
+        trainer.policy.megatron_config.moe_grouped_gemm trainer.ref.megatron_config.moe_grouped_gemm
+        trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable
         """,
     ),
     (
