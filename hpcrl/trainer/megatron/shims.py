@@ -29,19 +29,24 @@ def install() -> None:
     global _mode
     import megatron.core
 
-    if torch.cuda.is_available():
-        raise RunError(
-            "this machine has a GPU: Megatron-core runs on it as it is, without hpcrl/trainer/megatron/shims.py"
-        )
-    if megatron.core.__version__ != VERSION:
-        raise RunError(
-            f"on a CPU, Megatron-core {VERSION} is needed, found {megatron.core.__version__}: pip install megatron-core=={VERSION}"
-        )
+    require_fitting(cuda=torch.cuda.is_available(), version=megatron.core.__version__)
     if _mode is None:
         _mode = _Redirect()
         _replace_in_torch(_mode)
         _replace_in_megatron()
         _mode.__enter__()
+
+
+def require_fitting(*, cuda: bool, version: str) -> None:
+    """Raise RunError unless this is the machine, and the version of Megatron-core, that all of this is made for."""
+    if cuda:
+        raise RunError(
+            "this machine has a GPU: Megatron-core runs on it as it is, without hpcrl/trainer/megatron/shims.py"
+        )
+    if version != VERSION:
+        raise RunError(
+            f"on a CPU, Megatron-core {VERSION} is needed, found {version}: pip install megatron-core=={VERSION}"
+        )
 
 
 class _Redirect(TorchFunctionMode):

@@ -135,13 +135,15 @@ class Way:
         """Return the mini-batches of a step, scored, each with its objective."""
         raise NotImplementedError
 
+    def batch(self, step: int) -> Batch:
+        written: Any = read_json(self.run.batch(step))
+        return Batch.from_json(written)
+
     def train(self, step: int) -> None:
         for number, (mini, objective) in enumerate(self.updates(step)):
             gradients: Values = {}
             update = self._watching(lambda mini=mini, objective=objective: self._trained(mini, objective), gradients)
-            self.told["updates"].append(
-                update.sums | {"grad_norm": update.report.grad_norm, "lr": update.report.lr}
-            )
+            self.told["updates"].append(update.sums | {"grad_norm": update.report.grad_norm, "lr": update.report.lr})
             assert not update.report.skipped
             self.tensors |= {f"{step}.{number}.gradient.{name}": value for name, value in gradients.items()}
 
@@ -208,7 +210,7 @@ class PolicyWay(Way):
         return build_policy(self.trainer, 0.9, self.world)
 
     def updates(self, step: int) -> list[tuple[MiniBatch, Objective]]:
-        batch = Batch.from_json(read_json(self.run.batch(step)))
+        batch = self.batch(step)
         minis = loaded(self.run, batch, ALGORITHM, 2, self.engine.data, self.limit)
         for mini in minis:
             score(self.engine, mini, Limit(4, self.limit.tokens), old=True, reference=True)
@@ -237,7 +239,7 @@ class CriticWay(Way):
         return build_critic(self.trainer, self.world)
 
     def updates(self, step: int) -> list[tuple[MiniBatch, Objective]]:
-        batch = Batch.from_json(read_json(self.run.batch(step)))
+        batch = self.batch(step)
         algorithm, data = self.trainer.algorithm, self.engine.data
         minis = load_mini_batches(self.run, batch, algorithm, 2, self.limit, data, Reduction())
         for mini in minis:
@@ -257,7 +259,9 @@ def weights(engine: Any, world: World) -> Values:
         return _exported(engine, world, lambda parameter: parameter.data)
     if hasattr(engine, "export_weights"):
         return {name: value for piece in engine.export_weights(torch.float32) for name, value in piece.items()}
-    return _named(_whole({name: parameter.detach() for name, parameter in engine._model.model.named_parameters()}), engine)
+    return _named(
+        _whole({name: parameter.detach() for name, parameter in engine._model.model.named_parameters()}), engine
+    )
 
 
 def gradients(engine: Any, world: World) -> Values:
@@ -265,7 +269,9 @@ def gradients(engine: Any, world: World) -> Values:
     if not isinstance(engine, MegatronEngine):
         model = engine._model.model
         found = _named(_whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None}), engine)
-        return revert_weight_conversion(model, found) if get_model_conversion_mapping(model, add_legacy=False) else found
+        return (
+            revert_weight_conversion(model, found) if get_model_conversion_mapping(model, add_legacy=False) else found
+        )
     for chunk in engine._wrapped:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             if chunk.ddp_config.use_distributed_optimizer:

@@ -29,12 +29,13 @@ _SHARED: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 1,
 }
+_HEADS: dict[str, Any] = {"head_dim": 16}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 MODELS = {
     "tied": Qwen2Config(vocab_size=VOCABULARY, num_hidden_layers=4, tie_word_embeddings=True, **_SHARED),
     # a vocabulary that two ranks cannot share without padding
     "untied": Qwen3Config(vocab_size=VOCABULARY + 1, num_hidden_layers=4, head_dim=16, **_SHARED),
-    "moe": Qwen3MoeConfig(vocab_size=VOCABULARY, num_hidden_layers=2, head_dim=16, **_EXPERTS, **_SHARED),
+    "moe": Qwen3MoeConfig(vocab_size=VOCABULARY, num_hidden_layers=2, **_HEADS, **_EXPERTS, **_SHARED),
 }
 
 
@@ -57,7 +58,10 @@ class Seam:
             make_batch(self.run, step, 4, 3)
 
     def way(self, name: str, model: str, trainer: Mapping[str, Any], do: list[Any] | None = None, **more: Any) -> Way:
-        paths = {part: {"model": {"path": str(self.folder / model)}} for part in ("policy", *(["critic"] if more.get("critic") else []))}
+        paths = {
+            part: {"model": {"path": str(self.folder / model)}}
+            for part in ("policy", *(["critic"] if more.get("critic") else []))
+        }
         return {
             "out": str(self.folder / f"{name}.{model}"),
             "run": str(self.run.path),
@@ -115,6 +119,6 @@ def expect_same(found: Told, expected: Told, bound: float = 1e-5) -> None:
     for own, other in ((found.tensors, expected.tensors), (found.samples, expected.samples)):
         assert own.keys() == other.keys()
         for name, value in other.items():
-            torch.testing.assert_close(own[name], value, atol=bound, rtol=bound, msg=lambda text, name=name: f"{name}: {text}")
-
-
+            torch.testing.assert_close(
+                own[name], value, atol=bound, rtol=bound, msg=lambda text, name=name: f"{name}: {text}"
+            )

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from tests.trainer.scenarios import laid_over
 from tests.trainer.megatron.seam import MODELS, Seam, Told, Way, expect_same, megatron
+from tests.trainer.scenarios import laid_over
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 CP2, EP2 = {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}
@@ -90,7 +90,13 @@ OPTIONS: dict[int, list[Row]] = {
         ("tp2-recomputed", TP2, RECOMPUTED, "plain", ["untied"]),
         ("tp2-frozen", TP2, {}, "frozen", ["untied"]),
         ("pp2-clipped", PP2, {}, "clipped", ["tied", "moe"]),
-        ("pp2-dynamic", PP2 | {"pipeline_dynamic_shape": True, "moe_token_dispatcher_type": "alltoall"}, {}, "plain", ["tied", "moe"]),
+        (
+            "pp2-dynamic",
+            PP2 | {"pipeline_dynamic_shape": True, "moe_token_dispatcher_type": "alltoall"},
+            {},
+            "plain",
+            ["tied", "moe"],
+        ),
         ("pp2-selective", PP2 | SELECTIVE, RECOMPUTED, "plain", ["tied"]),
         ("pp2-frozen", PP2, {}, "frozen", ["untied"]),
         ("pp2-frozen-stage", PP2, {}, "frozen-stage", ["untied"]),
@@ -145,7 +151,9 @@ class Played:
         number = 10 * size + (table is OPTIONS)
         if number not in self._done:
             ways = {
-                (case, model): self._seam.way(case, model, laid_over(megatron(**options), laid_over(TRUTHS[like][0], trainer)))
+                (case, model): self._seam.way(
+                    case, model, laid_over(megatron(**options), laid_over(TRUTHS[like][0], trainer))
+                )
                 for case, options, trainer, like, models in table[size]
                 for model in models
             }
@@ -176,10 +184,15 @@ def test_what_is_compared_does_something(played: Played):
     print(norms)
     for name in ("clipped", "adam"):
         moved = played.truth[name, "tied"].tensors
-        assert max((moved[key] - plain.tensors[key]).abs().max().item() for key in moved if key.startswith("weights")) > 1e-3, name
+        assert (
+            max((moved[key] - plain.tensors[key]).abs().max().item() for key in moved if key.startswith("weights"))
+            > 1e-3
+        ), name
 
 
-CRITIC = {"algorithm": {"advantage_estimator": "gae", "lambd": 0.8, "gamma": 0.9, "use_kl_loss": False, "value_clip": 0.01}}
+CRITIC = {
+    "algorithm": {"advantage_estimator": "gae", "lambd": 0.8, "gamma": 0.9, "use_kl_loss": False, "value_clip": 0.01}
+}
 CRITICS = {1: {"alone": {}}, 2: {"tp2": TP2, "pp2": PP2, "vpp2": VPP, "cp2": CP2, "dp2": {}}}
 
 
@@ -189,7 +202,10 @@ def test_critics_train_alike(seam: Seam):
     expected = seam.told(truth)
     assert any(".values." in name for name in expected.samples)
     for size, layouts in CRITICS.items():
-        ways = [seam.way(f"critic-{name}", "tied", laid_over(megatron(**options), CRITIC), critic=True) for name, options in layouts.items()]
+        ways = [
+            seam.way(f"critic-{name}", "tied", laid_over(megatron(**options), CRITIC), critic=True)
+            for name, options in layouts.items()
+        ]
         seam.play(size, ways)
         for way in ways:
             expect_same(seam.told(way), expected)
@@ -197,7 +213,10 @@ def test_critics_train_alike(seam: Seam):
 
 def test_what_is_not_finite_or_not_trained_changes_nothing(seam: Seam, played: Played):
     do = [("skip", 1), ("poison", 1), ("train", 1), ("poison", 2), ("train", 2)]
-    ways = [seam.way(f"poisoned-{name}", "tied", megatron(**options), do) for name, options in {"tp2": TP2, "pp2": PP2, "dp2": {}, "dp2-whole": WHOLE, "overlap": OVERLAP}.items()]
+    ways = [
+        seam.way(f"poisoned-{name}", "tied", megatron(**options), do)
+        for name, options in {"tp2": TP2, "pp2": PP2, "dp2": {}, "dp2-whole": WHOLE, "overlap": OVERLAP}.items()
+    ]
     seam.play(2, ways)
     for way in ways:
         expect_same(seam.told(way), played.truth["plain", "tied"])
@@ -277,7 +296,12 @@ def saved(seam: Seam) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def restored(seam: Seam, saved: dict[str, str]) -> list[Told]:
     ways = {
-        (number, size): seam.way(f"restored-{number}", "moe" if name == "ep2" else "tied", megatron(**options), [("restore", saved[name]), ("train", 2)])
+        (number, size): seam.way(
+            f"restored-{number}",
+            "moe" if name == "ep2" else "tied",
+            megatron(**options),
+            [("restore", saved[name]), ("train", 2)],
+        )
         for number, (name, size, options) in enumerate(RESTORED)
     }
     for size in (2, 1, 4):
@@ -285,21 +309,25 @@ def restored(seam: Seam, saved: dict[str, str]) -> list[Told]:
     return [seam.told(way) for way in ways.values()]
 
 
-@pytest.mark.parametrize("number", range(len(RESTORED)), ids=[f"{name}-{size}-{number}" for number, (name, size, _) in enumerate(RESTORED)])
+@pytest.mark.parametrize(
+    "number", range(len(RESTORED)), ids=[f"{name}-{size}-{number}" for number, (name, size, _) in enumerate(RESTORED)]
+)
 def test_another_layout_goes_on_from_a_checkpoint(played: Played, restored: list[Told], number: int):
     expected = played.truth["plain", "moe" if RESTORED[number][0] == "ep2" else "tied"]
     expect_same(restored[number], expected.from_step_2())
 
 
 def test_exports_are_models_for_both_engines(seam: Seam):
-    do = [("train", 1), ("export", "")]
     for kind, options in {"fsdp": {}, "tp2": megatron(**TP2), "pp2": megatron(**PP2), "ep2": megatron(**EP2)}.items():
         model = "moe" if kind == "ep2" else "tied"
         out = str(seam.folder / f"exported-{kind}")
         writing = seam.way(f"exporting-{kind}", model, options, [("train", 1), ("export", out)])
         seam.play(2, [writing])
         expected = {name: value for name, value in seam.told(writing).tensors.items() if name.startswith("weights.")}
-        readers = [seam.way(f"reading-{kind}-{number}", f"exported-{kind}", other, [("keep", "weights")]) for number, other in enumerate(({}, megatron(**PP2)))]
+        readers = [
+            seam.way(f"reading-{kind}-{number}", f"exported-{kind}", other, [("keep", "weights")])
+            for number, other in enumerate(({}, megatron(**PP2)))
+        ]
         seam.play(2, readers)
         for reader in readers:
             found = seam.told(reader).tensors
@@ -310,10 +338,16 @@ def test_exports_are_models_for_both_engines(seam: Seam):
 def test_weights_alone_are_restored(seam: Seam, saved: dict[str, str]):
     of_fsdp = str(seam.folder / "saved-fsdp")
     seam.play(1, [seam.way("saving-fsdp", "tied", {}, [("train", 1), ("save", of_fsdp)])])
-    do = lambda path: [("restore_weights", path), ("train", 2)]
+
+    def do(path: str) -> list[Any]:
+        return [("restore_weights", path), ("train", 2)]
+
     truth = seam.way("weights-truth", "tied", {}, do(of_fsdp))
     seam.play(1, [truth])
-    ways = [seam.way(f"weights-{name}", "tied", megatron(**options), do(saved["tp2"])) for name, options in {"pp2": PP2, "dp2": {}}.items()]
+    ways = [
+        seam.way(f"weights-{name}", "tied", megatron(**options), do(saved["tp2"]))
+        for name, options in {"pp2": PP2, "dp2": {}}.items()
+    ]
     refused = seam.way("refused", "tied", megatron(**PP2), [("restore", of_fsdp)])
     seam.play(2, [*ways, refused])
     for way in ways:
@@ -329,8 +363,19 @@ def test_the_policy_becomes_the_reference(seam: Seam):
     truth = seam.way("moved-truth", "tied", {}, moving(str(seam.folder / "moved-fsdp")))
     seam.play(1, [truth])
     layouts = {"tp2": TP2, "pp2": PP2, "vpp2": VPP, "dp2": OVERLAP}
-    ways = {name: seam.way(f"moved-{name}", "tied", megatron(**options), moving(str(seam.folder / f"moved-{name}"))) for name, options in layouts.items()}
-    again = [seam.way(f"moved-again-{name}", "tied", megatron(**layouts[other]), [("restore", str(seam.folder / f"moved-{name}")), ("train", 2)]) for name, other in {"tp2": "pp2", "pp2": "dp2"}.items()]
+    ways = {
+        name: seam.way(f"moved-{name}", "tied", megatron(**options), moving(str(seam.folder / f"moved-{name}")))
+        for name, options in layouts.items()
+    }
+    again = [
+        seam.way(
+            f"moved-again-{name}",
+            "tied",
+            megatron(**layouts[other]),
+            [("restore", str(seam.folder / f"moved-{name}")), ("train", 2)],
+        )
+        for name, other in {"tp2": "pp2", "pp2": "dp2"}.items()
+    ]
     seam.play(2, [*ways.values(), *again])
     expected = seam.told(truth)
     for way in ways.values():
