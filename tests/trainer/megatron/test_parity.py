@@ -241,9 +241,10 @@ def test_bf16_trains_nearly_alike(seam: Seam, played: Played):
         first, other = found.told["updates"][0], expected.told["updates"][0]
         assert first["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.01), way["out"]
         assert found.tensors.keys() == expected.tensors.keys()
-        for name, value in expected.tensors.items():
-            alike = torch.nn.functional.cosine_similarity(found.tensors[name].flatten(), value.flatten(), 0)
-            assert alike > 0.97, (way["out"], name, alike)
+        for part in ("1.0.", "1.1.", "2.0.", "2.1.", "weights."):
+            names = [name for name in expected.tensors if name.startswith(part)]
+            own, other = (torch.cat([each.tensors[name].flatten() for name in names]) for each in (found, expected))
+            assert torch.nn.functional.cosine_similarity(own, other, 0) > 0.99, (way["out"], part)
 
 
 SAVED: dict[int, dict[str, tuple[dict[str, Any], str]]] = {
