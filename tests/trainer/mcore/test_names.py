@@ -10,7 +10,7 @@ pytest.importorskip("megatron.core")
 
 from hpcrl.trainer.megatron.architecture import architecture_of
 from hpcrl.trainer.megatron.names import Block, Held, Slot, name_in_memory, slot_names, slots
-from tests.trainer.megatron.material import CONFIGS, config_of
+from tests.trainer.mcore.material import CONFIGS, config_of
 
 LAYER = "decoder.layers.5."
 

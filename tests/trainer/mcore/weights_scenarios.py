@@ -1,4 +1,4 @@
-"""What tests/trainer/megatron/test_weights.py runs under torchrun: weights_scenarios.py JSON, as scenarios.py beside this folder."""
+"""What tests/trainer/mcore/test_weights.py runs under torchrun: weights_scenarios.py JSON, as scenarios.py beside this folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpcrl.trainer.megatron.names import freeze, hf_names
 from hpcrl.trainer.megatron.weights import export, load
 from hpcrl.trainer.source import Source, ValueSource
 from hpcrl.trainer.world import World
-from tests.trainer.megatron.material import CONFIGS, VOCABULARY, build, config_of, named, start
+from tests.trainer.mcore.material import CONFIGS, VOCABULARY, build, config_of, named, start
 from tests.trainer.scenarios import main
 
 

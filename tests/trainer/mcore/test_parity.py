@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from tests.trainer.megatron.seam import MODELS, Seam, Told, Way, expect_same, megatron
+from tests.trainer.mcore.seam import MODELS, Seam, Told, Way, expect_same, megatron
 from tests.trainer.scenarios import laid_over
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}

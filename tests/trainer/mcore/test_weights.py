@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 
 from hpcrl.trainer.source import ValueSource
 from tests.trainer.material import run_ranks
-from tests.trainer.megatron.material import CONFIGS, write_model
+from tests.trainer.mcore.material import CONFIGS, write_model
 
 LAYOUTS: dict[int, list[dict[str, int]]] = {
     1: [{}],

@@ -27,7 +27,7 @@ from hpcrl.trainer.megatron.architecture import FAMILIES, architecture_of
 from hpcrl.trainer.megatron.layers import uses_transformer_engine
 from hpcrl.trainer.megatron.settings import ddp_config, optimizer_config, transformer_config
 from tests.trainer.material import run_ranks
-from tests.trainer.megatron.material import config_of, write_model
+from tests.trainer.mcore.material import config_of, write_model
 
 Table = dict[str, Any]
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from tests.trainer.material import run_ranks
-from tests.trainer.megatron.material import write_model
+from tests.trainer.mcore.material import write_model
 
 
 def test_state_of_fixed_sizes_goes_on_with_those_alone(tmp_path: Path) -> None:
