@@ -54,10 +54,8 @@ class Ranks:
         self._log = self._folder / f"{first}.log"
         with self._log.open("wb") as log:
             command = torchrun(self._size, Path(__file__), self._folder, first + 1)
-            # this folder is not searched for modules: it has a `megatron` that is not Megatron-core's
-            own = environment() | {"PYTHONSAFEPATH": "1"}
             self._process = subprocess.Popen(
-                command, env=own, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
+                command, env=environment(), stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
             )
 
     def _said(self, start: int) -> str:

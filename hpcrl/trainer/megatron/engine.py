@@ -192,7 +192,8 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
         self._reference_moved = True
         if fresh_optimizer:
             for optimizer in self._optimizer.chained_optimizers:
-                forget_moments(optimizer.optimizer)
+                if optimizer.optimizer is not None:  # on a stage of which nothing is trained
+                    forget_moments(optimizer.optimizer)
 
     def _writer(self, *, copied: bool) -> Writer:
         own = super()._writer(copied=copied)

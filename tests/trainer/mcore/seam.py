@@ -71,7 +71,7 @@ class Seam:
         }
 
     def play(self, size: int, ways: list[Way]) -> None:
-        self.ranks[size].play([("megatron.parity:play", {"ways": ways})])
+        self.ranks[size].play([("mcore.parity:play", {"ways": ways})])
 
     def told(self, way: Way) -> Told:
         out = Path(way["out"])

@@ -315,7 +315,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Table:
     folder = tmp_path_factory.mktemp("settings")
     write_model("qwen2", folder / "model")
     todo = [[name, {"model": str(folder / "model"), "out": f"{folder}/{name}"}] for name in ("groups", "engine")]
-    result = run_ranks(2, json.dumps(todo), script="megatron/settings_scenarios.py")
+    result = run_ranks(2, json.dumps(todo), script="mcore/settings_scenarios.py")
     assert result.returncode == 0, result.stderr
     return {name: json.loads((folder / name).read_text()) for name, _ in todo} | {"said": result.stderr}
 

@@ -32,5 +32,5 @@ def test_state_of_fixed_sizes_goes_on_with_those_alone(tmp_path: Path) -> None:
 
 
 def play(ranks: int, *todo: tuple[str, dict[str, Any]]) -> None:
-    done = run_ranks(ranks, json.dumps(todo), script="megatron/state_scenarios.py")
+    done = run_ranks(ranks, json.dumps(todo), script="mcore/state_scenarios.py")
     assert done.returncode == 0, done.stderr

@@ -55,7 +55,7 @@ def told(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, To
         if ranks == 2:
             todo += two_ranks(models, out)
         given = json.dumps([[name, {"models": str(models), **options}] for name, options in todo])
-        result = run_ranks(ranks, given, script="megatron/weights_scenarios.py")
+        result = run_ranks(ranks, given, script="mcore/weights_scenarios.py")
         assert result.returncode == 0, result.stderr
     return {path.name: json.loads(path.read_text()) for path in out.iterdir() if path.is_file()}
 
