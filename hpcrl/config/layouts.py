@@ -53,12 +53,6 @@ def expert_sizes(config: Config) -> Iterator[Problem]:
             f"{product(expert=expert, expert_tensor=tensor, pipeline=pipeline)} ranks share each copy of the experts, which does not "
             f"divide the {ranks} ranks (trainer.placement); make the ranks a multiple of it",
         )
-    if expert == 1 and tensor < sizes.tensor_model_parallel_size:
-        yield Problem(
-            f"{_PATH}.expert_tensor_parallel_size",
-            f"{tensor} is less than tensor_model_parallel_size ({sizes.tensor_model_parallel_size}): Megatron-core adds the gradients of "
-            "experts over those ranks with expert_model_parallel_size above 1 only, and they would be wrong; leave it out, or raise that",
-        )
 
 
 def pipeline(config: Config) -> Iterator[Problem]:

@@ -41,14 +41,6 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         },
     ),
     (
-        {**EIGHT, f"{POLICY}.tensor_model_parallel_size": 2, f"{POLICY}.expert_tensor_parallel_size": 1},
-        f"{POLICY}.expert_tensor_parallel_size", "1 is less than tensor_model_parallel_size (2)",
-        {
-            **EIGHT, f"{POLICY}.tensor_model_parallel_size": 2, f"{POLICY}.expert_tensor_parallel_size": 1,
-            f"{POLICY}.expert_model_parallel_size": 2,
-        },
-    ),
-    (
         {**PIPELINE, f"{POLICY}.pipeline_schedule": "GPipe"}, f"{POLICY}.pipeline_schedule", 'set "1F1B": the same gradients',
         PIPELINE,
     ),

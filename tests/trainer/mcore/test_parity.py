@@ -55,12 +55,13 @@ TRUTHS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "frozen-but-experts": (frozen(r"^(?!.*\.experts\.)"), ["moe"]),
     "frozen-experts": (frozen(r"\.experts\."), ["moe"]),
 }
-Row = tuple[str, dict[str, Any], dict[str, Any], str, list[str]]
+Row = tuple[str, dict[str, Any] | None, dict[str, Any], str, list[str]]
 
-# per number of ranks: name, megatron's options, the rest of the section, what it is like, models
+# per number of ranks: name, megatron's options (None: it is FSDP2), the rest of the section, what it is like, models
 LAYOUTS: dict[int, list[Row]] = {
     1: [("alone", {}, {}, "plain", ["tied", "untied", "moe"])],
     2: [
+        ("fsdp2", None, {}, "plain", ["tied", "untied", "moe"]),
         ("tp2", TP2, {}, "plain", ["tied", "untied", "moe"]),
         ("pp2", PP2, {}, "plain", ["tied", "untied", "moe"]),
         ("vpp2", VPP, {}, "plain", ["tied", "untied"]),
@@ -152,7 +153,9 @@ class Played:
         if number not in self._done:
             ways = {
                 (case, model): self._seam.way(
-                    case, model, laid_over(megatron(**options), laid_over(TRUTHS[like][0], trainer))
+                    case,
+                    model,
+                    laid_over({} if options is None else megatron(**options), laid_over(TRUTHS[like][0], trainer)),
                 )
                 for case, options, trainer, like, models in table[size]
                 for model in models
@@ -181,7 +184,6 @@ def test_what_is_compared_does_something(played: Played):
     plain, clipped = played.truth["plain", "tied"], played.truth["clipped", "tied"]
     norms = [update["grad_norm"] for update in clipped.told["updates"]]
     assert min(norms) > 0.05
-    print(norms)
     for name in ("clipped", "adam"):
         moved = played.truth[name, "tied"].tensors
         assert (
