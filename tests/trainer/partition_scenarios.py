@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.core import parallel_state
 from transformers import AutoConfig
 
 from hpcrl.config.megatron import MegatronModelConfig
@@ -18,6 +17,7 @@ from hpcrl.trainer.megatron.models import PolicyModel
 from hpcrl.trainer.megatron.settings import transformer_config
 from hpcrl.trainer.passes import Passes
 from hpcrl.trainer.world import World, joined
+from tests.trainer.mcore.leave import leave_groups
 
 
 def built(entries: dict[str, Any], sizes: dict[str, Any], world: World) -> list[int]:
@@ -29,7 +29,8 @@ def built(entries: dict[str, Any], sizes: dict[str, Any], world: World) -> list[
     counts = [0, 0]
     for name, parameter in model.named_parameters():
         counts[".experts." not in name] += parameter.numel()
-    parallel_state.destroy_model_parallel()
+    del model
+    leave_groups(world)
     return counts
 
 

@@ -64,7 +64,7 @@ class Ranks:
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
             write_json(self._folder / f"{next(self._numbers)}.json", None)
-            assert self._process.wait(60) == 0
+            assert self._process.wait(300) == 0
 
 
 def main(folder: Path, first: int) -> None:

@@ -33,6 +33,7 @@ from hpcrl.trainer.plan import Limit
 from hpcrl.trainer.update import MiniBatch, Trained, load_mini_batches, score, train
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch
+from tests.trainer.mcore.leave import leave_groups
 from tests.trainer.scenarios import ALGORITHM, laid_over, loaded
 
 Values = dict[str, torch.Tensor]
@@ -76,7 +77,7 @@ def play(world: World, options: dict[str, Any]) -> None:
     for way in options["ways"]:
         trainer = build(TrainerConfig, laid_over(DEFAULTS, way["trainer"]))
         if trainer.strategy == "megatron":
-            _lay_out(tuple(getattr(trainer.policy.megatron_config, name) for name in LAYOUT))
+            _lay_out(world, tuple(getattr(trainer.policy.megatron_config, name) for name in LAYOUT))
         kind = CriticWay if way.get("critic") else PolicyWay
         kind(world, trainer, way).go()
 
@@ -84,10 +85,10 @@ def play(world: World, options: dict[str, Any]) -> None:
 _layout: tuple[int | None, ...] = ()
 
 
-def _lay_out(layout: tuple[int | None, ...]) -> None:
+def _lay_out(world: World, layout: tuple[int | None, ...]) -> None:
     global _layout
     if layout != _layout and parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+        leave_groups(world)
     _layout = layout
 
 
