@@ -47,7 +47,7 @@ class InferenceEngineConfig:
     """Reuse the key-value cache of equal prompt beginnings under the same weights."""
 
     enable_chunked_prefill: bool = True
-    """Let long prompts share a batch with decoding."""
+    """Let long prompts share a batch with decoding. Has no effect on a processor, where prompts are read whole."""
 
     max_num_batched_tokens: int = 8192
     """Tokens per forward pass of the engine; raised to the longest prompt and response together where it is less."""

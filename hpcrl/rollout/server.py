@@ -171,7 +171,8 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "pipeline-parallel-size": engine.pipeline_parallel_size,
         "attention-backend": "FLASHINFER" if engine.use_flashinfer else None,
         "enable-prefix-caching": engine.enable_prefix_caching,
-        "enable-chunked-prefill": engine.enable_chunked_prefill,
+        # vLLM 0.31 sets a seeded request's random numbers back after each part of its prompt, which it cannot on a processor: the engine dies
+        "enable-chunked-prefill": engine.enable_chunked_prefill and not options.on_cpu,
         "max-num-batched-tokens": max(engine.max_num_batched_tokens, options.max_model_len),
         "max-num-seqs": engine.max_num_seqs,
         "enforce-eager": engine.enforce_eager,

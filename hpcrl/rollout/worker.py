@@ -137,7 +137,8 @@ class Worker:
             left = asyncio.all_tasks() - {asyncio.current_task()}
             for task in left:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            # those that have failed too: asyncio would tell of each, after the reason for which this worker ends
+            await asyncio.gather(*left, *self._flight, return_exceptions=True)
             if self._metrics:
                 self._write_metrics()
                 self._metrics.close()

@@ -20,9 +20,9 @@ from hpcrl.rollout.server import Server, ServerOptions
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
 RUN_NAME, TOKEN = "tested", "a-token-of-the-tests"
 VOCABULARY, EOS = 18, 1
-MAX_MODEL_LEN = 256
+MAX_MODEL_LEN, BATCHED_TOKENS = 256, 2048
 ENGINE = InferenceEngineConfig(
-    model_dtype="float32", max_num_seqs=64, max_num_batched_tokens=2048, engine_init_kwargs={"block_size": 32}
+    model_dtype="float32", max_num_seqs=64, max_num_batched_tokens=BATCHED_TOKENS, engine_init_kwargs={"block_size": 32}
 )
 PROMPT = [5, 9, 4, 12, 7]
 LONG_PROMPT = [4 + (7 * i + i * i) % 13 for i in range(100)]  # fills three blocks of the prefix cache

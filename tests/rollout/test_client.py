@@ -12,7 +12,7 @@ import torch
 from hpcrl.errors import EngineError
 from hpcrl.rollout.client import EngineClient, Generation
 from tests.rollout.conftest import WithEngine
-from tests.rollout.material import EOS, LONG_PROMPT, MAX_MODEL_LEN, PROMPT, logprobs
+from tests.rollout.material import BATCHED_TOKENS, EOS, LONG_PROMPT, MAX_MODEL_LEN, PROMPT, logprobs
 
 WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}
 
@@ -49,6 +49,20 @@ def test_seeds_reproduce(with_engine: WithEngine[Any]) -> None:
         assert len({tuple(said.token_ids) for said in first}) > 1
         (alone,) = await engine.generate(PROMPT, 1, 13, WHOLE)
         assert alone.token_ids == first[2].token_ids  # sample i is that of seed + i
+
+    with_engine(play)
+
+
+def test_more_prompts_than_a_batch_has_room_for(with_engine: WithEngine[Any]) -> None:
+    prompts = [
+        [4 + number % 13, 4 + number // 13, *LONG_PROMPT] for number in range(2 * BATCHED_TOKENS // len(LONG_PROMPT))
+    ]
+
+    async def play(engine: EngineClient) -> None:
+        said = await asyncio.gather(*(engine.generate(prompt, 1, 3, WHOLE) for prompt in prompts))
+        for number in (0, -1):
+            (alone,) = await engine.generate(prompts[number], 1, 3, WHOLE)
+            assert said[number][0].token_ids == alone.token_ids
 
     with_engine(play)
 
