@@ -1,10 +1,13 @@
 """What asynchronous training gains where samples differ in length: the same steps with different bounds of staleness.
 
-    python benchmarks/async_training.py [--staleness 0 1 4] [--seeds N] [--steps N] [--root DIR] [KEY=VALUE ...]
+    python benchmarks/async_training.py [--staleness 0 1 4] [--seeds N] [--steps N] [--root DIR] [--apart] [KEY=VALUE ...]
 
 The quickstart's model sorts words, but as many after another as the prompt wants: one, three or ten, so that samples differ tenfold in length.
 Each run is `hpcrl submit --local` with the same prompts in the same order, as many steps, and truncated importance sampling; only
 trainer.fully_async.max_staleness_steps differs. Figures are of the run's own metrics; the first step is left out, it warms up.
+
+On one machine trainer and engine take the processor from each other. With --apart the trainer's node has the first core alone, and the engine's
+node the second, as if they were two machines.
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from quickstart import processes
 
 from hpcrl.envs.environment import Messages, Turn
 from hpcrl.observe.metrics import merged
@@ -32,6 +38,7 @@ ROOT = Path(__file__).parents[1]
 _ALPHABET, _LETTERS = "abcdefghijkl", 5
 _ROUNDS = {1: 0.6, 3: 0.25, 10: 0.15}
 _LAST = 5  # steps over which the reward is averaged
+_POLL_S = 2.0
 _LONGEST = 240  # positions of the quickstart's model: 256
 
 
@@ -93,7 +100,18 @@ class Figures:
     reward: float
 
 
-def measure(root: Path, prompts: Path, staleness: int, seed: int, steps: int, settings: list[str]) -> Figures:
+def keep_apart(session: int) -> None:
+    """Give the processes below `session` the core of their node."""
+    for pid, (name, _) in processes({session}).items():
+        core = 0 if name in ("trainer rank", "torchrun", "controller") else 1
+        with suppress(OSError):  # it has ended
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                os.sched_setaffinity(int(thread), {core})
+
+
+def measure(
+    root: Path, prompts: Path, staleness: int, seed: int, steps: int, apart: bool, settings: list[str]
+) -> Figures:
     """Train once; leave the run in `root`."""
     name, began = f"staleness-{staleness}-seed-{seed}", time.monotonic()
     given = {
@@ -121,7 +139,12 @@ def measure(root: Path, prompts: Path, staleness: int, seed: int, steps: int, se
         "--follow",
     ]
     command += [f"{path}={value}" for path, value in given.items()] + settings
-    subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if apart else {})
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as process:
+        while process.poll() is None:
+            if apart:
+                keep_apart(process.pid)
+            time.sleep(_POLL_S)
     run = Run.open(root / "quickstart" / name)
     outcome = read_outcome(run)
     if outcome is None or outcome.kind != "done":
@@ -158,6 +181,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--root", type=Path, help="keep the runs there (default: a temporary directory)")
+    parser.add_argument("--apart", action="store_true", help="a core for the trainer's node, another for the engine's")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
@@ -170,7 +194,7 @@ def main() -> None:
         write_prompts(prompts, 4096)
         for seed in range(1, arguments.seeds + 1):
             for bound in arguments.staleness:
-                one = measure(root, prompts, bound, seed, arguments.steps, arguments.settings)
+                one = measure(root, prompts, bound, seed, arguments.steps, arguments.apart, arguments.settings)
                 shares = f"{one.trainer_idle:.1%} | {one.engine_idle:.1%} | {one.staleness:.2f}"
                 print(
                     f"| {bound} | {seed} | {one.wall_s:.1f} | {shares} | {one.reward:.3f} | {one.command_s:.0f} |",

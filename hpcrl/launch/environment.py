@@ -49,6 +49,9 @@ class Environments:
             environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if name == "controller" or not node.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        if not node.gpus:
+            # threads without work would keep the cores busy that the engine's and the worker's processes need
+            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         return environment
 
 

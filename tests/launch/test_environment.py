@@ -1,4 +1,4 @@
-"""How many threads the processes of a node get, of the cores that Slurm was asked for."""
+"""How many threads the processes of a node get, of the cores that Slurm was asked for, and how they wait."""
 
 from __future__ import annotations
 
@@ -32,6 +32,19 @@ def test_threads(
     config = Config.from_toml([QUICKSTART], [*SETTINGS, *of_pool])
     environments = Environments(config, node, 1, "127.0.0.1", None, tmp_path, False)
     assert environments.of("any" if node.ranks else f"rollout-{node.replicas[0]}").get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize(("gpus", "users", "policy"), [(0, None, "PASSIVE"), (0, "ACTIVE", "ACTIVE"), (1, None, None)])
+def test_threads_without_work_leave_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, users: str | None, policy: str | None
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if users is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", users)
+    config = Config.from_toml([QUICKSTART])
+    environments = Environments(config, Node(0, "trainer", 1, (0,), gpus, 0), 1, "127.0.0.1", None, tmp_path, False)
+    for name in ("trainer-0", "rollout-0"):
+        assert environments.of(name).get("OMP_WAIT_POLICY") == policy
 
 
 SIZES = "trainer.policy.megatron_config"
