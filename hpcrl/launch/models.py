@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, uses_reference
-from hpcrl.config.derive import ref_model_path
+from hpcrl.config.derive import model_config_kwargs, ref_model_path
 from hpcrl.config.fit import misfits
-from hpcrl.config.megatron import MegatronModelConfig
 from hpcrl.config.trainer import TrainerConfig
 
 MODEL_FILE = "config.json"
@@ -73,14 +72,10 @@ def _models(trainer: TrainerConfig) -> Iterator[tuple[str, dict[str, Any], str, 
     if trainer.strategy != "megatron":
         return
     policy, ref, critic = trainer.policy, trainer.ref, trainer.critic
-    changes = _changes(policy.model_config_kwargs, policy.megatron_config)
+    changes = model_config_kwargs(policy)
     yield policy.model.path, changes, "policy", "model"
-    reference = ref_model_path(trainer), _changes(ref.model_config_kwargs, ref.megatron_config)
+    reference = ref_model_path(trainer), model_config_kwargs(ref)
     if uses_reference(trainer) and reference != (policy.model.path, changes):
         yield *reference, "ref", "reference model"
     if critic.model.path is not None:  # by the policy's layout
         yield critic.model.path, critic.model_config_kwargs, "policy", "critic"
-
-
-def _changes(entries: dict[str, Any], sizes: MegatronModelConfig) -> dict[str, Any]:
-    return {**entries, **sizes.model_config_kwargs}

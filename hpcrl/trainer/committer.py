@@ -90,7 +90,7 @@ class Committer:
         try:
             world.look(lambda: self._begin(target, list(content.writers)))
             for folder, write in content.writers.items():
-                with _told(target, self._size):
+                with explained(target, self._size), _told(target, self._size):
                     write(directory / folder, world.control)
             parts = world.each(lambda: self._own_files(directory, content))
             files = {name: entry for part in parts for name, entry in part.items()}

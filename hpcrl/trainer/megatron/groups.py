@@ -96,6 +96,15 @@ def pipeline_group() -> dist.ProcessGroup:
     return _group(parallel_state.get_pipeline_model_parallel_group())
 
 
+def expert_tensor_group() -> dist.ProcessGroup:
+    return _group(parallel_state.get_expert_tensor_parallel_group())
+
+
+def experts_group() -> dist.ProcessGroup:
+    """Return the ranks that share the experts, and the matrices of each."""
+    return _group(parallel_state.get_expert_tensor_and_model_parallel_group())
+
+
 def _group(found: object) -> dist.ProcessGroup:
     assert isinstance(found, dist.ProcessGroup)
     return found

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
@@ -16,7 +15,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch.nn.functional import scaled_dot_product_attention
 
 from hpcrl.trainer.attention import attend
 from hpcrl.trainer.megatron.groups import context_group
@@ -99,7 +97,7 @@ class PackedAttention(MegatronModule):
         """Return [P_own, H * D] for query [P_own, H, D], key and value [P_own, Hkv, D]."""
         packing, scale = packed_seq_params, self._scale
         assert packing.layout is not None
-        if parallel_state.get_context_parallel_world_size() == 1:
+        if context_group().size() == 1:
             output = attend(query, key, value, packing.layout, scale)
         else:
             output = _over_ranks(query, key, value, packing, scale)
@@ -116,11 +114,5 @@ def _over_ranks(
     group = context_group()
     # what each rank's queries ask of a key is added up on the rank that has it
     key, value = (gather_from_sequence_parallel_region(part, True, group)[order] for part in (key, value))
-    key, value = (layout.rows(part).transpose(1, 2) for part in (key, value))
-    places = (torch.arange(layout.count * layout.longest, device=own.device) if layout.slots is None else layout.slots)[
-        own
-    ]
-    queries = query.new_zeros(layout.count * layout.longest, *query.shape[1:]).index_copy(0, places, query)
-    queries = queries.view(layout.count, layout.longest, *query.shape[1:]).transpose(1, 2)
-    output = scaled_dot_product_attention(queries, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    return output.transpose(1, 2).flatten(0, 1)[places]
+    queries = query.new_zeros(len(order), *query.shape[1:]).index_copy(0, own, query)
+    return attend(queries, key, value, layout, scale)[own]

@@ -16,12 +16,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import nn
 
+from hpcrl.config.parallel import padded
 from hpcrl.trainer.logprobs import token_logprobs
 from hpcrl.trainer.megatron.architecture import Architecture
 from hpcrl.trainer.megatron.groups import tensor_group
 from hpcrl.trainer.megatron.head import VocabularyShare
 from hpcrl.trainer.megatron.layers import layer_specs
-from hpcrl.trainer.megatron.packed import Packing, padded_length
+from hpcrl.trainer.megatron.packed import Packing
 from hpcrl.trainer.passes import Passes
 
 
@@ -43,7 +44,7 @@ class PackedModel(GPTModel):
         super().__init__(
             config,
             specs,
-            padded_length(architecture.vocab_size, tensor),
+            padded(architecture.vocab_size, tensor),
             architecture.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
@@ -105,7 +106,7 @@ class LogprobHead(ColumnParallelLinear):
         assert init is not None
         super().__init__(
             config.hidden_size,
-            padded_length(vocabulary, group.size()),
+            padded(vocabulary, group.size()),
             config=config,
             init_method=init,
             bias=False,

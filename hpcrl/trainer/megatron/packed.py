@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+from hpcrl.config.parallel import padded
 from hpcrl.trainer.attention import Layout
-from hpcrl.trainer.megatron.groups import context_group
+from hpcrl.trainer.megatron.groups import context_group, tensor_group
 from hpcrl.types import MicroBatch
 
 
@@ -23,14 +23,12 @@ class Packing(PackedSeqParams):
     parts: so all have as much to attend to. Padding behind the last sample is a sample of its own.
 
     Attributes:
-        tokens: P of the micro-batch.
         own: [P_own] int64, places of this rank's tokens in the padded micro-batch.
         order: [P_padded] int64, for each place of the padded micro-batch where it lies when all ranks' tokens are laid end to end.
         kept: [P] int64, places of the tokens that are no padding.
         layout: the padded samples.
     """
 
-    tokens: int = 0
     own: torch.Tensor | None = None
     order: torch.Tensor | None = None
     kept: torch.Tensor | None = None
@@ -43,9 +41,9 @@ class Packing(PackedSeqParams):
         Args:
             least: tokens to which the whole is padded at least.
         """
-        ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-        device, parts = batch.token_ids.device, 2 * ranks if ranks > 1 else 1
-        lengths = [padded_length(length, parts) for length in batch.lengths]
+        ranks, rank = context_group().size(), context_group().rank()
+        device, parts = batch.token_ids.device, _parts(ranks)
+        lengths = [padded(length, parts) for length in batch.lengths]
         rest = max(padded_total(batch.lengths), least) - sum(lengths)
         lengths += [rest] if rest else []
         starts = torch.tensor([0, *lengths]).cumsum(0)
@@ -62,7 +60,6 @@ class Packing(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             cp_group=context_group(),
-            tokens=len(batch.token_ids),
             own=shares[rank].to(device),
             order=order.to(device),
             kept=torch.cat(kept).to(device),
@@ -80,24 +77,21 @@ class Packing(PackedSeqParams):
         """Return [P, ...] for what each rank has of its tokens [P_own, ...]; each rank then computes the same of it."""
         assert self.order is not None
         assert self.kept is not None
-        if parallel_state.get_context_parallel_world_size() > 1:
+        if context_group().size() > 1:
             values = gather_from_sequence_parallel_region(values, False, self.cp_group)
         return values[self.order[self.kept]]
 
 
-def padded_length(length: int, parts: int) -> int:
-    """Return the tokens of a sample that is cut into `parts` equal parts."""
-    return -(-length // parts) * parts
-
-
 def padded_total(lengths: list[int]) -> int:
     """Return the tokens of a micro-batch that all ranks which share it can have equal parts of."""
-    ranks, tensor = (
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
-    parts = 2 * ranks if ranks > 1 else 1
-    return padded_length(sum(padded_length(length, parts) for length in lengths), math.lcm(parts, ranks * tensor))
+    ranks, tensor = context_group().size(), tensor_group().size()
+    parts = _parts(ranks)
+    return padded(sum(padded(length, parts) for length in lengths), math.lcm(parts, ranks * tensor))
+
+
+def _parts(ranks: int) -> int:
+    """Return into how many equal parts a sample is cut for `ranks` ranks."""
+    return 2 * ranks if ranks > 1 else 1
 
 
 def _share(lengths: list[int], starts: torch.Tensor, parts: int, rank: int) -> torch.Tensor:

@@ -52,7 +52,7 @@ class Pipeline:
         totals: dict[str, torch.Tensor] = {}
         for sums in self._run(batches, said, backward=True):
             merge(totals, sums)
-        return self._told({name: value.item() for name, value in totals.items()})
+        return totals if self._stages == 1 else self._told(totals)
 
     def first(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
         """Yield the first of what the model says of each micro-batch, [P] on the CPU of every stage, without gradient."""
@@ -112,7 +112,7 @@ class Pipeline:
     def _speaker(self) -> int:
         return parallel_state.get_pipeline_model_parallel_last_rank()
 
-    def _told(self, totals: dict[str, float]) -> dict[str, torch.Tensor]:
-        if self._stages > 1:
-            totals = tell(totals, self._speaker, pipeline_group())
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in totals.items()}
+    def _told(self, totals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the last stage's, which alone has any, on every stage."""
+        told = tell({name: value.item() for name, value in totals.items()}, self._speaker, pipeline_group())
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in told.items()}

@@ -6,6 +6,7 @@ its part, with the group that the committer gives, from a copy if need be.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
@@ -18,7 +19,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
@@ -31,6 +32,7 @@ from torch.nn.functional import pad
 
 from hpcrl.errors import CommitError, ConfigError
 from hpcrl.trainer.engine import Writer
+from hpcrl.trainer.world import tell
 
 _MODEL = "model"
 _RESHARDABLE = "fully_reshardable"
@@ -171,9 +173,21 @@ def _read(how: Callable[[], Any], directory: Path) -> dict[str, Any]:
 def _write(tensors: dict[str, Any], common: dict[str, Any], directory: Path, group: dist.ProcessGroup) -> None:
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     save(tensors, checkpoint_id=directory, process_group=group, planner=planner)
-    if dist.get_rank() == 0:
-        TorchCommonSaveStrategy("torch", 1).save_common(common, str(directory))
+    failed = tell(_write_common(common, directory) if dist.get_rank() == 0 else None, 0, group)
+    if failed:
+        raise OSError(*failed)
+
+
+def _write_common(common: dict[str, Any], directory: Path) -> tuple[int | None, str] | None:
+    """Write what no rank has a part of; return the errno and the reason where it fails, for all ranks to know."""
+    content = io.BytesIO()
+    torch.save(common, content)  # to a file, it would hide the errno
+    try:
+        (directory / COMMON_STATE_FNAME).write_bytes(content.getvalue())
         save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+    except OSError as error:
+        return error.errno, error.strerror or str(error)
+    return None
 
 
 def _copy(sharded: dict[str, list[Any]]) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from hpcrl.errors import DataError
 from hpcrl.trainer.megatron.architecture import Architecture
+from hpcrl.trainer.megatron.groups import expert_tensor_group, experts_group, pipeline_group, tensor_group
 from hpcrl.trainer.megatron.names import EMBEDDING, VALUE_HEAD, Block, Held, Slot, held, local_experts, slots
 from hpcrl.trainer.source import Source, ValueSource
 from hpcrl.trainer.world import World
@@ -164,10 +165,7 @@ def _share(slot: Slot) -> tuple[int, int]:
     """Return which share of a slot this rank has, and how many there are."""
     if not slot.split:
         return 0, 1
-    dense = slot.expert is None
-    group = _group(
-        parallel_state.get_tensor_model_parallel_group() if dense else parallel_state.get_expert_tensor_parallel_group()
-    )
+    group = tensor_group() if slot.expert is None else expert_tensor_group()
     return group.rank(), group.size()
 
 
@@ -229,10 +227,10 @@ def _gather(parts: list[Slot], value: Callable[[], torch.Tensor]) -> dict[str, t
     """
     _, ranks = _share(parts[0])
     if parts[0].expert is None:
-        group = _group(parallel_state.get_tensor_model_parallel_group())
+        group = tensor_group()
         copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     else:
-        group = _group(parallel_state.get_expert_tensor_and_model_parallel_group())
+        group = experts_group()
         copy = parallel_state.get_expert_data_parallel_rank()
     count, first = ranks * len(parts), group.rank() == 0
     if copy != 0 or (count == 1 and not first):
@@ -245,11 +243,6 @@ def _gather(parts: list[Slot], value: Callable[[], torch.Tensor]) -> dict[str, t
     else:
         dist.gather(share, shares, dst=dist.get_global_rank(group, 0), group=group)
     return _joined(parts, shares) if shares else {}
-
-
-def _group(found: object) -> dist.ProcessGroup:
-    assert isinstance(found, dist.ProcessGroup)
-    return found
 
 
 def _joined(parts: list[Slot], shares: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -269,7 +262,7 @@ def _to_first(
     parts: list[Slot], whole: dict[str, torch.Tensor], stage: int, dtype: torch.dtype, world: World
 ) -> dict[str, torch.Tensor]:
     """Return on rank 0, on the CPU, what the first rank of a pipeline stage has; nothing on other ranks."""
-    group = _group(parallel_state.get_pipeline_model_parallel_group())
+    group = pipeline_group()
     shapes = {name: shape for slot in parts for name, shape in slot.tensors.items()}
     if world.first:
         if stage != 0:

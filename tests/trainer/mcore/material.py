@@ -25,10 +25,12 @@ from transformers import (
 )
 
 from hpcrl.trainer.megatron.architecture import Architecture
+from hpcrl.trainer.world import World
+from tests.trainer.mcore.leave import leave_groups
 
 VOCABULARY = 131
 
-_SHARED: dict[str, Any] = {
+SHARED: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -41,7 +43,7 @@ _SHARED: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 1,
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -60,19 +62,19 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {"rope_parameters": _LLAMA3}),
     "llama-tied": (LlamaConfig, {"rope_parameters": _LINEAR, "tie_word_embeddings": True}),
     "mistral": (MistralConfig, {"sliding_window": None}),
-    "qwen3-moe": (Qwen3MoeConfig, {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3-moe": (Qwen3MoeConfig, {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     "qwen3-moe-mixed": (
         Qwen3MoeConfig,
-        {**_EXPERTS, "head_dim": 16, "mlp_only_layers": [1], "tie_word_embeddings": True},
+        {**EXPERTS, "head_dim": 16, "mlp_only_layers": [1], "tie_word_embeddings": True},
     ),
-    "qwen2-moe": (Qwen2MoeConfig, {**_EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
+    "qwen2-moe": (Qwen2MoeConfig, {**EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True}),
 }
 
 
 def config_of(name: str) -> PreTrainedConfig:
     kind, changes = CONFIGS[name]
-    return kind(**_SHARED | changes)
+    return kind(**SHARED | changes)
 
 
 def write_model(name: str, path: Path) -> None:
@@ -86,9 +88,9 @@ def write_model(name: str, path: Path) -> None:
     model.save_pretrained(path, max_shard_size="40KB")
 
 
-def start(layout: dict[str, int]) -> None:
+def start(layout: dict[str, int], world: World) -> None:
     """Make megatron's groups of ranks."""
-    parallel_state.destroy_model_parallel()
+    leave_groups(world)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.get("tp", 1),
         pipeline_model_parallel_size=layout.get("pp", 1),

@@ -13,29 +13,19 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from tests.trainer.material import VOCABULARY, expect_same_metrics, make_batch, make_run
+from tests.trainer.mcore.material import EXPERTS, SHARED
 from tests.trainer.ranks import Ranks
 from tests.trainer.scenarios import laid_over
 
 Way = dict[str, Any]
 
-_SHARED: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
-_HEADS: dict[str, Any] = {"head_dim": 16}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 MODELS = {
-    "tied": Qwen2Config(vocab_size=VOCABULARY, num_hidden_layers=4, tie_word_embeddings=True, **_SHARED),
+    "tied": Qwen2Config(**SHARED | {"vocab_size": VOCABULARY, "tie_word_embeddings": True}),
     # a vocabulary that two ranks cannot share without padding
-    "untied": Qwen3Config(vocab_size=VOCABULARY + 1, num_hidden_layers=4, head_dim=16, **_SHARED),
-    "moe": Qwen3MoeConfig(vocab_size=VOCABULARY, num_hidden_layers=2, **_HEADS, **_EXPERTS, **_SHARED),
+    "untied": Qwen3Config(**SHARED | {"vocab_size": VOCABULARY + 1, "head_dim": 16}),
+    "moe": Qwen3MoeConfig(
+        **SHARED | EXPERTS | {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "head_dim": 16, "norm_topk_prob": True}
+    ),
 }
 
 

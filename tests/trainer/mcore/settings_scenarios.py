@@ -16,6 +16,7 @@ from hpcrl.trainer.megatron import shims
 from hpcrl.trainer.megatron.engine import MegatronPolicy
 from hpcrl.trainer.megatron.groups import join_groups
 from hpcrl.trainer.world import World
+from tests.trainer.mcore.leave import leave_groups
 from tests.trainer.scenarios import main
 
 _INTERLEAVED = {"pipeline_model_parallel_size": 2, "pipeline_layers_per_stage": 1}
@@ -49,7 +50,7 @@ def groups(world: World, options: dict[str, Any]) -> None:
             "size": data.size,
             "leads": [leads for _, _, leads in of_rank],
         }
-        parallel_state.destroy_model_parallel()
+        leave_groups(world)
     if world.first:
         Path(options["out"]).write_text(json.dumps(told))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,20 @@ def save(world: World, options: dict[str, Any]) -> None:
     policy.save(Path(options["directory"]))
 
 
+def blocked(world: World, options: dict[str, Any]) -> None:
+    """Save where the first rank cannot write what only it writes; tell what each rank says of it."""
+    policy = engine(world, options, reshardable=True)
+    world.look(lambda: os.makedirs(Path(options["directory"]) / "common.pt"))
+    said = None
+    try:
+        policy.save(Path(options["directory"]))
+    except OSError as error:
+        said = error.errno
+    told = world.each(lambda: said)
+    if world.first:
+        Path(options["out"]).write_text(json.dumps(told))
+
+
 def restore(world: World, options: dict[str, Any]) -> None:
     policy = engine(world, options, reshardable=options["reshardable"])
     try:
@@ -44,4 +59,4 @@ def restore(world: World, options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main({"save": save, "restore": restore})
+    main({"save": save, "blocked": blocked, "restore": restore})

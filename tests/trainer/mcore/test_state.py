@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,13 @@ def test_state_of_fixed_sizes_goes_on_with_those_alone(tmp_path: Path) -> None:
     play(1, ("restore", given | {"sizes": {}, "reshardable": False, "out": str(alone)}))
     assert "was saved with tensor_model_parallel_size 2, now 1" in alone.read_text()
     assert "Go on with those" in alone.read_text()
+
+
+def test_all_ranks_hear_what_the_first_could_not_write(tmp_path: Path) -> None:
+    write_model("qwen3", tmp_path / "model")
+    out, saved = tmp_path / "told", tmp_path / "saved"
+    play(2, ("blocked", {"model": str(tmp_path / "model"), "directory": str(saved), "out": str(out), "sizes": {}}))
+    assert json.loads(out.read_text()) == [errno.EISDIR, errno.EISDIR]
 
 
 def play(ranks: int, *todo: tuple[str, dict[str, Any]]) -> None:

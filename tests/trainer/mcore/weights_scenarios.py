@@ -61,7 +61,7 @@ def round_trip(world: World, options: dict[str, Any]) -> None:
     """Load each model and export it again, in each layout; tell what is not what it was."""
     told = {}
     for layout in options["layouts"]:
-        start(layout)
+        start(layout, world)
         for name in chosen(layout):
             chunks, path = build(architecture(name), layout), Path(options["models"]) / name
             load(chunks, architecture(name), source_of(path), world)
@@ -87,7 +87,7 @@ def padding(chunks: Any, layout: dict[str, int]) -> list[str]:
 
 def cast(world: World, options: dict[str, Any]) -> None:
     """Export something else than the data, in another type."""
-    start(options["layout"])
+    start(options["layout"], world)
     chunks = build(architecture("qwen2-tied"), options["layout"])
     path = Path(options["models"]) / "qwen2-tied"
     load(chunks, architecture("qwen2-tied"), source_of(path), world)
@@ -103,7 +103,7 @@ def logits(world: World, options: dict[str, Any]) -> None:
     ids, told = torch.randint(0, VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(5)), {}
     places = torch.arange(ids.shape[1]).expand_as(ids)
     for layout in options["layouts"]:
-        start(layout)
+        start(layout, world)
         for name in chosen(layout):
             path = Path(options["models"]) / name
             (chunk,) = build(architecture(name), layout)
@@ -123,7 +123,7 @@ def critic(world: World, options: dict[str, Any]) -> None:
     """A head that is not on disk is the one that transformers get; one that is there is read."""
     told = {}
     for layout in options["layouts"]:
-        start(layout)
+        start(layout, world)
         for kind in ("fresh", "saved"):
             source = ValueSource(path=options[kind], role="trainer.critic", head="score", seed=4)
             expected = source.whole(torch.float32, "sdpa").get_output_embeddings().weight  # pyright: ignore[reportOptionalMemberAccess]
@@ -155,7 +155,7 @@ def _attempt(world: World, what: Callable[[], None]) -> str:
 
 def refused(world: World, options: dict[str, Any]) -> None:
     """What cannot be loaded is an error on all ranks."""
-    start(options["layout"])
+    start(options["layout"], world)
     told = {}
     for name, (model, path) in options["models"].items():
         chunks = build(architecture(model), options["layout"])
@@ -170,7 +170,7 @@ def refused(world: World, options: dict[str, Any]) -> None:
 
 def freezing(world: World, options: dict[str, Any]) -> None:
     """Tell what is trained after each way of freezing, or how it is refused."""
-    start(options["layout"])
+    start(options["layout"], world)
     told = {}
     for case, (model, trainable_map, pattern) in options["cases"].items():
         chunks, path = build(architecture(model), options["layout"]), Path(options["models"]) / model
