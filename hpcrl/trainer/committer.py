@@ -92,7 +92,9 @@ class Committer:
             for folder, write in content.writers.items():
                 with explained(target, self._size), _told(target, self._size):
                     write(directory / folder, world.control)
-            parts = world.each(lambda: self._own_files(directory, content))
+            world.each(lambda: self._write_own(directory, content))
+            # once all have written: safetensors writes under passing names, which another rank would take for files
+            parts = world.each(lambda: self._own_files(directory, target))
             files = {name: entry for part in parts for name, entry in part.items()}
             world.look(lambda: self._finish(content, files))
         except CommitError:
@@ -113,13 +115,15 @@ class Committer:
             for folder in folders:
                 (directory / folder).mkdir(exist_ok=True)
 
-    def _own_files(self, directory: Path, content: Content) -> dict[str, Any]:
-        rank = self._world.rank
+    def _write_own(self, directory: Path, content: Content) -> None:
         with explained(content.target, self._size):
             fault("commit.shard")
-            save_tensors(content.random, rng_file(directory, rank))
+            save_tensors(content.random, rng_file(directory, self._world.rank))
             content.more(directory)
-            return listing(directory, lambda path: _writer_of(path) == rank)
+
+    def _own_files(self, directory: Path, target: Path) -> dict[str, Any]:
+        with explained(target, self._size):
+            return listing(directory, lambda path: _writer_of(path) == self._world.rank)
 
     def _finish(self, content: Content, files: dict[str, Any]) -> None:
         with explained(content.target, self._size):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 from hpcrl.errors import CommitError
 from hpcrl.run import fault
 from hpcrl.run.checkpoints import Retention
-from hpcrl.run.commit import committed, read_json
+from hpcrl.run.commit import committed, read_json, verify
 from hpcrl.run.layout import Run, step_of
 from hpcrl.trainer.checkpoint import Checkpoints
+from hpcrl.trainer.committer import Committer, Content
 from hpcrl.trainer.world import World
 from hpcrl.types import Batch
 from tests.trainer.scenarios import make_engine, train_steps
@@ -131,8 +133,31 @@ def full(world: World, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def passing_names(world: World, options: dict[str, Any]) -> list[str]:
+    """One rank still writes under a name that will not stay, when the other has written; return the files of the manifest."""
+    run = Run(Path(options["out"]).parent / "passing")
+
+    def more(directory: Path) -> None:
+        passing = directory / ".tmpAbCdEf"
+        if world.rank == 1:
+            passing.touch()
+            time.sleep(0.5)
+            passing.unlink()
+        else:
+            while not passing.exists():
+                time.sleep(0.01)
+
+    target = run.checkpoint(1)
+    Committer(run, 1, world, Retention()).commit(Content(target, {}, {}, {"step": 1}, more))
+    return sorted(verify(target)["files"])
+
+
 def together(world: World, options: dict[str, Any]) -> None:
-    found = {"one rank fails": one_rank_fails(world, options), "behind": behind(world, options)}
+    found = {
+        "one rank fails": one_rank_fails(world, options),
+        "behind": behind(world, options),
+        "passing names": passing_names(world, options),
+    }
     if options["full"]:
         found["full"] = full(world, options)
     Path(options["out"]).with_suffix(f".{world.rank}").write_text(json.dumps(found))

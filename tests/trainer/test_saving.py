@@ -83,6 +83,10 @@ def test_what_one_rank_cannot_write_fails_on_all(told: dict[str, Any]) -> None:
     assert there == [[], [], 0]
 
 
+def test_what_another_rank_still_writes_is_not_listed(told: dict[str, Any]) -> None:
+    assert told["passing names"] == ["rng-0.safetensors", "rng-1.safetensors"]
+
+
 def test_the_last_one_must_succeed_even_if_others_need_not(told: dict[str, Any]) -> None:
     message, *there = told["one rank fails"]["last"]
     assert "this is your quota" in message
