@@ -90,7 +90,7 @@ class Committer:
         try:
             world.look(lambda: self._begin(target, list(content.writers)))
             for folder, write in content.writers.items():
-                with explained(target, self._size), _told(target, self._size):
+                with _told(target, self._size):
                     write(directory / folder, world.control)
             world.each(lambda: self._write_own(directory, content))
             # once all have written: safetensors writes under passing names, which another rank would take for files
@@ -140,15 +140,17 @@ class Committer:
 @contextmanager
 def _told(target: Path, need: int | None) -> Iterator[None]:
     """Turn what the engine raises on every rank where the disk failed one of them into a CommitError."""
-    try:
-        yield
-    except CheckpointException as error:
-        for cause, _ in error.failures.values():
-            if isinstance(cause, OSError):
-                raise failure(target, cause.strerror or str(cause), cause.errno, need) from error
-            if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):  # says only that writing failed
-                raise failure(target, str(cause).splitlines()[0], None, need) from error
-        raise
+    with explained(target, need):
+        try:
+            yield
+        except CheckpointException as error:
+            for cause, _ in error.failures.values():
+                if isinstance(cause, OSError):
+                    raise cause from error
+                # says only that writing failed
+                if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):
+                    raise failure(target, str(cause).splitlines()[0], None, need) from error
+            raise
 
 
 def _writer_of(path: Path) -> int:

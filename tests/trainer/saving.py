@@ -135,21 +135,27 @@ def full(world: World, options: dict[str, Any]) -> dict[str, Any]:
 
 def passing_names(world: World, options: dict[str, Any]) -> list[str]:
     """One rank still writes under a name that will not stay, when the other has written; return the files of the manifest."""
-    run = Run(Path(options["out"]).parent / "passing")
+    run, seen = Run(Path(options["out"]).parent / "passing"), Path(options["out"]).with_suffix(".seen")
 
     def more(directory: Path) -> None:
         passing = directory / ".tmpAbCdEf"
         if world.rank == 1:
             passing.touch()
+            _await(seen)
             time.sleep(0.5)
             passing.unlink()
         else:
-            while not passing.exists():
-                time.sleep(0.01)
+            _await(passing)
+            seen.touch()
 
     target = run.checkpoint(1)
     Committer(run, 1, world, Retention()).commit(Content(target, {}, {}, {"step": 1}, more))
     return sorted(verify(target)["files"])
+
+
+def _await(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def together(world: World, options: dict[str, Any]) -> None:
