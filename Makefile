@@ -4,23 +4,24 @@
 # make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: an hour
 # make soak    one run, preempted or killed thirty times
 # make check   lint, format and types
+#
+# PYTHON=python3.12 make demo    with another Python than python3; where .venv is there already, remove it first
 
-PYTHON ?= python3
-VENV   ?= .venv
-BIN    := $(VENV)/bin
-LOCK   := requirements-cpu.lock
-ALONE  := tests/faults tests/jobs tests/slurm
+PYTHON    ?= python3
+VENV      ?= .venv
+BIN       := $(VENV)/bin
+LOCK      := requirements-cpu.lock
+TORCH     := $(shell grep '^torch==' $(LOCK))
+TORCH_CPU ?= https://download.pytorch.org/whl/cpu
+PIP       := $(BIN)/pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test learn faults soak check format slurm
 demo: $(VENV)/installed
 	$(BIN)/hpcrl submit configs/quickstart.toml --local --follow
 
-# Two at a time what needs no cluster and times no whole run; make goes on to the rest where that fails.
+# Three at a time: the tests of Slurm mostly wait. tests/conftest.py says which share a process.
 test: $(VENV)/installed slurm
-	@failed=0; \
-	$(BIN)/pytest -n 2 --dist loadfile $(foreach place,$(ALONE),--ignore $(place)) || failed=1; \
-	$(BIN)/pytest $(ALONE) || failed=1; \
-	exit $$failed
+	$(BIN)/pytest -n 3 --no-loadscope-reorder
 
 learn: $(VENV)/installed slurm
 	$(BIN)/pytest -m slow -s tests/jobs/test_learning.py tests/slurm/test_megatron.py
@@ -41,10 +42,17 @@ format: $(VENV)/installed
 	$(BIN)/ruff format
 
 $(VENV)/installed: $(LOCK) pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v < (3, 15) else \
+	  "hpcrl needs Python 3.10 to 3.14, and $(PYTHON) is %d.%d; set PYTHON to another: PYTHON=python3.12 make demo" % v[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK) || { echo; \
-	  echo "Is torch's CPU build what is missing? Set PIP_EXTRA_INDEX_URL to the CPU wheel index that pytorch.org names under Get Started."; exit 1; }
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(PIP) --no-deps $(TORCH)+cpu 2> /dev/null || \
+	  $(PIP) --no-deps $(TORCH)+cpu --index-url $(TORCH_CPU) --timeout 10 --retries 1 2> /dev/null || { \
+	  echo "no CPU build of $(TORCH) on this machine's package indexes or $(TORCH_CPU):"; \
+	  echo "taking the CUDA build, which works on CPUs too; 4.7 GB with what it needs"; \
+	  $(PIP) $(TORCH) -c $(LOCK); }
+	$(PIP) --no-deps -r $(LOCK)
+	$(PIP) --no-deps --no-build-isolation -e .
+	@$(BIN)/python -c 'import torch; print("torch", torch.__version__)'
 	touch $@
 
 slurm:

@@ -2,7 +2,7 @@
 
     python benchmarks/admission.py [--groups N] [--replicas N] [--staleness S] [--surplus E] [--interval K] [--seed N]
 
-Plays whole runs with the code that runs in the controller (hpcrl/controller/{admission,groups,handout}.py); what is simulated is the
+Plays whole runs with the code that runs in the controller (hpcrl/controller/{admission,batches,dispatch}.py); what is simulated is the
 rest: replicas that take a drawn time per group, load weights, vanish, come back, join late or are silent for a while and then deliver
 what they made; a trainer; groups that are not worth training. Checked all the while: no group trains later than the staleness
 allows, none trains or is dropped twice, none is lost, and the run gets to its end.
@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
-from hpcrl.config.algorithm import DynamicSamplingConfig
+from hpcrl.config.sections.algorithm import DynamicSamplingConfig
 from hpcrl.controller.admission import Admission, staleness
+from hpcrl.controller.batches import BatchComposer
+from hpcrl.controller.dispatch import Dispatcher
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.evaluation import EvalQueue
-from hpcrl.controller.groups import Groups
-from hpcrl.controller.handout import Handout
-from hpcrl.controller.sampling import group_id, group_index
+from hpcrl.controller.prompt_stream import group_id, group_index
 from hpcrl.types import GroupMeta
 
 _GOOD, _BAD = [0.0, 1.0], [0.0, 0.0]
@@ -109,8 +109,8 @@ class Play:
         self.scene, self._draw = scene, random.Random(scene.seed)
         self.admission = Admission(scene.batch_size, scene.bound, scene.steps, scene.at_once, scene.surplus)
         sampling = DynamicSampling(DynamicSamplingConfig(type="filter", max_sample_batches=0))
-        self._groups = Groups(self.admission, sampling, scene.batch_size)
-        self._handout = Handout(self.admission, EvalQueue(1), 2, 1)
+        self._composer = BatchComposer(self.admission, sampling, scene.batch_size)
+        self._dispatcher = Dispatcher(self.admission, EvalQueue(1), 2, 1)
         self._replicas = [Replica(f"rollout-{number}") for number in range(scene.replicas)]
         self._by_name = {replica.name: replica for replica in self._replicas}
         self._events = list[tuple[float, int, Callable[..., None], tuple[Any, ...]]]()
@@ -165,7 +165,7 @@ class Play:
         replica.here = replica.heard = True
         replica.version = -1
         self.counts["joined"] += 1
-        self._handout.join(replica.name)
+        self._dispatcher.join(replica.name)
         self._reconcile(replica)  # what it had before it vanished
         self._hand_out()
         self._load(replica)
@@ -208,12 +208,12 @@ class Play:
     def _cut(self, replica: Replica, life: int) -> None:
         """The answer to the claim that was under way has been given, to nobody."""
         if replica.life == life and not replica.heard:
-            self._handout.withdraw(replica.name)
+            self._dispatcher.withdraw(replica.name)
 
     def _gone(self, replica: Replica, life: int) -> None:
         if replica.life != life or replica.heard:
             return
-        self._handout.leave(replica.name)
+        self._dispatcher.leave(replica.name)
         self.counts["taken back"] += len(self.admission.release(replica.name))
         self._hand_out()
 
@@ -221,7 +221,7 @@ class Play:
         if replica.life != life:
             return
         replica.heard = True
-        self._handout.join(replica.name)
+        self._dispatcher.join(replica.name)
         self._empty += self._is_empty(replica)
         outbox, replica.outbox = replica.outbox, []
         for index in outbox:
@@ -264,12 +264,12 @@ class Play:
         if replica.asks or replica.loading or not replica.heard or room <= 0 or replica.version != self.version:
             return
         self._reconcile(replica)
-        grant = self._handout.claim(replica.name, replica.version, room)
-        if grant:
-            self._begin(replica, grant.indices)
+        assignment = self._dispatcher.claim(replica.name, replica.version, room)
+        if assignment:
+            self._begin(replica, assignment.indices)
         else:
             replica.asks = True
-            self._handout.wait(replica.name, replica.version, room)
+            self._dispatcher.wait(replica.name, replica.version, room)
 
     def _begin(self, replica: Replica, indices: list[int]) -> None:
         scene, wait = self.scene, 2 * self.scene.latency_s
@@ -285,11 +285,11 @@ class Play:
             self._at(seconds + wait, self._finish, replica, replica.life, index)
 
     def _hand_out(self) -> None:
-        for name, grant in self._handout.grants(self.version):
+        for name, assignment in self._dispatcher.assignments(self.version):
             replica = self._by_name[name]
             if replica.heard and replica.asks:  # else the answer gets lost
                 replica.asks = False
-                self._begin(replica, grant.indices)
+                self._begin(replica, assignment.indices)
 
     def _reconcile(self, replica: Replica) -> None:
         self.admission.release(replica.name, replica.held)
@@ -312,18 +312,18 @@ class Play:
             "s",
             1.0,
         )
-        reason = self._groups.complete(index, meta)
+        reason = self._composer.complete(index, meta)
         self._progress = self.now
         if owner is not None:
-            self._handout.lighter(owner)
+            self._dispatcher.load_changed(owner)
         if owner != replica.name:
             self.counts["late refused" if reason else "late accepted"] += 1
 
     # the trainer
 
     def _compose(self) -> None:
-        while (batch := self._groups.batch()) is not None:
-            self._groups.take()
+        while (batch := self._composer.batch()) is not None:
+            self._composer.take()
             self._ready[batch.step] = batch.groups
             for group in batch.groups:
                 self._end(group.group_id, "trained")
@@ -355,7 +355,7 @@ class Play:
         if self._step % self.scene.interval == 0 or self._step == self.scene.steps:
             self.version, self._empty = self._step, 0
             for replica in self._replicas:
-                self._handout.withdraw(replica.name)
+                self._dispatcher.withdraw(replica.name)
                 replica.asks = False
                 if replica.heard and not replica.loading:
                     self._load(replica)

@@ -1,4 +1,4 @@
-"""What it costs that ranks agree before each micro-batch whether to stop: one all-reduce of one number over gloo, and the pulse.
+"""What it costs that ranks agree before each micro-batch whether to stop: one all-reduce of one number over gloo, and the heartbeat.
 
     python benchmarks/agreement.py [--ranks N] [--times N]
 
@@ -16,21 +16,21 @@ import time
 from pathlib import Path
 from statistics import median
 
-from hpcrl.run.layout import Run
-from hpcrl.run.pulse import DIRECTORY, Pulse
-from hpcrl.run.signals import StopSignal
-from hpcrl.trainer.stop import Agreement
-from hpcrl.trainer.world import joined
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.heartbeat import DIRECTORY, Heartbeat
+from hpcrl.runtime.signals import StopSignal
+from hpcrl.trainer.distributed import joined
+from hpcrl.trainer.stop import StopConsensus
 
 
 def rank(times: int) -> None:
     with tempfile.TemporaryDirectory() as folder, joined() as world:
         os.environ[DIRECTORY] = folder
-        agreement = Agreement(world, StopSignal(), Pulse(Run(Path(folder)), 1, f"rank-{world.rank}"))
+        consensus = StopConsensus(world, StopSignal(), Heartbeat(Run(Path(folder)), 1, f"rank-{world.rank}"))
         seconds = []
         for _ in range(times):
             began = time.perf_counter()
-            agreement("update.micro_batch")
+            consensus("update.micro_batch")
             seconds.append(time.perf_counter() - began)
         if world.first:
             found = sorted(seconds[times // 10 :])

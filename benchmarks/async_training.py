@@ -29,10 +29,10 @@ from typing import Any
 
 from quickstart import processes
 
-from hpcrl.envs.environment import Messages, Turn
+from hpcrl.envs.base import Messages, Turn
 from hpcrl.observe.metrics import merged
-from hpcrl.run.layout import Run
-from hpcrl.run.ledger import read_outcome
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import read_outcome
 
 ROOT = Path(__file__).parents[1]
 _ALPHABET, _LETTERS = "abcdefghijkl", 5
@@ -132,7 +132,7 @@ def measure(
     command = [
         sys.executable,
         "-m",
-        "hpcrl.cli",
+        "hpcrl.cli.main",
         "submit",
         str(ROOT / "configs" / "quickstart.toml"),
         "--local",

@@ -29,9 +29,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hpcrl.config import AlgorithmConfig, TrainerConfig
 from hpcrl.config.validate import build
-from hpcrl.trainer.build import build_policy
-from hpcrl.trainer.objective import build_objective
-from hpcrl.trainer.world import World, joined
+from hpcrl.trainer.backends.build import build_policy
+from hpcrl.trainer.distributed import World, joined
+from hpcrl.trainer.loss import build_objective
 from hpcrl.types import MicroBatch
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}

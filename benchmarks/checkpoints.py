@@ -20,14 +20,14 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import AlgorithmConfig, FSDPConfig, MixedPrecisionConfig, ModelConfig, PolicyConfig, TrainerConfig
-from hpcrl.run.checkpoints import Retention, size_of
-from hpcrl.run.commit import verify
-from hpcrl.run.layout import Run
-from hpcrl.run.space import readable
-from hpcrl.trainer.checkpoint import Checkpoints
-from hpcrl.trainer.fsdp import FsdpPolicy
-from hpcrl.trainer.world import World, joined
+from hpcrl.rundir.checkpoints import Retention, size_of
+from hpcrl.rundir.commit import verify
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
+from hpcrl.trainer.distributed import World, joined
+from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.types import Batch
+from hpcrl.units import readable_size
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 _WIDTH = 512
@@ -72,7 +72,7 @@ def measure(world: World, millions: float, repetitions: int, place: Path) -> Non
                 products[mode].append(done)
                 behind.extend(times.values())
     size = size_of(verify(place / "sync" / "checkpoints" / f"s{repetitions + 1:06d}"))
-    print(f"{millions:.0f} million parameters, {readable(size)} per checkpoint, {torch.get_num_threads()} threads")
+    print(f"{millions:.0f} million parameters, {readable_size(size)} per checkpoint, {torch.get_num_threads()} threads")
     for mode, values in waits.items():
         print(f"{mode:6} training waits {median(values):.3f} s, {min(values):.3f} to {max(values):.3f}")
     print(

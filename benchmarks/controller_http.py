@@ -28,9 +28,9 @@ from typing import Any
 
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.service import Schedule, Service
-from hpcrl.run.call import headers, read_token
-from hpcrl.run.commit import write_text
-from hpcrl.run.layout import Run
+from hpcrl.rundir.commit import write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.controller_client import headers, read_token
 from hpcrl.types import GroupMeta, Prompt
 
 _START_S = 60.0

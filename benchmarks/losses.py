@@ -2,7 +2,7 @@
 
     python benchmarks/losses.py [--device cpu|cuda] [--tokens N] [--vocabulary V ...] [--only head|losses]
 
-`naive` has the logits of all tokens at the same time, `chunked` (hpcrl/trainer/logprobs.py) those of a slice. Time and memory are
+`naive` has the logits of all tokens at the same time, `chunked` (hpcrl/trainer/models/logprobs.py) those of a slice. Time and memory are
 measured in two processes, because C's allocator works in two ways: for times it keeps what is freed, as the trainer's does; for
 memory it gives back everything at once, so that what is resident is what is in use. Memory is what the high-water mark, set back just before, rises above what was held: the kernel's VmHWM, on a GPU torch's. Times are medians: on the
 CPU the processor time of a single thread, which depends little on what else the machine does.
@@ -27,8 +27,8 @@ import torch
 from hpcrl.algorithms.losses import POLICY_LOSSES, Tokens
 from hpcrl.algorithms.reductions import weighted_sum
 from hpcrl.config import AlgorithmConfig
-from hpcrl.trainer.logprobs import token_logprobs
-from hpcrl.trainer.objective import loss_settings
+from hpcrl.trainer.loss import build_policy_loss
+from hpcrl.trainer.models.logprobs import token_logprobs
 
 _KEEP = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "MALLOC_TRIM_THRESHOLD_": str(64 << 10)}
@@ -84,7 +84,7 @@ def head(case: Case) -> Callable[[int], None]:
 
 def loss(case: Case) -> Callable[[int], None]:
     name = str(case.loss)
-    settings = loss_settings(AlgorithmConfig(policy_loss_type=name))
+    policy_loss = build_policy_loss(AlgorithmConfig(policy_loss_type=name))
     logprobs_P = (-torch.rand(case.tokens, device=case.device) * 3).requires_grad_(case.backward)
     near_P = [logprobs_P.detach() + 0.1 * torch.randn(case.tokens, device=case.device) for _ in range(2)]
     advantages_P = torch.randn(case.tokens, device=case.device)
@@ -93,7 +93,7 @@ def loss(case: Case) -> Callable[[int], None]:
     def run(tokens: int) -> None:
         lengths = [min(_SAMPLE, tokens)] * max(1, tokens // _SAMPLE)
         given = [values[:tokens] for values in (logprobs_P, *near_P, advantages_P, mask_P)]
-        loss_P, _ = POLICY_LOSSES[name](Tokens(*given, lengths), **settings)
+        loss_P, _ = policy_loss(Tokens(*given, lengths))
         if case.backward:
             weighted_sum(loss_P, given[-1] / tokens).backward()
             logprobs_P.grad = None

@@ -2,7 +2,7 @@
 
     python benchmarks/micro_batches.py [--seeds N]
 
-Nothing is trained: mini-batches of drawn lengths are dealt and cut by the trainer's own hpcrl/trainer/plan.py. A pass costs as much
+Nothing is trained: mini-batches of drawn lengths are dealt and cut by the trainer's own hpcrl/trainer/batching.py. A pass costs as much
 as it has tokens, and each waits for the rank whose pass of the same number is largest. Activations grow with the tokens of the largest
 pass.
 """
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from statistics import fmean
 
-from hpcrl.trainer.plan import Limit, Pick, cut, deal, idle_share
+from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, assign_to_ranks, idle_share, split_micro_batches
 
 _LONGEST = 16384
 LENGTHS: dict[str, Callable[[random.Random], int]] = {
@@ -27,17 +27,22 @@ LENGTHS: dict[str, Callable[[random.Random], int]] = {
 }
 SIZES = ((8, 64), (64, 16))
 """Ranks, and samples of each in a mini-batch."""
-LIMITS = {"1 sample": Limit(1), "4 samples": Limit(4), "16384 tokens": Limit(1, 16384), "32768 tokens": Limit(1, 32768)}
+LIMITS = {
+    "1 sample": MicroBatchLimit(1),
+    "4 samples": MicroBatchLimit(4),
+    "16384 tokens": MicroBatchLimit(1, 16384),
+    "32768 tokens": MicroBatchLimit(1, 32768),
+}
 
 
 def measure(
-    draw: random.Random, length: Callable[[random.Random], int], ranks: int, each: int, limit: Limit
+    draw: random.Random, length: Callable[[random.Random], int], ranks: int, each: int, limit: MicroBatchLimit
 ) -> list[float]:
     """Return the idle share, the tokens of the largest pass, the passes, and the seconds that planning took."""
-    picks = [Pick(0, index, max(1, length(draw))) for index in range(ranks * each)]
+    refs = [SampleRef(0, index, max(1, length(draw))) for index in range(ranks * each)]
     began = time.perf_counter()
-    shares = deal(picks, ranks, limit)
-    planned = cut(shares, limit)
+    shares = assign_to_ranks(refs, ranks, limit)
+    planned = split_micro_batches(shares, limit)
     seconds = time.perf_counter() - began
     sums = [
         sum(share[at].length for at in part) for share, parts in zip(shares, planned, strict=True) for part in parts

@@ -19,8 +19,8 @@ from statistics import median
 
 from hpcrl.observe.metrics import merged
 from hpcrl.observe.summary import summarise
-from hpcrl.run.layout import Run
-from hpcrl.run.ledger import read_outcome
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import read_outcome
 
 ROOT = Path(__file__).parents[1]
 _POLL_S = 0.5
@@ -30,7 +30,7 @@ _NAMES = {
     "jobs/controller.py": "controller",
     "VLLM::EngineCore": "vLLM engine core",
     "api_server": "vLLM API server",
-    "hpcrl.rollout.serve": "vLLM API server",
+    "hpcrl.rollout.vllm.main": "vLLM API server",
     "torch.distributed.run": "torchrun",
     "submitit.core._submit": "node agent",
 }
@@ -69,7 +69,7 @@ def run_quickstart(root: Path, settings: list[str]) -> tuple[Run, dict[str, floa
     command = [
         sys.executable,
         "-m",
-        "hpcrl.cli",
+        "hpcrl.cli.main",
         "submit",
         str(ROOT / "configs" / "quickstart.toml"),
         "--local",

@@ -13,6 +13,10 @@
 A message names the thing, what was expected and the remedy. What is wrong inside hpcrl itself is an `assert`.
 """
 
+from __future__ import annotations
+
+from collections import abc
+
 
 class HpcrlError(Exception):
     """Base of all errors that are shown to the user without a traceback."""
@@ -50,3 +54,20 @@ class UserCodeError(HpcrlError):
 
 class ServiceError(HpcrlError):
     exit_code = 9
+
+
+def did_you_mean(name: str, known: abc.Iterable[str], most: int = 1, alike: float = 0.6) -> str:
+    """Return "; did you mean a or b?" for at most `most` of the names that resemble `name`, the nearest first; "" for none.
+
+    Args:
+        alike: how alike they have to be, from 0 to 1 (difflib's ratio).
+    """
+    near = similar(name, known, most, alike)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def similar(name: str, known: abc.Iterable[str], most: int = 1, alike: float = 0.6) -> list[str]:
+    """Return at most `most` of the names that resemble `name`, the nearest first."""
+    from difflib import get_close_matches  # not on the way of a command that goes well
+
+    return get_close_matches(name, list(known), most, alike)

@@ -13,6 +13,7 @@ import asyncio
 import os
 import signal
 import sys
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,61 +21,56 @@ from typing import TYPE_CHECKING
 from hpcrl.config import Config
 from hpcrl.config.derive import max_input_length, needs_baselines, surplus_groups
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.options import server_options
-from hpcrl.rollout.scratch import Scratch
-from hpcrl.rollout.server import Server
-from hpcrl.run.call import Controller
-from hpcrl.run.layout import Run
-from hpcrl.run.lease import FAILED, LeaseWriter
-from hpcrl.run.pulse import Pulse
+from hpcrl.rollout.vllm.server import Scratch, Server, server_options
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.heartbeat import Heartbeat
+from hpcrl.runtime.process_status import FAILED, StatusWriter
 
 if TYPE_CHECKING:
-    from hpcrl.rollout.worker import Post
+    from hpcrl.rollout.worker import WorkerOptions
 
 
 def main(path: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     run, attempt, replica = Run.open(path), int(os.environ["HPCRL_ATTEMPT"]), int(os.environ["HPCRL_REPLICA"])
     config = Config.from_toml([run.config])
-    pulse = Pulse(run, attempt, f"rollout-{replica}")
-    lease = LeaseWriter(run, f"rollout-{replica}", attempt, pulse)
-    lease.say("starting engine")
+    heartbeat = Heartbeat(run, attempt, f"rollout-{replica}")
+    status = StatusWriter(run, f"rollout-{replica}", attempt, heartbeat)
+    status.write("starting engine")
     try:
-        serve(run, config, attempt, replica, lease, pulse)
+        serve(run, config, attempt, replica, status, heartbeat)
     except BaseException as error:
-        lease.say("stopped" if isinstance(error, SystemExit) else f"{FAILED}: {str(error).partition(chr(10))[0]}")
+        first_line = str(error).partition("\n")[0]
+        status.write("stopped" if isinstance(error, SystemExit) else f"{FAILED}: {first_line}")
         raise
-    lease.say("finished")
+    status.write("finished")
 
 
-def serve(run: Run, config: Config, attempt: int, replica: int, lease: LeaseWriter, pulse: Pulse) -> None:
-    scratch, start_s = Scratch(), config.generator.inference_engine.start_timeout_seconds
-    try:
+def serve(run: Run, config: Config, attempt: int, replica: int, status: StatusWriter, heartbeat: Heartbeat) -> None:
+    """Start the engine, work with it until the run ends, and end it."""
+    start_s = config.generator.inference_engine.start_timeout_seconds
+    with ExitStack() as stack:
+        scratch = Scratch()
+        stack.callback(scratch.remove)
         server = Server(server_options(run, config), scratch.path, run.log(attempt, f"engine-{replica}"))
-        try:
-            # torch and transformers take seconds to import, while the engine starts
-            from hpcrl.rollout.worker import work
+        stack.callback(server.stop)
+        # torch and transformers take seconds to import, while the engine starts
+        from hpcrl.rollout.worker import work
 
-            post = station(run, config, attempt, replica, scratch.path)
-            server.wait_ready(start_s, lambda: lease.say("starting engine"))
-            pulse.beat("serve")
-            try:
-                generator = replace(
-                    config.generator, max_input_length=max_input_length(config.generator, config.trainer)
-                )
-                asyncio.run(work(post, server, config.trainer.policy.model.path, generator, config.environment, lease))
-            finally:
-                Controller(run, attempt).leave(post.name)
-        finally:
-            server.stop()
-    finally:
-        scratch.remove()
+        options = worker_options(run, config, attempt, replica, scratch.path)
+        server.wait_ready(start_s, lambda: status.write("starting engine"))
+        heartbeat.beat("serve")
+        controller = stack.enter_context(closing(Controller(run, attempt)))
+        stack.callback(controller.leave, options.name)
+        generator = replace(config.generator, max_input_length=max_input_length(config.generator, config.trainer))
+        asyncio.run(work(options, server, config.trainer.policy.model.path, generator, config.environment, status))
 
 
-def station(run: Run, config: Config, attempt: int, replica: int, scratch: Path) -> Post:
-    from hpcrl.rollout.worker import Post
+def worker_options(run: Run, config: Config, attempt: int, replica: int, scratch: Path) -> WorkerOptions:
+    from hpcrl.rollout.worker import WorkerOptions
 
-    return Post(
+    return WorkerOptions(
         run=run,
         attempt=attempt,
         replica=replica,

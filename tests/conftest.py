@@ -1,8 +1,73 @@
-"""What holds for all tests, before anything imports torch."""
+"""What holds for all tests, before anything imports torch: how threads wait, which tests share a process under `pytest -n`, and what is made once."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-# two files are tested at a time: waiting threads of one would take the cores from the other
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+
+# several processes test at a time: waiting threads of one would take the cores from the others
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+GROUPS = {
+    "tests/faults/": "cluster",
+    "tests/slurm/": "cluster",
+    "tests/rollout/": "engine",
+    "tests/trainer/backends/megatron/": "megatron",
+    "tests/trainer/": "ranks",
+    "tests/jobs/": "runs",
+}
+"""Tests of these folders share a process, one after the other, the longest first: a cluster, an engine, ranks start once. Others share one with their file."""
+
+
+def _group(path: str) -> str:
+    return next((group for folder, group in GROUPS.items() if path.startswith(folder)), path)
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """xdist's own `--dist loadgroup` marks the ids of tests, which pytest 9.2 no longer lets it do."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group(nodeid.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
+    return GroupScheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = list(dict.fromkeys(GROUPS.values()))
+    places = {group: place for place, group in enumerate(order)}
+    items.sort(key=lambda item: places.get(_group(item.nodeid.partition("::")[0]), len(order)))
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model."""
+    from tests.trainer.material import write_model
+
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[Any]:
+    """A World of one rank: this process."""
+    from tests.trainer.material import world_of_one
+
+    with world_of_one() as world:
+        yield world
+
+
+@pytest.fixture(scope="session")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two Ranks under torchrun."""
+    from tests.trainer.ranks import Ranks
+
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()

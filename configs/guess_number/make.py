@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import torch
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-from hpcrl.envs.guess_number import HIGHER, LOWER, GuessNumber
+from hpcrl.envs.tasks.guess_number import HIGHER, LOWER, GuessNumber
 
 LOWEST, NUMBERS, GUESSES = (1, 8), 7, 3
 INSTRUCTION, TO = "guess: ", " to "

@@ -9,16 +9,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hpcrl.config.environment import EnvironmentConfig
-from hpcrl.config.generator import GeneratorConfig
+from hpcrl.config.sections.environment import EnvironmentConfig
+from hpcrl.config.sections.generator import GeneratorConfig
 from hpcrl.config.validate import build
 from hpcrl.data.chat import load_tokenizer
-from hpcrl.rollout.client import EngineClient
 from hpcrl.rollout.generate import Group, GroupGenerator
-from hpcrl.rollout.scratch import Scratch
-from hpcrl.rollout.server import Server, ServerOptions
-from hpcrl.run.call import headers
-from hpcrl.run.commit import write_text
+from hpcrl.rollout.vllm.client import EngineClient
+from hpcrl.rollout.vllm.server import Scratch, Server, ServerOptions
+from hpcrl.rundir.commit import write_text
+from hpcrl.runtime.controller_client import headers
 from hpcrl.types import Prompt, Work
 
 NAME, TOKEN = "alone", secrets.token_hex()

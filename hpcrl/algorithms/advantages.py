@@ -1,7 +1,7 @@
 """How rewards become advantages.
 
-An estimator sees samples laid end to end, as `Outcomes`, and the section `trainer.algorithm`, and returns one number per entry. A
-user's own has the same signature. `ESTIMATORS` gives them names.
+An estimator sees samples laid end to end, as `AdvantageInputs`, and returns one number per entry. Its other parameters are its settings
+(hpcrl/algorithms/settings.py). A user's own has the same signature. `ESTIMATORS` gives them names.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from hpcrl.config.algorithm import AlgorithmConfig
-
 _EPSILON = 1e-6
 _LEAST_VARIANCE = 1e-8
 
@@ -24,7 +22,7 @@ def _all_here(sums: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Outcomes:
+class AdvantageInputs:
     """What came of samples that are laid end to end, B of them with P entries in all.
 
     An entry is a token for estimators that are marked `per_token`; these see the samples of one rank. The others see every sample
@@ -76,8 +74,8 @@ class Outcomes:
         return torch.where(self.mask_P > 0, values_P, 0.0)
 
 
-Estimator = Callable[[Outcomes, AlgorithmConfig], torch.Tensor]
-"""(outcomes, trainer.algorithm) -> advantages [P]; what they are where the mask is 0 does not matter."""
+Estimator = Callable[..., torch.Tensor]
+"""(inputs, its settings by keyword) -> advantages [P]; what they are where the mask is 0 does not matter."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -101,107 +99,107 @@ class _Groups:
     means_B: torch.Tensor
 
 
-def _groups(outcomes: Outcomes) -> _Groups:
-    rewards_B = outcomes.by_sample(outcomes.rewards_P)
-    sizes_B = outcomes.by_group(torch.ones_like(rewards_B))
-    means_B = torch.where(sizes_B > 1, outcomes.by_group(rewards_B) / sizes_B, 0.0)
+def _groups(inputs: AdvantageInputs) -> _Groups:
+    rewards_B = inputs.by_sample(inputs.rewards_P)
+    sizes_B = inputs.by_group(torch.ones_like(rewards_B))
+    means_B = torch.where(sizes_B > 1, inputs.by_group(rewards_B) / sizes_B, 0.0)
     return _Groups(rewards_B, sizes_B, means_B)
 
 
-def grpo(outcomes: Outcomes, algorithm: AlgorithmConfig) -> torch.Tensor:
+def grpo(inputs: AdvantageInputs, *, grpo_norm_by_std: bool) -> torch.Tensor:
     """Return how much better each sample is than its group (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
     (r - mean) / (std + 1e-6) with the unbiased standard deviation, or with grpo_norm_by_std=false r - mean (Dr. GRPO,
     arXiv:2503.20783). A group whose rewards are all equal teaches nothing: 0. A group of one has nothing to compare with: mean 0
     and std 1.
     """
-    groups = _groups(outcomes)
+    groups = _groups(inputs)
     centered_B = groups.rewards_B - groups.means_B
-    if algorithm.grpo_norm_by_std:
-        variance_B = outcomes.by_group(centered_B.square()) / (groups.sizes_B - 1).clamp(min=1)
+    if grpo_norm_by_std:
+        variance_B = inputs.by_group(centered_B.square()) / (groups.sizes_B - 1).clamp(min=1)
         centered_B = centered_B / (torch.where(groups.sizes_B > 1, variance_B.sqrt(), 1.0) + _EPSILON)
-    return outcomes.to_entries(centered_B)
+    return inputs.to_entries(centered_B)
 
 
-def rloo(outcomes: Outcomes, _: AlgorithmConfig) -> torch.Tensor:
+def rloo(inputs: AdvantageInputs) -> torch.Tensor:
     """Return r minus the mean of the group's other samples (arXiv:2402.14740); 0 where there is no other."""
-    groups = _groups(outcomes)
+    groups = _groups(inputs)
     factor_B = groups.sizes_B / (groups.sizes_B - 1).clamp(min=1)
     centered_B = (groups.rewards_B - groups.means_B) * factor_B
-    return outcomes.to_entries(torch.where(groups.sizes_B > 1, centered_B, 0.0))
+    return inputs.to_entries(torch.where(groups.sizes_B > 1, centered_B, 0.0))
 
 
-def maxrl(outcomes: Outcomes, _: AlgorithmConfig) -> torch.Tensor:
+def maxrl(inputs: AdvantageInputs) -> torch.Tensor:
     """Return (r - mean) / (mean + 1e-6), for rewards that are not negative (arXiv:2602.02710); r in a group of one.
 
     Prompts that the policy rarely answers well count more than others.
     """
-    groups = _groups(outcomes)
+    groups = _groups(inputs)
     divisor_B = torch.where(groups.sizes_B > 1, groups.means_B + _EPSILON, 1.0)
-    return outcomes.to_entries((groups.rewards_B - groups.means_B) / divisor_B)
+    return inputs.to_entries((groups.rewards_B - groups.means_B) / divisor_B)
 
 
-def opo(outcomes: Outcomes, _: AlgorithmConfig) -> torch.Tensor:
+def opo(inputs: AdvantageInputs) -> torch.Tensor:
     """Return r minus the group's mean weighted by trained tokens (arXiv:2505.23585, section 3).
 
     That baseline makes the variance of an on-policy gradient least, if the squared norm of a sample's gradient grows with its
     tokens. A group of one is its own baseline: 0.
     """
-    rewards_B, tokens_B = outcomes.by_sample(outcomes.rewards_P), outcomes.by_sample(outcomes.mask_P)
-    weights_B = torch.where(outcomes.by_group(tokens_B) > 0, tokens_B, 1.0)
-    return outcomes.to_entries(rewards_B - outcomes.by_group(weights_B * rewards_B) / outcomes.by_group(weights_B))
+    rewards_B, tokens_B = inputs.by_sample(inputs.rewards_P), inputs.by_sample(inputs.mask_P)
+    weights_B = torch.where(inputs.by_group(tokens_B) > 0, tokens_B, 1.0)
+    return inputs.to_entries(rewards_B - inputs.by_group(weights_B * rewards_B) / inputs.by_group(weights_B))
 
 
-def remax(outcomes: Outcomes, _: AlgorithmConfig) -> torch.Tensor:
+def remax(inputs: AdvantageInputs) -> torch.Tensor:
     """Return r minus the reward of the greedy response to the same prompt (ReMax, arXiv:2310.10505, algorithm 2).
 
     No other sample is needed: a group of one learns too.
     """
-    assert outcomes.baselines_B is not None, "remax needs the rewards of greedy responses"
-    return outcomes.to_entries(outcomes.by_sample(outcomes.rewards_P) - outcomes.baselines_B)
+    assert inputs.baselines_B is not None, "remax needs the rewards of greedy responses"
+    return inputs.to_entries(inputs.by_sample(inputs.rewards_P) - inputs.baselines_B)
 
 
 @per_token
-def reinforce_plus_plus(outcomes: Outcomes, algorithm: AlgorithmConfig) -> torch.Tensor:
+def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float) -> torch.Tensor:
     """Return the discounted rewards from each token on, whitened over the batch (arXiv:2501.03262).
 
     The penalty of the paper, the KL divergence from the reference, is part of the rewards with use_kl_in_reward.
     """
-    returns_P = lambda_returns(outcomes, torch.zeros_like(outcomes.rewards_P), algorithm.gamma, 1.0)
-    return whiten(returns_P, outcomes.mask_P, outcomes.total) * outcomes.mask_P
+    returns_P = lambda_returns(inputs, torch.zeros_like(inputs.rewards_P), gamma, 1.0)
+    return whiten(returns_P, inputs.mask_P, inputs.total) * inputs.mask_P
 
 
-def reinforce_plus_plus_baseline(outcomes: Outcomes, _: AlgorithmConfig) -> torch.Tensor:
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> torch.Tensor:
     """Return r minus the group's mean, whitened over the tokens of the batch (arXiv:2501.03262, with a baseline per prompt)."""
-    groups = _groups(outcomes)
-    centered_P = outcomes.to_entries(groups.rewards_B - groups.means_B)
-    return torch.where(outcomes.mask_P > 0, whiten(centered_P, outcomes.mask_P, outcomes.total), 0.0)
+    groups = _groups(inputs)
+    centered_P = inputs.to_entries(groups.rewards_B - groups.means_B)
+    return torch.where(inputs.mask_P > 0, whiten(centered_P, inputs.mask_P, inputs.total), 0.0)
 
 
 @per_token
-def gae(outcomes: Outcomes, algorithm: AlgorithmConfig) -> torch.Tensor:
+def gae(inputs: AdvantageInputs, *, gamma: float, lambd: float) -> torch.Tensor:
     """Return generalized advantages against a critic (arXiv:1506.02438), whitened over the batch."""
-    assert outcomes.values_P is not None, "gae needs a critic's values"
-    returns_P = lambda_returns(outcomes, outcomes.values_P, algorithm.gamma, algorithm.lambd)
-    return whiten(returns_P - outcomes.values_P, outcomes.mask_P, outcomes.total) * outcomes.mask_P
+    assert inputs.values_P is not None, "gae needs a critic's values"
+    returns_P = lambda_returns(inputs, inputs.values_P, gamma, lambd)
+    return whiten(returns_P - inputs.values_P, inputs.mask_P, inputs.total) * inputs.mask_P
 
 
-def lambda_returns(outcomes: Outcomes, values_P: torch.Tensor, gamma: float, lambd: float) -> torch.Tensor:
+def lambda_returns(inputs: AdvantageInputs, values_P: torch.Tensor, gamma: float, lambd: float) -> torch.Tensor:
     """Return what a critic should have expected before each token, [P]: its value plus the generalized advantage.
 
-    Only trained tokens are steps: values elsewhere count nothing, time stands still there, and a reward there belongs to the last
+    Only trained tokens are steps: values elsewhere count nothing, they are no steps in time, and a reward there belongs to the last
     trained token before it. The sources step through padding and through what the environment said.
     """
 
     def columns(of_P: torch.Tensor) -> torch.Tensor:
-        return pad_sequence(list(of_P.split(list(outcomes.lengths)))).flip(0)  # [longest, B], last entry first
+        return pad_sequence(list(of_P.split(list(inputs.lengths)))).flip(0)  # [longest, B], last entry first
 
-    if not sum(outcomes.lengths):
+    if not sum(inputs.lengths):
         return values_P
-    advantage_B = next_value_B = reward_B = values_P.new_zeros(len(outcomes.lengths))
+    advantage_B = next_value_B = reward_B = values_P.new_zeros(len(inputs.lengths))
     backwards = []
     for rewards_B, value_B, mask_B in zip(
-        columns(outcomes.rewards_P), columns(values_P), columns(outcomes.mask_P), strict=True
+        columns(inputs.rewards_P), columns(values_P), columns(inputs.mask_P), strict=True
     ):
         reward_B = reward_B + rewards_B
         step_B = reward_B + gamma * next_value_B - value_B + gamma * lambd * advantage_B
@@ -211,7 +209,7 @@ def lambda_returns(outcomes: Outcomes, values_P: torch.Tensor, gamma: float, lam
         reward_B = torch.where(trained_B, 0.0, reward_B)
         backwards.append(torch.where(trained_B, advantage_B + value_B, 0.0))
     rows = torch.stack(backwards[::-1], dim=1)  # [B, longest]
-    return torch.cat([row[:length] for row, length in zip(rows, outcomes.lengths, strict=True)])
+    return torch.cat([row[:length] for row, length in zip(rows, inputs.lengths, strict=True)])
 
 
 def whiten(

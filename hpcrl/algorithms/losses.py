@@ -4,7 +4,8 @@ A loss gives [P] values and the sums of its own metrics over the mask. It neithe
 multiplies by the weights of hpcrl/algorithms/reductions.py and adds everything up, so that nothing depends on packing, micro-batch
 size or number of ranks. The exceptions are clip_cov and kl_cov, which compare a token with the others of its micro-batch.
 
-A user's own loss has the signature of `Loss`, and is named as "package.module:function".
+A loss's other parameters are its settings (hpcrl/algorithms/settings.py). A user's own has the same signature, and is named as
+"package.module:function".
 """
 
 from __future__ import annotations

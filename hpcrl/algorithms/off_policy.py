@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hpcrl.algorithms.losses import Tokens, bounded_exp, masked_sum, ratio, sample_means, sample_sums, spread
-from hpcrl.config.algorithm import OffPolicyCorrectionConfig
+from hpcrl.config.sections.algorithm import OffPolicyCorrectionConfig
 
 PER_SAMPLE = frozenset(
     {

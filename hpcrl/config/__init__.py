@@ -1,13 +1,11 @@
 """The configuration of a run: TOML files to checked, frozen dataclasses, one module per section. Works without torch."""
 
-from hpcrl.config.algorithm import AlgorithmConfig
-from hpcrl.config.data import DataConfig
 from hpcrl.config.derive import (
     engine_gpus,
     engine_rope,
     eval_sampling,
+    max_replicas,
     max_seq_len,
-    most_replicas,
     order_seed,
     replicas_per_node,
     steps_per_epoch,
@@ -16,9 +14,12 @@ from hpcrl.config.derive import (
     trainer_ranks,
     uses_reference,
 )
-from hpcrl.config.environment import EnvironmentConfig
-from hpcrl.config.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
-from hpcrl.config.model import (
+from hpcrl.config.root import Config, make_config
+from hpcrl.config.sections.algorithm import AlgorithmConfig
+from hpcrl.config.sections.data import DataConfig
+from hpcrl.config.sections.environment import EnvironmentConfig
+from hpcrl.config.sections.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
+from hpcrl.config.sections.model import (
     FSDPConfig,
     MixedPrecisionConfig,
     ModelConfig,
@@ -27,9 +28,8 @@ from hpcrl.config.model import (
     RefConfig,
     RefModelConfig,
 )
-from hpcrl.config.root import Config, make_config
-from hpcrl.config.slurm import ElasticConfig, SlurmConfig
-from hpcrl.config.trainer import FullyAsyncConfig, PlacementConfig, TrainerConfig
+from hpcrl.config.sections.slurm import ElasticConfig, SlurmConfig
+from hpcrl.config.sections.trainer import FullyAsyncConfig, PlacementConfig, TrainerConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -55,8 +55,8 @@ __all__ = [
     "engine_rope",
     "eval_sampling",
     "make_config",
+    "max_replicas",
     "max_seq_len",
-    "most_replicas",
     "order_seed",
     "replicas_per_node",
     "steps_per_epoch",

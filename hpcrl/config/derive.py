@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from hpcrl.config.algorithm import AlgorithmConfig
-from hpcrl.config.data import DataConfig
-from hpcrl.config.environment import EnvironmentConfig
-from hpcrl.config.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
-from hpcrl.config.megatron import MegatronModelConfig
-from hpcrl.config.model import FSDPConfig, MixedPrecisionConfig, PolicyConfig, RefConfig, ShardingConfig
-from hpcrl.config.trainer import PlacementConfig, TrainerConfig
+from hpcrl.config.sections.algorithm import AlgorithmConfig
+from hpcrl.config.sections.data import DataConfig
+from hpcrl.config.sections.environment import EnvironmentConfig
+from hpcrl.config.sections.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
+from hpcrl.config.sections.megatron import MegatronModelConfig
+from hpcrl.config.sections.model import FSDPConfig, MixedPrecisionConfig, PolicyConfig, RefConfig, ShardingConfig
+from hpcrl.config.sections.trainer import PlacementConfig, TrainerConfig
+from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.errors import DataError
-
-if TYPE_CHECKING:
-    from hpcrl.config.root import Config
 
 
 def eval_sampling(generator: GeneratorConfig) -> SamplingParams:
@@ -26,13 +24,13 @@ def eval_sampling(generator: GeneratorConfig) -> SamplingParams:
 
 
 def reward_weights(environment: EnvironmentConfig, kind: Literal["train", "eval"]) -> dict[str, float]:
-    """Return the rewards that pay samples of training or evaluation, with their weights; none where an environment or a service pays."""
+    """Return the named rewards of training or evaluation samples, with their weights; none where an environment or a service scores them."""
     own = environment.eval_reward_function if kind == "eval" else {}
     return own or environment.reward_function
 
 
-def service_pays(environment: EnvironmentConfig, kind: Literal["train", "eval"]) -> bool:
-    """Return whether a reward service pays samples of training or evaluation."""
+def uses_reward_service(environment: EnvironmentConfig, kind: Literal["train", "eval"]) -> bool:
+    """Return whether a reward service scores samples of training or evaluation."""
     return environment.remote_reward.enable and not reward_weights(environment, kind)
 
 
@@ -41,18 +39,18 @@ def max_input_length(generator: GeneratorConfig, trainer: TrainerConfig) -> int:
     return trainer.max_prompt_length if generator.max_input_length is None else generator.max_input_length
 
 
-def max_seq_len(config: Config) -> int:
+def max_seq_len(config: ConfigTree) -> int:
     """Return the divisor of seq_mean_token_sum_norm in tokens; where it is not set: the longest sample of one turn."""
     own = config.trainer.algorithm.max_seq_len
     return longest_sample(config) if own is None else own
 
 
-def longest_sample(config: Config) -> int:
+def longest_sample(config: ConfigTree) -> int:
     """Return the tokens of a sample at most: what may come before its last turn, and that turn."""
     return max_input_length(config.generator, config.trainer) + config.generator.sampling_params.max_generate_length
 
 
-def largest_micro_batch(config: Config) -> int:
+def largest_micro_batch(config: ConfigTree) -> int:
     """Return the tokens of a forward and backward pass at most, padding not counted."""
     trainer, longest = config.trainer, longest_sample(config)
     if trainer.max_tokens_per_micro_batch is not None:
@@ -67,7 +65,7 @@ def order_seed(data: DataConfig, trainer: TrainerConfig) -> int | None:
     return trainer.seed if data.shuffle_seed is None else data.shuffle_seed
 
 
-def temperature(config: Config) -> float:
+def temperature(config: ConfigTree) -> float:
     """Return what divides the logits in training; where it is not set: the sampling temperature."""
     own = config.trainer.algorithm.temperature
     return config.generator.sampling_params.temperature if own is None else own
@@ -159,37 +157,37 @@ def engine_gpus(engine: InferenceEngineConfig) -> int:
     return engine.tensor_parallel_size * engine.pipeline_parallel_size
 
 
-def engine_rope(config: Config) -> tuple[dict[str, Any], float | None]:
+def engine_rope(config: ConfigTree) -> tuple[dict[str, Any], float | None]:
     """Return scaling and base of the engines' rotary positions; each where it is not set: the trainer's."""
     generator, trainer = config.generator, config.trainer
     scaling = generator.rope_scaling or trainer.rope_scaling
     return scaling, trainer.rope_theta if generator.rope_theta is None else generator.rope_theta
 
 
-def replicas_per_node(config: Config) -> int:
+def replicas_per_node(config: ConfigTree) -> int:
     """Return how many replicas one rollout node holds; where it is not set: as many as its GPUs allow, at least 1."""
     if config.slurm.replicas_per_node is not None:
         return config.slurm.replicas_per_node
     return max(1, config.slurm.gpus_per_node // engine_gpus(config.generator.inference_engine))
 
 
-def most_replicas(config: Config) -> int:
+def max_replicas(config: ConfigTree) -> int:
     """Return how many replicas there are when all are there, elastic ones included."""
     return config.generator.inference_engine.num_engines + config.slurm.elastic.replicas
 
 
-def steps_per_epoch(n_prompts: int, trainer: TrainerConfig) -> int:
-    """Return the full batches in `n_prompts` prompts; a remainder is not trained.
+def steps_per_epoch(n_prompts: int, batch_size: int) -> int:
+    """Return the full batches of `batch_size` prompts in `n_prompts`; a remainder is not trained.
 
     Raises:
         DataError: there is not one full batch.
     """
-    if n_prompts < trainer.train_batch_size:
+    if n_prompts < batch_size:
         raise DataError(
-            f"data.train_data has {n_prompts} prompts of at most {trainer.max_prompt_length} tokens, fewer than "
-            f"trainer.train_batch_size={trainer.train_batch_size}: name more data or lower the batch size"
+            f"data.train_data has {n_prompts} usable prompts, fewer than trainer.train_batch_size = {batch_size}; lower "
+            "train_batch_size, add data, or raise trainer.max_prompt_length if prompts were dropped as too long"
         )
-    return n_prompts // trainer.train_batch_size
+    return n_prompts // batch_size
 
 
 def surplus_groups(trainer: TrainerConfig) -> int:
@@ -218,5 +216,5 @@ def total_steps(n_prompts: int, trainer: TrainerConfig) -> int:
     Raises:
         DataError: `n_prompts` do not fill one batch.
     """
-    steps = trainer.epochs * steps_per_epoch(n_prompts, trainer)
+    steps = trainer.epochs * steps_per_epoch(n_prompts, trainer.train_batch_size)
     return steps if trainer.max_steps is None else min(steps, trainer.max_steps)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tomli_w
 
-if TYPE_CHECKING:
-    from hpcrl.config.root import Config
+from hpcrl.config.sections.tree import ConfigTree
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -33,7 +32,7 @@ class Difference:
         return f"{self.path}: {value_as_toml(self.left)} -> {value_as_toml(self.right)}"
 
 
-def differences(left: Config, right: Config) -> list[Difference]:
+def differences(left: ConfigTree, right: ConfigTree) -> list[Difference]:
     """Return what differs, in the order of the settings; 1 and 1.0 are equal, 1 and true are not."""
     ours, theirs = dict(_flat(asdict(left), "")), dict(_flat(asdict(right), ""))
     return [
@@ -44,7 +43,7 @@ def differences(left: Config, right: Config) -> list[Difference]:
 
 
 def value_as_toml(value: Any) -> str:
-    """Return a value on one line, as an override would say it; None is `unset`."""
+    """Return a value on one line, as in an override; None is `unset`."""
     if value is None:
         return "unset"
     if isinstance(value, Mapping):

@@ -6,17 +6,18 @@ Tables merge, key by key; every other value replaces the one before it. Files co
 from __future__ import annotations
 
 import datetime
+import os
 import re
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config.lines import NAME, line_of, parts
-from hpcrl.config.location import locate
-from hpcrl.config.problem import Problem, raise_together, unknown
-from hpcrl.config.surface import Setting, settings
+import tomli
+
+from hpcrl.config.errors import Problem, raise_together, unknown
+from hpcrl.config.fields import Setting, settings
 from hpcrl.errors import ConfigError
 
 _OPENING = ("[", "{", '"', "'")
@@ -70,12 +71,18 @@ class Merged:
             self.sources = {one: source for one, source in self.sources.items() if not f"{one}.".startswith(f"{path}.")}
 
 
-def read(paths: Sequence[Path | str], overrides: Sequence[str], cls: type) -> Merged:
+def read(
+    paths: Sequence[Path | str],
+    overrides: Sequence[str],
+    cls: type,
+    elsewhere: Callable[[str], str | None] = lambda _: None,
+) -> Merged:
     """Return the merged values of TOML files and of overrides `a.b.c=value`.
 
     Args:
         overrides: a value is TOML; a bare word is text; no value at all goes back to the default.
         cls: the configuration; its settings that are locations are resolved against the file that sets them.
+        elsewhere: what an unknown name is in SkyRL or Cosmos-RL, for errors.
 
     Raises:
         ConfigError: names every file that cannot be read and every override that is malformed.
@@ -91,7 +98,7 @@ def read(paths: Sequence[Path | str], overrides: Sequence[str], cls: type) -> Me
             merged.merge(_located(tree, path.absolute().parent, known), str(path))
     for override in overrides:
         try:
-            _apply(merged, override, known)
+            _apply(merged, override, known, elsewhere)
         except _Unreadable as error:
             problems.append(Problem(f"override {override!r}", str(error)))
     raise_together(problems, lambda _: None)
@@ -132,7 +139,7 @@ def parse(text: str, origin: str) -> dict[str, Any]:
     """
     try:
         return _toml(text)
-    except tomllib.TOMLDecodeError as error:
+    except tomli.TOMLDecodeError as error:
         raise ConfigError(f"{origin}: {_no_toml(error)}") from None
     except _Unreadable as error:
         raise ConfigError(f"{origin}: {error}") from None
@@ -152,21 +159,21 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
         raise _Unreadable(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise _Unreadable(f"not UTF-8 text: byte {error.start}") from None
-    except tomllib.TOMLDecodeError as error:
+    except tomli.TOMLDecodeError as error:
         raise _Unreadable(_no_toml(error)) from None
     except ValueError as error:
         raise _Unreadable(f"no file can have this name: {error}") from None
 
 
-def _no_toml(error: tomllib.TOMLDecodeError) -> str:
+def _no_toml(error: tomli.TOMLDecodeError) -> str:
     twice = " (a key that is set twice)" if "overwrite" in str(error) else ""
     return f"not valid TOML: {error}{twice}"
 
 
 def _toml(text: str) -> dict[str, Any]:
     try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+        tree = tomli.loads(text)
+    except tomli.TOMLDecodeError:
         raise
     except RecursionError:
         raise _Unreadable("nested too deeply") from None
@@ -191,7 +198,7 @@ def _depth(tree: Any) -> int:
     return depth
 
 
-def _apply(merged: Merged, override: str, known: Sequence[Setting]) -> None:
+def _apply(merged: Merged, override: str, known: Sequence[Setting], elsewhere: Callable[[str], str | None]) -> None:
     name, equals, text = override.partition("=")
     quoted = re.fullmatch(NAME, name.strip())
     names = parts(name) if quoted else name.strip().split(".")
@@ -206,7 +213,7 @@ def _apply(merged: Merged, override: str, known: Sequence[Setting]) -> None:
         if not any(
             path == setting.path or (setting.is_free and path.startswith(setting.path + ".")) for setting in known
         ):
-            raise _Unreadable(unknown(path, known).message)
+            raise _Unreadable(unknown(path, known, elsewhere).message)
         merged.unset(names)
         return
     tree: Any = _value(text)
@@ -219,7 +226,7 @@ def _value(text: str) -> Any:
     """Return the value of an override: TOML, or the text itself where it is none."""
     try:
         parsed = _toml(f"value = {text.strip()}")
-    except tomllib.TOMLDecodeError as error:
+    except tomli.TOMLDecodeError as error:
         if text.strip().startswith(_OPENING):
             raise _Unreadable(f"not a TOML value: {error}; quote the whole argument for the shell") from None
         return text
@@ -239,7 +246,69 @@ def _located(tree: dict[str, Any], base: Path, known: Sequence[Setting]) -> dict
             table = table.get(parent) if isinstance(table, dict) else None
         value = table.get(name) if isinstance(table, dict) else None
         if isinstance(value, str) and value != setting.default:  # a default that is written out stays the same
-            table[name] = locate(value, base)
+            table[name] = _locate(value, base)
         elif isinstance(value, list):
-            table[name] = [locate(item, base) if isinstance(item, str) else item for item in value]
+            table[name] = [_locate(item, base) if isinstance(item, str) else item for item in value]
     return tree
+
+
+def _locate(text: str, base: Path) -> str:
+    """Return `text` with `~` expanded and a leading `./` or `../` resolved against the directory `base`.
+
+    Anything else is absolute afterwards if it exists in the working directory, because a job may run elsewhere; if not, it stays
+    as it is: a model's id on a hub, or a path that will be missed. So does text that no file can be called.
+    """
+    try:
+        if text == "~" or text.startswith("~/"):
+            return os.path.expanduser(text)
+        if text in (".", "..") or text.startswith(("./", "../")):
+            return os.path.realpath(base / text)
+        return os.path.abspath(text) if text and os.path.exists(text) else text
+    except ValueError:  # a zero byte, half of a surrogate pair
+        return text
+
+
+_PART = r"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')"""
+NAME = rf"{_PART}(?:[ \t]*\.[ \t]*{_PART})*"
+_TABLE = re.compile(rf"\s*\[\[?\s*({NAME})\s*\]")
+_KEY = re.compile(rf"\s*({NAME})\s*=")
+_QUOTED = re.compile(
+    r'''"""(?:\\.|[^\\])*?"""|\'\'\'.*?\'\'\'|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*''',
+    re.DOTALL,
+)
+
+
+def line_of(text: str, path: str) -> int | None:
+    """Return the number of the line that sets `path`, or else of the line that begins the innermost table around it.
+
+    Returns:
+        The line, counted from 1; None where the file does not mention the path.
+    """
+    found = _lines(text)
+    while path and path not in found:
+        path = path.rpartition(".")[0]
+    return found.get(path)
+
+
+@lru_cache(maxsize=8)
+def _lines(text: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(_QUOTED.sub(_blank, text).split("\n"), 1):
+        if header := _TABLE.match(line):
+            table = ".".join(parts(header[1])) + "."
+            found.setdefault(table[:-1], number)
+        elif key := _KEY.match(line):
+            found.setdefault(table + ".".join(parts(key[1])), number)
+    return found
+
+
+def _blank(quoted: re.Match[str]) -> str:
+    """Return only the line ends of a comment or of text in three quotes, which may look like a key; other text as it is."""
+    text = quoted[0]
+    return "\n" * text.count("\n") if text.startswith(("#", '"""', "'''")) else text
+
+
+def parts(name: str) -> list[str]:
+    """Return the parts of a dotted name, some of which may be quoted."""
+    return [part.strip("\"'") for part in re.findall(_PART, name)]

@@ -1,4 +1,4 @@
-"""The whole configuration of a run."""
+"""The whole configuration of a run: read, checked, written."""
 
 from __future__ import annotations
 
@@ -9,44 +9,30 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import tomli_w
 
-from hpcrl.config.algorithm import AlgorithmConfig
-from hpcrl.config.data import DataConfig
-from hpcrl.config.environment import EnvironmentConfig
-from hpcrl.config.generator import GeneratorConfig
+from hpcrl.config.errors import Problem, raise_together
+from hpcrl.config.fields import values
 from hpcrl.config.load import Merged, nested, read
-from hpcrl.config.location import Location
-from hpcrl.config.problem import Problem, raise_together
-from hpcrl.config.rules import alone, check
-from hpcrl.config.slurm import SlurmConfig
-from hpcrl.config.surface import values
-from hpcrl.config.trainer import TrainerConfig
+from hpcrl.config.rules.combinations import alone, check
+from hpcrl.config.sections.algorithm import AlgorithmConfig
+from hpcrl.config.sections.environment import EnvironmentConfig
+from hpcrl.config.sections.generator import GeneratorConfig
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.validate import build
-from hpcrl.config.vla import VLAConfig
+
+_C = TypeVar("_C", bound="Config")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ConfigTree):
     """What one run does; a component receives the section that it needs, never this."""
 
-    config_class: str | None = None
-    """Your own subclass of hpcrl.config.Config that adds settings, as "package.module:Class"."""
-
-    python_path: list[Location] = field(default_factory=list)
-    """Folders in which config_class and your other classes are looked for, after PYTHONPATH; "." is the folder of the file that sets it."""
-
-    data: DataConfig
-    trainer: TrainerConfig
-    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    vla: VLAConfig = field(default_factory=VLAConfig)
-    slurm: SlurmConfig = field(default_factory=SlurmConfig)
-
     @classmethod
-    def from_toml(cls, paths: Sequence[Path | str] | Path | str, overrides: Sequence[str] | str = ()) -> Self:
+    def from_toml(cls: type[_C], paths: Sequence[Path | str] | Path | str, overrides: Sequence[str] | str = ()) -> _C:
         """Return the checked configuration of TOML files, merged from left to right, and overrides `a.b.c=value`.
 
         Where they set `config_class`, and this is called on `Config` itself, the result is of that class.
@@ -56,12 +42,12 @@ class Config:
         """
         paths = [paths] if isinstance(paths, Path | str) else paths
         overrides = [overrides] if isinstance(overrides, str) else overrides
-        merged = read(paths, overrides, cls)
+        merged = read(paths, overrides, cls, _elsewhere)
         chosen = cls._chosen(merged)
-        return chosen._checked(merged if chosen is cls else read(paths, overrides, chosen))
+        return chosen._checked(merged if chosen is cls else read(paths, overrides, chosen, _elsewhere))
 
     @classmethod
-    def from_cli_overrides(cls, overrides: Sequence[str] | str | Mapping[str, Any]) -> Self:
+    def from_cli_overrides(cls: type[_C], overrides: Sequence[str] | str | Mapping[str, Any]) -> _C:
         """Return the checked configuration of overrides alone: `a.b.c=value`, or a table with dotted or nested names.
 
         Raises:
@@ -70,7 +56,7 @@ class Config:
         return cls.from_toml([], overrides) if not isinstance(overrides, Mapping) else cls.from_dict(overrides)
 
     @classmethod
-    def from_dict(cls, tree: Mapping[str, Any]) -> Self:
+    def from_dict(cls: type[_C], tree: Mapping[str, Any]) -> _C:
         """Return the checked configuration of nested tables, whose keys may be dotted; paths in it are taken as they are.
 
         Raises:
@@ -80,7 +66,7 @@ class Config:
         return cls._chosen(merged)._checked(merged)
 
     @classmethod
-    def _chosen(cls, merged: Merged) -> type[Self]:
+    def _chosen(cls: type[_C], merged: Merged) -> type[_C]:
         name = merged.tree.get("config_class")
         _add_to_path(merged.tree.get("python_path"))
         if cls is not Config or not isinstance(name, str):
@@ -88,8 +74,8 @@ class Config:
         return _subclass(name, merged.source_of)  # type: ignore[return-value]
 
     @classmethod
-    def _checked(cls, merged: Merged) -> Self:
-        config = build(cls, merged.tree, merged.source_of, alone)
+    def _checked(cls: type[_C], merged: Merged) -> _C:
+        config = build(cls, merged.tree, merged.source_of, alone, _elsewhere)
         raise_together(check(config), merged.source_of)
         return config
 
@@ -106,21 +92,29 @@ class Config:
         return tomli_w.dumps(nested(changed) if only_changed else _set_values(asdict(self)))
 
 
+def _elsewhere(path: str) -> str | None:
+    from hpcrl.config.convert.correspondence import elsewhere  # reads two long tables, which only an unknown name needs
+
+    return elsewhere(path)
+
+
 def make_config(
     *,
     algorithm_cls: type[AlgorithmConfig] | None = None,
     trainer_cls: type[TrainerConfig] = TrainerConfig,
     generator_cls: type[GeneratorConfig] = GeneratorConfig,
+    environment_cls: type[EnvironmentConfig] = EnvironmentConfig,
 ) -> type[Config]:
     """Return a subclass of Config whose sections are your own dataclasses.
 
     Assign it to a name in a module, and choose it from TOML by `config_class = "your_module:ThatName"`.
 
     Args:
-        algorithm_cls: class of trainer.algorithm, of `trainer_cls` too; None: the one that `trainer_cls` says.
+        algorithm_cls: class of trainer.algorithm, of `trainer_cls` too; None: that of `trainer_cls`.
     """
     trainer = _replaced(trainer_cls, "algorithm", algorithm_cls) if algorithm_cls else trainer_cls
-    return _replaced(_replaced(Config, "trainer", trainer), "generator", generator_cls)
+    config = _replaced(_replaced(Config, "trainer", trainer), "generator", generator_cls)
+    return _replaced(config, "environment", environment_cls)
 
 
 def _replaced(section: Any, name: str, cls: type) -> Any:
@@ -129,14 +123,14 @@ def _replaced(section: Any, name: str, cls: type) -> Any:
     return make_dataclass(section.__name__, [spec], bases=(section,), frozen=True, kw_only=True)
 
 
-# What a module raises while it is imported, if it is not yet right; anything else is told with its traceback.
+# What a module with a mistake raises while it is imported; anything else is shown with its traceback.
 _WRITTEN_WRONGLY = (SyntaxError, TypeError, ValueError, NameError, AttributeError)
 _CLASS_NAME = re.compile(r"\w+(\.\w+)*:\w+")
 _WHERE = 'Install it, or name the folder that holds it: python_path = ["."] is the folder of the TOML file'
 
 
 def _add_to_path(folders: Any) -> None:
-    """Let the classes that a configuration names be found, in every process that reads it: each process of a run does."""
+    """Add folders to sys.path, in every process that reads the configuration: each process of a run does."""
     for folder in folders if isinstance(folders, list) else ():
         if isinstance(folder, str) and folder not in sys.path and os.path.isdir(folder):
             sys.path.append(folder)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from hpcrl.config.problem import Problem, raise_together, shown, unknown
-from hpcrl.config.surface import Setting, alternatives, noun, section_settings, settings
+from hpcrl.config.errors import Problem, raise_together, shown, unknown
+from hpcrl.config.fields import Setting, alternatives, noun, section_settings, settings
 
 Section = TypeVar("Section")
 
@@ -21,6 +22,7 @@ def build(
     tree: Mapping[str, Any],
     source_of: Callable[[str], str | None] = lambda _: None,
     also: Callable[[Given], Iterable[Problem]] = lambda _: (),
+    elsewhere: Callable[[str], str | None] = lambda _: None,
 ) -> Section:
     """Return the dataclass `cls`, a section or the whole configuration, filled from the table `tree`.
 
@@ -28,58 +30,74 @@ def build(
 
     Args:
         source_of: file or override that set a dotted path.
-        also: what is wrong with given values of the right type, each by itself; told beside what does not fit.
+        also: checks single values of the right type; called only when something else is wrong, so that all is reported at once.
+        elsewhere: what an unknown name is in SkyRL or Cosmos-RL.
 
     Raises:
         ConfigError: names every unknown setting, wrong type and missing value.
     """
-    problems: list[Problem] = []
-    fitting: Given = []
-    built = _section(cls, tree, "", settings(cls), problems, fitting)
-    if problems:
-        raise_together([*problems, *also(fitting)], source_of)
+    reader = _Reader(settings(cls), elsewhere)
+    built = reader.section(cls, tree, "")
+    if reader.problems:
+        raise_together([*reader.problems, *also(reader.valid)], source_of)
     return built
 
 
-def _section(
-    cls: type[Section],
-    tree: Mapping[str, Any],
-    prefix: str,
-    known: tuple[Setting, ...],
-    problems: list[Problem],
-    fitting: Given,
-) -> Section:
-    here = {setting.name: setting for setting in section_settings(cls, prefix)}
-    problems += [_unknown(str(name), prefix, known) for name in tree if name not in here]
-    values: dict[str, Any] = {}
-    for name, setting in here.items():
-        given = tree.get(name)
-        if given is None:
-            if not setting.required:
-                continue
-            if not setting.subsection:
-                problems.append(_missing(setting))
-                continue
-            given = {}  # so that an error names the setting that is missing in it
-        if setting.subsection and isinstance(given, Mapping):
-            values[name] = _section(setting.subsection, given, setting.path + ".", known, problems, fitting)
-        else:
-            values[name] = _value(setting, given, problems, fitting)
-    if not problems:
-        try:
-            return cls(**values)
-        except ValueError as error:  # what the __post_init__ of a user's own class says
-            problems.append(Problem(prefix.rstrip("."), str(error)))
-    return None  # type: ignore[return-value]  # build raises
+@dataclass
+class _Reader:
+    """Fills sections, and collects what is wrong.
 
+    Attributes:
+        known: all settings, for the nearest names of one that is unknown.
+        valid: settings whose given values have the right type.
+    """
 
-def _unknown(name: str, prefix: str, known: tuple[Setting, ...]) -> Problem:
-    if "." in name:
-        return Problem(
-            prefix + name,
-            "dots divide no name that is quoted in TOML, or that is below the top of a dict; write tables instead",
-        )
-    return unknown(prefix + name, known)
+    known: tuple[Setting, ...]
+    elsewhere: Callable[[str], str | None]
+    problems: list[Problem] = field(default_factory=list)
+    valid: Given = field(default_factory=list)
+
+    def section(self, cls: type[Section], tree: Mapping[str, Any], prefix: str) -> Section:
+        here = {setting.name: setting for setting in section_settings(cls, prefix)}
+        self.problems += [self._unknown(str(name), prefix) for name in tree if name not in here]
+        values: dict[str, Any] = {}
+        for name, setting in here.items():
+            given = tree.get(name)
+            if given is None:
+                if not setting.required:
+                    continue
+                if not setting.subsection:
+                    self.problems.append(_missing(setting))
+                    continue
+                given = {}  # so that an error names the setting that is missing in it
+            if setting.subsection and isinstance(given, Mapping):
+                values[name] = self.section(setting.subsection, given, setting.path + ".")
+            else:
+                values[name] = self._value(setting, given)
+        if not self.problems:
+            try:
+                return cls(**values)
+            except ValueError as error:  # from the __post_init__ of a user's own class
+                self.problems.append(Problem(prefix.rstrip("."), str(error)))
+        return None  # type: ignore[return-value]  # build raises
+
+    def _unknown(self, name: str, prefix: str) -> Problem:
+        if "." in name:
+            return Problem(
+                prefix + name,
+                "a dot in a quoted name, or in a key below the top of a dict, does not separate names; write tables instead",
+            )
+        return unknown(prefix + name, self.known, self.elsewhere)
+
+    def _value(self, setting: Setting, given: Any) -> Any:
+        value, misfits = coerce(given, setting.annotation, setting.path)
+        if misfits:
+            self.problems += misfits
+            return None
+        if isinstance(value, dict) and isinstance(setting.default, dict):
+            value = {**setting.default, **value}
+        self.valid.append((setting, value))
+        return value
 
 
 def _missing(setting: Setting) -> Problem:
@@ -89,24 +107,13 @@ def _missing(setting: Setting) -> Problem:
     )
 
 
-def _value(setting: Setting, given: Any, problems: list[Problem], fitting: Given) -> Any:
-    value, misfits = fitted(given, setting.annotation, setting.path)
-    if misfits:
-        problems += misfits
-        return None
-    if isinstance(value, dict) and isinstance(setting.default, dict):
-        value = {**setting.default, **value}
-    fitting.append((setting, value))
-    return value
-
-
-def fitted(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]:
+def coerce(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]:
     """Return a value of the annotated type that equals the given one, and what is wrong with it."""
-    unfit = list(_unfit(value, path))
-    return (None, unfit) if unfit else _fitted(value, annotation, path)
+    unfit = list(_not_toml(value, path))
+    return (None, unfit) if unfit else _coerce(value, annotation, path)
 
 
-def _fitted(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]:
+def _coerce(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]:
     kinds = alternatives(annotation)
     if any(_is_one(value, kind) for kind in kinds):
         return value, []
@@ -116,10 +123,10 @@ def _fitted(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]
     for kind in kinds:
         if isinstance(value, list | tuple) and get_origin(kind) is list:
             places = {index: f"{path}[{index}]" for index in range(len(value))}
-            parts = [_fitted(value[index], get_args(kind)[0], place) for index, place in places.items()]
+            parts = [_coerce(value[index], get_args(kind)[0], place) for index, place in places.items()]
             fitted: Any = [part for part, _ in parts]
         elif isinstance(value, Mapping) and get_origin(kind) is dict:
-            parts = [_fitted(item, get_args(kind)[1], f"{path}.{key}") for key, item in value.items()]
+            parts = [_coerce(item, get_args(kind)[1], f"{path}.{key}") for key, item in value.items()]
             fitted = dict(zip(value, (part for part, _ in parts), strict=True))
         else:
             continue
@@ -141,15 +148,15 @@ def _is_one(value: Any, kind: Any) -> bool:
     return isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def _unfit(value: Any, path: str) -> Iterator[Problem]:
+def _not_toml(value: Any, path: str) -> Iterator[Problem]:
     """Yield what TOML cannot hold, or no program that reads the configuration could use."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _unfit(key, f"{path}: a name in it") if isinstance(key, str) else _no_text(key, path)
-            yield from _unfit(inner, f"{path}.{key}")
+            yield from _not_toml(key, f"{path}: a name in it") if isinstance(key, str) else _no_text(key, path)
+            yield from _not_toml(inner, f"{path}.{key}")
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
-            yield from _unfit(inner, f"{path}[{index}]")
+            yield from _not_toml(inner, f"{path}[{index}]")
     elif isinstance(value, str):
         if not value.isprintable() and any("\ud800" <= letter <= "\udfff" or letter == "\0" for letter in value):
             yield Problem(path, f"expected text in UTF-8, found {value!r:.60}")

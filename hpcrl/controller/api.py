@@ -1,4 +1,8 @@
-"""The controller's HTTP skin: routes of hpcrl/run/call.py, the token on each of them, waiting, and the end of the attempt."""
+"""The controller's HTTP skin: routes of hpcrl/runtime/controller_client.py, the token on each of them, waiting, and the end of the attempt.
+
+A request that lacks something, or asks for what the run cannot do, is answered with 400 and a reason. Any other exception is an
+error of hpcrl itself: uvicorn answers 500 and writes its traceback into the controller's log.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,18 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import uvicorn
 
-from hpcrl.controller.roster import TICK_S, Presence
+from hpcrl.controller.replicas import TICK_S, ReplicaHealth
 from hpcrl.controller.service import FINISHED, Service
 from hpcrl.errors import HpcrlError
-from hpcrl.run.call import authorized, headers
-from hpcrl.run.layout import Run
-from hpcrl.run.lease import trainer_left
-from hpcrl.run.stop_request import stop_asked
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.controller_client import authorized, headers
+from hpcrl.runtime.process_status import trainer_left
+from hpcrl.runtime.signals import stop_asked
 from hpcrl.types import GroupMeta, Work
 
 WAIT_S = 10.0
@@ -29,6 +34,54 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _GOODBYE_S = 20.0
 _MAX_BODY = 16 << 20
+_GROUP_FIELDS = {one.name for one in fields(GroupMeta)}
+_GROUP_REQUIRED = {one.name for one in fields(GroupMeta) if one.default is MISSING and one.default_factory is MISSING}
+
+
+TEXT, WHOLE, NUMBER, NAMES, OBJECTS = "a text", "a whole number", "a number", "a list of names", "a list of objects"
+_FITS: dict[str, Callable[[Any], bool]] = {
+    TEXT: lambda value: type(value) is str,
+    WHOLE: lambda value: type(value) is int,
+    NUMBER: lambda value: type(value) in (int, float),
+    NAMES: lambda value: type(value) is list and all(type(one) is str for one in value),
+    OBJECTS: lambda value: type(value) is list and all(type(one) is dict for one in value),
+}
+
+
+class BadRequest(Exception):
+    """A request's body is not what its route expects."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """What answers a path, and the fields of the requests that it takes.
+
+    Attributes:
+        required, optional: name of a field -> what it holds; fields of other names are ignored.
+    """
+
+    handler: Handler
+    required: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
+
+    def parse(self, content: bytes) -> dict[str, Any]:
+        """Return the fields of a request.
+
+        Raises:
+            BadRequest: it is no JSON object, or lacks a field, or one is of another type.
+        """
+        try:
+            body = json.loads(content)
+        except ValueError as error:
+            raise BadRequest(f"the body is no JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise BadRequest(f"expected a JSON object, found {body!r:.80}")
+        for name, kind in {**self.required, **self.optional}.items():
+            if name not in body and name in self.required:
+                raise BadRequest(f"field {name!r}: expected {kind}, found none")
+            if name in body and not _FITS[kind](body[name]):
+                raise BadRequest(f"field {name!r}: expected {kind}, found {body[name]!r:.80}")
+        return body
 
 
 class Guard:
@@ -37,7 +90,7 @@ class Guard:
     It speaks ASGI itself: what a web framework does for each request takes longer than what the controller does.
     """
 
-    def __init__(self, routes: Mapping[str, Handler], token: str, run: str, attempt: int) -> None:
+    def __init__(self, routes: Mapping[str, Route], token: str, run: str, attempt: int) -> None:
         self._routes, self._token = routes, token
         self._expected = {k: v for k, v in headers(token, run, attempt).items() if k != "authorization"}
 
@@ -55,8 +108,8 @@ class Guard:
             return 401, {"error": "the run's token is missing or wrong"}
         if any(given.get(name) != value for name, value in self._expected.items()):
             return 409, {"error": f"this controller serves {self._expected}"}
-        handler = self._routes.get(scope["path"])
-        if handler is None or scope["method"] != "POST":
+        route = self._routes.get(scope["path"])
+        if route is None or scope["method"] != "POST":
             return 404, {"error": f"expected POST to one of {', '.join(self._routes)}"}
         body = b""
         while True:
@@ -67,8 +120,8 @@ class Guard:
             if not message.get("more_body", False):
                 break
         try:
-            return 200, await handler(json.loads(body))
-        except (HpcrlError, KeyError, TypeError, ValueError) as error:
+            return 200, await route.handler(route.parse(body))
+        except (HpcrlError, BadRequest) as error:
             return 400, {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -84,18 +137,26 @@ class Api:
         self._changed = asyncio.Condition()
         self._waiting: dict[str, asyncio.Future[list[Work]]] = {}
         self._version: int | None = None
-        self._trainer_told = False
+        self._trainer_got_end = False
 
-    def routes(self) -> dict[str, Handler]:
-        handlers = [
-            self.lease, self.claim, self.complete, self.leave, self.start, self.published,
-            self.next, self.committed, self.status,
-        ]  # fmt: skip
-        return {f"/{handler.__name__}": handler for handler in handlers}
+    def routes(self) -> dict[str, Route]:
+        worker = {"worker": TEXT, "version": WHOLE}
+        routes = [
+            Route(self.report, {**worker, "state": TEXT}, {"holding": NAMES}),
+            Route(self.claim, {**worker, "capacity": WHOLE, "holding": NAMES}),
+            Route(self.complete, {"groups": OBJECTS}),
+            Route(self.leave, {"worker": TEXT}),
+            Route(self.start, {"step": WHOLE}),
+            Route(self.published, {"version": WHOLE}),
+            Route(self.next, {"step": WHOLE}, {"wait": NUMBER}),
+            Route(self.committed),
+            Route(self.status),
+        ]
+        return {f"/{route.handler.__name__}": route for route in routes}
 
-    async def lease(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def report(self, body: dict[str, Any]) -> dict[str, Any]:
         worker = self._service.seen(body["worker"], body["version"], body["state"])
-        worker.told_stop = self._service.stop is not None
+        worker.stop_sent = self._service.stop is not None
         unwanted = self._service.unwanted(body.get("holding", []))
         return {"stop": self._service.stop, "version": self._service.version, "unwanted": unwanted}
 
@@ -107,14 +168,14 @@ class Api:
         if not work and not service.stop and (service.version or 0) <= version:
             work = await self._work(name, version, body["capacity"])
         else:
-            self._hand_out()  # what this worker was given and never got
-        worker.told_stop = service.stop is not None
+            self._hand_out()  # what an answer that got lost had assigned to this worker
+        worker.stop_sent = service.stop is not None
         unwanted = service.unwanted(body["holding"])
         given = [item.to_json() for item in work]
         return {"stop": service.stop, "version": service.version, "work": given, "unwanted": unwanted}
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        groups = [GroupMeta.from_json(value) for value in body["groups"]]
+        groups = [_group(value) for value in body["groups"]]
         rejected = self._service.complete(groups)
         await self._notify()
         return {"accepted": [g.group_id for g in groups if g.group_id not in rejected], "rejected": rejected}
@@ -140,7 +201,7 @@ class Api:
     async def next(self, body: dict[str, Any]) -> dict[str, Any]:
         service, step, deadline = self._service, body["step"], time.monotonic() + body.get("wait", WAIT_S)
         if step > service.total_steps:
-            self._trainer_told = True
+            self._trainer_got_end = True
             return {"stop": FINISHED, "path": None}
         path = service.batch(step)
         while path is None and not service.stop and time.monotonic() < deadline:
@@ -160,18 +221,20 @@ class Api:
         await self._notify()
 
     async def watch(self, run: Run, attempt: int, say: Callable[[str], None]) -> None:
-        """Forward the stop file until the run has finished, the trainer knows and every worker too, or was given time to.
+        """Watch for the stop file, silent workers and failures; return when the run has finished and trainer and workers know it.
+
+        Workers that do not ask again are given 20 s.
 
         Raises:
             HpcrlError: the run cannot go on; the trainer has saved what it trained, or was given time to.
         """
         service, finished_at = self._service, None
-        presence = Presence(run, attempt, service.floor)
+        health = ReplicaHealth(run, attempt, service.min_replicas)
         while True:
             if reason := stop_asked(run, attempt):
                 await self.end(reason)
             if not service.stop:
-                service.failure = service.failure or presence.failure(service.workers, service.version is not None)
+                service.failure = service.failure or health.failure(service.workers, service.version is not None)
             if service.failure:
                 say("the run cannot go on; waiting for the trainer to save")
                 await self._stop_trainer(run, attempt)
@@ -181,10 +244,10 @@ class Api:
                 say(f"{name} is silent; its groups go to others")
                 await self._notify()
             # the trainer still saves after it has published the last version
-            if service.stop == FINISHED and self._trainer_told:
+            if service.stop == FINISHED and self._trainer_got_end:
                 finished_at = finished_at or time.monotonic()
-                told = all(worker.told_stop for worker in service.workers.values())
-                if told or time.monotonic() - finished_at > _GOODBYE_S:
+                all_know = all(worker.stop_sent for worker in service.workers.values())
+                if all_know or time.monotonic() - finished_at > _GOODBYE_S:
                     return
             await asyncio.sleep(TICK_S)
 
@@ -196,12 +259,12 @@ class Api:
             await asyncio.sleep(TICK_S)
 
     def _hand_out(self) -> None:
-        for name, work in self._service.grants():
+        for name, work in self._service.assignments():
             self._answer(name, work)
 
     async def _work(self, name: str, version: int, capacity: int) -> list[Work]:
         """Return the work that a worker gets as soon as there is some; none after a while, or with news of the run."""
-        self._answer(name)  # an earlier request of the same worker: it does not listen any more
+        self._answer(name)  # an earlier request of the same worker, which has given up on it
         waiting = self._waiting[name] = asyncio.get_running_loop().create_future()
         self._service.wait(name, version, capacity)
         timer = asyncio.get_running_loop().call_later(WAIT_S, self._answer, name)
@@ -228,10 +291,18 @@ class Api:
 
     async def _wait(self, deadline: float) -> None:
         try:
-            async with self._changed, asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                await self._changed.wait()
-        except TimeoutError:
+            async with self._changed:
+                await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
+        except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
             pass
+
+
+def _group(value: dict[str, Any]) -> GroupMeta:
+    if missing := _GROUP_REQUIRED - value.keys():
+        raise BadRequest(f"a group lacks {', '.join(sorted(missing))}")
+    if unknown := value.keys() - _GROUP_FIELDS:
+        raise BadRequest(f"a group has the unknown fields {', '.join(sorted(unknown))}")
+    return GroupMeta.from_json(value)
 
 
 def bind(address: str) -> socket.socket:

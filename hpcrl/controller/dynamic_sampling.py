@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from hpcrl.algorithms.filters import filter_values, varied
-from hpcrl.config.algorithm import DynamicSamplingConfig
+from hpcrl.config.sections.algorithm import DynamicSamplingConfig
 from hpcrl.types import GroupMeta
 
 _SECTION = "trainer.algorithm.dynamic_sampling"

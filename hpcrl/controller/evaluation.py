@@ -1,4 +1,4 @@
-"""When to evaluate, which prompts wait for it, and what the scores are."""
+"""Evaluation: when it is due, the work that it takes, which prompts wait for it, and what the scores are. Pure logic."""
 
 from __future__ import annotations
 
@@ -6,16 +6,35 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Sequence
 from math import comb
 
-from hpcrl.types import GroupMeta
+from hpcrl.types import GroupMeta, Prompt, Work
 
 
-def is_due(version: int, total_steps: int, interval: int, before_train: bool) -> bool:
+def eval_is_due(version: int, total_steps: int, interval: int, before_train: bool) -> bool:
     """Tell whether the policy `version` is to be evaluated: before training, every `interval` steps, and at the end."""
     if interval <= 0:
         return False
     if version == 0:
         return before_train
     return version % interval == 0 or version == total_steps
+
+
+def eval_group_id(version: int, row: int) -> str:
+    """Return the group id of a row of the validation set, evaluated with the policy `version`."""
+    return f"e{version:06d}-{row:08d}"
+
+
+def evaluation_work(
+    prompts: Sequence[Prompt], version: int, n_samples: int, seed: int, rows: Sequence[int] | None = None
+) -> list[Work]:
+    """Return the work of evaluating `rows` of a validation set, all of them if unset.
+
+    Ids and seeds depend on row, version and `seed` (`trainer.seed`) alone, so that an evaluation outside of training generates the
+    same groups as that of the run.
+    """
+    return [
+        Work(eval_group_id(version, row), "eval", prompts[row], n_samples, seed + row)
+        for row in (range(len(prompts)) if rows is None else rows)
+    ]
 
 
 def by_source(groups: Sequence[GroupMeta]) -> dict[str, list[GroupMeta]]:
@@ -91,14 +110,11 @@ class EvalQueue:
         assert not self.open, f"version {self.version} is still being evaluated"
         self.version, self._waiting = version, deque(range(rows))
 
-    def name(self, row: int) -> str:
-        return f"e{self.version:06d}-{row:08d}"
-
     def claim(self, worker: str, version: int, count: int) -> list[int]:
         if version < self.version:
             return []
         rows = [self._waiting.popleft() for _ in range(min(count, self.room))]
-        self._running.update({self.name(row): (row, worker) for row in rows})
+        self._running.update({eval_group_id(self.version, row): (row, worker) for row in rows})
         self._running_at[worker] += len(rows)
         return rows
 

@@ -12,20 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hpcrl.controller.admission import Admission, staleness
-from hpcrl.controller.describe import describe, describe_dropped, describe_surplus
+from hpcrl.controller.batches import BatchComposer
+from hpcrl.controller.dispatch import Assignment, Dispatcher
 from hpcrl.controller.dynamic_sampling import DynamicSampling
-from hpcrl.controller.evaluation import EvalQueue, is_due, scores
-from hpcrl.controller.failures import Failures
-from hpcrl.controller.groups import Groups
-from hpcrl.controller.handout import Grant, Handout
-from hpcrl.controller.history import read_history
-from hpcrl.controller.roster import Floor, Roster, Worker
-from hpcrl.controller.sampling import PromptStream, group_id, group_index
+from hpcrl.controller.evaluation import EvalQueue, eval_is_due, evaluation_work, scores
+from hpcrl.controller.metrics import batch_metrics, dropped_metrics, surplus_metrics
+from hpcrl.controller.prompt_stream import PromptStream, group_id, group_index
+from hpcrl.controller.recovery import read_history
+from hpcrl.controller.replicas import FailureWindow, MinReplicas, RegisteredWorker, WorkerRegistry
 from hpcrl.errors import CommitError, DataError, HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.run.commit import committed, discard, read_json, write_json
-from hpcrl.run.fence import require_newest
-from hpcrl.run.layout import Run, step_of, version_of
+from hpcrl.rundir.commit import committed, discard, read_json, write_json
+from hpcrl.rundir.layout import Run, step_of, version_of
+from hpcrl.rundir.ledger import require_newest
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
 
 FINISHED = "finished"
@@ -46,7 +45,7 @@ class Schedule:
         eval_interval: steps between evaluations; 0 or less for none.
         sampling: what becomes of groups whose samples are all equally good.
         baselines: whether groups have the reward of a greedy response.
-        floor: when there are too few replicas to go on.
+        min_replicas: when there are too few replicas to go on.
         max_failed_ratio: share of samples whose environments may fail.
     """
 
@@ -64,7 +63,7 @@ class Schedule:
     surplus: int = 0
     sampling: DynamicSampling = field(default_factory=DynamicSampling)
     baselines: bool = False
-    floor: Floor = field(default_factory=Floor)
+    min_replicas: MinReplicas = field(default_factory=MinReplicas)
     max_failed_ratio: float = 0.5
 
 
@@ -85,16 +84,16 @@ class Service:
         self._admission = Admission(
             schedule.batch_size, schedule.staleness, schedule.total_steps, schedule.groups_at_once, schedule.surplus
         )
-        self._groups = Groups(self._admission, schedule.sampling, schedule.batch_size)
+        self._composer = BatchComposer(self._admission, schedule.sampling, schedule.batch_size)
         self._metrics: MetricsWriter | None = None
         self._batches: dict[int, Batch] = {}
         self._described: set[int] = set()
         self._version: int | None = None
         self._eval = EvalQueue(schedule.eval_prompts_at_once)
-        self._handout = Handout(self._admission, self._eval, schedule.n_samples, schedule.eval_n_samples)
+        self._dispatcher = Dispatcher(self._admission, self._eval, schedule.n_samples, schedule.eval_n_samples)
         self._pruned = self._started = self._taken_back = 0
-        self._roster = Roster()
-        self._failures = Failures(schedule.max_failed_ratio, schedule.batch_size)
+        self._registry = WorkerRegistry()
+        self._failure_window = FailureWindow(schedule.max_failed_ratio, schedule.batch_size)
         self.stop: str | None = None
         self.failure: HpcrlError | None = None
 
@@ -104,12 +103,12 @@ class Service:
         return self._version
 
     @property
-    def floor(self) -> Floor:
-        return self._schedule.floor
+    def min_replicas(self) -> MinReplicas:
+        return self._schedule.min_replicas
 
     @property
-    def workers(self) -> dict[str, Worker]:
-        return self._roster.workers
+    def workers(self) -> dict[str, RegisteredWorker]:
+        return self._registry.workers
 
     @property
     def total_steps(self) -> int:
@@ -144,7 +143,7 @@ class Service:
         self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
         self._started = step
         try:
-            self._groups.sift(history.finished.items())
+            self._composer.drop_unwanted(history.finished.items())
         except DataError as error:
             self.failure = error
         self.published(step)
@@ -158,7 +157,7 @@ class Service:
         for step in [step for step in self._batches if step <= version]:
             del self._batches[step]
         s = self._schedule
-        due = is_due(version, s.total_steps, s.eval_interval, s.eval_before_train) and self._validation
+        due = eval_is_due(version, s.total_steps, s.eval_interval, s.eval_before_train) and self._validation
         if due and not (self._run.evals_of(version) / "summary.json").exists():
             discard(self._run.evals_of(version))
             self._eval.begin(version, len(self._validation))
@@ -175,41 +174,34 @@ class Service:
         """
         if not self._may_begin(version):
             return []
-        return self._work(self._handout.claim(name, version, capacity))
+        return self._work(self._dispatcher.claim(name, version, capacity))
 
     def wait(self, name: str, version: int, capacity: int) -> None:
-        """A worker whose claim found nothing waits for `grants`, until it is served, withdraws or leaves."""
+        """A worker whose claim found nothing waits for `assignments`, until it is served, withdraws or leaves."""
         if self._may_begin(version):
-            self._handout.wait(name, version, capacity)
+            self._dispatcher.wait(name, version, capacity)
 
     def withdraw(self, name: str) -> None:
         """A worker waits no longer."""
-        self._handout.withdraw(name)
+        self._dispatcher.withdraw(name)
 
-    def grants(self) -> Iterator[tuple[str, list[Work]]]:
+    def assignments(self) -> Iterator[tuple[str, list[Work]]]:
         """Yield who of the workers that wait may begin what now; each is served once, and the least loaded first."""
         if self._version is not None and not self.stop and not self.failure:
-            for name, grant in self._handout.grants(self._version):
-                yield name, self._work(grant)
+            for name, assignment in self._dispatcher.assignments(self._version):
+                yield name, self._work(assignment)
 
     def _may_begin(self, version: int) -> bool:
         return version == self._version and not self.stop and not self.failure
 
-    def _work(self, grant: Grant) -> list[Work]:
-        return [self._eval_work(row) for row in grant.rows] + [self._train_work(index) for index in grant.indices]
+    def _work(self, assignment: Assignment) -> list[Work]:
+        s = self._schedule
+        evaluation = evaluation_work(self._validation, self._eval.version, s.eval_n_samples, s.seed, assignment.rows)
+        return evaluation + [self._train_work(index) for index in assignment.indices]
 
     def _train_work(self, index: int) -> Work:
         prompt = self._train[self._stream.row(index)]
         return Work(group_id(index), "train", prompt, self._schedule.n_samples, self._stream.sampling_seed(index))
-
-    def _eval_work(self, row: int) -> Work:
-        return Work(
-            self._eval.name(row),
-            "eval",
-            self._validation[row],
-            self._schedule.eval_n_samples,
-            self._schedule.seed + row,
-        )
 
     def complete(self, groups: list[GroupMeta]) -> dict[str, str]:
         """Take finished groups; return those that are not wanted, with the reason."""
@@ -218,7 +210,7 @@ class Service:
             if reason := self._complete(meta):
                 rejected[meta.group_id] = reason
             else:
-                self.failure = self.failure or self._failures.add(meta)
+                self.failure = self.failure or self._failure_window.add(meta)
         self._compose()
         self._conclude_evaluation()
         self._finish_if_done()
@@ -233,11 +225,11 @@ class Service:
             return "unknown group"
         worker = self._eval.worker_of(meta.group_id) if index is None else self._admission.worker_of(index)
         try:
-            reason = self._eval.complete(meta) if index is None else self._groups.complete(index, meta)
+            reason = self._eval.complete(meta) if index is None else self._composer.complete(index, meta)
         except DataError as error:
             self.failure, reason = error, None
         if worker is not None:
-            self._handout.lighter(worker)
+            self._dispatcher.load_changed(worker)
         return reason
 
     def batch(self, step: int) -> str | None:
@@ -256,17 +248,17 @@ class Service:
                 "trainer/total_steps": self.total_steps,
                 "trainer/steps_per_epoch": self.steps_per_epoch,
             }
-            dropped = describe_dropped(batch) if self._schedule.sampling.config.type else {}
-            surplus = describe_surplus(batch) if self._schedule.surplus else {}
-            self._metrics.write(step, describe(batch) | dropped | surplus | position | self._replicas())
+            dropped = dropped_metrics(batch) if self._schedule.sampling.config.type else {}
+            surplus = surplus_metrics(batch) if self._schedule.surplus else {}
+            self._metrics.write(step, batch_metrics(batch) | dropped | surplus | position | self._replicas())
             self._described.add(step)
         return str(self._run.batch(step).relative_to(self._run.path))
 
     def _replicas(self) -> dict[str, float]:
         return {
             "replicas/ready": len(self.workers),
-            "replicas/total": max(self.floor.replicas, len(self.workers)),
-            "replicas/restarts": self._roster.restarts,
+            "replicas/total": max(self.min_replicas.replicas, len(self.workers)),
+            "replicas/restarts": self._registry.restarts,
             "replicas/groups_taken_back": self._taken_back,
         }
 
@@ -286,10 +278,10 @@ class Service:
         kept = committed(self._run.checkpoints, step_of)[-2:]
         return kept[0] if len(kept) == 2 else 0
 
-    def seen(self, name: str, version: int, state: str) -> Worker:
+    def seen(self, name: str, version: int, state: str) -> RegisteredWorker:
         """A worker has called; return it."""
-        self._handout.join(name)
-        return self._roster.seen(name, version, state)
+        self._dispatcher.join(name)
+        return self._registry.seen(name, version, state)
 
     def reconcile(self, name: str, version: int, holding: list[str]) -> None:
         """A worker holds what it says: take back what an answer that never arrived gave to it, and let it go on with what was
@@ -306,15 +298,15 @@ class Service:
 
     def expire(self) -> list[str]:
         """Take the groups of silent workers back; return the names of those workers."""
-        silent = self._roster.silent()
+        silent = self._registry.silent()
         for name in silent:
             self.leave(name)
         return silent
 
     def leave(self, name: str) -> int:
         """A worker ends: others get its groups. Returns how many."""
-        self._handout.leave(name)
-        if not self._roster.remove(name):
+        self._dispatcher.leave(name)
+        if not self._registry.remove(name):
             return 0
         lost = len(self._admission.release(name)) + len(self._eval.release(name))
         self._taken_back += lost
@@ -340,14 +332,14 @@ class Service:
     def _compose(self) -> None:
         while not self.failure:
             try:
-                if (batch := self._groups.batch()) is None:
+                if (batch := self._composer.batch()) is None:
                     return
                 require_newest(self._run, self._attempt)
             except (CommitError, DataError, RunError) as error:  # CommitError: these are the batches of another by now
                 self.failure = error
                 return
             write_json(self._run.batch(batch.step), batch.to_json())
-            self._groups.take()
+            self._composer.take()
             self._batches[batch.step] = batch
 
     def _conclude_evaluation(self) -> None:

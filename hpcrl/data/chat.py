@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from hpcrl.config.generator import ChatTemplateConfig
+from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.errors import ConfigError
+from hpcrl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,6 +58,12 @@ def prompt_ids(
     """
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
     return cast(list[int], ids)
+
+
+def token_counter(model: str, template: ChatTemplateConfig, options: Mapping[str, Any]) -> Callable[[Prompt], int]:
+    """Return what counts the tokens of a prompt; arguments and errors as in `load_tokenizer` and `prompt_ids`."""
+    tokenizer = load_tokenizer(model, template)
+    return lambda prompt: len(prompt_ids(tokenizer, prompt.messages, options))
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:

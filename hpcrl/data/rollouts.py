@@ -13,10 +13,10 @@ from typing import Literal
 
 import numpy as np
 
-from hpcrl.data.samples import Arrays, read_arrays
+from hpcrl.data.group_file import Arrays, read_arrays
 from hpcrl.errors import DataError, RunError
-from hpcrl.run.commit import read_json
-from hpcrl.run.layout import Run, step_of, version_of
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.layout import Run, step_of, version_of
 from hpcrl.types import Batch, GroupMeta
 
 Decode = Callable[[list[int]], str]
@@ -24,7 +24,7 @@ Order = Literal["best", "worst", "random"]
 
 
 @dataclass(frozen=True)
-class Part:
+class Segment:
     """Tokens that follow one another and come from one side.
 
     Attributes:
@@ -58,7 +58,7 @@ class Rollout:
     data_source: str
     reward: float
     stop_reason: str
-    parts: list[Part]
+    parts: list[Segment]
     raw_reward: float | None = None
     versions: tuple[int, int] | None = None
     env_metrics: dict[str, float] = field(default_factory=dict)
@@ -147,20 +147,20 @@ def _rollout(group: GroupMeta, at: int, of_group: Sequence[Arrays], decode: Deco
         data_source=group.data_source,
         reward=group.rewards[at],
         stop_reason=str(rows[-1].stop_reason),
-        parts=[part for row in rows for part in _parts(row.columns, decode)],
+        parts=[part for row in rows for part in _segments(row.columns, decode)],
         raw_reward=raw if raw != group.rewards[at] else None,
         versions=(int(chosen.min()), int(chosen.max())) if len(chosen) else None,
         env_metrics=rows[-1].env_metrics,
     )
 
 
-def _parts(columns: dict[str, np.ndarray], decode: Decode) -> list[Part]:
-    return parts_of(columns["token_ids"], columns["versions"], columns["loss_mask"], columns["rewards"], decode)
+def _segments(columns: dict[str, np.ndarray], decode: Decode) -> list[Segment]:
+    return segments_of(columns["token_ids"], columns["versions"], columns["loss_mask"], columns["rewards"], decode)
 
 
-def parts_of(
+def segments_of(
     token_ids: np.ndarray, versions: np.ndarray, loss_mask: np.ndarray, rewards: np.ndarray, decode: Decode
-) -> list[Part]:
+) -> list[Segment]:
     """Return what each side said, in order.
 
     A reward at or after the tokens of a turn, and before the next turn, is what that turn earned.
@@ -170,14 +170,14 @@ def parts_of(
     """
     by_policy = versions >= 0
     bounds = [0, *(np.flatnonzero(np.diff(by_policy)) + 1).tolist(), len(token_ids)]
-    parts: list[Part] = []
+    parts: list[Segment] = []
     for start, end in pairwise(bounds):
         text, tokens, trained = decode(token_ids[start:end].tolist()), end - start, int(loss_mask[start:end].sum())
         if by_policy[start]:
             until = next((after for after in bounds if after > end), len(token_ids))
-            parts.append(Part("policy", text, tokens, trained, float(rewards[start:until].sum())))
+            parts.append(Segment("policy", text, tokens, trained, float(rewards[start:until].sum())))
         else:
-            parts.append(Part("environment" if parts else "prompt", text, tokens, trained))
+            parts.append(Segment("environment" if parts else "prompt", text, tokens, trained))
     return parts
 
 
@@ -221,7 +221,7 @@ def _evaluated(path: Path, version: int) -> list[Rollout]:
                 data_source=line["data_source"],
                 reward=line["score"],
                 stop_reason=line["stop_reason"],
-                parts=[Part(**part) for part in line["parts"]],
+                parts=[Segment(**part) for part in line["parts"]],
                 versions=(version, version),
                 env_metrics=line["env_metrics"],
             )

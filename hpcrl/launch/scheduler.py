@@ -1,4 +1,4 @@
-"""What the scheduler says of jobs: squeue first, sacct for jobs that squeue has forgotten, where there is accounting."""
+"""States of jobs: squeue first, sacct for jobs that squeue has forgotten, where there is accounting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AWAY = (
     "Connection refused",
     "Zero Bytes",
     "timed out",
-    "Unexpected message received",  # what `scontrol requeue` and `update` of an array's element say of a slurmctld that is away
+    "Unexpected message received",  # printed by `scontrol requeue` and `update` of an array's element
 )
 _RETRY_S = 2.0
 _ANSWER_S = 60.0
@@ -34,7 +34,7 @@ class JobState:
     """State of one job.
 
     Attributes:
-        name: Slurm's word, or RUNNING or GONE for a local job, or UNKNOWN where nobody could say.
+        name: Slurm's name of it, or RUNNING or GONE for a local job, or UNKNOWN.
         reason: why it is pending, or unknown; or empty.
         start: when it started, or may start; local time in ISO form, or empty.
         script: the batch script, or empty.
@@ -65,12 +65,12 @@ def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWE
     """Return what a command of Slurm prints.
 
     Args:
-        patience_s: for how long it is repeated while there is no slurmctld to answer; said on the standard error.
+        patience_s: for how long it is repeated while slurmctld does not answer; reported on the standard error.
 
     Raises:
         SubmitError: it is not there, fails, or gives no answer.
     """
-    deadline, told = time.monotonic() + patience_s, False
+    deadline, reported = time.monotonic() + patience_s, False
     while True:
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
@@ -84,9 +84,9 @@ def run_slurm(command: Sequence[str], patience_s: float, limit_s: float = _ANSWE
             said = done.stderr.strip()
         if not is_away(said) or time.monotonic() > deadline:
             raise SubmitError(f"{command[0]}: {said}")
-        if not told:
+        if not reported:
             print(f"hpcrl: {command[0]}: {said}; asking again for {patience_s:.0f} s", file=sys.stderr, flush=True)
-            told = True
+            reported = True
         time.sleep(_RETRY_S)
 
 

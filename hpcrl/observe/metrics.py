@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpcrl.run.fault import fault
-from hpcrl.run.layout import Run
-from hpcrl.run.space import explained
+from hpcrl.faults import fault
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.space import explained
 
 _ALONE = ("trainer", "controller")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from hpcrl.observe.metrics import Record, read_metrics
-from hpcrl.run.layout import Run
-from hpcrl.run.ledger import Attempt, Outcome, read_attempts, read_outcome
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import Attempt, Outcome, read_attempts, read_outcome
 
 REWARD = "reward/avg_raw_reward"
 EVAL_SCORE = "eval/all/avg_score"
@@ -60,7 +60,8 @@ def summarise(run: Run) -> Summary:
     scores, rewards, times = (_curve(records, name) for name in (EVAL_SCORE, REWARD, STEP_SECONDS))
     samples, throughput = _curve(records, SAMPLES), _curve(records, TOKENS_PER_SECOND)
     pauses = [value for record in records for name, value in record.metrics.items() if name.startswith(PAUSE)]
-    weights = [times.get(step, 1.0) for step in throughput]
+    seconds = {step: times.get(step, 1.0) for step in throughput}
+    tokens = sum(throughput[step] * seconds[step] for step in throughput)
     return Summary(
         attempts=len(attempts),
         steps=max(times, default=0),
@@ -69,7 +70,7 @@ def summarise(run: Run) -> Summary:
         eval_last=_end(scores, max),
         reward_first=_end(rewards, min),
         reward_last=_end(rewards, max),
-        tokens_per_second=fmean(throughput.values(), weights) if throughput and sum(weights) > 0 else None,
+        tokens_per_second=tokens / sum(seconds.values()) if sum(seconds.values()) > 0 else None,
         seconds_per_step=_mean(times.values()),
         pause_mean=_mean(pauses),
         pause_max=max(pauses, default=None),

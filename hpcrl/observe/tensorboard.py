@@ -17,7 +17,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hpcrl.observe.metrics import MetricsReader, Record, last_reports
-from hpcrl.run.layout import Run
+from hpcrl.rundir.layout import Run
 
 _PREFIX = "events.out.tfevents."
 _EVERY_S = 2.0

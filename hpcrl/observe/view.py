@@ -1,6 +1,6 @@
 """A run on the terminal: one live line per process while it goes on, a table when it is over.
 
-Where the output is no terminal: one plain line whenever a process says something new.
+Where the output is no terminal: one plain line whenever the state of a process changes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcrl.observe.summary import Summary, summarise
-from hpcrl.observe.watch import Row, Watch, clock
-from hpcrl.run.layout import Run
+from hpcrl.observe.watch import ProcessRow, Watch
+from hpcrl.rundir.layout import Run
+from hpcrl.units import duration
 
 _LOOK_S = 0.5
 
@@ -37,7 +38,7 @@ def follow(run: Run, attempt_done: Callable[[], bool], console: Console | None =
     show_summary(run, console)
 
 
-def _watch(watch: Watch, done: Callable[[], bool], show: Callable[[list[Row]], None]) -> None:
+def _watch(watch: Watch, done: Callable[[], bool], show: Callable[[list[ProcessRow]], None]) -> None:
     while True:
         over = done()
         show(watch.look())
@@ -46,7 +47,7 @@ def _watch(watch: Watch, done: Callable[[], bool], show: Callable[[list[Row]], N
         time.sleep(_LOOK_S)
 
 
-def _board(run: Run, rows: list[Row]) -> Group:
+def _board(run: Run, rows: list[ProcessRow]) -> Group:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(width=20)
@@ -64,7 +65,7 @@ class _Lines:
         self._console = console
         self._said: dict[str, str] = {}
 
-    def show(self, rows: list[Row]) -> None:
+    def show(self, rows: list[ProcessRow]) -> None:
         for row in rows:
             if self._said.get(row.process) != row.state:
                 self._said[row.process] = row.state
@@ -94,7 +95,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         ("tokens/s", f"{summary.tokens_per_second:,.0f}" if summary.tokens_per_second is not None else None),
         ("s/step", f"{summary.seconds_per_step:.2f}" if summary.seconds_per_step is not None else None),
         ("pause per update", _pause(summary)),
-        ("time", clock(summary.seconds) + (f" in {summary.attempts} attempts" if summary.attempts > 1 else "")),
+        ("time", duration(summary.seconds) + (f" in {summary.attempts} attempts" if summary.attempts > 1 else "")),
     ]
     return [(name, value) for name, value in rows if value is not None]
 

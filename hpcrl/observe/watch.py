@@ -1,4 +1,4 @@
-"""What a running run is doing, one row per process, from its leases and its newest metrics."""
+"""What a running run is doing, one row per process, from its process statuses and its newest metrics."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from statistics import fmean
 
 from hpcrl.observe.metrics import MetricsReader
 from hpcrl.observe.summary import EVAL_SCORE, REWARD, STEP_SECONDS
-from hpcrl.run.layout import Run
-from hpcrl.run.lease import Lease, read_leases
-from hpcrl.run.ledger import read_attempts
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import read_attempts
+from hpcrl.runtime.process_status import ProcessStatus, read_process_statuses
+from hpcrl.units import duration
 
 _SILENT_S = 60.0
 _PACE_STEPS = 5
 
 
 @dataclass(frozen=True)
-class Row:
+class ProcessRow:
     """One process.
 
     Attributes:
-        state: what it last said; a new state is news, a new text may be only a clock that moved.
+        state: of its process status; a change of it is printed, a change of the text may be only a clock that moved.
         text: the state and the numbers that go with it.
         share: of all steps, those that are done; None where this makes no sense.
     """
@@ -48,7 +49,7 @@ class Watch:
         self._reward: float | None = None
         self._scores: dict[int, float] = {}
 
-    def look(self) -> list[Row]:
+    def look(self) -> list[ProcessRow]:
         """Return the rows of the newest attempt."""
         records, outdated = self._reader.poll()
         if outdated:
@@ -63,27 +64,27 @@ class Watch:
             self._reward = record.metrics.get(REWARD, self._reward)
         attempts = read_attempts(self._run)
         if not attempts:
-            return [Row("run", "waiting to start", "waiting to start")]
-        leases = read_leases(self._run, attempts[-1].number)
-        return [self._row(lease) for lease in leases] or [Row("run", "starting", "starting")]
+            return [ProcessRow("run", "waiting to start", "waiting to start")]
+        statuses = read_process_statuses(self._run, attempts[-1].number)
+        return [self._row(status) for status in statuses] or [ProcessRow("run", "starting", "starting")]
 
-    def _row(self, lease: Lease) -> Row:
-        parts, share = [lease.state], None
-        if lease.process == "trainer":
+    def _row(self, status: ProcessStatus) -> ProcessRow:
+        parts, share = [status.state], None
+        if status.process == "trainer":
             parts += self._trainer()
-            total = lease.facts.get("total")
+            total = status.facts.get("total")
             if total and self._done is not None:
                 share = self._done / total
                 if self._pace and self._done < total:
-                    parts.append(f"ETA {clock(fmean(self._pace) * (total - self._done))}")
-        elif lease.process == "controller":
+                    parts.append(f"ETA {duration(fmean(self._pace) * (total - self._done))}")
+        elif status.process == "controller":
             parts += self._evaluation()
-        elif "version" in lease.facts:
-            parts.append(f"version {lease.facts['version']}")
-        silence = self._silence(lease)
+        elif "version" in status.facts:
+            parts.append(f"version {status.facts['version']}")
+        silence = self._silence(status)
         if silence > _SILENT_S:
-            parts.append(f"silent for {clock(silence)}")
-        return Row(lease.process, lease.state, " · ".join(parts), share)
+            parts.append(f"silent for {duration(silence)}")
+        return ProcessRow(status.process, status.state, " · ".join(parts), share)
 
     def _trainer(self) -> list[str]:
         reward = [f"reward {self._reward:.2f}"] if self._reward is not None else []
@@ -96,18 +97,11 @@ class Watch:
         scores = [f"{self._scores[step]:.2f} (step {step})" for step in sorted({first, last})]
         return [f"eval {' → '.join(scores)}"]
 
-    def _silence(self, lease: Lease) -> float:
-        """Return for how long a lease has not been renewed, by the clock of this machine alone."""
+    def _silence(self, status: ProcessStatus) -> float:
+        """Return for how long a process status has not been renewed, by the clock of this machine alone."""
         now = time.monotonic()
-        renewed, since = self._heard.get(lease.process, (None, now))
-        if renewed != lease.renewed:
+        renewed, since = self._heard.get(status.process, (None, now))
+        if renewed != status.renewed:
             since = now
-        self._heard[lease.process] = (lease.renewed, since)
+        self._heard[status.process] = (status.renewed, since)
         return now - since
-
-
-def clock(seconds: float) -> str:
-    """Return a duration as 0:53 or 1:02:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

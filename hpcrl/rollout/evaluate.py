@@ -1,96 +1,107 @@
-"""Plays an evaluation with one engine whose weights stay as they are."""
+"""Evaluation with one engine whose weights stay as they are, and the dump of evaluated samples that a run writes too."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import asdict
+from pathlib import Path
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
 from hpcrl.data.chat import decoder, load_tokenizer
-from hpcrl.errors import EngineError
-from hpcrl.rollout.client import EngineClient
-from hpcrl.rollout.dump import append_evaluated
-from hpcrl.rollout.generate import GroupGenerator
-from hpcrl.rollout.progress import watch_progress
-from hpcrl.rollout.server import Server
-from hpcrl.run.call import headers, read_token
-from hpcrl.run.layout import Run
-from hpcrl.types import GroupMeta, Prompt, Work
+from hpcrl.data.rollouts import Decode, segments_of
+from hpcrl.rollout.generate import Group, GroupGenerator, sample_reward
+from hpcrl.rollout.vllm.client import EngineClient
+from hpcrl.rollout.vllm.server import Server
+from hpcrl.rollout.vllm.watchdog import run_watched
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.controller_client import headers, read_token
+from hpcrl.types import GroupMeta, Work
 
-_WATCH_S = 0.5
 _REPLICA = 0
 
 
-def evaluation_work(prompts: Sequence[Prompt], version: int, n_samples: int, seed: int) -> list[Work]:
-    """Return the work of an evaluation: the same groups, with the same seeds, as that of a run on the same prompts."""
-    return [
-        Work(f"e{version:06d}-{row:08d}", "eval", prompt, n_samples, seed + row) for row, prompt in enumerate(prompts)
-    ]
-
-
 async def evaluate(
-    place: Run,
+    directory: Run,
     server: Server,
     model: str,
     work: Sequence[Work],
     version: int,
     generator: GeneratorConfig,
     environment: EnvironmentConfig,
-    told: Callable[[int], None],
+    on_finished: Callable[[int], None],
 ) -> list[GroupMeta]:
     """Return the groups of all work, in its order; what was said in them is appended to a dump.
 
     Args:
-        place: directory of the evaluation, laid out as a run.
+        directory: of the evaluation, laid out as a run.
         server: one that is ready.
         model: HF directory or hub id of the tokenizer.
         version: of the weights that the server holds.
-        told: is called with the number of groups that are finished, one after the other.
+        on_finished: called with the number of groups that are finished, after each of them.
 
     Raises:
         EngineError: the engine failed.
         HpcrlError: an environment or a reward failed.
     """
-    engine = EngineClient(server.socket, headers(read_token(place), place.name, 0), version)
-    tokenizer, dump = load_tokenizer(model, generator.chat_template), place.eval_dump(version, _REPLICA)
-    decode, play = decoder(tokenizer), GroupGenerator(engine, tokenizer, generator, environment)
-    finished: list[str] = []
-    settings = generator.inference_engine
+    engine = EngineClient(server.socket, headers(read_token(directory), directory.name, 0), version)
+    tokenizer, dump = load_tokenizer(model, generator.chat_template), directory.eval_dump(version, _REPLICA)
+    decode, groups = decoder(tokenizer), GroupGenerator(engine, tokenizer, generator, environment)
+    settings, finished = generator.inference_engine, 0
     room = asyncio.Semaphore(max(1, settings.max_num_seqs // generator.eval_n_samples_per_prompt))
 
-    async def one(item: Work) -> GroupMeta:
+    async def generate(item: Work) -> GroupMeta:
+        nonlocal finished
         async with room:
-            group = await play.generate(item)
+            group = await groups.generate(item)
         append_evaluated(dump, group, decode)
-        finished.append(item.group_id)
-        told(len(finished))
-        return group.meta(_REPLICA, str(dump.relative_to(place.path)))
+        finished += 1
+        on_finished(finished)
+        return group.meta(_REPLICA, str(dump.relative_to(directory.path)))
 
-    groups = [asyncio.create_task(one(item)) for item in work]
-    whole = asyncio.gather(*groups)
-    watching = asyncio.create_task(
-        watch_progress(engine, settings.stall_timeout_seconds, settings.start_timeout_seconds)
-    )
-    dying = asyncio.create_task(_died(server))
+    async def generate_all() -> list[GroupMeta]:
+        return await asyncio.gather(*(generate(item) for item in work))
+
+    stall_s, load_s = settings.stall_timeout_seconds, settings.start_timeout_seconds
     try:
-        done, _ = await asyncio.wait([whole, watching, dying], return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-        return whole.result()
-    except EngineError as error:
-        if server.alive() and await engine.healthy():
-            raise
-        raise server.failure("died") from error
+        return await run_watched(server, engine, [generate_all()], stall_s, load_s)
     finally:
-        left: list[asyncio.Future[Any]] = [*groups, whole, watching, dying]
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
         await engine.close()
 
 
-async def _died(server: Server) -> None:
-    while server.alive():
-        await asyncio.sleep(_WATCH_S)
-    raise EngineError("the inference engine ended")
+def append_evaluated(path: Path, group: Group, decode: Decode) -> None:
+    """Append a line per sample of a group; hpcrl/data/rollouts.py reads them.
+
+    Args:
+        decode: token ids to text, special tokens included.
+    """
+    prompt = group.work.prompt
+    several = any(len(messages) > 1 for messages in group.conversations)
+    lines = [
+        {
+            "prompt": prompt.messages,
+            "env_class": prompt.env_class,
+            "data_source": prompt.data_source,
+            "response": messages if several else text,
+            "score": sample_reward(rows),
+            "stop_reason": rows[-1].stop_reason,
+            "env_metrics": rows[-1].env_metrics,
+            "group_id": group.work.group_id,
+            "parts": [
+                asdict(part)
+                for sample in rows
+                for part in segments_of(
+                    sample.token_ids.numpy(),
+                    sample.versions.numpy(),
+                    sample.loss_mask.numpy(),
+                    sample.rewards.numpy(),
+                    decode,
+                )
+            ],
+        }
+        for text, messages, rows in zip(group.texts, group.conversations, group.rows, strict=True)
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

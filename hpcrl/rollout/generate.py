@@ -1,6 +1,6 @@
 """Turns one piece of work into a group of samples: chat template, engine, environment.
 
-A sample grows turn by turn: the engine continues its tokens, the environment answers the text, and what it says is added to the
+A sample grows turn by turn: the engine continues its tokens, the environment answers the text, and its observations are added to the
 tokens, until it is done or a limit is reached. The samples of a group go on at their own pace.
 
 With generator.step_wise_trajectories each turn begins with the conversation so far as the chat template writes it, and becomes a row of
@@ -21,17 +21,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
-from hpcrl.config.derive import reward_weights, service_pays
-from hpcrl.envs.environment import Messages, Turn
-from hpcrl.envs.make import common_extras
+from hpcrl.config.derive import reward_weights, uses_reward_service
+from hpcrl.envs.base import Messages, Turn
+from hpcrl.envs.registry import common_extras
 from hpcrl.envs.rewards.remote import RemoteRewards
 from hpcrl.envs.rewards.response import Scorer
 from hpcrl.envs.rewards.weighted import WeightedRewards
 from hpcrl.errors import ServiceError, UserCodeError
-from hpcrl.rollout.client import EngineClient, Generation
-from hpcrl.rollout.partner import Limits, Partner
-from hpcrl.rollout.stop_text import HALF_A_CHARACTER, cut_at_stop
-from hpcrl.rollout.turns import Template, Transcript
+from hpcrl.rollout.env_session import EnvSession, Limits
+from hpcrl.rollout.transcript import HALF_A_CHARACTER, Template, Transcript, cut_at_stop
+from hpcrl.rollout.vllm.client import EngineClient, Generation, engine_sampling
 from hpcrl.types import GroupMeta, Kind, Sample, StopReason, Work
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class Group:
         rows: of each sample: itself, or with step-wise trajectories its turns.
         version: that the engine held when the group began.
         conversations: what was said in each sample after its prompt, as chat messages.
-        raw_rewards: what the environment paid each sample, whatever became of it.
+        raw_rewards: of each sample from its environment, before rules on its stop reason and on failures.
         failures: what went wrong in samples whose environment failed.
         seconds: from claim to the last token.
         baseline: reward of the greedy response; None where there is none.
@@ -94,7 +93,7 @@ class Group:
             kind=self.work.kind,
             replica=replica,
             path=path,
-            rewards=[earned(rows) for rows in self.rows],
+            rewards=[sample_reward(rows) for rows in self.rows],
             lengths=[len(sample.token_ids) for sample in self.samples],
             response_lengths=self.response_lengths,
             stop_reasons=[rows[-1].stop_reason for rows in self.rows],
@@ -110,7 +109,7 @@ class Group:
         )
 
 
-def earned(rows: Sequence[Sample]) -> float:
+def sample_reward(rows: Sequence[Sample]) -> float:
     """Return the reward of a sample: the outcome, which its last row has."""
     return float(rows[-1].rewards.sum())
 
@@ -120,8 +119,8 @@ def _chosen(sample: Sample) -> torch.Tensor:
 
 
 @dataclass
-class _Play:
-    """One sample under way.
+class _Episode:
+    """One sample while it is generated.
 
     Attributes:
         seed: of the first turn.
@@ -131,7 +130,7 @@ class _Play:
         failure: why its environment cannot go on.
     """
 
-    partner: Partner
+    session: EnvSession
     seed: int
     sampling: dict[str, Any]
     transcripts: list[Transcript] = field(default_factory=list)
@@ -159,8 +158,7 @@ class GroupGenerator:
     Args:
         tokenizer: of the policy; it owns the chat template.
         config: without a `max_input_length` of its own, a sample may become as long as it likes.
-        baselines: whether each training group also gets a greedy response, which is paid like a sample but of which only the reward
-            is kept.
+        baselines: whether each training group also gets a greedy response, of which only the reward is kept.
     """
 
     def __init__(
@@ -191,129 +189,129 @@ class GroupGenerator:
         started, version = time.monotonic(), self._engine.version
         sampling = engine_sampling(self._params[work.kind])
         n, compared = work.n_samples, self._baselines and work.kind == "train"
-        plays = [_Play(self._partner(work), work.seed + i, sampling) for i in range(n)]
+        episodes = [_Episode(self._session(work), work.seed + i, sampling) for i in range(n)]
         if compared:
-            plays.append(_Play(self._partner(work), work.seed, {**sampling, "temperature": 0.0}))
+            episodes.append(_Episode(self._session(work), work.seed, {**sampling, "temperature": 0.0}))
         try:
-            await asyncio.gather(*(self._open(play, work) for play in plays))
-            first = await self._together(plays[:n])
+            await asyncio.gather(*(self._open(episode, work) for episode in episodes))
+            first = await self._together(episodes[:n])
             await asyncio.gather(
-                *(self._turns(play, said, work.kind) for play, said in zip(plays[:n], first, strict=True)),
-                *(self._turns(play, None, work.kind) for play in plays[n:]),
+                *(self._turns(episode, said, work.kind) for episode, said in zip(episodes[:n], first, strict=True)),
+                *(self._turns(episode, None, work.kind) for episode in episodes[n:]),
             )
         finally:
-            await asyncio.gather(*(self._close(play) for play in plays))
-        said = [play.rows() for play in plays[:n]]
-        rows = [[judged(row, self._config) for row in own] for own in said]
+            await asyncio.gather(*(self._close(episode) for episode in episodes))
+        said = [episode.rows() for episode in episodes[:n]]
+        rows = [[apply_stop_reason(row, self._config) for row in own] for own in said]
         if work.kind == "train":
-            rows = without_weight(rows)
+            rows = neutralize_failed(rows)
         return Group(
             work=work,
             version=version,
             rows=rows,
-            conversations=[play.messages for play in plays[:n]],
-            raw_rewards=[earned(own) for own in said],
-            failures=[play.failure for play in plays if play.failure],
+            conversations=[episode.messages for episode in episodes[:n]],
+            raw_rewards=[sample_reward(own) for own in said],
+            failures=[episode.failure for episode in episodes if episode.failure],
             seconds=time.monotonic() - started,
-            baseline=self._baseline(plays[n], rows) if compared else None,
+            baseline=self._baseline(episodes[n], rows) if compared else None,
         )
 
-    def _baseline(self, greedy: _Play, samples: Sequence[Sequence[Sample]]) -> float:
+    def _baseline(self, greedy: _Episode, samples: Sequence[Sequence[Sample]]) -> float:
         if greedy.failure:
-            return fmean(earned(rows) for rows in samples)
-        return earned([judged(row, self._config) for row in greedy.rows()])
+            return fmean(sample_reward(rows) for rows in samples)
+        return sample_reward([apply_stop_reason(row, self._config) for row in greedy.rows()])
 
-    def _partner(self, work: Work) -> Partner:
+    def _session(self, work: Work) -> EnvSession:
         extras = {**self._extras, **work.prompt.extras}
         tokens = self._params[work.kind].max_generate_length
-        return Partner(work, self._rewards[work.kind], extras, tokens, self._limits)
+        return EnvSession(work, self._rewards[work.kind], extras, tokens, self._limits)
 
-    async def _open(self, play: _Play, work: Work) -> None:
+    async def _open(self, episode: _Episode, work: Work) -> None:
         messages: Messages = list(work.prompt.messages)
         try:
-            messages = await play.partner.open()
+            messages = await episode.session.open()
         except _FAILURES as error:
-            play.failure = str(error)
-        play.transcripts, play.past = [Transcript(self._template.opening(messages))], list(messages)
+            episode.failure = str(error)
+        episode.transcripts, episode.past = [Transcript(self._template.opening(messages))], list(messages)
 
-    async def _close(self, play: _Play) -> None:
+    async def _close(self, episode: _Episode) -> None:
         try:
-            await play.partner.close()
+            await episode.session.close()
         except _FAILURES as error:
-            play.failure = play.failure or str(error)
+            episode.failure = episode.failure or str(error)
 
-    async def _together(self, plays: Sequence[_Play]) -> Sequence[Generation | None]:
+    async def _together(self, episodes: Sequence[_Episode]) -> Sequence[Generation | None]:
         """Return the first turns from one request, which ends with the longest, where no sample goes on after it."""
-        prompt, first = plays[0].transcript.token_ids, plays[0]
-        alike = all(play.transcript.token_ids == prompt and not play.failure for play in plays)
+        prompt, first = episodes[0].transcript.token_ids, episodes[0]
+        alike = all(episode.transcript.token_ids == prompt and not episode.failure for episode in episodes)
         if self._config.max_turns > 1 or not alike or self._too_long(first, prompt):
-            return [None] * len(plays)
-        return await self._engine.generate(prompt, len(plays), first.seed, first.sampling)
+            return [None] * len(episodes)
+        return await self._engine.generate(prompt, len(episodes), first.seed, first.sampling)
 
-    async def _turns(self, play: _Play, said: Generation | None, kind: Kind) -> None:
+    async def _turns(self, episode: _Episode, said: Generation | None, kind: Kind) -> None:
         """Play a sample to its end, from its first generation on if there is one."""
-        prompt = play.transcript.token_ids
+        prompt = episode.transcript.token_ids
         for turn in range(self._config.max_turns):
-            if play.failure or self._too_long(play, prompt):
+            if episode.failure or self._too_long(episode, prompt):
                 return
             if turn and self._config.step_wise_trajectories:
-                play.transcripts.append(Transcript(prompt))
-            play.transcript.hear(prompt[len(play.transcript.token_ids) :])
+                episode.transcripts.append(Transcript(prompt))
+            episode.transcript.add_context(prompt[len(episode.transcript.token_ids) :])
             if said is None:
-                (said,) = await self._engine.generate(prompt, 1, play.seed_of(turn), play.sampling)
-            answer = await self._answer(play, said, kind)
+                (said,) = await self._engine.generate(prompt, 1, episode.seed_of(turn), episode.sampling)
+            answer = await self._answer(episode, said, kind)
             if answer is None or answer.done or turn + 1 == self._config.max_turns:
-                self._say(play.transcript, said, answer, over=True)
+                self._say(episode.transcript, said, answer, over=True)
                 return
-            self._say(play.transcript, said, answer, over=False)
-            prompt, said = self._next_prompt(play, said, answer), None
+            self._say(episode.transcript, said, answer, over=False)
+            prompt, said = self._next_prompt(episode, said, answer), None
 
-    def _too_long(self, play: _Play, prompt: Sequence[int]) -> bool:
+    def _too_long(self, episode: _Episode, prompt: Sequence[int]) -> bool:
         longest = self._config.max_input_length
         if longest is not None and len(prompt) > longest:
-            play.stop_reason = "length"
+            episode.stop_reason = "length"
             return True
         return False
 
-    def _next_prompt(self, play: _Play, said: Generation, answer: Turn) -> list[int]:
+    def _next_prompt(self, episode: _Episode, said: Generation, answer: Turn) -> list[int]:
         """Return what the policy goes on from after an answer."""
         if not self._config.step_wise_trajectories:
-            return play.transcript.token_ids + self._following(play.transcript, answer.observations)
+            return episode.transcript.token_ids + self._following(episode.transcript, answer.observations)
         content = self._template.decoded(said.token_ids) if answer.action is None else answer.action
-        play.past += [{"role": "assistant", "content": content}, *answer.observations]
-        return self._template.opening(play.past)
+        episode.past += [{"role": "assistant", "content": content}, *answer.observations]
+        return self._template.opening(episode.past)
 
-    async def _answer(self, play: _Play, said: Generation, kind: Kind) -> Turn | None:
+    async def _answer(self, episode: _Episode, said: Generation, kind: Kind) -> Turn | None:
         """Return the environment's answer; None where it failed."""
         text = self._text(said.token_ids, self._params[kind])
-        play.messages.append({"role": "assistant", "content": text})
-        play.stop_reason = said.stop_reason
+        episode.messages.append({"role": "assistant", "content": text})
+        episode.stop_reason = said.stop_reason
         try:
-            answer = await play.partner.answer(text, len(said.token_ids))
+            answer = await episode.session.step(text, len(said.token_ids))
         except _FAILURES as error:
-            play.failure = str(error)
+            episode.failure = str(error)
             return None
-        play.metrics |= answer.metrics
+        episode.metrics |= answer.metrics
         if answer.action is not None:
-            play.messages[-1]["content"] = answer.action
-        play.messages += answer.observations
+            episode.messages[-1]["content"] = answer.action
+        episode.messages += answer.observations
         return replace(answer, action=None if answer.action == text else answer.action)
 
     def _say(self, transcript: Transcript, said: Generation, answer: Turn | None, *, over: bool) -> None:
         """Add what the policy said, as far as the environment lets it stand, and its reward."""
         token_ids = said.token_ids
         if answer is None:
-            return transcript.say(said)
+            return transcript.add_response(said)
         if answer.action is not None:
             if kept := self._tokens_of(answer.action, token_ids):
-                transcript.say(said, kept)
+                transcript.add_response(said, kept)
             else:
-                transcript.hear(self._template.encoded(answer.action))
+                transcript.add_context(self._template.encoded(answer.action))
         elif not over and not self._config.use_conversation_multi_turn and token_ids[-1] == self._template.eos:
-            transcript.say(said, len(token_ids) - 1)
+            transcript.add_response(said, len(token_ids) - 1)
         else:
-            transcript.say(said)
-        return transcript.pay(answer.reward)
+            transcript.add_response(said)
+        return transcript.add_reward(answer.reward)
 
     def _tokens_of(self, action: str, token_ids: Sequence[int]) -> int | None:
         """Return how many of the tokens say just that action, if it is what the policy said up to some token."""
@@ -340,7 +338,7 @@ class GroupGenerator:
 
 
 def _rewards(environment: EnvironmentConfig, kind: Kind) -> Scorer | None:
-    if service_pays(environment, kind):
+    if uses_reward_service(environment, kind):
         return RemoteRewards(environment)
     weights = reward_weights(environment, kind)
     own = kind == "eval" and environment.eval_reward_function
@@ -348,7 +346,7 @@ def _rewards(environment: EnvironmentConfig, kind: Kind) -> Scorer | None:
     return WeightedRewards(setting, weights, environment) if weights else None
 
 
-def judged(sample: Sample, config: GeneratorConfig) -> Sample:
+def apply_stop_reason(sample: Sample, config: GeneratorConfig) -> Sample:
     """Return the sample with what becomes of one that did not end by itself, or whose environment failed."""
     failed = sample.stop_reason == "failed"
     if sample.stop_reason == "stop":
@@ -360,9 +358,9 @@ def judged(sample: Sample, config: GeneratorConfig) -> Sample:
     return sample
 
 
-def without_weight(samples: Sequence[list[Sample]]) -> list[list[Sample]]:
+def neutralize_failed(samples: Sequence[list[Sample]]) -> list[list[Sample]]:
     """Return the samples of a group, each as its rows, with the failed ones paid the mean of the others, so that they move no baseline."""
-    paid = [earned(rows) for rows in samples if rows[-1].stop_reason != "failed"]
+    paid = [sample_reward(rows) for rows in samples if rows[-1].stop_reason != "failed"]
     mean = fmean(paid) if paid else 0.0
 
     def neutral(rows: list[Sample]) -> list[Sample]:
@@ -371,17 +369,3 @@ def without_weight(samples: Sequence[list[Sample]]) -> list[list[Sample]]:
         return [*rows[:-1], replace(rows[-1], rewards=rewards_T)]
 
     return [neutral(rows) if rows[-1].stop_reason == "failed" else rows for rows in samples]
-
-
-def engine_sampling(params: SamplingParams) -> dict[str, Any]:
-    """Return the configured sampling under vLLM's names."""
-    return {
-        **params.additional_kwargs,
-        "max_tokens": params.max_generate_length,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "stop": params.stop or [],
-    }

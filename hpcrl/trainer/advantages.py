@@ -1,40 +1,42 @@
-"""What each token of a batch was worth: rewards become advantages, on all ranks alike."""
+"""What each token of a batch was worth: the KL divergence from the reference is subtracted from rewards, and rewards become advantages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch.nn.functional import pad
 
 from hpcrl.algorithms.advantages import (
     ESTIMATORS,
-    Estimator,
-    Outcomes,
+    AdvantageInputs,
     is_per_token,
     lambda_returns,
     normalize,
 )
-from hpcrl.algorithms.filters import filter_values, varied
-from hpcrl.config.algorithm import AlgorithmConfig
+from hpcrl.algorithms.kl import KL_ESTIMATORS, adapted
+from hpcrl.algorithms.settings import configured
 from hpcrl.config.derive import needs_baselines
-from hpcrl.config.own import find
+from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.errors import ConfigError, DataError
-from hpcrl.trainer.packing import Row
+from hpcrl.trainer.batching import trained_groups
+from hpcrl.trainer.packing import PackedSamples
 from hpcrl.types import Batch
 
 Sum = Callable[[Sequence[float]], list[float]]
 """Gives the element-wise sums over all ranks: World.sum, or `list` where there is one rank."""
 
+_COEFFICIENT, _START = "kl_coef", "kl_coef_start"
+
 
 @dataclass(frozen=True)
 class Advantages:
-    """What is told of the advantages of all ranks.
+    """What is reported of the advantages of all ranks.
 
     Attributes:
         mean, mean_abs: over all trained tokens, as the estimator gave them: before advantage_batch_normalize and clipping.
-        penalties: what all samples together were charged for divergence from the reference.
+        penalties: KL penalties of all samples together.
     """
 
     mean: float
@@ -42,57 +44,113 @@ class Advantages:
     penalties: float
 
 
-def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
-    """Return which groups of the batch are trained: all, or with zero_variance_filter those whose rewards differ.
+class KlRewardPenalty:
+    """The KL divergence from the reference, subtracted from each token's reward (trainer.algorithm.use_kl_in_reward).
 
-    The others are not even read, and no reduction of the loss counts them.
+    Args:
+        extra_state: numbers of the checkpoint that training continues from. Another kl_loss_coef than its run had starts afresh.
 
-    Raises:
-        DataError: a group lacks a metric of filter_reward_metric.
+    Attributes:
+        coefficient: reward subtracted per nat of divergence, which the adaptive controller changes after each batch.
     """
-    groups, metrics = range(len(batch.groups)), algorithm.filter_reward_metric
-    if not algorithm.zero_variance_filter:
-        return list(groups)
-    return [at for at in groups if varied(filter_values(batch.groups[at], metrics))]
+
+    def __init__(self, algorithm: AlgorithmConfig, extra_state: dict[str, float]) -> None:
+        self._algorithm = algorithm
+        self._adaptive = algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive"
+        self.coefficient = algorithm.kl_loss_coef
+        if self._adaptive and extra_state.get(_START) == algorithm.kl_loss_coef:
+            self.coefficient = extra_state[_COEFFICIENT]
+
+    def extra_state(self) -> dict[str, float]:
+        """Return what a checkpoint keeps of it."""
+        if not self._adaptive:
+            return {}
+        return {_COEFFICIENT: self.coefficient, _START: self._algorithm.kl_loss_coef}
+
+    def apply_kl_penalty(self, minis: Sequence[PackedSamples], over_ranks: Sum) -> dict[str, float]:
+        """Fill in the penalties of this rank's samples, adapt the coefficient, and return loss/*; nothing if it is off.
+
+        Every rank calls it, with samples that have old (or rollout) and reference log-probabilities.
+
+        Returns:
+            avg_kl: mean over samples of the mean over their trained tokens, in nats; avg_kl_max: mean over samples of the
+            largest absolute value; kl_loss_coef: the coefficient that was applied.
+        """
+        if not self._algorithm.use_kl_in_reward:
+            return {}
+        mean = largest = 0.0
+        for samples in minis:
+            divergence_P = self._divergence(samples)
+            samples.scores.penalties = self.coefficient * divergence_P
+            for divergence_T, trained in zip(divergence_P.split(samples.lengths), samples.trained, strict=True):
+                mean += divergence_T.sum().item() / max(trained, 1)
+                largest += divergence_T.abs().max().item()
+        mean, largest, count = over_ranks([mean, largest, float(sum(len(samples.lengths) for samples in minis))])
+        applied, samples_or_one = self.coefficient, max(count, 1.0)
+        self.adapt(mean / samples_or_one, count)
+        return {
+            "loss/avg_kl": mean / samples_or_one,
+            "loss/avg_kl_max": largest / samples_or_one,
+            "loss/kl_loss_coef": applied,
+        }
+
+    def adapt(self, divergence: float, samples: float) -> None:
+        """Change the coefficient after a batch, if it is adaptive; arguments as in `adapted`."""
+        if self._adaptive:
+            control = self._algorithm.kl_ctrl
+            self.coefficient = adapted(self.coefficient, divergence, samples, control.kl_target, control.horizon)
+
+    def _divergence(self, samples: PackedSamples) -> torch.Tensor:
+        """Return [P] float64; 0 where nothing is trained."""
+        if not samples.lengths:
+            return torch.zeros(0, dtype=torch.float64)
+        scores = samples.scores
+        old_P = samples.rollout_logprobs if self._algorithm.use_rollout_logprobs_for_loss else scores.old_logprobs
+        assert old_P is not None
+        assert scores.ref_logprobs is not None
+        estimate = KL_ESTIMATORS[self._algorithm.kl_estimator_type]
+        return torch.where(samples.loss_mask > 0, estimate(old_P, scores.ref_logprobs, 1.0).double(), 0.0)
 
 
-def estimate_advantages(batch: Batch, rows: Sequence[Row], algorithm: AlgorithmConfig, over_ranks: Sum) -> Advantages:
+def estimate_advantages(
+    batch: Batch, minis: Sequence[PackedSamples], algorithm: AlgorithmConfig, over_ranks: Sum
+) -> Advantages:
     """Fill in the advantages of this rank's samples, and the returns of a critic where they have values.
 
     Every rank calls it. An estimator that gives all tokens of a sample the same number gets every sample of the batch from the
-    batch's metadata, the same on every rank; one that needs tokens gets this rank's, and sums over ranks. Where a sample has several
-    rows, its turns, it counts once: with the outcome as its reward, less the penalties of all of them. Each of them then gets what the
-    sample is worth.
+    batch's metadata, the same on every rank; one that needs tokens gets this rank's, and sums over ranks. With
+    generator.step_wise_trajectories, where the turns of a response are samples, a response counts once: with the outcome as its
+    reward, less the penalties of all its turns. Each of them then gets what the response is worth.
 
     Args:
-        rows: this rank's; together, ranks have those of all trained groups.
+        minis: this rank's samples; together, ranks have those of all trained groups.
 
     Raises:
-        ConfigError: a user's own estimator cannot be found, or the estimator needs all tokens of a sample in one row.
+        ConfigError: a user's own estimator cannot be found, or the estimator needs all tokens of a response in one sample.
         DataError: a group lacks a greedy response that it is to be compared with, or a metric of filter_reward_metric.
     """
-    estimator = find("trainer.algorithm.advantage_estimator", algorithm.advantage_estimator, ESTIMATORS)
+    estimator = build_estimator(algorithm)
 
     def total(sums: torch.Tensor) -> torch.Tensor:
         return sums.new_tensor(over_ranks(sums.tolist()))
 
-    outcomes = _by_token(rows, total)
-    mask_P, lengths = outcomes.mask_P, outcomes.lengths
-    if is_per_token(estimator):
+    inputs = _by_token(minis, total)
+    mask_P, sizes = inputs.mask_P, [len(samples.token_ids) for samples in minis]
+    if is_per_token(estimator.func):
         _require_one_row(batch)
-        raw_P = estimator(outcomes, algorithm)
+        raw_P = estimator(inputs)
     else:
-        values_B = _by_sample(batch, rows, estimator, algorithm, over_ranks)
-        raw_P = values_B.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-    if outcomes.values_P is not None:
-        returns_P = lambda_returns(outcomes, outcomes.values_P, algorithm.gamma, algorithm.lambd)
-        for row, returns_T in zip(rows, returns_P.float().split(lengths), strict=True):
-            row.returns = returns_T
+        values_B = _by_sample(batch, minis, estimator, algorithm, over_ranks)
+        raw_P = values_B.repeat_interleave(torch.tensor(inputs.lengths, dtype=torch.int64))
+    if inputs.values_P is not None:
+        returns_P = lambda_returns(inputs, inputs.values_P, algorithm.gamma, algorithm.lambd)
+        for samples, own_P in zip(minis, returns_P.float().split(sizes), strict=True):
+            samples.scores.returns = own_P
     assert raw_P.shape == mask_P.shape, (
         f"{algorithm.advantage_estimator}: {tuple(raw_P.shape)} for {len(mask_P)} tokens"
     )
     raw_P = torch.where(mask_P > 0, raw_P.double(), 0.0)
-    penalties = sum(row.penalties.sum().item() for row in rows if row.penalties is not None)
+    penalties = sum(values.sum().item() for samples in minis if (values := samples.scores.penalties) is not None)
     summed, summed_abs, count, penalties = over_ranks(
         [raw_P.sum().item(), raw_P.abs().sum().item(), mask_P.sum().item(), penalties]
     )
@@ -100,10 +158,19 @@ def estimate_advantages(batch: Batch, rows: Sequence[Row], algorithm: AlgorithmC
     low, high = algorithm.advantage_clip_low, algorithm.advantage_clip_high
     if low is not None or high is not None:
         advantages_P = advantages_P.clamp(low, high)
-    for row, advantages_T in zip(rows, advantages_P.float().split(lengths), strict=True):
-        row.advantages = advantages_T
+    for samples, own_P in zip(minis, advantages_P.float().split(sizes), strict=True):
+        samples.scores.advantages = own_P
     count = max(count, 1.0)
     return Advantages(summed / count, summed_abs / count, penalties)
+
+
+def build_estimator(algorithm: AlgorithmConfig) -> partial[torch.Tensor]:
+    """Return the advantage estimator of the configuration with its settings.
+
+    Raises:
+        ConfigError: nothing has its name, or it has a parameter that is no setting.
+    """
+    return configured("advantage_estimator", algorithm.advantage_estimator, ESTIMATORS, algorithm)
 
 
 def _require_one_row(batch: Batch) -> None:
@@ -114,46 +181,64 @@ def _require_one_row(batch: Batch) -> None:
         )
 
 
-def _by_token(rows: Sequence[Row], total: Callable[[torch.Tensor], torch.Tensor]) -> Outcomes:
+def _by_token(minis: Sequence[PackedSamples], total: Callable[[torch.Tensor], torch.Tensor]) -> AdvantageInputs:
     """Return this rank's tokens."""
-    # a critic says at each token what it expects before the next one
-    values = [row.values[:-1] for row in rows if row.values is not None]
-    assert len(values) in (0, len(rows)), "a critic has seen some samples, others not"
-    return Outcomes(
-        rewards_P=_joined([row.rewards for row in rows]),
-        mask_P=_joined([row.trained for row in rows]),
-        lengths=[len(row.sample.token_ids) for row in rows],
-        groups_B=torch.tensor([row.pick.group for row in rows], dtype=torch.int64),
+    values = [samples.scores.values for samples in minis if samples.lengths]
+    present = [values_P.double() for values_P in values if values_P is not None]
+    assert len(present) in (0, len(values)), "a critic has scored some samples, others not"
+    groups = [ref.group for samples in minis for ref in samples.refs]
+    return AdvantageInputs(
+        rewards_P=_joined([_rewards(samples) for samples in minis]),
+        mask_P=_joined([samples.loss_mask.double() for samples in minis]),
+        lengths=[length for samples in minis for length in samples.lengths],
+        groups_B=torch.tensor(groups, dtype=torch.int64),
         # a rank without samples has no values either, whether there is a critic or not
-        values_P=_joined([pad(values_T, (1, 0)).double() for values_T in values]) if len(values) == len(rows) else None,
+        values_P=_joined(present) if len(present) == len(values) else None,
         total=total,
     )
 
 
+def _rewards(samples: PackedSamples) -> torch.Tensor:
+    """Return [P] float64: the reward of each token, less penalties."""
+    rewards_P, penalties_P = samples.rewards.double(), samples.scores.penalties
+    return rewards_P if penalties_P is None else rewards_P - penalties_P
+
+
 def _by_sample(
-    batch: Batch, rows: Sequence[Row], estimator: Estimator, algorithm: AlgorithmConfig, over_ranks: Sum
+    batch: Batch,
+    minis: Sequence[PackedSamples],
+    estimator: partial[torch.Tensor],
+    algorithm: AlgorithmConfig,
+    over_ranks: Sum,
 ) -> torch.Tensor:
-    """Return one advantage for each of this rank's rows, from the rewards of all samples of the trained groups."""
+    """Return one advantage for each of this rank's samples, from the rewards of all samples of the trained groups."""
     groups = trained_groups(batch, algorithm)
     places = [(group, index) for group in groups for index in range(len(batch.groups[group].rewards))]
     numbers = {place: number for number, place in enumerate(places)}
     owners = {group: batch.groups[group].owners for group in groups}
-    mine = [numbers[row.pick.group, owners[row.pick.group][row.pick.index]] for row in rows]
     tokens, penalties = [0.0] * len(places), [0.0] * len(places)
-    for place, row in zip(mine, rows, strict=True):
-        tokens[place] += row.trained.sum().item()
-        penalties[place] += 0.0 if row.penalties is None else row.penalties.sum().item()
+    mine: list[int] = []
+    for samples in minis:
+        penalties_P = samples.scores.penalties
+        own = [0.0] * len(samples.refs)
+        if penalties_P is not None:
+            own = [penalties_T.sum().item() for penalties_T in penalties_P.split(samples.lengths)]
+        for ref, trained, penalty in zip(samples.refs, samples.trained, own, strict=True):
+            place = numbers[ref.group, owners[ref.group][ref.index]]
+            mine.append(place)
+            tokens[place] += trained
+            penalties[place] += penalty
     sums = torch.tensor(over_ranks([*tokens, *penalties]), dtype=torch.float64)
     tokens_B, penalties_B = sums.view(2, len(places))
     rewards_B = torch.tensor([batch.groups[group].rewards[index] for group, index in places], dtype=torch.float64)
-    outcomes = Outcomes(
+    inputs = AdvantageInputs(
         rewards_P=rewards_B - penalties_B,
         mask_P=tokens_B,
         lengths=[1] * len(places),
         groups_B=torch.tensor([group for group, _ in places], dtype=torch.int64),
         baselines_B=_baselines(batch, places, algorithm) if needs_baselines(algorithm) else None,
     )
-    return estimator(outcomes, algorithm)[mine]
+    return estimator(inputs)[mine]
 
 
 def _baselines(batch: Batch, places: Sequence[tuple[int, int]], algorithm: AlgorithmConfig) -> torch.Tensor:

@@ -1,63 +1,19 @@
-"""The critic beside the policy: values before a batch is trained, and its own optimizer steps on the same samples."""
+"""The critic beside the policy: its loss and its metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from hpcrl.algorithms.losses import masked_sum
 from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.algorithms.values import clipped_value_loss
-from hpcrl.config.trainer import TrainerConfig
-from hpcrl.run.fault import fault
-from hpcrl.trainer.engine import CriticEngine, Objective
-from hpcrl.trainer.plan import Limit, longest_first
-from hpcrl.trainer.update import Between, MiniBatch, Trained, fill_in, weigh
-from hpcrl.trainer.world import World
-from hpcrl.types import Batch, MicroBatch
+from hpcrl.trainer.backends.base import Objective, UpdateResult
+from hpcrl.types import MicroBatch
 
-_REDUCTION = Reduction("sequence_mean")
+CRITIC_REDUCTION = Reduction("sequence_mean")
 _LEAST_VARIANCE = 1e-8
-
-
-def critic_updates_per_batch(trainer: TrainerConfig) -> int:
-    """Return the optimizer steps that the critic makes in one full batch."""
-    return -(-trainer.train_batch_size // trainer.critic_mini_batch_size) * trainer.update_epochs_per_batch
-
-
-def appraise(critic: CriticEngine, mini: MiniBatch, limit: Limit, between: Between = fault) -> None:
-    """Fill in what the critic expects before each token."""
-    fill_in(mini, limit, {"values": critic.values}, between)
-
-
-def critic_mini_batches(
-    minis: Sequence[MiniBatch], batch: Batch, trainer: TrainerConfig, limit: Limit, data: World
-) -> list[MiniBatch]:
-    """Return what each optimizer step of the critic trains in one pass over a batch, weighed.
-
-    Args:
-        minis: the policy's mini-batches, whose rows have values and returns.
-        limit: of the micro-batches that are trained.
-    """
-    own = regrouped(minis, len(batch.groups), trainer.critic_mini_batch_size)
-    weigh(own, batch, limit, data, _REDUCTION)
-    return own
-
-
-def regrouped(minis: Sequence[MiniBatch], groups: int, size: int) -> list[MiniBatch]:
-    """Return mini-batches of `size` of the batch's groups each: samples stay on the rank that read them."""
-    found = []
-    for start in range(0, groups, size):
-        chosen = range(start, start + size)
-        rows = [replace(row) for mini in minis for row in mini.rows if row.pick.group in chosen]
-        shares = [
-            sorted((pick for mini in minis for pick in mini.shares[rank] if pick.group in chosen), key=longest_first)
-            for rank in range(len(minis[0].shares))
-        ]
-        found.append(MiniBatch(sorted(rows, key=lambda row: longest_first(row.pick)), shares, minis[0].rank))
-    return found
 
 
 def build_critic_objective(value_clip: float) -> Objective:
@@ -83,7 +39,7 @@ def build_critic_objective(value_clip: float) -> Objective:
     return objective
 
 
-def describe_critic(updates: Sequence[Trained]) -> dict[str, float]:
+def describe_critic(updates: Sequence[UpdateResult]) -> dict[str, float]:
     """Return critic/* of all optimizer steps: loss, learning rate and gradient norm averaged over them, means over tokens of all else.
 
     explained_variance is 1 - Var(R - V) / Var(R) with the values from before the batch was trained: 1 is perfect, 0 is as good as a

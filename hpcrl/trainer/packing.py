@@ -1,87 +1,380 @@
-"""Samples laid end to end: from files on disk to the MicroBatch that an engine runs."""
+"""Samples laid end to end: from files on disk to the micro-batches that an engine runs.
+
+A rank's samples of a mini-batch are packed once, in the order of their micro-batches, so that a micro-batch is a slice. What is
+computed about them, log-probabilities, values and advantages, is written beside them in the same layout.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice
 
 import torch
 
 from hpcrl.algorithms.prefixes import shared_prefixes
-from hpcrl.data.samples import read_group
-from hpcrl.run.layout import Run
-from hpcrl.trainer.plan import Pick
+from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.group_file import read_group
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.batching import (
+    MiniBatchPlan,
+    SampleRef,
+    assign_to_ranks,
+    longest_first,
+    mini_batches,
+    plan_mini_batch,
+    train_and_score_limits,
+    trained_groups,
+)
+from hpcrl.trainer.distributed import World
 from hpcrl.types import Batch, MicroBatch, Sample
 
 
 @dataclass
-class Row:
-    """A sample, or with step-wise trajectories a turn of one, on its way through training.
+class Scores:
+    """What was computed about the tokens of packed samples, [P] each; None until then, or where nothing needs it.
 
     Attributes:
-        pick: its place in the batch.
-        penalties: [T] float64, subtracted from the reward of token t; None: nothing is.
-        advantages: [T] float32, entry t of token t; None until estimated.
-        old_logprobs, ref_logprobs: [T] float32, entry t speaks about token t + 1; None until computed.
-        values: [T] float32, what the critic expected, entry t before token t + 1; None without one.
-        returns: [T] float32, what it should have expected before token t; None without one.
-        weight: of the loss of each trained token.
-        nll_weight: of the negative log-likelihood of each trained token; 0 without a positive reward.
-        left_out: tokens that the policy chose but that are not trained, because they begin several responses of the group.
+        old_logprobs, ref_logprobs: float32, of the policy before the update and of the reference.
+        values: float32, what the critic expected before the token.
+        penalties: float64, subtracted from the token's reward.
+        advantages: float32.
+        returns: float32, what the critic should have expected before the token.
     """
 
-    sample: Sample
-    pick: Pick
-    advantages: torch.Tensor | None = None
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     values: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
     penalties: torch.Tensor | None = None
-    weight: float = 0.0
-    nll_weight: float = 0.0
+    advantages: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+
+    def present(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass
+class PackedSamples:
+    """The samples of one rank in one optimizer step, laid end to end, B samples of P tokens in all. Micro-batches are slices of it.
+
+    Entry p of every [P] tensor but `token_ids` speaks about the token that position p predicts, the next one of the sample: labels
+    are shifted once, by `pack`. Nothing predicts the first token, so that what it was rewarded with belongs to no entry.
+
+    Attributes:
+        refs: places of the samples in the batch.
+        lengths: tokens of each sample; they sum to P.
+        token_ids, labels: [P] int64; the label of a sample's last position is 0.
+        loss_mask: [P] float32, 1 where the token is trained; 0 at a sample's last position, as the following two.
+        rollout_logprobs, rewards: [P] float32.
+        weights: of the loss of each trained token, by sample (hpcrl/algorithms/reductions.py).
+        nll_weights: of the negative log-likelihood of each trained token, by sample; 0 without a positive reward.
+        left_out: tokens that the policy chose but that are not trained, because they begin several responses of a group.
+    """
+
+    refs: list[SampleRef]
+    lengths: list[int]
+    token_ids: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    rewards: torch.Tensor
+    left_out: int = 0
+    scores: Scores = field(default_factory=Scores)
+    weights: list[float] = field(default_factory=list)
+    nll_weights: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._offsets = [0, *accumulate(self.lengths)]
+        self.weights = self.weights or [0.0] * len(self.lengths)
+        self.nll_weights = self.nll_weights or [0.0] * len(self.lengths)
+
+    @property
+    def trained(self) -> list[int]:
+        """Trained tokens of each sample."""
+        return [int(mask_T.sum().item()) for mask_T in self.loss_mask.split(self.lengths)]
+
+    def tokens_of(self, part: range) -> slice:
+        """Return where the tokens of consecutive samples are."""
+        return slice(self._offsets[part.start], self._offsets[part.stop])
+
+    def micro_batch(self, part: range) -> MicroBatch:
+        """Return consecutive samples for one forward and backward; its tensors are views of this one's where they can be.
+
+        No samples at all give one token that counts for nothing, so that a rank without work can join the others' collectives.
+        """
+        if not part:
+            return idle_micro_batch()
+        tokens, lengths = self.tokens_of(part), self.lengths[part.start : part.stop]
+        lengths_B = torch.tensor(lengths)
+        starts_B = lengths_B.cumsum(0) - lengths_B
+        mask_P, scores = self.loss_mask[tokens], self.scores
+
+        def weighted(weights_B: list[float]) -> torch.Tensor:
+            weights = torch.tensor(weights_B[part.start : part.stop], dtype=torch.float32)
+            return mask_P * weights.repeat_interleave(lengths_B)
+
+        def slice_of(column_P: torch.Tensor | None) -> torch.Tensor | None:
+            return None if column_P is None else column_P[tokens]
+
+        return MicroBatch(
+            token_ids=self.token_ids[tokens],
+            positions=torch.arange(len(mask_P)) - starts_B.repeat_interleave(lengths_B),
+            lengths=lengths,
+            labels=self.labels[tokens],
+            loss_mask=mask_P,
+            weights=weighted(self.weights),
+            nll_weights=weighted(self.nll_weights),
+            rollout_logprobs=self.rollout_logprobs[tokens],
+            old_logprobs=slice_of(scores.old_logprobs),
+            ref_logprobs=slice_of(scores.ref_logprobs),
+            advantages=slice_of(scores.advantages),
+            values=slice_of(scores.values),
+            returns=slice_of(scores.returns),
+        )
+
+    def whole(self) -> MicroBatch:
+        """Return all samples as one micro-batch."""
+        return self.micro_batch(range(len(self.lengths)))
+
+
+def pack(samples: Sequence[Sample], refs: Sequence[SampleRef] | None = None, left_out: int = 0) -> PackedSamples:
+    """Lay samples end to end and shift what speaks about tokens once: entry p speaks about the token that position p predicts.
+
+    Args:
+        refs: places of the samples in the batch; None: those of a group of its own.
+        left_out: as of PackedSamples.
+    """
+    lengths = [len(sample.token_ids) for sample in samples]
+    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
+
+    def joined(parts: Iterable[torch.Tensor], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.cat([torch.zeros(0, dtype=dtype), *parts])
+
+    def shifted(values_P: torch.Tensor) -> torch.Tensor:
+        return values_P.roll(-1).index_fill_(0, ends, 0)
+
+    token_ids = joined((sample.token_ids for sample in samples), torch.int64)
+    return PackedSamples(
+        refs=list(refs) if refs is not None else [SampleRef(0, at, length) for at, length in enumerate(lengths)],
+        lengths=lengths,
+        token_ids=token_ids,
+        labels=shifted(token_ids),
+        loss_mask=shifted(joined(sample.loss_mask for sample in samples)),
+        rollout_logprobs=shifted(joined(sample.rollout_logprobs for sample in samples)),
+        rewards=shifted(joined(sample.rewards for sample in samples)),
+        left_out=left_out,
+    )
+
+
+def idle_micro_batch() -> MicroBatch:
+    """Return one token that counts for nothing."""
+    zero, none = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    return MicroBatch(
+        token_ids=none,
+        positions=none,
+        lengths=[1],
+        labels=none,
+        loss_mask=zero,
+        weights=zero,
+        nll_weights=zero,
+        rollout_logprobs=zero,
+        old_logprobs=zero,
+        ref_logprobs=zero,
+        advantages=zero,
+        values=zero,
+        returns=zero,
+    )
+
+
+Before = Callable[[], None]
+"""Is called before each micro-batch; what it raises must be raised on all ranks."""
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class MicroBatchStream:
+    """Micro-batches that are made as they are taken."""
+
+    samples: PackedSamples
+    parts: Sequence[range]
+    before: Before
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for part in self.parts:
+            self.before()
+            yield self.samples.micro_batch(part)
+
+
+@dataclass
+class MiniBatch:
+    """What one optimizer step trains, seen from one rank.
+
+    Attributes:
+        samples: this rank's.
+        rank: this one, among those that samples are assigned to.
+        tokens: trained tokens of all ranks.
+        left_out: tokens of all ranks that the policy chose but that are not trained, see PackedSamples.
+    """
+
+    plan: MiniBatchPlan
+    samples: PackedSamples
+    rank: int
+    tokens: int = 0
     left_out: int = 0
 
-    @property
-    def trained(self) -> torch.Tensor:
-        """[T] float64: the loss mask without the first token, which nothing predicts."""
-        return torch.cat([torch.zeros(1), self.sample.loss_mask[1:]]).double()
+    def micro_batches(self, before: Before = _nothing) -> MicroBatchStream:
+        """Return this rank's micro-batches for training; as many as the other ranks have, maybe some with no sample."""
+        return MicroBatchStream(self.samples, self.plan.train[self.rank], before)
 
-    @property
-    def rewards(self) -> torch.Tensor:
-        """[T] float64: of each token, after penalties."""
-        rewards_T = self.sample.rewards.double()
-        return rewards_T if self.penalties is None else rewards_T - self.penalties
+    def scored(
+        self, forward: Callable[[MicroBatchStream], Iterator[torch.Tensor]], before: Before = _nothing
+    ) -> torch.Tensor:
+        """Return [P] float32: what a forward pass over micro-batches, which yields [P] of each, gives for this rank's samples."""
+        parts, scores_P = self.plan.score[self.rank], torch.zeros(len(self.samples.token_ids))
+        for part, values_P in zip(parts, forward(MicroBatchStream(self.samples, parts, before)), strict=True):
+            if part:  # an idle pass has values, but of no sample
+                scores_P[self.samples.tokens_of(part)] = values_P
+        return scores_P
 
 
-def load_rows(run: Run, batch: Batch, picks: Sequence[Pick], least_prefix: int | None = None) -> list[Row]:
-    """Read the picked samples in the order of `picks`.
+def load_mini_batches(
+    run: Run, batch: Batch, trainer: TrainerConfig, data: World, reduction: Reduction
+) -> list[MiniBatch]:
+    """Assign each mini-batch of the policy to the ranks, read and pack this rank's samples, and set their loss weights.
+
+    Args:
+        data: the ranks that samples are assigned to.
+
+    Raises:
+        DataError: a sample file is missing or damaged, or is no longer the one that the batch was composed of.
+    """
+    algorithm, limits = trainer.algorithm, train_and_score_limits(trainer)
+    trained, minis = set(trained_groups(batch, algorithm)), []
+    for refs in mini_batches(batch, trainer.policy_mini_batch_size):
+        shares = assign_to_ranks([ref for ref in refs if ref.group in trained], data.size, limits[0])
+        plan = plan_mini_batch(shares, *limits)
+        samples = load_samples(run, batch, plan.shares[data.rank], algorithm.min_filter_prefix_tokens)
+        minis.append(MiniBatch(plan, samples, data.rank))
+    set_loss_weights(minis, batch, data, reduction)
+    return minis
+
+
+def regrouped(
+    minis: Sequence[MiniBatch], batch: Batch, trainer: TrainerConfig, data: World, reduction: Reduction
+) -> list[MiniBatch]:
+    """Return the same samples as the critic's mini-batches, with weights of their own: samples stay on the rank that read them.
+
+    Args:
+        minis: the policy's, scored.
+        data: the ranks that samples were assigned to.
+    """
+    size, limits, found = trainer.critic_mini_batch_size, train_and_score_limits(trainer), []
+    for start in range(0, len(batch.groups), size):
+        chosen = range(start, start + size)
+        shares = [
+            sorted((ref for mini in minis for ref in mini.plan.shares[rank] if ref.group in chosen), key=longest_first)
+            for rank in range(data.size)
+        ]
+        plan = plan_mini_batch(shares, *limits)
+        found.append(MiniBatch(plan, _gathered(minis, plan.shares[data.rank]), data.rank))
+    set_loss_weights(found, batch, data, reduction)
+    return found
+
+
+def _gathered(minis: Sequence[MiniBatch], refs: Sequence[SampleRef]) -> PackedSamples:
+    """Return these samples of several mini-batches packed anew, in the order of `refs`, without weights."""
+    places = {ref: (mini.samples, at) for mini in minis for at, ref in enumerate(mini.samples.refs)}
+    parts = [(samples, samples.tokens_of(range(at, at + 1))) for samples, at in (places[ref] for ref in refs)]
+    if not parts:
+        return pack([])
+
+    def joined(column: Callable[[PackedSamples], torch.Tensor]) -> torch.Tensor:
+        return torch.cat([column(samples)[tokens] for samples, tokens in parts])
+
+    def optional(column: Callable[[PackedSamples], torch.Tensor | None]) -> torch.Tensor | None:
+        found = [values[tokens] for samples, tokens in parts if (values := column(samples)) is not None]
+        return torch.cat(found) if len(found) == len(parts) else None
+
+    return PackedSamples(
+        refs=list(refs),
+        lengths=[tokens.stop - tokens.start for _, tokens in parts],
+        token_ids=joined(lambda samples: samples.token_ids),
+        labels=joined(lambda samples: samples.labels),
+        loss_mask=joined(lambda samples: samples.loss_mask),
+        rollout_logprobs=joined(lambda samples: samples.rollout_logprobs),
+        rewards=joined(lambda samples: samples.rewards),
+        scores=Scores(
+            values=optional(lambda samples: samples.scores.values),
+            returns=optional(lambda samples: samples.scores.returns),
+        ),
+    )
+
+
+def set_loss_weights(minis: Sequence[MiniBatch], batch: Batch, data: World, reduction: Reduction) -> None:
+    """Set the tokens of each mini-batch and the loss weights of its samples, from the counts of all ranks."""
+    per_group, positive = [0] * len(batch.groups), [0] * len(minis)
+    rewarded = [[group.rewards[sample] > 0 for sample in group.owners] for group in batch.groups]
+    lengths = [mini.samples.trained for mini in minis]
+    for number, mini in enumerate(minis):
+        for ref, length in zip(mini.samples.refs, lengths[number], strict=True):
+            per_group[ref.group] += length
+            positive[number] += length if rewarded[ref.group][ref.index] else 0
+    left_out = [mini.samples.left_out for mini in minis]
+    sums = iter([round(count) for count in data.sum([*per_group, *positive, *left_out])])
+    per_group, positive, left_out = (list(islice(sums, len(own))) for own in (per_group, positive, left_out))
+    for mini, own, likelihood, without in zip(minis, lengths, positive, left_out, strict=True):
+        groups = mini.plan.groups
+        mini.tokens, mini.left_out = sum(per_group[group] for group in groups), without
+        used = sum(bool(part) for parts in mini.plan.train for part in parts)
+        for part in mini.plan.train[mini.rank]:
+            for at in part:
+                ref = mini.samples.refs[at]
+                counts = Counts(
+                    length=own[at],
+                    tokens=mini.tokens,
+                    samples=mini.plan.samples,
+                    groups=len(groups),
+                    group_tokens=per_group[ref.group],
+                    micro_tokens=sum(own[other] for other in part),
+                    micro_batches=used,
+                )
+                mini.samples.weights[at] = sample_weight(reduction, counts)
+                positive_sample = own[at] and rewarded[ref.group][ref.index]
+                mini.samples.nll_weights[at] = 1 / likelihood if positive_sample else 0.0
+
+
+def load_samples(run: Run, batch: Batch, refs: Sequence[SampleRef], least_prefix: int | None = None) -> PackedSamples:
+    """Read these samples and pack them in the order of `refs`; of a file no more is read than the samples wanted.
 
     Args:
         least_prefix: tokens of a prefix that is left out of the loss where responses of different reward share it
-            (hpcrl/algorithms/prefixes.py); None: all are trained.
+            (hpcrl/algorithms/prefixes.py), for which whole groups are read; None: all are trained.
 
     Raises:
         DataError: a sample file is missing or damaged, or is no longer the one that the batch was composed of.
     """
     wanted: dict[int, list[int]] = defaultdict(list)
-    for pick in picks:
-        wanted[pick.group].append(pick.index)
+    for ref in refs:
+        wanted[ref.group].append(ref.index)
     samples: dict[tuple[int, int], Sample] = {}
-    left_out: dict[tuple[int, int], int] = defaultdict(int)
+    left_out = 0
     for group, indices in wanted.items():
         meta = batch.groups[group]
         found = read_group(run.inside(meta.path), indices if least_prefix is None else None, meta.lengths)
         if least_prefix is not None:
             masks = masks_without_prefixes(found, meta.rewards, least_prefix)
-            for index in indices:
-                before, after = found[index].loss_mask, masks[index]
-                left_out[group, index] = int((before - after).sum())
-                found[index] = replace(found[index], loss_mask=after)
-            found = [found[index] for index in indices]
+            left_out += sum(int((found[index].loss_mask - masks[index]).sum()) for index in indices)
+            found = [replace(found[index], loss_mask=masks[index]) for index in indices]
         samples |= {(group, index): sample for index, sample in zip(indices, found, strict=True)}
-    return [Row(samples[pick.group, pick.index], pick, left_out=left_out[pick.group, pick.index]) for pick in picks]
+    return pack([samples[ref.group, ref.index] for ref in refs], refs, left_out)
 
 
 def masks_without_prefixes(samples: Sequence[Sample], rewards: Sequence[float], least: int) -> list[torch.Tensor]:
@@ -100,72 +393,3 @@ def masks_without_prefixes(samples: Sequence[Sample], rewards: Sequence[float], 
     for mask_T, start, size in zip(masks, starts, shared_prefixes(responses, rewards, least), strict=True):
         mask_T[start : start + size] = 0
     return masks
-
-
-def trained_tokens(rows: Sequence[Row]) -> int:
-    """Return how many tokens of these rows enter the loss: those that the policy chose, but a sample's first one."""
-    return int(sum(row.trained.sum().item() for row in rows))
-
-
-def pack(rows: Sequence[Row]) -> MicroBatch:
-    """Lay rows end to end and shift labels once: entry p speaks about the token that position p predicts.
-
-    No rows at all give one token that counts for nothing, so that a rank without work can join the others' collectives.
-    """
-    if not rows:
-        return _idle()
-    samples = [row.sample for row in rows]
-    lengths = [len(sample.token_ids) for sample in samples]
-    token_ids = torch.cat([sample.token_ids for sample in samples])
-    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-    ends = starts + torch.tensor(lengths) - 1
-
-    def shifted(values_P: torch.Tensor) -> torch.Tensor:
-        return values_P.roll(-1).index_fill_(0, ends, 0)
-
-    advantages, returns = _joined([row.advantages for row in rows]), _joined([row.returns for row in rows])
-
-    def spread(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
-
-    loss_mask = shifted(torch.cat([sample.loss_mask for sample in samples]))
-    return MicroBatch(
-        token_ids=token_ids,
-        positions=torch.arange(len(token_ids)) - starts.repeat_interleave(torch.tensor(lengths)),
-        lengths=lengths,
-        labels=shifted(token_ids),
-        loss_mask=loss_mask,
-        weights=loss_mask * spread([row.weight for row in rows]),
-        nll_weights=loss_mask * spread([row.nll_weight for row in rows]),
-        rollout_logprobs=shifted(torch.cat([sample.rollout_logprobs for sample in samples])),
-        old_logprobs=_joined([row.old_logprobs for row in rows]),
-        ref_logprobs=_joined([row.ref_logprobs for row in rows]),
-        advantages=None if advantages is None else shifted(advantages),
-        values=_joined([row.values for row in rows]),
-        returns=None if returns is None else shifted(returns),
-    )
-
-
-def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-    present = [part for part in parts if part is not None]
-    assert len(present) in (0, len(parts)), "some rows of a micro-batch have been scored, others not"
-    return torch.cat(present) if present else None
-
-
-def _idle() -> MicroBatch:
-    zero = torch.zeros(1)
-    return MicroBatch(
-        token_ids=torch.zeros(1, dtype=torch.int64),
-        positions=torch.zeros(1, dtype=torch.int64),
-        lengths=[1],
-        labels=torch.zeros(1, dtype=torch.int64),
-        loss_mask=zero,
-        weights=zero,
-        nll_weights=zero,
-        rollout_logprobs=zero,
-        old_logprobs=zero,
-        ref_logprobs=zero,
-        advantages=zero,
-        values=zero,
-        returns=zero,
-    )

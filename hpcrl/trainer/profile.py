@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from hpcrl.config.trainer import ProfilerConfig
-from hpcrl.run.layout import Run
-from hpcrl.trainer.world import World
+from hpcrl.config.sections.trainer import ProfilerConfig
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.distributed import World
 
 log = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from hpcrl.run.fault import fault
-from hpcrl.run.pulse import Pulse
-from hpcrl.run.signals import StopSignal
-from hpcrl.trainer.world import World
+from hpcrl.faults import fault
+from hpcrl.runtime.heartbeat import Heartbeat
+from hpcrl.runtime.signals import StopSignal
+from hpcrl.trainer.distributed import World
 
 
 class Stopping(Exception):
@@ -17,18 +17,18 @@ class Stopping(Exception):
 _PHASES = {"score": "step", "update": "step", "publish": "save", "export": "save"}
 
 
-class Agreement:
-    """What the ranks know together of a stop request that each may have heard alone. Every method but `at_stake` is called by all.
+class StopConsensus:
+    """A stop request may reach one rank only; here all ranks agree on it. Every method but `mark_progress` is collective.
 
-    The places where they ask, which are fault points, are also where each shows that it gets on.
+    The places where ranks agree are fault points, and are also where each rank's heartbeat is written.
 
     Attributes:
-        agreed: they are to stop, as far as they have asked.
+        stopping: the ranks have agreed to stop.
     """
 
-    def __init__(self, world: World, signal: StopSignal, pulse: Pulse) -> None:
-        self._world, self._signal, self._pulse = world, signal, pulse
-        self.agreed = False
+    def __init__(self, world: World, signal: StopSignal, heartbeat: Heartbeat) -> None:
+        self._world, self._signal, self._heartbeat = world, signal, heartbeat
+        self.stopping = False
 
     def __call__(self, place: str) -> None:
         """Agree here, where nothing is half done or what is can be thrown away.
@@ -37,29 +37,29 @@ class Agreement:
             place: what comes next: "load", "wait", "score", "update", "publish", "save" or "export", maybe with more after a dot.
 
         Raises:
-            Stopping: a rank has heard a stop request.
+            Stopping: a rank has received a stop request.
         """
         if self.asked(place):
             raise Stopping(place)
 
     def asked(self, place: str) -> bool:
-        """Return whether any rank has heard a stop request."""
+        """Return whether any rank has received a stop request."""
         fault(place)
         phase = place.partition(".")[0]
-        self._pulse.beat(_PHASES.get(phase, phase))
-        self.agreed = self.agreed or self._world.any(self._signal.seen)
-        return self.agreed
+        self._heartbeat.beat(_PHASES.get(phase, phase))
+        self.stopping = self.stopping or self._world.any_rank(self._signal.seen)
+        return self.stopping
 
-    def hear(self) -> None:
-        """All ranks have been told to stop."""
-        self._signal.hear()
-        self.agreed = True
+    def mark_stopped(self) -> None:
+        """Record a stop request that all ranks have received, such as the controller's."""
+        self._signal.mark_stopped()
+        self.stopping = True
 
-    def at_stake(self) -> None:
-        """Something has been trained in this attempt."""
-        self._signal.at_stake = True
+    def mark_progress(self) -> None:
+        """Record that something was trained in this attempt, which leaving without a checkpoint would lose."""
+        self._signal.has_progress = True
 
     def seconds(self) -> float:
-        """Return how long ago the first rank heard of it."""
+        """Return how long ago the first rank received the request."""
         since = self._signal.since
         return self._world.max([0.0 if since is None else time.monotonic() - since])[0]

@@ -12,7 +12,7 @@ from hpcrl.algorithms.losses import Tokens
 from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
-from hpcrl.trainer.objective import build_objective
+from hpcrl.trainer.loss import build_objective
 from hpcrl.types import MicroBatch
 
 

@@ -13,13 +13,14 @@ import torch
 
 from hpcrl.algorithms.advantages import (
     ESTIMATORS,
-    Outcomes,
+    AdvantageInputs,
     is_per_token,
     lambda_returns,
     normalize,
     whiten,
 )
 from hpcrl.algorithms.filters import varied
+from hpcrl.algorithms.settings import configured
 from hpcrl.config import AlgorithmConfig
 
 GROUPS = [0, 0, 0, 1, 1, 2, 2, 2, 2]
@@ -31,14 +32,14 @@ BASELINES = {0: 0.5, 1: -1.0, 2: 0.125}  # of each group
 BY_GROUP = ["grpo", "rloo", "opo", "reinforce++_baseline"]
 
 
-def outcomes(
+def inputs(
     rewards: Sequence[float] = REWARDS,
     groups: Sequence[int] = GROUPS,
     tokens: Sequence[int] = TOKENS,
     holes: bool = True,
     seed: int = 0,
     baselines: Mapping[int, float] = BASELINES,
-) -> Outcomes:
+) -> AdvantageInputs:
     """Samples of a prompt of two tokens, a hole after the first token that the policy chose, the reward at the last."""
     parts, masks = [], []
     for reward, count in zip(rewards, tokens, strict=True):
@@ -50,7 +51,7 @@ def outcomes(
         parts[-1][-1] = reward
     generator = torch.Generator().manual_seed(seed)
     lengths = [len(part) for part in parts]
-    return Outcomes(
+    return AdvantageInputs(
         rewards_P=torch.cat(parts),
         mask_P=torch.cat(masks),
         lengths=lengths,
@@ -60,9 +61,9 @@ def outcomes(
     )
 
 
-def estimate(name: str, given: Outcomes, **settings: Any) -> list[torch.Tensor]:
+def estimate(name: str, given: AdvantageInputs, **settings: Any) -> list[torch.Tensor]:
     """Return the advantages of each sample's trained tokens."""
-    advantages_P = ESTIMATORS[name](given, AlgorithmConfig(**settings))
+    advantages_P = configured("advantage_estimator", name, ESTIMATORS, AlgorithmConfig(**settings))(given)
     assert advantages_P.isfinite().all()
     assert advantages_P[given.mask_P == 0].abs().sum() == 0
     lengths = list(given.lengths)
@@ -92,20 +93,20 @@ def test_every_token_has_what_its_sample_has_over_its_group(name: str) -> None:
         others = [r for r, g in zip(REWARDS, GROUPS, strict=True) if g == group]
         tokens = [n for n, g in zip(TOKENS, GROUPS, strict=True) if g == group]
         expected.append([FORMULAS[name](reward, others, tokens)] * count)
-    close(estimate(name, outcomes()), expected)
+    close(estimate(name, inputs()), expected)
 
 
 def test_remax_against_the_greedy_response() -> None:
     expected = [[r - BASELINES[g]] * n for r, g, n in zip(REWARDS, GROUPS, TOKENS, strict=True)]
-    close(estimate("remax", outcomes()), expected)
+    close(estimate("remax", inputs()), expected)
     with pytest.raises(AssertionError, match="the rewards of greedy responses"):
-        estimate("remax", replace(outcomes(), baselines_B=None))
+        estimate("remax", replace(inputs(), baselines_B=None))
 
 
 def test_grpo_without_the_standard_deviation() -> None:
     means = [1.25 / 3] * 3 + [2.0] * 2 + [0.75] * 4
     expected = [[r - mean] * n for r, mean, n in zip(REWARDS, means, TOKENS, strict=True)]
-    close(estimate("grpo", outcomes(), grpo_norm_by_std=False), expected)
+    close(estimate("grpo", inputs(), grpo_norm_by_std=False), expected)
 
 
 def test_whitened_group_advantages() -> None:
@@ -115,12 +116,12 @@ def test_whitened_group_advantages() -> None:
         [(r - mean - fmean(tokens)) / math.sqrt(stdev(tokens) ** 2 + 1e-8)] * n
         for r, mean, n in zip(REWARDS, means, TOKENS, strict=True)
     ]
-    close(estimate("reinforce++_baseline", outcomes()), expected)
+    close(estimate("reinforce++_baseline", inputs()), expected)
 
 
 def test_discounted_returns_by_hand() -> None:
     """Time passes with trained tokens only; a reward beside them belongs to the last one before."""
-    given = Outcomes(
+    given = AdvantageInputs(
         rewards_P=torch.tensor([9.0, 0, 1, 2, 0, 4, 8, 9, 1], dtype=torch.float64),
         mask_P=torch.tensor([0.0, 1, 1, 0, 1, 1, 0, 0, 1], dtype=torch.float64),
         lengths=[7, 2],
@@ -136,7 +137,7 @@ def test_discounted_returns_by_hand() -> None:
 
 @pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.9, 0.8), (0.5, 0.0), (0.0, 1.0)])
 def test_gae_is_the_recursion_over_the_trained_tokens_of_each_sample(gamma: float, lambd: float) -> None:
-    given = outcomes()
+    given = inputs()
     assert given.values_P is not None
     raw = []
     lengths = list(given.lengths)
@@ -153,14 +154,14 @@ def test_gae_is_the_recursion_over_the_trained_tokens_of_each_sample(gamma: floa
 
 
 def test_with_lambda_1_returns_are_the_discounted_rewards_whatever_the_critic_says() -> None:
-    given = outcomes()
+    given = inputs()
     assert given.values_P is not None
     zeros = torch.zeros_like(given.values_P)
     torch.testing.assert_close(lambda_returns(given, given.values_P, 0.9, 1.0), lambda_returns(given, zeros, 0.9, 1.0))
 
 
 def test_normalized_over_the_mask() -> None:
-    given = outcomes()
+    given = inputs()
     values_P = torch.randn(len(given.mask_P), dtype=torch.float64) * 3 + 5
     normal = normalize(values_P, given.mask_P)
     chosen = normal[given.mask_P > 0]
@@ -176,9 +177,9 @@ def test_normalized_over_the_mask() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_order_of_samples_and_the_numbers_of_groups_do_not_matter(name: str) -> None:
     order = torch.randperm(len(GROUPS), generator=torch.Generator().manual_seed(1)).tolist()
-    given = outcomes()
+    given = inputs()
     names = {0: 5, 1: 0, 2: 3}
-    mixed = outcomes(
+    mixed = inputs(
         [REWARDS[i] for i in order],
         [names[GROUPS[i]] for i in order],
         [TOKENS[i] for i in order],
@@ -193,21 +194,21 @@ def test_the_order_of_samples_and_the_numbers_of_groups_do_not_matter(name: str)
 
 @pytest.mark.parametrize("name", BY_SAMPLE)
 def test_one_entry_per_sample_says_the_same(name: str) -> None:
-    whole = Outcomes(
+    whole = AdvantageInputs(
         rewards_P=torch.tensor(REWARDS, dtype=torch.float64),
         mask_P=torch.tensor(TOKENS, dtype=torch.float64),
         lengths=[1] * len(GROUPS),
         groups_B=torch.tensor(GROUPS),
-        baselines_B=outcomes().baselines_B,
+        baselines_B=inputs().baselines_B,
     )
-    values = ESTIMATORS[name](whole, AlgorithmConfig())
-    close(estimate(name, outcomes()), [[value] * n for value, n in zip(values.tolist(), TOKENS, strict=True)])
+    values = configured("advantage_estimator", name, ESTIMATORS, AlgorithmConfig())(whole)
+    close(estimate(name, inputs()), [[value] * n for value, n in zip(values.tolist(), TOKENS, strict=True)])
 
 
 @pytest.mark.parametrize("name", BY_GROUP)
 def test_what_all_rewards_of_a_group_share_does_not_matter(name: str) -> None:
     shifted = [r + (7, -3, 100)[g] for r, g in zip(REWARDS, GROUPS, strict=True)]
-    for one, other in zip(estimate(name, outcomes(shifted)), estimate(name, outcomes()), strict=True):
+    for one, other in zip(estimate(name, inputs(shifted)), estimate(name, inputs()), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
 
 
@@ -216,14 +217,14 @@ def test_what_all_rewards_of_a_group_share_does_not_matter(name: str) -> None:
     [("grpo", 0), ("rloo", 1), ("opo", 1), ("maxrl", 0), ("reinforce++", 0), ("reinforce++_baseline", 0)],
 )
 def test_the_scale_of_rewards(name: str, power: int) -> None:
-    scaled = estimate(name, outcomes([r * 8 for r in REWARDS]))
-    for one, other in zip(scaled, estimate(name, outcomes()), strict=True):
+    scaled = estimate(name, inputs([r * 8 for r in REWARDS]))
+    for one, other in zip(scaled, estimate(name, inputs()), strict=True):
         torch.testing.assert_close(one, other * 8**power, rtol=1e-4, atol=1e-6)  # but for the epsilons
 
 
 @pytest.mark.parametrize("name", [*BY_GROUP, "maxrl", "reinforce++"])
 def test_equal_rewards_teach_nothing(name: str) -> None:
-    for part in estimate(name, outcomes([0.1] * 9)):
+    for part in estimate(name, inputs([0.1] * 9)):
         assert part.abs().max() < 1e-6
 
 
@@ -238,7 +239,7 @@ def test_equal_rewards_teach_nothing(name: str) -> None:
     ],
 )
 def test_a_sample_alone(name: str, expected: list[float]) -> None:
-    found = estimate(name, outcomes([0.7, -0.3], [0, 1], [2, 3]))
+    found = estimate(name, inputs([0.7, -0.3], [0, 1], [2, 3]))
     for part, value in zip(found, expected, strict=True):
         torch.testing.assert_close(part, torch.full_like(part, value), atol=1e-6, rtol=0)
 
@@ -246,30 +247,30 @@ def test_a_sample_alone(name: str, expected: list[float]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tokens", [[0, 0, 0], [0, 1, 0], [0, 3, 1]])
 def test_samples_without_a_trained_token_are_harmless(name: str, tokens: list[int]) -> None:
-    found = estimate(name, outcomes([1.0, 0.0, 0.5], [0, 0, 1], tokens))
+    found = estimate(name, inputs([1.0, 0.0, 0.5], [0, 0, 1], tokens))
     assert [len(part) for part in found] == tokens
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rank_without_samples(name: str) -> None:
     empty = torch.zeros(0, dtype=torch.float64)
-    assert estimate(name, Outcomes(empty, empty, [], torch.zeros(0, dtype=torch.int64), empty, empty)) == []
+    assert estimate(name, AdvantageInputs(empty, empty, [], torch.zeros(0, dtype=torch.int64), empty, empty)) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_large_rewards_stay_finite(name: str) -> None:
-    estimate(name, outcomes([r * 1e12 for r in REWARDS]))
-    estimate(name, outcomes([r * 1e-30 for r in REWARDS]))
+    estimate(name, inputs([r * 1e12 for r in REWARDS]))
+    estimate(name, inputs([r * 1e-30 for r in REWARDS]))
 
 
 def test_shapes_are_checked() -> None:
     ones = torch.ones(3, dtype=torch.float64)
     with pytest.raises(AssertionError, match="for 4 entries"):
-        Outcomes(ones, ones, [2, 2], torch.tensor([0, 0]))
+        AdvantageInputs(ones, ones, [2, 2], torch.tensor([0, 0]))
     with pytest.raises(AssertionError, match="1 groups for 2 samples"):
-        Outcomes(ones, ones, [2, 1], torch.tensor([0]))
+        AdvantageInputs(ones, ones, [2, 1], torch.tensor([0]))
     with pytest.raises(AssertionError, match="1 baselines for 2 samples"):
-        Outcomes(ones, ones, [2, 1], torch.tensor([0, 0]), baselines_B=ones[:1])
+        AdvantageInputs(ones, ones, [2, 1], torch.tensor([0, 0]), baselines_B=ones[:1])
 
 
 @pytest.mark.parametrize(

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import re
 import sys
-import tomllib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import tomli
 import torch
 
-from hpcrl.algorithms.advantages import ESTIMATORS, Outcomes
+from hpcrl.algorithms.advantages import ESTIMATORS, AdvantageInputs
 from hpcrl.algorithms.kl import KL_ESTIMATORS
 from hpcrl.algorithms.losses import POLICY_LOSSES
 from hpcrl.config import AlgorithmConfig, Config, EnvironmentConfig
-from hpcrl.config.algorithm import ADVANTAGE_ESTIMATORS
-from hpcrl.config.algorithm import POLICY_LOSSES as LOSS_NAMES
-from hpcrl.config.environment import REWARDS as REWARD_NAMES
-from hpcrl.config.own import find
-from hpcrl.config.surface import leaves
-from hpcrl.envs.make import make_environment
+from hpcrl.config.fields import leaves
+from hpcrl.config.sections.algorithm import ADVANTAGE_ESTIMATORS
+from hpcrl.config.sections.algorithm import POLICY_LOSSES as LOSS_NAMES
+from hpcrl.config.sections.environment import REWARDS as REWARD_NAMES
+from hpcrl.envs.registry import make_environment
 from hpcrl.envs.rewards.response import Response
 from hpcrl.envs.rewards.weighted import REWARDS, WeightedRewards
-from hpcrl.trainer.objective import build_objective
+from hpcrl.trainer.advantages import build_estimator
+from hpcrl.trainer.loss import build_objective, build_policy_loss
 from tests.algorithms.material import make_samples, tokens_of
+from tests.paths import ROOT
 
-PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 PATHS = [setting.path for setting in leaves(Config)]
 ALGORITHM = "trainer.algorithm."
@@ -81,13 +82,13 @@ def test_every_setting_of_the_algorithm_is_on_the_page() -> None:
 
 def configurations() -> Iterator[Any]:
     for at, text in enumerate(blocks("toml", SECTIONS["Published recipes"])):
-        chosen = tomllib.loads(text)["trainer"]["algorithm"]
+        chosen = tomli.loads(text)["trainer"]["algorithm"]
         yield pytest.param(text, id=f"{at}-{chosen.get('policy_loss_type', chosen['advantage_estimator'])}")
 
 
 def whole(text: str) -> Config:
     """Return the configuration that a fragment gives, with the little that a run needs beside it."""
-    config = tomllib.loads(text)
+    config = tomli.loads(text)
     config.setdefault("data", {}).update(train_data=["./train.parquet"], val_data=["./validation.parquet"])
     config["trainer"].setdefault("policy", {}).update(model={"path": "./model"})
     config.setdefault("environment", {}).setdefault("env_class", "sort_letters")
@@ -117,14 +118,12 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
 
 def test_ones_own_estimator_and_loss(own: Config) -> None:
     algorithm = own.trainer.algorithm
-    estimator = find("advantage_estimator", algorithm.advantage_estimator, ESTIMATORS)
     mask_P = torch.tensor([2.0, 3.0, 1.0, 4.0], dtype=torch.float64)
     rewards_P = torch.tensor([1.0, 0.0, 0.5, 0.5], dtype=torch.float64)
-    outcomes = Outcomes(rewards_P, mask_P, [1] * 4, torch.tensor([0, 0, 1, 1]))
-    assert estimator(outcomes, algorithm).tolist() == [0.5, 0.0, 0.0, 0.0]
-    loss = find("policy_loss_type", algorithm.policy_loss_type, POLICY_LOSSES)
+    inputs = AdvantageInputs(rewards_P, mask_P, [1] * 4, torch.tensor([0, 0, 1, 1]))
+    assert build_estimator(algorithm)(inputs).tolist() == [0.5, 0.0, 0.0, 0.0]
     tokens = tokens_of(make_samples())
-    loss_P, sums = loss(tokens)
+    loss_P, sums = build_policy_loss(algorithm)(tokens)
     torch.testing.assert_close(
         loss_P, -torch.tanh((tokens.logprobs - tokens.old_logprobs).exp() - 1) * tokens.advantages
     )
@@ -137,7 +136,7 @@ def test_ones_own_environment_and_reward(own: Config) -> None:
     assert environment.init([]) == []
     assert [environment.step(said).reward for said in ("cba", "abc")] == [1.0, 0.0]
     environment.close()
-    weights = tomllib.loads("reward_function = " + PAGE.split("or: reward_function = ")[1].splitlines()[0])
+    weights = tomli.loads("reward_function = " + PAGE.split("or: reward_function = ")[1].splitlines()[0])
     assert EnvironmentConfig(**weights).reward_function == {"my_rl:brevity": 1.0}
     pay = WeightedRewards("environment.reward_function", weights["reward_function"], own.environment)
     assert pay(Response(text="", n_tokens=3, max_tokens=4)).reward == 0.25

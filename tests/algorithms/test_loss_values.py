@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.distributions import Bernoulli, kl_divergence
 
-from hpcrl.algorithms.losses import Tokens, clipped_surrogate, dppo, gmpo, gpg
+from hpcrl.algorithms.losses import Tokens, clipped_surrogate, dppo, gpg
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
-from hpcrl.trainer.objective import loss_settings
+from hpcrl.trainer.loss import build_policy_loss
 from tests.algorithms.material import make_samples, run, tokens_of
 
 TV = {"dppo_type": "binary_tv", "delta_low": 0.2, "delta_high": 0.2}
@@ -100,5 +100,5 @@ def test_gmpo_is_the_mean_over_samples_of_products_of_ratios() -> None:
     for gradient, leaf in zip(gradients, leaves, strict=True):
         torch.testing.assert_close(gradient, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
     assert clipped > 3
-    sums = gmpo(tokens_of(samples), **loss_settings(build(AlgorithmConfig, algorithm)))[1]
+    sums = build_policy_loss(build(AlgorithmConfig, algorithm))(tokens_of(samples))[1]
     assert sums["clip_ratio"].item() == clipped

@@ -13,11 +13,11 @@ from hpcrl.algorithms.kl import KL_ESTIMATORS, k3
 from hpcrl.algorithms.losses import POLICY_LOSSES, Tokens, clipped_surrogate, masked_sum
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig
-from hpcrl.config.algorithm import POLICY_LOSSES as DOCUMENTED
-from hpcrl.config.algorithm import OffPolicyCorrectionConfig
+from hpcrl.config.sections.algorithm import POLICY_LOSSES as DOCUMENTED
+from hpcrl.config.sections.algorithm import OffPolicyCorrectionConfig
 from hpcrl.config.validate import build
 from hpcrl.errors import ConfigError
-from hpcrl.trainer.objective import build_objective, loss_settings
+from hpcrl.trainer.loss import build_objective, build_policy_loss
 from tests.algorithms.material import Sample, joined, make_samples, micro_batch, run, tokens_of, weights_of
 
 OF_A_MICRO_BATCH = {"clip_cov", "kl_cov"}  # they compare a token with the others of its micro-batch
@@ -107,14 +107,14 @@ def test_gradients_are_those_of_the_value(loss: str) -> None:
     algorithm = build(
         AlgorithmConfig, {"policy_loss_type": loss, "clip_cov": {"clip_cov_lb": 0.01}, "gmpo": {"log_clip_low": 0.02}}
     )
-    settings = loss_settings(algorithm)
+    policy_loss = build_policy_loss(algorithm)
     (sample,) = make_samples([6], seed=3, spread=0.05)
     stopped = loss in ("cispo", "rollout_is", "gspo")
 
     def value(logprobs: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(0)  # clip_cov draws tokens
         tokens = tokens_of([sample], logprobs)
-        return masked_sum(POLICY_LOSSES[loss](tokens, **settings)[0], tokens.mask)
+        return masked_sum(policy_loss(tokens)[0], tokens.mask)
 
     leaf = sample.logprobs.clone().requires_grad_()
     if not stopped:
@@ -230,7 +230,7 @@ def test_a_loss_of_ones_own() -> None:
 
 
 def test_a_loss_that_nobody_knows_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="policy_loss_type: nothing is called 'gspoo'; did you mean 'gspo'"):
+    with pytest.raises(ConfigError, match="policy_loss_type: nothing is called 'gspoo'; did you mean gspo"):
         build_objective(build(AlgorithmConfig, {"policy_loss_type": "gspoo"}))
 
 

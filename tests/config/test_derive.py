@@ -15,7 +15,7 @@ from hpcrl.config import (
     total_steps,
     trainer_ranks,
 )
-from hpcrl.config.generator import EvalSamplingParams
+from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.errors import DataError
 
 
@@ -38,15 +38,15 @@ def test_temperature_follows_sampling_unless_set() -> None:
 
 def test_steps_drop_the_remainder_and_stop_at_max_steps() -> None:
     trainer = config(trainer={"train_batch_size": 8, "policy_mini_batch_size": 8, "epochs": 3}).trainer
-    assert steps_per_epoch(31, trainer) == 3
+    assert steps_per_epoch(31, trainer.train_batch_size) == 3
     assert total_steps(31, trainer) == 9
     assert total_steps(31, replace(trainer, max_steps=4)) == 4
     assert total_steps(31, replace(trainer, max_steps=40)) == 9
 
 
 def test_too_few_prompts_are_an_error_that_names_both_numbers() -> None:
-    with pytest.raises(DataError, match=r"has 7 prompts .* trainer.train_batch_size=8"):
-        steps_per_epoch(7, config(trainer={"train_batch_size": 8, "policy_mini_batch_size": 8}).trainer)
+    with pytest.raises(DataError, match=r"has 7 usable prompts.* trainer.train_batch_size = 8"):
+        steps_per_epoch(7, 8)
 
 
 def test_ranks_and_replicas() -> None:

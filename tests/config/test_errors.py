@@ -59,16 +59,16 @@ def test_a_number_out_of_range_hides_no_rule_about_others(tmp_path: Path) -> Non
     ]
 
 
-def test_a_table_that_waits_is_to_be_left_out(tmp_path: Path) -> None:
+def test_a_table_that_is_not_implemented_yet_is_to_be_left_out(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, "trainer.policy.model.lora.alpha_pattern.x=1")
-    assert line.endswith("a table is not available yet (LoRA); leave it out")
+    assert line.endswith("a table is not implemented yet (LoRA); leave it out")
 
 
-def test_a_name_with_dots_in_quotes_is_told_so(tmp_path: Path) -> None:
+def test_a_name_with_dots_in_quotes_is_explained(tmp_path: Path) -> None:
     for text in ('"trainer.seed" = 3', '[trainer]\n"policy.compile_model" = true'):
         (line,) = problems(tmp_path, text=text)
         assert "bad.toml" in line
-        assert "dots divide no name that is quoted" in line
+        assert "a dot in a quoted name" in line
 
 
 def test_what_an_override_took_away_has_no_source(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_unknown_names_lead_to_the_right_one(tmp_path: Path, name: str, meant: s
             "generator.num_inference_engines",
             "unknown setting, but one of SkyRL; did you mean generator.inference_engine.num_engines?",
         ),
-        ("trainer.ckpt_path", "unknown setting, but one of SkyRL, which has no place here: "),
+        ("trainer.ckpt_path", "unknown setting, but one of SkyRL, which is not supported: "),
     ],
 )
 def test_names_of_other_frameworks_lead_to_the_right_one(tmp_path: Path, name: str, told: str) -> None:

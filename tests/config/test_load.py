@@ -1,17 +1,17 @@
 """Files and overrides to a configuration: order, overrides, locations, round trip."""
 
-import tomllib
 from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
+import tomli
 
 from hpcrl.config import Config, SamplingParams, eval_sampling
-from hpcrl.config.generator import EvalSamplingParams
+from hpcrl.config.fields import Setting, alternatives, leaves, values
 from hpcrl.config.load import nested, read
-from hpcrl.config.megatron import MegatronConfig
-from hpcrl.config.surface import Setting, alternatives, leaves, values
+from hpcrl.config.sections.generator import EvalSamplingParams
+from hpcrl.config.sections.megatron import MegatronConfig
 from hpcrl.config.validate import build
 from hpcrl.errors import ConfigError
 
@@ -197,8 +197,8 @@ def test_every_setting_can_be_written_and_read() -> None:
     config = full()
     changed = {setting.path for setting, value in values(config) if not setting.is_default(value)}
     assert changed == {setting.path for setting in leaves(Config) if len(setting.choices) != 1 or setting.optional}
-    assert changed <= set(_paths(tomllib.loads(config.to_toml())))
-    assert changed <= set(_paths(tomllib.loads(config.to_toml(only_changed=True))))
+    assert changed <= set(_paths(tomli.loads(config.to_toml())))
+    assert changed <= set(_paths(tomli.loads(config.to_toml(only_changed=True))))
 
 
 def _paths(tree: dict[str, Any], prefix: str = "") -> list[str]:
@@ -207,7 +207,7 @@ def _paths(tree: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 def test_only_what_is_changed_is_written(experiment: Path) -> None:
-    assert tomllib.loads(Config.from_toml([experiment], ["trainer.seed=7"]).to_toml(only_changed=True)) == {
+    assert tomli.loads(Config.from_toml([experiment], ["trainer.seed=7"]).to_toml(only_changed=True)) == {
         "data": {"train_data": [f"{experiment.parent}/train.parquet"]},
         "trainer": {"eval_interval": 0, "seed": 7, "policy": {"model": {"path": "org/model"}}},
     }

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import string
 import tempfile
-import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+import tomli
 import tomli_w
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hpcrl.config import Config
+from hpcrl.config.fields import Setting, alternatives, leaves
+from hpcrl.config.fields import settings as settings_of
 from hpcrl.config.load import nested, read
-from hpcrl.config.surface import Setting, alternatives, leaves
-from hpcrl.config.surface import settings as settings_of
 from hpcrl.config.validate import build
 from hpcrl.errors import ConfigError
 
@@ -144,7 +144,7 @@ def test_no_input_gets_past_the_error_class(files: list[bytes], overrides: list[
             config = Config.from_toml(paths, overrides)
         except ConfigError:
             return
-        assert tomllib.loads(config.to_toml())
+        assert tomli.loads(config.to_toml())
 
 
 @given(st.text() | st.sampled_from(["a\0b", "\ud800", "x" * 300, "/" + "x/" * 3000, "", ".", "/dev/null"]))

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from hpcrl.controller.admission import Admission, staleness
-from hpcrl.controller.sampling import PromptStream
+from hpcrl.controller.prompt_stream import PromptStream
 from hpcrl.errors import DataError
 from hpcrl.types import GroupMeta
 

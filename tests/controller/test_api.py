@@ -14,16 +14,16 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from hpcrl.config.algorithm import DynamicSamplingConfig
-from hpcrl.controller.api import Api, Guard, bind, serve
+from hpcrl.config.sections.algorithm import DynamicSamplingConfig
+from hpcrl.controller.api import TEXT, Api, Guard, Route, bind, serve
 from hpcrl.controller.dynamic_sampling import DynamicSampling
-from hpcrl.controller.roster import Floor
+from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.errors import HpcrlError, RunError
-from hpcrl.run.call import Controller, read_token
-from hpcrl.run.commit import read_json, write_json, write_text
-from hpcrl.run.layout import Run
-from hpcrl.run.lease import GIVEN_UP, LeaseWriter
+from hpcrl.rundir.commit import read_json, write_json, write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.controller_client import Controller, read_token
+from hpcrl.runtime.process_status import GIVEN_UP, StatusWriter
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
 
 SCHEDULE = Schedule(
@@ -66,7 +66,7 @@ def serve_attempt(
     """Start a controller in a thread; it ends as in a run, when the run has finished or failed; `failed` receives the error."""
     listener = bind("127.0.0.1")
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    LeaseWriter(run, "controller", attempt).say("serving", url=url)
+    StatusWriter(run, "controller", attempt).write("serving", url=url)
 
     async def main() -> None:
         api = Api(Service(run, attempt, schedule, prompts(5), prompts(3)), save_seconds=60)
@@ -182,20 +182,20 @@ def test_the_trainer_saves_before_a_failure_ends_the_controller(tmp_path: Path) 
     run, failed = make_run(tmp_path / "project" / "run"), list[HpcrlError]()
     sampling = DynamicSampling(DynamicSamplingConfig(type="filter", max_sample_batches=1))
     served = serve_attempt(run, 1, replace(SCHEDULE, eval_interval=0, sampling=sampling), failed)
-    controller, trainer = Controller(run, 1, patience_s=10), LeaseWriter(run, "trainer", 1)
+    controller, trainer = Controller(run, 1, patience_s=10), StatusWriter(run, "trainer", 1)
     controller.call("start", step=0)
-    trainer.say("waiting for batch")
+    trainer.write("waiting for batch")
     work = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=[]))
     groups = [finish(run, item, 0).to_json() for item in work]  # all samples are equally good
     controller.call("complete", worker="rollout-0", groups=groups)
     assert controller.call("next", step=1) == {"stop": "failed", "path": None}
-    trainer.say("saving")
+    trainer.write("saving")
     served.thread.join(2)
     assert served.thread.is_alive(), "it does not wait for the trainer"
     controller.call("committed", step=0)
-    assert controller.call("lease", worker="rollout-0", version=0, state="ready")["stop"] == "failed"
+    assert controller.call("report", worker="rollout-0", version=0, state="ready")["stop"] == "failed"
     assert not failed
-    trainer.say("stopped")
+    trainer.write("stopped")
     served.thread.join(10)
     assert not served.thread.is_alive()
     assert "max_sample_batches = 1" in str(failed[0])
@@ -246,7 +246,7 @@ def test_without_a_controller_a_worker_just_leaves(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     calls = Controller(run, 1)
     calls.leave("rollout-0")
-    LeaseWriter(run, "controller", 1).say("serving", url="http://127.0.0.1:9")
+    StatusWriter(run, "controller", 1).write("serving", url="http://127.0.0.1:9")
     calls.leave("rollout-0")
     calls.close()
 
@@ -254,18 +254,18 @@ def test_without_a_controller_a_worker_just_leaves(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given_up", [False, True])
 def test_the_trainer_saves_when_all_replicas_are_gone(tmp_path: Path, given_up: bool) -> None:
     run, failed = make_run(tmp_path / "project" / "run"), list[HpcrlError]()
-    floor = Floor(patience_s=900.0 if given_up else 2.0)
-    served = serve_attempt(run, 1, replace(SCHEDULE, eval_interval=0, floor=floor), failed)
-    controller, trainer = Controller(run, 1, patience_s=10), LeaseWriter(run, "trainer", 1)
+    min_replicas = MinReplicas(patience_s=900.0 if given_up else 2.0)
+    served = serve_attempt(run, 1, replace(SCHEDULE, eval_interval=0, min_replicas=min_replicas), failed)
+    controller, trainer = Controller(run, 1, patience_s=10), StatusWriter(run, "trainer", 1)
     controller.call("start", step=0)
-    trainer.say("waiting for batch")
+    trainer.write("waiting for batch")
     assert work_of(controller.call("claim", worker="rollout-0", version=0, capacity=4, holding=[]))
     if given_up:
-        LeaseWriter(run, "rollout-0", 1).say(f"{GIVEN_UP}: the inference engine died")
+        StatusWriter(run, "rollout-0", 1).write(f"{GIVEN_UP}: the inference engine died")
     controller.leave("rollout-0")
     answer = controller.call("next", step=1)
     assert answer == {"stop": "failed", "path": None}
-    trainer.say("stopped")
+    trainer.write("stopped")
     served.thread.join(10)
     expected = (
         "no rollout worker has called, and 1 of 1 are given up; last heard: rollout-0: given up: the inference engine died"
@@ -277,9 +277,20 @@ def test_the_trainer_saves_when_all_replicas_are_gone(tmp_path: Path, given_up: 
 
 
 def test_every_route_wants_the_token(run: Run) -> None:
-    url = read_json(run.lease("controller"))["facts"]["url"]
+    url = read_json(run.status_file("controller"))["facts"]["url"]
     right = {"authorization": "Bearer secret", "x-hpcrl-run": run.name, "x-hpcrl-attempt": "1"}
-    routes = ("lease", "claim", "complete", "leave", "start", "published", "next", "committed", "status", "nothing")
+    routes = (
+        "report",
+        "claim",
+        "complete",
+        "leave",
+        "start",
+        "published",
+        "next",
+        "committed",
+        "status",
+        "nothing",
+    )
     changes: list[tuple[dict[str, str | None], int]] = [
         ({"authorization": None}, 401),
         ({"authorization": "Bearer wrong"}, 401),
@@ -314,7 +325,7 @@ def test_a_worker_hears_which_groups_nobody_waits_for(tmp_path: Path) -> None:
     work = work_of(controller.call("claim", worker="rollout-0", version=0, capacity=9, holding=[]))
     controller.call("complete", worker="rollout-0", groups=[finish(run, item, 0).to_json() for item in work[:2]])
     holding = [work[2].group_id]
-    told = controller.call("lease", worker="rollout-0", version=0, state="generating", holding=holding)
+    told = controller.call("report", worker="rollout-0", version=0, state="generating", holding=holding)
     assert told["unwanted"] == holding
     controller.call("published", version=1)
     answer = controller.call("claim", worker="rollout-0", version=1, capacity=9, holding=holding)
@@ -351,8 +362,12 @@ def test_those_that_wait_are_served_without_asking_again(run: Run) -> None:
 
 def test_bad_requests_are_refused_with_a_reason(run: Run) -> None:
     controller = Controller(run, 1, patience_s=10)
-    with pytest.raises(RunError, match="KeyError"):
+    with pytest.raises(RunError, match=r"400 .*field 'worker': expected a text, found none"):
         controller.call("claim")
+    with pytest.raises(RunError, match=r"400 .*field 'version': expected a whole number, found True"):
+        controller.call("claim", worker="r", version=True, capacity=5, holding=[])
+    with pytest.raises(RunError, match=r"400 .*a group lacks data_source, group_id"):
+        controller.call("complete", worker="r", groups=[{}])
     controller.call("start", step=0)
     work = next(
         w for w in work_of(controller.call("claim", worker="r", version=0, capacity=5, holding=[])) if w.kind == "train"
@@ -361,6 +376,34 @@ def test_bad_requests_are_refused_with_a_reason(run: Run) -> None:
     with pytest.raises(RunError, match="leaves the run directory"):
         controller.call("complete", worker="r", groups=[outside])
     controller.close()
+
+
+def test_errors_of_the_controller_itself_leave_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are no fault of the request: 500 instead of 400, and the log has what went wrong."""
+
+    async def broken(body: dict) -> dict:
+        return {}[body["worker"]]
+
+    run = make_run(tmp_path / "run")
+    listener, over = bind("127.0.0.1"), threading.Event()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    StatusWriter(run, "controller", 1).write("serving", url=url)
+    app = Guard({"/leave": Route(broken, {"worker": TEXT})}, read_token(run), run.name, 1)
+    server = threading.Thread(
+        target=lambda: asyncio.run(serve(app, listener, asyncio.to_thread(over.wait))), daemon=True
+    )
+    server.start()
+    controller = Controller(run, 1, patience_s=10)
+    with pytest.raises(RunError, match=r"failed at /leave, .*logs/1/controller\.log"):
+        controller.call("leave", worker="rollout-7")
+    with pytest.raises(RunError, match=r"400 .*field 'worker': expected a text, found 7"):
+        controller.call("leave", worker=7)
+    controller.close()
+    over.set()
+    server.join(10)
+    log = capsys.readouterr().err
+    assert 'return {}[body["worker"]]' in log
+    assert "KeyError: 'rollout-7'" in log
 
 
 def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:

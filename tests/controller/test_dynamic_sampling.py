@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from hpcrl.config.algorithm import DynamicSamplingConfig
+from hpcrl.config.sections.algorithm import DynamicSamplingConfig
 from hpcrl.controller.api import Api
 from hpcrl.controller.dynamic_sampling import DynamicSampling
-from hpcrl.controller.history import group_index
+from hpcrl.controller.recovery import group_index
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.errors import RunError
 from hpcrl.observe.metrics import merged
-from hpcrl.run.commit import committed_directory, read_json, write_bytes, write_json
-from hpcrl.run.layout import Run
-from hpcrl.run.lease import LeaseWriter
+from hpcrl.rundir.commit import committed_directory, read_json, write_bytes, write_json
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.types import Batch, GroupMeta, Work
 from tests.controller.test_api import finish, make_run, prompts
 from tests.controller.test_service import SCHEDULE
@@ -218,7 +218,7 @@ def test_there_may_be_no_bound(run: Run, kind: str, most: int) -> None:
 def test_the_failure_ends_the_controller(run: Run) -> None:
     controller = service(run, max_sample_batches=1)
     play(run, controller, 0, [ALL_WRONG, GOOD])
-    LeaseWriter(run, "trainer", 1).say("stopped")
+    StatusWriter(run, "trainer", 1).write("stopped")
     with pytest.raises(RunError, match="max_sample_batches = 1"):
         asyncio.run(asyncio.wait_for(Api(controller, save_seconds=60).watch(run, 1, print), 10))
 

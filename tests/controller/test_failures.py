@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.controller.failures import Failures
+from hpcrl.controller.replicas import FailureWindow
 from hpcrl.errors import UserCodeError
 from hpcrl.observe.metrics import merged
 from tests.controller.test_admission import meta
@@ -24,7 +24,7 @@ def failed(index: int, count: int) -> list[str]:
 )
 def test_as_many_of_the_newest_samples_as_a_step_has(counts: list[int], ends: bool) -> None:
     """At most half of four samples in two groups."""
-    failures = Failures(0.5, groups=2)
+    failures = FailureWindow(0.5, groups=2)
     found = [
         failures.add(replace(meta(at, 0), rewards=[0.0] * 2, failures=failed(at, count)))
         for at, count in enumerate(counts)

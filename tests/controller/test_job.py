@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.run.call import Controller
-from hpcrl.run.commit import write_json, write_text
-from hpcrl.run.layout import Run
+from hpcrl.rundir.commit import write_json, write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.controller_client import Controller
 from hpcrl.types import Work
+from tests.paths import CONFIGS, ROOT
 
-REPOSITORY = Path(__file__).parents[2]
-MODEL = REPOSITORY / "configs" / "quickstart" / "model"
+MODEL = CONFIGS / "quickstart" / "model"
 
 
 def make_run(path: Path, **sections: dict[str, Any]) -> Run:
@@ -47,7 +47,7 @@ def make_run(path: Path, **sections: dict[str, Any]) -> Run:
 @contextmanager
 def controller(run: Run) -> Iterator[Controller]:
     environment = {**os.environ, "HPCRL_ATTEMPT": "1", "HPCRL_ADDRESS": "127.0.0.1"}
-    process = subprocess.Popen([sys.executable, REPOSITORY / "jobs" / "controller.py", run.path], env=environment)
+    process = subprocess.Popen([sys.executable, ROOT / "jobs" / "controller.py", run.path], env=environment)
     calls = Controller(run, 1, patience_s=60)
     try:
         yield calls

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from hpcrl.controller.roster import Floor
+from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.errors import RunError
 from hpcrl.observe.metrics import merged
-from hpcrl.run.commit import committed_directory, read_json, write_json
-from hpcrl.run.layout import Run
-from hpcrl.run.ledger import open_attempt
+from hpcrl.rundir.commit import committed_directory, read_json, write_json
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import open_attempt
 from hpcrl.types import GroupMeta, Work
 from tests.controller.test_api import finish, make_run, prompts
 
@@ -254,7 +254,7 @@ def test_evaluation_is_shared_too(run: Run) -> None:
 
 
 def test_workers_that_come_back_and_groups_that_are_taken_back_are_counted(run: Run) -> None:
-    controller = service(run, eval_interval=0, floor=Floor(replicas=3))
+    controller = service(run, eval_interval=0, min_replicas=MinReplicas(replicas=3))
     controller.start(0)
     for name in ("rollout-0", "rollout-1"):
         controller.seen(name, 0, "waiting")

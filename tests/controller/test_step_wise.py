@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hpcrl.config.algorithm import DynamicSamplingConfig
-from hpcrl.controller.describe import describe
+from hpcrl.config.sections.algorithm import DynamicSamplingConfig
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.evaluation import scores
+from hpcrl.controller.metrics import batch_metrics
 from hpcrl.types import Batch, GroupMeta
 
 
@@ -23,7 +23,7 @@ GROUPS = [group([1.0, 0.0], [3, 1]), group([0.0, 0.0], [1, 5])]
 
 
 def test_metrics_are_means_over_samples() -> None:
-    found = describe(Batch(1, GROUPS, 2))
+    found = batch_metrics(Batch(1, GROUPS, 2))
     assert found["reward/avg_raw_reward"] == 0.25
     assert found["reward/avg_pass_at_2"] == 0.5
     assert found["environment/tries"] == 2.5

@@ -8,8 +8,8 @@ import pytest
 
 from hpcrl.controller.admission import Admission
 from hpcrl.observe.metrics import merged
-from hpcrl.run.commit import read_json
-from hpcrl.run.layout import Run
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.layout import Run
 from hpcrl.types import Batch
 from tests.controller.test_admission import compose, meta
 from tests.controller.test_api import finish, make_run

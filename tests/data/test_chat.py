@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
-from hpcrl.config.generator import ChatTemplateConfig
+from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.data.chat import chat_template, load_tokenizer
 from hpcrl.errors import ConfigError, DataError
-from hpcrl.launch.preflight import check_files
+from hpcrl.launch.submit.preflight import check_files
+from tests.paths import CONFIGS
 
-MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
+MODEL = CONFIGS / "quickstart" / "model"
 TALK = [
     {"role": "system", "content": "sort"},
     {"role": "user", "content": "cab"},

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpcrl.config import Config
 from hpcrl.data.prompts import load_prompts
-from hpcrl.envs.guess_number import HIGHER, LOWER
-from hpcrl.envs.make import make_environment
-from hpcrl.launch.preflight import check_files
-from hpcrl.rollout.turns import Template
+from hpcrl.envs.registry import make_environment
+from hpcrl.envs.tasks.guess_number import HIGHER, LOWER
+from hpcrl.launch.submit.preflight import check_files
+from hpcrl.rollout.transcript import Template
 from hpcrl.types import Prompt
+from tests.paths import CONFIGS
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL = CONFIGS / "guess_number" / "model"
 
 

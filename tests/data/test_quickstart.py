@@ -1,16 +1,15 @@
 """What the quickstart ships: data with right answers, a tokenizer that loads as it was made, a model that has much to learn."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpcrl.config import Config
 from hpcrl.data.prompts import load_prompts
-from hpcrl.envs.make import make_environment
+from hpcrl.envs.registry import make_environment
+from tests.paths import CONFIGS
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL = CONFIGS / "quickstart" / "model"
 
 

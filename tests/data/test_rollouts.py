@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcrl.data.rollouts import evaluated_samples, ordered, parts_of, read_trained, trained_samples
-from hpcrl.data.samples import write_group
+from hpcrl.data.group_file import write_group
+from hpcrl.data.rollouts import evaluated_samples, ordered, read_trained, segments_of, trained_samples
 from hpcrl.errors import DataError, RunError
-from hpcrl.run.commit import write_json
-from hpcrl.run.layout import Run
+from hpcrl.rundir.commit import write_json
+from hpcrl.rundir.layout import Run
 from hpcrl.types import Batch, GroupMeta, Sample
 
 
@@ -71,7 +71,7 @@ def test_turns_observations_and_what_each_turn_earned(run: Run) -> None:
 def test_a_sample_in_which_the_policy_said_nothing() -> None:
     sample = two_turns()
     ids, versions, mask = (tensor[:2].numpy() for tensor in (sample.token_ids, sample.versions, sample.loss_mask))
-    (only,) = parts_of(ids, versions, mask, sample.rewards[:2].numpy(), decode)
+    (only,) = segments_of(ids, versions, mask, sample.rewards[:2].numpy(), decode)
     assert (only.by, only.text) == ("prompt", "1 2")
 
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import re
 import sys
-import tomllib
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import tomli
 
 from hpcrl.config import Config, EnvironmentConfig
-from hpcrl.config.environment import COMPARING_REWARDS, REWARDS
-from hpcrl.config.surface import leaves
-from hpcrl.envs import confined, llm_judge, python_program, retrieve, search, sqlite, text2sql
+from hpcrl.config.fields import leaves
+from hpcrl.config.sections.environment import COMPARING_REWARDS, REWARDS
 from hpcrl.envs.rewards.boxed import SECONDS
 from hpcrl.envs.rewards.response import Response
 from hpcrl.envs.rewards.weighted import WeightedRewards
+from hpcrl.envs.tasks import llm_judge, search, text2sql
+from hpcrl.envs.tools import python as python_program
+from hpcrl.envs.tools import retrieve, sqlite
+from hpcrl.envs.tools import sandbox as confined
+from tests.paths import ROOT
 
-PATH = Path(__file__).parents[2] / "docs"
+PATH = ROOT / "docs"
 PAGE = (PATH / "rewards.md").read_text(encoding="utf-8")
 NEEDED = '[data]\ntrain_data = ["t"]\n[trainer]\neval_interval = 0\n[trainer.policy.model]\npath = "m"\n'
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -45,7 +49,7 @@ def test_configurations_of_the_page_load(tmp_path: Path) -> None:
     for text in texts:
         path = tmp_path / "page.toml"
         path.write_text(text)
-        given, loaded = tomllib.loads(text)["environment"], Config.from_toml([tmp_path / "base.toml", path]).environment
+        given, loaded = tomli.loads(text)["environment"], Config.from_toml([tmp_path / "base.toml", path]).environment
         assert loaded.reward_function == given.get("reward_function", {})
         remote = {name: getattr(loaded.remote_reward, name) for name in given.get("remote_reward", {})}
         assert remote == given.get("remote_reward", {})

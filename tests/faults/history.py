@@ -9,9 +9,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpcrl.observe.metrics import MetricsReader, read_metrics
-from hpcrl.run.commit import is_committed, verify
-from hpcrl.run.layout import Run
-from hpcrl.run.ledger import read_outcome
+from hpcrl.rundir.commit import is_committed, verify
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import read_outcome
 from tests.faults.processes import processes_of
 from tests.faults.stage import BATCH, STEPS, Stage
 from tests.jobs.story import curve, trained_groups

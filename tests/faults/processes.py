@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcrl.run.layout import Run
+from hpcrl.rundir.layout import Run
 
 
 def processes_of(run: Run) -> list[int]:

@@ -10,19 +10,20 @@ import random
 import subprocess
 import threading
 import time
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli
 import tomli_w
 
-from hpcrl.run.commit import write_text
-from hpcrl.run.layout import Run
-from hpcrl.run.ledger import Outcome, outcome_of
+from hpcrl.rundir.commit import write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import Outcome, outcome_of
 from tests.faults.processes import ancestors_of, command_of, is_srun, parent_of, processes_of, replica_of, variable
-from tests.jobs.story import HPCRL, ROOT, logs_of
+from tests.jobs.story import HPCRL, logs_of
+from tests.paths import CONFIGS
 from tests.slurm.conftest import DevCluster
 
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -38,7 +39,7 @@ def in_first_attempt(line: str) -> str:
 
 
 def fault(points: str) -> str:
-    """Return the shell line that arms fault points (hpcrl/run/fault.py)."""
+    """Return the shell line that arms fault points (hpcrl/faults.py)."""
     return f"export HPCRL_FAULT='{points}'"
 
 
@@ -124,12 +125,12 @@ class Stage:
         rows.write_text("".join(json.dumps(row) + "\n" for row in _rows()))
         if not self._knobs.exists():
             self.knobs()
-        tree = tomllib.loads(_EXPERIMENT)
+        tree = tomli.loads(_EXPERIMENT)
         told = {
             "data.train_data": [str(rows)],
             "data.val_data": [str(rows)],
             "trainer.run_name": name,
-            "trainer.policy.model.path": str(ROOT / "configs" / "quickstart" / "model"),
+            "trainer.policy.model.path": str(CONFIGS / "quickstart" / "model"),
             "slurm.root": str(self.path / "runs"),
             "slurm.setup": setup,
             **self._where(pinned),
@@ -212,7 +213,7 @@ class Stage:
     def engine(self, run: Run, replica: int = 0) -> int:
         """Return the process of a replica's HTTP server."""
         return self._one(
-            [pid for pid in self.processes(run, "hpcrl.rollout.serve") if replica_of(pid) == str(replica)],
+            [pid for pid in self.processes(run, "hpcrl.rollout.vllm.main") if replica_of(pid) == str(replica)],
             f"engine {replica}",
         )
 

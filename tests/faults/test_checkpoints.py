@@ -9,7 +9,7 @@ from signal import SIGKILL
 
 import pytest
 
-from hpcrl.run.ledger import read_attempts, read_outcomes
+from hpcrl.rundir.ledger import read_attempts, read_outcomes
 from tests.faults.history import assert_nothing_lost, last_saved
 from tests.faults.processes import processes_of, send
 from tests.faults.stage import START_S, Stage, fault, in_first_attempt
@@ -127,7 +127,7 @@ def test_30_an_attempt_that_was_thought_dead(stage: Stage) -> None:
 
 @pytest.mark.faults_slow
 def test_31_a_clock_that_is_behind(stage: Stage) -> None:
-    """The second attempt's first node lives ten minutes in the past: TensorBoard and leases do not mind."""
+    """The second attempt's first node lives ten minutes in the past: TensorBoard and process statuses do not mind."""
     skew = Path(__file__).parent / "skew"
     run = stage.submit(
         setup=[

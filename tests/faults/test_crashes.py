@@ -6,7 +6,7 @@ from signal import SIGKILL
 
 import pytest
 
-from hpcrl.run.ledger import read_attempts, read_outcomes
+from hpcrl.rundir.ledger import read_attempts, read_outcomes
 from tests.faults.history import assert_nothing_lost
 from tests.faults.processes import send
 from tests.faults.stage import START_S, Stage, fault

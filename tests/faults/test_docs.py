@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from tests.jobs.story import ROOT
+from tests.paths import ROOT
 
 _PAGE = (ROOT / "docs" / "reliability.md").read_text()
 _NAMED = re.compile(r"`([\w/]+\.py)::(test_\w+)`")

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from hpcrl.run.commit import read_json, write_json
-from hpcrl.run.ledger import read_attempts
+from hpcrl.rundir.commit import read_json, write_json
+from hpcrl.rundir.ledger import read_attempts
 from tests.faults.history import assert_ended, assert_nothing_lost
 from tests.faults.processes import send
 from tests.faults.stage import START_S, Stage
-from tests.jobs.story import HPCRL, ROOT
+from tests.jobs.story import HPCRL
+from tests.paths import ROOT
 
 
 @pytest.mark.faults_slow
@@ -124,9 +125,9 @@ def test_07_another_runs_server_at_the_address(stage: Stage) -> None:
     for run in (ours, theirs):
         stage.reach(run, 3)
     send([stage.controller(ours)], signal.SIGSTOP)
-    lease, squatter = (json.loads(run.lease("controller").read_text()) for run in (ours, theirs))
-    lease["facts"]["url"] = squatter["facts"]["url"]
-    write_json(ours.lease("controller"), lease)
+    process_status, squatter = (json.loads(run.status_file("controller").read_text()) for run in (ours, theirs))
+    process_status["facts"]["url"] = squatter["facts"]["url"]
+    write_json(ours.status_file("controller"), process_status)
     stage.wait(lambda: len(read_attempts(ours)) == 2, "it starts again", START_S, ours)
     assert "refused" in stage.outcome(ours, 1).message
     for run in (ours, theirs):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hpcrl.run.layout import Run
-from hpcrl.run.lease import read_leases
-from hpcrl.run.ledger import outcome_of, read_attempts
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import outcome_of, read_attempts
+from hpcrl.runtime.process_status import read_process_statuses
 from tests.faults.history import assert_nothing_lost
 from tests.faults.stage import START_S, Stage
 
@@ -35,8 +35,12 @@ def elements(stage: Stage, run: Run) -> list[str]:
 
 def served(stage: Stage, run: Run, attempt: int) -> None:
     def serving() -> bool:
-        leases = [lease for lease in read_leases(run, attempt) if lease.process.startswith("rollout-")]
-        return any(lease.state.startswith("generating") for lease in leases)
+        process_statuses = [
+            process_status
+            for process_status in read_process_statuses(run, attempt)
+            if process_status.process.startswith("rollout-")
+        ]
+        return any(process_status.state.startswith("generating") for process_status in process_statuses)
 
     stage.wait(serving, f"attempt {attempt} is served", START_S, run)
 

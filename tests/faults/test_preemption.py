@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.run.layout import Run
-from hpcrl.run.lease import read_leases
-from hpcrl.run.ledger import read_attempts
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import read_attempts
+from hpcrl.runtime.process_status import read_process_statuses
 from tests.faults.history import assert_ended, assert_nothing_lost, last_saved, last_trained
 from tests.faults.processes import processes_of, send
 from tests.faults.stage import START_S, Stage, fault, in_first_attempt
@@ -105,7 +105,10 @@ def test_13_signal_in_each_phase(stage: Stage, phase: str) -> None:
 
 
 def trainer_says(run: Run, state: str) -> bool:
-    return any(lease.process == "trainer" and lease.state == state for lease in read_leases(run))
+    return any(
+        process_status.process == "trainer" and process_status.state == state
+        for process_status in read_process_statuses(run)
+    )
 
 
 def said(run: Run, text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Rollout replicas that die, hang, come late or lie (scenarios 22 to 24 and 37)."""
+"""Rollout replicas that die, hang, come late or lie (scenarios 22 to 24 and 37), and how the real vLLM starts, dies and takes its processes along."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from signal import SIGKILL, SIGSTOP
 
 import pytest
 
-from hpcrl.run.lease import read_leases
-from hpcrl.run.ledger import read_attempts
+from hpcrl.rundir.ledger import read_attempts
+from hpcrl.runtime.process_status import read_process_statuses
 from tests.faults.history import assert_nothing_lost
 from tests.faults.processes import send
 from tests.faults.stage import START_S, Stage
@@ -61,9 +61,11 @@ def test_23_out_of_memory_at_load(stage: Stage) -> None:
     run = stage.submit({**TWO, "slurm.replica_restarts": 1})
     assert_nothing_lost(stage, run)
     assert len(read_attempts(run)) == 1
-    (lease,) = [lease for lease in read_leases(run) if lease.process == "rollout-1"]
-    assert "given up" in lease.state
-    assert "OutOfMemory" in lease.state
+    (process_status,) = [
+        process_status for process_status in read_process_statuses(run) if process_status.process == "rollout-1"
+    ]
+    assert "given up" in process_status.state
+    assert "OutOfMemory" in process_status.state
 
 
 @pytest.mark.faults_slow
@@ -105,3 +107,35 @@ def test_24_all_replicas_are_gone(stage: Stage) -> None:
     stage.knobs()
     stage.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", START_S, run)
     assert_nothing_lost(stage, run)
+
+
+@pytest.mark.faults_slow
+def test_engine_is_killed(stage: Stage) -> None:
+    """The only engine dies: started again within the attempt."""
+    run = stage.submit(stand_in=False)
+    stage.reach(run, 3)
+    send([stage.engine(run)], SIGKILL)
+    assert_nothing_lost(stage, run, same_values=False)
+    assert len(read_attempts(run)) == 1
+
+
+@pytest.mark.faults_slow
+def test_worker_is_killed(stage: Stage) -> None:
+    """Its engine ends with it, and both come again."""
+    run = stage.submit(stand_in=False)
+    stage.reach(run, 3)
+    engine = stage.engine(run)
+    send([stage.worker(run)], SIGKILL)
+    stage.wait(lambda: engine not in stage.processes(run), "its engine ends", 20, run)
+    assert_nothing_lost(stage, run, same_values=False)
+    assert len(read_attempts(run)) == 1
+
+
+@pytest.mark.faults_slow
+def test_signal_while_the_engine_starts(stage: Stage) -> None:
+    run = stage.submit(stand_in=False)
+    stage.wait(lambda: stage.processes(run, "hpcrl.rollout.vllm.main"), "the engine is being started", START_S, run)
+    stage.slurm("scancel", "--signal=USR2", stage.job_of(run))
+    assert stage.outcome(run, 1, 60).kind == "interrupted"
+    stage.outcome(run, 2, 240)
+    assert_nothing_lost(stage, run, same_values=False)

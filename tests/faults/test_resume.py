@@ -8,7 +8,7 @@ from signal import SIGTERM
 
 import pytest
 
-from hpcrl.run.ledger import read_attempts
+from hpcrl.rundir.ledger import read_attempts
 from tests.faults.history import assert_ended, assert_nothing_lost
 from tests.faults.processes import send
 from tests.faults.stage import START_S, Stage

@@ -13,8 +13,8 @@ from signal import SIGCONT, SIGKILL, SIGUSR2
 
 import pytest
 
-from hpcrl.run.layout import Run
-from hpcrl.run.ledger import outcome_of, read_attempts, read_outcome, read_outcomes
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import outcome_of, read_attempts, read_outcome, read_outcomes
 from tests.faults.history import assert_nothing_lost, checkpoints_of, curves_of
 from tests.faults.processes import send
 from tests.faults.stage import START_S, Stage

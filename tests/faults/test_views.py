@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hpcrl.run.ledger import read_attempts
+from hpcrl.rundir.ledger import read_attempts
 from tests.faults.history import assert_nothing_lost
 from tests.faults.processes import send
 from tests.faults.stage import Stage

@@ -6,16 +6,17 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tests.golden.case import NOT_FINITE
+
 RELATIVE = 1e-5
 ABSOLUTE = 1e-6
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def differences(expected: Any, found: Any, path: str = "") -> Iterator[str]:
     """Yield a line for each place where `found` is not what was expected.
 
     Args:
-        expected: from JSON; "nan", "inf" and "-inf" stand for numbers, 0 and 1 also for the entries of a mask.
+        expected: from JSON; the texts of NOT_FINITE stand for numbers, 0 and 1 also for the entries of a mask.
         found: arrays and tensors count as lists.
     """
     found = found.tolist() if hasattr(found, "tolist") else found
@@ -39,7 +40,7 @@ def differences(expected: Any, found: Any, path: str = "") -> Iterator[str]:
 
 def _same(expected: Any, found: Any) -> bool:
     if isinstance(found, float) and isinstance(expected, str):
-        expected = _NOT_FINITE.get(expected, expected)
+        expected = NOT_FINITE.get(expected, expected)
     if isinstance(expected, bool) or not isinstance(expected, int | float) or not isinstance(found, int | float):
         return type(expected) is type(found) and expected == found
     if math.isfinite(expected) and math.isfinite(found):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ if __name__ == "__main__":  # run by path: the packages are those of this checko
 
 from hpcrl.errors import HpcrlError
 from tests.golden.adapters import adapter_of
-from tests.golden.cases import Case, load
+from tests.golden.case import Case, load
 from tests.golden.compare import differences
 from tests.golden.deliberate import Difference, read
 
@@ -60,22 +61,24 @@ def replay(case: Case, deliberate: Iterable[Difference]) -> Outcome:
     if case.refusal:
         return Outcome(case, "failed", (f"expected a refusal ({case.refusal}), found {found!r:.200}",))
     asked = {name: found[name] for name in case.outputs if name in found}
-    expected, excused = _without(ours, case.outputs)
-    lines = tuple(differences(expected, _without(ours, asked)[0]))
+    patterns = {pattern for difference in ours for pattern in difference.excused(case)}
+    expected, excused = _without(patterns, case.outputs)
+    lines = tuple(differences(expected, _without(patterns, asked)[0]))
     return Outcome(case, "failed" if lines else "passed", lines or tuple(f"not compared: {name}" for name in excused))
 
 
-def _without(ours: list[Difference], outputs: Any, prefix: str = "") -> tuple[Any, list[str]]:
+def _without(patterns: Collection[str], outputs: Any, prefix: str = "") -> tuple[Any, list[str]]:
     """Return the outputs that are compared, and the dotted names of those that are not; entries of lists count from 0."""
-    if not any(difference.outputs for difference in ours) or not isinstance(outputs, Mapping | list | tuple):
+    outputs = outputs.tolist() if hasattr(outputs, "tolist") else outputs
+    if not patterns or not isinstance(outputs, Mapping | list | tuple):
         return outputs, []
     kept, excused = {}, []
     for name, value in outputs.items() if isinstance(outputs, Mapping) else enumerate(outputs):
         path = f"{prefix}{name}"
-        if any(difference.excuses(path) for difference in ours):
+        if any(fnmatchcase(path, pattern) for pattern in patterns):
             excused.append(path)
         else:
-            kept[name], below = _without(ours, value, path + ".")
+            kept[name], below = _without(patterns, value, path + ".")
             excused += below
     return (kept if isinstance(outputs, Mapping) else list(kept.values())), excused
 

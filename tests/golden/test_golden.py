@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from tests.golden.adapters import ADAPTERS
-from tests.golden.cases import Case, load
+from tests.golden.case import Case, load
 from tests.golden.compare import differences
 from tests.golden.deliberate import Difference, read
-from tests.golden.run import replay
+from tests.golden.run import replay, replay_file
 
 HERE = Path(__file__).parent
-FILES = sorted(HERE.glob("*.json"))
+FILES = sorted((HERE / "cases").glob("*.json"))
 CASES = [case for path in FILES for case in load(path)]
 
 
@@ -31,9 +31,9 @@ def run(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_no_case_fails(path: Path) -> None:
-    result = run(path)
-    assert ", 0 failed, " in result.stdout.splitlines()[-1], result.stdout + result.stderr
-    assert result.returncode == 0
+    outcomes = replay_file(path)
+    assert outcomes
+    assert not [(outcome.case.id, outcome.lines) for outcome in outcomes if outcome.state == "failed"]
 
 
 @pytest.mark.parametrize("difference", read(), ids=lambda difference: difference.instead)
@@ -111,8 +111,6 @@ def test_a_deliberate_difference_is_skipped_and_one_of_an_output_leaves_the_othe
         ({"params": (("b.y", "*"), ("c", 1))}, True),
         ({"params": (("b.y", "*"), ("c", True))}, False),
         ({"params": (("d.e", "[[]1, 2]"),)}, True),
-        ({"id": "7_*"}, True),
-        ({"id": "7"}, False),
         ({"fn": "other.*"}, False),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.launch.registry import all_runs, states_of
+from hpcrl.launch.manage.registry import all_runs, states_of
 from tests.jobs.story import hpcrl
 
 

@@ -11,12 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpcrl.observe.metrics import merged
-from hpcrl.run.commit import read_json
-from hpcrl.run.layout import Run
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.layout import Run
 from hpcrl.types import Batch
 
-ROOT = Path(__file__).parents[2]
-QUICKSTART = ROOT / "configs" / "quickstart.toml"
 HPCRL = str(Path(sys.executable).parent / "hpcrl")
 
 SMALL = [

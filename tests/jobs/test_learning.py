@@ -11,9 +11,10 @@ from statistics import fmean
 
 import pytest
 
-from hpcrl.run.commit import read_json
-from hpcrl.run.layout import Run
-from tests.jobs.story import QUICKSTART, curve, hpcrl, logs_of
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.layout import Run
+from tests.jobs.story import curve, hpcrl, logs_of
+from tests.paths import QUICKSTART
 
 STEPS = 30
 ALGORITHM = "trainer.algorithm."

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hpcrl.launch.registry import states_of
-from hpcrl.run.commit import committed, read_json
-from hpcrl.run.layout import Run, step_of
-from hpcrl.run.ledger import outcome_of, read_attempts, read_outcome
+from hpcrl.launch.manage.registry import states_of
+from hpcrl.rundir.commit import committed, read_json
+from hpcrl.rundir.layout import Run, step_of
+from hpcrl.rundir.ledger import outcome_of, read_attempts, read_outcome
 from tests.jobs.story import (
-    QUICKSTART,
     SMALL,
     curve,
     hpcrl,
@@ -28,6 +27,7 @@ from tests.jobs.story import (
     trained_groups,
     wait_for,
 )
+from tests.paths import QUICKSTART
 
 
 def submit(cwd: Path, name: str, *settings: str) -> Run:

@@ -6,14 +6,15 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from itertools import permutations
 from pathlib import Path
 
 import pytest
+import tomli
 
-from hpcrl.run.layout import Run
-from tests.jobs.story import QUICKSTART, SMALL, curve, hpcrl, logs_of
+from hpcrl.rundir.layout import Run
+from tests.jobs.story import SMALL, curve, hpcrl, logs_of
+from tests.paths import QUICKSTART
 
 CONFIG = '''
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ class MyConfig(make_config(algorithm_cls=ShapedConfig)):
 '''
 
 TASK = """
-from hpcrl.envs.environment import Turn
+from hpcrl.envs.base import Turn
 
 PAYS = []
 
@@ -105,7 +106,7 @@ def test_run_of_a_users_own_class_trains(study: Path, tmp_path: Path) -> None:
     run = Run.open(tmp_path / "runs" / "study" / "paid")
     assert done.returncode == 0, done.stdout + done.stderr + logs_of(run)
     assert curve(run, "reward/avg_raw_reward") == {1: 0.75, 2: 0.75}
-    written = tomllib.loads(run.config.read_text())
+    written = tomli.loads(run.config.read_text())
     assert written["config_class"] == "mine.config:MyConfig"
     assert written["python_path"] == [str(study.parent)]
     assert written["pay"] == {"right": 0.25}

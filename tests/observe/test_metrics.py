@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl import faults as fault
 from hpcrl.errors import CommitError
 from hpcrl.observe.metrics import MetricsReader, MetricsWriter, merged, read_metrics, values_of
-from hpcrl.run import fault
-from hpcrl.run.layout import Run
+from hpcrl.rundir.layout import Run
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_the_reader_tells_that_earlier_answers_became_void(run: Run) -> None:
 
 def test_a_writer_killed_in_the_middle_loses_only_its_last_line(run: Run) -> None:
     code = (
-        "import sys; from pathlib import Path; from hpcrl.observe.metrics import MetricsWriter; from hpcrl.run.layout import Run\n"
+        "import sys; from pathlib import Path; from hpcrl.observe.metrics import MetricsWriter; from hpcrl.rundir.layout import Run\n"
         "writer = MetricsWriter(Run(Path(sys.argv[1])), 'trainer', 1, 0)\n"
         "for step in range(1, 10**9): writer.write(step, {f'm/{i}': step for i in range(200)})\n"
     )

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.tensorboard import EventFile, Follower, rebuild
-from hpcrl.run.layout import Run
+from hpcrl.rundir.layout import Run
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.run.layout import Run
+from hpcrl.rundir.layout import Run
 path, attempt, resume = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 writer = MetricsWriter(Run(Path(path)), "trainer", attempt, resume)
 for step in range(resume + 1, 10**9):
@@ -244,7 +244,7 @@ FOLLOWER = """
 import sys
 from pathlib import Path
 from hpcrl.observe.tensorboard import Follower
-from hpcrl.run.layout import Run
+from hpcrl.rundir.layout import Run
 assert "torch" not in sys.modules
 with Follower(Run(Path(sys.argv[1])), 0.01):
     sys.stdin.read()

@@ -16,10 +16,11 @@ from hpcrl.observe import watch as watch_module
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.summary import PAUSE, summarise
 from hpcrl.observe.view import follow, summary_rows
-from hpcrl.observe.watch import Watch, clock
-from hpcrl.run.layout import Run
-from hpcrl.run.lease import LeaseWriter
-from hpcrl.run.ledger import open_attempt, report_outcome
+from hpcrl.observe.watch import Watch
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import open_attempt, report_outcome
+from hpcrl.runtime.process_status import StatusWriter
+from hpcrl.units import duration
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_summary_of_a_run_that_was_resumed(run: Run) -> None:
 def test_summary_of_a_run_that_has_not_begun(run: Run) -> None:
     summary = summarise(run)
     assert (summary.attempts, summary.steps, summary.samples, summary.eval_last) == (0, 0, None, None)
-    assert dict(summary_rows(summary)) == {"steps": "0", "time": "0:00"}
+    assert dict(summary_rows(summary)) == {"steps": "0", "time": "0 s"}
 
 
 def test_the_outcome_of_an_earlier_attempt_is_not_that_of_a_run_that_goes_on(run: Run) -> None:
@@ -88,18 +89,18 @@ def test_rows_tell_what_each_process_does(run: Run) -> None:
     assert [row.text for row in watch.look()] == ["waiting to start"]
     open_attempt(run, "1.0", ["a"])
     assert [row.text for row in watch.look()] == ["starting"]
-    LeaseWriter(run, "rollout-0", 1).say("starting engine")
-    LeaseWriter(run, "trainer", 1).say("loading model")
+    StatusWriter(run, "rollout-0", 1).write("starting engine")
+    StatusWriter(run, "trainer", 1).write("loading model")
     assert [(row.process, row.text) for row in watch.look()] == [
         ("rollout-0", "starting engine"),
         ("trainer", "loading model"),
     ]
     train(run, 1, 0, 6)
-    LeaseWriter(run, "trainer", 1).say("step 7/10", step=7, total=10)
-    LeaseWriter(run, "controller", 1).say("serving")
-    LeaseWriter(run, "rollout-0", 1).say("generating", version=6)
+    StatusWriter(run, "trainer", 1).write("step 7/10", step=7, total=10)
+    StatusWriter(run, "controller", 1).write("serving")
+    StatusWriter(run, "rollout-0", 1).write("generating", version=6)
     controller, rollout, trainer = watch.look()
-    assert trainer.text == "step 7/10 · reward 0.60 · 2.0 s/step · ETA 0:08"
+    assert trainer.text == "step 7/10 · reward 0.60 · 2.0 s/step · ETA 8 s"
     assert trainer.share == pytest.approx(0.6)
     assert controller.text == "serving · eval 0.25 (step 0) → 0.75 (step 6)"
     assert rollout.text == "generating · version 6"
@@ -109,49 +110,49 @@ def test_rows_follow_the_newest_attempt(run: Run) -> None:
     watch = Watch(run)
     open_attempt(run, "1.0", ["a"])
     train(run, 1, 0, 6)
-    LeaseWriter(run, "trainer", 1).say("step 7/10", step=7, total=10)
-    LeaseWriter(run, "rollout-1", 1).say("generating")
+    StatusWriter(run, "trainer", 1).write("step 7/10", step=7, total=10)
+    StatusWriter(run, "rollout-1", 1).write("generating")
     assert len(watch.look()) == 2
     open_attempt(run, "1.1", ["a"])
     train(run, 2, 3, 4)
-    LeaseWriter(run, "trainer", 2).say("step 5/10", step=5, total=10)
+    StatusWriter(run, "trainer", 2).write("step 5/10", step=5, total=10)
     (trainer,) = watch.look()
-    assert trainer.text == "step 5/10 · reward 0.40 · 2.0 s/step · ETA 0:12"
+    assert trainer.text == "step 5/10 · reward 0.40 · 2.0 s/step · ETA 12 s"
 
 
 def test_a_silent_process_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch_module, "_SILENT_S", 0.05)
     open_attempt(run, "1.0", ["a"])
-    lease = LeaseWriter(run, "trainer", 1)
-    lease.say("step 1/2")
+    process_status = StatusWriter(run, "trainer", 1)
+    process_status.write("step 1/2")
     watch = Watch(run)
     assert "silent" not in watch.look()[0].text
     time.sleep(0.1)
-    assert "silent for 0:00" in watch.look()[0].text
-    lease.say("step 2/2")
+    assert "silent for 0 s" in watch.look()[0].text
+    process_status.write("step 2/2")
     assert "silent" not in watch.look()[0].text
 
 
 def test_durations() -> None:
-    assert [clock(seconds) for seconds in (0, 53.4, 61, 3723)] == ["0:00", "0:53", "1:01", "1:02:03"]
+    assert [duration(seconds) for seconds in (0, 53.4, 61, 3723)] == ["0 s", "53 s", "1:01", "1:02:03"]
 
 
 def test_plain_lines_where_there_is_no_terminal(run: Run) -> None:
     open_attempt(run, "1.0", ["a"])
-    LeaseWriter(run, "rollout-0", 1).say("starting [engine]")
+    StatusWriter(run, "rollout-0", 1).write("starting [engine]")
     output, over = io.StringIO(), threading.Event()
     console = Console(file=output, width=80)
     thread = threading.Thread(target=follow, args=(run, over.is_set, console))
     thread.start()
     wait_for(lambda: "starting [engine]" in output.getvalue())
     train(run, 1, 0, 6)
-    LeaseWriter(run, "trainer", 1).say("step 7/10", step=7, total=10)
+    StatusWriter(run, "trainer", 1).write("step 7/10", step=7, total=10)
     wait_for(lambda: "step 7/10" in output.getvalue())
     over.set()
     thread.join()
     lines = output.getvalue().splitlines()
     assert sum("starting [engine]" in line for line in lines) == 1
-    assert sum("reward 0.60 · 2.0 s/step · ETA 0:08" in line for line in lines) == 1
+    assert sum("reward 0.60 · 2.0 s/step · ETA 8 s" in line for line in lines) == 1
     assert any("0.250 (step 0) → 0.750 (step 6)" in line for line in lines)
     assert lines[-2] == f"run directory  {run.path}"
     assert lines[-1] == f"curves         tensorboard --logdir {run.tensorboard}"
@@ -168,9 +169,9 @@ def wait_for(condition, seconds: float = 10.0) -> None:  # type: ignore[no-untyp
 def test_live_view_on_a_terminal(run: Run) -> None:
     open_attempt(run, "1.0", ["a"])
     train(run, 1, 0, 6)
-    LeaseWriter(run, "trainer", 1).say("step 7/10", step=7, total=10)
+    StatusWriter(run, "trainer", 1).write("step 7/10", step=7, total=10)
     code = (
-        "import sys, time; from pathlib import Path; from hpcrl.observe.view import follow; from hpcrl.run.layout import Run\n"
+        "import sys, time; from pathlib import Path; from hpcrl.observe.view import follow; from hpcrl.rundir.layout import Run\n"
         "end = time.monotonic() + 1\nfollow(Run(Path(sys.argv[1])), lambda: time.monotonic() > end)\n"
         "assert 'torch' not in sys.modules\n"
     )
@@ -184,7 +185,7 @@ def test_live_view_on_a_terminal(run: Run) -> None:
     os.close(master)
     assert process.returncode == 0
     text = shown.decode()
-    assert text.count("ETA 0:08") >= 2
+    assert text.count("ETA 8 s") >= 2
     assert "eval score" in text
 
 

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from hpcrl.rollout.client import EngineClient
-from hpcrl.rollout.server import Server
-from hpcrl.run.call import headers
-from hpcrl.run.commit import write_text
+from hpcrl.rollout.vllm.client import EngineClient
+from hpcrl.rollout.vllm.server import Server
+from hpcrl.rundir.commit import write_text
+from hpcrl.runtime.controller_client import headers
 from tests.rollout.material import RUN_NAME, TOKEN, make_model, options, served
 
 R = TypeVar("R")

@@ -1,4 +1,4 @@
-"""A controller that hands out what a test tells it to, over real HTTP by the protocol of hpcrl/run/call.py."""
+"""A controller that hands out what a test tells it to, over real HTTP by the protocol of hpcrl/runtime/controller_client.py."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from hpcrl.run.layout import Run
-from hpcrl.run.lease import LeaseWriter
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.types import GroupMeta, Work
 
 
 class FakeController:
-    """Set `work`, `version`, `stop`, `unwanted` and `claim_takes`, in seconds; look at `completed`, `claims`, `leases` and `left`.
+    """Set `work`, `version`, `stop`, `unwanted` and `claim_takes`, in seconds; look at `completed`, `claims`, `process statuses` and `left`.
 
     What is in `again` is given to the first worker that says it holds something.
     """
@@ -36,7 +36,7 @@ class FakeController:
         self.again: deque[Work] = deque()
         self.completed: list[GroupMeta] = []
         self.claims: list[dict[str, Any]] = []
-        self.leases: list[dict[str, Any]] = []
+        self.reports: list[dict[str, Any]] = []
         self.left: list[str] = []
 
     async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -57,8 +57,8 @@ class FakeController:
         self.completed += groups
         return {"accepted": [group.group_id for group in groups], "rejected": {}}
 
-    async def lease(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.leases.append(body)
+    async def report(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.reports.append(body)
         return {"stop": self.stop, "version": self.version, "unwanted": self.unwanted}
 
     async def leave(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -73,14 +73,14 @@ class FakeController:
 
             return Route(f"/{handler.__name__}", respond, methods=["POST"])
 
-        app = Starlette(routes=[route(handler) for handler in (self.claim, self.complete, self.lease, self.leave)])
+        app = Starlette(routes=[route(handler) for handler in (self.claim, self.complete, self.report, self.leave)])
         server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:
             time.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
-        LeaseWriter(run, "controller", attempt).say("serving", url=f"http://127.0.0.1:{port}")
+        StatusWriter(run, "controller", attempt).write("serving", url=f"http://127.0.0.1:{port}")
         try:
             yield self
         finally:

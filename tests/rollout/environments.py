@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from hpcrl.envs.environment import Messages, Turn
+from hpcrl.envs.base import Messages, Turn
 
 CLOSED: list[str] = []
 STEPS: list[tuple[str, float, float]] = []

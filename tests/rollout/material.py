@@ -14,10 +14,10 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import InferenceEngineConfig
-from hpcrl.rollout.scratch import Scratch
-from hpcrl.rollout.server import Server, ServerOptions
+from hpcrl.rollout.vllm.server import Scratch, Server, ServerOptions
+from tests.paths import CONFIGS
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
+QUICKSTART = CONFIGS / "quickstart" / "model"
 RUN_NAME, TOKEN = "tested", "a-token-of-the-tests"
 VOCABULARY, EOS = 18, 1
 MAX_MODEL_LEN, BATCHED_TOKENS = 256, 2048

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
+from hpcrl.controller.evaluation import evaluation_work
 from hpcrl.data.rollouts import evaluated_samples
 from hpcrl.errors import EngineError
-from hpcrl.rollout.client import EngineClient
-from hpcrl.rollout.evaluate import evaluate, evaluation_work
-from hpcrl.rollout.server import Server
-from hpcrl.run.commit import write_text
-from hpcrl.run.layout import Run
+from hpcrl.rollout.evaluate import evaluate
+from hpcrl.rollout.vllm.client import EngineClient
+from hpcrl.rollout.vllm.server import Server
+from hpcrl.rundir.commit import write_text
+from hpcrl.rundir.layout import Run
 from hpcrl.types import GroupMeta, Prompt
 from tests.rollout.conftest import WithEngine
 from tests.rollout.material import ENGINE, QUICKSTART, RUN_NAME, TOKEN, options, served

@@ -9,12 +9,12 @@ from urllib.parse import parse_qs
 import pytest
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
-from hpcrl.config.environment import OverlongRewardConfig, RemoteRewardConfig
-from hpcrl.config.generator import EvalSamplingParams
+from hpcrl.config.sections.environment import OverlongRewardConfig, RemoteRewardConfig
+from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.envs.rewards.response import Response
 from hpcrl.errors import ConfigError, DataError, HpcrlError
-from hpcrl.rollout.client import EngineClient
 from hpcrl.rollout.generate import Group, GroupGenerator
+from hpcrl.rollout.vllm.client import EngineClient
 from hpcrl.types import Prompt, Work
 from tests.envs.server import Asked, serving
 from tests.rollout.conftest import WithEngine

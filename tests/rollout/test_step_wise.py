@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from hpcrl.config import SamplingParams
+from hpcrl.data.group_file import read_group, read_meta, write_group
 from hpcrl.data.rollouts import evaluated_samples, read_trained
-from hpcrl.data.samples import read_group, read_meta, write_group
-from hpcrl.envs.environment import Turn
-from hpcrl.rollout.dump import append_evaluated
-from hpcrl.rollout.generate import Group, without_weight
-from hpcrl.run.layout import Run
+from hpcrl.envs.base import Turn
+from hpcrl.rollout.evaluate import append_evaluated
+from hpcrl.rollout.generate import Group, neutralize_failed
+from hpcrl.rundir.layout import Run
 from tests.rollout.conftest import WithEngine
 from tests.rollout.material import logprobs
 from tests.rollout.test_generate import CONFIG, TOKENIZER, generate, work
-from tests.rollout.test_turns import ANSWERS, Script, chosen, ended, played, text, tokenizer_of, user
+from tests.rollout.test_transcript import ANSWERS, Script, chosen, ended, played, text, tokenizer_of, user
 
 THOUGHT = "<think>\nhm\n</think>\n\n"
 WORDS = ("one", "two", "three")
@@ -123,7 +123,7 @@ def test_what_the_policy_is_shown_of_its_past() -> None:
 def test_a_failed_sample_is_left_out_with_all_its_turns() -> None:
     good, _ = stepped()
     lost = [replace(row, stop_reason="failed", rewards=torch.zeros_like(row.rewards)) for row in good.samples]
-    first, second = without_weight([good.rows[0], lost])
+    first, second = neutralize_failed([good.rows[0], lost])
     assert first == good.rows[0]
     assert [float(row.rewards.sum()) for row in second] == [0.0, 0.0, 1.0], "the mean of the others, as its outcome"
 

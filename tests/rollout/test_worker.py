@@ -18,26 +18,27 @@ import pytest
 import torch
 
 from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingParams
-from hpcrl.data.samples import read_group
+from hpcrl.data.group_file import read_group
 from hpcrl.errors import CommitError, ConfigError, EngineError, HpcrlError
 from hpcrl.observe.metrics import merged
-from hpcrl.rollout.client import EngineClient
-from hpcrl.rollout.server import Server
-from hpcrl.rollout.worker import Post, work
-from hpcrl.run.call import headers
-from hpcrl.run.commit import committed_directory, write_text
-from hpcrl.run.layout import Run
-from hpcrl.run.lease import LeaseWriter, read_leases
+from hpcrl.rollout.vllm.client import EngineClient
+from hpcrl.rollout.vllm.server import Server
+from hpcrl.rollout.worker import WorkerOptions, work
+from hpcrl.rundir.commit import committed_directory, write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.controller_client import headers
+from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
 from hpcrl.types import Kind, Prompt, Work
+from tests.paths import ROOT
 from tests.rollout.conftest import WithEngine
 from tests.rollout.controller import FakeController
 from tests.rollout.environments import Stuck
 from tests.rollout.material import QUICKSTART, RUN_NAME, TOKEN, children_of, logprobs, processes, wait_for
 
-REPOSITORY = Path(__file__).parents[2]
 LENGTH = 40
 GENERATOR = GeneratorConfig(sampling_params=SamplingParams(max_generate_length=LENGTH))
 ATTEMPT = 2
+START_S = 420.0  # of an engine, while other tests have the cores
 
 
 def item(name: str, kind: Kind = "train", n_samples: int = 4, env_class: str = "sort_letters") -> Work:
@@ -74,20 +75,20 @@ def start(
     async def nothing(_engine: EngineClient) -> None: ...
 
     with_engine(nothing)  # version 0 again
-    post = Post(run, ATTEMPT, 5, run.path / "scratch", capacity, n_samples=4, dump_evals=True)
-    post.scratch.mkdir()
+    options = WorkerOptions(run, ATTEMPT, 5, run.path / "scratch", capacity, n_samples=4, dump_evals=True)
+    options.scratch.mkdir()
     failed: list[BaseException] = []
 
     def main() -> None:
         try:
             asyncio.run(
                 work(
-                    post,
+                    options,
                     server,
                     str(QUICKSTART),
                     GENERATOR,
                     EnvironmentConfig(),
-                    LeaseWriter(run, "rollout-5", ATTEMPT),
+                    StatusWriter(run, "rollout-5", ATTEMPT),
                 )
             )
         except HpcrlError as error:
@@ -145,8 +146,12 @@ def test_groups_of_each_version(
     assert metrics[1]["weights/fetch_seconds/rollout-5"] > 0
     assert metrics[0]["generate/tokens_per_second/rollout-5"] > 0
     assert not list((run.path / "scratch").iterdir())
-    (lease,) = [lease for lease in read_leases(run, ATTEMPT) if lease.process == "rollout-5"]
-    assert lease.facts["version"] in (0, 1)
+    (process_status,) = [
+        process_status
+        for process_status in read_process_statuses(run, ATTEMPT)
+        if process_status.process == "rollout-5"
+    ]
+    assert process_status.facts["version"] in (0, 1)
 
 
 def test_work_that_comes_with_news_of_a_newer_version_is_done(
@@ -299,7 +304,7 @@ class Job:
         self.log = run.log(ATTEMPT, "rollout-5")
         self.log.parent.mkdir(parents=True)
         with self.log.open("wb") as log:
-            command = [sys.executable, str(REPOSITORY / "jobs" / "rollout.py"), str(run.path)]
+            command = [sys.executable, str(ROOT / "jobs" / "rollout.py"), str(run.path)]
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
     def engine(self) -> list[int]:
@@ -328,9 +333,12 @@ def test_a_job_works_and_ends_on_sigterm_though_its_engine_hangs(
     run: Run, job: Job, controller: FakeController
 ) -> None:
     controller.work.append(item("g1"))
-    wait_for(lambda: controller.completed or job.process.poll() is not None, 180, "no group")
+    wait_for(lambda: controller.completed or job.process.poll() is not None, START_S, "no group")
     assert controller.completed, job.log.read_text()
-    assert any("ready" in lease["state"] or "generating" in lease["state"] for lease in controller.leases)
+    assert any(
+        "ready" in process_status["state"] or "generating" in process_status["state"]
+        for process_status in controller.reports
+    )
     assert run.inside(controller.completed[0].path).is_file()
     (server,) = children_of(job.process.pid)
     (core,) = [pid for pid in children_of(server) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -350,7 +358,7 @@ def test_a_job_works_and_ends_on_sigterm_though_its_engine_hangs(
 def test_a_job_whose_engine_hangs_or_dies_leaves_with_the_reason(
     run: Run, job: Job, controller: FakeController, number: signal.Signals, said: str
 ) -> None:
-    wait_for(lambda: controller.claims or job.process.poll() is not None, 180, "no claim")
+    wait_for(lambda: controller.claims or job.process.poll() is not None, START_S, "no claim")
     (server,) = children_of(job.process.pid)
     (core,) = [pid for pid in children_of(server) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(core, number)
@@ -361,8 +369,12 @@ def test_a_job_whose_engine_hangs_or_dies_leaves_with_the_reason(
     assert reason.startswith(f"EngineError: the inference engine {said}")
     assert "never retrieved" not in log
     assert controller.left == ["rollout-5"]
-    (lease,) = [lease for lease in read_leases(run, ATTEMPT) if lease.process == "rollout-5"]
-    assert lease.state.startswith("failed: the inference engine")
+    (process_status,) = [
+        process_status
+        for process_status in read_process_statuses(run, ATTEMPT)
+        if process_status.process == "rollout-5"
+    ]
+    assert process_status.state.startswith("failed: the inference engine")
     assert not job.engine()
     assert not list(job.temporary.iterdir())
 
@@ -371,7 +383,7 @@ def test_nothing_survives_a_job_that_is_killed(job: Job) -> None:
     def core_is_spawned() -> bool:  # vLLM itself would leave it behind at this moment
         return any(len(children_of(pid)) >= 2 for pid in children_of(job.process.pid))
 
-    wait_for(core_is_spawned, 180, "the engine did not come up")
+    wait_for(core_is_spawned, START_S, "the engine did not come up")
     assert len(job.engine()) >= 2
     job.process.kill()
     wait_for(lambda: not job.engine(), 5, "processes are left")

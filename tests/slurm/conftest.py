@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-DEVCLUSTER = Path(__file__).parents[2] / "slurm/devcluster"
+from tests.paths import ROOT
+
+DEVCLUSTER = ROOT / "slurm/devcluster"
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.run.commit import write_json, write_text
-from hpcrl.run.layout import Run
-from hpcrl.run.ledger import open_attempt
-from tests.jobs.story import HPCRL, QUICKSTART, ROOT, wait_for
+from hpcrl.rundir.commit import write_json, write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import open_attempt
+from tests.jobs.story import HPCRL, wait_for
+from tests.paths import QUICKSTART, ROOT
 from tests.slurm.conftest import DevCluster
 
 SITE = ROOT / "slurm" / "sites" / "devcluster.toml"

@@ -9,12 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import tomli
 
 from tests.slurm.conftest import DEVCLUSTER, DevCluster
 
@@ -124,7 +124,7 @@ def test_preemption_terminates_and_requeues(cluster: DevCluster, tmp_path: Path)
 
 
 def test_site_file_fits_the_cluster(cluster: DevCluster) -> None:
-    site = tomllib.loads((DEVCLUSTER.parent / "sites/devcluster.toml").read_text())["slurm"]
+    site = tomli.loads((DEVCLUSTER.parent / "sites/devcluster.toml").read_text())["slurm"]
     options = ["-p", site["partition"], "-c", str(site["cpus_per_task"]), "-t", str(site["time_minutes"]), "-N4"]
     assert len(cluster.ask(["srun", *options, "sh", "-c", "; ".join([*site["setup"], "hostname"])]).split()) == 4
 

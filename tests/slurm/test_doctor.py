@@ -7,7 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests.jobs.story import HPCRL, ROOT
+from tests.jobs.story import HPCRL
+from tests.paths import ROOT
 from tests.slurm.conftest import DevCluster
 
 SITE = str(ROOT / "slurm" / "sites" / "devcluster.toml")

@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hpcrl.run.commit import committed, read_json
-from hpcrl.run.layout import Run, step_of
-from hpcrl.run.ledger import outcome_of, read_attempts
-from tests.jobs.story import HPCRL, QUICKSTART, SMALL, curve, kill, logs_of, pid_of, trained_groups, wait_for
+from hpcrl.rundir.commit import committed, read_json
+from hpcrl.rundir.layout import Run, step_of
+from hpcrl.rundir.ledger import outcome_of, read_attempts
+from tests.jobs.story import HPCRL, SMALL, curve, kill, logs_of, pid_of, trained_groups, wait_for
+from tests.paths import QUICKSTART
 from tests.slurm.conftest import DevCluster
 from tests.slurm.test_runs import SITE, ask, finish
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from hpcrl.observe.metrics import merged
-from hpcrl.run.layout import Run
-from hpcrl.run.lease import Lease, read_leases
-from hpcrl.run.ledger import outcome_of
-from tests.jobs.story import HPCRL, QUICKSTART, SMALL, logs_of, processes_of, trained_groups, wait_for
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import outcome_of
+from hpcrl.runtime.process_status import ProcessStatus, read_process_statuses
+from tests.jobs.story import HPCRL, SMALL, logs_of, processes_of, trained_groups, wait_for
+from tests.paths import QUICKSTART
 from tests.slurm.conftest import DevCluster
 from tests.slurm.test_runs import SITE, ask
 
@@ -26,8 +27,12 @@ POOL = [
 ]
 
 
-def leases(run: Run) -> dict[str, Lease]:
-    return {lease.process: lease for lease in read_leases(run, 1) if lease.process.startswith("rollout-")}
+def process_statuses(run: Run) -> dict[str, ProcessStatus]:
+    return {
+        process_status.process: process_status
+        for process_status in read_process_statuses(run, 1)
+        if process_status.process.startswith("rollout-")
+    }
 
 
 @pytest.mark.faults_slow
@@ -42,8 +47,9 @@ def test_replicas_of_a_pool_come_go_and_end_with_the_run(cluster: DevCluster, tm
         return cluster.ask(["squeue", "-r"]) + ask(cluster, tmp_path, "status", "pool") + logs_of(run)
 
     def both_serve() -> bool:
-        return sorted(leases(run)) == ["rollout-0", "rollout-1"] and all(
-            lease.state.startswith(("generating", "ready")) for lease in leases(run).values()
+        return sorted(process_statuses(run)) == ["rollout-0", "rollout-1"] and all(
+            process_status.state.startswith(("generating", "ready"))
+            for process_status in process_statuses(run).values()
         )
 
     def restarts() -> float:
@@ -51,18 +57,20 @@ def test_replicas_of_a_pool_come_go_and_end_with_the_run(cluster: DevCluster, tm
 
     wait_for(both_serve, story, 240)
     wait_for(lambda: run.batch(2).exists(), story, 60)
-    before = {name: lease.pid for name, lease in leases(run).items()}
+    before = {name: process_status.pid for name, process_status in process_statuses(run).items()}
 
     # three nodes are the pool's and an idle one: the job takes that and one of the pool's
     cluster.ask(["sbatch", "-p", "high", "-N2", "--exclusive", "-t1", "-o", "/dev/null", "--wrap", "sleep 8"])
-    wait_for(lambda: any(lease.state == "stopped" for lease in leases(run).values()), story, 60)
-    (taken,) = [name for name, lease in leases(run).items() if lease.state == "stopped"]
+    wait_for(
+        lambda: any(process_status.state == "stopped" for process_status in process_statuses(run).values()), story, 60
+    )
+    (taken,) = [name for name, process_status in process_statuses(run).items() if process_status.state == "stopped"]
     steps = len(trained_groups(run))
     wait_for(lambda: run.batch(steps + 2).exists(), story, 60)  # with the one that is left
     wait_for(lambda: both_serve() and restarts() >= 1, story, 180)
-    assert leases(run)[taken].pid != before[taken]
+    assert process_statuses(run)[taken].pid != before[taken]
     kept = ({"rollout-0", "rollout-1"} - {taken}).pop()
-    assert leases(run)[kept].pid == before[kept], "the other one was left alone"
+    assert process_statuses(run)[kept].pid == before[kept], "the other one was left alone"
     assert "Restarts=1" in cluster.ask(["scontrol", "show", "job", "-o", f"{pool}_{taken.removeprefix('rollout-')}"])
     values = [metrics["replicas/ready"] for _, metrics in sorted(merged(run).items()) if "replicas/ready" in metrics]
     assert {1.0, 2.0} <= set(values)

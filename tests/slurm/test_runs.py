@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.run.commit import committed
-from hpcrl.run.layout import Run, step_of
-from hpcrl.run.ledger import outcome_of, read_attempts
-from tests.jobs.story import HPCRL, QUICKSTART, ROOT, SMALL, curve, kill, logs_of, pid_of, trained_groups, wait_for
+from hpcrl.rundir.commit import committed
+from hpcrl.rundir.layout import Run, step_of
+from hpcrl.rundir.ledger import outcome_of, read_attempts
+from tests.jobs.story import HPCRL, SMALL, curve, kill, logs_of, pid_of, trained_groups, wait_for
+from tests.paths import QUICKSTART, ROOT
 from tests.slurm.conftest import DevCluster
 
 SITE = str(ROOT / "slurm" / "sites" / "devcluster.toml")

@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcrl.run.commit import write_json, write_text
-from hpcrl.run.layout import Run
-from hpcrl.run.lease import LeaseWriter
-from hpcrl.run.ledger import open_attempt, report_outcome
-from tests.jobs.story import HPCRL, QUICKSTART, ROOT, wait_for
+from hpcrl.rundir.commit import write_json, write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import open_attempt, report_outcome
+from hpcrl.runtime.process_status import StatusWriter
+from tests.jobs.story import HPCRL, wait_for
+from tests.paths import QUICKSTART, ROOT
 from tests.slurm.conftest import DevCluster
 
 SITE = str(ROOT / "slurm" / "sites" / "devcluster.toml")
@@ -62,7 +63,7 @@ def test_life_of_a_job(cluster: DevCluster, tmp_path: Path) -> None:
     case.until("starting")
 
     open_attempt(case.run, f"{case.job}.0", ["n1"])
-    LeaseWriter(case.run, "trainer", 1).say("step 2/9", step=2, total=9, seconds_per_step=2.0)
+    StatusWriter(case.run, "trainer", 1).write("step 2/9", step=2, total=9, seconds_per_step=2.0)
     assert case.until("running")["detail"].startswith("step 2/9 · 2.0 s/step · ETA 16 s")
     case.slurm("scontrol", "suspend", case.job)
     assert case.until("suspended")["over"] is False
@@ -115,7 +116,7 @@ def test_slurmctld_that_is_away(accounting: DevCluster, tmp_path: Path) -> None:
     case.submit("sleep 300")
     case.until("starting")
     open_attempt(case.run, f"{case.job}.0", ["n1"])
-    LeaseWriter(case.run, "trainer", 1).say("step 2/9", step=2, total=9)
+    StatusWriter(case.run, "trainer", 1).write("step 2/9", step=2, total=9)
     case.until("running")
     accounting.stop("slurmctld")
     try:

@@ -9,26 +9,20 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import TrainerConfig
 from hpcrl.config.validate import build
-from hpcrl.run.checkpoints import Retention
-from hpcrl.run.commit import read_json
-from hpcrl.run.layout import Run
+from hpcrl.rundir.checkpoints import Retention
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import estimate_advantages
-from hpcrl.trainer.checkpoint import Checkpoints
-from hpcrl.trainer.critic import (
-    appraise,
-    build_critic_objective,
-    critic_mini_batches,
-    critic_updates_per_batch,
-    describe_critic,
-)
-from hpcrl.trainer.fsdp import FsdpCritic, FsdpPolicy
-from hpcrl.trainer.plan import Limit
-from hpcrl.trainer.update import MiniBatch, load_mini_batches, train
-from hpcrl.trainer.world import World
+from hpcrl.trainer.backends.fsdp.engine import FsdpCritic, FsdpPolicy
+from hpcrl.trainer.batching import MicroBatchLimit, updates_per_batch
+from hpcrl.trainer.critic import CRITIC_REDUCTION, build_critic_objective, describe_critic
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.packing import MiniBatch, regrouped
+from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.types import Batch
+from tests.trainer.material import load, train, views, with_limit
 from tests.trainer.scenarios import laid_over, parameters, whole
 
 DEFAULTS: dict[str, Any] = {
@@ -66,29 +60,33 @@ def section(model: str, options: dict[str, Any]) -> TrainerConfig:
 
 def make_critic(world: World, trainer: TrainerConfig) -> WatchedCritic:
     critic = WatchedCritic(trainer, world)
-    critic.schedule(4 * critic_updates_per_batch(trainer))
+    critic.schedule(4 * updates_per_batch(trainer, trainer.critic_mini_batch_size))
     return critic
 
 
 def appraised(
-    critic: FsdpCritic, run: Run, batch: Batch, trainer: TrainerConfig, limit: Limit, world: World
+    critic: FsdpCritic, run: Run, batch: Batch, trainer: TrainerConfig, limit: MicroBatchLimit, world: World
 ) -> list[MiniBatch]:
     """Return the policy's mini-batches of a batch with values, advantages and returns."""
-    size = trainer.policy_mini_batch_size
-    minis = load_mini_batches(run, batch, trainer.algorithm, size, limit, world, Reduction())
+    minis = load(run, batch, trainer.algorithm, trainer.policy_mini_batch_size, limit, world)
     for mini in minis:
-        appraise(critic, mini, limit)
-    estimate_advantages(batch, [row for mini in minis for row in mini.rows], trainer.algorithm, world.sum)
+        mini.samples.scores.values = mini.scored(critic.values)
+    estimate_advantages(batch, [mini.samples for mini in minis], trainer.algorithm, world.sum)
     return minis
 
 
 def train_critic(
-    critic: FsdpCritic, minis: list[MiniBatch], batch: Batch, trainer: TrainerConfig, limit: Limit, world: World
+    critic: FsdpCritic,
+    minis: list[MiniBatch],
+    batch: Batch,
+    trainer: TrainerConfig,
+    limit: MicroBatchLimit,
+    world: World,
 ) -> dict[str, float]:
     """Make the critic's optimizer steps of a batch and return critic/*."""
-    own = critic_mini_batches(minis, batch, trainer, limit, world) * trainer.update_epochs_per_batch
+    own = regrouped(minis, batch, with_limit(trainer, limit), world, CRITIC_REDUCTION) * trainer.update_epochs_per_batch
     objective = build_critic_objective(trainer.algorithm.value_clip)
-    return describe_critic([train(critic, mini, limit, objective) for mini in own])
+    return describe_critic([train(critic, mini, objective) for mini in own])
 
 
 def one_batch(world: World, options: dict[str, Any]) -> None:
@@ -97,19 +95,23 @@ def one_batch(world: World, options: dict[str, Any]) -> None:
     batch = Batch.from_json(read_json(run.batch(1)))
     for name, variant in options["variants"].items():
         trainer = section(options["model"], variant)
-        limit = Limit(variant["micro"], variant.get("tokens"))
+        limit = MicroBatchLimit(variant["micro"], variant.get("tokens"))
         critic = make_critic(world, trainer)
         tensors = {f"initial.{key}": value for key, value in parameters(critic).items()}
         minis = appraised(critic, run, batch, trainer, limit, world)
-        rows = {f"{row.pick.group}-{row.pick.index}": row for mini in minis for row in mini.rows}
-        weights = [row.weight for row in rows.values()]
+        found = {f"{one.ref.group}-{one.ref.index}": one for one in views(mini.samples for mini in minis)}
+        weights = [sample.weight for sample in found.values()]
         told = {"metrics": train_critic(critic, minis, batch, trainer, limit, world), "updates": critic.updates}
-        told["kept"] = weights == [row.weight for row in rows.values()]
+        told["kept"] = weights == [sample.weight for sample in found.values()]
         for number, gradients in enumerate(critic.seen):
             tensors |= {f"gradient.{number}.{key}": value for key, value in gradients.items()}
         tensors |= {f"parameter.{key}": value for key, value in parameters(critic).items()}
         for kind in ("values", "returns", "advantages"):
-            samples = {f"{kind}.{key}": getattr(row, kind) for key, row in rows.items()}
+            samples = {
+                # advantages and returns by the token that they are about
+                f"{kind}.{key}": sample.of(sample.packed.scores.present()[kind]).roll(0 if kind == "values" else 1)
+                for key, sample in found.items()
+            }
             save_file(samples, f"{options['out']}/{name}.{kind}.{world.rank}.safetensors")
         if world.first:
             save_file(tensors, f"{options['out']}/{name}.safetensors")
@@ -124,7 +126,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     step = checkpoints.resume(policy, critic if options.get("critic", True) else None, "latest", None).step
     told = []
     for at in range(step + 1, options["until"] + 1):
-        batch, limit = Batch.from_json(read_json(run.batch(at))), Limit(2)
+        batch, limit = Batch.from_json(read_json(run.batch(at))), MicroBatchLimit(2)
         minis = appraised(critic, run, batch, trainer, limit, world)
         told.append(train_critic(critic, minis, batch, trainer, limit, world))
         if at in options["saves"]:

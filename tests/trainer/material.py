@@ -1,23 +1,37 @@
-"""Random samples and batches, and real torchrun."""
+"""A tiny model, random samples and batches, the parts of a training step one by one, and real torchrun."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from hpcrl.data.samples import write_group
-from hpcrl.run.commit import write_json
-from hpcrl.run.layout import Run
+from hpcrl.algorithms.reductions import Reduction
+from hpcrl.config import AlgorithmConfig, ModelConfig, PolicyConfig, TrainerConfig
+from hpcrl.data.group_file import write_group
+from hpcrl.rundir.commit import write_json
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.backends.base import Engine, Objective, PolicyEngine, UpdateResult
+from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, consecutive, split_micro_batches
+from hpcrl.trainer.distributed import World, joined
+from hpcrl.trainer.packing import MiniBatch, PackedSamples, load_mini_batches
+from hpcrl.trainer.step import sum_over_ranks
 from hpcrl.types import Batch, GroupMeta, Sample
+from tests.paths import CONFIGS, ROOT
 
 VOCABULARY = 18
-REPOSITORY = Path(__file__).parents[2]
+QUICKSTART = CONFIGS / "quickstart" / "model"
 
 
 def make_sample(generator: torch.Generator, length: int, prompt: int) -> Sample:
@@ -79,6 +93,125 @@ def expect_same_metrics(
         assert found[name] == pytest.approx(value, rel=relative, abs=bound, nan_ok=True), name
 
 
+def write_model(path: Path) -> Path:
+    """Write a tiny model with grouped-query attention and tied embeddings, and the quickstart's tokenizer; return its directory."""
+    torch.manual_seed(7)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(QUICKSTART / name, path / name)
+    return path
+
+
+@contextmanager
+def world_of_one() -> Iterator[World]:
+    """Give a world of one rank: this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "0",
+        }.items():
+            patch.setenv(name, value)
+        with joined() as world:
+            yield world
+    assert not dist.is_initialized()
+
+
+def with_limit(trainer: TrainerConfig, limit: MicroBatchLimit) -> TrainerConfig:
+    return replace(
+        trainer,
+        micro_train_batch_size_per_gpu=limit.samples,
+        micro_forward_batch_size_per_gpu=limit.samples,
+        max_tokens_per_micro_batch=limit.tokens,
+    )
+
+
+def load(
+    run: Run,
+    batch: Batch,
+    algorithm: AlgorithmConfig,
+    groups: int,
+    limit: MicroBatchLimit,
+    world: World,
+    reduction: Reduction | None = None,
+) -> list[MiniBatch]:
+    """Return mini-batches of `groups` groups each."""
+    trainer = TrainerConfig(
+        policy=PolicyConfig(model=ModelConfig(path="")), algorithm=algorithm, policy_mini_batch_size=groups
+    )
+    return load_mini_batches(run, batch, with_limit(trainer, limit), world, reduction or Reduction())
+
+
+def score(engine: PolicyEngine, mini: MiniBatch, limit: MicroBatchLimit, *, old: bool, reference: bool) -> None:
+    """Fill in log-probabilities, by micro-batches of this limit."""
+    if limit.tokens is None:
+        parts = split_micro_batches(mini.plan.shares, limit)
+        mini.plan = replace(mini.plan, score=[consecutive(own) for own in parts])
+    if old:
+        mini.samples.scores.old_logprobs = mini.scored(engine.logprobs)
+    if reference:
+        mini.samples.scores.ref_logprobs = mini.scored(partial(engine.logprobs, reference=True))
+
+
+def train(engine: Engine, mini: MiniBatch, objective: Objective) -> UpdateResult:
+    """Make one optimizer step."""
+    sums = engine.forward_backward(mini.micro_batches(), objective)
+    return UpdateResult(sum_over_ranks(sums, engine.data), engine.step() if mini.tokens else engine.skip())
+
+
+@dataclass(frozen=True)
+class View:
+    """One of several packed samples."""
+
+    packed: PackedSamples
+    at: int
+
+    @property
+    def ref(self) -> SampleRef:
+        return self.packed.refs[self.at]
+
+    @property
+    def tokens(self) -> slice:
+        return self.packed.tokens_of(range(self.at, self.at + 1))
+
+    @property
+    def weight(self) -> float:
+        return self.packed.weights[self.at]
+
+    @property
+    def nll_weight(self) -> float:
+        return self.packed.nll_weights[self.at]
+
+    @property
+    def trained(self) -> int:
+        return self.packed.trained[self.at]
+
+    def of(self, column_P: torch.Tensor | None) -> torch.Tensor:
+        """Return [T] of a column of all packed samples."""
+        assert column_P is not None
+        return column_P[self.tokens]
+
+
+def views(packed: Iterable[PackedSamples]) -> list[View]:
+    return [View(samples, at) for samples in packed for at in range(len(samples.lengths))]
+
+
 def make_run(path: Path) -> Run:
     path.mkdir(parents=True)
     (path / "config.toml").touch()
@@ -86,7 +219,7 @@ def make_run(path: Path) -> Run:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "HPCRL_ATTEMPT": "1"}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HPCRL_ATTEMPT": "1"}
 
 
 def torchrun(ranks: int, script: Path, *arguments: object) -> list[str]:
@@ -95,6 +228,6 @@ def torchrun(ranks: int, script: Path, *arguments: object) -> list[str]:
     return [*launcher, str(script), *map(str, arguments)]
 
 
-def run_ranks(ranks: int, *arguments: object, script: str = "scenarios.py") -> subprocess.CompletedProcess[str]:
-    command = torchrun(ranks, Path(__file__).parent / script, *arguments)
+def run_ranks(ranks: int, *arguments: object, script: str = "trainer/scenarios.py") -> subprocess.CompletedProcess[str]:
+    command = torchrun(ranks, ROOT / "tests" / script, *arguments)
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)

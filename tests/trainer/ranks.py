@@ -18,9 +18,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from hpcrl.run.commit import read_json, write_json
-from hpcrl.run.parent import die_with_parent
-from hpcrl.trainer.world import joined
+from hpcrl.rundir.commit import read_json, write_json
+from hpcrl.runtime.signals import die_with_parent
+from hpcrl.trainer.distributed import joined
 from tests.trainer.material import environment, torchrun
 
 _QUIET_S, _PATIENCE_S = 0.02, 300.0

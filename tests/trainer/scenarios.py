@@ -18,24 +18,24 @@ from torch.distributed.tensor import DTensor
 
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig, TrainerConfig
-from hpcrl.config.generator import ChatTemplateConfig
+from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
-from hpcrl.run.checkpoints import Retention
-from hpcrl.run.commit import committed, read_json
-from hpcrl.run.layout import Run, step_of
-from hpcrl.trainer.advantages import estimate_advantages
-from hpcrl.trainer.checkpoint import Checkpoints
-from hpcrl.trainer.describe import describe_updates
-from hpcrl.trainer.fsdp import FsdpEngine, FsdpPolicy
-from hpcrl.trainer.objective import build_objective, build_reduction
-from hpcrl.trainer.packing import load_rows, pack
-from hpcrl.trainer.penalty import KlPenalty
-from hpcrl.trainer.plan import Limit, mini_batches
-from hpcrl.trainer.publish import Publisher
-from hpcrl.trainer.update import MiniBatch, Trained, load_mini_batches, score, train
-from hpcrl.trainer.world import World, joined
+from hpcrl.rundir.checkpoints import Retention
+from hpcrl.rundir.commit import committed, read_json
+from hpcrl.rundir.layout import Run, step_of
+from hpcrl.trainer.advantages import KlRewardPenalty, estimate_advantages
+from hpcrl.trainer.backends.base import UpdateResult
+from hpcrl.trainer.backends.fsdp.engine import FsdpEngine, FsdpPolicy
+from hpcrl.trainer.batching import MicroBatchLimit, mini_batches
+from hpcrl.trainer.distributed import World, joined
+from hpcrl.trainer.loss import build_objective, build_reduction
+from hpcrl.trainer.metrics import describe_updates
+from hpcrl.trainer.packing import MiniBatch, load_samples
+from hpcrl.trainer.saving.checkpoint import Checkpoints
+from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.types import Batch
+from tests.trainer.material import load, score, train, views
 
 ALGORITHM = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, use_entropy_loss=True, entropy_loss_coef=0.02)
 
@@ -49,7 +49,7 @@ def make_engine(world: World, model: str, options: dict[str, Any]) -> FsdpPolicy
             "optimizer_config": {"lr": 2e-3, "scheduler": "linear", "num_warmup_steps": 1},
             "fsdp_config": fsdp,
         },
-        "algorithm": {"use_kl_loss": True},
+        "algorithm": {"use_kl_loss": True, "use_entropy_loss": True},
         "gradient_checkpointing": False,
     }
     engine = FsdpPolicy(build(TrainerConfig, laid_over(defaults, options.get("trainer", {}))), 0.9, world)
@@ -90,29 +90,31 @@ def loaded(
     algorithm: AlgorithmConfig,
     groups: int,
     world: World,
-    limit: Limit,
+    limit: MicroBatchLimit,
     reduction: Reduction | None = None,
 ) -> list[MiniBatch]:
     """Return the mini-batches of a batch, with advantages."""
-    minis = load_mini_batches(run, batch, algorithm, groups, limit, world, reduction or Reduction())
-    estimate_advantages(batch, [row for mini in minis for row in mini.rows], algorithm, world.sum)
+    minis = load(run, batch, algorithm, groups, limit, world, reduction)
+    estimate_advantages(batch, [mini.samples for mini in minis], algorithm, world.sum)
     return minis
 
 
-def train_steps(engine: FsdpPolicy, run: Run, steps: range, world: World, options: dict[str, Any]) -> list[Trained]:
+def train_steps(
+    engine: FsdpPolicy, run: Run, steps: range, world: World, options: dict[str, Any]
+) -> list[UpdateResult]:
     """Train batches with two mini-batches of two groups each, scoring old and reference log-probabilities first."""
     trained = []
-    limit = Limit(options["micro"], options.get("tokens"))
+    limit = MicroBatchLimit(options["micro"], options.get("tokens"))
     for step in steps:
         batch = Batch.from_json(read_json(run.batch(step)))
         minis = loaded(run, batch, ALGORITHM, 2, world, limit)
         for mini in minis:
-            score(engine, mini, Limit(options.get("forward", 4), limit.tokens), old=True, reference=True)
-        trained += [train(engine, mini, limit, build_objective(ALGORITHM)) for mini in minis]
+            score(engine, mini, MicroBatchLimit(options.get("forward", 4), limit.tokens), old=True, reference=True)
+        trained += [train(engine, mini, build_objective(ALGORITHM)) for mini in minis]
     return trained
 
 
-def show(path: str, trained: list[Trained], world: World) -> None:
+def show(path: str, trained: list[UpdateResult], world: World) -> None:
     if world.first:
         values = [{**update.sums, "grad_norm": update.report.grad_norm, "lr": update.report.lr} for update in trained]
         Path(path).write_text(json.dumps(values))
@@ -140,17 +142,18 @@ def poisoned(world: World, options: dict[str, Any]) -> None:
     engine = make_engine(world, options["model"], {})
     run = Run.open(options["run"])
     batch = Batch.from_json(read_json(run.batch(1)))
-    (mini,) = loaded(run, batch, ALGORITHM, len(batch.groups), world, Limit(4))
-    score(engine, mini, Limit(8), old=True, reference=True)
+    (mini,) = loaded(run, batch, ALGORITHM, len(batch.groups), world, MicroBatchLimit(4))
+    score(engine, mini, MicroBatchLimit(8), old=True, reference=True)
     before = parameters(engine)
-    length = len(mini.rows[0].sample.token_ids)
+    advantages_P = mini.samples.scores.advantages
+    assert advantages_P is not None
     if world.first:
-        mini.rows[0].advantages = torch.full((length,), float("inf"))
-    skipped = train(engine, mini, Limit(4), build_objective(ALGORITHM)).report
+        advantages_P[mini.samples.tokens_of(range(1))] = float("inf")
+    skipped = train(engine, mini, build_objective(ALGORITHM)).report
     same = all(torch.equal(before[name], value) for name, value in parameters(engine).items())
     if world.first:
-        mini.rows[0].advantages = torch.ones(length)
-    after = train(engine, mini, Limit(4), build_objective(ALGORITHM)).report
+        advantages_P[mini.samples.tokens_of(range(1))] = 1.0
+    after = train(engine, mini, build_objective(ALGORITHM)).report
     if world.first:
         facts = {"skipped": [skipped.skipped, after.skipped], "same": same, "updates": engine.updates}
         Path(options["out"]).write_text(json.dumps(facts))
@@ -162,18 +165,19 @@ def worth(world: World, options: dict[str, Any]) -> None:
     batch = Batch.from_json(read_json(run.batch(1)))
     for name, settings in options["settings"].items():
         algorithm = build(AlgorithmConfig, settings)
-        minis = load_mini_batches(run, batch, algorithm, 2, Limit(1, options.get("tokens")), world, Reduction())
-        flat = [row for mini in minis for row in mini.rows]
-        for row in flat:
-            spread = row.sample.token_ids / 10
-            row.old_logprobs, row.ref_logprobs = -spread, -spread.square()
-        penalty = KlPenalty(algorithm, {})
-        charged = penalty.charge(flat, world.sum)
-        advantages = estimate_advantages(batch, flat, algorithm, world.sum)
-        rows = [(str(row.sample.token_ids.tolist()), row) for mini in minis for row in mini.rows]
+        limit = MicroBatchLimit(1, options.get("tokens"))
+        minis = load(run, batch, algorithm, 2, limit, world)
+        packed = [mini.samples for mini in minis]
+        for samples in packed:
+            spread = samples.labels / 10
+            samples.scores.old_logprobs, samples.scores.ref_logprobs = -spread, -spread.square()
+        penalty = KlRewardPenalty(algorithm, {})
+        charged = penalty.apply_kl_penalty(packed, world.sum)
+        advantages = estimate_advantages(batch, packed, algorithm, world.sum)
+        found = [(str(sample.of(sample.packed.token_ids).tolist()), sample) for sample in views(packed)]
         told[name] = {
-            "advantages": {key: row.advantages.tolist() for key, row in rows if row.advantages is not None},
-            "weights": {key: row.weight for key, row in rows},
+            "advantages": {key: sample.of(sample.packed.scores.advantages).tolist() for key, sample in found},
+            "weights": {key: sample.weight for key, sample in found},
             "means": [advantages.mean, advantages.mean_abs, *charged.values(), penalty.coefficient],
             "tokens": [mini.tokens for mini in minis],
         }
@@ -183,7 +187,7 @@ def worth(world: World, options: dict[str, Any]) -> None:
 def weighed(world: World, options: dict[str, Any]) -> None:
     """Train one batch with each algorithm, from the same start; two mini-batches, `micro` samples or `tokens` tokens at a time."""
     run, found = Run.open(options["run"]), {}
-    batch, limit = Batch.from_json(read_json(run.batch(1))), Limit(options["micro"], options.get("tokens"))
+    batch, limit = Batch.from_json(read_json(run.batch(1))), MicroBatchLimit(options["micro"], options.get("tokens"))
     for name, table in options["algorithms"].items():
         policy = {"model": {"path": options["model"]}}
         sizes = {"micro_train_batch_size_per_gpu": options["micro"]}
@@ -195,12 +199,12 @@ def weighed(world: World, options: dict[str, Any]) -> None:
             score(
                 engine,
                 mini,
-                Limit(4, limit.tokens),
+                MicroBatchLimit(4, limit.tokens),
                 old=not algorithm.use_rollout_logprobs_for_loss,
                 reference=algorithm.use_kl_loss,
             )
         objective = build_objective(algorithm)
-        trained = [train(engine, mini, limit, objective) for mini in minis]
+        trained = [train(engine, mini, objective) for mini in minis]
         found[name] = [describe_updates([update]) for update in trained]
     if world.first:
         Path(options["out"]).write_text(json.dumps(found))
@@ -214,7 +218,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     checkpoints = Checkpoints(run, attempt, world, keep=Retention(options.get("keep", -1)), seed=3, mode=mode)
     publisher = Publisher(run, attempt, world, torch.float32, max_staleness=0)
     start = checkpoints.resume(engine, None, options.get("mode", "latest"), options.get("path"))
-    step, carried = start.step, start.carried
+    step, carried = start.step, start.extra_state
     publisher.resume(engine, step)
     trained, random = [], torch.rand(3).tolist()
     for at in range(step + 1, options["until"] + 1):
@@ -233,12 +237,15 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     if options.get("export"):
         publisher.export(engine, options["until"], options["model"], ChatTemplateConfig())
         batch = Batch.from_json(read_json(run.batch(1)))
-        (mini,) = loaded(run, batch, ALGORITHM, len(batch.groups), world, Limit(4))
-        score(engine, mini, Limit(16), old=True, reference=False)
-        rows = {f"{n}.logprobs": row.old_logprobs for n, row in enumerate(mini.rows) if row.old_logprobs is not None}
-        rows |= {f"{n}.ids": row.sample.token_ids for n, row in enumerate(mini.rows)}
+        (mini,) = loaded(run, batch, ALGORITHM, len(batch.groups), world, MicroBatchLimit(4))
+        score(engine, mini, MicroBatchLimit(16), old=True, reference=False)
+        found = {
+            f"{n}.{name}": sample.of(column).clone()
+            for n, sample in enumerate(views([mini.samples]))
+            for name, column in (("logprobs", mini.samples.scores.old_logprobs), ("ids", mini.samples.token_ids))
+        }
         if world.first:
-            save_file(rows, options["export"])
+            save_file(found, options["export"])
 
 
 def moving(world: World, options: dict[str, Any]) -> None:
@@ -248,8 +255,8 @@ def moving(world: World, options: dict[str, Any]) -> None:
         engine.restore(Path(options["restore"]))
     run = Run.open(options["run"])
     batch = Batch.from_json(read_json(run.batch(1)))
-    (picks,) = mini_batches(batch, len(batch.groups))
-    packed = pack(load_rows(run, batch, picks))
+    (refs,) = mini_batches(batch, len(batch.groups))
+    packed = load_samples(run, batch, refs).whole()
     found = {"before": next(engine.logprobs([packed], reference=True))}
     train_steps(engine, run, range(1, 2), world, options)
     engine.reset_reference(fresh_optimizer=True)
@@ -274,26 +281,26 @@ def rewind(world: World, options: dict[str, Any]) -> None:
 
 def disagreement(world: World, options: dict[str, Any]) -> None:
     """Only rank 0 looks; what it finds, and what it cannot find, is the same everywhere. A flag of one rank is a flag of all."""
-    alike = world.look(lambda: {"rank": world.rank}) == {"rank": 0}
+    alike = world.rank0_broadcast(lambda: {"rank": world.rank}) == {"rank": 0}
 
     def fail() -> None:
         raise DataError(f"seen by {world.rank}")
 
     try:
-        world.look(fail)
+        world.rank0_broadcast(fail)
     except DataError as error:
         alike &= str(error) == "seen by 0"
     else:
         alike = False
-    alike &= world.any(world.rank == world.size - 1) and not world.any(False)
-    alike &= world.each(lambda: ["x" * world.rank]) == [["x" * rank] for rank in range(world.size)]
+    alike &= world.any_rank(world.rank == world.size - 1) and not world.any_rank(False)
+    alike &= world.all_gather(lambda: ["x" * world.rank]) == [["x" * rank] for rank in range(world.size)]
 
     def fail_on_the_last() -> None:
         if world.rank == world.size - 1:
             fail()
 
     try:
-        world.each(fail_on_the_last)
+        world.all_gather(fail_on_the_last)
     except DataError as error:
         alike &= str(error) == f"seen by {world.size - 1}"
     else:

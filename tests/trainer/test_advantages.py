@@ -12,24 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.algorithms.advantages import ESTIMATORS, Outcomes, grpo, per_token
-from hpcrl.algorithms.reductions import Reduction
+from hpcrl.algorithms.advantages import ESTIMATORS, AdvantageInputs, grpo, per_token
 from hpcrl.config import AlgorithmConfig
-from hpcrl.config.algorithm import ADVANTAGE_ESTIMATORS
+from hpcrl.config.sections.algorithm import ADVANTAGE_ESTIMATORS
 from hpcrl.config.validate import build
-from hpcrl.data.samples import read_group, write_group
+from hpcrl.data.group_file import read_group, write_group
 from hpcrl.errors import ConfigError, DataError
-from hpcrl.run.commit import write_json
-from hpcrl.run.layout import Run
-from hpcrl.trainer.advantages import Advantages, estimate_advantages, trained_groups
-from hpcrl.trainer.describe import describe_batch, describe_updates
-from hpcrl.trainer.objective import build_objective
-from hpcrl.trainer.packing import Row
-from hpcrl.trainer.plan import Limit, Pick
-from hpcrl.trainer.update import load_mini_batches, score, train
-from hpcrl.trainer.world import World
+from hpcrl.rundir.commit import write_json
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.advantages import Advantages, estimate_advantages
+from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, trained_groups
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.loss import build_objective
+from hpcrl.trainer.metrics import describe_batch, describe_updates
+from hpcrl.trainer.packing import PackedSamples, pack
 from hpcrl.types import Batch
-from tests.trainer.material import make_batch, make_run, run_ranks
+from tests.trainer.material import View, load, make_batch, make_run, run_ranks, score, train, views
 from tests.trainer.ranks import Ranks
 from tests.trainer.scenarios import make_engine, parameters, train_steps, worth
 
@@ -55,15 +53,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def rank_of_reward(outcomes: Outcomes, algorithm: AlgorithmConfig) -> torch.Tensor:
-    assert len(outcomes.lengths) == 16, "every sample of the batch, on every rank"
+def rank_of_reward(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> torch.Tensor:
+    assert len(inputs.lengths) == 16, "every sample of the batch, on every rank"
     assert algorithm.advantage_estimator.startswith(OWN)
-    return outcomes.rewards_P.argsort().argsort().double()
+    return inputs.rewards_P.argsort().argsort().double()
 
 
 @per_token
-def share_of_tokens(outcomes: Outcomes, _: AlgorithmConfig) -> torch.Tensor:
-    return outcomes.mask_P / outcomes.total(outcomes.mask_P.sum()[None])
+def share_of_tokens(inputs: AdvantageInputs) -> torch.Tensor:
+    return inputs.mask_P / inputs.total(inputs.mask_P.sum()[None])
 
 
 def some_batch(path: Path) -> tuple[Run, Batch]:
@@ -82,25 +80,28 @@ def some_batch(path: Path) -> tuple[Run, Batch]:
     return run, batch
 
 
-def everything(run: Run, batch: Batch) -> list[Row]:
-    picks = [Pick(at, index, 0) for at in range(4) for index in range(4)]
-    samples = [sample for group in batch.groups for sample in read_group(run.path / group.path)]
-    return [Row(sample, pick) for sample, pick in zip(samples, picks, strict=True)]
+def everything(run: Run, batch: Batch) -> PackedSamples:
+    refs = [SampleRef(at, index, 0) for at in range(4) for index in range(4)]
+    return pack([sample for group in batch.groups for sample in read_group(run.path / group.path)], refs)
 
 
-def one_rank(run: Run, batch: Batch, **settings: Any) -> tuple[list[Row], Advantages]:
-    """Return the samples with their advantages, and what is told of these."""
-    rows = everything(run, batch)
-    return rows, estimate_advantages(batch, rows, build(AlgorithmConfig, settings), list)
+def one_rank(run: Run, batch: Batch, **settings: Any) -> tuple[list[View], Advantages]:
+    """Return the samples with their advantages, and what is reported of these."""
+    samples = everything(run, batch)
+    advantages = estimate_advantages(batch, [samples], build(AlgorithmConfig, settings), list)
+    return views([samples]), advantages
 
 
-def of(row: Row) -> torch.Tensor:
-    assert row.advantages is not None
-    return row.advantages
+def of(sample: View) -> torch.Tensor:
+    return sample.of(sample.packed.scores.advantages)
 
 
-def trained(rows: list[Row]) -> list[float]:
-    return [x for row in rows for x in of(row)[row.sample.loss_mask > 0].tolist()]
+def mask(sample: View) -> torch.Tensor:
+    return sample.of(sample.packed.loss_mask) > 0
+
+
+def trained(samples: list[View]) -> list[float]:
+    return [x for sample in samples for x in of(sample)[mask(sample)].tolist()]
 
 
 def test_every_number_of_ranks_gives_the_same(tmp_path: Path, alone: World, two: Ranks) -> None:
@@ -132,24 +133,22 @@ def test_a_group_advantage_is_that_of_every_trained_token(tmp_path: Path) -> Non
     run, batch = some_batch(tmp_path / "run")
     rows, _ = one_rank(run, batch)
     rewards = [reward for group in batch.groups for reward in group.rewards]
-    outcomes = Outcomes(
+    inputs = AdvantageInputs(
         rewards_P=torch.tensor(rewards, dtype=torch.float64),
         mask_P=torch.ones(16, dtype=torch.float64),
         lengths=[1] * 16,
         groups_B=torch.arange(4).repeat_interleave(4),
     )
-    for row, expected in zip(rows, grpo(outcomes, AlgorithmConfig()), strict=True):
+    for row, expected in zip(rows, grpo(inputs, grpo_norm_by_std=True), strict=True):
         assert of(row).dtype == torch.float32
-        torch.testing.assert_close(of(row), torch.where(row.sample.loss_mask > 0, expected.float(), 0.0))
+        torch.testing.assert_close(of(row), torch.where(mask(row), expected.float(), 0.0))
 
 
 def test_returns_come_from_the_rewards_of_tokens(tmp_path: Path) -> None:
     run, batch = some_batch(tmp_path / "run")
     rows, _ = one_rank(run, batch, advantage_estimator="reinforce++", gamma=0.5)
     raw = [
-        0.5**later * row.sample.rewards.sum().item()
-        for row in rows
-        for later in reversed(range(int(row.sample.loss_mask.sum())))
+        0.5**later * row.of(row.packed.rewards).sum().item() for row in rows for later in reversed(range(row.trained))
     ]
     found = trained(rows)
     mean, deviation = fmean(raw), stdev(raw)
@@ -191,9 +190,11 @@ def test_groups_of_equal_rewards_are_not_there_at_all(tmp_path: Path) -> None:
     algorithm = AlgorithmConfig(zero_variance_filter=True, advantage_estimator="reinforce++_baseline")
     assert trained_groups(batch, AlgorithmConfig()) == [0, 1, 2, 3]
     assert trained_groups(batch, algorithm) == [0, 2, 3]
-    kept = [row for row in everything(run, batch) if row.pick.group != EQUAL]
-    estimate_advantages(batch, kept, algorithm, list)
-    values = trained(kept)
+    kept = [at for at in range(4) if at != EQUAL]
+    refs = [SampleRef(at, index, 0) for at in kept for index in range(4)]
+    samples = pack([sample for at in kept for sample in read_group(run.path / batch.groups[at].path)], refs)
+    estimate_advantages(batch, [samples], algorithm, list)
+    values = trained(views([samples]))
     assert fmean(values) == pytest.approx(0, abs=1e-6)  # whitened without them
     assert stdev(values) == pytest.approx(1, rel=1e-5)
 
@@ -220,9 +221,9 @@ def test_remax_compares_with_the_greedy_response(tmp_path: Path) -> None:
     run, batch = some_batch(tmp_path / "run")
     rows, _ = one_rank(run, batch, advantage_estimator="remax")
     for row in rows:
-        group = batch.groups[row.pick.group]
-        better = group.rewards[row.pick.index] - 0.1 * row.pick.group
-        assert of(row)[row.sample.loss_mask > 0].tolist() == pytest.approx([better] * int(row.sample.loss_mask.sum()))
+        group = batch.groups[row.ref.group]
+        better = group.rewards[row.ref.index] - 0.1 * row.ref.group
+        assert of(row)[mask(row)].tolist() == pytest.approx([better] * row.trained)
     batch.groups[2] = replace(batch.groups[2], baseline=None)
     with pytest.raises(DataError, match="group g1-2 was generated without a greedy response"):
         one_rank(run, batch, advantage_estimator="remax")
@@ -250,11 +251,11 @@ def test_a_batch_that_teaches_nothing_moves_nothing(tmp_path: Path, model_path: 
     for group in batch.groups:
         group.rewards[:] = [1.0] * 4
     algorithm = AlgorithmConfig(zero_variance_filter=True)
-    (mini,) = load_mini_batches(run, batch, algorithm, 4, Limit(4), alone, Reduction())
-    score(engine, mini, Limit(4), old=True, reference=True)
-    advantages = estimate_advantages(batch, mini.rows, algorithm, alone.sum)
+    (mini,) = load(run, batch, algorithm, 4, MicroBatchLimit(4), alone)
+    score(engine, mini, MicroBatchLimit(4), old=True, reference=True)
+    advantages = estimate_advantages(batch, [mini.samples], algorithm, alone.sum)
     before, updates = parameters(engine), engine.updates
-    update = train(engine, mini, Limit(4), build_objective(algorithm))
+    update = train(engine, mini, build_objective(algorithm))
     assert update.report.skipped
     assert engine.updates == updates
     assert all(torch.equal(value, before[name]) for name, value in parameters(engine).items())
@@ -271,7 +272,7 @@ def test_estimators_are_those_of_the_configuration() -> None:
     [
         ("no.such:thing", "cannot import 'no.such'"),
         (f"{OWN}:nothing", "has no function 'nothing'"),
-        ("grop", "did you mean 'grpo'"),
+        ("grop", "did you mean grpo"),
     ],
 )
 def test_an_estimator_that_is_not_there(tmp_path: Path, name: str, message: str) -> None:

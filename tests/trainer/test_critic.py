@@ -15,18 +15,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from hpcrl.data.samples import read_group
+from hpcrl.data.group_file import read_group
 from hpcrl.errors import DataError, RunError
 from hpcrl.observe.metrics import merged
-from hpcrl.run.checkpoints import Retention
-from hpcrl.run.commit import committed, verify
-from hpcrl.run.layout import Run, step_of
-from hpcrl.trainer.checkpoint import Checkpoints
-from hpcrl.trainer.configured import critic_source
-from hpcrl.trainer.fsdp import FsdpCritic, FsdpPolicy
-from hpcrl.trainer.packing import Row, pack
-from hpcrl.trainer.plan import Limit, Pick
-from hpcrl.trainer.world import World
+from hpcrl.rundir.checkpoints import Retention
+from hpcrl.rundir.commit import committed, verify
+from hpcrl.rundir.layout import Run, step_of
+from hpcrl.trainer.backends.fsdp.engine import FsdpCritic, FsdpPolicy
+from hpcrl.trainer.batching import MicroBatchLimit
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.hf import critic_source
+from hpcrl.trainer.packing import pack
+from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.types import Batch, Sample
 from tests.trainer import critic_scenarios, test_job
 from tests.trainer.material import make_batch, make_run, make_sample
@@ -231,7 +231,7 @@ def test_a_head_on_disk_is_loaded(model_path: Path, tmp_path: Path, alone: World
     )
     trainer = critic_scenarios.section(str(tmp_path), {"trainer": {"algorithm": {"value_head_prefix": "score"}}})
     sample = make_sample(torch.Generator().manual_seed(1), 9, prompt=3)
-    (values,) = FsdpCritic(trainer, alone).values([pack([Row(sample, Pick(0, 0, 9))])])
+    (values,) = FsdpCritic(trainer, alone).values([pack([sample]).whole()])
     expected = (body(input_ids=sample.token_ids[None]).last_hidden_state @ head.T)[0, :, 0]
     torch.testing.assert_close(values, expected.detach(), atol=1e-5, rtol=0)
 
@@ -260,12 +260,12 @@ def test_it_learns_a_constant_reward(model_path: Path, tmp_path: Path, alone: Wo
     batch = make_batch(run, 1, GROUPS, SIZE)
     algorithm = {"gamma": 1.0, "lambd": 1.0, "value_clip": 0.0}
     trainer = critic_scenarios.section(str(model_path), {"trainer": {"algorithm": algorithm}})
-    critic, limit, means = critic_scenarios.make_critic(alone, trainer), Limit(64), []
+    critic, limit, means = critic_scenarios.make_critic(alone, trainer), MicroBatchLimit(64), []
     critic.schedule(10**6)
     for _ in range(40):
         minis = critic_scenarios.appraised(critic, run, batch, trainer, limit, alone)
-        for row in (row for mini in minis for row in mini.rows):
-            row.returns = torch.full_like(row.sample.rewards, 0.7)
+        for mini in minis:
+            mini.samples.scores.returns = torch.full_like(mini.samples.rewards, 0.7)
         found = critic_scenarios.train_critic(critic, minis, batch, trainer, limit, alone)
         means.append(found["critic/values_mean"])
     assert abs(means[0]) < 0.2

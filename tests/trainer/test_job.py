@@ -25,18 +25,19 @@ from safetensors.torch import load_file
 from hpcrl.config import Config
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.service import Schedule, Service
-from hpcrl.data.samples import write_group
+from hpcrl.data.group_file import write_group
 from hpcrl.observe.metrics import merged, read_metrics
-from hpcrl.run.call import Controller, read_token
-from hpcrl.run.commit import committed, is_committed, verify, write_text
-from hpcrl.run.layout import Run, step_of, version_of
-from hpcrl.run.lease import LeaseWriter, read_leases
+from hpcrl.rundir.commit import committed, is_committed, verify, write_text
+from hpcrl.rundir.layout import Run, step_of, version_of
+from hpcrl.runtime.controller_client import Controller, read_token
+from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
 from hpcrl.types import GroupMeta, Prompt, Work
-from tests.trainer.material import REPOSITORY, environment, make_sample, torchrun
+from tests.paths import ROOT
+from tests.trainer.material import environment, make_sample, torchrun
 from tests.trainer.scenarios import laid_over
 
 STEPS = 4
-JOB = REPOSITORY / "jobs" / "train.py"
+JOB = ROOT / "jobs" / "train.py"
 SCHEDULE = Schedule(
     batch_size=4, n_samples=3, staleness=0, total_steps=STEPS, seed=1, eval_interval=-1, eval_before_train=False, eval_n_samples=1,
     order_seed=1, groups_at_once=None, eval_prompts_at_once=1,
@@ -87,7 +88,7 @@ def make_run(path: Path, model: Path, changes: dict[str, Any] | None = None) -> 
 @contextlib.contextmanager
 def controller(run: Run, attempt: int, schedule: Schedule = SCHEDULE) -> Iterator[None]:
     listener = bind("127.0.0.1")
-    LeaseWriter(run, "controller", attempt).say("serving", url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+    StatusWriter(run, "controller", attempt).write("serving", url=f"http://127.0.0.1:{listener.getsockname()[1]}")
     prompts = [Prompt(f"p{i}", [{"role": "user", "content": str(i)}], "sort_letters", {}, "letters") for i in range(16)]
 
     async def main() -> None:
@@ -179,7 +180,14 @@ def children(pid: int) -> list[int]:
 
 
 def said(run: Run, attempt: int) -> str:
-    return next((lease.state for lease in read_leases(run, attempt) if lease.process == "trainer"), "")
+    return next(
+        (
+            process_status.state
+            for process_status in read_process_statuses(run, attempt)
+            if process_status.process == "trainer"
+        ),
+        "",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +284,7 @@ def test_a_replayed_step_is_the_same_and_leaves_the_run_alone(run: Run, tmp_path
     output = tmp_path / "replayed"
     words = ["replay", str(run.path), "--step", str(STEPS), "--times", "2", "--output", str(output), "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "hpcrl.cli", *words], env=environment(), capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "hpcrl.cli.main", *words], env=environment(), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -301,7 +309,7 @@ def test_a_replayed_step_is_the_same_and_leaves_the_run_alone(run: Run, tmp_path
 )
 def test_what_cannot_be_replayed(run: Run, step: str, message: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "hpcrl.cli", "replay", str(run.path), "--step", step], env=environment(), capture_output=True, text=True,
+        [sys.executable, "-m", "hpcrl.cli.main", "replay", str(run.path), "--step", step], env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 5
     assert re.search(message, done.stderr), done.stderr

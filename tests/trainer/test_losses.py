@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpcrl.config.algorithm import POLICY_LOSSES
-from hpcrl.trainer.world import World
+from hpcrl.config.sections.algorithm import POLICY_LOSSES
+from hpcrl.trainer.distributed import World
 from tests.trainer import scenarios
 from tests.trainer.material import expect_same_metrics, make_batch, make_run
 from tests.trainer.ranks import Ranks

@@ -5,13 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpcrl.algorithms.reductions import Reduction
+from hpcrl.config import AlgorithmConfig
+from hpcrl.data.group_file import write_group
 from hpcrl.errors import DataError
-from hpcrl.trainer.packing import Row, load_rows, pack, trained_tokens
-from hpcrl.trainer.plan import Pick
-from hpcrl.types import Sample
-from tests.trainer.material import make_batch, make_run
-
-PLACE = Pick(0, 0, 0)
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, assign_to_ranks, mini_batches, plan_mini_batch
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.packing import MiniBatch, Scores, load_samples, pack, set_loss_weights
+from hpcrl.types import Batch, Sample
+from tests.trainer.material import load, make_batch, make_run, make_sample, views
 
 
 def sample(ids: list[int], mask: list[float]) -> Sample:
@@ -22,11 +25,9 @@ def sample(ids: list[int], mask: list[float]) -> Sample:
 
 
 def test_labels_are_shifted_once_and_stay_in_their_sample() -> None:
-    rows = [
-        Row(sample([11, 12, 13], [0, 1, 1]), PLACE, torch.tensor([0.0, 2.0, 3.0])),
-        Row(sample([14, 15], [1, 1]), PLACE, torch.tensor([-1.0, -2.0])),
-    ]
-    batch = pack(rows)
+    samples = pack([sample([11, 12, 13], [0, 1, 1]), sample([14, 15], [1, 1])])
+    samples.scores.advantages = torch.tensor([2.0, 3.0, 0.0, -2.0, 0.0])
+    batch = samples.whole()
     assert batch.token_ids.tolist() == [11, 12, 13, 14, 15]
     assert batch.positions.tolist() == [0, 1, 2, 0, 1]
     assert batch.lengths == [3, 2]
@@ -36,38 +37,36 @@ def test_labels_are_shifted_once_and_stay_in_their_sample() -> None:
     assert batch.advantages is not None
     assert batch.advantages.tolist() == [2, 3, 0, -2, 0]
     assert batch.old_logprobs is None
-    assert trained_tokens(rows) == batch.loss_mask.sum() == 3
+    assert sum(samples.trained) == batch.loss_mask.sum() == 3
 
 
-def test_scores_come_back_in_place() -> None:
-    rows = [
-        Row(sample([1, 2], [0, 1]), PLACE, None, torch.tensor([1.0, 2.0]), torch.tensor([5.0, 6.0])),
-        Row(sample([3], [1]), PLACE, None, torch.tensor([3.0]), torch.tensor([7.0])),
-    ]
-    batch = pack(rows)
+def test_a_micro_batch_is_a_slice() -> None:
+    samples = pack([sample([1, 2], [0, 1]), sample([3], [1]), sample([4, 5, 6], [0, 1, 1])])
+    samples.scores = Scores(old_logprobs=torch.arange(6.0), ref_logprobs=5 + torch.arange(6.0))
+    batch = samples.micro_batch(range(1, 3))
     assert batch.advantages is None
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
-    assert batch.old_logprobs.tolist() == [1, 2, 3]
-    assert batch.ref_logprobs.tolist() == [5, 6, 7]
-    rows[1].ref_logprobs = None
-    with pytest.raises(AssertionError, match="have been scored"):
-        pack(rows)
+    assert (batch.lengths, batch.token_ids.tolist()) == ([1, 3], [3, 4, 5, 6])
+    assert batch.positions.tolist() == [0, 0, 1, 2]
+    assert batch.labels.tolist() == [0, 5, 6, 0]
+    assert batch.old_logprobs.tolist() == [2, 3, 4, 5]
+    assert batch.ref_logprobs.tolist() == [7, 8, 9, 10]
+    for name in ("token_ids", "labels", "loss_mask", "rollout_logprobs"):
+        assert getattr(batch, name).data_ptr() > getattr(samples, name).data_ptr(), "packed once, and not copied"
+        assert getattr(batch, name).untyped_storage().data_ptr() == getattr(samples, name).untyped_storage().data_ptr()
 
 
 def test_weights_are_those_of_the_sample_where_its_tokens_are_trained() -> None:
-    rows = [
-        Row(sample([11, 12, 13], [0, 1, 1]), PLACE, weight=0.5),
-        Row(sample([14, 15], [1, 1]), PLACE),
-    ]
-    rows[1].weight, rows[1].nll_weight = 0.25, 2.0
-    batch = pack(rows)
+    samples = pack([sample([11, 12, 13], [0, 1, 1]), sample([14, 15], [1, 1])])
+    samples.weights, samples.nll_weights = [0.5, 0.25], [0.0, 2.0]
+    batch = samples.whole()
     assert batch.weights.tolist() == [0.5, 0.5, 0, 0.25, 0]
     assert batch.nll_weights.tolist() == [0, 0, 0, 2, 0]
 
 
-def test_no_rows_count_for_nothing() -> None:
-    batch = pack([])
+def test_no_samples_count_for_nothing() -> None:
+    batch = pack([]).whole()
     assert batch.lengths == [len(batch.token_ids)] == [1]
     assert batch.loss_mask.sum() == 0
 
@@ -76,12 +75,12 @@ def test_only_picked_samples_are_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     batch = make_batch(run, step=1, groups=3, size=4)
     (run.path / batch.groups[2].path).unlink()
-    picks = [Pick(1, 3, 0), Pick(0, 2, 0), Pick(1, 0, 0)]
-    rows = load_rows(run, batch, picks)
-    assert [row.pick for row in rows] == picks
-    assert [len(row.sample.token_ids) for row in rows] == [batch.groups[p.group].lengths[p.index] for p in picks]
+    refs = [SampleRef(1, 3, 0), SampleRef(0, 2, 0), SampleRef(1, 0, 0)]
+    samples = load_samples(run, batch, refs)
+    assert samples.refs == refs
+    assert samples.lengths == [batch.groups[p.group].lengths[p.index] for p in refs]
     with pytest.raises(DataError, match="missing"):
-        load_rows(run, batch, [Pick(2, 0, 0)])
+        load_samples(run, batch, [SampleRef(2, 0, 0)])
 
 
 @pytest.mark.parametrize("least_prefix", [None, 2])
@@ -90,7 +89,79 @@ def test_a_file_that_was_replaced_after_the_batch_was_composed_is_refused(
 ) -> None:
     run = make_run(tmp_path / "run")
     batch, other = (make_batch(run, step=step, groups=1, size=4) for step in (1, 2))
-    assert load_rows(run, batch, [Pick(0, 0, 0)], least_prefix)
+    assert load_samples(run, batch, [SampleRef(0, 0, 0)], least_prefix).lengths
     (run.path / other.groups[0].path).replace(run.path / batch.groups[0].path)
     with pytest.raises(DataError, match=r"g1-0\.safetensors is damaged .*are expected.*generated again"):
-        load_rows(run, batch, [Pick(0, 0, 0)], least_prefix)
+        load_samples(run, batch, [SampleRef(0, 0, 0)], least_prefix)
+
+
+PROMPT, ALIKE = 3, 4
+
+
+@pytest.mark.parametrize("limit", [MicroBatchLimit(2), MicroBatchLimit(2, 30), MicroBatchLimit(2, 3)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_legacy_mean_weighs_micro_batches_alike(
+    tmp_path: Path, alone: World, ranks: int, limit: MicroBatchLimit
+) -> None:
+    run = make_run(tmp_path / "run")
+    batch = make_batch(run, step=1, groups=3, size=3)
+    (refs,) = mini_batches(batch, 3)
+    plan = plan_mini_batch(assign_to_ranks(refs, ranks, limit), limit, limit)
+    sums = []
+    for rank, share in enumerate(plan.shares):
+        mini = MiniBatch(plan, load_samples(run, batch, share), rank)
+        set_loss_weights([mini], batch, alone, Reduction("token_mean_legacy"))
+        samples = views([mini.samples])
+        parts = [[samples[at] for at in part] for part in plan.train[rank] if part]
+        assert all(len({sample.weight for sample in part}) == 1 for part in parts)
+        sums += [sum(sample.weight * sample.trained for sample in part) for part in parts]
+    assert sums == pytest.approx([1 / len(sums)] * len(sums))
+    assert len(sums) > 1
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> tuple[Run, Batch]:
+    """Three groups of three; in the last two, the first two responses begin alike, and get different and equal rewards."""
+    run = make_run(tmp_path / "run")
+    batch = make_batch(run, step=1, groups=3, size=3)
+    for number, rewards in ((1, [0.0, 1.0, 0.5]), (2, [1.0, 1.0, 0.5])):
+        group = batch.groups[number]
+        samples = [make_sample(torch.Generator().manual_seed(seed), 12, PROMPT) for seed in range(3)]
+        group.lengths[:] = [12] * 3
+        samples[1].token_ids[PROMPT : PROMPT + ALIKE] = samples[0].token_ids[PROMPT : PROMPT + ALIKE]
+        samples[0].token_ids[PROMPT + ALIKE], samples[1].token_ids[PROMPT + ALIKE] = 1, 2
+        group.rewards[:] = rewards
+        write_group(run.path / group.path, samples, group)
+    return run, batch
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_a_prefix_that_good_and_bad_share_is_not_trained(told: tuple[Run, Batch], ranks: int) -> None:
+    run, batch = told
+    (refs,) = mini_batches(batch, 3)
+    packed = [load_samples(run, batch, share, ALIKE) for share in assign_to_ranks(refs, ranks, MicroBatchLimit(1))]
+    complete = load_samples(run, batch, refs)
+    whole = {sample.ref: sample.of(complete.loss_mask) for sample in views([complete])}
+    for sample in views(packed):
+        expected = whole[sample.ref].clone()
+        if sample.ref.group == 1 and sample.ref.index < 2:
+            expected[PROMPT - 1 : PROMPT - 1 + ALIKE] = 0  # entry p is about token p + 1
+        assert torch.equal(sample.of(sample.packed.loss_mask), expected), sample.ref
+    for samples in packed:
+        assert samples.left_out == sum(whole[ref].sum() for ref in samples.refs) - samples.loss_mask.sum()
+    # each sample has one token in its response that the policy did not choose; it was not trained before either
+    assert sum(samples.left_out for samples in packed) == 2 * (ALIKE - 1)
+    assert load_samples(run, batch, refs, ALIKE + 1).left_out == 0
+
+
+def test_only_trained_tokens_are_counted(told: tuple[Run, Batch], alone: World) -> None:
+    run, batch = told
+    counted = {}
+    for least in (None, ALIKE):
+        algorithm = AlgorithmConfig(min_filter_prefix_tokens=least)
+        (mini,) = load(run, batch, algorithm, 3, MicroBatchLimit(1), alone, Reduction("token_mean"))
+        assert mini.tokens == sum(mini.samples.trained)
+        assert set(mini.samples.weights) == {1 / mini.tokens}
+        counted[least] = mini.tokens, mini.left_out
+    assert counted[ALIKE] == (counted[None][0] - counted[ALIKE][1], 2 * (ALIKE - 1))
+    assert counted[None][1] == 0

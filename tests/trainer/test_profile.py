@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrl.config.trainer import ProfilerConfig
+from hpcrl.config.sections.trainer import ProfilerConfig
+from hpcrl.trainer.distributed import World
 from hpcrl.trainer.profile import profiled
-from hpcrl.trainer.world import World
 from tests.trainer.material import make_run
 
 

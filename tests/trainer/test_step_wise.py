@@ -14,18 +14,18 @@ from hpcrl.algorithms.advantages import ESTIMATORS, is_per_token
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig
 from hpcrl.config.validate import build
-from hpcrl.data.samples import read_group, write_group
+from hpcrl.data.group_file import read_group, write_group
 from hpcrl.errors import ConfigError
-from hpcrl.run.commit import write_json
-from hpcrl.run.layout import Run
-from hpcrl.trainer.advantages import estimate_advantages, trained_groups
-from hpcrl.trainer.objective import build_objective
-from hpcrl.trainer.packing import Row, load_rows, trained_tokens
-from hpcrl.trainer.plan import Limit, mini_batches
-from hpcrl.trainer.update import Trained, load_mini_batches, score, train
-from hpcrl.trainer.world import World
+from hpcrl.rundir.commit import write_json
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.advantages import estimate_advantages
+from hpcrl.trainer.backends.base import UpdateResult
+from hpcrl.trainer.batching import MicroBatchLimit, mini_batches, trained_groups
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.loss import build_objective
+from hpcrl.trainer.packing import load_samples
 from hpcrl.types import Batch, Sample
-from tests.trainer.material import make_batch, make_run, run_ranks
+from tests.trainer.material import load, make_batch, make_run, run_ranks, score, train, views
 from tests.trainer.scenarios import make_engine, parameters
 from tests.trainer.test_advantages import SETTINGS, told
 
@@ -66,22 +66,17 @@ def both(path: Path) -> tuple[tuple[Run, Batch], tuple[Run, Batch]]:
     return (whole, batch), (turned, other)
 
 
-def rows_of(run: Run, batch: Batch) -> list[Row]:
-    (picks,) = mini_batches(batch, GROUPS)
-    return load_rows(run, batch, picks)
-
-
 def worth(run: Run, batch: Batch, penalty: float = 0.0, **settings: Any) -> list[list[float]]:
     """Return the advantages of each sample's trained tokens, whatever its rows."""
-    rows = rows_of(run, batch)
-    for row in rows:
-        row.penalties = penalty * row.sample.token_ids * row.trained
-    estimate_advantages(batch, rows, build(AlgorithmConfig, settings), list)
+    (refs,) = mini_batches(batch, GROUPS)
+    packed = load_samples(run, batch, refs)
+    packed.scores.penalties = penalty * packed.labels.double() * packed.loss_mask
+    estimate_advantages(batch, [packed], build(AlgorithmConfig, settings), list)
     found: list[list[float]] = [[] for _ in range(GROUPS * SIZE)]
-    for row in rows:
-        assert row.advantages is not None
-        sample = batch.groups[row.pick.group].owners[row.pick.index]
-        found[row.pick.group * SIZE + sample] += row.advantages[row.trained > 0].tolist()
+    for row in views([packed]):
+        sample = batch.groups[row.ref.group].owners[row.ref.index]
+        trained = row.of(packed.loss_mask) > 0
+        found[row.ref.group * SIZE + sample] += row.of(packed.scores.advantages)[trained].tolist()
     return found
 
 
@@ -127,15 +122,15 @@ def test_every_number_of_ranks_gives_the_same(tmp_path: Path) -> None:
 
 def test_an_optimizer_step_is_that_of_whole_samples(tmp_path: Path, model_path: Path, alone: World) -> None:
     """With the mean over tokens, where the template keeps the past: the same tokens after the same ones, weighed alike."""
-    made: list[Trained] = []
+    made: list[UpdateResult] = []
     models = []
     algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
     for run, batch in both(tmp_path):
-        engine, limit = make_engine(alone, str(model_path), {}), Limit(3)
-        (mini,) = load_mini_batches(run, batch, algorithm, GROUPS, limit, alone, Reduction())
+        engine, limit = make_engine(alone, str(model_path), {}), MicroBatchLimit(3)
+        (mini,) = load(run, batch, algorithm, GROUPS, limit, alone)
         score(engine, mini, limit, old=True, reference=True)
-        estimate_advantages(batch, mini.rows, algorithm, alone.sum)
-        made.append(train(engine, mini, limit, build_objective(algorithm)))
+        estimate_advantages(batch, [mini.samples], algorithm, alone.sum)
+        made.append(train(engine, mini, build_objective(algorithm)))
         models.append(parameters(engine))
     whole, turned = made
     assert turned.sums["tokens"] == whole.sums["tokens"]
@@ -150,16 +145,15 @@ def test_means_of_samples_are_means_of_rows(tmp_path: Path, alone: World) -> Non
     _, (run, batch) = both(tmp_path)
     for group in batch.groups:
         group.rewards[1] = 0.0
-    (mini,) = load_mini_batches(run, batch, AlgorithmConfig(), 4, Limit(2), alone, Reduction("sequence_mean"))
-    assert [row.weight * trained_tokens([row]) for row in mini.rows] == pytest.approx(
-        [1 / len(mini.rows)] * len(mini.rows)
-    )
+    (mini,) = load(run, batch, AlgorithmConfig(), 4, MicroBatchLimit(2), alone, Reduction("sequence_mean"))
+    rows = views([mini.samples])
+    assert [row.weight * row.trained for row in rows] == pytest.approx([1 / len(rows)] * len(rows))
     tokens = 0
-    for row in mini.rows:
-        rewarded = batch.groups[row.pick.group].owners[row.pick.index] != 1
+    for row in rows:
+        rewarded = batch.groups[row.ref.group].owners[row.ref.index] != 1
         assert (row.nll_weight > 0) == rewarded
-        tokens += trained_tokens([row]) * rewarded
-    assert {row.nll_weight for row in mini.rows} == {0.0, 1 / tokens}
+        tokens += row.trained * rewarded
+    assert {row.nll_weight for row in rows} == {0.0, 1 / tokens}
 
 
 def test_groups_are_judged_by_their_outcomes(tmp_path: Path) -> None:

@@ -9,17 +9,17 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 from hpcrl.config.difference import value_as_toml
+from hpcrl.config.errors import Problem
+from hpcrl.config.fields import Setting, leaves, settings
 from hpcrl.config.load import nested
-from hpcrl.config.problem import Problem
-from hpcrl.config.root import Config
-from hpcrl.config.rules import impossible
-from hpcrl.config.status import Wait, wait_of
-from hpcrl.config.surface import Setting, leaves, settings
+from hpcrl.config.rules.combinations import impossible
+from hpcrl.config.sections.tree import ConfigTree
+from hpcrl.config.unimplemented import Unimplemented, unimplemented_at
 from hpcrl.config.validate import build
 from hpcrl.errors import ConfigError
 
-Kind = Literal["mapped", "dropped", "translated", "waits", "unknown", "conflict"]
-_INCOMPLETE: tuple[Kind, ...] = ("waits", "unknown", "conflict")
+Kind = Literal["mapped", "dropped", "translated", "unimplemented", "unknown", "conflict"]
+_INCOMPLETE: tuple[Kind, ...] = ("unimplemented", "unknown", "conflict")
 _DATASETS = ("data.train_data", "data.val_data")
 _FILES = (".parquet", ".json", ".jsonl")
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
@@ -32,8 +32,8 @@ class Entry:
     """What became of one setting.
 
     Attributes:
-        kind: mapped (as it was, perhaps under another name), translated (said in another way), dropped (has no place here), waits
-            (for a feature that is still to be built), unknown (the source does not know it either), conflict (something is wrong with it).
+        kind: mapped (as it was, perhaps under another name), translated (written in another way), dropped (not supported, or without
+            effect), unimplemented (yet), unknown (the source does not know it either), conflict (something is wrong with it).
         source: dotted path in the source.
         target: dotted path here; empty where there is none.
         message: why, and what to do.
@@ -48,11 +48,11 @@ class Entry:
         return self.of([self.source])
 
     def of(self, sources: list[str]) -> str:
-        """Return the line for several settings of which the same is to be said."""
+        """Return the line for several settings that have the same target and message."""
         more = len(sources) - _MOST_NAMED
         names = ", ".join(sources[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
         arrow = "" if self.target in ("", names) else f" -> {self.target}"
-        return f"{self.kind:10} {names}{arrow}" + (f": {self.message}" if self.message else "")
+        return f"{self.kind:13} {names}{arrow}" + (f": {self.message}" if self.message else "")
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Conversion:
 
     Attributes:
         origin: what was converted, for the first line of the TOML.
-        values: dotted paths here to values, those that wait included.
+        values: dotted paths here to values, unimplemented ones included.
         entries: the report, in the order of the source.
     """
 
@@ -74,40 +74,40 @@ class Conversion:
 
     @property
     def incomplete(self) -> bool:
-        """Whether the TOML does not say all that the source said."""
+        """Whether the TOML lacks something that the source has."""
         return any(entry.kind in _INCOMPLETE for entry in self.entries)
 
     def finish(self) -> None:
-        """Note what waits, and everything that is wrong with the result or missing in it."""
+        """Note what is not implemented yet, and everything that is wrong with the result or missing in it."""
         changed = self._changed()
         for setting, value in changed:
-            if wait := self._waits_for(setting, value):
-                self.note("waits", setting.path, "", f"not available yet ({wait.feature})")
+            if missing := self._unimplemented(setting, value):
+                self.note("unimplemented", setting.path, "", f"not implemented yet ({missing.feature})")
             if setting.location:
                 self._check_location(setting.path, value)
-        told = {entry.target for entry in self.entries if entry.kind == "conflict"}
+        reported = {entry.target for entry in self.entries if entry.kind == "conflict"}
         for problem in _problems({setting.path: value for setting, value in changed}):
-            if problem.path not in told:
+            if problem.path not in reported:
                 self.note("conflict", problem.path, "", problem.message)
 
     def _check_location(self, path: str, value: Any) -> None:
         for item in value if isinstance(value, list) else [value]:
             shown = value_as_toml(item)
             if not isinstance(item, str):
-                continue  # a wrong type, which is told elsewhere
+                continue  # a wrong type, which the check of the whole finds
             if _VARIABLE.search(item):
                 message = f"{shown} names a variable of the shell, which hpcrl does not resolve; write it out"
                 self.note("conflict", path, "", message)
             elif path in _DATASETS and not item.endswith(_FILES):
-                message = f"{shown} is no {', '.join(_FILES)} file; download it from its hub, and name that"
-                self.note("waits", path, "", message)
+                message = f"{shown} is no {', '.join(_FILES)} file; download it from its hub, and name the file"
+                self.note("unimplemented", path, "", message)
 
     def report(self, every: bool = False) -> str:
         """Return what became of the settings, a line each, and how many there are of each kind.
 
         Args:
-            every: a line for each setting, in the order of the source; otherwise what is as it was is left out, settings of which
-                the same is to be said share a line, and what needs a hand comes last.
+            every: a line for each setting, in the order of the source; otherwise unchanged settings are left out, settings with the
+                same message share a line, and what needs attention comes last.
         """
         kinds: tuple[Kind, ...] = get_args(Kind)
         if every:
@@ -123,15 +123,15 @@ class Conversion:
         return "\n".join([*lines, ", ".join(f"{count[kind]} {kind}" for kind in kinds if count[kind])]) + "\n"
 
     def to_toml(self) -> str:
-        """Return TOML with the settings that differ from the defaults; those that wait are comments, each in its table."""
+        """Return TOML with the settings that differ from the defaults; unimplemented ones are comments, each in its table."""
         tables: dict[str, list[str]] = {}
         for setting, value in self._changed():
             line = f"{setting.name} = {value_as_toml(value)}"
-            if wait := self._waits_for(setting, value):
-                line = f"# {line}  # not available yet: {wait.feature}"
+            if missing := self._unimplemented(setting, value):
+                line = f"# {line}  # not implemented yet: {missing.feature}"
             tables.setdefault(setting.path.rpartition(".")[0], []).append(line)
         parts = [f"# converted by `hpcrl config convert` from {self.origin}"]
-        for table in ["", *(setting.path for setting in settings(Config) if setting.subsection)]:
+        for table in ["", *(setting.path for setting in settings(ConfigTree) if setting.subsection)]:
             if table in tables:
                 parts.append("\n".join([f"[{table}]", *tables[table]] if table else tables[table]))
         return "\n\n".join(parts) + "\n"
@@ -139,19 +139,19 @@ class Conversion:
     def _changed(self) -> list[tuple[Setting, Any]]:
         """Return the settings that are not at their defaults, in the order of the tree."""
         tree = nested(self.values)
-        found = ((setting, _at(tree, setting.path)) for setting in leaves(Config))
+        found = ((setting, _at(tree, setting.path)) for setting in leaves(ConfigTree))
         return [(setting, value) for setting, value in found if value is not None and not setting.is_default(value)]
 
     @staticmethod
-    def _waits_for(setting: Setting, value: Any) -> Wait | None:
-        wait = wait_of(setting.path)
-        return None if wait is None or value in wait.works else wait
+    def _unimplemented(setting: Setting, value: Any) -> Unimplemented | None:
+        missing = unimplemented_at(setting.path)
+        return None if missing is None or value in missing.works else missing
 
 
 @cache
 def known() -> dict[str, Setting]:
     """Return the settings and sections here, by dotted path."""
-    return {setting.path: setting for setting in settings(Config)}
+    return {setting.path: setting for setting in settings(ConfigTree)}
 
 
 def directory_name(text: str) -> str | None:
@@ -160,9 +160,9 @@ def directory_name(text: str) -> str | None:
 
 
 def _problems(values: dict[str, Any]) -> list[Problem]:
-    """Return what is wrong with settings, those that wait included."""
+    """Return what is wrong with settings, unimplemented ones included."""
     try:
-        return impossible(build(Config, nested(values)))
+        return impossible(build(ConfigTree, nested(values)))
     except ConfigError as error:
         found = (line.partition(": ") for line in str(error).splitlines())
         return [Problem(path, message) for path, _, message in found]

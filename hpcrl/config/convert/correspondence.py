@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Literal
 
-from hpcrl.config.convert import cosmos, skyrl
+from hpcrl.config.convert.cosmos import fields as cosmos
 from hpcrl.config.convert.mapping import Dropped, Target, To
-from hpcrl.config.root import Config
-from hpcrl.config.status import wait_of
-from hpcrl.config.surface import settings
+from hpcrl.config.convert.skyrl import fields as skyrl
+from hpcrl.config.fields import settings
+from hpcrl.config.sections.tree import ConfigTree
+from hpcrl.config.unimplemented import unimplemented_at
 
-State = Literal["works", "waits", "has no place"]
+State = Literal["works", "not implemented yet", "not supported"]
 
 SOURCES: dict[str, Mapping[str, Target]] = {"SkyRL": skyrl.TARGETS, "Cosmos-RL": cosmos.TARGETS}
 
@@ -25,11 +26,15 @@ def paths_of(target: Target) -> tuple[str, ...]:
 
 
 def state_of(target: Target) -> State:
-    """Return whether a source's field has its effect here; one that decides about several settings has, if one of them works."""
+    """Return whether a source's field works here; one that decides about several settings does if one of them works."""
     paths = paths_of(target)
     if not paths:
-        return "has no place"
-    return "works" if any(wait_of(leaf) is None for path in paths for leaf in _leaves(path)) else "waits"
+        return "not supported"
+    return (
+        "works"
+        if any(unimplemented_at(leaf) is None for path in paths for leaf in _leaves(path))
+        else "not implemented yet"
+    )
 
 
 def fields_of(path: str) -> dict[str, list[str]]:
@@ -42,7 +47,7 @@ def elsewhere(path: str) -> str | None:
     for source, targets in SOURCES.items():
         target = targets.get(path)
         if isinstance(target, Dropped):
-            return f"one of {source}, which has no place here: {target.reason}"
+            return f"one of {source}, which is not supported: {target.reason}"
         if target is not None:
             return f"one of {source}; did you mean {' or '.join(paths_of(target))}?"
     return None
@@ -59,5 +64,5 @@ def _inverse(source: str) -> dict[str, list[str]]:
 
 def _leaves(path: str) -> Iterator[str]:
     """Yield a setting, or all settings of a section; the target may also be a key of a table whose keys are the user's."""
-    below = [s.path for s in settings(Config) if not s.subsection and s.path.startswith(path + ".")]
+    below = [s.path for s in settings(ConfigTree) if not s.subsection and s.path.startswith(path + ".")]
     yield from below or [path]

@@ -1,8 +1,8 @@
 """What becomes of a setting of another framework.
 
-`skyrl_fields.tsv` and `cosmos_fields.tsv` list the settings of each, one to a row, tabs between the columns; the last three say what becomes
+`skyrl/fields.tsv` and `cosmos/fields.tsv` list the settings of each, one to a row, tabs between the columns; the last three say what becomes
 of it: `becomes`, the paths here, = for the same one; `values`, pairs of values there and here as JSON; `why`, the rule where the
-setting decides with others about those paths, or the reason where it has no place.
+setting decides with others about those paths, or the reason where it is not supported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Translated:
 
 @dataclass(frozen=True)
 class Dropped:
-    """It has no place here.
+    """It is not supported.
 
     Attributes:
         reason: why, and what replaces it.

@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import islice
 from typing import Any
 
-from hpcrl.envs.expression import evaluate
+from hpcrl.envs.tools.expression import evaluate
 
 Row = dict[str, Any]
 

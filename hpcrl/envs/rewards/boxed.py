@@ -65,7 +65,7 @@ class _Comparers:
                     self._idle.append(process)
                     return json.loads(answer)
                 if _end(process) > 0:  # otherwise a signal ended it: its time was over, or its stack or memory
-                    raise HpcrlError("the comparison failed as told above")
+                    raise HpcrlError("the comparison failed; its output above says why")
                 return False
 
     def _take(self) -> subprocess.Popen[str]:
@@ -84,7 +84,9 @@ def _start() -> subprocess.Popen[str]:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     if not cast(IO[str], process.stdout).readline():
         _end(process)
-        raise HpcrlError("comparing cannot start, as told above; is math-verify installed? pip install 'hpcrl[job]'")
+        raise HpcrlError(
+            "comparing cannot start, see the output above; is math-verify installed? pip install 'hpcrl[job]'"
+        )
     return process
 
 

@@ -14,6 +14,7 @@ line; texts have none. The service does not apply the weights.
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,11 +22,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig
-from hpcrl.envs.environment import Turn
-from hpcrl.envs.http import Service
+from hpcrl.config.sections.environment import RemoteRewardConfig
+from hpcrl.envs.base import Turn
 from hpcrl.envs.rewards.response import Response
-from hpcrl.envs.rewards.service import service_rewards, service_scores
-from hpcrl.errors import ConfigError
+from hpcrl.envs.tools.http import Service
+from hpcrl.errors import ConfigError, DataError
 
 _TIMEOUT_S, _GATHER_S = 60.0, 0.1
 _ENQUEUE_SHARE, _FETCH_SHARE = 0.2, 0.6  # of the time that a reward may take
@@ -137,6 +138,54 @@ class _Batch:
         self.responses.append(response)
         self.results.append(Future())
         return self.results[-1]
+
+
+def service_scores(
+    reply: Mapping[str, Sequence[float]], score_key: str, clip_min: float = -math.inf, clip_max: float = math.inf
+) -> list[float]:
+    """Return one function's score of each response.
+
+    Args:
+        reply: names of scores to one number per response.
+        score_key: the name that counts; a+b: the sum of two, and so on.
+        clip_min, clip_max: bounds of the sum.
+
+    Raises:
+        DataError: the reply lacks a score, has another number of them than of the others, or one that is no finite number.
+    """
+    keys = score_key.split("+")
+    if missing := [key for key in keys if key not in reply]:
+        raise DataError(
+            f"the reward service sent no score {missing[0]!r} (score_key={score_key}); it sent {', '.join(reply)}"
+        )
+    if len({len(reply[key]) for key in keys}) > 1:
+        raise DataError(
+            f"the reward service sent {[len(reply[key]) for key in keys]} scores {keys}; expected equally many"
+        )
+    sums = [sum(values) for values in zip(*(reply[key] for key in keys), strict=True)]
+    if bad := [value for value in sums if not math.isfinite(value)]:
+        raise DataError(f"the reward service sent {bad[0]} as {score_key}; expected a finite number")
+    return [min(max(value, clip_min), clip_max) for value in sums]
+
+
+def service_rewards(scores: Mapping[str, Sequence[float]], config: RemoteRewardConfig) -> list[float]:
+    """Return the reward of each response: the weighted sum of the functions' scores, clipped, then scaled.
+
+    Args:
+        scores: names of `config.reward_function` to one score per response.
+
+    Raises:
+        DataError: the scores are not those of the configured functions.
+    """
+    if scores.keys() != config.reward_function.keys():
+        raise DataError(
+            f"expected scores of {', '.join(config.reward_function)} (environment.remote_reward.reward_function), "
+            f"found {', '.join(scores) or 'none'}"
+        )
+    weights = config.reward_function.values()
+    per_response = zip(*(scores[name] for name in config.reward_function), strict=True)
+    sums = [sum(weight * value for weight, value in zip(weights, values, strict=True)) for values in per_response]
+    return [config.scale * min(max(total, config.clip_min), config.clip_max) for total in sums]
 
 
 def _are_scores(answer: Any) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig
-from hpcrl.envs.environment import Turn
+from hpcrl.envs.base import Turn
 from hpcrl.errors import DataError
 
 
@@ -35,7 +35,8 @@ class Response:
 Reward = Callable[[Response, EnvironmentConfig], float]
 """What a response is worth, a finite number. It depends on its arguments alone, and may be called in any thread.
 
-The second argument is the section `environment`; settings of one's own are in its table `custom`.
+The second argument is the section `environment`. Settings of one's own are in its table `custom`, or fields of the class that
+`make_config(environment_cls=…)` was given.
 """
 
 

@@ -1,9 +1,10 @@
-"""Rewards for responses of the form <think>…</think>, <answer>…</answer> (DeepSeek-R1, arXiv:2501.12948)."""
+"""What a policy marks by tags: rewards for <think>…</think>, <answer>…</answer> (DeepSeek-R1, arXiv:2501.12948), and reading any block."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hpcrl.config import EnvironmentConfig
-from hpcrl.envs.blocks import first_block
 from hpcrl.envs.rewards.response import Response, ground_truth
 
 _THINK, _THINK_END, _ANSWER, _ANSWER_END = "<think>", "</think>", "<answer>", "</answer>"
@@ -39,3 +40,21 @@ def answer_in(text: str) -> str:
     """Return what the first <answer>…</answer> of a text holds, the whole text where there is none, without white space around it."""
     block = first_block(text, ("answer",))
     return (block[1] if block else text).strip()
+
+
+def first_block(text: str, names: Sequence[str]) -> tuple[str, str] | None:
+    """Return the name and the content of the block that begins first; None where there is none.
+
+    A block without its end does not count. It ends at the first end tag of its name, so blocks of one name do not nest.
+    """
+    found = []
+    for name in names:
+        opening = f"<{name}>"
+        start = text.find(opening)
+        end = text.find(f"</{name}>", start) if start >= 0 else -1
+        if end >= 0:
+            found.append((start, name, text[start + len(opening) : end]))
+    if not found:
+        return None
+    _, name, content = min(found)
+    return name, content

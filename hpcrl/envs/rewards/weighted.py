@@ -1,20 +1,32 @@
-"""Rewards by name, and their weighted sum."""
+"""The registry of rewards, and what they pay together: each known by a name, or a user's own, and their weighted sum."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from hpcrl.config import EnvironmentConfig
-from hpcrl.config.own import find
-from hpcrl.envs.blame import Blame
-from hpcrl.envs.environment import Turn
+from hpcrl.config.import_path import find
+from hpcrl.envs.base import Turn, user_code
 from hpcrl.envs.rewards.boxed import boxed_math
-from hpcrl.envs.rewards.length import overlong
-from hpcrl.envs.rewards.numbers import direct_math, gsm8k
-from hpcrl.envs.rewards.response import Response, Reward
+from hpcrl.envs.rewards.numbers import direct_math, expected_form, expected_number, gsm8k
+from hpcrl.envs.rewards.response import Response, Reward, ground_truth
 from hpcrl.envs.rewards.tags import single_choice, well_formed
 from hpcrl.errors import DataError
+
+
+def overlong(response: Response, environment: EnvironmentConfig) -> float:
+    """Return 0 for a response that ends before the last `buffer_length` tokens, then less and less, down to -penalty_factor.
+
+    With n tokens, at most L, and a buffer of b tokens: -penalty_factor * min(max(n - (L - b), 0), b) / b (DAPO, arXiv:2503.14476,
+    equation 13). The tokens are those that the policy chose; Cosmos-RL encodes the text again, which may give others, and lets the
+    penalty grow without bound.
+    """
+    settings = environment.overlong_reward
+    exceeding = response.n_tokens - (response.max_tokens - settings.buffer_length)
+    return -settings.penalty_factor * min(max(exceeding, 0), settings.buffer_length) / settings.buffer_length
+
 
 REWARDS: dict[str, Reward] = {
     "single_choice": single_choice,
@@ -24,6 +36,17 @@ REWARDS: dict[str, Reward] = {
     "format": well_formed,
     "overlong": overlong,
 }
+
+GROUND_TRUTHS: dict[str, Callable[[Any], object]] = {
+    "single_choice": ground_truth,
+    "boxed_math": ground_truth,
+    "gsm8k": expected_number,
+    "direct_math": expected_form,
+}
+"""How each reward that compares reads a ground truth; it raises DataError where it cannot.
+
+Whether boxed_math can read a formula is not looked at here: that takes a process with math-verify.
+"""
 
 
 class WeightedRewards:
@@ -52,7 +75,7 @@ class WeightedRewards:
         return Turn([], total, done=True, metrics=values)
 
     def _value(self, name: str, reward: Reward, response: Response) -> float:
-        with Blame(f"reward {name!r}"):
+        with user_code(f"reward {name!r}"):
             value = float(reward(response, self._environment))
             if not math.isfinite(value):
                 raise DataError(f"{value}; expected a finite number")

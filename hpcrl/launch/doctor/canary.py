@@ -10,8 +10,7 @@ from pathlib import Path
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
 from hpcrl.launch.doctor.node import await_file, sees
 from hpcrl.launch.doctor.talk import Talk
-from hpcrl.run.commit import write_text
-from hpcrl.run.exclusive import link
+from hpcrl.rundir.commit import link, write_text
 
 VISIBLE_S = 60.0
 _ANSWER_S = 60.0

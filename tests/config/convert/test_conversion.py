@@ -1,7 +1,8 @@
-"""The TOML that a conversion writes: what waits is a comment that becomes the setting when its mark is taken away."""
+"""The TOML that a conversion writes: what is not implemented yet is a comment that becomes the setting when its mark is taken away."""
 
 import re
-import tomllib
+
+import tomli
 
 from hpcrl.config.convert.conversion import Conversion
 from hpcrl.config.load import nested
@@ -20,11 +21,11 @@ VALUES = {
 }
 
 
-def test_what_waits_is_a_comment_in_its_table() -> None:
+def test_what_is_not_implemented_yet_is_a_comment_in_its_table() -> None:
     conversion = Conversion("somewhere", dict(VALUES))
     text = conversion.to_toml()
-    assert tomllib.loads(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)) == nested(VALUES)
-    active = tomllib.loads(text)
+    assert tomli.loads(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)) == nested(VALUES)
+    active = tomli.loads(text)
     assert active["trainer"]["profiler"] == {}
     assert active["trainer"]["policy"]["low_precision"] == {}
     assert text.index("[generator]") < text.index("[generator.inference_engine]")
@@ -50,21 +51,21 @@ def test_the_report_ends_with_what_needs_a_hand() -> None:
         conversion.note("dropped", name, "", "old")
     conversion.note("mapped", "h", "h", "but")
     assert conversion.report().splitlines() == [
-        "mapped     h: but",
-        "dropped    c, d, e, f and 1 more: old",
-        "conflict   x: no",
+        "mapped        h: but",
+        "dropped       c, d, e, f and 1 more: old",
+        "conflict      x: no",
         "2 mapped, 5 dropped, 1 conflict",
     ]
     every = conversion.report(every=True).splitlines()
-    assert every[:3] == ["conflict   x: no", "mapped     a -> b", "dropped    c: old"]
+    assert every[:3] == ["conflict      x: no", "mapped        a -> b", "dropped       c: old"]
     assert len(every) == 9
 
 
-def test_what_waits_takes_part_in_the_check_of_the_result() -> None:
+def test_what_is_not_implemented_yet_takes_part_in_the_check_of_the_result() -> None:
     values = {"data.train_data": ["t.parquet"], "trainer.policy.model.path": "m", "trainer.eval_interval": 0}
     conversion = Conversion("somewhere", values | {"trainer.distillation.enable": True})
     conversion.finish()
     assert [(entry.kind, entry.source) for entry in conversion.entries] == [
-        ("waits", "trainer.distillation.enable"),
+        ("unimplemented", "trainer.distillation.enable"),
         ("conflict", "trainer.distillation.model_path"),  # required with it
     ]

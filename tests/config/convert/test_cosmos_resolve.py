@@ -2,17 +2,20 @@
 
 import csv
 import json
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 
-from hpcrl.config.convert.cosmos_resolve import fields, resolve
+from hpcrl.config.convert.cosmos.resolve import fields, resolve
 from hpcrl.errors import ConfigError
+from tests.paths import ROOT
 
-SPEC = Path(__file__).parents[2] / "spec" / "cosmos"
-CASES: list[dict[str, Any]] = json.loads((SPEC.parents[1] / "golden" / "cosmos_config.json").read_text())["cases"]
+SPEC = ROOT / "tests" / "spec" / "cosmos"
+CASES: list[dict[str, Any]] = json.loads((ROOT / "tests" / "golden" / "cases" / "cosmos_config.json").read_text())[
+    "cases"
+]
 DELIBERATE = {314: 'an explicit type = "grpo" is honoured; the version of January 2026 made it sft'}
 NOW = "TS"
 
@@ -28,7 +31,7 @@ def of_policy(**settings: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", sorted((SPEC / "resolved").glob("*.json")), ids=lambda path: path.stem)
 def test_every_field_has_the_value_that_cosmos_gives_it(path: Path) -> None:
-    tree = tomllib.loads((SPEC / "configs" / f"{path.stem}.toml").read_text())
+    tree = tomli.loads((SPEC / "configs" / f"{path.stem}.toml").read_text())
     tree["train"].setdefault("timestamp", NOW)
     assert resolve(tree).tree == json.loads(path.read_text())
 

@@ -3,19 +3,19 @@
 import csv
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from hpcrl.config import Config
 from hpcrl.config.convert.mapping import Dropped, To, Translated
-from hpcrl.config.convert.skyrl import convert_overrides
-from hpcrl.config.convert.skyrl_fields import OLD_DEFAULTS, ONLY_OLD, RENAMED, SKYRL_DEFAULTS, TARGETS
-from hpcrl.config.convert.skyrl_translate import TRANSLATIONS
-from hpcrl.config.status import DEFAULTS
-from hpcrl.config.surface import settings
+from hpcrl.config.convert.skyrl.convert import convert_overrides
+from hpcrl.config.convert.skyrl.fields import OLD_DEFAULTS, ONLY_OLD, RENAMED, SKYRL_DEFAULTS, TARGETS
+from hpcrl.config.convert.skyrl.translate import TRANSLATIONS
+from hpcrl.config.fields import settings
+from hpcrl.config.unimplemented import DIFFERENT_DEFAULTS
+from tests.paths import ROOT
 
-SPEC = Path(__file__).parents[2] / "spec"
+SPEC = ROOT / "tests" / "spec"
 SETTINGS = {setting.path: setting for setting in settings(Config)}
 FREE = [setting.path for setting in SETTINGS.values() if setting.is_free]
 NO_PATH = "(absent) legacy policy-loss formula"
@@ -105,8 +105,8 @@ def test_every_default_that_differs_has_a_reason_and_every_reason_a_difference()
             for place in same_name
             if place in SETTINGS and not SETTINGS[place].is_default(json.loads(row["default"]))
         }
-    assert set(DEFAULTS) == differing
-    assert all(len(reason) > 20 for reason in DEFAULTS.values())
+    assert set(DIFFERENT_DEFAULTS) == differing
+    assert all(len(reason) > 20 for reason in DIFFERENT_DEFAULTS.values())
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config.convert.skyrl import convert_script
-from hpcrl.config.convert.skyrl_script import command_words
+from hpcrl.config.convert.skyrl.convert import convert_script
+from hpcrl.config.convert.skyrl.script import command_words
 from hpcrl.errors import ConfigError
 
 SCRIPT = r"""#!/usr/bin/env bash

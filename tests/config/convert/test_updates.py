@@ -8,18 +8,19 @@ import pytest
 import tomli_w
 
 from hpcrl.config import TrainerConfig
-from hpcrl.config.convert.cosmos import convert_toml
-from hpcrl.config.convert.skyrl import convert_overrides
+from hpcrl.config.convert.cosmos.convert import convert_toml
+from hpcrl.config.convert.skyrl.convert import convert_overrides
 from hpcrl.config.load import nested
 from hpcrl.config.validate import build
-from hpcrl.trainer.update import updates_per_batch
+from hpcrl.trainer.batching import updates_per_batch
 
 NAMES = ("train_batch_size", "policy_mini_batch_size", "update_epochs_per_batch")
 
 
 def updates(values: dict[str, Any]) -> int:
     settings = {name: values[f"trainer.{name}"] for name in NAMES if f"trainer.{name}" in values}
-    return updates_per_batch(build(TrainerConfig, nested({**settings, "policy.model.path": "m"})))
+    trainer = build(TrainerConfig, nested({**settings, "policy.model.path": "m"}))
+    return updates_per_batch(trainer, trainer.policy_mini_batch_size)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

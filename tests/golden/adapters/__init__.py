@@ -11,42 +11,32 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from tests.golden.adapters import (
-    cosmos_advantages,
-    cosmos_config,
+    advantages,
+    config,
     cosmos_losses,
     distillation,
-    kl_penalty,
     logprobs,
     partitions,
-    prefixes,
     rewards,
     rollout,
     sampling,
-    skyrl_advantages,
-    skyrl_config,
-    skyrl_critic,
     skyrl_losses,
     steps,
 )
-from tests.golden.cases import Case
+from tests.golden.case import Case
 
 Adapter = Callable[[Case], Mapping[str, Any]]
 
 ADAPTERS: dict[str, Adapter] = {
-    **cosmos_advantages.ADAPTERS,
-    **cosmos_config.ADAPTERS,
+    **advantages.ADAPTERS,
+    **config.ADAPTERS,
     **cosmos_losses.ADAPTERS,
     **distillation.ADAPTERS,
-    **kl_penalty.ADAPTERS,
     **logprobs.ADAPTERS,
     **partitions.ADAPTERS,
-    **prefixes.ADAPTERS,
     **rewards.ADAPTERS,
     **rollout.ADAPTERS,
     **sampling.ADAPTERS,
-    **skyrl_advantages.ADAPTERS,
-    **skyrl_config.ADAPTERS,
-    **skyrl_critic.ADAPTERS,
     **skyrl_losses.ADAPTERS,
     **steps.ADAPTERS,
 }

@@ -11,12 +11,9 @@ import torch
 from hpcrl.algorithms.losses import sample_means
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig
-from hpcrl.config.convert.cosmos import convert_toml
-from hpcrl.config.difference import value_as_toml
-from hpcrl.config.load import nested
-from hpcrl.config.validate import build
+from tests.golden.adapters.converted import cosmos
 from tests.golden.adapters.packed import train
-from tests.golden.cases import Case
+from tests.golden.case import Case
 
 
 def compute_loss(case: Case) -> dict[str, Any]:
@@ -39,12 +36,8 @@ def masked_mean(case: Case) -> dict[str, Any]:
 
 
 def _algorithm(case: Case) -> AlgorithmConfig:
-    given = {name: value for name, value in case.params.items() if value is not None}
-    given["use_decoupled_loss"] = case.inputs["rollout_per_token_logps"] is not None
-    lines = [f"{name} = {value_as_toml(value)}" for name, value in given.items()]
-    text = "\n".join(["[train.train_policy]", 'type = "grpo"', *lines])
-    values = nested(convert_toml(text, "a golden case").values)
-    return build(AlgorithmConfig, values["trainer"]["algorithm"])
+    given = {**case.params, "use_decoupled_loss": case.inputs["rollout_per_token_logps"] is not None}
+    return cosmos({f"train.train_policy.{name}": value for name, value in given.items()}).trainer.algorithm
 
 
 def _samples(inputs: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:

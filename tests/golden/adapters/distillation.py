@@ -6,18 +6,15 @@ from typing import Any
 
 import torch
 
-from hpcrl.algorithms.distillation import jensen_shannon, selected_logprobs, teacher_advantages
 from hpcrl.algorithms.kl import k1
-from hpcrl.algorithms.losses import POLICY_LOSSES, Tokens, sample_means
+from hpcrl.algorithms.losses import Tokens, sample_means
 from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.config import AlgorithmConfig
-from hpcrl.config.convert.cosmos import convert_toml
-from hpcrl.config.difference import value_as_toml
-from hpcrl.config.load import nested
-from hpcrl.config.validate import build
-from hpcrl.trainer.objective import loss_settings
+from hpcrl.trainer.loss import build_policy_loss
+from tests.golden.adapters.converted import cosmos
 from tests.golden.adapters.packed import sample_weights
-from tests.golden.cases import Case
+from tests.golden.case import Case
+from tests.golden.distillation import jensen_shannon, selected_logprobs, teacher_advantages
 
 
 def teacher(case: Case) -> dict[str, Any]:
@@ -73,7 +70,7 @@ def end_to_end(case: Case) -> dict[str, Any]:
     )
     algorithm = _algorithm(case)
     tokens = Tokens(logprobs, logprobs.detach(), logprobs.detach(), advantages, mask, lengths)
-    loss_P, _ = POLICY_LOSSES[algorithm.policy_loss_type](tokens, **loss_settings(algorithm))
+    loss_P, _ = build_policy_loss(algorithm)(tokens)
     weights = torch.tensor(sample_weights(Reduction("token_mean"), lengths))
     loss = weighted_sum(loss_P, weights.repeat_interleave(torch.tensor(lengths)))
     loss.backward()
@@ -92,9 +89,7 @@ def _divergences(case: Case, policy: torch.Tensor, teacher: torch.Tensor) -> tor
 
 def _algorithm(case: Case) -> AlgorithmConfig:
     names = ("epsilon_low", "epsilon_high", "lower_bound_ratio")
-    lines = [f"{name} = {value_as_toml(case.params[name])}" for name in names]
-    text = "\n".join(["[train.train_policy]", 'type = "grpo"', *lines])
-    return build(AlgorithmConfig, nested(convert_toml(text, "a golden case").values)["trainer"]["algorithm"])
+    return cosmos({f"train.train_policy.{name}": case.params[name] for name in names}).trainer.algorithm
 
 
 ADAPTERS = {

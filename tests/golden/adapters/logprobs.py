@@ -11,12 +11,11 @@ import torch
 from hpcrl.algorithms.losses import sample_means
 from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight
 from hpcrl.config import AlgorithmConfig
-from hpcrl.trainer.logprobs import token_logprobs
-from hpcrl.trainer.objective import build_objective
-from hpcrl.trainer.packing import Row, pack
-from hpcrl.trainer.plan import Pick
+from hpcrl.trainer.loss import build_objective
+from hpcrl.trainer.models.logprobs import token_logprobs
+from hpcrl.trainer.packing import pack
 from hpcrl.types import MicroBatch, Sample
-from tests.golden.cases import Case
+from tests.golden.case import Case
 
 _WHOLE = 10**6  # rows whose logits exist at the same time: all
 _IGNORED = -100
@@ -139,17 +138,10 @@ def _sample(ids: Sequence[int], mask: Sequence[float], logprobs: Sequence[float]
 
 
 def _packed(samples: Sequence[Sample], weight: float = 0.0) -> MicroBatch:
-    return pack(
-        [
-            Row(
-                sample,
-                pick=Pick(0, at, len(sample.token_ids)),
-                advantages=torch.zeros_like(sample.loss_mask),
-                weight=weight,
-            )
-            for at, sample in enumerate(samples)
-        ]
-    )
+    packed = pack(samples)
+    packed.weights = [weight] * len(samples)
+    packed.scores.advantages = torch.zeros_like(packed.loss_mask)
+    return packed.whole()
 
 
 def _starts(lengths: Sequence[int]) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 
 from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight
 from hpcrl.config import AlgorithmConfig
-from hpcrl.trainer.engine import merge
-from hpcrl.trainer.objective import build_objective
+from hpcrl.trainer.backends.base import merge
+from hpcrl.trainer.loss import build_objective
 from hpcrl.types import MicroBatch
 
 WHOLE = 10**6  # samples of a micro-batch: all

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpcrl.trainer.plan import Limit, Pick, balanced, cut, deal
-from tests.golden.cases import Case
+from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, assign_to_ranks, balanced, split_micro_batches
+from tests.golden.case import Case
 
 
 def micro_batches(case: Case) -> dict[str, Any]:
-    (parts,) = cut([_picks(case.inputs["seq_len_effective"])], Limit(1, case.params["max_token_len"]))
+    (parts,) = split_micro_batches(
+        [_refs(case.inputs["seq_len_effective"])], MicroBatchLimit(1, case.params["max_token_len"])
+    )
     return {"batches": parts, "index": parts}
 
 
@@ -19,11 +21,15 @@ def partitions(case: Case) -> dict[str, Any]:
     lengths, parts = case.inputs["seqlen_list"], case.params["k_partitions"]
     if not case.params["equal_size"]:
         return {"out": sorted(balanced(lengths, parts))}
-    return {"out": [sorted(pick.index for pick in share) for share in deal(_picks(lengths), parts, Limit(1))]}
+    return {
+        "out": [
+            sorted(ref.index for ref in share) for share in assign_to_ranks(_refs(lengths), parts, MicroBatchLimit(1))
+        ]
+    }
 
 
-def _picks(lengths: Sequence[int]) -> list[Pick]:
-    return [Pick(0, index, length) for index, length in enumerate(lengths)]
+def _refs(lengths: Sequence[int]) -> list[SampleRef]:
+    return [SampleRef(0, index, length) for index, length in enumerate(lengths)]
 
 
 ADAPTERS = {"rearrange_mini_batches": micro_batches, "get_seqlen_balanced_partitions": partitions}

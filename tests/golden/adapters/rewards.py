@@ -1,22 +1,23 @@
-"""Cosmos-RL's rewards, their weighted sum, and the scores of its reward service."""
+"""Cosmos-RL's rewards, their weighted sum, the scores of its reward service, and what the completions of a group have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from hpcrl.algorithms.advantages import ESTIMATORS, Outcomes
 from hpcrl.algorithms.filters import filter_values, varied
-from hpcrl.algorithms.prefixes import shared_prefixes
-from hpcrl.config import AlgorithmConfig, EnvironmentConfig
-from hpcrl.config.environment import OverlongRewardConfig, RemoteRewardConfig
+from hpcrl.algorithms.prefixes import maximal_prefixes, shared_prefixes
+from hpcrl.config import EnvironmentConfig
+from hpcrl.config.sections.environment import RemoteRewardConfig
+from hpcrl.envs.rewards.remote import service_rewards, service_scores
 from hpcrl.envs.rewards.response import Response
-from hpcrl.envs.rewards.service import service_rewards, service_scores
 from hpcrl.envs.rewards.weighted import REWARDS, WeightedRewards
 from hpcrl.types import GroupMeta
-from tests.golden.cases import Case
+from tests.golden.adapters.advantages import group_advantages
+from tests.golden.adapters.converted import cosmos
+from tests.golden.case import Case
+
+_POLICY = "train.train_policy"
 
 
 def reward(case: Case) -> dict[str, Any]:
@@ -25,22 +26,22 @@ def reward(case: Case) -> dict[str, Any]:
 
 
 def overlong(case: Case) -> dict[str, Any]:
-    settings = {name: case.params[name] for name in ("buffer_length", "penalty_factor")}
-    environment = EnvironmentConfig(overlong_reward=OverlongRewardConfig(**settings))
+    settings = {f"{_POLICY}.overlong_reward.{name}": case.params[name] for name in ("buffer_length", "penalty_factor")}
+    named = {f"{_POLICY}.reward_function": ["overlong"], f"{_POLICY}.overlong_reward.enable_overlong_penalty": True}
+    environment = cosmos({**named, **settings}).environment
     response = Response(text="", n_tokens=case.inputs["n_tokens"], max_tokens=case.params["max_response_length"])
     return {"reward": REWARDS["overlong"](response, environment)}
 
 
 def weighted(case: Case) -> dict[str, Any]:
-    """A reward that only filters has weight 0 here, as `hpcrl config convert` writes it."""
-    named = case.params["reward_function"]
-    filters = case.params.get("filter_reward_metric") or []
-    rewards = WeightedRewards("", {**dict.fromkeys(filters, 0.0), **named}, EnvironmentConfig())
+    named, filters = case.params["reward_function"], case.params.get("filter_reward_metric")
+    config = cosmos({f"{_POLICY}.reward_function": named, f"{_POLICY}.filter_reward_metric": filters})
+    rewards = WeightedRewards("", config.environment.reward_function, config.environment)
     truth = case.inputs["reference"]
     turns = [rewards(Response(text=text, ground_truth=truth)) for text in case.inputs["completions"]]
     paid = [turn.reward for turn in turns]
     group = GroupMeta("", "train", 0, "", paid, [], [], [], 0, 0, "", 0.0, [turn.metrics for turn in turns])
-    return {"rewards": paid, "filter_rewards": filter_values(group, filters)}
+    return {"rewards": paid, "filter_rewards": filter_values(group, config.trainer.algorithm.filter_reward_metric)}
 
 
 def ends_with(response: Response, _environment: EnvironmentConfig) -> float:
@@ -50,17 +51,16 @@ def ends_with(response: Response, _environment: EnvironmentConfig) -> float:
 def of_groups(case: Case) -> dict[str, Any]:
     """Characters are tokens."""
     pay = WeightedRewards("", {f"{__name__}:ends_with": 1.0}, EnvironmentConfig())
-    algorithm = AlgorithmConfig(grpo_norm_by_std=not case.params["unbiased_advantage"])
-    least = case.params["min_filter_prefix_tokens"]
+    names = ("unbiased_advantage", "min_filter_prefix_tokens")
+    algorithm = cosmos({f"{_POLICY}.{name}": case.params[name] for name in names}).trainer.algorithm
+    least = algorithm.min_filter_prefix_tokens
     groups = []
     for completions, truth in case.inputs["groups"]:
         paid = [pay(Response(text=text, ground_truth=truth)).reward for text in completions]
-        ones = [1] * len(paid)
-        outcomes = Outcomes(torch.tensor(paid), torch.ones(len(paid)), ones, torch.zeros(len(paid), dtype=torch.int64))
         tokens = [[ord(letter) for letter in text] for text in completions]
         found = {
             "rewards": paid,
-            "advantages": ESTIMATORS["grpo"](outcomes, algorithm).tolist(),
+            "advantages": group_advantages(paid, algorithm).tolist(),
             "valid": varied(paid),
             "n_ignore_prefix_tokens": [0] * len(paid) if least is None else shared_prefixes(tokens, paid, least),
         }
@@ -91,6 +91,13 @@ def _remote(config: Mapping[str, Any], weights: dict[str, float]) -> RemoteRewar
     return RemoteRewardConfig(reward_function=weights, scale=config["scale"], **bounds)
 
 
+def prefixes(case: Case) -> dict[str, Any]:
+    """Without a number of tokens nothing is searched for."""
+    responses, least = case.inputs["seqs"], case.params["N"]
+    found = [] if least is None else maximal_prefixes(responses, least)
+    return {"groups": [[responses[members[0]][:length], members] for length, members in found]}
+
+
 ADAPTERS = {
     "reward:overlong": overlong,
     "reward:*": reward,
@@ -98,4 +105,5 @@ ADAPTERS = {
     "LocalRewardCalculator.compute_rewards": of_groups,
     "RemoteRewardCalculator.fetch_reward": of_service,
     "RemoteRewardCalculator.fetch_reward@seed": of_service_with_one_function,
+    "find_maximal_prefix_groups": prefixes,
 }

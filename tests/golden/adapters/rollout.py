@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
-from hpcrl.config.validate import build
-from hpcrl.controller.describe import describe
-from hpcrl.envs.environment import Messages, Turn
-from hpcrl.rollout.client import Generation
-from hpcrl.rollout.generate import Group, GroupGenerator, engine_sampling, judged
-from hpcrl.rollout.turns import Transcript
+from hpcrl.config import GeneratorConfig
+from hpcrl.controller.metrics import batch_metrics
+from hpcrl.envs.base import Messages, Turn
+from hpcrl.rollout.generate import Group, GroupGenerator, apply_stop_reason
+from hpcrl.rollout.transcript import Transcript
+from hpcrl.rollout.vllm.client import Generation, engine_sampling
 from hpcrl.types import Batch, Prompt, Sample, Work
-from tests.golden.cases import Case
+from tests.golden.adapters.converted import skyrl
+from tests.golden.case import Case
 
 _EOS = 1
 
@@ -52,7 +51,10 @@ class Engine:
     async def generate(self, prompt_ids: list[int], n_samples: int, *_: object) -> list[Generation]:
         self.prompts.append(list(prompt_ids))
         turns = [next(self._script) for _ in range(n_samples)]
-        return [Generation(turn["ids"], turn["lp"], turn["stop"], [0] * len(turn["ids"])) for turn in turns]
+        return [
+            Generation(turn["ids"], turn.get("lp") or [0.0] * len(turn["ids"]), turn["stop"], [0] * len(turn["ids"]))
+            for turn in turns
+        ]
 
 
 class Scripted:
@@ -73,17 +75,10 @@ class Scripted:
 
 
 def _play(case: Case, scripts: Sequence[Any]) -> tuple[list[Group], Engine]:
-    settings: dict[str, Any] = {}
-    for name, value in case.params.items():
-        section, _, rest = name.partition(".")
-        if section == "generator":
-            *tables, key = rest.split(".")
-            place = settings
-            for table in tables:
-                place = place.setdefault(table, {})
-            place[key] = ast.literal_eval(value) if key == "stop" else value
+    settings = {name: value for name, value in case.params.items() if "." in name}
+    config = skyrl({"trainer.placement.colocate_all": False, **settings})
     engine, env_class = Engine(case.inputs["engine_script"]), f"{Scripted.__module__}:{Scripted.__name__}"
-    generator = GroupGenerator(engine, Letters(), build(GeneratorConfig, settings), EnvironmentConfig())
+    generator = GroupGenerator(engine, Letters(), config.generator, config.environment)
 
     async def play() -> list[Group]:
         rows = zip(case.inputs["prompts"], scripts, strict=True)
@@ -128,7 +123,7 @@ def generate(case: Case) -> dict[str, Any]:
     def responses(name: str) -> list[Any]:
         return [getattr(sample, name)[start:].tolist() for sample, start in zip(samples, starts, strict=True)]
 
-    metrics = describe(Batch(1, [group.meta(0, "") for group in groups], 0))
+    metrics = batch_metrics(Batch(1, [group.meta(0, "") for group in groups], 0))
     step_wise = case.params.get("generator.step_wise_trajectories")
     return {
         "prompt_token_ids": engine.prompts,
@@ -137,7 +132,7 @@ def generate(case: Case) -> dict[str, Any]:
         "loss_masks": responses("loss_mask"),
         "rollout_logprobs": responses("rollout_logprobs"),
         "stop_reasons": [sample.stop_reason for sample in samples],
-        "rollout_metrics": {name: metrics[name] for name in case.outputs["rollout_metrics"]},
+        "rollout_metrics": {name: metrics[name] for name in case.outputs.get("rollout_metrics", ()) if name in metrics},
         "engine_prompts": engine.prompts,
         "trajectory_ids": [name for name, _ in places] if step_wise else None,
         "is_last_step": [last for _, last in places] if step_wise else None,
@@ -147,8 +142,8 @@ def generate(case: Case) -> dict[str, Any]:
 def turn_masks(case: Case) -> dict[str, Any]:
     transcript, said, given = Transcript([]), case.inputs["output_ids"], case.inputs["output_logprobs"]
     count = len(said) - case.inputs["added_eos"]
-    transcript.say(Generation(said, given or [0.0] * len(said), "stop", [0] * len(said)), count)
-    transcript.hear([*said[count:], *case.inputs["obs_ids"]])
+    transcript.add_response(Generation(said, given or [0.0] * len(said), "stop", [0] * len(said)), count)
+    transcript.add_context([*said[count:], *case.inputs["obs_ids"]])
     sample = transcript.sample("stop", {})
     return {"loss_mask": sample.loss_mask.tolist(), "rollout_logprobs": sample.rollout_logprobs.tolist()}
 
@@ -156,9 +151,9 @@ def turn_masks(case: Case) -> dict[str, Any]:
 def per_token_rewards(case: Case) -> dict[str, Any]:
     transcript = Transcript([])
     for reward, at in case.inputs["per_step_rewards"]:
-        transcript.hear([0] * (at + 1 - len(transcript.token_ids)))
-        transcript.pay(reward)
-    transcript.hear([0] * (case.inputs["response_len"] - len(transcript.token_ids)))
+        transcript.add_context([0] * (at + 1 - len(transcript.token_ids)))
+        transcript.add_reward(reward)
+    transcript.add_context([0] * (case.inputs["response_len"] - len(transcript.token_ids)))
     return {"reward": transcript.sample("stop", {}).rewards.tolist()}
 
 
@@ -166,7 +161,9 @@ def zero_reward_on_non_stop(case: Case) -> dict[str, Any]:
     """A reward of the whole response is that of its only token."""
     config, given = GeneratorConfig(zero_reward_on_non_stop=True), case.inputs["rewards"]
     found = [
-        judged(_sample(reward if isinstance(reward, list) else [reward], "rewards", reason), config).rewards.tolist()
+        apply_stop_reason(
+            _sample(reward if isinstance(reward, list) else [reward], "rewards", reason), config
+        ).rewards.tolist()
         for reward, reason in zip(given, case.inputs["stop_reasons"], strict=True)
     ]
     return {"rewards": [now if isinstance(was, list) else now[0] for now, was in zip(found, given, strict=True)]}
@@ -175,12 +172,15 @@ def zero_reward_on_non_stop(case: Case) -> dict[str, Any]:
 def overlong_filter(case: Case) -> dict[str, Any]:
     config = GeneratorConfig(apply_overlong_filtering=True)
     rows = zip(case.inputs["loss_masks"], case.inputs["stop_reasons"], strict=True)
-    return {"loss_masks": [judged(_sample(mask, "loss_mask", reason), config).loss_mask for mask, reason in rows]}
+    return {
+        "loss_masks": [apply_stop_reason(_sample(mask, "loss_mask", reason), config).loss_mask for mask, reason in rows]
+    }
 
 
 def sampling_params(case: Case) -> dict[str, Any]:
-    given = {name: value for name, value in case.inputs["sampling_params"].items() if value is not None}
-    found = engine_sampling(build(SamplingParams, given))
+    settings = case.inputs["sampling_params"].items()
+    given = {f"generator.sampling_params.{name}": value for name, value in settings if value is not None}
+    found = engine_sampling(skyrl(given, checked=False).generator.sampling_params)
     return {**{name: found[name] for name in case.outputs if name in found}, "stop": found["stop"] or None}
 
 

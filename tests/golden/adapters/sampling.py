@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from hpcrl.config import Config, total_steps
-from hpcrl.config.algorithm import DynamicSamplingConfig
+from hpcrl.config import total_steps
 from hpcrl.config.derive import publishes
-from hpcrl.config.load import nested
-from hpcrl.config.validate import build
 from hpcrl.controller.admission import Admission
-from hpcrl.controller.describe import describe
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.evaluation import scores
-from hpcrl.trainer.describe import combined
+from hpcrl.controller.metrics import batch_metrics
+from hpcrl.trainer.metrics import combined
 from hpcrl.types import Batch, GroupMeta
-from tests.golden.cases import Case
+from tests.golden.adapters.advantages import Rewards, members, total
+from tests.golden.adapters.converted import cosmos, skyrl
+from tests.golden.case import Case
 
+_APART = {"trainer.placement.colocate_all": False}
 _MANY = 1000  # steps of a run that no case comes to the end of
-_FIELDS = ("response_ids", "rewards", "loss_masks", "uids")
+_POLICY = "train.train_policy"
 
 
-def group(name: str, rewards: Sequence[float], lengths: Sequence[int] = (), source: str = "unknown") -> GroupMeta:
+def group(name: str, rewards: Sequence[Rewards], lengths: Sequence[int] = (), source: str = "unknown") -> GroupMeta:
     found = list(lengths) or [1] * len(rewards)
     return GroupMeta(
         group_id=name,
         kind="train",
         replica=0,
         path="",
-        rewards=list(rewards),
+        rewards=[total(reward) for reward in rewards],
         lengths=found,
         response_lengths=found,
         stop_reasons=["stop"] * len(rewards),
@@ -40,13 +41,10 @@ def group(name: str, rewards: Sequence[float], lengths: Sequence[int] = (), sour
     )
 
 
-def members(uids: Sequence[str]) -> dict[str, list[int]]:
-    return {uid: [at for at, other in enumerate(uids) if other == uid] for uid in uids}
-
-
 def sampling_of(case: Case) -> DynamicSampling:
     names = ("type", "max_sample_batches", "min_replace_ratio")
-    return DynamicSampling(DynamicSamplingConfig(**{name: case.params[name] for name in names if name in case.params}))
+    given = {f"trainer.algorithm.dynamic_sampling.{name}": case.params[name] for name in names if name in case.params}
+    return DynamicSampling(skyrl(given).trainer.algorithm.dynamic_sampling)
 
 
 def dynamic(case: Case) -> dict[str, Any]:
@@ -55,7 +53,8 @@ def dynamic(case: Case) -> dict[str, Any]:
     rows: dict[str, list[dict[str, Any]]] = {}
     for batch in case.inputs["batches"]:
         found = members(batch["uids"])
-        rows |= {uid: [{name: batch[name][at] for name in _FIELDS} for at in places] for uid, places in found.items()}
+        columns = {name: column for name, column in batch.items() if column is not None}
+        rows |= {uid: [{name: columns[name][at] for name in columns} for at in places] for uid, places in found.items()}
         metas = [group(uid, [batch["rewards"][at] for at in places]) for uid, places in found.items()]
         kept += [meta for meta in metas if sampling.keeps(meta)]
         complete = len(kept) >= case.params.get("train_batch_size", len(metas))
@@ -63,8 +62,8 @@ def dynamic(case: Case) -> dict[str, Any]:
         if sampling.config.type == "replace" and chosen is None:
             kept = []
         samples = None if chosen is None else [row for meta in chosen for row in rows[meta.group_id]]
-        trace.append({name: samples and [row[name] for row in samples] for name in _FIELDS})
-        trace[-1]["keep_sampling"] = chosen is None
+        trace.append({name: samples and [row[name] for row in samples] for name in columns})
+        trace[-1] |= {**dict.fromkeys(batch.keys() - columns.keys()), "keep_sampling": chosen is None}
     return {"trace": trace}
 
 
@@ -78,17 +77,17 @@ def max_sample_batches(case: Case) -> dict[str, Any]:
 def reward_metrics(case: Case) -> dict[str, Any]:
     found = members(case.inputs["uids"])
     groups = [group(uid, [case.inputs["rewards"][at] for at in places]) for uid, places in found.items()]
-    told = describe(Batch(1, groups, 0))
+    metrics = batch_metrics(Batch(1, groups, 0))
     return {
-        "avg_score": told["reward/avg_raw_reward"],
-        "pass_at_n": told[f"reward/avg_pass_at_{len(groups[0].rewards)}"],
-        "mean_positive_reward": told["reward/mean_positive_reward"],
+        "avg_score": metrics["reward/avg_raw_reward"],
+        "pass_at_n": metrics[f"reward/avg_pass_at_{len(groups[0].rewards)}"],
+        "mean_positive_reward": metrics["reward/mean_positive_reward"],
     }
 
 
 def rollout_metrics(case: Case) -> dict[str, Any]:
     lengths = [len(response) for response in case.inputs["responses"]]
-    return describe(Batch(1, [group("a", case.inputs["rewards"], lengths)], 0))
+    return batch_metrics(Batch(1, [group("a", case.inputs["rewards"], lengths)], 0))
 
 
 def eval_metrics(case: Case) -> dict[str, Any]:
@@ -109,10 +108,12 @@ def reduce(case: Case) -> dict[str, Any]:
 class Generation:
     """Admission with one worker whose engine always has the newest weights."""
 
-    def __init__(self, groups_per_step: int, staleness: int, at_once: int | None = None) -> None:
-        self.size, self.version = groups_per_step, 0
+    def __init__(self, groups_per_step: int, staleness: int, at_once: int | None = None, done: int = 0) -> None:
+        """Begin after `done` steps."""
+        self.size, self.version = groups_per_step, done
         self.admission = Admission(groups_per_step, staleness, _MANY, at_once)
-        self._running: list[int] = []
+        self.admission.restore(done, range(done * groups_per_step), {})
+        self._running: dict[int, int] = {}  # groups to the version that began them
 
     @property
     def accepted(self) -> int:
@@ -120,13 +121,15 @@ class Generation:
 
     def begin(self, count: int) -> int:
         claimed = self.admission.claim("worker", self.version, count)
-        self._running += claimed
+        self._running |= dict.fromkeys(claimed, self.version)
         return len(claimed)
 
     def finish(self, count: int) -> list[int]:
-        done, self._running = self._running[:count], self._running[count:]
+        done = list(self._running)[:count]
         for index in done:
-            self.admission.complete(index, group(str(index), [0.0]))
+            began = self._running.pop(index)
+            meta = replace(group(str(index), [0.0]), oldest_version=began, newest_version=began)
+            self.admission.complete(index, meta)
         return done
 
     def train(self) -> None:
@@ -137,11 +140,13 @@ class Generation:
 
 
 def staleness(case: Case) -> dict[str, Any]:
-    generation = Generation(
-        case.params["mini_batch_size"],
-        case.params["max_staleness_steps"],
-        case.params["num_parallel_generation_workers"],
-    )
+    """A run is resumed before its step resume_global_step."""
+    size, next_step = case.params["mini_batch_size"], case.params.get("resume_global_step") or 1
+    names = ("max_staleness_steps", "num_parallel_generation_workers")
+    settings = {f"trainer.fully_async.{name}": case.params[name] for name in names}
+    batches = dict.fromkeys(("trainer.train_batch_size", "trainer.policy_mini_batch_size"), size)
+    limits = skyrl({**_APART, **batches, **settings}).trainer.fully_async
+    generation = Generation(size, limits.max_staleness_steps, limits.num_parallel_generation_workers, next_step - 1)
     return {"trace": list(_trace(generation, case.inputs["ops"]))}
 
 
@@ -169,11 +174,21 @@ def _trace(generation: Generation, operations: Sequence[Sequence[Any]]) -> Itera
 def throttle(case: Case) -> dict[str, Any]:
     """What is handed out and not settled is running, but for what waits at the controller; a step is one of all replicas together."""
     given, samples = case.params, case.params["n_generation"]
-    size = given["train_batch_per_replica"] * given["n_policy_replicas"] // samples
-    generation = Generation(size, given["allowed_outdated_steps"])
+    names = (
+        "variant",
+        "on_policy",
+        "allowed_outdated_steps",
+        "outdated_rollout_fetch_batch_size",
+        "max_inflight_steps",
+    )
+    settings = {f"{_POLICY}.{name}": given[name] for name in names if name in given}
+    trainer = cosmos(
+        {**settings, **_batches(case.params, given["n_policy_replicas"]), "rollout.n_generation": samples}
+    ).trainer
+    generation = Generation(trainer.train_batch_size, trainer.fully_async.max_staleness_steps)
     for _ in range(case.inputs["current_step"]):
-        generation.begin(size)
-        generation.finish(size)
+        generation.begin(trainer.train_batch_size)
+        generation.finish(trainer.train_batch_size)
         generation.train()
     generation.begin(case.inputs["samples_on_the_fly"] // samples)
     generation.finish(case.inputs["total_pending_rollouts"] // samples)
@@ -186,26 +201,30 @@ def throttle(case: Case) -> dict[str, Any]:
     }
 
 
+def _batches(params: Mapping[str, Any], replicas: int) -> dict[str, Any]:
+    return {
+        "train.train_batch_per_replica": params["train_batch_per_replica"],
+        "policy.parallelism.n_init_replicas": replicas,
+    }
+
+
 def recompute_total_steps(case: Case) -> dict[str, Any]:
     """Samples are prompts of one sample; the steps so far had full batches."""
-    size = case.params["train_batch_per_replica"] * case.inputs["n_policy_replicas"]
-    settings = {"train_batch_size": size, "policy_mini_batch_size": size, "max_steps": case.params["max_num_steps"]}
-    base = {"data.train_data": ["t"], "trainer.policy.model.path": "m", "trainer.eval_interval": 0}
-    given = {f"trainer.{name}": value for name, value in settings.items() if value is not None}
-    trainer = build(Config, nested(base | given)).trainer
-    return {"total_steps": total_steps(case.inputs["current_step"] * size + case.inputs["remain_samples_num"], trainer)}
+    replicas = case.inputs["n_policy_replicas"]
+    given = {**_batches(case.params, replicas), "train.max_num_steps": case.params["max_num_steps"]}
+    trainer = cosmos({**given, "rollout.n_generation": 1}).trainer
+    prompts = case.inputs["current_step"] * trainer.train_batch_size + case.inputs["remain_samples_num"]
+    return {"total_steps": total_steps(prompts, trainer)}
 
 
 def need_weight_sync(case: Case) -> dict[str, Any]:
     given = case.params
     settings = {
-        "trainer.eval_interval": given["validation_freq"] if given["validation_enabled"] else 0,
-        "trainer.fully_async.sync_weight_interval": given["sync_weight_interval"],
-        "trainer.fully_async.max_staleness_steps": given["sync_weight_interval"] - 1,
+        "validation.enable": given["validation_enabled"],
+        "validation.freq": given["validation_freq"],
+        "train.sync_weight_interval": given["sync_weight_interval"],
     }
-    base = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
-    trainer = build(Config, nested(base | settings)).trainer
-    return {"out": publishes(trainer, given["step"], given["total_steps"])}
+    return {"out": publishes(cosmos(settings).trainer, given["step"], given["total_steps"])}
 
 
 ADAPTERS = {

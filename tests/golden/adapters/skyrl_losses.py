@@ -17,11 +17,13 @@ from hpcrl.algorithms.losses import Tokens, bounded_exp, sample_means
 from hpcrl.algorithms.off_policy import correct, is_enabled
 from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.config import AlgorithmConfig
-from hpcrl.config.validate import build
-from hpcrl.trainer.describe import loss_metrics
-from hpcrl.trainer.objective import LOSS_METRICS
+from hpcrl.trainer.critic import build_critic_objective
+from hpcrl.trainer.loss import LOSS_METRICS
+from hpcrl.trainer.metrics import loss_metrics
+from hpcrl.types import MicroBatch
+from tests.golden.adapters.converted import dotted, expect_constant, skyrl
 from tests.golden.adapters.packed import WHOLE, sample_weights, train
-from tests.golden.cases import Case
+from tests.golden.case import Case
 
 _NAMES = {
     "logprobs": "log_probs", "old": "old_log_probs", "rollout": "rollout_logprobs", "reference": "log_probs_base",
@@ -58,13 +60,13 @@ def kl_loss_term(case: Case) -> dict[str, Any]:
 
 def reduce(case: Case) -> dict[str, Any]:
     loss = torch.tensor(case.inputs["loss"])
-    mask = torch.ones_like(loss) if case.inputs["loss_mask"] is None else torch.tensor(case.inputs["loss_mask"])
+    mask = _mask(case.inputs["loss_mask"], loss)
     return {"loss": weighted_sum(loss.flatten(), (mask * _weights(_reduction(case.params), mask)).flatten())}
 
 
 def scale_advantages(case: Case) -> dict[str, Any]:
     """SkyRL multiplies advantages by the weights of a token; here losses are."""
-    mask = torch.tensor(case.inputs["loss_mask"])
+    mask = _mask(case.inputs["loss_mask"], torch.tensor(case.inputs["advantages"]))
     weights = _weights(_reduction(case.params), mask, case.params["micro_batch_size"])
     return {"scaled_advantages": torch.tensor(case.inputs["advantages"]) * weights}
 
@@ -92,13 +94,14 @@ def minibatch_gradient(case: Case) -> dict[str, Any]:
 
 
 def off_policy(case: Case) -> dict[str, Any]:
-    settings = build(AlgorithmConfig, {"off_policy_correction": dict(case.params)}).off_policy_correction
-    old, rollout, mask = (_flat(case.inputs[name]) for name in ("old_log_probs", "rollout_logprobs", "loss_mask"))
+    settings = _algorithm({"off_policy_correction": dict(case.params)}).off_policy_correction
+    old, rollout = (_flat(case.inputs[name]) for name in ("old_log_probs", "rollout_logprobs"))
     rows = case.inputs["old_log_probs"]
-    found = correct(Tokens(old, old, rollout, torch.zeros_like(old), mask, _lengths(rows)), settings)
+    mask_BT = _mask(case.inputs["loss_mask"], torch.tensor(rows))
+    found = correct(Tokens(old, old, rollout, torch.zeros_like(old), mask_BT.flatten(), _lengths(rows)), settings)
     sums = {f"{LOSS_METRICS}{name}": float(value) for name, value in found.sums.items()}
-    trained = [sum(row) for row in case.inputs["loss_mask"]]
-    metrics = loss_metrics({**sums, "tokens": sum(trained), "samples": len([length for length in trained if length])})
+    trained = mask_BT.sum(1)
+    metrics = loss_metrics({**sums, "tokens": float(trained.sum()), "samples": int((trained > 0).sum())})
     known = case.outputs.get("metrics", {})
     # SkyRL has one weight per row where they are of whole sequences
     cells = slice(1) if settings.tis_ratio_type == "sequence" else slice(None)
@@ -111,6 +114,7 @@ def off_policy(case: Case) -> dict[str, Any]:
 
 
 def safe_exp_delta(case: Case) -> dict[str, Any]:
+    expect_constant(case.params, "clip", 20.0)
     return {"out": bounded_exp(torch.tensor(case.inputs["delta"]))}
 
 
@@ -122,21 +126,63 @@ def masked_mean(case: Case) -> dict[str, Any]:
     return {"out": means[0] if whole else means}
 
 
+def critic_loss(case: Case) -> dict[str, Any]:
+    """A mini-batch of one micro-batch; null is SkyRL's word for no clipping, 0 is ours."""
+    values_BT, old_BT, returns_BT = (torch.tensor(case.inputs[name]) for name in ("values", "old_values", "returns"))
+    mask_BT = _mask(case.inputs["loss_mask"], values_BT)
+    weights = sample_weights(Reduction("sequence_mean"), mask_BT.sum(1).int().tolist())
+    mask_P, ids_P = mask_BT.flatten(), torch.zeros(mask_BT.numel(), dtype=torch.int64)
+    batch = MicroBatch(
+        token_ids=ids_P,
+        positions=ids_P,
+        lengths=[mask_BT.shape[1]] * len(mask_BT),
+        labels=ids_P,
+        loss_mask=mask_P,
+        weights=mask_P * torch.tensor(weights).repeat_interleave(mask_BT.shape[1]),
+        nll_weights=torch.zeros_like(mask_P),
+        rollout_logprobs=torch.zeros_like(mask_P),
+        values=old_BT.flatten(),
+        returns=returns_BT.flatten(),
+    )
+    values_BT.requires_grad_()
+    clip = case.params.get("value_clip")
+    loss, sums = build_critic_objective(clip or 0.0)(batch, values_BT.flatten())
+    loss.backward()
+    return {
+        "loss": loss,
+        "clipfrac": None if clip is None else sums["clipfrac"] / sums["tokens"],
+        "grad_values": values_BT.grad,
+    }
+
+
 def _objective(
     algorithm: Mapping[str, Any], inputs: Mapping[str, Any], size: int = WHOLE
 ) -> tuple[float, dict[str, float], torch.Tensor]:
     """Return loss, metrics and gradient of a mini-batch, whose micro-batches have `size` samples."""
     rows = {ours: torch.tensor(inputs[name]) for ours, name in _NAMES.items() if inputs.get(name) is not None}
+    rows["mask"] = _mask(inputs.get("loss_mask"), rows["logprobs"])
+    if "advantages" in rows:  # one for each token, or for each row
+        advantages = rows["advantages"]
+        rows["advantages"] = (advantages[:, None] if advantages.ndim == 1 else advantages).expand_as(rows["mask"])
     rows["zeros"] = torch.zeros_like(rows["mask"])
     samples = [{name: values[at] for name, values in rows.items()} for at in range(len(rows["mask"]))]
-    sums, gradient_P = train(build(AlgorithmConfig, dict(algorithm)), inputs["reduction"], samples, size)
+    sums, gradient_P = train(_algorithm(algorithm), inputs["reduction"], samples, size)
     return sums["final_loss"], loss_metrics(sums), _rows(gradient_P, inputs["log_probs"])
 
 
 def _reduction(params: Mapping[str, Any]) -> Reduction:
     """Return the reduction of a whole mini-batch in one micro-batch, by a name that the configuration knows."""
-    algorithm = build(AlgorithmConfig, {"loss_reduction": params["loss_reduction"]})
+    algorithm = _algorithm({"loss_reduction": params["loss_reduction"]})
     return Reduction(algorithm.loss_reduction, max_seq_len=params["max_seq_len"])
+
+
+def _algorithm(settings: Mapping[str, Any]) -> AlgorithmConfig:
+    return skyrl(dotted("trainer.algorithm", settings), checked=False).trainer.algorithm
+
+
+def _mask(rows: Any, like: torch.Tensor) -> torch.Tensor:
+    """Return a mask of zeros and ones; everything is trained where a case has none."""
+    return torch.ones_like(like) if rows is None else torch.tensor(rows, dtype=like.dtype)
 
 
 def _weights(reduction: Reduction, mask: torch.Tensor, size: int = WHOLE) -> torch.Tensor:
@@ -166,4 +212,5 @@ ADAPTERS = {
     "off_policy.*": off_policy,
     "util.safe_exp_delta": safe_exp_delta,
     "util.masked_mean": masked_mean,
+    "loss.critic": critic_loss,
 }

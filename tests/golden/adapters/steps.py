@@ -7,39 +7,29 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import ModelConfig, OptimizerConfig, PolicyConfig, TrainerConfig
 from hpcrl.config.derive import checkpoint_interval
-from hpcrl.run.checkpoints import Retention, retire
-from hpcrl.run.commit import begin, finish, unfenced
-from hpcrl.run.layout import Run, step_of
-from hpcrl.trainer.schedule import is_due, lr_factor
-from tests.golden.cases import Case
+from hpcrl.rundir.checkpoints import Retention, retire
+from hpcrl.rundir.commit import begin, finish, unfenced
+from hpcrl.rundir.layout import Run, step_of
+from hpcrl.trainer.backends.schedule import is_due, lr_factor
+from tests.golden.adapters.converted import cosmos
+from tests.golden.case import Case
 
 
 def learning_rate(case: Case) -> dict[str, Any]:
-    """Of w warm-up steps, Cosmos-RL's last has the full rate already: there are w - 1 here."""
-    given, total = case.params, case.params["training_steps"]
-    steps = given["optm_warmup_steps"]
-    warmup = round(steps * total) if isinstance(steps, float) else steps
-    optimizer = OptimizerConfig(
-        num_warmup_steps=max(0, warmup - 1),
-        scheduler=given["optm_decay_type"] or "constant_with_warmup",
-        decay_ratio=given["optm_decay_ratio"],
-        min_lr_factor=given["optm_min_lr_factor"],
-        warmup_start_factor=given.get("optm_warmup_start_factor", 0.0),
-    )
+    """The settings go through the converter, which leaves a warm-up as long as it was."""
+    total = case.params["training_steps"]
+    settings = {f"train.{name}": value for name, value in case.params.items() if name.startswith("optm_")}
+    optimizer = cosmos(settings).trainer.policy.optimizer_config
     return {"factor": [lr_factor(optimizer, update, total) for update in range(total + 1)], "error": None}
 
 
 def checkpoint_saving(case: Case) -> dict[str, Any]:
     given = case.params
-    trainer = TrainerConfig(
-        policy=PolicyConfig(model=ModelConfig(path="unused")),
-        ckpt_interval=given["save_freq"],
-        ckpt_interval_epochs=given["save_freq_in_epoch"] or None,
-    )
-    epoch = given["samples_per_epoch"] // case.inputs["required_rollouts"]
-    interval = checkpoint_interval(trainer, epoch) if given["enable_checkpoint"] else 0
+    names = ("save_freq", "save_freq_in_epoch", "enable_checkpoint")
+    settings = {f"train.ckpt.{name}": given[name] for name in names}
+    trainer = cosmos({**settings, "train.ckpt.export_safetensors": False}).trainer
+    interval = checkpoint_interval(trainer, given["samples_per_epoch"] // case.inputs["required_rollouts"])
     return {"save": is_due(interval, case.inputs["current_step"], case.inputs["total_steps"])}
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from hpcrl import faults as fault
 from hpcrl.launch.doctor.canary import delays_of, of_delays, of_links
 from hpcrl.launch.doctor.facts import of_both, of_clock, of_node, of_place
 from hpcrl.launch.doctor.node import facts, filesystem
 from hpcrl.launch.doctor.talk import Silent, Talk
-from hpcrl.run import fault
 
 MOUNTS = """\
 22 1 259:1 / / rw,relatime - ext4 /dev/root rw

@@ -1,0 +1,166 @@
+"""`hpcrl config …`: look at configurations, compare, explain and convert them. They start nothing."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcrl.cli._common import add_root, split
+
+if TYPE_CHECKING:
+    from hpcrl.config import Config
+    from hpcrl.config.convert.conversion import Conversion
+
+_KINDS = {".toml": "cosmos", ".yaml": "skyrl", ".yml": "skyrl", ".sh": "skyrl"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, text: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        command = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command.set_defaults(action=action)
+        return command
+
+    show = command("show", "print the whole configuration of files and overrides, or of a run, as TOML", _show)
+    show.add_argument("settings", nargs="+", metavar="FILE|RUN|KEY=VALUE", help="files or one run, then overrides")
+    show.add_argument("--changed", action="store_true", help="only what differs from the defaults")
+    diff = command("diff", "print each setting that differs; exit code 1 if there is one", _diff)
+    diff.add_argument("left", metavar="FILE|RUN")
+    diff.add_argument("right", metavar="FILE|RUN")
+    for parser in (show, diff):
+        add_root(parser)
+    explain = command("explain", "say what a setting, a section, or a field of SkyRL or Cosmos-RL is", _explain)
+    explain.add_argument("path", nargs="?", default="", metavar="PATH", help="such as trainer.algorithm.eps_clip_high")
+    validate = command("validate", "name everything that is wrong; exit code 2 if something is", _validate)
+    validate.add_argument("settings", nargs="+", metavar="FILE|KEY=VALUE", help="files, then overrides")
+    command("schema", "print the JSON Schema of configuration files, for editors", _schema)
+    command("paths", "print path, type, default and state of every setting, separated by tabs", _paths)
+    convert = command(
+        "convert", "turn a configuration of SkyRL or Cosmos-RL into TOML; exit code 1 if it is not complete", _convert
+    )
+    convert.add_argument(
+        "settings",
+        nargs="+",
+        metavar="FILE|KEY=VALUE",
+        help="one file (.toml, .yaml, .sh), or the words of a SkyRL command",
+    )
+    convert.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the TOML here (default: print it)")
+    convert.add_argument("--all", action="store_true", help="report what is as it was too, a line for each setting")
+    convert.add_argument("--from", dest="source", choices=("skyrl", "cosmos"), help="default: by the file's suffix")
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from hpcrl.config.docs.show import show
+
+    print(show(_load(arguments.settings, arguments.root), arguments.changed), end="")
+    return 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from hpcrl.config.difference import differences
+
+    found = differences(_load([arguments.left], arguments.root), _load([arguments.right], arguments.root))
+    for difference in found:
+        print(difference)
+    return int(bool(found))
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from hpcrl.config.docs.explain import explain
+
+    print(explain(arguments.path), end="")
+    return 0
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from hpcrl.config import Config
+
+    files, overrides = split(arguments.settings)
+    Config.from_toml([Path(file) for file in files], overrides)
+    print("ok")
+    return 0
+
+
+def _schema(arguments: argparse.Namespace) -> int:  # noqa: ARG001 - as every command
+    import json
+
+    from hpcrl.config.docs.schema import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def _paths(arguments: argparse.Namespace) -> int:  # noqa: ARG001 - as every command
+    from hpcrl.config import Config
+    from hpcrl.config.docs.explain import default_of, state_of
+    from hpcrl.config.fields import leaves
+
+    print("path\ttype\tdefault\tstate")
+    for setting in leaves(Config):
+        print(setting.path, setting.expects(), default_of(setting), state_of(setting), sep="\t")
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from hpcrl.errors import ConfigError
+
+    if arguments.output and arguments.output.exists():
+        raise ConfigError(f"{arguments.output} exists; move it away, or choose another --output")
+    conversion = _converted(arguments.settings, arguments.source)
+    if arguments.output:
+        arguments.output.write_text(conversion.to_toml())
+    else:
+        print(conversion.to_toml(), end="", flush=True)
+    print(conversion.report(arguments.all), end="", file=sys.stderr)
+    return int(conversion.incomplete)
+
+
+def _converted(words: list[str], source: str | None) -> Conversion:
+    from hpcrl.config.convert.cosmos import convert as cosmos
+    from hpcrl.config.convert.skyrl import convert as skyrl
+    from hpcrl.errors import ConfigError
+
+    path = Path(words[0])
+    if any("=" in word for word in words) and not path.is_file():
+        return skyrl.convert_overrides(words, "a command line")
+    if len(words) > 1:
+        raise ConfigError("expected one file, or the words of a SkyRL command alone")
+    kind = source or _KINDS.get(path.suffix)
+    if kind is None:
+        raise ConfigError(
+            f"{path}: expected .yaml or .sh of SkyRL, or .toml of Cosmos-RL; or say which with --from skyrl or --from cosmos"
+        )
+    text, origin = _text(path), str(path)
+    if kind == "cosmos":
+        return cosmos.convert_toml(text, origin)
+    if path.suffix == ".sh":
+        return skyrl.convert_script(text, origin)
+    return skyrl.convert_yaml(text, origin)
+
+
+def _text(path: Path) -> str:
+    from hpcrl.errors import ConfigError
+
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # bytes that are no text, a name that no file can have
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+def _load(words: list[str], root: Path | None) -> Config:
+    """Return the configuration of files or of one run, and overrides."""
+    from hpcrl.config import Config
+    from hpcrl.launch.manage.registry import default_root, find_run
+
+    files, overrides = split(words)
+    if len(files) == 1 and not Path(files[0]).is_file() and Path(files[0]).suffix != ".toml":
+        paths = [find_run(files[0], root or default_root()).config]
+    else:
+        paths = [Path(file) for file in files]
+    return Config.from_toml(paths, overrides)

@@ -1,0 +1,45 @@
+"""`hpcrl doctor`: what this cluster, its filesystem and a compute node mean for a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hpcrl.cli._common import split
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    assert parser.description
+    parser.description += " Exit code 1 if something is wrong."
+    parser.epilog = "example: hpcrl doctor slurm/sites/devcluster.toml --partition nograce"
+    parser.add_argument("settings", nargs="*", metavar="FILE|KEY=VALUE", help="a site file, and settings of slurm")
+    parser.add_argument("--partition", metavar="P", help="where to look (default: slurm.partition, else the cluster's)")
+    parser.add_argument("--root", type=Path, help="slurm.root (default: of the files, else $HPCRL_ROOT, else ./runs)")
+    parser.add_argument("--wait", type=int, default=60, metavar="S", help="seconds to wait for a free node (60)")
+    parser.add_argument("--json", action="store_true", help="one JSON value")
+    parser.set_defaults(action=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+    from json import dumps
+
+    from hpcrl.config import Config
+    from hpcrl.config.load import read
+    from hpcrl.launch.doctor.examine import examine
+    from hpcrl.launch.manage.registry import default_root
+
+    files, overrides = split(arguments.settings)
+    slurm = read(files, overrides, Config).tree.get("slurm", {})
+    if arguments.partition:
+        slurm["partition"] = arguments.partition
+    findings = []
+    for finding in examine(arguments.root or Path(slurm.get("root", default_root())), slurm, arguments.wait):
+        findings.append(finding)
+        if not arguments.json:
+            print(f"{finding.level:8} {finding.subject:18} {finding.found}", flush=True)
+            if finding.remedy:
+                print(f"{'':8} {'':18} -> {finding.remedy}", flush=True)
+    if arguments.json:
+        print(dumps([asdict(finding) for finding in findings], indent=2))
+    return int(any(finding.level == "error" for finding in findings))

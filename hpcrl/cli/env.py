@@ -1,0 +1,164 @@
+"""`hpcrl env …`: list the environments, and play one in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpcrl.config import Config
+    from hpcrl.envs.base import Environment, Messages, Turn
+    from hpcrl.types import Prompt
+
+_TURNS = 10  # without a configuration
+_EMPTY_LINE = "\\"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, text: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        command = group.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command.set_defaults(action=action)
+        return command
+
+    command("ls", "list the environments of hpcrl, with a line about each", _ls)
+    play = command("try", "play an environment: read its prompt, type the response of the policy, see the reward", _try)
+    play.epilog = (
+        "An action is ended by an empty line or by the end of the input; a line with nothing but \\ stands for an empty line within it. "
+        "The exit code is 1 if the input ends before the environment does."
+    )
+    play.add_argument("name", metavar="NAME", help="a name that ls shows, or package.module:Class")
+    play.add_argument(
+        "--data", metavar="FILE", help="dataset (default: the first of data.train_data, else example rows)"
+    )
+    play.add_argument("--sample", type=int, default=0, metavar="N", help="which row; the first is 0 (default)")
+    play.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help=f"its data, environment and generator.max_turns (default: {_TURNS} turns)",
+    )
+
+
+def _ls(arguments: argparse.Namespace) -> int:  # noqa: ARG001 - as every command
+    from hpcrl.envs.registry import ENVIRONMENTS, environment_class
+
+    width = max(map(len, ENVIRONMENTS))
+    for name in sorted(ENVIRONMENTS):
+        print(f"{name:{width}}  {(environment_class(name).__doc__ or '').strip().partition(chr(10))[0]}")
+    return 0
+
+
+def _try(arguments: argparse.Namespace) -> int:
+    from hpcrl.config import Config, EnvironmentConfig
+    from hpcrl.envs.base import user_code
+    from hpcrl.envs.registry import common_extras, environment_class
+
+    config = Config.from_toml([arguments.config]) if arguments.config else None
+    made = environment_class(arguments.name)
+    max_turns = config.generator.max_turns if config else _TURNS
+    prompt = _prompt(arguments, config)
+    extras = common_extras(config.environment if config else EnvironmentConfig(), max_turns)
+    where = f"environment {arguments.name!r}"
+    with user_code(where):
+        environment = made({**extras, **prompt.extras})
+    try:
+        return _play(environment, where, prompt.messages, max_turns)
+    except KeyboardInterrupt:
+        print()
+        return 130
+    finally:
+        with user_code(where):
+            environment.close()
+
+
+def _prompt(arguments: argparse.Namespace, config: Config | None) -> Prompt:
+    """Return the row that is to be played.
+
+    Raises:
+        DataError: there is none.
+    """
+    from hpcrl.config import DataConfig
+    from hpcrl.data.prompts import load_prompts
+    from hpcrl.envs.examples import rows_of
+    from hpcrl.errors import DataError
+
+    own = rows_of(arguments.name)
+    source = arguments.data or (config.data.train_data[0] if config else str(own))
+    if source == str(own) and not own.is_file():
+        raise DataError(f"{arguments.name} has no example rows; name a dataset: --data FILE")
+    number, data = arguments.sample, config.data if config else DataConfig(train_data=[source])
+    prompts = load_prompts([source], arguments.name, data.prompt_column, data.response_column, first=max(number, 0) + 1)
+    if not 0 <= number < len(prompts):
+        rows = f"rows 0 to {len(prompts) - 1}" if number >= 0 else "rows from 0 on"
+        raise DataError(f"--sample {number}: {source} has {rows}")
+    return prompts[number]
+
+
+def _play(environment: Environment, where: str, messages: Messages, max_turns: int) -> int:
+    """Play until the environment is done, or its turns or the input are over; return the exit code."""
+    from hpcrl.envs.base import user_code
+
+    with user_code(where):
+        opening = environment.init(messages)
+    _show(opening)
+    total = 0.0
+    for number in range(1, max_turns + 1):
+        action = _read_action()
+        if action is None:
+            print(f"hpcrl: the input ended before the environment was done, after {number - 1} turns", file=sys.stderr)
+            return 1
+        with user_code(where):
+            turn = environment.step(action)
+        total += turn.reward
+        _show_turn(turn)
+        if turn.done or number == max_turns:
+            over = "done" if turn.done else f"ended by generator.max_turns = {max_turns}"
+            print(f"{over} after {number} turn{'s' * (number > 1)}, total reward {total:g}")
+            return 0
+        _show(turn.observations)
+    raise AssertionError("a configuration has at least one turn")
+
+
+def _show(messages: Messages) -> None:
+    for message in messages:
+        print(f"[{message['role']}]\n{message['content']}\n")
+
+
+def _show_turn(turn: Turn) -> None:
+    if turn.action is not None:
+        print(f"[replaced by]\n{turn.action}\n")
+    print(f"reward {float(turn.reward):g}")
+    for name, value in turn.metrics.items():
+        print(f"  {name} {float(value):g}")
+    print()
+
+
+def _read_action() -> str | None:
+    """Return what is typed up to an empty line or the end of the input; None at the end.
+
+    Raises:
+        DataError: it is not UTF-8.
+    """
+    if sys.stdin.isatty():
+        print("> ", end="", flush=True)
+    lines: list[str] = []
+    while line := _read_line():
+        text = line.removesuffix("\n").removesuffix("\r")
+        if not text:
+            return "\n".join(lines)
+        lines.append("" if text == _EMPTY_LINE else text)
+    return "\n".join(lines) if lines else None
+
+
+def _read_line() -> str:
+    from hpcrl.errors import DataError
+
+    try:
+        return sys.stdin.buffer.readline().decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"an action is UTF-8 text; the input has {error.object[error.start]:#04x} in it") from error

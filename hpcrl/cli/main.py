@@ -1,0 +1,108 @@
+"""The command line: which commands there are. The module of a command is imported only when that is asked for, so `hpcrl --help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import hpcrl
+from hpcrl.errors import HpcrlError
+
+COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
+    "start": {
+        "submit": ("hpcrl.cli.submit", "start a run, or a sweep, from TOML files"),
+        "plan": (
+            "hpcrl.cli.plan",
+            "print who does what in a run, the groups of its ranks, and their memory; starts nothing",
+        ),
+    },
+    "watch": {
+        "status": ("hpcrl.cli.status", "say in what state runs are, why, and how far"),
+        "logs": ("hpcrl.cli.logs", "print the logs of a run"),
+        "tensorboard": ("hpcrl.cli.tensorboard", "print the command that shows the curves of runs"),
+        "stacks": ("hpcrl.cli.stacks", "show what every process of a run is doing now"),
+        "attach": (
+            "hpcrl.cli.attach",
+            "open a shell, or run a command, on a node of a running run, with its environment",
+        ),
+    },
+    "steer": {
+        "cancel": ("hpcrl.cli.cancel", "save, stop and take a run off the cluster"),
+        "requeue": ("hpcrl.cli.requeue", "save, and go back into the queue"),
+        "resume": ("hpcrl.cli.resume", "start the next attempt of a run that ended early"),
+    },
+    "look at results": {
+        "samples": ("hpcrl.cli.samples", "show samples: prompt, turns, reward and why they ended"),
+        "eval": ("hpcrl.cli.eval", "evaluate a checkpoint of a run, or a model, on this machine; needs vLLM"),
+        "replay": (
+            "hpcrl.cli.replay",
+            "train a step again from the checkpoint before it, on this machine and outside the run; needs torch",
+        ),
+        "checkpoint": ("hpcrl.cli.checkpoint", "list, verify, export and delete the checkpoints of a run"),
+    },
+    "check": {
+        "config": ("hpcrl.cli.config", "show, compare, explain, check and convert configurations"),
+        "env": ("hpcrl.cli.env", "list environments, and play one in the terminal"),
+        "doctor": ("hpcrl.cli.doctor", "say what this cluster, its filesystem and a compute node mean for a run"),
+    },
+}
+"""By what a person wants: the commands, each with its module, whose `add_arguments` gets the command's parser, and its help."""
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of this command line: of the commands only the one that it names has its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="hpcrl",
+        usage="hpcrl [-h] [--version] COMMAND ...",
+        description="Reinforcement-learning post-training of language models on Slurm clusters.",
+        epilog=_overview(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"hpcrl {hpcrl.__version__}")
+    commands = parser.add_subparsers(prog="hpcrl", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
+    named = next((word for word in argv if not word.startswith("-")), None)
+    for group in COMMANDS.values():
+        for name, (module, text) in group.items():
+            command = commands.add_parser(name, description=text[0].upper() + text[1:] + ".")
+            if name == named:
+                importlib.import_module(module).add_arguments(command)
+    return parser
+
+
+def _overview() -> str:
+    width = max(len(name) for group in COMMANDS.values() for name in group)
+    lines = []
+    for title, group in COMMANDS.items():
+        lines += [f"{title}:", *(f"  {name:{width}}  {text}" for name, (_, text) in group.items()), ""]
+    return "\n".join([*lines, "`hpcrl COMMAND --help` describes a command."])
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = _parser(argv)
+    command = argv[argv.index("--") + 1 :] if "--" in argv else []  # of the user's own, after those of hpcrl
+    argv = argv[: argv.index("--")] if command else argv
+    arguments, rest = parser.parse_known_args(argv)
+    settings = getattr(arguments, "settings", None)
+    if settings is None or any(word.startswith("-") for word in rest):
+        arguments = parser.parse_args(argv)  # says what is wrong
+    else:
+        settings += rest  # argparse takes no positional argument after an option that follows the first one
+    if command and not hasattr(arguments, "command"):
+        parser.error(f"unexpected: -- {' '.join(command)}")
+    arguments.command = command
+    try:
+        return arguments.action(arguments)
+    except HpcrlError as error:
+        print(f"hpcrl: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""The command `hpcrl plan`: which node and which rank does what, and what that needs of its memory. It starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcrl.cli._common import split
+
+if TYPE_CHECKING:
+    from hpcrl.config import Config
+    from hpcrl.planning.estimate import Estimate
+    from hpcrl.planning.memory import Need, Shapes
+
+_ROWS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "gathered": "gathered by FSDP",
+    "activations": "activations",
+    "logprobs": "log-probabilities",
+}
+_NAMES = {"policy": "policy", "ref": "reference", "critic": "critic"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "example: hpcrl plan experiment.toml site.toml slurm.gpu_memory_gb=80"
+    parser.add_argument("settings", nargs="+", metavar="FILE|KEY=VALUE", help="configuration files, then overrides")
+    parser.set_defaults(action=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from hpcrl.config import Config
+    from hpcrl.errors import ConfigError
+
+    files, overrides = split(arguments.settings)
+    if not files:
+        raise ConfigError("no configuration file given; expected hpcrl plan FILE.toml [FILE.toml ...] [KEY=VALUE ...]")
+    config = Config.from_toml([Path(file) for file in files], overrides)
+    print("\n".join(plan_lines(config)))
+    return 0
+
+
+def plan_lines(config: Config) -> Iterator[str]:
+    """Yield what the command prints.
+
+    Raises:
+        DataError: Megatron's ranks cannot share the model, or it cannot be loaded.
+    """
+    from hpcrl.errors import DataError
+    from hpcrl.launch.nodes import describe_plan, describe_pool, make_plan
+    from hpcrl.launch.submit.models import check_layouts
+    from hpcrl.planning.rank_groups import describe_ranks
+
+    if problems := list(check_layouts(config)):
+        raise DataError("\n".join(problems))
+    yield from describe_plan(make_plan(config))
+    yield from describe_pool(config)
+    yield ""
+    yield from describe_ranks(config.trainer)
+    if config.trainer.strategy == "megatron":
+        yield from _layers(config)
+    yield ""
+    yield from _models(config)
+
+
+def _layers(config: Config) -> Iterator[str]:
+    from importlib.util import find_spec
+
+    gpus, found = config.slurm.gpus_per_node > 0, find_spec("transformer_engine") is not None
+    if gpus and found:
+        yield "layers: TransformerEngine's"
+        return
+    reason = "transformer_engine is not installed here" if gpus else "TransformerEngine's need a GPU"
+    yield f"layers: Megatron-core's, with torch's attention ({reason})"
+    size = config.trainer.policy.megatron_config.context_parallel_size
+    if size > 1:
+        yield (
+            f"  hint: without TransformerEngine each of the {size} context-parallel ranks gathers the keys and values of a sample and computes "
+            "attention over all of its tokens; what they share is the rest of the layers"
+        )
+
+
+def _models(config: Config) -> Iterator[str]:
+    from importlib.util import find_spec
+
+    from hpcrl.config.derive import model_paths
+    from hpcrl.errors import DataError
+    from hpcrl.launch.submit.models import folder_of
+
+    paths = model_paths(config.trainer)
+    away = {role: path for role, path in paths.items() if folder_of(path) is None}
+    for role, path in away.items():
+        yield f"{_NAMES[role]}: {path} is not on this machine, so parameters and memory are not known"
+    if away:
+        return
+    if not (find_spec("torch") and find_spec("transformers")):
+        yield "parameters and memory: not known without torch and transformers, which this environment does not have"
+        return
+    from hpcrl.planning.estimate import estimate
+    from hpcrl.planning.shapes import model_shapes
+
+    models = model_shapes(config.trainer, folder_of)
+    try:
+        found = estimate(config, models)
+    except DataError as error:
+        yield f"memory: {error}"
+        return
+    yield from _parameters(config, paths, models, found)
+    yield ""
+    yield from _memory(config, found)
+
+
+def _parameters(
+    config: Config, paths: Mapping[str, str], models: Mapping[str, Shapes], found: Estimate
+) -> Iterator[str]:
+    megatron = config.trainer.strategy == "megatron"
+    for role, shapes in models.items():
+        frozen = sum(weight.count for weight in shapes.weights if not weight.trained)
+        of_them = f", {frozen:,} of them frozen" if frozen and role != "ref" else ""
+        yield f"{_NAMES[role]}: {shapes.kind} of {paths[role]}, {shapes.count:,} parameters{of_them}"
+        if megatron and role != "critic":
+            yield f"  {_paddings(config, shapes.width.vocabulary)}"
+        yield from _parts(config, shapes, found.counts[role])
+
+
+def _paddings(config: Config, rows: int) -> str:
+    from hpcrl.config import trainer_ranks
+    from hpcrl.config.rules.megatron_groups import ParallelLayout, padded
+
+    layout = ParallelLayout.of(config.trainer.policy.megatron_config, trainer_ranks(config.trainer))
+    samples = layout.sample_multiple()
+    multiple = f"; samples are padded to a multiple of {samples} tokens" if samples > 1 else ""
+    return f"vocabulary {rows:,} + {padded(rows, layout.tensor) - rows} padding{multiple}"
+
+
+def _parts(config: Config, shapes: Shapes, counts: list[int]) -> Iterator[str]:
+    from hpcrl.config import trainer_ranks
+    from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages
+
+    if config.trainer.strategy != "megatron":
+        yield f"  on a rank at most {counts[0]:,}"
+        return
+    sizes = config.trainer.policy.megatron_config
+    layout, layers = (
+        ParallelLayout.of(sizes, trainer_ranks(config.trainer)),
+        layers_of_stages(shapes.width.layers, sizes),
+    )
+    assert layers is not None
+    for stage, (count, own) in enumerate(zip(counts, layers, strict=True)):
+        ranks = layout.ranks_of_stage(stage)
+        yield f"  on a rank of stage {stage} ({_span(ranks)}, {own} layers): {count:,}"
+
+
+def _memory(config: Config, found: Estimate) -> Iterator[str]:
+    from hpcrl.config import trainer_ranks
+    from hpcrl.config.derive import largest_micro_batch, longest_sample
+    from hpcrl.planning.devices import memory_of_rank
+
+    trainer = config.trainer
+    unit, name = (2**30, "GiB") if found.total >= 2**30 else (2**20, "MiB")
+    recompute = "with recomputation" if trainer.gradient_checkpointing else "without recomputation"
+    which = "each rank" if len(found.ranks) == trainer_ranks(trainer) else f"a rank ({_span(found.ranks)} need most)"
+    yield (
+        f"memory of {which}, in {name}, for micro-batches of {largest_micro_batch(config):,} tokens (a sample has at most "
+        f"{longest_sample(config):,}), {recompute}"
+    )
+    yield from _table(found.needs, unit)
+    resident = sum(need.resident for need in found.needs.values())
+    yield f"  in all {found.total / unit:,.2f}: {resident / unit:,.2f} at any time, the rest while one of the models is computed"
+    device, source = memory_of_rank(config)
+    if device is None:
+        yield f"  memory of the device: unknown ({source})"
+    else:
+        room = (device - found.total) / unit
+        left = f"{room:,.2f} left" if room >= 0 else f"warning: {-room:,.2f} too few"
+        yield f"  memory of the device: {device / unit:,.2f} ({source}), {left}"
+    exact = "weights" if trainer.strategy == "megatron" else "weights, gradients and optimizer"
+    yield (
+        f"  {exact} are exact, the other rows estimates; temporary memory of kernels, communication and allocator is in none of them: "
+        "leave a tenth free"
+    )
+
+
+def _table(needs: Mapping[str, Need], unit: int) -> Iterator[str]:
+    rows = [name for name in _ROWS if any(getattr(need, name) for need in needs.values())]
+    yield "".join([f"  {'':18}", *(f"{_NAMES[role]:>12}" for role in needs)])
+    for name in rows:
+        yield "".join(
+            [f"  {_ROWS[name]:18}", *(f"{_amount(getattr(need, name), unit):>12}" for need in needs.values())]
+        )
+
+
+def _amount(count: int, unit: int) -> str:
+    amount = f"{count / unit:,.2f}"
+    return "-" if not count else "< 0.01" if amount == "0.00" else amount
+
+
+def _span(ranks: range) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"

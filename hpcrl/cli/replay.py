@@ -1,0 +1,103 @@
+"""`hpcrl replay`: train a step of a run again, by the trainer alone."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.cli._common import add_run, named_run, positive
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from hpcrl.launch.local.replay import Plan
+
+_SHOWN = ("policy/", "loss/", "critic/")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument(
+        "settings", nargs="*", metavar="KEY=VALUE", help="settings to change (default: as the step was trained)"
+    )
+    parser.add_argument("--step", type=positive, metavar="N", required=True, help="step to train again")
+    parser.add_argument(
+        "--times", type=positive, default=1, metavar="K", help="train it so often, each time from the checkpoint (1)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=positive,
+        metavar="R",
+        help="trainer ranks (default: those of one of its nodes, or those that share a model)",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="DIR", help="keep configuration, results, logs and dumps here"
+    )
+    parser.add_argument("--json", action="store_true", help="a JSON list, one object per time and step")
+    parser.set_defaults(action=_replay)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from json import dumps
+
+    from hpcrl.config import Config
+    from hpcrl.launch.local.replay import config_of, plan_replay, ranks_of_replay, replay
+    from hpcrl.observe.metrics import merged
+    from hpcrl.rundir.layout import Run
+
+    run = named_run(arguments)
+    plan = plan_replay(run, arguments.step, arguments.times)
+    config = Config.from_toml([config_of(run, arguments.step)], arguments.settings)
+    ranks = ranks_of_replay(config.trainer, arguments.ranks)
+    with _place(arguments.output) as place:
+        results = replay(plan, config, ranks, Run(place))
+    if arguments.json:
+        print(dumps(results, indent=2))
+        return 0
+    print(_title(run.name, plan, ranks))
+    print("\n".join(_table(merged(run)[plan.step], [one["metrics"] for one in results if one["step"] == plan.step])))
+    return 0
+
+
+@contextmanager
+def _place(output: Path | None) -> Iterator[Path]:
+    """Yield a directory for the replay; it is removed at the end, unless it was named or the replay failed: its logs say why."""
+    from shutil import rmtree
+    from tempfile import mkdtemp
+
+    from hpcrl.errors import RunError
+
+    if output is not None and output.exists():
+        raise RunError(f"{output} exists; move it away, or choose another --output")
+    place = Path(mkdtemp(prefix="hpcrl-replay-")) if output is None else output.absolute()
+    yield place
+    if output is None:
+        rmtree(place)
+
+
+def _title(name: str, plan: Plan, ranks: int) -> str:
+    start = "the initial model" if plan.checkpoint is None else Path(plan.checkpoint).name
+    passed = range(plan.first, plan.step)
+    between = f" over step{'s' if len(passed) > 1 else ''} {', '.join(map(str, passed))}" if passed else ""
+    times = f", {plan.times} times" if plan.times > 1 else ""
+    return f"{name}, step {plan.step} from {start}{between}{times}, {ranks} rank{'s' if ranks > 1 else ''}"
+
+
+def _table(recorded: Mapping[str, float], replayed: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line per metric: what the run recorded, and each time's value; then what differs most."""
+    names = [name for name in replayed[0] if name.startswith(_SHOWN)]
+    width = max(map(len, names))
+    heads = ["run", *(f"replay {number}" for number in range(1, len(replayed) + 1))]
+    lines = ["  ".join([" " * width, *(f"{head:>13}" for head in heads)])]
+    worst, apart = "", 0.0
+    for name in names:
+        values = [recorded.get(name, math.nan), *(metrics[name] for metrics in replayed)]
+        lines.append("  ".join([f"{name:{width}}", *(f"{value:13.7g}" for value in values)]))
+        known = [value for value in values if not math.isnan(value)]
+        if known and max(known) - min(known) > apart:
+            worst, apart = name, max(known) - min(known)
+    return [*lines, f"largest difference: {apart:.2g} of {worst}" if worst else "no difference"]

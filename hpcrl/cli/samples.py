@@ -1,0 +1,110 @@
+"""`hpcrl samples`: prompts, responses and rewards of a run."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+from hpcrl.cli._common import add_run, named_run, positive
+
+if TYPE_CHECKING:
+    from hpcrl.data.rollouts import Decode, Rollout, Segment
+    from hpcrl.rundir.layout import Run
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="that trained them, or version with --eval (default: the newest)"
+    )
+    order = parser.add_mutually_exclusive_group()
+    for name, text in (
+        ("worst", "lowest reward first"),
+        ("best", "highest reward first"),
+        ("random", "in a random order"),
+    ):
+        order.add_argument(f"--{name}", dest="order", action="store_const", const=name, help=text)
+    parser.add_argument("-n", type=positive, default=3, metavar="K", help="how many (3)")
+    parser.add_argument("--seed", type=int, default=0, help="of --random (0)")
+    parser.add_argument("--eval", action="store_true", help="those of an evaluation")
+    parser.add_argument("--json", action="store_true", help="a JSON list, one object per sample")
+    parser.set_defaults(action=_samples)
+
+
+def _samples(arguments: argparse.Namespace) -> int:
+    from hpcrl.data.rollouts import evaluated_samples, ordered, read_trained, trained_samples
+
+    run = named_run(arguments)
+    if arguments.eval:
+        at, found = evaluated_samples(run, arguments.step)
+        places = ordered([rollout.reward for rollout in found], arguments.order, arguments.seed)
+        shown, of = [found[place] for place in places[: arguments.n]], f"the evaluation of version {at}"
+    else:
+        at, found = trained_samples(run, arguments.step)
+        places = ordered([group.rewards[place] for group, place in found], arguments.order, arguments.seed)
+        chosen = [found[place] for place in places[: arguments.n]]
+        shown, of = read_trained(run, chosen, _decoder(run)), f"step {at}"
+    if arguments.json:
+        _print_json(shown)
+        return 0
+    order = f", {arguments.order}{' first' if arguments.order != 'random' else f', seed {arguments.seed}'}"
+    print(f"{run.name}: {len(shown)} of {len(found)} samples of {of}{order if arguments.order else ''}")
+    for rollout in shown:
+        print("\n".join(["", *_lines(rollout)]))
+    return 0
+
+
+def _decoder(run: Run) -> Decode:
+    from hpcrl.config import Config
+    from hpcrl.data.chat import decoder, load_tokenizer
+    from hpcrl.errors import RunError
+
+    config = Config.from_toml([run.config])
+    model = config.trainer.policy.model.path
+    try:
+        return decoder(load_tokenizer(model, config.generator.chat_template))
+    except ImportError as error:
+        raise RunError(f"samples are decoded with {error.name}, which is not here: look where the jobs run") from error
+    except (OSError, ValueError) as error:
+        raise RunError(f"the tokenizer of {model} cannot be loaded, and samples are tokens: {error}") from error
+
+
+def _print_json(rollouts: list[Rollout]) -> None:
+    from dataclasses import asdict
+    from json import dumps
+
+    print(dumps([asdict(rollout) for rollout in rollouts], indent=2, ensure_ascii=False))
+
+
+def _lines(rollout: Rollout) -> list[str]:
+    was = f" (was {rollout.raw_reward:g})" if rollout.raw_reward is not None else ""
+    facts = [f"reward {rollout.reward:g}{was}", rollout.stop_reason]
+    if rollout.versions:
+        oldest, newest = rollout.versions
+        facts.append(f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}")
+    facts += [f"replica {rollout.replica}", f"source {rollout.data_source}"]
+    facts += [f"{name} {value:g}" for name, value in rollout.env_metrics.items()]
+    lines, turn = [f"=== {rollout.name}: {', '.join(facts)}"], 0
+    for part in rollout.parts:
+        turn += part.by == "policy"
+        lines += [f"--- {_heading(part, turn)}", *_printable(part.text).split("\n")]
+    return lines
+
+
+def _heading(part: Segment, turn: int) -> str:
+    facts = [f"turn {turn}, policy" if part.by == "policy" else part.by]
+    if part.tokens is not None:
+        facts.append(f"{part.tokens} tokens")
+    if part.by == "policy" and part.trained is not None and part.trained != part.tokens:
+        facts.append(f"{part.trained} trained" if part.trained else "not trained")
+    if part.reward:
+        facts.append(f"reward {part.reward:g}")
+    return ", ".join(facts)
+
+
+def _printable(text: str) -> str:
+    """Return text without the characters that would steer a terminal: prompts and responses may hold any."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -1,0 +1,20 @@
+"""`hpcrl stacks`: show what every process of a run is doing now."""
+
+from __future__ import annotations
+
+import argparse
+
+from hpcrl.cli._common import add_run, named_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.set_defaults(action=_stacks)
+
+
+def _stacks(arguments: argparse.Namespace) -> int:
+    from hpcrl.launch.manage.stacks import stacks
+
+    for process, text in stacks(named_run(arguments)).items():
+        print(f"== {process}\n{text}")
+    return 0

@@ -1,0 +1,87 @@
+"""`hpcrl submit`: start a run, or a sweep, from TOML files."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcrl.cli._common import announce, follow, split
+
+if TYPE_CHECKING:
+    from hpcrl.config import Config
+    from hpcrl.launch.submit.executors import Submission
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Start a run from TOML files, merged from left to right, and overrides such as trainer.seed=1."
+    parser.epilog = "example: hpcrl submit configs/quickstart.toml slurm/sites/devcluster.toml trainer.seed=1"
+    parser.add_argument("settings", nargs="+", metavar="FILE|KEY=VALUE", help="configuration files, then overrides")
+    parser.add_argument("--local", action="store_true", help="run on this machine, without Slurm")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print configuration, batch script and plan; submit nothing"
+    )
+    parser.add_argument("--follow", action="store_true", help="show progress until the run is over")
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="KEY=V1,V2", help="one array element per value; repeatable"
+    )
+    parser.add_argument("--seeds", metavar="1,2,3|0:4", help="one array element per trainer.seed")
+    parser.add_argument(
+        "--sweep-file", type=Path, metavar="FILE", help="one array element per line: KEY=VALUE [KEY=VALUE ...]"
+    )
+    parser.set_defaults(action=_submit)
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    from hpcrl.errors import ConfigError
+    from hpcrl.launch.submit import submit
+    from hpcrl.launch.submit.models import unchecked_layouts
+    from hpcrl.launch.submit.preflight import check_checkpoint, check_files
+    from hpcrl.launch.submit.sweep import elements, load_elements
+
+    names, overrides = split(arguments.settings)
+    files = [Path(name) for name in names]
+    if not files:
+        raise ConfigError(
+            "no configuration file given; expected hpcrl submit FILE.toml [FILE.toml ...] [KEY=VALUE ...]"
+        )
+    warnings = dict[str, None]()
+
+    def check(config: Config) -> None:
+        check_files(config)
+        warnings.update(dict.fromkeys([*unchecked_layouts(config), *check_checkpoint(config)]))
+
+    varied = elements(arguments.sweep, arguments.seeds, arguments.sweep_file)
+    configs = load_elements(files, overrides, varied, check)
+    for warning in warnings:
+        print(f"hpcrl: {warning}", file=sys.stderr)
+    name = configs[0].trainer.run_name or f"{files[0].stem}-{time.strftime('%m%d-%H%M%S')}"
+    submission = submit.prepare(name, list(zip(configs, varied, strict=True)))
+    if arguments.dry_run:
+        _show_dry_run(submission)
+        return 0
+    if not arguments.local:
+        submit.require_slurm()
+    runs = submit.submit(submission, arguments.local)
+    for run in runs:
+        announce(run)
+    return follow(runs) if arguments.follow else 0
+
+
+def _show_dry_run(submission: Submission) -> None:
+    from hpcrl.launch.nodes import describe_plan, describe_pool, make_plan
+    from hpcrl.launch.submit.executors import batch_scripts
+
+    config = submission.elements[0].config
+    print("# configuration\n" + config.to_toml())
+    for title, script in zip(
+        ("batch script", "batch script of the elastic pool"), batch_scripts(submission), strict=False
+    ):
+        print(f"# {title}\n{script}")
+    print("# plan")
+    for run, element in zip(submission.runs, submission.elements, strict=True):
+        print(f"{run.path}  {' '.join(element.overrides)}".rstrip())
+    print("\n".join([*describe_plan(make_plan(config)), *describe_pool(config)]))
+    print("dry run: nothing was submitted")

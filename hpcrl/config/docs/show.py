@@ -1,0 +1,49 @@
+"""A configuration as TOML for people: its settings, and as comments the values that follow where nothing is set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpcrl.config.derive import (
+    eval_sampling,
+    max_input_length,
+    max_seq_len,
+    ref_model_path,
+    replicas_per_node,
+    temperature,
+)
+from hpcrl.config.difference import value_as_toml
+from hpcrl.config.fields import values
+from hpcrl.config.root import Config
+
+
+def show(config: Config, only_changed: bool = False) -> str:
+    """Return TOML that `Config.from_toml` reads as the same configuration.
+
+    Args:
+        only_changed: leave out what has its default, and the comments.
+    """
+    text = config.to_toml(only_changed)
+    if only_changed:
+        return text
+    unset = {setting.path for setting, value in values(config) if value is None}
+    lines = [
+        f"# {path} = {value_as_toml(value)}"
+        for path, value in _following(config).items()
+        if path in unset and value is not None
+    ]
+    return "\n".join([text, "# what follows where it is not set:", *lines]) + "\n" if lines else text
+
+
+def _following(config: Config) -> dict[str, Any]:
+    sampling = {
+        f"generator.eval_sampling_params.{name}": value for name, value in vars(eval_sampling(config.generator)).items()
+    }
+    return {
+        "trainer.ref.model.path": ref_model_path(config.trainer),
+        "trainer.algorithm.temperature": temperature(config),
+        "trainer.algorithm.max_seq_len": max_seq_len(config),
+        "generator.max_input_length": max_input_length(config.generator, config.trainer),
+        **sampling,
+        "slurm.replicas_per_node": replicas_per_node(config),
+    }

@@ -1,0 +1,117 @@
+"""Problems of a configuration: collected, each with where it comes from, raised together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import lru_cache
+from typing import Any
+
+from hpcrl.config.fields import Setting
+from hpcrl.errors import ConfigError, similar
+
+_MOST_SHOWN = 3
+_MOST_LISTED = 20
+_LONGEST = 80
+_LONGEST_PATH = 300
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        path: dotted path of the setting.
+        message: what was expected and found, and the remedy.
+    """
+
+    path: str
+    message: str
+
+
+def raise_together(problems: Sequence[Problem], source_of: Callable[[str], str | None]) -> None:
+    """Raise one error with a line per problem, or return if there is none.
+
+    Args:
+        source_of: file or override that set a dotted path; None for a default.
+
+    Raises:
+        ConfigError: there are problems.
+    """
+    if problems:
+        raise ConfigError("\n".join(_line(problem, source_of(problem.path)) for problem in problems))
+
+
+def _line(problem: Problem, source: str | None) -> str:
+    path = problem.path if len(problem.path) <= _LONGEST_PATH else problem.path[:_LONGEST_PATH] + "..."
+    return ": ".join(part for part in (source, path, problem.message) if part)
+
+
+def shown(value: Any) -> str:
+    """Return a value as an error names it, with its kind."""
+    if isinstance(value, dict):
+        return "a table"
+    kinds = {bool: "true or false", int: "whole number", float: "number", str: "text", list: "list", type(None): "null"}
+    kind = kinds.get(type(value), type(value).__name__)
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({kind})"
+
+
+def unknown(path: str, known: Sequence[Setting], elsewhere: Callable[[str], str | None] = lambda _: None) -> Problem:
+    """Return the problem of a name that does not exist, with the names that it may have meant.
+
+    One letter too few, too many, changed or swapped always leads to the right name.
+
+    Args:
+        elsewhere: what a name is in SkyRL or Cosmos-RL, or None.
+    """
+    if theirs := elsewhere(path):
+        return Problem(path, f"unknown setting, but {theirs}")
+    if near := nearest(path, [setting.path for setting in known]):
+        return Problem(path, f"unknown setting; did you mean {' or '.join(near)}?")
+    parent, names = path, list[str]()
+    while parent and not names:
+        parent = parent.rpartition(".")[0]
+        names = [setting.name for setting in known if setting.path.rpartition(".")[0] == parent]
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return Problem(path, f"unknown setting; expected one of {', '.join(names[:_MOST_LISTED])}{more}")
+
+
+def nearest(path: str, known: Sequence[str]) -> list[str]:
+    """Return at most three of the paths `known` whose last parts resemble that of `path`, the nearest first."""
+    parent, _, name = path.rpartition(".")
+    scores: dict[str, float] = {}
+    names = {other: other.rpartition(".")[2] for other in known}
+    alike = _one_letter_off(name, tuple(dict.fromkeys(names.values()))) or set(
+        similar(name[:_LONGEST], set(names.values()), _MOST_SHOWN, 0.7)
+    )
+    for other, own in names.items():
+        if own in alike:
+            beside = other.rpartition(".")[0] == parent
+            scores[other] = SequenceMatcher(None, name, own).ratio() + (0.5 if beside else 0.0)
+    best = max(scores.values(), default=0.0)
+    likely = [other for other in scores if scores[other] > best - 0.5]
+    return sorted(likely, key=lambda other: -scores[other])[:_MOST_SHOWN]
+
+
+def _one_letter_off(name: str, names: tuple[str, ...]) -> set[str]:
+    if len(name) > _LONGEST:
+        return set()
+    index = _shortened(names)
+    return {other for short in _without_one(name) for other in index.get(short, ())}
+
+
+@lru_cache(maxsize=4)
+def _shortened(names: tuple[str, ...]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        for short in _without_one(name):
+            found.setdefault(short, []).append(name)
+    return found
+
+
+def _without_one(name: str) -> set[str]:
+    """Return the text and what is left of it without any one letter; texts one letter apart have some of these in common."""
+    return {name, *(name[:i] + name[i + 1 :] for i in range(len(name)))}

@@ -1,0 +1,109 @@
+"""Rules about nodes, their GPUs, and options of the engine and of sbatch that hpcrl sets itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from hpcrl.config.derive import engine_gpus, max_replicas, replicas_per_node
+from hpcrl.config.errors import Problem
+from hpcrl.config.sections.generator import InferenceEngineConfig
+from hpcrl.config.sections.slurm import ElasticConfig
+from hpcrl.config.sections.tree import ConfigTree
+
+_ENGINE_NAMES = {field.name: field.name for field in fields(InferenceEngineConfig)} | {"dtype": "model_dtype"}
+_ENGINE_OWN = {"uds", "host", "port", "middleware", "model", "max_model_len", "logprobs_mode", "api_key"}
+_ENGINE_OWN |= {"weight_transfer_config", "enable_scale_out", "served_model_name"}
+_SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
+_SBATCH_OWN |= {"requeue", "no_requeue", "no_kill"}
+_OF_ELASTIC = {field.name for field in fields(ElasticConfig)}
+_SBATCH_NAMES = {
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "constraint": "constraint",
+    "time": "time_minutes",
+    "gpus_per_node": "gpus_per_node",
+    "cpus_per_task": "cpus_per_task",
+    "mem": "mem_gb",
+    "exclusive": "exclusive",
+}
+
+
+def engine_options(config: ConfigTree) -> Iterator[Problem]:
+    path, engine = "generator.inference_engine", config.generator.inference_engine
+    if engine.max_num_batched_tokens < engine.max_num_seqs:
+        yield Problem(
+            f"{path}.max_num_batched_tokens",
+            f"expected at least {path}.max_num_seqs ({engine.max_num_seqs}), found {engine.max_num_batched_tokens}",
+        )
+    if not isinstance(engine.engine_init_kwargs.get("hf_overrides", {}), dict):
+        yield Problem(
+            f"{path}.engine_init_kwargs.hf_overrides", "expected a table of entries of the model's config.json"
+        )
+    for name in engine.engine_init_kwargs:
+        if own := _ENGINE_NAMES.get(name.replace("-", "_")):
+            yield Problem(f"{path}.engine_init_kwargs.{name}", f"set {path}.{own} instead")
+        elif name.replace("-", "_") in _ENGINE_OWN:
+            yield Problem(
+                f"{path}.engine_init_kwargs.{name}", "hpcrl sets this option of the server itself; leave it out"
+            )
+
+
+def flash_infer(config: ConfigTree) -> Iterator[Problem]:
+    if config.generator.inference_engine.use_flashinfer and config.slurm.gpus_per_node == 0:
+        yield Problem(
+            "generator.inference_engine.use_flashinfer", "needs GPUs, but slurm.gpus_per_node=0; set it to false"
+        )
+
+
+def gpus_of_nodes(config: ConfigTree) -> Iterator[Problem]:
+    gpus, ranks = config.slurm.gpus_per_node, config.trainer.placement.policy_num_gpus_per_node
+    if gpus <= 0:
+        return
+    parallel, replicas = engine_gpus(config.generator.inference_engine), config.slurm.replicas_per_node
+    has = f"but a node has {gpus} GPUs (slurm.gpus_per_node)"
+    if ranks > gpus:
+        yield Problem("trainer.placement.policy_num_gpus_per_node", f"{ranks} ranks need a GPU each, {has}")
+    if parallel > gpus:
+        yield Problem(
+            "generator.inference_engine.tensor_parallel_size",
+            f"a replica needs {parallel} GPUs (times pipeline_parallel_size), {has}",
+        )
+    elif replicas is not None and parallel >= 1 and replicas_per_node(config) * parallel > gpus:
+        yield Problem("slurm.replicas_per_node", f"{replicas} replicas need {replicas * parallel} GPUs, {has}")
+
+
+def enough_replicas(config: ConfigTree) -> Iterator[Problem]:
+    least, most = config.slurm.min_replicas, max_replicas(config)
+    engines = "generator.inference_engine.num_engines"
+    if most < 1:
+        yield Problem(engines, "expected at least 1, or replicas of an elastic pool (slurm.elastic.replicas), found 0")
+    elif least > most:
+        yield Problem(
+            "slurm.min_replicas",
+            f"expected at most {most}, {engines} and slurm.elastic.replicas together, found {least}",
+        )
+
+
+def sbatch_options(config: ConfigTree) -> Iterator[Problem]:
+    slurm, of_pool = config.slurm, {name: own for name, own in _SBATCH_NAMES.items() if own in _OF_ELASTIC}
+    for section, extra, settings, owned in (
+        ("slurm", slurm.extra, _SBATCH_NAMES, _SBATCH_OWN),
+        ("slurm.elastic", slurm.elastic.extra, of_pool, {*_SBATCH_OWN, "dependency", "gpus_per_node"}),
+    ):
+        for name in extra:
+            if own := settings.get(name.replace("-", "_")):
+                yield Problem(f"{section}.extra.{name}", f"set {section}.{own} instead")
+            elif name.replace("-", "_") in owned:
+                yield Problem(f"{section}.extra.{name}", "hpcrl sets this option of sbatch itself; leave it out")
+
+
+def time_to_save(config: ConfigTree) -> Iterator[Problem]:
+    signal, limit = config.slurm.signal_seconds, 60 * config.slurm.time_minutes
+    if 300 <= limit < 2 * signal:
+        yield Problem(
+            "slurm.signal_seconds",
+            f"expected at most half of slurm.time_minutes ({limit // 2} s), found {signal}: a run would be stopped before it has "
+            "done anything",
+        )

@@ -1,0 +1,368 @@
+"""Combinations of settings that cannot work. Each rule is one small function; all are reported at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from hpcrl.config.derive import surplus_groups, uses_reference
+from hpcrl.config.errors import Problem
+from hpcrl.config.fields import Setting, values
+from hpcrl.config.import_path import misnamed
+from hpcrl.config.rules.cluster import (
+    engine_options,
+    enough_replicas,
+    flash_infer,
+    gpus_of_nodes,
+    sbatch_options,
+    time_to_save,
+)
+from hpcrl.config.rules.generation import (
+    chat,
+    datasets,
+    dynamic_sampling,
+    lengths,
+    sampling_parameters,
+    step_wise,
+    turns,
+)
+from hpcrl.config.rules.megatron_layouts import expert_sizes, pipeline, reference_layout
+from hpcrl.config.rules.ranges import out_of_range
+from hpcrl.config.rules.ranks import (
+    colocated_engines,
+    enough_samples,
+    equal_shares,
+    parallel_sizes,
+    shared_gpus,
+    whole_mini_batches,
+)
+from hpcrl.config.rules.rewards import (
+    environments,
+    filter_metrics,
+    one_reward_source,
+    overlong,
+    remote_reward,
+    reward_names,
+)
+from hpcrl.config.rules.training import (
+    frozen,
+    profiled_ranks,
+    recomputation,
+    rotary_positions,
+    schedule,
+    sharding,
+    strategy,
+    units,
+    without_effect,
+)
+from hpcrl.config.sections.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from hpcrl.config.sections.tree import ConfigTree
+from hpcrl.config.unimplemented import unimplemented_values
+
+Rule = Callable[[ConfigTree], Iterator[Problem]]
+
+_COUNTED = re.compile(r"(_size|_nodes|_per_node|_per_prompt|_engines|_steps|\.reshard_after_forward)$")
+
+
+def check(config: ConfigTree) -> list[Problem]:
+    """Return everything that cannot work, and everything that cannot work yet, in a configuration of the right types."""
+    return [*impossible(config), *unimplemented_values(values(config))]
+
+
+def alone(given: Iterable[tuple[Setting, Any]]) -> list[Problem]:
+    """Return what is wrong with single values of the right types, whatever the others are."""
+    found = list(given)
+    return [*out_of_range(found), *unimplemented_values(found)]
+
+
+def impossible(config: ConfigTree) -> list[Problem]:
+    """Return everything that cannot work, whatever is still to be built."""
+    problems = list(out_of_range(values(config)))
+    wrong = {problem.path for problem in problems}
+    rules = [rule for rule in RULES if rule not in _CALCULATING] if any(map(_COUNTED.search, wrong)) else RULES
+    return problems + [problem for rule in rules for problem in rule(config) if problem.path not in wrong]
+
+
+def _named_functions(config: ConfigTree) -> Iterator[Problem]:
+    algorithm = config.trainer.algorithm
+    for name, known in (("advantage_estimator", ADVANTAGE_ESTIMATORS), ("policy_loss_type", POLICY_LOSSES)):
+        yield from misnamed(f"trainer.algorithm.{name}", getattr(algorithm, name), known, "one of")
+
+
+def _compilation(config: ConfigTree) -> Iterator[Problem]:
+    policy = config.trainer.policy
+    if policy.async_tensor_parallel and not policy.compile_model:
+        yield Problem("trainer.policy.async_tensor_parallel", "needs trainer.policy.compile_model=true")
+    if policy.model.lora.rank and policy.compile_model:
+        yield Problem("trainer.policy.compile_model", "does not work with LoRA; set it to false")
+
+
+def _lora(config: ConfigTree) -> Iterator[Problem]:
+    policy = config.trainer.policy
+    trained = [name for name, whether in policy.trainable_map.items() if whether]
+    if policy.model.lora.rank and trained:
+        yield Problem(
+            f"trainer.policy.trainable_map.{trained[0]}",
+            "with LoRA, what is trained beside the adapters is named in trainer.policy.model.lora.modules_to_save; leave it out here",
+        )
+
+
+def _low_precision(config: ConfigTree) -> Iterator[Problem]:
+    if config.trainer.policy.low_precision.fp8 and config.trainer.policy.low_precision.fp4:
+        yield Problem("trainer.policy.low_precision.fp4", "given beside fp8; set one of them to false")
+
+
+def _warm_up(config: ConfigTree) -> Iterator[Problem]:
+    for name in ("policy", "critic"):
+        optimizer = getattr(config.trainer, name).optimizer_config
+        path = f"trainer.{name}.optimizer_config"
+        if optimizer.warmup_ratio is not None and optimizer.num_warmup_steps:
+            yield Problem(
+                f"{path}.warmup_ratio", f"given beside {path}.num_warmup_steps; leave it out, or set num_warmup_steps=0"
+            )
+        if (optimizer.warmup_ratio or 0) + (optimizer.decay_ratio or 0) > 1:
+            yield Problem(f"{path}.decay_ratio", f"with {path}.warmup_ratio more than all steps; lower one of them")
+
+
+def _critic(config: ConfigTree) -> Iterator[Problem]:
+    if config.trainer.algorithm.advantage_estimator == "gae" and config.trainer.critic.model.path is None:
+        yield Problem(
+            "trainer.critic.model.path",
+            "required with trainer.algorithm.advantage_estimator=gae: a model to start from",
+        )
+    if not config.trainer.algorithm.value_head_prefix.isidentifier():
+        yield Problem(
+            "trainer.algorithm.value_head_prefix",
+            f'expected a name of letters, digits and underscores, found "{config.trainer.algorithm.value_head_prefix}"',
+        )
+
+
+def _reference(config: ConfigTree) -> Iterator[Problem]:
+    algorithm = config.trainer.algorithm
+    if algorithm.use_kl_loss and algorithm.use_kl_in_reward:
+        yield Problem(
+            "trainer.algorithm.use_kl_in_reward",
+            "the KL divergence counts in the loss or in the reward, not in both; set trainer.algorithm.use_kl_loss=false",
+        )
+    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
+        yield Problem(
+            "trainer.algorithm.kl_ctrl.type",
+            "has no effect without trainer.algorithm.use_kl_in_reward, whose weight it adapts; set that, or leave it out",
+        )
+    if algorithm.kl_importance_weighted and not algorithm.use_kl_loss:
+        yield Problem(
+            "trainer.algorithm.kl_importance_weighted",
+            "has no effect without trainer.algorithm.use_kl_loss: only the loss has a gradient; leave it out",
+        )
+    resets = algorithm.reference_reset_interval is not None
+    if (resets or config.trainer.update_ref_every_epoch) and not uses_reference(config.trainer):
+        name = "trainer.algorithm.reference_reset_interval" if resets else "trainer.update_ref_every_epoch"
+        yield Problem(
+            name,
+            "there is no reference model without trainer.algorithm.use_kl_loss or use_kl_in_reward; set one of them, or leave this out",
+        )
+    if not resets and not algorithm.reset_optimizer_with_reference:
+        yield Problem(
+            "trainer.algorithm.reset_optimizer_with_reference",
+            "has no effect without trainer.algorithm.reference_reset_interval; set that, or leave this out",
+        )
+    if resets and config.trainer.update_ref_every_epoch:
+        yield Problem(
+            "trainer.update_ref_every_epoch",
+            "given beside trainer.algorithm.reference_reset_interval; leave one of them out",
+        )
+
+
+def _off_policy(config: ConfigTree) -> Iterator[Problem]:
+    path, algorithm = "trainer.algorithm.off_policy_correction", config.trainer.algorithm
+    correction = algorithm.off_policy_correction
+    low, high = correction.token_mask_is_threshold_low, correction.token_mask_is_threshold_high
+    if (low is None) != (high is None):
+        missing = "low" if low is None else "high"
+        yield Problem(f"{path}.token_mask_is_threshold_{missing}", "required with the other bound; set both or none")
+    for name in ("geo_mask", "product_mask", "outlier_token_is_threshold", "token_mask_is_threshold"):
+        low, high = getattr(correction, f"{name}_low"), getattr(correction, f"{name}_high")
+        if low is not None and high is not None and low > high:
+            yield Problem(f"{path}.{name}_low", f"expected at most {name}_high ({high}), found {low}")
+    if correction.token_tis_ratio_drop_high is not None and correction.tis_ratio_type != "token":
+        yield Problem(
+            f"{path}.token_tis_ratio_drop_high", f'has no effect without {path}.tis_ratio_type="token"; set it'
+        )
+    if correction.tis_ratio_type is not None and algorithm.policy_loss_type == "dppo":
+        yield Problem(
+            f"{path}.tis_ratio_type",
+            "the loss dppo has the ratio to the rollout already, which would count twice; leave it out",
+        )
+    enabled = [name for name, value in vars(correction).items() if name in _CORRECTIONS and value is not None]
+    if enabled and algorithm.use_rollout_logprobs_for_loss:
+        yield Problem(
+            f"{path}.{enabled[0]}",
+            "has no effect with trainer.algorithm.use_rollout_logprobs_for_loss, where old and rollout log-probabilities are the "
+            "same; leave one of them out",
+        )
+
+
+_CORRECTIONS = {
+    "tis_ratio_type",
+    "token_tis_ratio_drop_high",
+    "sequence_mask_metric",
+    "outlier_token_is_threshold_low",
+    "outlier_token_is_threshold_high",
+    "token_mask_is_threshold_low",
+    "token_mask_is_threshold_high",
+}
+
+
+def _bounds(config: ConfigTree) -> Iterator[Problem]:
+    algorithm = config.trainer.algorithm
+    low, high = algorithm.advantage_clip_low, algorithm.advantage_clip_high
+    if low is not None and high is not None and low > high:
+        yield Problem(
+            "trainer.algorithm.advantage_clip_low", f"expected at most advantage_clip_high ({high}), found {low}"
+        )
+    if algorithm.clip_cov.clip_cov_lb >= algorithm.clip_cov.clip_cov_ub:
+        low, high = algorithm.clip_cov.clip_cov_lb, algorithm.clip_cov.clip_cov_ub
+        yield Problem("trainer.algorithm.clip_cov.clip_cov_lb", f"expected less than clip_cov_ub ({high}), found {low}")
+    if algorithm.unbiased_loss_max_tokens is not None and algorithm.loss_reduction != "seq_mean_token_mean":
+        yield Problem(
+            "trainer.algorithm.unbiased_loss_max_tokens",
+            f"has no effect with loss_reduction={algorithm.loss_reduction}; set seq_mean_token_mean or leave it out",
+        )
+
+
+def _staleness(config: ConfigTree) -> Iterator[Problem]:
+    fully_async, batch = config.trainer.fully_async, config.trainer.train_batch_size
+    path, stale = "trainer.fully_async", fully_async.max_staleness_steps
+    if fully_async.sync_weight_interval - 1 > stale:
+        yield Problem(
+            f"{path}.max_staleness_steps",
+            f"expected at least {fully_async.sync_weight_interval - 1}, because engines get weights every "
+            f"{fully_async.sync_weight_interval} steps ({path}.sync_weight_interval), found {stale}",
+        )
+    groups = fully_async.num_parallel_generation_workers
+    most, surplus = batch * (stale + 1), surplus_groups(config.trainer)
+    if groups is not None and not batch <= groups <= most + surplus:
+        more = f", and {surplus} of oversampling_ratio" if surplus else ""
+        yield Problem(
+            f"{path}.num_parallel_generation_workers",
+            f"expected from {batch} (trainer.train_batch_size) to {most + surplus} (times max_staleness_steps + 1{more}), found {groups}",
+        )
+
+
+def _checkpoints(config: ConfigTree) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.max_ckpts_to_keep == 0:
+        yield Problem(
+            "trainer.max_ckpts_to_keep",
+            "0 would delete every checkpoint; expected -1 (keep all) or at least 1; trainer.ckpt_interval=0 writes none",
+        )
+    keeps = {"ckpt_keep_every": trainer.ckpt_keep_every, "ckpt_keep_best": trainer.ckpt_keep_best}
+    for name, value in keeps.items():
+        if value and trainer.max_ckpts_to_keep < 0:
+            yield Problem(f"trainer.{name}", "has no effect where all are kept; set trainer.max_ckpts_to_keep")
+    if trainer.ckpt_keep_best_mode != "max" and not trainer.ckpt_keep_best:
+        yield Problem("trainer.ckpt_keep_best_mode", "has no effect without trainer.ckpt_keep_best")
+    if (trainer.ckpt_keep_best or "").startswith("eval/") and trainer.eval_interval <= 0:
+        yield Problem(
+            "trainer.ckpt_keep_best", "nothing is evaluated with trainer.eval_interval=0; set that, or another metric"
+        )
+    if trainer.resume_mode == "from_path" and trainer.resume_path is None:
+        yield Problem("trainer.resume_path", 'required with trainer.resume_mode="from_path": a checkpoint directory')
+    if trainer.resume_mode != "from_path" and trainer.resume_path is not None:
+        yield Problem(
+            "trainer.resume_path",
+            f'has no effect with trainer.resume_mode="{trainer.resume_mode}"; set trainer.resume_mode="from_path" or leave it out',
+        )
+    if trainer.upload.s3 is not None and trainer.upload.s3_bucket is None:
+        yield Problem("trainer.upload.s3_bucket", "required with trainer.upload.s3: the bucket to copy to")
+    if trainer.upload.hf and trainer.upload.hf_repo_name is None:
+        yield Problem("trainer.upload.hf_repo_name", "required with trainer.upload.hf: the repository to push to")
+
+
+def _experts(config: ConfigTree) -> Iterator[Problem]:
+    engine = config.generator.inference_engine
+    together = engine.data_parallel_size * engine.tensor_parallel_size
+    if engine.expert_parallel_size not in (1, together):
+        yield Problem(
+            "generator.inference_engine.expert_parallel_size",
+            f"expected 1 or data_parallel_size x tensor_parallel_size ({together}), found {engine.expert_parallel_size}",
+        )
+
+
+def _teacher(config: ConfigTree) -> Iterator[Problem]:
+    distillation = config.trainer.distillation
+    if distillation.enable and distillation.model_path is None:
+        yield Problem("trainer.distillation.model_path", "required with trainer.distillation.enable: the teacher")
+
+
+def _diffusion(config: ConfigTree) -> Iterator[Problem]:
+    sample = config.trainer.policy.diffusers.sample
+    if (
+        config.trainer.policy.diffusers.enable
+        and sample.solver in ("dpm1", "dpm2")
+        and not sample.deterministic_sampling
+    ):
+        yield Problem(
+            "trainer.policy.diffusers.sample.deterministic_sampling", f"{sample.solver} needs it; set it to true"
+        )
+
+
+_CALCULATING: tuple[Rule, ...] = (
+    whole_mini_batches,
+    parallel_sizes,
+    expert_sizes,
+    equal_shares,
+    enough_samples,
+    sharding,
+    colocated_engines,
+)
+"""Rules that divide and multiply what `_COUNTED` names; they run only where all of that is in range."""
+
+RULES: tuple[Rule, ...] = (
+    _named_functions,
+    datasets,
+    shared_gpus,
+    *_CALCULATING,
+    strategy,
+    without_effect,
+    pipeline,
+    reference_layout,
+    _compilation,
+    _lora,
+    _low_precision,
+    _warm_up,
+    schedule,
+    units,
+    recomputation,
+    rotary_positions,
+    frozen,
+    profiled_ranks,
+    _critic,
+    _reference,
+    _off_policy,
+    _bounds,
+    _staleness,
+    _checkpoints,
+    lengths,
+    turns,
+    chat,
+    step_wise,
+    sampling_parameters,
+    dynamic_sampling,
+    _experts,
+    _teacher,
+    _diffusion,
+    reward_names,
+    filter_metrics,
+    one_reward_source,
+    overlong,
+    remote_reward,
+    environments,
+    engine_options,
+    flash_infer,
+    enough_replicas,
+    gpus_of_nodes,
+    sbatch_options,
+    time_to_save,
+)

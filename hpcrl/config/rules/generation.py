@@ -1,0 +1,132 @@
+"""Rules about what is generated: datasets, lengths, chat templates and sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from hpcrl.config.derive import max_input_length
+from hpcrl.config.errors import Problem
+from hpcrl.config.sections.algorithm import DynamicSamplingConfig
+from hpcrl.config.sections.generator import SamplingParams
+from hpcrl.config.sections.tree import ConfigTree
+
+_TEMPLATES = ("qwen3_with_thinking", "qwen3_without_thinking")
+_SAMPLING_NAMES = {field.name: field.name for field in fields(SamplingParams)} | {"max_tokens": "max_generate_length"}
+_SAMPLING_OWN = {"n", "seed", "detokenize", "output_kind", "skip_special_tokens", "flat_logprobs"}
+
+
+def datasets(config: ConfigTree) -> Iterator[Problem]:
+    data = config.data
+    if not data.train_data:
+        yield Problem("data.train_data", "expected at least one dataset, found an empty list")
+    if config.trainer.eval_interval > 0 and not data.val_data and data.test_size is None:
+        yield Problem(
+            "trainer.eval_interval",
+            f"{config.trainer.eval_interval} asks for evaluation, but data.val_data is empty; name a dataset there or set trainer.eval_interval=0",
+        )
+    if data.test_size is not None and data.val_data:
+        yield Problem("data.test_size", "has no effect with data.val_data; leave one of them out")
+    if data.test_size is not None and data.test_size > 1 and data.test_size % 1:
+        yield Problem(
+            "data.test_size", f"expected a share below 1 or a whole number of prompts, found {data.test_size}"
+        )
+    if data.shuffle_seed is not None and not data.shuffle:
+        yield Problem(
+            "data.shuffle_seed", "has no effect with data.shuffle=false; leave it out, or set data.shuffle=true"
+        )
+    if data.prompt_column == data.response_column:
+        yield Problem("data.response_column", f"expected another column than data.prompt_column ({data.prompt_column})")
+    if data.prefetch_factor is not None and not data.num_workers:
+        yield Problem("data.prefetch_factor", "has no effect without data.num_workers; leave it out, or set both")
+
+
+def lengths(config: ConfigTree) -> Iterator[Problem]:
+    longest, prompt = max_input_length(config.generator, config.trainer), config.trainer.max_prompt_length
+    if config.generator.max_turns == 1 and longest != prompt:
+        yield Problem(
+            "generator.max_input_length",
+            f"expected trainer.max_prompt_length ({prompt}) where generator.max_turns=1, found {longest}; leave it out",
+        )
+    elif longest < prompt:
+        yield Problem(
+            "generator.max_input_length",
+            f"expected at least trainer.max_prompt_length ({prompt}), found {longest}",
+        )
+
+
+def turns(config: ConfigTree) -> Iterator[Problem]:
+    if config.generator.max_turns > 1 and config.environment.reward_function:
+        yield Problem(
+            "generator.max_turns",
+            "has no effect with environment.reward_function, which scores after one turn; leave it out, or use an environment",
+        )
+
+
+def chat(config: ConfigTree) -> Iterator[Problem]:
+    template = config.generator.chat_template
+    if template.source == "file" and not template.name_or_path:
+        yield Problem("generator.chat_template.name_or_path", 'required with source="file": a Jinja file')
+    if template.source == "name" and template.name_or_path and template.name_or_path not in _TEMPLATES:
+        yield Problem(
+            "generator.chat_template.name_or_path",
+            f'expected one of {", ".join(_TEMPLATES)}, or source="file", found "{template.name_or_path}"',
+        )
+
+
+def step_wise(config: ConfigTree) -> Iterator[Problem]:
+    path, generator, algorithm = "generator.step_wise_trajectories", config.generator, config.trainer.algorithm
+    if not generator.step_wise_trajectories:
+        return
+    if generator.max_turns == 1:
+        yield Problem(path, "has no effect with generator.max_turns=1; leave it out, or raise max_turns")
+    if not generator.use_conversation_multi_turn:
+        yield Problem(path, "needs generator.use_conversation_multi_turn=true, where each turn is a message of its own")
+    if algorithm.advantage_estimator in ("gae", "reinforce++"):
+        yield Problem(
+            path,
+            f"does not work with trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}, which needs the whole sample",
+        )
+    if config.trainer.critic.model.path is not None:
+        yield Problem(
+            path,
+            "does not work with trainer.critic.model.path: a critic learns from whole samples; leave one of them out",
+        )
+    if algorithm.min_filter_prefix_tokens is not None:
+        yield Problem(
+            path,
+            "does not work with trainer.algorithm.min_filter_prefix_tokens, which compares whole samples; leave one of them out",
+        )
+
+
+def dynamic_sampling(config: ConfigTree) -> Iterator[Problem]:
+    path, algorithm = "trainer.algorithm.dynamic_sampling", config.trainer.algorithm
+    sampling = algorithm.dynamic_sampling
+    if sampling.type is None and sampling.max_sample_batches != DynamicSamplingConfig.max_sample_batches:
+        yield Problem(f"{path}.max_sample_batches", f"has no effect without {path}.type; set it, or leave this out")
+    if sampling.type != "replace" and sampling.min_replace_ratio != DynamicSamplingConfig.min_replace_ratio:
+        yield Problem(f"{path}.min_replace_ratio", f'has no effect without {path}.type="replace"; leave it out')
+    if sampling.type is None:
+        return
+    if config.generator.n_samples_per_prompt == 1:
+        yield Problem(
+            f"{path}.type",
+            "has no effect with generator.n_samples_per_prompt=1, because a single sample has nothing to differ from; leave it out",
+        )
+    if algorithm.zero_variance_filter:
+        yield Problem(
+            "trainer.algorithm.zero_variance_filter",
+            f"has no effect with {path}.type={sampling.type}, which leaves no group of equal rewards in a batch; leave one of them out",
+        )
+
+
+def sampling_parameters(config: ConfigTree) -> Iterator[Problem]:
+    for section in ("sampling_params", "eval_sampling_params"):
+        path = f"generator.{section}"
+        for name in getattr(config.generator, section).additional_kwargs or {}:
+            if own := _SAMPLING_NAMES.get(name):
+                yield Problem(f"{path}.additional_kwargs.{name}", f"set {path}.{own} instead")
+            elif name in _SAMPLING_OWN:
+                yield Problem(
+                    f"{path}.additional_kwargs.{name}", "hpcrl sets this sampling parameter itself; leave it out"
+                )

@@ -1,0 +1,118 @@
+"""Rules about ranks: how they share batches and samples, and which models share GPUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from hpcrl.config.derive import (
+    critic_model_parallel_size,
+    critic_ranks,
+    model_parallel_size,
+    ref_model_parallel_size,
+    ref_ranks,
+    trainer_ranks,
+    uses_reference,
+)
+from hpcrl.config.errors import Problem
+from hpcrl.config.rules.megatron_layouts import shared_sample
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.config.sections.tree import ConfigTree
+
+
+def _roles(trainer: TrainerConfig) -> dict[str, tuple[int, int]]:
+    """Return ranks, and ranks that share each sample, of the models that there are."""
+    roles = {"policy": (trainer_ranks(trainer), model_parallel_size(trainer))}
+    if trainer.critic.model.path is not None:
+        roles["critic"] = (critic_ranks(trainer), critic_model_parallel_size(trainer))
+    if uses_reference(trainer):
+        roles["ref"] = (ref_ranks(trainer), ref_model_parallel_size(trainer))
+    return roles
+
+
+def _mini_batches(trainer: TrainerConfig) -> dict[str, int]:
+    minis = {"policy": trainer.policy_mini_batch_size, "critic": trainer.critic_mini_batch_size}
+    return {role: mini for role, mini in minis.items() if role in _roles(trainer)}
+
+
+def whole_mini_batches(config: ConfigTree) -> Iterator[Problem]:
+    batch = config.trainer.train_batch_size
+    for role, mini in _mini_batches(config.trainer).items():
+        if batch % mini:
+            yield Problem(
+                "trainer.train_batch_size",
+                f"expected a multiple of trainer.{role}_mini_batch_size ({mini}), found {batch}",
+            )
+
+
+def parallel_sizes(config: ConfigTree) -> Iterator[Problem]:
+    for role, (ranks, together) in _roles(config.trainer).items():
+        if ranks % together:
+            megatron = config.trainer.strategy == "megatron" and role != "critic"
+            shared = shared_sample(getattr(config.trainer, role).megatron_config) if megatron else together
+            yield Problem(
+                f"trainer.{role}.megatron_config" if megatron else f"trainer.{role}.sequence_parallel_size",
+                f"{shared} ranks share each sample, which does not divide the {ranks} ranks (trainer.placement); make "
+                "the ranks a multiple of it",
+            )
+
+
+def equal_shares(config: ConfigTree) -> Iterator[Problem]:
+    if config.generator.step_wise_trajectories:  # how many turns samples have is not known
+        return
+    samples, models = config.generator.n_samples_per_prompt, _roles(config.trainer)
+    for role, mini in _mini_batches(config.trainer).items():
+        ranks, together = models[role]
+        if mini * samples % max(1, ranks // together):
+            of_each = f", {together} for each sample" if together > 1 else ""
+            yield Problem(
+                f"trainer.{role}_mini_batch_size",
+                f"{mini} prompts x {samples} samples (generator.n_samples_per_prompt) cannot be shared equally by {ranks} "
+                f"trainer ranks{of_each} (trainer.placement); make the product a multiple of {max(1, ranks // together)}",
+            )
+
+
+def enough_samples(config: ConfigTree) -> Iterator[Problem]:
+    batch, samples = config.trainer.train_batch_size, config.generator.n_samples_per_prompt
+    models = {role: sizes for role, sizes in _roles(config.trainer).items() if role != "critic"}
+    least = math.lcm(*(max(1, ranks // together) for ranks, together in models.values()))
+    if batch * samples < least:
+        yield Problem(
+            "trainer.train_batch_size",
+            f"{batch} prompts x {samples} samples are fewer than {least}, the least that policy and reference ranks can share; raise "
+            "it, or use fewer ranks (trainer.placement)",
+        )
+
+
+def shared_gpus(config: ConfigTree) -> Iterator[Problem]:
+    placement = config.trainer.placement
+    with_policy = {"critic": placement.colocate_all, "ref": placement.colocate_all or placement.colocate_policy_ref}
+    for role in [role for role in _roles(config.trainer) if with_policy.get(role)]:
+        switch = "colocate_all" if role == "critic" or not placement.colocate_policy_ref else "colocate_policy_ref"
+        for name in ("num_nodes", "num_gpus_per_node"):
+            own, policy = getattr(placement, f"{role}_{name}"), getattr(placement, f"policy_{name}")
+            if own not in (None, policy):
+                yield Problem(
+                    f"trainer.placement.{role}_{name}",
+                    f"{own} differs from the policy's {policy}, whose GPUs it shares; leave it out or set "
+                    f"trainer.placement.{switch}=false",
+                )
+
+
+def colocated_engines(config: ConfigTree) -> Iterator[Problem]:
+    engine, trainer = config.generator.inference_engine, config.trainer
+    if not trainer.placement.colocate_all:
+        return
+    sizes = (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.data_parallel_size)
+    engines = engine.num_engines * math.prod(sizes)
+    if engines != trainer_ranks(trainer):
+        yield Problem(
+            "trainer.placement.colocate_all",
+            f"the engines use {engines} GPUs (num_engines x tensor, pipeline and data parallel size), the trainer "
+            f"{trainer_ranks(trainer)}; make them equal",
+        )
+    if trainer.fully_async.max_staleness_steps:
+        yield Problem(
+            "trainer.placement.colocate_all",
+            "trainer and engines take turns on their GPUs, so trainer.fully_async.max_staleness_steps must be 0",
+        )

@@ -1,0 +1,129 @@
+"""Rules about what scores a response: an environment, named rewards, a reward service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpcrl.config.derive import eval_sampling, reward_weights, uses_reward_service
+from hpcrl.config.errors import Problem
+from hpcrl.config.import_path import misnamed
+from hpcrl.config.sections.environment import REWARDS, OverlongRewardConfig, RemoteRewardConfig, SearchConfig
+from hpcrl.config.sections.tree import ConfigTree
+
+_WEIGHTS = ("reward_function", "eval_reward_function")
+
+
+def reward_names(config: ConfigTree) -> Iterator[Problem]:
+    for setting in _WEIGHTS:
+        weights = getattr(config.environment, setting)
+        for name in weights:
+            yield from misnamed(f"environment.{setting}", name, REWARDS, "names of")
+        if weights and not any(weights.values()):
+            yield Problem(
+                f"environment.{setting}",
+                "every weight is 0, and so would be every reward; give one of them another weight",
+            )
+
+
+def filter_metrics(config: ConfigTree) -> Iterator[Problem]:
+    environment = config.environment
+    remote = uses_reward_service(environment, "train")
+    rewards = environment.remote_reward.reward_function if remote else reward_weights(environment, "train")
+    setting = "environment.remote_reward.reward_function" if remote else "environment.reward_function"
+    unknown = [name for name in config.trainer.algorithm.filter_reward_metric if name not in rewards]
+    if rewards and unknown:
+        yield Problem(
+            "trainer.algorithm.filter_reward_metric",
+            f'"{unknown[0]}" is not in {setting}, whose rewards are {", ".join(rewards)}; '
+            "list it there, with weight 0 if it is not to count",
+        )
+
+
+def one_reward_source(config: ConfigTree) -> Iterator[Problem]:
+    environment = config.environment
+    if environment.reward_function and environment.env_class is not None:
+        yield Problem(
+            "environment.env_class",
+            f"environment.reward_function scores instead, so that {environment.env_class} has no effect; leave one of them out (environment.env_class= unsets it)",
+        )
+    if not environment.remote_reward.enable:
+        return
+    if environment.reward_function:
+        yield Problem(
+            "environment.reward_function",
+            "given beside environment.remote_reward.enable, where a service scores; leave one of them out",
+        )
+    elif environment.env_class is not None:
+        yield Problem(
+            "environment.env_class",
+            f"a service scores instead (environment.remote_reward.enable), so that {environment.env_class} has no effect; leave one of them out",
+        )
+
+
+def overlong(config: ConfigTree) -> Iterator[Problem]:
+    environment, path = config.environment, "environment.overlong_reward"
+    listed = [kind for kind in ("train", "eval") if "overlong" in reward_weights(environment, kind)]
+    changed = [name for name, value in vars(environment.overlong_reward).items() if value != _default(name)]
+    if changed and not listed:
+        yield Problem(
+            f"{path}.{changed[0]}",
+            "has no effect without overlong in environment.reward_function; list it there, or leave this out",
+        )
+    longest = {"train": config.generator.sampling_params, "eval": eval_sampling(config.generator)}
+    for kind in listed:
+        most = longest[kind].max_generate_length
+        if environment.overlong_reward.buffer_length > most:
+            section = "sampling_params" if kind == "train" else "eval_sampling_params"
+            yield Problem(
+                f"{path}.buffer_length",
+                f"expected at most the longest response (generator.{section}.max_generate_length = {most}), "
+                f"found {environment.overlong_reward.buffer_length}",
+            )
+            return
+
+
+def _default(name: str) -> float:
+    return getattr(OverlongRewardConfig(), name)
+
+
+def remote_reward(config: ConfigTree) -> Iterator[Problem]:
+    remote = config.environment.remote_reward
+    if remote.enable and not remote.reward_function:
+        yield Problem(
+            "environment.remote_reward.reward_function",
+            "required with environment.remote_reward.enable: the rewards that the service computes, with their weights",
+        )
+    if remote.enable and remote.reward_function and not any(remote.reward_function.values()):
+        yield Problem(
+            "environment.remote_reward.reward_function",
+            "every weight is 0, and so would be every reward; give one of them another weight",
+        )
+    default = vars(RemoteRewardConfig())
+    changed = [name for name, value in vars(remote).items() if value != default[name]]
+    if changed and not remote.enable:
+        yield Problem(
+            f"environment.remote_reward.{changed[0]}",
+            "has no effect without environment.remote_reward.enable; set that to true, or leave this out",
+        )
+    if remote.clip_min > remote.clip_max:
+        yield Problem(
+            "environment.remote_reward.clip_min",
+            f"expected at most clip_max ({remote.clip_max}), found {remote.clip_min}",
+        )
+
+
+def environments(config: ConfigTree) -> Iterator[Problem]:
+    """What the environment of rows that name none needs; rows that name theirs are checked when they are rolled out."""
+    gym, path, name = config.environment.skyrl_gym, "environment.skyrl_gym", config.environment.env_class
+    if name == "text2sql" and gym.text2sql.db_path is None:
+        yield Problem(f"{path}.text2sql.db_path", "required by text2sql: the folder of the databases")
+    if name == "llm_as_a_judge" and gym.llm_as_a_judge.model is None:
+        yield Problem(f"{path}.llm_as_a_judge.model", "required by llm_as_a_judge: the judge's name at its server")
+    for setting, url in (
+        ("llm_as_a_judge.base_url", gym.llm_as_a_judge.base_url),
+        ("search.search_url", gym.search.search_url),
+    ):
+        if url is not None and not url.startswith(("http://", "https://")):
+            yield Problem(f"{path}.{setting}", f'expected an address such as "http://host:8000/v1", found "{url}"')
+    if gym.search.corpus is not None and gym.search.search_url != SearchConfig.search_url:
+        yield Problem(f"{path}.search.corpus", "is searched instead of search_url; leave one of them out")

@@ -1,0 +1,148 @@
+"""Rules about how models are sharded, scheduled, adapted and profiled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hpcrl.config.derive import critic_ranks, ref_ranks, trainer_ranks
+from hpcrl.config.errors import Problem, shown
+from hpcrl.config.sections.model import PolicyConfig, ShardingConfig
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.config.sections.tree import ConfigTree
+
+_UNITS = {
+    "transformer_layer_cls_to_wrap": (list, "a list of class names"),
+    "min_num_params": (int, "a number of parameters"),
+    "disable": (bool, "true or false"),
+}
+
+
+def sharding(config: ConfigTree) -> Iterator[Problem]:
+    trainer = config.trainer
+    models = {"policy": trainer_ranks(trainer), "ref": ref_ranks(trainer), "critic": critic_ranks(trainer)}
+    for role, ranks in models.items():
+        yield from _shards(f"trainer.{role}.fsdp_config", getattr(trainer, role).fsdp_config, ranks)
+
+
+def _shards(path: str, fsdp: ShardingConfig, ranks: int) -> Iterator[Problem]:
+    copy, kept = ranks if fsdp.fsdp_size == -1 else min(fsdp.fsdp_size, ranks), fsdp.reshard_after_forward
+    if ranks % copy:
+        yield Problem(
+            f"{path}.fsdp_size",
+            f"{copy} ranks share each copy of the parameters, which does not divide the {ranks} ranks (trainer.placement); "
+            "-1: all ranks share one",
+        )
+    if not isinstance(kept, bool) and copy % kept:
+        yield Problem(
+            f"{path}.reshard_after_forward",
+            f"expected true, false or a divisor of the {copy} ranks that share a copy ({path}.fsdp_size), found {kept}",
+        )
+
+
+def units(config: ConfigTree) -> Iterator[Problem]:
+    for role in ("policy", "ref", "critic"):
+        path = f"trainer.{role}.fsdp_config.wrap_policy"
+        policy: dict[str, Any] = getattr(config.trainer, role).fsdp_config.wrap_policy
+        for name, value in policy.items():
+            if name not in _UNITS:
+                yield Problem(f"{path}.{name}", f"unknown setting; expected one of {', '.join(_UNITS)}")
+            elif type(value) is not _UNITS[name][0]:
+                yield Problem(f"{path}.{name}", f"expected {_UNITS[name][1]}, found {shown(value)}")
+        if len(policy) > 1 and policy.keys() <= _UNITS.keys():
+            yield Problem(path, f"expected one of {', '.join(policy)}; leave the others out")
+
+
+def schedule(config: ConfigTree) -> Iterator[Problem]:
+    for name in ("policy", "critic"):
+        optimizer = getattr(config.trainer, name).optimizer_config
+        path = f"trainer.{name}.optimizer_config"
+        for setting in ("decay_ratio", "min_lr_factor"):
+            if optimizer.scheduler == "constant_with_warmup" and getattr(optimizer, setting):
+                yield Problem(
+                    f"{path}.{setting}", f"has no effect with {path}.scheduler=constant_with_warmup, which never falls"
+                )
+        if optimizer.warmup_start_factor and not (optimizer.num_warmup_steps or optimizer.warmup_ratio):
+            yield Problem(
+                f"{path}.warmup_start_factor",
+                f"has no effect without a warm-up; set {path}.num_warmup_steps or {path}.warmup_ratio",
+            )
+
+
+def recomputation(config: ConfigTree) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.gradient_checkpointing_use_reentrant and not trainer.gradient_checkpointing:
+        yield Problem(
+            "trainer.gradient_checkpointing_use_reentrant", "has no effect with trainer.gradient_checkpointing=false"
+        )
+
+
+def rotary_positions(config: ConfigTree) -> Iterator[Problem]:
+    for section in ("trainer", "generator"):
+        scaling = getattr(config, section).rope_scaling
+        if scaling and not {"rope_type", "type"} & scaling.keys():
+            yield Problem(
+                f"{section}.rope_scaling", 'expected an entry rope_type, such as "linear", "yarn" or "llama3"'
+            )
+
+
+def frozen(config: ConfigTree) -> Iterator[Problem]:
+    for pattern in config.trainer.policy.freeze_pattern:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield Problem("trainer.policy.freeze_pattern", f'"{pattern}" is not a regular expression: {error}')
+
+
+def profiled_ranks(config: ConfigTree) -> Iterator[Problem]:
+    profiler, ranks = config.trainer.profiler, trainer_ranks(config.trainer)
+    wrong = [rank for rank in profiler.ranks if not 0 <= rank < ranks]
+    if profiler.enable and (wrong or not profiler.ranks):
+        yield Problem("trainer.profiler.ranks", f"expected trainer ranks from 0 to {ranks - 1}, found {profiler.ranks}")
+
+
+_OF_FSDP = {
+    "policy.fsdp_config": ", and see trainer.policy.megatron_config, whose dtype is the type of computation",
+    "ref.fsdp_config": ", and see trainer.ref.megatron_config",
+    "critic.fsdp_config": ": a critic is split as trainer.policy.megatron_config",
+    "policy.sequence_parallel_size": ", and see trainer.policy.megatron_config.context_parallel_size",
+    "ref.sequence_parallel_size": ", and see trainer.ref.megatron_config.context_parallel_size",
+    "critic.sequence_parallel_size": ": a critic is split as trainer.policy.megatron_config",
+    "policy.use_torch_compile": "",
+    "policy.optimizer_config.implementation": ": the optimizer is Megatron-core's",
+    "critic.optimizer_config.implementation": ": the optimizer is Megatron-core's",
+    "use_sample_packing": ": samples are always packed",
+    "flash_attn": ": attention is TransformerEngine's, or torch's",
+    "gradient_checkpointing_use_reentrant": ", and see trainer.policy.megatron_config.transformer_config_kwargs",
+}
+_OF_MEGATRON = {"policy.megatron_config": "", "ref.megatron_config": ""}
+
+
+def strategy(config: ConfigTree) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.strategy == "fsdp":
+        for name in ("policy", "critic"):
+            if getattr(trainer, name).fsdp_config.cpu_offload:
+                yield Problem(
+                    f"trainer.{name}.fsdp_config.cpu_offload",
+                    "FSDP1 cannot train offloaded parameters; use trainer.strategy=fsdp2",
+                )
+
+
+def without_effect(config: ConfigTree) -> Iterator[Problem]:
+    """Settings of the other backend."""
+    trainer = config.trainer
+    fresh = TrainerConfig(policy=PolicyConfig(model=trainer.policy.model))
+    idle = _OF_FSDP if trainer.strategy == "megatron" else _OF_MEGATRON
+    for path, instead in idle.items():
+        if _at(trainer, path) != _at(fresh, path):
+            yield Problem(
+                f"trainer.{path}", f"has no effect with trainer.strategy={trainer.strategy}; leave it out{instead}"
+            )
+
+
+def _at(value: Any, path: str) -> Any:
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,283 @@
+"""Section `trainer.algorithm`: advantages, losses, corrections, filters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+LogprobDtype = Literal["fp32", "bf16", "fp16"]
+ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "maxrl", "opo", "remax", "reinforce++", "reinforce++_baseline", "gae")
+POLICY_LOSSES = (
+    "regular",
+    "dual_clip",
+    "gspo",
+    "sapo",
+    "cispo",
+    "rollout_is",
+    "clip_cov",
+    "kl_cov",
+    "cross_entropy",
+    "importance_sampling",
+    "aipo",
+    "dppo",
+    "gpg",
+    "gmpo",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLControllerConfig:
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """Weight of the KL divergence in the reward (use_kl_in_reward): fixed at kl_loss_coef, or adapted from there on so that the divergence approaches kl_target."""
+
+    kl_target: float = 0.1
+    """KL divergence that the adaptive controller aims at, in nats per token."""
+
+    horizon: int = 10000
+    """Time constant of the adaptive controller in samples: n samples change the weight by at most 0.2 * n / horizon of itself, a batch by at most 0.2 (arXiv:1909.08593)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffPolicyCorrectionConfig:
+    tis_ratio_type: Literal["token", "sequence"] | None = None
+    """Multiply the loss by the ratio of a token's, or a whole sample's, old to rollout probability, capped; unset: do not. What is left out or weighs less still counts in the means of loss_reduction, with this and all other corrections."""
+
+    token_tis_ratio_clip_high: float = 2.0
+    """Cap of the ratio with tis_ratio_type=token."""
+
+    sequence_tis_ratio_clip_high: float = 5.0
+    """Cap of the product of a sample's ratios with tis_ratio_type=sequence."""
+
+    token_tis_ratio_drop_high: float | None = None
+    """Tokens whose ratio is above this count nothing, instead of as much as the cap; needs tis_ratio_type=token."""
+
+    sequence_mask_metric: Literal["product", "geometric"] | None = None
+    """Leave out samples whose ratio of old to rollout probability, the product over tokens or their geometric mean, is out of bounds; unset: none."""
+
+    geo_mask_high: float = 1.01
+    """Upper bound of the geometric mean; the bound itself is in."""
+
+    geo_mask_low: float = 0.99
+    """Lower bound of the geometric mean; the bound itself is in."""
+
+    product_mask_high: float = 2.0
+    """Upper bound of the product; the bound itself is in."""
+
+    product_mask_low: float = 0.5
+    """Lower bound of the product; the bound itself is in."""
+
+    outlier_token_is_threshold_low: float | None = None
+    """Leave out samples with a token whose ratio is below this; unset: none."""
+
+    outlier_token_is_threshold_high: float | None = None
+    """Leave out samples with a token whose ratio is above this; unset: none."""
+
+    token_mask_is_threshold_low: float | None = None
+    """Leave out tokens whose ratio is below this; needs the upper bound too."""
+
+    token_mask_is_threshold_high: float | None = None
+    """Leave out tokens whose ratio is above this; needs the lower bound too."""
+
+    negative_sample_mask_delta: float | None = None
+    """Leave out samples of negative advantage whose log-probability fell by more than this, in nats per token on average, since the old policy, or since the rollout with tis_ratio_type (DeepSeek-V3.2); unset: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SAPOConfig:
+    tau_pos: float = 1.0
+    """sapo: steepness of the gate around ratio 1 for positive advantages (arXiv:2511.20347)."""
+
+    tau_neg: float = 1.05
+    """sapo: the same for other advantages; above tau_pos: they are damped sooner."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSamplingConfig:
+    type: Literal["filter", "replace"] | None = None
+    """What happens to groups of several samples whose rewards are all equal; filter: another prompt is generated instead (DAPO, arXiv:2503.14476), replace: other groups of the batch take their places (POLARIS), unset: they are trained. trainer.epochs sets the number of steps as without it."""
+
+    max_sample_batches: int = 30
+    """How many times a batch of groups may be generated for one step; the run fails if these do not yield one batch. 0 or less: no bound."""
+
+    min_replace_ratio: float = 0.3
+    """replace: share of groups with different rewards that a batch must exceed to be used; otherwise it is generated again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipCovConfig:
+    clip_ratio: float = 0.0002
+    """clip_cov: share of the tokens of a micro-batch that is left out, drawn at random, at least one token (arXiv:2505.22617)."""
+
+    clip_cov_lb: float = 1.0
+    """clip_cov: tokens may be left out whose covariance of advantage and log-probability is above this."""
+
+    clip_cov_ub: float = 5.0
+    """clip_cov: and below this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLCovConfig:
+    kl_cov_frac: float = 0.2
+    """kl_cov: share of the tokens of a micro-batch, those of largest covariance of advantage and log-probability, that get a KL term (arXiv:2505.22617)."""
+
+    ppo_kl_coef: float = 1.0
+    """kl_cov: weight of that term, |new - old log-probability|."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPOConfig:
+    cispo_eps_clip_low: float = 0.0
+    """cispo: probability ratios below 1 - cispo_eps_clip_low are raised to that bound (arXiv:2506.13585)."""
+
+    cispo_eps_clip_high: float = 5.0
+    """cispo: probability ratios above 1 + cispo_eps_clip_high are lowered to that bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPPOConfig:
+    dppo_type: Literal["binary_tv", "binary_kl"] = "binary_tv"
+    """dppo: divergence of the policy from the rollout, of this token against all others; binary_tv: difference of the probabilities, binary_kl: KL(rollout || policy) in nats (arXiv:2602.04879)."""
+
+    delta_low: float = 0.2
+    """dppo: tokens of negative advantage count nothing once the policy has fallen from the rollout by a divergence above this; 0.05 is usual with binary_kl."""
+
+    delta_high: float = 0.2
+    """dppo: the same for tokens of positive advantage and a policy that has risen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GMPOConfig:
+    log_clip_low: float = 0.4
+    """gmpo: logarithms of probability ratios below -log_clip_low are raised to it, where the advantage is negative (arXiv:2507.20673)."""
+
+    log_clip_high: float = 0.4
+    """gmpo: those above log_clip_high are lowered to it, where the advantage is positive."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    advantage_estimator: str = "grpo"
+    """How rewards become advantages: grpo (against the group's mean, arXiv:2402.03300), rloo (against the mean of the group's other samples, arXiv:2402.14740), maxrl (as grpo, but divided by the mean of the group, arXiv:2602.02710), opo (against the group's mean weighted by length, arXiv:2505.23585), remax (against the greedy response to the same prompt, which is generated beside the group, arXiv:2310.10505), reinforce++ (rewards from each token on, discounted, standardized over the batch, arXiv:2501.03262), reinforce++_baseline (against the group's mean, standardized over the batch), gae (against a critic, arXiv:1506.02438), or your own as "package.module:function"."""
+
+    grpo_norm_by_std: bool = True
+    """grpo: divide a group's advantages by the standard deviation of its rewards (false: Dr.GRPO, arXiv:2503.20783)."""
+
+    advantage_batch_normalize: bool = False
+    """Standardize advantages over all trained tokens of the batch."""
+
+    advantage_clip_low: float | None = None
+    """Advantages below this are raised to it; unset: none."""
+
+    advantage_clip_high: float | None = None
+    """Advantages above this are lowered to it; unset: none."""
+
+    gamma: float = 1.0
+    """gae, reinforce++ and what a critic learns: discount of a reward per trained token that it comes later."""
+
+    lambd: float = 1.0
+    """gae, and what a critic learns: lambda; 1: advantages from all later rewards, 0: from the next value alone."""
+
+    policy_loss_type: str = "regular"
+    """Policy loss: regular (the clipped surrogate of PPO, arXiv:1707.06347), dual_clip (also bounded for negative advantages, arXiv:1912.09729), gspo (one ratio per sample, arXiv:2507.18071), sapo (a soft gate, arXiv:2511.20347), cispo (clipped weights, arXiv:2506.13585), rollout_is (ratio to the rollout, out of bounds: no weight), clip_cov and kl_cov (arXiv:2505.22617), aipo (ratio bounded on one side, arXiv:2505.24034), dppo (ratio to the rollout, inside a bound on the divergence, arXiv:2602.04879), gmpo (geometric mean of a sample's ratios, arXiv:2507.20673; the paper's loss_reduction is sequence_mean), gpg (no ratio, arXiv:2504.02546), importance_sampling (the plain ratio), cross_entropy (likelihood, without advantages), or your own as "package.module:function"."""
+
+    loss_reduction: Literal[
+        "token_mean",
+        "token_mean_legacy",
+        "sequence_mean",
+        "seq_mean_token_sum",
+        "seq_mean_token_sum_norm",
+        "seq_mean_token_mean",
+        "token_sum",
+        "prompt_mean",
+    ] = "token_mean"
+    """How the loss of the trained tokens of a mini-batch becomes one number; token_mean: mean over tokens, token_mean_legacy: mean over micro-batches of means over their tokens, token_sum: sum, sequence_mean and seq_mean_token_mean: mean over samples of means over their tokens, seq_mean_token_sum: mean over samples of sums, seq_mean_token_sum_norm: the same divided by max_seq_len, prompt_mean: mean over groups of means over their tokens."""
+
+    max_seq_len: int | None = None
+    """Divisor of seq_mean_token_sum_norm in tokens; unset: generator.max_input_length + generator.sampling_params.max_generate_length."""
+
+    unbiased_loss_max_tokens: int | None = None
+    """Divisor of seq_mean_token_mean in tokens, instead of each sample's own length (Dr.GRPO)."""
+
+    eps_clip_low: float = 0.2
+    """Probability ratios below 1 - eps_clip_low are clipped; 1: none."""
+
+    eps_clip_high: float = 0.2
+    """Probability ratios above 1 + eps_clip_high are clipped."""
+
+    clip_ratio_c: float = 3.0
+    """dual_clip: the loss of a token of negative advantage A is at most clip_ratio_c * |A| (arXiv:1912.09729)."""
+
+    aipo_rho: float = 2.0
+    """aipo: upper bound of the probability ratio, the only one of this loss."""
+
+    positive_nll_coef: float | None = None
+    """Weight of the negative log-likelihood, as a mean over tokens, of samples with positive reward, which is added to the loss (VAPO, arXiv:2504.05118); unset: none."""
+
+    use_rollout_logprobs_for_loss: bool = False
+    """Use the rollout's log-probabilities as the old policy's; saves a forward pass."""
+
+    use_kl_loss: bool = True
+    """Add the KL divergence from the reference model to the loss; excludes use_kl_in_reward, and costs a second model as that does."""
+
+    use_kl_in_reward: bool = False
+    """Subtract the KL divergence from the reference model from the reward of each token; excludes use_kl_loss."""
+
+    kl_loss_coef: float = 0.001
+    """Weight of the KL divergence, in the loss, where tokens are reduced as loss_reduction says, or in the reward."""
+
+    kl_estimator_type: Literal["k1", "k2", "k3", "abs"] = "k3"
+    """Estimate of the KL divergence per token, with d = policy - reference log-probability; k1: d, abs: |d|, k2: d^2 / 2, k3: exp(-d) - 1 + d."""
+
+    kl_importance_weighted: bool = False
+    """Multiply the estimate in the loss by the ratio of new to old probability, which makes its gradient unbiased."""
+
+    kl_ctrl: KLControllerConfig = field(default_factory=KLControllerConfig)
+
+    reference_reset_interval: int | None = None
+    """Steps between resets of the reference to the current policy; unset: never."""
+
+    reset_optimizer_with_reference: bool = True
+    """Start with a fresh optimizer state after such a reset."""
+
+    use_entropy_loss: bool = False
+    """Subtract the policy's entropy, weighted, from the loss; it is reported either way."""
+
+    entropy_loss_coef: float = 0.01
+    """Weight of the entropy in nats with use_entropy_loss; tokens are reduced as loss_reduction says."""
+
+    temperature: float | None = None
+    """Divides the logits in training; unset: generator.sampling_params.temperature."""
+
+    logprob_dtype: LogprobDtype = "fp32"
+    """Number type in which logits become log-probabilities, of policy, old policy and reference; bf16 and fp16 take half the memory and leave 2 or 3 digits."""
+
+    value_head_prefix: str = "value_head"
+    """Name of the critic's output layer. A parameter `<name>.weight` of trainer.critic.model.path is loaded; without one, weights are drawn with trainer.seed, so small that values begin near 0."""
+
+    value_clip: float = 0.2
+    """A value may move by this much from that before the update, further changes count nothing; 0: no bound, as SkyRL's null."""
+
+    zero_variance_filter: bool = False
+    """Leave groups of several samples whose rewards are all equal out of the loss, which then does not count them either."""
+
+    filter_reward_metric: list[str] = field(default_factory=list)
+    """Named rewards, or metrics of the environment, whose sum decides for dynamic_sampling and zero_variance_filter whether a group's rewards are all equal; empty: the reward itself."""
+
+    min_filter_prefix_tokens: int | None = None
+    """Leave the longest beginnings that several responses of a group share, and that were rewarded differently, out of the loss where they have at least this many tokens; unset: never."""
+
+    off_policy_correction: OffPolicyCorrectionConfig = field(default_factory=OffPolicyCorrectionConfig)
+
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+
+    sapo: SAPOConfig = field(default_factory=SAPOConfig)
+
+    clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
+
+    kl_cov: KLCovConfig = field(default_factory=KLCovConfig)
+
+    cispo: CISPOConfig = field(default_factory=CISPOConfig)
+
+    dppo: DPPOConfig = field(default_factory=DPPOConfig)
+
+    gmpo: GMPOConfig = field(default_factory=GMPOConfig)

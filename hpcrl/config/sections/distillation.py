@@ -1,0 +1,84 @@
+"""Section `trainer.distillation`: a teacher that scores the policy's own samples (on-policy distillation)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hpcrl.config.fields import Location
+from hpcrl.config.sections.model import FSDPConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherPlacementConfig:
+    num_replicas: int = 1
+    """Copies of the teacher."""
+
+    tensor_parallel_size: int = 1
+    """Ranks of the teacher that share each layer's matrices."""
+
+    pipeline_parallel_size: int = 1
+    """Ranks of the teacher that share the layers."""
+
+    sequence_parallel_size: int = 1
+    """Ranks of the teacher that share the tokens of a sample."""
+
+    expert_parallel_size: int = 1
+    """Ranks of the teacher that share the experts."""
+
+    fsdp_size: int = 1
+    """Ranks of the teacher that share one copy of the parameters; -1: all share one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig:
+    enable: bool = False
+    """Learn from the divergence from a teacher instead of rewards."""
+
+    model_path: Location | None = None
+    """Directory or hub id of the teacher."""
+
+    model_revision: str | None = None
+    """Branch, tag or commit of the teacher on the hub."""
+
+    placement: TeacherPlacementConfig = field(default_factory=TeacherPlacementConfig)
+
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+
+    compile_model: bool = False
+    """Compile the teacher with torch.compile."""
+
+    micro_batch_size_per_gpu: int = 1
+    """Samples per forward pass of the teacher on one rank."""
+
+    batch_size_per_replica: int = 8
+    """Samples that one copy of the teacher scores at a time."""
+
+    max_tokens_per_micro_batch: int | None = None
+    """Tokens per forward pass of the teacher, instead of a number of samples."""
+
+    use_sample_packing: bool = True
+    """Lay samples end to end in the teacher's forward pass."""
+
+    seed: int | None = None
+    """Seed of the teacher; unset: trainer.seed."""
+
+    kl_penalty_coef: float = 1.0
+    """Weight of the divergence that is subtracted from the advantage of each token."""
+
+    kl_discount_factor: float = 0.0
+    """Discount per token with which later tokens' divergences count for a token; 0: they do not."""
+
+    include_prompt: bool = False
+    """Learn the tokens of the prompt too."""
+
+    top_k: int = 0
+    """Compare the probabilities of this many tokens by a generalized Jensen-Shannon divergence; 0: only of the sampled one, by reverse KL."""
+
+    jsd_beta: float = 0.5
+    """Mixture of policy (1 - jsd_beta) and teacher in that divergence; 0: KL(teacher || policy), 1: KL(policy || teacher)."""
+
+    top_k_from_teacher: bool = True
+    """The top_k tokens are the teacher's; otherwise the policy's."""
+
+    rollout_top_k_recompute: bool = False
+    """Find the policy's top_k tokens in one extra pass after generation."""

@@ -1,0 +1,118 @@
+"""Section `environment`: what scores a response."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcrl.config.fields import Location
+
+COMPARING_REWARDS = ("single_choice", "boxed_math", "gsm8k", "direct_math")
+"""Rewards that compare a response with the ground truth of its row."""
+
+REWARDS = (*COMPARING_REWARDS, "format", "overlong")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text2SQLConfig:
+    db_path: Location | None = None
+    """text2sql: folder of the SQLite databases, which are opened for reading only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMJudgeConfig:
+    model: str | None = None
+    """llm_as_a_judge: name of the judge model at its server."""
+
+    base_url: str | None = None
+    """llm_as_a_judge: address of an OpenAI-compatible server, such as http://host:8000/v1; unset: OpenAI's. The key is in OPENAI_API_KEY, which a server of your own may not need."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    search_url: str = "http://127.0.0.1:8000/retrieve"
+    """search: address of the retrieval service."""
+
+    corpus: Location | None = None
+    """search: JSON lines of documents that each replica searches itself, by BM25, instead of at a service."""
+
+    topk: int = 3
+    """search: documents per query."""
+
+    timeout: int = 30
+    """search: seconds that one try of a query at the service may take; further tries begin within a minute."""
+
+    log_requests: bool = False
+    """search: print each query and the number of its documents in the replica's log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkyRLGymConfig:
+    max_env_workers: int = 32
+    """Environments of one replica that step at the same time, in threads; 0: one after the other, without threads."""
+
+    text2sql: Text2SQLConfig = field(default_factory=Text2SQLConfig)
+
+    llm_as_a_judge: LLMJudgeConfig = field(default_factory=LLMJudgeConfig)
+
+    search: SearchConfig = field(default_factory=SearchConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteRewardConfig:
+    enable: bool = False
+    """Score responses at a reward service, whose address and token are in REMOTE_REWARD_ENQUEUE_URL, _FETCH_URL and _TOKEN."""
+
+    reward_function: dict[str, float] = field(default_factory=dict)
+    """Rewards that the service computes, with their weights in the sum; each is reported as environment/<name>, unweighted."""
+
+    score_key: str = "overall_reward"
+    """Name of the score in the reply that counts; a+b: the sum of two, and so on."""
+
+    clip_min: float = -5.0
+    """Lower bound of the weighted sum, before scaling."""
+
+    clip_max: float = 5.0
+    """Upper bound of the weighted sum, before scaling."""
+
+    scale: float = 1.0
+    """Factor on the sum, after clipping."""
+
+    batch_size: int = 1
+    """Responses per request at most; no more are scored at the same time than skyrl_gym.max_env_workers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongRewardConfig:
+    buffer_length: int = 4096
+    """overlong: tokens before the longest response over which the penalty grows from 0 (DAPO, arXiv:2503.14476)."""
+
+    penalty_factor: float = 1.0
+    """overlong: penalty at the longest response (max_generate_length of training or evaluation); it grows linearly over the buffer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    env_class: str | None = None
+    """Environment of rows that have no env_class column: a name that `hpcrl env ls` shows, or your own as "package.module:Class"; unset: every row must have one, unless reward_function or remote_reward scores."""
+
+    reward_function: dict[str, float] = field(default_factory=dict)
+    """Named rewards and their weights in the sum that is each sample's reward, instead of an environment's: single_choice (the answer in <answer> tags, as a text), boxed_math (the answer as a formula, by math-verify), gsm8k (the number after ####), direct_math (the line after "Answer:", 1 or -1), format (<think> and <answer> tags), overlong (a penalty on long responses), or your own as "package.module:function". With weight 0 a reward is only reported, as environment/<name>. Empty: the environment scores."""
+
+    eval_reward_function: dict[str, float] = field(default_factory=dict)
+    """The same for evaluation; empty: reward_function."""
+
+    overlong_reward: OverlongRewardConfig = field(default_factory=OverlongRewardConfig)
+
+    remote_reward: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)
+
+    skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
+
+    timeout_seconds: float = 300.0
+    """How long a call of an environment or a reward may take; then its sample has failed. 0: no limit. Not enforced with max_env_workers=0."""
+
+    max_failed_ratio: float = 0.5
+    """Share of a step's samples whose environments may raise, or take too long. Such samples are left out of the loss, and count in their groups as the mean of the others; with more of them the run ends."""
+
+    custom: dict[str, Any] = field(default_factory=dict)
+    """Handed to every environment, untouched, as the extra `custom`; rows with a column of that name keep theirs."""

@@ -1,0 +1,201 @@
+"""Section `generator`: the inference engines and how they sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hpcrl.config.fields import Location
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceEngineConfig:
+    backend: Literal["vllm"] = "vllm"
+    """Implementation of the engine."""
+
+    model_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Number type of weights and activations in the engine; weights are cast to it on arrival."""
+
+    quantization: Literal["fp8"] | None = None
+    """Quantize weights when they arrive; unset: do not."""
+
+    num_engines: int = 1
+    """Replicas that generate."""
+
+    tensor_parallel_size: int = 1
+    """GPUs that share one replica's weights."""
+
+    pipeline_parallel_size: int = 1
+    """Groups of GPUs that share one replica's layers."""
+
+    data_parallel_size: int = 1
+    """Copies of the weights inside one replica."""
+
+    expert_parallel_size: int = 1
+    """GPUs that share one replica's experts; 1 or data_parallel_size * tensor_parallel_size."""
+
+    seed: int | None = None
+    """Seed of what an engine draws outside of requests; unset: trainer.seed. Each sample has its own seed, made from trainer.seed."""
+
+    weight_sync_backend: Literal["filesystem", "nccl", "gloo"] = "filesystem"
+    """How new weights reach the engines: as files that they read, or pushed by a rank of the trainer over NCCL or gloo."""
+
+    weight_transfer_threshold_cuda_ipc_GB: float = 1.0
+    """Size of the buckets, in GB, by which weights reach colocated engines."""
+
+    enable_prefix_caching: bool = True
+    """Reuse the key-value cache of equal prompt beginnings under the same weights."""
+
+    enable_chunked_prefill: bool = True
+    """Let long prompts share a batch with decoding. Has no effect on a processor, where prompts are read whole."""
+
+    max_num_batched_tokens: int = 8192
+    """Tokens per forward pass of the engine; raised to the longest prompt and response together where it is less."""
+
+    enforce_eager: bool = True
+    """Run without compiled graphs: faster start, slower generation."""
+
+    fully_sharded_loras: bool = False
+    """Split adapters over the GPUs of a replica too."""
+
+    use_flashinfer: bool = False
+    """Use FlashInfer for attention; needs GPUs with vLLM's FlashInfer. Otherwise vLLM chooses."""
+
+    gpu_memory_utilization: float = 0.8
+    """Share of a GPU's memory that the engine may use; no effect on CPU."""
+
+    max_num_seqs: int = 1024
+    """Sequences that the engine decodes together."""
+
+    engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further options of the vLLM server, by their names there."""
+
+    start_timeout_seconds: int = 1800
+    """How long an engine may take until it answers, and later to take in new weights; then it counts as failed."""
+
+    stall_timeout_seconds: int = 300
+    """How long an engine may leave requests waiting without generating a token; then it counts as failed. Longer than the longest
+    prefill takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    max_generate_length: int = 1024
+    """Tokens per response at most, in each turn."""
+
+    temperature: float = 1.0
+    """Divides the logits before sampling; 0: greedy."""
+
+    top_p: float = 1.0
+    """Sample among the most probable tokens that together reach this probability."""
+
+    top_k: int = -1
+    """Sample among this many most probable tokens; -1: all."""
+
+    min_p: float = 0.0
+    """Drop tokens less probable than this share of the most probable one."""
+
+    repetition_penalty: float = 1.0
+    """Above 1: tokens that already occurred become less probable."""
+
+    logprobs: Literal[0, 1] = 1
+    """The engine returns the log-probability of each sampled token; 0 and 1 mean the same."""
+
+    stop: list[str] | None = None
+    """Texts that end a response; unset: none beside the end-of-sequence tokens."""
+
+    include_stop_str_in_output: bool = True
+    """The environment sees that text at the end of the response; the sample keeps its tokens either way."""
+
+    additional_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further sampling parameters of vLLM, by their names there; those that hpcrl sets are refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSamplingParams:
+    max_generate_length: int | None = None
+    """Tokens per response at most, in each turn; unset: as in training."""
+
+    temperature: float | None = None
+    """Divides the logits before sampling, 0: greedy; unset: as in training, or 0 where nothing of this section is set."""
+
+    top_p: float | None = None
+    """Sample among the most probable tokens that together reach this probability; unset: as in training."""
+
+    top_k: int | None = None
+    """Sample among this many most probable tokens, -1: all; unset: as in training."""
+
+    min_p: float | None = None
+    """Drop tokens less probable than this share of the most probable one; unset: as in training."""
+
+    repetition_penalty: float | None = None
+    """Above 1: tokens that already occurred become less probable; unset: as in training."""
+
+    logprobs: Literal[0, 1] | None = None
+    """The engine returns the log-probability of each sampled token; 0 and 1 mean the same; unset: as in training."""
+
+    stop: list[str] | None = None
+    """Texts that end a response; unset: as in training."""
+
+    include_stop_str_in_output: bool | None = None
+    """The environment sees that text at the end of the response; unset: as in training."""
+
+    additional_kwargs: dict[str, Any] | None = None
+    """Further sampling parameters of vLLM, by their names there; unset: as in training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplateConfig:
+    source: Literal["name", "file"] = "name"
+    """What name_or_path is: a template that comes with hpcrl, or a Jinja file."""
+
+    name_or_path: Location | None = None
+    """Chat template instead of the tokenizer's own: a file of at most 1 MiB, or a name: qwen3_with_thinking (ChatML),
+    qwen3_without_thinking (the same without the thoughts of all but the assistant's last turn)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorConfig:
+    inference_engine: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+
+    n_samples_per_prompt: int = 5
+    """Samples per group in training."""
+
+    eval_n_samples_per_prompt: int = 1
+    """Samples per prompt in evaluation; the k of pass@k."""
+
+    max_turns: int = 1
+    """Actions of the policy per sample at most."""
+
+    max_input_length: int | None = None
+    """Tokens of everything before a turn at most, at which a sample ends; unset: trainer.max_prompt_length."""
+
+    chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
+
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template, such as enable_thinking."""
+
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+
+    eval_sampling_params: EvalSamplingParams = field(default_factory=EvalSamplingParams)
+
+    use_conversation_multi_turn: bool = True
+    """Each turn is a chat message of its own; otherwise all are one message of the assistant, in which observations are plain text."""
+
+    append_eos_token_after_stop_str_in_multi_turn: bool = True
+    """End a turn that the policy did not end itself (a stop text, the length or the environment did) as the chat template ends it, with tokens that are not trained; nothing is added after the last turn."""
+
+    step_wise_trajectories: bool = False
+    """Each turn is trained on its own, after the conversation so far as the chat template writes it anew; the reward of a sample is that of its last turn, and its advantage is that of all its turns."""
+
+    zero_reward_on_non_stop: bool = False
+    """Samples that neither an end token nor a stop text ended get reward 0, in evaluation too."""
+
+    apply_overlong_filtering: bool = False
+    """Samples that neither an end token nor a stop text ended are left out of the loss; their rewards still count in the group."""
+
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    """Scaling of rotary positions in the engines; empty: trainer.rope_scaling."""
+
+    rope_theta: float | None = None
+    """Base of rotary positions in the engines; unset: trainer.rope_theta."""

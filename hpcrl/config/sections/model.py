@@ -1,0 +1,278 @@
+"""Sections `trainer.policy`, `trainer.ref` and `trainer.critic`: the models, how they are sharded, adapted and optimized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hpcrl.config.fields import Location
+from hpcrl.config.sections.diffusers import DiffusersConfig
+from hpcrl.config.sections.megatron import MegatronConfig, MegatronModelConfig
+
+
+def rope_parameters(own: dict[str, Any], scaling: dict[str, Any], theta: float | None) -> dict[str, Any]:
+    """Return the entry `rope_parameters` of config.json, for trainer and engines alike.
+
+    All of its keys are set: transformers and vLLM prefer a base in the model's own rope_parameters to a rope_theta beside it.
+
+    Args:
+        own: the model's rope_parameters.
+        scaling: replaces them but for the base; empty: the model's own.
+        theta: the base; None: that of `scaling`, else the model's own.
+    """
+    parameters = {"rope_theta": own["rope_theta"], **(scaling or own)}
+    return parameters if theta is None else parameters | {"rope_theta": theta}
+
+
+Scheduler = Literal["constant_with_warmup", "linear", "cosine", "sqrt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    rank: int = 0
+    """Rank of the adapters; 0: no adapters, all weights are trained."""
+
+    alpha: float = 16.0
+    """Adapters are scaled by alpha / rank."""
+
+    dropout: float = 0.0
+    """Probability of dropping an input of an adapter in training."""
+
+    target_modules: str | list[str] = "all-linear"
+    """Modules that get adapters: "all-linear" (every linear layer but the output head), or parts of their names."""
+
+    exclude_modules: str | list[str] | None = None
+    """Modules that never get adapters, whatever target_modules says: parts of their names; unset: none."""
+
+    init_method: Literal["kaiming", "xavier", "normal", "zero", "gaussian", "eva", "olora", "pissa"] = "kaiming"
+    """How adapters start; kaiming, xavier, normal, zero, gaussian: so the first matrix, the second at 0; eva, olora, pissa: both from the model's own weights or activations."""
+
+    use_rslora: bool = False
+    """Scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
+
+    modules_to_save: list[str] | None = None
+    """Modules that are trained whole and get no adapter: parts of their names; unset: none."""
+
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    """Other alphas for the modules whose names match these regular expressions."""
+
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    """Other ranks for the modules whose names match these regular expressions."""
+
+    adapter_names: list[str] = field(default_factory=lambda: ["default"])
+    """Adapters to make; only diffusion models have several."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    path: Location
+    """Directory or hub id of a model in Hugging Face format; its tokenizer and generation settings are used too, and the engines serve it."""
+
+    revision: str | None = None
+    """Branch, tag or commit of the model on the hub; unset: its main branch."""
+
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefModelConfig:
+    path: Location | None = None
+    """Model that the KL term compares with; unset: the policy's initial model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticModelConfig:
+    path: Location | None = None
+    """Model that the critic starts from: any causal language model, or one with the critic's output layer (trainer.algorithm.value_head_prefix); unset: no critic. What it learns counts with advantage_estimator=gae or your own; with others it is trained and reported, no more."""
+
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """AdamW decays weights apart from the gradient, Adam adds the decay to it."""
+
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """Which of PyTorch's implementations makes the step."""
+
+    lr: float = 1e-6
+    """Learning rate after the warm-up."""
+
+    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Decay rates of Adam's first and second moment, per optimizer step."""
+
+    eps: float = 1e-8
+    """Added to the root of Adam's second moment, against division by 0."""
+
+    weight_decay: float = 0.01
+    """Weight decay: AdamW takes lr * weight_decay of each weight away at each optimizer step."""
+
+    max_grad_norm: float = 1.0
+    """Bound on the 2-norm of all gradients together, above which they are scaled down; 0 or less: none."""
+
+    offload_after_step: bool = True
+    """With colocated engines: move the optimizer's state to host memory while they generate."""
+
+    num_warmup_steps: int = 0
+    """Optimizer steps (mini-batches) over which the learning rate rises linearly to lr."""
+
+    warmup_ratio: float | None = None
+    """The same as a share of all optimizer steps of the run, rounded, instead of num_warmup_steps."""
+
+    warmup_start_factor: float = 0.0
+    """Share of lr from which the warm-up rises; its first step already lies one part of the way above, so that 0 moves too."""
+
+    scheduler: Scheduler = "constant_with_warmup"
+    """Learning rate after the warm-up: constant, or falling linearly, as a half cosine, or as 1 - sqrt(progress of the decay)."""
+
+    decay_ratio: float | None = None
+    """Share of all optimizer steps of the run, at its end, over which a learning rate falls; unset: all after the warm-up, which is also the most."""
+
+    min_lr_factor: float = 0.0
+    """Share of lr at which a falling learning rate ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticOptimizerConfig(OptimizerConfig):
+    lr: float = 5e-6
+    """Learning rate after the warm-up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecisionConfig:
+    param_dtype: Literal["bf16", "fp32", "fp16"] = "bf16"
+    """Number type of parameters and activations in forward and backward."""
+
+    reduce_dtype: Literal["bf16", "fp32"] = "fp32"
+    """Number type in which gradients are summed over ranks."""
+
+    master_dtype: Literal["bf16", "fp32"] = "fp32"
+    """Type of the parameters that the optimizer changes, and of its moments; in bf16, changes below 1/256 of a parameter are lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefPrecisionConfig:
+    param_dtype: Literal["bf16", "fp32", "fp16"] | None = None
+    """Number type of parameters and activations of the reference model; unset: as the policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory outside forward and backward."""
+
+    reshard_after_forward: bool | int = True
+    """Free gathered parameters after the forward pass and gather them again in backward: less memory, more traffic; a number: keep them sharded over so many ranks."""
+
+    fsdp_size: int = -1
+    """Ranks that share one copy of the parameters; further ranks hold further copies; -1, or more than there are: all ranks share one."""
+
+    wrap_policy: dict[str, Any] = field(default_factory=dict)
+    """Which modules are sharded as units: transformer_layer_cls_to_wrap (class names), min_num_params (a module becomes one when so many parameters in it are in none yet) or disable (one unit only); empty: each decoder layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPConfig(ShardingConfig):
+    mixed_precision: MixedPrecisionConfig = field(default_factory=MixedPrecisionConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefFSDPConfig(ShardingConfig):
+    mixed_precision: RefPrecisionConfig = field(default_factory=RefPrecisionConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowPrecisionConfig:
+    fp8: bool = False
+    """Train eligible linear layers in FP8; needs GPUs of compute capability 8.9 or above; excludes fp4."""
+
+    fp4: bool = False
+    """Train eligible linear layers in NVFP4; needs Blackwell GPUs; excludes fp8."""
+
+    fp8_recipe: Literal["dynamic_scaling", "delayed_scaling"] = "dynamic_scaling"
+    """How FP8 scales are found: from the tensor itself, or from earlier steps."""
+
+    fp8_granularity: Literal["rowwise", "tensorwise"] = "rowwise"
+    """What shares one FP8 scale: a row, or a whole tensor."""
+
+    fp4_recipe: Literal["dynamic_scaling", "delayed_scaling"] = "dynamic_scaling"
+    """How FP4 scales are found: from the tensor itself, or from earlier steps."""
+
+    fp4_granularity: Literal["rowwise", "tensorwise"] = "rowwise"
+    """What shares one FP4 scale: a row, or a whole tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    model: ModelConfig
+
+    optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+
+    megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
+
+    low_precision: LowPrecisionConfig = field(default_factory=LowPrecisionConfig)
+
+    diffusers: DiffusersConfig = field(default_factory=DiffusersConfig)
+
+    sequence_parallel_size: int = 1
+    """Ranks that share the tokens of one sample (Ulysses); FSDP2 only."""
+
+    use_torch_compile: bool = False
+    """Compile the chunked computation of log-probabilities and entropy."""
+
+    compile_model: bool = False
+    """Compile the model's forward and backward pass with torch.compile."""
+
+    async_tensor_parallel: bool = False
+    """Overlap the communication of tensor parallelism with computation; needs compile_model=true."""
+
+    activation_offload: bool = False
+    """Move activations to host memory between forward and backward."""
+
+    enable_liger_kernel: bool = False
+    """Replace layers of the model by the Liger kernels."""
+
+    record_memory: bool = False
+    """Write a snapshot of CUDA memory history after each optimizer step into the run directory."""
+
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Replaces entries of the model's config.json in the trainer, the engines and exports; engines take generator.inference_engine.engine_init_kwargs.hf_overrides before it."""
+
+    trainable_map: dict[str, bool] = field(default_factory=dict)
+    """Parameters or modules, by full name, that are trained (true) or frozen (false); in this order."""
+
+    freeze_pattern: list[str] = field(default_factory=list)
+    """Regular expressions; parameters whose names contain a match are frozen, whatever trainable_map says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefConfig:
+    model: RefModelConfig = field(default_factory=RefModelConfig)
+
+    sequence_parallel_size: int = 1
+    """Ranks that share the tokens of one sample in the reference's forward pass."""
+
+    fsdp_config: RefFSDPConfig = field(default_factory=RefFSDPConfig)
+
+    megatron_config: MegatronModelConfig = field(default_factory=MegatronModelConfig)
+
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Replaces entries of the reference model's config.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+
+    optimizer_config: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
+
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+
+    sequence_parallel_size: int = 1
+    """Ranks that share the tokens of one sample in the critic."""
+
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Replaces entries of the critic's config.json."""

@@ -1,0 +1,135 @@
+"""Section `slurm`: where the run directory is and what is requested from the cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcrl.config.fields import Location
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatienceConfig:
+    """For how long a process may make no progress, in seconds, before the attempt ends as a hang with the stacks of all of them.
+
+    0: no limit.
+    """
+
+    load_seconds: int = 3600
+    """Imports, the ranks' rendezvous, loading of model, checkpoint and data."""
+
+    step_seconds: int = 1800
+    """One micro-batch or one optimizer step, the first of which may compile. Waiting for a batch does not count."""
+
+    save_seconds: int = 3600
+    """A checkpoint, an export, or the weights for the replicas. A controller that fails gives the trainer as long to save."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticConfig:
+    """Further replicas in a job array of their own, one element each, usually on a partition where they may be preempted.
+
+    They join the run when Slurm starts them and leave it when Slurm takes them away; training goes on with those that are there.
+    """
+
+    replicas: int = 0
+    """Replicas beside those of generator.inference_engine.num_engines; 0: none. With num_engines=0 the run depends on them, and waits
+    for the first one as long as slurm.replica_patience_minutes allows."""
+
+    at_once: int | None = None
+    """Elements that run at the same time at most; unset: all."""
+
+    partition: str | None = None
+    """Partition; unset: that of the run."""
+
+    account: str | None = None
+    """Account that is charged; unset: that of the run."""
+
+    qos: str | None = None
+    """Quality of service; unset: the partition's default."""
+
+    constraint: str | None = None
+    """Features that the nodes must have."""
+
+    time_minutes: int | None = None
+    """Time limit of an element in minutes, after which it queues again; unset: that of the run."""
+
+    cpus_per_task: int | None = None
+    """CPU cores asked for by each replica; unset: the cluster's default."""
+
+    mem_gb: int | None = None
+    """Memory asked for by each replica in GB; unset: the cluster's default."""
+
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further sbatch options by their long names; true: an option without a value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    root: Location = "runs"
+    """Directory on a filesystem that all nodes share; a run is <root>/<project>/<run>."""
+
+    partition: str | None = None
+    """Partition; unset: the cluster's default."""
+
+    account: str | None = None
+    """Account that is charged; unset: the user's default."""
+
+    qos: str | None = None
+    """Quality of service; unset: the default."""
+
+    constraint: str | None = None
+    """Features that the nodes must have."""
+
+    time_minutes: int = 60
+    """Time limit of one attempt in minutes."""
+
+    gpus_per_node: int = 0
+    """GPUs asked for on each node; 0: a run on CPU."""
+
+    gpu_memory_gb: float | None = None
+    """Memory of each GPU in GB (2^30 bytes), with which `hpcrl plan` compares its estimate; unset: that of this machine's GPUs."""
+
+    cpus_per_task: int | None = None
+    """CPU cores asked for on each node (one task runs per node); unset: the cluster's default."""
+
+    mem_gb: int | None = None
+    """Memory asked for on each node in GB; unset: the cluster's default."""
+
+    exclusive: bool = False
+    """Share no node with other jobs."""
+
+    replicas_per_node: int | None = None
+    """Replicas on one rollout node; unset: as many as its GPUs allow, at least 1."""
+
+    min_replicas: int = 1
+    """Replicas below which a run does not go on for long: when replica_patience_minutes are over, it saves and fails."""
+
+    replica_patience_minutes: int = 15
+    """How long a run goes on with fewer replicas than min_replicas, those whose engines start included."""
+
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
+
+    setup: list[str] = field(default_factory=list)
+    """Shell lines that the batch script runs first."""
+
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further sbatch options by their long names; true: an option without a value."""
+
+    network_interface: str | None = None
+    """Interface whose address the servers bind; unset: the one to which the node's name resolves."""
+
+    array_parallelism: int | None = None
+    """Elements of a sweep that run at the same time; unset: 256."""
+
+    signal_seconds: int = 150
+    """Seconds before the time limit at which a run saves and stops; a save may take 30 seconds less."""
+
+    crash_budget: int = 3
+    """Crashes without a new checkpoint between them after which a run is held instead of requeued; 1: a crash is never retried."""
+
+    replica_restarts: int = 3
+    """Restarts of a replica that fails, in one attempt, before it is given up; training goes on with the others."""
+
+    patience: PatienceConfig = field(default_factory=PatienceConfig)
+    """When a process that makes no progress counts as hanging."""

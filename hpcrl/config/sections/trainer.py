@@ -1,0 +1,263 @@
+"""Section `trainer`: models, batching, schedule, checkpoints, evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hpcrl.config.fields import Location
+from hpcrl.config.sections.algorithm import AlgorithmConfig
+from hpcrl.config.sections.distillation import DistillationConfig
+from hpcrl.config.sections.model import CriticConfig, PolicyConfig, RefConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    policy_num_nodes: int = 1
+    """Nodes of the trainer."""
+
+    policy_num_gpus_per_node: int = 1
+    """Trainer ranks per node, on CPU too."""
+
+    critic_num_nodes: int | None = None
+    """Nodes of the critic; unset: as the policy."""
+
+    critic_num_gpus_per_node: int | None = None
+    """Critic ranks per node; unset: as the policy."""
+
+    ref_num_nodes: int | None = None
+    """Nodes of the reference model; unset: as the policy."""
+
+    ref_num_gpus_per_node: int | None = None
+    """Reference ranks per node; unset: as the policy."""
+
+    colocate_policy_ref: bool = True
+    """The reference model shares the policy's GPUs."""
+
+    colocate_all: bool = False
+    """Trainer and engines share GPUs and take turns; otherwise each has nodes of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullyAsyncConfig:
+    max_staleness_steps: int = 0
+    """How many steps old the policy may be that generated a sample; 0: strictly on-policy."""
+
+    num_parallel_generation_workers: int | None = None
+    """Groups that are generated at the same time, by all replicas together; unset: as many as max_staleness_steps allows."""
+
+    sync_weight_interval: int = 1
+    """Steps between weight updates of the engines; at most max_staleness_steps + 1. What is evaluated, and the last step, is published
+    in any case."""
+
+    oversampling_ratio: float = 1.0
+    """Groups that are begun per group that a step trains. Above 1, a step does not wait for its slowest groups: surplus ones train in a
+    later step where max_staleness_steps allows it, and are given up otherwise, so that long responses are trained less often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilerConfig:
+    enable: bool = False
+    """Record a PyTorch profile of the trainer into profile/ of the run directory, for chrome://tracing or Perfetto."""
+
+    enable_nsys: bool = False
+    """Bracket the recorded steps for Nsight Systems instead."""
+
+    wait_steps: int = 1
+    """Steps that are skipped first; counted from where an attempt starts."""
+
+    warmup_steps: int = 1
+    """Steps that warm the profiler up."""
+
+    active_steps: int = 1
+    """Steps that are recorded."""
+
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that record."""
+
+    record_shape: bool = False
+    """Record the shapes of tensors."""
+
+    profile_memory: bool = False
+    """Record allocations."""
+
+    with_stack: bool = False
+    """Record Python stacks."""
+
+    with_modules: bool = False
+    """Record which module each operation belongs to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadConfig:
+    hf: bool = False
+    """Push the last export to the Hugging Face hub."""
+
+    hf_repo_name: str | None = None
+    """Repository on the hub, <user>/<name>; the run's name is appended to it."""
+
+    s3: Literal["final", "all"] | None = None
+    """Copy the last or all checkpoints and exports to S3."""
+
+    s3_bucket: str | None = None
+    """Bucket of the copies."""
+
+    s3_prefix: str = "outputs"
+    """Beginning of the keys in the bucket."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    mode: Literal["rl", "sft"] = "rl"
+    """Learn from rewards, or from given conversations (supervised fine-tuning)."""
+
+    strategy: Literal["fsdp2", "fsdp", "megatron"] = "fsdp2"
+    """Training backend."""
+
+    sequence_parallel_backend: Literal["ulysses"] = "ulysses"
+    """Implementation of sequence parallelism."""
+
+    project_name: str = "hpcrl"
+    """Directory of a project's runs under slurm.root."""
+
+    run_name: str | None = None
+    """Name of the run; unset: name of the first TOML file and the time."""
+
+    group_name: str | None = None
+    """Group of runs that a tracker shows together; unset: none."""
+
+    logger: Literal["tensorboard", "console", "wandb", "mlflow", "swanlab"] = "tensorboard"
+    """Where metrics can be seen, beside metrics/ of the run directory."""
+
+    seed: int = 42
+    """Seed of everything that is drawn."""
+
+    deterministic: bool = False
+    """Use deterministic kernels only in the trainer, at a cost in speed; an operation that has none is an error."""
+
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+
+    policy: PolicyConfig
+
+    ref: RefConfig = field(default_factory=RefConfig)
+
+    critic: CriticConfig = field(default_factory=CriticConfig)
+
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+
+    fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
+
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+
+    upload: UploadConfig = field(default_factory=UploadConfig)
+
+    gradient_checkpointing: bool = True
+    """Compute activations again in backward instead of keeping them."""
+
+    gradient_checkpointing_use_reentrant: bool = False
+    """Use PyTorch's older, reentrant implementation of that; FSDP2 only."""
+
+    flash_attn: bool = True
+    """Use flash attention: on CUDA, packed samples of different lengths in one kernel; false: other kernels, samples padded for them."""
+
+    flash_attn_version: Literal[2, 3] | None = None
+    """Version of FlashAttention; unset: PyTorch's choice."""
+
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    """Scaling of rotary positions in policy and reference, as rope_parameters of config.json (rope_type, factor …); exports carry it; empty: the model's own."""
+
+    rope_theta: float | None = None
+    """Base of rotary positions in policy and reference; unset: the model's own."""
+
+    resume_mode: Literal["latest", "none", "from_path"] = "latest"
+    """Where an attempt starts; latest: at the run's newest checkpoint, none: always at step 0 (such a run is never requeued), from_path: the same as latest, but the first attempt starts at resume_path."""
+
+    resume_path: Location | None = None
+    """Checkpoint directory (checkpoints/sNNNNNN) of any run, for resume_mode from_path."""
+
+    max_ckpts_to_keep: int = -1
+    """Newest checkpoints after a whole step that are kept, never fewer than two; negative: all. The newest two inside a step stay until
+    the next one after a step."""
+
+    ckpt_keep_every: int = 0
+    """Checkpoints whose step is a multiple of it are kept beside the newest; 0: none."""
+
+    ckpt_keep_best: str | None = None
+    """Metric, such as eval/all/avg_score or reward/avg_raw_reward; the checkpoint whose step has the best value of it is kept beside the newest. Unset: none."""
+
+    ckpt_keep_best_mode: Literal["max", "min"] = "max"
+    """Whether the highest or the lowest value of ckpt_keep_best is the best."""
+
+    ckpt_interval: int = 10
+    """Steps between checkpoints, with one more after the last step; 0 or less: none at all."""
+
+    ckpt_interval_epochs: int | None = None
+    """Passes over the training prompts between checkpoints, instead of ckpt_interval, with one more after the last step; a pass has as many steps as the dataset has full batches."""
+
+    ckpt_mode: Literal["sync", "async"] = "sync"
+    """Whether training waits until a checkpoint is written (sync), or only until it is copied to host memory (async), which needs as much of that as the checkpoint is large."""
+
+    ckpt_on_error: Literal["stop", "continue"] = "stop"
+    """What follows when a checkpoint cannot be written, because the disk is full or fails: the attempt ends as failed, or goes on with a warning until the next one is due. The last one of an attempt must succeed."""
+
+    hf_save_interval: int = -1
+    """Steps between exports in Hugging Face format, with one more after the last step; 0 or less: none at all."""
+
+    epochs: int = 1
+    """Passes over the training prompts."""
+
+    max_steps: int | None = None
+    """Last step, if the epochs do not end earlier; unset: they do."""
+
+    update_epochs_per_batch: int = 1
+    """Passes over the samples of one step; each makes train_batch_size / policy_mini_batch_size optimizer steps."""
+
+    train_batch_size: int = 1024
+    """Prompts per step; each has generator.n_samples_per_prompt samples."""
+
+    policy_mini_batch_size: int = 256
+    """Prompts per optimizer step."""
+
+    critic_mini_batch_size: int = 256
+    """Prompts per optimizer step of the critic."""
+
+    micro_train_batch_size_per_gpu: int = 1
+    """Samples per forward and backward pass of one rank."""
+
+    micro_forward_batch_size_per_gpu: int = 1
+    """Samples per forward pass of one rank where no gradient is needed."""
+
+    max_tokens_per_micro_batch: int | None = None
+    """Tokens per forward pass of one rank, with and without gradient, instead of the numbers of samples above, which then have no effect; a longer sample has a pass of its own, and padding is not counted. Ranks get equally many tokens instead of equally many samples. Unset: samples are counted."""
+
+    logprobs_chunk_size: int = 1024
+    """Tokens whose logits exist at the same time."""
+
+    use_sample_packing: bool = True
+    """Lay the samples of a micro-batch end to end, without padding; otherwise each is a row of its own, padded to the longest."""
+
+    update_ref_every_epoch: bool = False
+    """Make the policy the new reference at the end of each epoch: whenever so many steps are done as the dataset has full batches."""
+
+    eval_batch_size: int = 1024
+    """Prompts that are evaluated at the same time."""
+
+    eval_before_train: bool = True
+    """Evaluate before the first step too."""
+
+    eval_interval: int = 5
+    """Steps between evaluations, with one more after the last step; 0 or less: no evaluation at all."""
+
+    max_prompt_length: int = 512
+    """Longest prompt in tokens, chat template included; longer ones are dropped."""
+
+    max_length: int | None = None
+    """Tokens of a conversation in supervised fine-tuning; longer ones are cut; unset: what the model can take."""
+
+    dump_data_batch: bool = False
+    """Write what each step trains, with log-probabilities and advantages, into dumps/ of the run directory, one safetensors file per optimizer step and rank; nothing removes them but a resume before that step."""
+
+    dump_eval_results: bool = True
+    """Write texts and scores of each evaluation into the run directory."""

@@ -1,0 +1,160 @@
+"""Which settings are not implemented yet, and which defaults differ from SkyRL's, with the reason.
+
+A setting that is not implemented yet is accepted at its default only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrl.config.errors import Problem, shown
+from hpcrl.config.fields import Setting, leaves
+from hpcrl.config.sections.tree import ConfigTree
+
+
+@dataclass(frozen=True)
+class Unimplemented:
+    """Why a setting, or each setting of a section, cannot be changed yet.
+
+    Attributes:
+        feature: what they belong to, which is not implemented yet.
+        works: the values that work already, beside the default.
+    """
+
+    feature: str
+    works: tuple[Any, ...] = ()
+
+
+_ALGORITHMS = Unimplemented("the algorithm library")
+_DATA = Unimplemented("datasets on a hub and other columns")
+_LORA = Unimplemented("LoRA")
+_PARALLEL = Unimplemented("sequence parallelism")
+_SFT = Unimplemented("supervised fine-tuning")
+_SPEED = Unimplemented("compiled, offloaded and low-precision training")
+_TRACKING = Unimplemented("trackers, profiles and uploads")
+_ENGINE = Unimplemented("further engine options")
+
+UNIMPLEMENTED: dict[str, Unimplemented] = {
+    "data.subset": _DATA,
+    "data.revision": _DATA,
+    "data.val_subset": _DATA,
+    "data.val_revision": _DATA,
+    "data.local_dir": _DATA,
+    "data.conversation_column": _SFT,
+    "data.cache": _DATA,
+    "data.num_workers": _DATA,
+    "data.prefetch_factor": _DATA,
+    "data.drop_last": _DATA,
+    "trainer.mode": _SFT,
+    "trainer.max_length": _SFT,
+    "trainer.strategy": Unimplemented("FSDP1", ("megatron",)),
+    "trainer.sequence_parallel_backend": _PARALLEL,
+    "trainer.group_name": _TRACKING,
+    "trainer.logger": _TRACKING,
+    "trainer.placement.critic_num_nodes": Unimplemented("a critic on GPUs of its own"),
+    "trainer.placement.critic_num_gpus_per_node": Unimplemented("a critic on GPUs of its own"),
+    "trainer.placement.ref_num_nodes": Unimplemented("a reference model on GPUs of its own"),
+    "trainer.placement.ref_num_gpus_per_node": Unimplemented("a reference model on GPUs of its own"),
+    "trainer.placement.colocate_policy_ref": Unimplemented("a reference model on GPUs of its own"),
+    "trainer.placement.colocate_all": Unimplemented("colocated engines"),
+    "trainer.policy.model.revision": Unimplemented("models by revision"),
+    "trainer.policy.model.lora": _LORA,
+    "trainer.policy.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
+    "trainer.policy.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
+    "trainer.policy.megatron_config.lora_type": _LORA,
+    "trainer.policy.low_precision": _SPEED,
+    "trainer.policy.diffusers": Unimplemented("diffusion models"),
+    "trainer.policy.sequence_parallel_size": _PARALLEL,
+    "trainer.policy.compile_model": _SPEED,
+    "trainer.policy.async_tensor_parallel": _SPEED,
+    "trainer.policy.activation_offload": _SPEED,
+    "trainer.policy.enable_liger_kernel": _SPEED,
+    "trainer.policy.record_memory": _TRACKING,
+    "trainer.ref.sequence_parallel_size": _PARALLEL,
+    "trainer.critic.model.lora": _LORA,
+    "trainer.critic.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
+    "trainer.critic.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
+    "trainer.critic.sequence_parallel_size": _PARALLEL,
+    "trainer.distillation": Unimplemented("distillation"),
+    "trainer.profiler.enable_nsys": _TRACKING,
+    "trainer.upload": _TRACKING,
+    "trainer.flash_attn_version": Unimplemented("a choice between versions of FlashAttention"),
+    "generator.inference_engine.quantization": Unimplemented("engines that quantize weights as they arrive"),
+    "generator.inference_engine.pipeline_parallel_size": Unimplemented("replicas that share their layers among GPUs"),
+    "generator.inference_engine.data_parallel_size": _ENGINE,
+    "generator.inference_engine.expert_parallel_size": _ENGINE,
+    "generator.inference_engine.weight_sync_backend": Unimplemented("weights pushed over NCCL"),
+    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unimplemented("colocated engines"),
+    "generator.inference_engine.fully_sharded_loras": _LORA,
+    "vla": Unimplemented("vision-language-action models"),
+}
+
+
+def unimplemented_at(path: str) -> Unimplemented | None:
+    """Return why the setting at a dotted path is not implemented yet, or None where it works."""
+    while path:
+        if path in UNIMPLEMENTED:
+            return UNIMPLEMENTED[path]
+        path = path.rpartition(".")[0]
+    return None
+
+
+def unimplemented_values(given: Iterable[tuple[Setting, Any]]) -> Iterator[Problem]:
+    """Yield a problem for each setting that is not implemented yet and has another value than one that works.
+
+    Settings that a user's subclass adds are not looked at.
+    """
+    own = {setting.path: setting for setting in leaves(ConfigTree)}
+    for found, value in given:
+        setting, missing = own.get(found.path), unimplemented_at(found.path)
+        if setting and missing and not setting.is_default(value) and value not in missing.works:
+            yield Problem(
+                setting.path, f"{shown(value)} is not implemented yet ({missing.feature}); {_instead(setting, missing)}"
+            )
+
+
+def _instead(setting: Setting, missing: Unimplemented) -> str:
+    working = (setting.default, *missing.works)
+    values = [shown(value) for value in working if value not in (None, [], "") and not isinstance(value, dict)]
+    return f"supported: {', '.join(values)}" if values else "leave it out"
+
+
+_AS_POLICY = "unset: as the policy; SkyRL's 1 is wrong as soon as the policy has more"
+_AS_TRAINING = "unset: as in training; SkyRL uses fixed values as soon as one setting of the section is given"
+_EMPTY = "an empty table means what SkyRL's null means"
+_USERS_OWN = "the user names the data; SkyRL's default is a path in its authors' setup"
+
+# Dotted path -> why the default is not SkyRL's.
+DIFFERENT_DEFAULTS: dict[str, str] = {
+    "data.train_data": _USERS_OWN,
+    "data.val_data": _USERS_OWN,
+    "trainer.policy.model.path": "the user names the model",
+    "trainer.placement.colocate_all": "trainer and engines have nodes of their own",
+    "trainer.placement.critic_num_nodes": _AS_POLICY,
+    "trainer.placement.critic_num_gpus_per_node": _AS_POLICY,
+    "trainer.placement.ref_num_nodes": _AS_POLICY,
+    "trainer.placement.ref_num_gpus_per_node": _AS_POLICY,
+    "trainer.fully_async.max_staleness_steps": "one training loop serves both kinds, and is on-policy by default; SkyRL reads its 4 only in its fully asynchronous trainer",
+    "trainer.fully_async.num_parallel_generation_workers": "unset: computed from batch size and staleness; SkyRL's 768 fits one batch size only",
+    "trainer.project_name": "it names a directory of hpcrl's runs",
+    "trainer.run_name": "a run is a directory, so two runs cannot share SkyRL's one name",
+    "trainer.logger": "needs neither an account nor a network",
+    "trainer.profiler.ranks": "a profile of no rank would be empty; SkyRL's megatron_config.torch_profiler_config.ranks is []",
+    "trainer.ref.fsdp_config.mixed_precision.param_dtype": "unset: the number type of the policy",
+    "trainer.rope_scaling": _EMPTY,
+    "generator.rope_scaling": _EMPTY,
+    "generator.sampling_params.additional_kwargs": _EMPTY,
+    "generator.inference_engine.weight_sync_backend": "every replica can read files, also one that starts later or on another partition",
+    "generator.eval_sampling_params.max_generate_length": _AS_TRAINING,
+    "generator.eval_sampling_params.temperature": _AS_TRAINING,
+    "generator.eval_sampling_params.top_p": _AS_TRAINING,
+    "generator.eval_sampling_params.top_k": _AS_TRAINING,
+    "generator.eval_sampling_params.min_p": _AS_TRAINING,
+    "generator.eval_sampling_params.repetition_penalty": _AS_TRAINING,
+    "generator.eval_sampling_params.logprobs": _AS_TRAINING,
+    "environment.env_class": "no environment fits every run; the rows or the user name it",
+    "environment.skyrl_gym.text2sql.db_path": "the user names the folder; SkyRL's default is a path in its container image",
+    "environment.skyrl_gym.llm_as_a_judge.model": "the user names the judge",
+}

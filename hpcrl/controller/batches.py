@@ -1,0 +1,71 @@
+"""Training groups from their beginning to the batch that trains them: admission and dynamic sampling together. Pure logic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hpcrl.controller.admission import Admission
+from hpcrl.controller.dynamic_sampling import DynamicSampling
+from hpcrl.controller.prompt_stream import group_id
+from hpcrl.errors import RunError
+from hpcrl.types import Batch, GroupMeta
+
+
+class BatchComposer:
+    """Decides which finished groups train, and composes the batches of the steps from them.
+
+    Args:
+        batch_size: groups per step.
+    """
+
+    def __init__(self, admission: Admission, sampling: DynamicSampling, batch_size: int) -> None:
+        self._admission, self._sampling, self._batch_size = admission, sampling, batch_size
+        self._chosen = list[int]()
+
+    def complete(self, index: int, meta: GroupMeta) -> str | None:
+        """Take a finished group, and drop it if it is not worth training; return None, or why it is not wanted.
+
+        Raises:
+            DataError: the group lacks what it is to be judged by.
+        """
+        reason = self._admission.complete(index, meta)
+        if reason is None:
+            self.drop_unwanted([(index, meta)])
+        return reason
+
+    def drop_unwanted(self, finished: Iterable[tuple[int, GroupMeta]]) -> None:
+        """Drop what is not worth training of finished groups.
+
+        Raises:
+            DataError: a group lacks what it is to be judged by.
+        """
+        self._admission.drop([index for index, meta in finished if not self._sampling.keeps(meta)])
+
+    def batch(self) -> Batch | None:
+        """Return the batch of the next step, or None while it is not complete. It stays the next one until it is taken.
+
+        Raises:
+            DataError: a group lacks what it is to be judged by.
+            RunError: as many groups as may be were generated for the step, and yet its batch is not complete.
+        """
+        admission, sampling = self._admission, self._sampling
+        while (ready := admission.ready()) is not None:
+            step, indices = admission.composed + 1, [index for index, _ in ready]
+            chosen = sampling.chosen(step, [meta for _, meta in ready])
+            if chosen is None:
+                admission.drop(indices)
+                continue
+            trained = {meta.group_id for meta in chosen}
+            replaced = [meta for _, meta in ready if meta.group_id not in trained]
+            dropped = {meta.group_id: sampling.worth(meta) for meta in [*admission.dropped, *replaced]}
+            given_up = [group_id(index) for index in admission.overdue(indices)]
+            self._chosen = indices
+            return Batch(step, chosen, admission.cursor, dropped, given_up)
+        kept = admission.finished
+        if sampling.exhausted(self._batch_size, kept, admission.dropped_count):
+            raise RunError(sampling.explain(admission.composed + 1, kept, admission.dropped_count))
+        return None
+
+    def take(self) -> None:
+        """The batch that was returned last is written: its step takes it."""
+        self._admission.take(self._chosen)

@@ -1,0 +1,69 @@
+"""The metrics of a training batch, from what the controller knows of its groups. Names: SkyRL's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import sqrt
+from statistics import fmean
+
+from hpcrl.controller.admission import staleness
+from hpcrl.types import Batch
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Return reward/*, generate/*, environment/* and async/* of one batch."""
+    groups = batch.groups
+    n = len(groups[0].rewards)
+    rewards = [reward for group in groups for reward in group.rewards]
+    lengths = [length for group in groups for length in group.response_lengths]
+    paid = [reward for group in groups for reward in group.raw_rewards or group.rewards]
+    rewarded = [length for length, reward in zip(lengths, paid, strict=True) if reward > 0]
+    unrewarded = [length for length, reward in zip(lengths, paid, strict=True) if reward == 0]
+    stale = [staleness(batch.step, group) for group in groups]
+    stopped = [reason == "stop" for group in groups for reason in group.stop_reasons]
+    environment: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for metrics in group.env_metrics:
+            for name, value in metrics.items():
+                environment[name].append(value)
+    return {
+        "reward/avg_raw_reward": fmean(rewards),
+        "reward/mean_positive_reward": fmean(max(reward, 0.0) for reward in rewards),
+        f"reward/avg_pass_at_{n}": fmean(max(group.rewards) > 0 for group in groups),
+        "generate/min_num_tokens": min(lengths),
+        "generate/max_num_tokens": max(lengths),
+        "generate/avg_num_tokens": (mean := fmean(lengths)),
+        "generate/std_num_tokens": sqrt(fmean((length - mean) ** 2 for length in lengths)),
+        "generate/avg_tokens_non_zero_rewards": fmean(rewarded) if rewarded else 0.0,
+        "generate/avg_tokens_zero_rewards": fmean(unrewarded) if unrewarded else 0.0,
+        "generate/stop_ratio": fmean(stopped),
+        "generate/samples": len(rewards),
+        "generate/rows": sum(len(group.lengths) for group in groups),
+        "generate/failed_samples": sum(len(group.failures) for group in groups),
+        "generate/group_seconds_max": max(group.seconds for group in groups),
+        "async/staleness_mean": fmean(stale),
+        "async/staleness_max": max(stale),
+        "async/staleness_min": min(stale),
+        "async/staleness_ratio": fmean(value > 0 for value in stale),
+        **{f"environment/{name}": fmean(values) for name, values in environment.items()},
+    }
+
+
+def dropped_metrics(batch: Batch) -> dict[str, float]:
+    """Return what dynamic sampling made of the groups that were generated for one batch.
+
+    filtered_positive and filtered_negative count the dropped groups by the mean of what they are judged by, their rewards as a rule:
+    above 0, or not.
+    """
+    positive = sum(worth > 0 for worth in batch.dropped.values())
+    return {
+        "generate/dropped_groups": len(batch.dropped),
+        "generate/sample_batches": len(batch.generated) / len(batch.groups),
+        "generate/filtered_positive": positive,
+        "generate/filtered_negative": len(batch.dropped) - positive,
+    }
+
+
+def surplus_metrics(batch: Batch) -> dict[str, float]:
+    """Return how many surplus groups one batch did not wait for and no later one may train."""
+    return {"generate/given_up_groups": len(batch.given_up)}

@@ -1,0 +1,72 @@
+"""The prompt stream: one endless, global order of prompts that no restart and no number of workers changes.
+
+Group i of a run trains row `stream.row(i)`. An epoch is a permutation of the dataset that depends on (order seed, epoch) alone, or the
+dataset as it is; the rows that do not fill a last batch are left out of that epoch.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hpcrl.config import steps_per_epoch
+
+_GROUP = re.compile(r"g(\d+)")
+
+
+def group_id(index: int) -> str:
+    return f"g{index:08d}"
+
+
+def group_index(name: str) -> int | None:
+    match = _GROUP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+@lru_cache(maxsize=2)
+def _permutation(n_prompts: int, seed: int, epoch: int) -> list[int]:
+    rows = list(range(n_prompts))
+    random.Random(f"prompts-{seed}-{epoch}").shuffle(rows)
+    return rows
+
+
+@dataclass(frozen=True)
+class PromptStream:
+    """Order in which prompts are trained.
+
+    Attributes:
+        n_prompts: rows of the dataset.
+        batch_size: prompts per step.
+        seed: `trainer.seed`.
+        order_seed: of the order in each epoch; None keeps the dataset's own.
+
+    Raises:
+        DataError: the dataset does not fill one batch.
+    """
+
+    n_prompts: int
+    batch_size: int
+    seed: int
+    order_seed: int | None
+
+    def __post_init__(self) -> None:
+        steps_per_epoch(self.n_prompts, self.batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return steps_per_epoch(self.n_prompts, self.batch_size)
+
+    def epoch(self, index: int) -> int:
+        """Return the epoch that group `index` belongs to; the first is 0."""
+        return index // (self.steps_per_epoch * self.batch_size)
+
+    def row(self, index: int) -> int:
+        """Return the dataset row that group `index` trains."""
+        epoch, position = divmod(index, self.steps_per_epoch * self.batch_size)
+        return position if self.order_seed is None else _permutation(self.n_prompts, self.order_seed, epoch)[position]
+
+    def sampling_seed(self, index: int) -> int:
+        """Return the base of the sampling seeds of group `index`: the same whoever generates it, in whichever attempt."""
+        return random.Random(f"samples-{self.seed}-{index}").getrandbits(31)

@@ -1,0 +1,189 @@
+"""Which rollout workers there are: who calls, who has fallen silent or left, and when there are too few to go on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from hpcrl.errors import RunError, UserCodeError
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.heartbeat import SuspendAwareClock
+from hpcrl.runtime.process_status import FAILED, GIVEN_UP, RENEW_S, ProcessStatus, read_process_statuses
+from hpcrl.types import GroupMeta
+
+SILENCE_S = 60.0
+TICK_S = 0.5
+_PREFIX = "rollout-"
+
+
+@dataclass
+class RegisteredWorker:
+    """A worker that calls.
+
+    Attributes:
+        seen: when it called last, by the registry's clock.
+    """
+
+    version: int
+    state: str
+    seen: float
+    stop_sent: bool = False
+
+
+class WorkerRegistry:
+    """The workers that call, by name.
+
+    Attributes:
+        restarts: how often a worker called that had left, or had been silent for too long.
+    """
+
+    def __init__(self) -> None:
+        # who is asked every TICK_S finds nobody silent because the controller itself was stopped
+        self.clock = SuspendAwareClock(2 * TICK_S)
+        self.workers: dict[str, RegisteredWorker] = {}
+        self._gone: set[str] = set()
+        self.restarts = 0
+
+    def seen(self, name: str, version: int, state: str) -> RegisteredWorker:
+        """A worker has called; return it."""
+        worker = self.workers.get(name)
+        if worker is None:
+            worker = self.workers[name] = RegisteredWorker(version, state, 0.0)
+            self.restarts += name in self._gone
+            self._gone.discard(name)
+        worker.version, worker.state, worker.seen = version, state, self.clock.now()
+        return worker
+
+    def remove(self, name: str) -> bool:
+        """Strike a worker off; return whether it was there."""
+        if self.workers.pop(name, None) is None:
+            return False
+        self._gone.add(name)
+        return True
+
+    def silent(self) -> list[str]:
+        """Return the workers that have not called for too long."""
+        now = self.clock.now()
+        return [name for name, worker in self.workers.items() if now - worker.seen > SILENCE_S]
+
+
+@dataclass(frozen=True)
+class MinReplicas:
+    """When a run has too few replicas to go on.
+
+    Attributes:
+        least: replicas below which it does not go on for long.
+        patience_s: how long it does.
+        replicas: how many there are when all are well.
+        elastic: whether some of them may come at any time, so that it is worth waiting for them.
+    """
+
+    least: int = 1
+    patience_s: float = 900.0
+    replicas: int = 1
+    elastic: bool = False
+
+
+class ReplicaHealth:
+    """Whether enough replicas are there: those that call, and those whose engines start, of which only their process statuses tell."""
+
+    def __init__(self, run: Run, attempt: int, min_replicas: MinReplicas) -> None:
+        self._run, self._attempt, self._min_replicas = run, attempt, min_replicas
+        self._clock = SuspendAwareClock(2 * TICK_S)
+        self._enough = 0.0
+        self._looked = -RENEW_S
+        self._renewals: dict[str, tuple[float, float]] = {}
+        self._process_statuses: dict[str, ProcessStatus] = {}
+
+    def failure(self, calling: Collection[str], training: bool) -> RunError | None:
+        """Return why the run cannot go on, or None. To be called every TICK_S.
+
+        Args:
+            training: whether the trainer waits for replicas already.
+        """
+        min_replicas, now = self._min_replicas, self._clock.now()
+        if len(calling) >= min_replicas.least or not training:
+            self._enough = now
+        if now - self._looked >= RENEW_S and len(calling) < min_replicas.least:
+            self._looked = now
+            self._look(now)
+        if len({*calling, *self._starting(now)}) >= min_replicas.least:
+            self._enough = now
+        given_up = [
+            name for name, process_status in self._process_statuses.items() if process_status.state.startswith(GIVEN_UP)
+        ]
+        left = min_replicas.replicas - len(given_up)
+        if not min_replicas.elastic and left < min_replicas.least and len(calling) < min_replicas.least:
+            return RunError(
+                f"{self._too_few(calling)}, and {len(given_up)} of {min_replicas.replicas} are given up{self._said()}"
+            )
+        if now - self._enough > min_replicas.patience_s:
+            return RunError(
+                f"{self._too_few(calling)} for {min_replicas.patience_s:.0f} s (slurm.replica_patience_minutes){self._said()}"
+            )
+        return None
+
+    def _look(self, now: float) -> None:
+        """Read the process_statuses. Clocks of hosts differ, so a process status is new when it has changed."""
+        process_statuses = [
+            process_status
+            for process_status in read_process_statuses(self._run, self._attempt)
+            if process_status.process.startswith(_PREFIX)
+        ]
+        self._process_statuses = {process_status.process: process_status for process_status in process_statuses}
+        for process_status in process_statuses:
+            renewed, _ = self._renewals.get(process_status.process, (None, now))
+            if renewed != process_status.renewed:
+                self._renewals[process_status.process] = process_status.renewed, now
+
+    def _starting(self, now: float) -> list[str]:
+        ended = (FAILED, GIVEN_UP, "finished", "stopped")
+        return [
+            name
+            for name, process_status in self._process_statuses.items()
+            if not process_status.state.startswith(ended) and now - self._renewals[name][1] < SILENCE_S
+        ]
+
+    def _too_few(self, calling: Collection[str]) -> str:
+        has = f"only {len(calling)} rollout workers have" if calling else "no rollout worker has"
+        wants = f", fewer than slurm.min_replicas ({self._min_replicas.least})," if calling else ""
+        return f"{has} called{wants}"
+
+    def _said(self) -> str:
+        last = [f"{name}: {process_status.state}" for name, process_status in sorted(self._process_statuses.items())]
+        return f"; last heard: {'; '.join(last)}" if last else ""
+
+
+class FailureWindow:
+    """Looks at as many of the newest groups as a step has.
+
+    Args:
+        ratio: `environment.max_failed_ratio`.
+        groups: of a step.
+    """
+
+    def __init__(self, ratio: float, groups: int) -> None:
+        self._ratio, self._groups = ratio, groups
+        self._newest = deque[tuple[int, int]]()  # samples and failures of each group
+        self._samples = self._failed = 0
+        self._said = ""
+
+    def add(self, group: GroupMeta) -> UserCodeError | None:
+        """Return why the run cannot go on after this group, or None."""
+        self._count(len(group.rewards), len(group.failures))
+        self._said = group.failures[-1] if group.failures else self._said
+        self._newest.append((len(group.rewards), len(group.failures)))
+        if len(self._newest) > self._groups:
+            samples, failed = self._newest.popleft()
+            self._count(-samples, -failed)
+        if len(self._newest) < self._groups or self._failed <= self._ratio * self._samples:
+            return None
+        return UserCodeError(
+            f"environments failed in {self._failed} of the newest {self._samples} samples, more than environment.max_failed_ratio = "
+            f"{self._ratio:g}; the last: {self._said}"
+        )
+
+    def _count(self, samples: int, failed: int) -> None:
+        self._samples += samples
+        self._failed += failed

@@ -1,0 +1,81 @@
+"""What an environment is: it sees the prompt, then each response of the policy, answers it and gives a reward."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hpcrl.errors import HpcrlError, UserCodeError
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An environment's answer to one action.
+
+    Attributes:
+        observations: chat messages that the policy sees next; ignored when `done`.
+        reward: of this action; it stands at the last token of it.
+        done: whether the sample ends here.
+        metrics: numbers to report; their means over a batch appear as `environment/<name>`. A later turn's value takes the place of
+            an earlier one's of the same name.
+        action: what the policy's text is replaced by, in the conversation and in what is trained; None: nothing. The new tokens
+            are not those that were sampled, so they are not trained.
+    """
+
+    observations: Messages
+    reward: float
+    done: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+    action: str | None = None
+
+
+class Environment(Protocol):
+    """One per sample, made by calling its class with the extras of the prompt: the columns that are not hpcrl's own, and beside them
+
+        environment   the section `environment`: an EnvironmentConfig, or the class that `make_config(environment_cls=…)` was given
+        custom        environment.custom, settings without a class of their own
+        skyrl_gym     environment.skyrl_gym, settings of hpcrl's environments
+        max_turns     generator.max_turns
+
+    A column of one of these names takes its place.
+
+    Methods are called in the order init, step until done, close; never from two threads at once. A class that derives from this one
+    has only `step` to write, and an __init__ that takes the extras. It raises DataError if the row lacks what the environment needs,
+    is quick, and takes hold of nothing: a dataset's rows are checked by it.
+    """
+
+    def init(self, messages: Messages) -> Messages:
+        """Return the messages that start the sample, usually `messages` themselves."""
+        return messages
+
+    @abstractmethod
+    def step(self, action: str) -> Turn:
+        """Score the policy's text, special tokens such as the end marker removed."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the environment holds; also called when a sample is abandoned half-way."""
+        return
+
+
+@contextmanager
+def user_code(where: str) -> Iterator[None]:
+    """Call code that a user may have written: exceptions say where they come from.
+
+    Args:
+        where: what the message begins with: which environment, reward or group.
+
+    Raises:
+        UserCodeError: in the place of any exception within; an HpcrlError keeps its class.
+    """
+    try:
+        yield
+    except HpcrlError as error:
+        raise type(error)(f"{where}: {error}") from error
+    except Exception as error:
+        raise UserCodeError(f"{where} raised {type(error).__name__}: {error}") from error

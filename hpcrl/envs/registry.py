@@ -1,0 +1,79 @@
+"""The registry of environments: each name with its class, a user's own by import path, and the settings that all of them can read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hpcrl.config import EnvironmentConfig
+from hpcrl.config.import_path import imported
+from hpcrl.envs.base import Environment
+from hpcrl.errors import ConfigError, did_you_mean
+
+EnvironmentClass = Callable[[Mapping[str, Any]], Environment]
+
+ENVIRONMENTS: dict[str, str] = {
+    "arithmetic": "hpcrl.envs.tasks.arithmetic:Arithmetic",
+    "calculator": "hpcrl.envs.tasks.calculator:Calculator",
+    "count_letters": "hpcrl.envs.tasks.words:CountLetters",
+    "countdown": "hpcrl.envs.tasks.countdown:Countdown",
+    "direct_math": "hpcrl.envs.tasks.rewarded:DirectMath",
+    "format": "hpcrl.envs.tasks.rewarded:Format",
+    "gsm8k": "hpcrl.envs.tasks.rewarded:GSM8K",
+    "gsm8k_multi_turn": "hpcrl.envs.tasks.gsm8k_multi_turn:GSM8KMultiTurn",
+    "guess_number": "hpcrl.envs.tasks.guess_number:GuessNumber",
+    "llm_as_a_judge": "hpcrl.envs.tasks.llm_judge:LLMJudge",
+    "math": "hpcrl.envs.tasks.rewarded:Math",
+    "python_tool": "hpcrl.envs.tasks.python_tool:PythonTool",
+    "reverse_word": "hpcrl.envs.tasks.words:ReverseWord",
+    "search": "hpcrl.envs.tasks.search:Search",
+    "single_choice": "hpcrl.envs.tasks.rewarded:SingleChoice",
+    "sort_letters": "hpcrl.envs.tasks.sort_letters:SortLetters",
+    "text2sql": "hpcrl.envs.tasks.text2sql:Text2SQL",
+}
+"""Where each environment is, imported when it is first wanted; docs/environments has a page on each."""
+
+
+def make_environment(name: str, extras: Mapping[str, Any]) -> Environment:
+    """Return a new environment for one sample.
+
+    Args:
+        name: a name in `ENVIRONMENTS`, or "package.module:Class" for a user's own.
+        extras: what the environment can read: `common_extras`, and the columns of the prompt's row that are not hpcrl's own.
+
+    Raises:
+        ConfigError: nothing has this name.
+        DataError: the extras lack what the environment needs.
+    """
+    return environment_class(name)(extras)
+
+
+def environment_class(name: str) -> EnvironmentClass:
+    """Return what makes the environments of a name.
+
+    Raises:
+        ConfigError: nothing has this name.
+    """
+    module_name, colon, class_name = name.partition(":")
+    if name not in ENVIRONMENTS and not colon:
+        hint = did_you_mean(name, ENVIRONMENTS) or f"; known: {', '.join(sorted(ENVIRONMENTS))}."
+        raise ConfigError(f"unknown environment {name!r}{hint} Your own is written as package.module:Class.")
+    found = imported(f"environment {name!r}", ENVIRONMENTS.get(name, name))
+    if not isinstance(found, type):
+        raise ConfigError(f"environment {name!r}: module {module_name!r} has no class {class_name!r}")
+    return found
+
+
+def common_extras(environment: EnvironmentConfig, max_turns: int) -> dict[str, Any]:
+    """Return what all environments of a run can read beside the columns of their row, which go first.
+
+    Args:
+        environment: the section `environment`, a user's own fields included where its class is one of `make_config`.
+        max_turns: generator.max_turns.
+    """
+    return {
+        "environment": environment,
+        "custom": environment.custom,
+        "skyrl_gym": environment.skyrl_gym,
+        "max_turns": max_turns,
+    }

@@ -1,0 +1,41 @@
+"""GSM8K with further tries: after a wrong answer the environment says so, and the policy may try again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hpcrl.envs.base import Environment, Turn
+from hpcrl.envs.rewards.numbers import expected_number, final_number
+from hpcrl.envs.rewards.response import truth_of
+
+WRONG = "That is not the answer. Find the mistake, and end with `#### ` and the right number."
+NO_ANSWER = "There is no answer yet. End with `#### ` and the number."
+
+
+class GSM8KMultiTurn(Environment):
+    """Solve a word problem in several tries; the number after `#### ` counts.
+
+    Several turns; the k-th is paid 1/k if its answer is right (as the reward `gsm8k` compares), which ends the sample, and 0
+    otherwise. generator.max_turns is how many tries there are.
+
+    Args:
+        extras: `reward_spec.ground_truth`, a number or a text with one after `#### `.
+
+    Raises:
+        DataError: the row has no ground truth, or there is no number in it.
+    """
+
+    def __init__(self, extras: Mapping[str, Any]) -> None:
+        self._expected = expected_number(truth_of(extras))
+        self._tries = 0
+
+    def step(self, action: str) -> Turn:
+        found = final_number(action)
+        right = found == self._expected
+        self._tries += 1
+        metrics = {"right": float(right), "right_at_once": float(right and self._tries == 1), "tries": self._tries}
+        if right:
+            return Turn([], 1 / self._tries, done=True, metrics=metrics)
+        feedback = NO_ANSWER if found is None else WRONG
+        return Turn([{"role": "user", "content": feedback}], 0.0, done=False, metrics=metrics)

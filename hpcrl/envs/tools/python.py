@@ -1,0 +1,111 @@
+"""Runs the policy's Python programs, each in a process with limits."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import IO, cast
+
+from hpcrl.envs.tools import sandbox
+
+SECONDS = 10.0
+"""Wall time of a program, the interpreter's start included."""
+
+CHARACTERS = 8000
+"""What a program may print; it is ended when it prints more."""
+
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of a program.
+
+    Attributes:
+        output: what it printed, errors too, cut to `CHARACTERS`.
+        ended: why it was ended; empty where it ended by itself.
+        failed: whether it was ended, or its exit status was not 0.
+    """
+
+    output: str
+    ended: str
+    failed: bool
+
+
+def run_python(code: str, seconds: float = SECONDS) -> Ran:
+    """Run a program in a directory of its own, which is gone afterwards; see `sandbox` for its limits.
+
+    Raises:
+        OSError: no process or no directory can be made.
+    """
+    _warn_once()
+    directory = tempfile.mkdtemp(prefix="hpcrl-python-")
+    try:
+        with tempfile.TemporaryFile() as source:
+            source.write(code.encode(errors="replace"))
+            source.seek(0)
+            return _run(source, directory, seconds)
+    finally:
+        # Not shutil.rmtree, which recurses in Python: a program can make directories deeper than that goes.
+        subprocess.run(["rm", "-rf", "--", directory], stderr=subprocess.DEVNULL, check=False)
+
+
+def _run(source: IO[bytes], directory: str, seconds: float) -> Ran:
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-B", "-X", "utf8", sandbox.__file__],
+        stdin=source,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=directory,
+        env={**_ENVIRONMENT, "HOME": directory, "TMPDIR": directory},
+        start_new_session=True,
+    )
+    try:
+        output, ended = _read(cast(IO[bytes], process.stdout), time.monotonic() + seconds)
+        if ended == "":
+            with suppress(subprocess.TimeoutExpired):  # it has closed its output, but may go on
+                process.wait(2.0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        cast(IO[bytes], process.stdout).close()
+    if ended is None:
+        ended = f"it took more than {seconds:g} s"
+    elif process.returncode == -signal.SIGXCPU:
+        ended = f"it took more than {sandbox.SECONDS} s of processor time"
+    elif not ended and process.returncode < 0:
+        ended = f"signal {signal.Signals(-process.returncode).name}"
+    return Ran(output, ended, bool(ended) or process.returncode != 0)
+
+
+def _read(pipe: IO[bytes], deadline: float) -> tuple[str, str | None]:
+    """Return what comes out of the pipe, and why it is not all: None for too late, empty where it is."""
+    content, most_bytes = bytearray(), 4 * CHARACTERS
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while (left := deadline - time.monotonic()) > 0:
+            if not selector.select(left):
+                continue
+            piece = os.read(pipe.fileno(), 65536)
+            content += piece
+            text = content.decode(errors="replace") if not piece or len(content) > CHARACTERS else ""
+            if len(text) > CHARACTERS or len(content) > most_bytes:
+                return text[:CHARACTERS], f"it printed more than {CHARACTERS} characters"
+            if not piece:
+                return text, ""
+    return content.decode(errors="replace")[:CHARACTERS], None
+
+
+@cache
+def _warn_once() -> None:
+    if missing := sandbox.missing():
+        print(f"python_tool: this node cannot keep the policy's programs from {' and '.join(missing)}", flush=True)

@@ -1,0 +1,306 @@
+"""The node agent: the one task that Slurm starts on each node of a run.
+
+It takes its role from the plan by its node id, starts that role's processes, supervises them, and ends when the attempt has an outcome:
+
+    trainer node    torchrun jobs/train.py; on node 0 also jobs/controller.py
+    rollout node    jobs/rollout.py, one per replica; one that fails is started again
+
+A stop request (TERM, USR2, control/stop.json) reaches the processes through the stop file, a signal to the trainer's ranks, and the
+controller; the trainer saves and leaves. Whoever sees the end first writes the outcome; every agent ends its processes when it is there.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+from hpcrl.config import Config
+from hpcrl.errors import HpcrlError, RunError
+from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
+from hpcrl.launch.agent.processes import NodeProcesses
+from hpcrl.launch.agent.start import NodeContext, await_attempt, listen, log_to
+from hpcrl.launch.agent.watchdog import Neighbours, Stall, Watchdog
+from hpcrl.launch.nodes import Node, make_plan, trainer_nodes
+from hpcrl.launch.requeue.epilogue import ended_before, settle
+from hpcrl.rundir.commit import read_json, write_json
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import (
+    Attempt,
+    Kind,
+    outcome_of,
+    read_attempts,
+    report_outcome,
+)
+from hpcrl.runtime.heartbeat import SuspendAwareClock
+from hpcrl.runtime.process_status import CONTROLLER, GIVEN_UP, RENEW_S, StatusWriter, read_process_status, trainer_left
+from hpcrl.runtime.signals import ask_to_stop, stop_asked
+
+_POLL_S = 0.3
+_MARGIN_S = 30.0
+_RENDEZVOUS_TRIES = 5
+_CONSEQUENCE_S = 3.0
+_AGAIN_S = 2.0
+_DUMP_S = 2.0
+_TROUBLE_S = 60.0
+# Errors of ranks whose peer is gone: the peer's own report is awaited before one of these counts as the cause.
+_CONSEQUENCES = ("closed by peer", "reset by peer", "Broken pipe", "TCPStore", "NCCL")
+
+
+class Agent:
+    """Processes of one node in one attempt."""
+
+    def __init__(
+        self,
+        run: Run,
+        config: Config,
+        context: NodeContext,
+        attempt: Attempt,
+        signals: list[int],
+        node: Node | None = None,
+    ) -> None:
+        self._run, self._context, self._attempt = run, context, attempt.number
+        plan = make_plan(config)
+        self._node = node or plan[context.index]
+        self._grace_s = config.slurm.signal_seconds - _MARGIN_S
+        self._processes = NodeProcesses(run, config, context, attempt.number, self._node, self._grace_s)
+        self._watchdog = Watchdog(self._processes.heartbeats, config.slurm.patience)
+        self._neighbours = Neighbours(run, self._attempt, self._node.index, trainer_nodes(plan), attempt.hosts)
+        self._restarts = {
+            f"rollout-{replica}": Restarts(config.slurm.replica_restarts) for replica in self._node.replicas
+        }
+        self._left: dict[str, float] = {}
+        self._saving_s = config.slurm.patience.save_seconds or float("inf")
+        self._stop_reason: str | None = None
+        self._stop_deadline = float("inf")
+        self._signalled_ranks = float("-inf")
+        self._signals = signals
+        self._stacks_shown = read_json(run.stacks_request)
+        self.alone = False
+
+    def supervise(self) -> None:
+        """Start this node's processes and return when the attempt has an outcome.
+
+        Raises:
+            RunError: the run directory cannot be read or written for a minute.
+        """
+        trouble, clock = None, SuspendAwareClock(_TROUBLE_S)
+        try:
+            self._start()
+            while True:
+                try:
+                    if self._ends():
+                        return
+                    self._look()
+                    trouble = None
+                except OSError as error:  # a filesystem server that restarts must not cost the attempt
+                    trouble = clock.now() if trouble is None else trouble
+                    if clock.now() - trouble > _TROUBLE_S:
+                        raise RunError(f"{self._run.path} cannot be used since {_TROUBLE_S:.0f} s: {error}") from error
+                    print(f"waiting for the filesystem: {error}", flush=True)
+                time.sleep(_POLL_S)
+        finally:
+            self._end()
+
+    def _look(self) -> None:
+        self._look_for_stop()
+        self._look_at_children()
+        self._look_for_stalls()
+        self._look_at_neighbours()
+        self._show_stacks()
+
+    def _ends(self) -> bool:
+        return outcome_of(self._run, self._attempt) is not None
+
+    def _report(self, kind: Kind, message: str, *, blamed: bool = False) -> None:
+        host = self._context.hosts[self._context.index] if blamed else ""
+        report_outcome(self._run, self._attempt, kind, message, f"agent-{self._node.index}", host)
+
+    def _start(self) -> None:
+        if self._node.index == 0:
+            self._processes.start_controller()
+            self._processes.publish_rendezvous()
+        for name in self._restarts:
+            self._start_replica(name)
+
+    def _start_replica(self, name: str) -> None:
+        self._restarts[name].started()
+        self._watchdog.forget(name)
+        self._left.pop(name, None)
+        self._processes.start_replica(name)
+
+    def _look_for_stop(self) -> None:
+        reason = stop_asked(self._run, self._attempt)
+        if self._signals and reason is None:
+            reason = "interrupted"
+        if reason and self._stop_reason is None:
+            if reason == "interrupted":
+                ask_to_stop(self._run, self._attempt, reason)
+            self._stop_deadline = time.monotonic() + self._saving_s
+        if reason and self._stop_reason != reason:  # a cancellation overrides a requeue in progress
+            self._stop_reason = reason
+            print(f"stopping: {reason}", flush=True)
+        if signal.SIGUSR2 in self._signals:  # so long before its time limit, Slurm ends the job without requeuing it
+            self._signals = []
+            self._stop_deadline = min(self._stop_deadline, time.monotonic() + self._grace_s)
+        if (
+            self._stop_reason and time.monotonic() - self._signalled_ranks > _AGAIN_S
+        ):  # Slurm may have signalled this agent alone
+            self._signalled_ranks = time.monotonic()
+            self._watchdog.signal(signal.SIGUSR2, "rank-")
+        if time.monotonic() > self._stop_deadline:
+            self._report_stop("it did not leave in time after the stop request")
+
+    def _look_at_children(self) -> None:
+        if self._node.role == "trainer" and not (self._stop_reason and not self._processes.rendezvous):
+            self._processes.follow_rendezvous()
+        for name, child in list(self._processes.children.items()):
+            status = child.poll()
+            if status is None or self._stop_reason or (status == 0 and not self._left_too_early(name)):
+                continue
+            if name in self._restarts and not concerns_the_run(status):
+                self._replica_failed(child)
+            else:
+                self._failed(child)
+                return
+        for name, restarts in self._restarts.items():
+            if restarts.due is not None and time.monotonic() >= restarts.due and not self._stop_reason:
+                self._start_replica(name)
+        if self._node.index == 0:
+            self._look_for_the_end()
+
+    def _left_too_early(self, name: str) -> bool:
+        """Return whether a replica ended with 0 though neither the run nor a stop request ended it: somebody on its node did."""
+        if name not in self._restarts:
+            return False
+        since = self._left.setdefault(name, time.monotonic())
+        if time.monotonic() - since < 2 * RENEW_S:  # the controller may not have published the end yet
+            return False
+        process_status = read_process_status(self._run, CONTROLLER, self._attempt)
+        return process_status is not None and process_status.facts.get("stop", "") is None
+
+    def _look_for_the_end(self) -> None:
+        if self._stop_reason and not self._processes.rendezvous:
+            self._report_stop("stopped before it began")
+        elif self._stop_reason and trainer_left(self._run, self._attempt):
+            # not torchrun's end, which comes minutes later where the torchrun of another node has failed
+            self._report_stop("saved and stopped")
+        elif self._stop_reason and self._processes.ended("trainer-0"):
+            self._report_stop("the trainer ended before it could save")
+        elif self._processes.ended("trainer-0") and self._processes.ended("controller"):
+            self._report("done", "finished")
+
+    def _report_stop(self, message: str) -> None:
+        self._report("cancelled" if self._stop_reason == "cancelled" else "interrupted", message)
+
+    def _replica_failed(self, child: Child) -> None:
+        from hpcrl.runtime.controller_client import Controller  # its HTTP client is not for `hpcrl submit` to load
+
+        restarts, error = self._restarts[child.name], child.first_error()
+        del self._processes.children[child.name]
+        child.end(0.0)
+        self._watchdog.forget(child.name)
+        restarts.ended()
+        what = GIVEN_UP if restarts.given_up else f"to be started again ({restarts.used})"
+        print(f"{error}; {what}", flush=True)
+        StatusWriter(self._run, child.name, self._attempt).write(f"{what}: {error}", restarts=restarts.used)
+        with closing(Controller(self._run, self._attempt)) as controller:
+            controller.leave(child.name)  # it may have had no time to report that itself
+
+    def _failed(self, child: Child) -> None:
+        taken = child.name == "trainer-0" and "EADDRINUSE" in child.log_tail()
+        if taken and self._processes.rendezvous < _RENDEZVOUS_TRIES:
+            print(
+                f"the port of rendezvous {self._processes.rendezvous} was taken meanwhile; choosing another", flush=True
+            )
+            self._processes.publish_rendezvous()
+            return
+        error = child.first_error()
+        consequence = any(text in error for text in _CONSEQUENCES)
+        if consequence:
+            time.sleep(_CONSEQUENCE_S)
+            meeting = read_json(self._run.rendezvous(self._attempt))
+            if child.name.startswith("trainer") and meeting and meeting["number"] != self._processes.rendezvous:
+                return  # node 0 had to choose another port: this torchrun met somebody else
+            self._look_for_stop()
+            if self._stop_reason:
+                return
+        blamed = not consequence and not concerns_the_run(child.poll() or 0)  # what users wrote fails on any node
+        self._report("failed", f"{error} on {self._context.hosts[self._context.index]}", blamed=blamed)
+
+    def _look_for_stalls(self) -> None:
+        first = self._node.index * self._node.ranks
+        living = [name for name, child in self._processes.children.items() if child.poll() is None]
+        training = f"trainer-{self._node.index}" in living
+        ranks = [f"rank-{first + rank}" for rank in range(self._node.ranks) if training]
+        expected = [name for name in living if not name.startswith("trainer")] + ranks
+        for stall in self._watchdog.look(expected):
+            if stall.process in self._restarts:
+                print(f"{stall}; ending it", flush=True)
+                self._watchdog.signal(signal.SIGUSR1, stall.process)
+                time.sleep(_DUMP_S)
+                self._processes.children[stall.process].kill_group(signal.SIGKILL)
+                self._watchdog.forget(stall.process)
+            else:
+                self._hangs(stall)
+
+    def _hangs(self, stall: Stall) -> None:
+        write_json(self._run.stacks_request, {"attempt": self._attempt, "by": str(stall)})
+        self._show_stacks()
+        time.sleep(_DUMP_S)
+        where = self._run.stacks(self._attempt, stall.process)
+        message = f"{stall} on {self._context.hosts[self._context.index]}; the stacks of all processes: {where.parent}"
+        if self._stop_reason:
+            self._report_stop(message)
+        else:
+            # in a collective all ranks stand still, and the first to be noticed is not to blame
+            self._report("hang", message)
+
+    def _look_at_neighbours(self) -> None:
+        if lost := self._neighbours.lost():
+            self.alone = self._node.index != 0
+            if self._stop_reason:
+                self._report_stop(lost)
+            else:
+                self._report("failed", lost)
+
+    def _show_stacks(self) -> None:
+        """Let this node's processes write down their stacks, if that was requested since the last look."""
+        request = read_json(self._run.stacks_request)
+        if request != self._stacks_shown:
+            self._stacks_shown = request
+            if request and request["attempt"] == self._attempt:
+                self._watchdog.signal(signal.SIGUSR1)
+
+    def _end(self) -> None:
+        outcome = outcome_of(self._run, self._attempt)
+        patience = 0.0 if outcome and outcome.kind in ("failed", "hang", "lost") else 15.0
+        self._processes.end(patience)
+        print(f"ended: {outcome.kind if outcome else 'no outcome'}", flush=True)
+
+
+def main(path: str) -> None:
+    """Run the agent of this node for the run at `path`; ends the process."""
+    signals = listen()
+    run, context = Run(Path(path)), NodeContext.here()
+    before = ended_before(run, context.job)
+    if before and (context.restarts or not read_attempts(run)):
+        print(f"attempt {before.attempt} ended as {before.kind}; nothing to do", flush=True)
+        sys.exit(0)
+    attempt = await_attempt(run, context)
+    log_to(run.log(attempt.number, f"agent-{context.index}"))
+    message, agent = "the agent ended without an outcome; its log says why", None
+    try:
+        agent = Agent(run, Config.from_toml([run.config]), context, attempt, signals)
+        agent.supervise()
+    except HpcrlError as error:
+        message = f"{type(error).__name__}: {error}"
+    finally:
+        if outcome_of(run, attempt.number) is None:
+            report_outcome(run, attempt.number, "failed", message, f"agent-{context.index}")
+    outcome = outcome_of(run, attempt.number)
+    if agent and agent.alone:  # the node with the batch script is gone, and with it who would requeue the job
+        settle(run, context.job)
+    sys.exit(0 if outcome and outcome.kind in ("done", "cancelled", "interrupted") else 1)

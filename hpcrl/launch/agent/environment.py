@@ -1,0 +1,72 @@
+"""The environment of an agent's processes: who they are, which devices and how many threads they have."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hpcrl.config import Config, engine_gpus
+from hpcrl.launch.nodes import Node
+from hpcrl.runtime.heartbeat import DIRECTORY
+
+
+class Environments:
+    """Makes the environments of one node's processes.
+
+    Args:
+        address: at which servers of this node listen.
+        heartbeats: directory of the heartbeats of this node.
+        shared: whether all nodes of the run share this machine, and each takes its part of the devices.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        node: Node,
+        attempt: int,
+        address: str,
+        interface: str | None,
+        heartbeats: Path,
+        shared: bool,
+    ) -> None:
+        self._node, self._interface, self._shared = node, interface, shared
+        engine = config.generator.inference_engine
+        of_pool = any(replica >= engine.num_engines for replica in node.replicas)
+        self._cpus = (config.slurm.elastic if of_pool else config.slurm).cpus_per_task
+        self._width = engine_gpus(engine)
+        self._ordered = _wants_order(config)
+        self._own = {"HPCRL_ATTEMPT": str(attempt), "HPCRL_ADDRESS": address, DIRECTORY: str(heartbeats)}
+
+    def of(self, name: str) -> dict[str, str]:
+        """Return the whole environment of the process `name`: controller, trainer-<node> or rollout-<replica>."""
+        environment, node = {**os.environ, **self._own}, self._node
+        if self._interface:
+            environment |= {"GLOO_SOCKET_IFNAME": self._interface, "NCCL_SOCKET_IFNAME": self._interface}
+        if self._cpus:
+            processes = max(1, node.ranks + len(node.replicas))
+            environment["OMP_NUM_THREADS"] = str(max(1, self._cpus // processes))
+        visible = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+        if node.gpus and visible:
+            mine = visible[node.gpu_offset :] if self._shared else visible
+            if name.startswith("rollout-"):
+                position = node.replicas.index(int(name.removeprefix("rollout-")))
+                mine = mine[position * self._width : (position + 1) * self._width]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine[: node.ranks or self._width])
+        if self._ordered and name.startswith("trainer-"):
+            environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        if name == "controller" or not node.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        if not node.gpus:
+            # threads without work would keep the cores busy that the engine's and the worker's processes need
+            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        return environment
+
+
+def _wants_order(config: Config) -> bool:
+    """Return whether a GPU must start kernels in the order in which they are given to it.
+
+    Megatron-core counts on that where it sends what layers share while they compute: what is sent first then does not wait for the computation.
+    """
+    sizes = config.trainer.policy.megatron_config
+    shared = max(sizes.tensor_model_parallel_size, sizes.context_parallel_size) > 1
+    return config.trainer.strategy == "megatron" and shared

@@ -1,0 +1,118 @@
+"""The pool agent: the task of one element of a run's elastic pool, a job array beside the run's own.
+
+It starts a rollout worker for the newest attempt of the run, and anew for each later one, and starts one that fails again. It ends with the
+run; Slurm may take it away at any time, and the end of its batch script (launch/requeue/elastic.py) queues it again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from hpcrl.config import Config, engine_gpus
+from hpcrl.errors import HpcrlError, SubmitError, UserCodeError
+from hpcrl.launch.agent.agent import Agent
+from hpcrl.launch.agent.child import Child
+from hpcrl.launch.agent.start import NodeContext, listen, log_to
+from hpcrl.launch.nodes import Node, make_plan
+from hpcrl.launch.requeue.elastic import AGAIN, current_attempt, unwanted
+from hpcrl.launch.scheduler import find_job, queue
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import Attempt, outcome_of
+
+_POLL_S = 1.0
+_ASK_S = 60.0
+_IDLE_S = 300.0
+
+
+class PoolAgent(Agent):
+    """One replica of the pool in one attempt."""
+
+    def __init__(
+        self, run: Run, config: Config, context: NodeContext, attempt: Attempt, signals: list[int], replica: int
+    ) -> None:
+        gpus = engine_gpus(config.generator.inference_engine) if config.slurm.gpus_per_node else 0
+        node = Node(len(make_plan(config)) + replica, "rollout", 0, (replica,), gpus, 0)
+        super().__init__(run, config, context, attempt, signals, node)
+        self.left = False
+
+    @property
+    def given_up(self) -> bool:
+        return all(restarts.given_up for restarts in self._restarts.values())
+
+    def _ends(self) -> bool:
+        return self.left or self.alone or self.given_up or super()._ends()
+
+    def _look_for_stop(self) -> None:
+        """A signal concerns this element alone; the worker learns from the controller what the run does."""
+        if self._signals and not self.left:
+            self.left, self._stop_reason = True, "taken away"
+            print("this element is taken away", flush=True)
+
+    def _failed(self, child: Child) -> None:
+        """This element's place may lack files that others have: only what users wrote ends the attempt from here."""
+        if child.poll() == UserCodeError.exit_code:
+            super()._failed(child)
+        else:
+            self._replica_failed(child)
+
+    def _look_at_neighbours(self) -> None:
+        """The run may go on without its first node, when Slurm has started it again; so this element reports no outcome."""
+        if lost := self._neighbours.lost():
+            self.alone = True
+            print(lost, flush=True)
+
+
+def main(path: str, replica: int) -> None:
+    """Keep replica number `replica` of the run at `path` going; ends the process."""
+    signals = listen()
+    run, context = Run(Path(path)), NodeContext.here()
+    try:
+        status = _serve(run, context, replica, signals)
+    except HpcrlError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        status = error.exit_code
+    sys.exit(status)
+
+
+def _serve(run: Run, context: NodeContext, replica: int, signals: list[int]) -> int:
+    pool = os.environ["SLURM_ARRAY_JOB_ID"]
+    idle, asked, lost = time.monotonic(), time.monotonic(), 0
+    while not signals:
+        if why := unwanted(run, pool):
+            print(f"nothing to do: {why}", flush=True)
+            return 0
+        attempt = current_attempt(run)
+        if attempt is not None and attempt.number != lost and outcome_of(run, attempt.number) is None:
+            print(f"rollout-{replica} in attempt {attempt.number}", flush=True)
+            log_to(run.log(attempt.number, f"agent-pool-{replica}"))
+            agent = PoolAgent(run, Config.from_toml([run.config]), context, attempt, signals, replica)
+            agent.supervise()
+            if agent.left:
+                break
+            if agent.given_up:
+                return 1
+            lost = attempt.number if agent.alone else 0
+            idle = asked = time.monotonic()
+        elif time.monotonic() - idle > _IDLE_S:
+            print("the run does not go on yet; another may use this node", flush=True)
+            break
+        elif time.monotonic() - asked > _ASK_S:
+            asked = time.monotonic()
+            if not _queued(run):
+                print("nothing to do: the job of the run is gone", flush=True)
+                return 0
+        time.sleep(_POLL_S)
+    return AGAIN
+
+
+def _queued(run: Run) -> bool:
+    """Return whether the run's own job is still there, or Slurm cannot say."""
+    record = read_json(run.submission)
+    try:
+        return record is None or find_job(record["job_id"], queue(patience_s=0.0)).active
+    except SubmitError:
+        return True

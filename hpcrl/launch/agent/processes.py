@@ -1,0 +1,106 @@
+"""The processes of one node in one attempt: how each is started, and where the node's torchrun meets the others."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from hpcrl.config import Config
+from hpcrl.launch.agent.child import Child
+from hpcrl.launch.agent.environment import Environments
+from hpcrl.launch.agent.network import choose_port, node_address
+from hpcrl.launch.agent.start import NodeContext
+from hpcrl.launch.nodes import Node, make_plan, trainer_nodes
+from hpcrl.rundir.commit import read_json, write_json
+from hpcrl.rundir.layout import Run
+
+
+class NodeProcesses:
+    """Starts the processes of a node, and ends them.
+
+    Args:
+        grace_s: how long torchrun lets its ranks save before it kills them.
+
+    Attributes:
+        children: the processes that were started last, by name; what has ended stays in it.
+        heartbeats: directory of their heartbeats.
+        rendezvous: number of the rendezvous that torchrun was started for; 0: none yet.
+    """
+
+    def __init__(
+        self, run: Run, config: Config, context: NodeContext, attempt: int, node: Node, grace_s: float
+    ) -> None:
+        self._run, self._attempt, self._node, self._grace_s = run, attempt, node, grace_s
+        self._trainer_nodes = trainer_nodes(make_plan(config))
+        self._address = "127.0.0.1" if context.local else node_address(config.slurm.network_interface)
+        interface = None if context.local else config.slurm.network_interface
+        self._scratch = Path(tempfile.mkdtemp(prefix="hpcrl-agent-"))
+        self.heartbeats = self._scratch / "heartbeats"
+        self.heartbeats.mkdir()
+        self._environments = Environments(
+            config, node, attempt, self._address, interface, self.heartbeats, context.local
+        )
+        self.children: dict[str, Child] = {}
+        self.rendezvous = 0
+
+    def start_controller(self) -> None:
+        command = [sys.executable, self._job("controller"), str(self._run.path)]
+        self._spawn("controller", command, signal.SIGINT, ignore_sigterm=True)
+
+    def start_replica(self, name: str) -> None:
+        command = [sys.executable, self._job("rollout"), str(self._run.path)]
+        self._spawn(name, command, HPCRL_REPLICA=name.removeprefix("rollout-"))
+
+    def _job(self, name: str) -> str:
+        return str(self._run.code / "jobs" / f"{name}.py")
+
+    def _spawn(
+        self,
+        name: str,
+        command: list[str],
+        stop_signal: signal.Signals = signal.SIGTERM,
+        ignore_sigterm: bool = False,
+        **environment: str,
+    ) -> None:
+        print(f"starting {name}: {' '.join(command)}", flush=True)
+        log = self._run.log(self._attempt, name)
+        everything = {**self._environments.of(name), **environment}
+        self.children[name] = Child(name, command, everything, log, stop_signal, ignore_sigterm)
+
+    def publish_rendezvous(self) -> None:
+        """Tell the nodes of the trainer where their torchruns meet. Called on node 0."""
+        value = {"number": self.rendezvous + 1, "address": self._address, "port": choose_port(self._address)}
+        write_json(self._run.rendezvous(self._attempt), value)
+
+    def follow_rendezvous(self) -> None:
+        """Start torchrun where node 0 says, and anew where node 0 had to choose another port."""
+        meeting = read_json(self._run.rendezvous(self._attempt))
+        if meeting is None or meeting["number"] == self.rendezvous:
+            return
+        self.rendezvous, name = meeting["number"], f"trainer-{self._node.index}"
+        if old := self.children.pop(name, None):
+            old.end(0.0)
+        command = [
+            sys.executable, "-m", "torch.distributed.run", f"--log-dir={self._scratch}", "--signals-to-handle=SIGHUP",
+            f"--nnodes={self._trainer_nodes}", f"--node-rank={self._node.index}", f"--nproc-per-node={self._node.ranks}",
+            f"--master-addr={meeting['address']}", f"--master-port={meeting['port']}", "--max-restarts=0",
+            self._job("train"), str(self._run.path),
+        ]  # fmt: skip
+        # The ranks get the stop request themselves. torchrun would end at the second SIGTERM, and they with it, while they save.
+        patience = str(round(self._grace_s))
+        self._spawn(name, command, signal.SIGHUP, ignore_sigterm=True, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=patience)
+
+    def ended(self, name: str) -> bool:
+        """Return whether a process was started and has ended."""
+        return name in self.children and self.children[name].poll() is not None
+
+    def end(self, patience_s: float) -> None:
+        """End all processes: replicas have 10 s for it, the others `patience_s`."""
+        for child in self.children.values():
+            child.request_stop()
+        for name, child in self.children.items():
+            child.end(10.0 if name.startswith("rollout") else patience_s)
+        shutil.rmtree(self._scratch, ignore_errors=True)

@@ -1,0 +1,81 @@
+"""How an agent starts: which node of which start it is, its signals, its attempt and its log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import submitit
+
+from hpcrl.errors import RunError
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import Attempt, find_attempt, open_attempt
+
+_SHARED_S = 90.0
+
+
+@dataclass(frozen=True)
+class NodeContext:
+    """Which node of which start of the run this agent is on, by the executor's environment.
+
+    Attributes:
+        index: node id of the run, 0 first.
+        hosts: names of all nodes, by index.
+        job: key of this start, the same on all its nodes and different after a requeue.
+        restarts: how often Slurm has restarted this job.
+        local: whether all nodes share this machine.
+    """
+
+    index: int
+    hosts: list[str]
+    job: str
+    restarts: int
+    local: bool
+
+    @classmethod
+    def here(cls) -> NodeContext:
+        """Return the context of the calling process, which submitit started."""
+        environment = submitit.JobEnvironment()
+        if environment.cluster != "slurm":
+            hosts = [socket.gethostname()] * environment.num_tasks
+            return cls(environment.global_rank, hosts, f"local-{environment.job_id}", 0, True)
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        job = f"{environment.job_id}.{restarts}"
+        return cls(environment.global_rank, list(environment.hostnames), job, restarts, False)
+
+
+def listen() -> list[int]:
+    """Return a list that gets each SIGTERM and SIGUSR2 from now on, in place of what submitit does with them."""
+    signals = list[int]()
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda got, _frame: signals.append(got))
+    signal.signal(signal.SIGCONT, lambda _got, _frame: None)  # submitit would count it
+    return signals
+
+
+def await_attempt(run: Run, context: NodeContext) -> Attempt:
+    """Return the attempt of this start; node 0 opens it, the others see it through the shared filesystem."""
+    if context.index == 0:
+        return open_attempt(run, context.job, context.hosts)
+    deadline = time.monotonic() + _SHARED_S
+    while time.monotonic() < deadline:
+        os.listdir(run.path)  # a fresh listing makes NFS drop what it remembers of the directory
+        if attempt := find_attempt(run, context.job):
+            return attempt
+        time.sleep(0.2)
+    raise RunError(
+        f"{context.hosts[context.index]} does not see in {run.attempts} what {context.hosts[0]} wrote {_SHARED_S:.0f} s ago: "
+        "slurm.root must lie on a filesystem that all nodes share"
+    )
+
+
+def log_to(path: Path) -> None:
+    """Append what this process prints to the file at `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)

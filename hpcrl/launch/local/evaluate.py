@@ -1,0 +1,190 @@
+"""An evaluation outside of training: of a checkpoint of a run, or of any model in Hugging Face format.
+
+`hpcrl eval` makes a directory for it, laid out as a run directory, in which jobs/eval.py works:
+
+    config.toml            of the run, or of the files that were named; data.val_data and trainer.policy.model.path are what is evaluated
+    evaluation.json        what was asked for
+    results.json           scores by data source
+    evals/v000040/0.jsonl  responses and scores; `hpcrl samples DIRECTORY --eval` shows it
+    logs/0/                output of the job and its engine
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config, eval_sampling
+from hpcrl.data.datasets import load_dataset
+from hpcrl.errors import ConfigError, RunError
+from hpcrl.launch.local.foreground import job, run_here
+from hpcrl.launch.manage.registry import find_run
+from hpcrl.launch.submit.models import MODEL_FILE, folder_of
+from hpcrl.rundir.checkpoints import find_checkpoint, line_of
+from hpcrl.rundir.commit import is_committed, read_json, verify, write_json, write_text
+from hpcrl.rundir.layout import Run, position_of
+
+_EXPORT, _PROCESS = "export", "eval"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated.
+
+    Attributes:
+        run: that it is a checkpoint of; None: a model.
+        checkpoint: its directory; None: a model, or the one that the run began with.
+        model: HF directory or hub id; of a checkpoint it may be made only yet.
+        version: steps that the run had trained it.
+    """
+
+    run: Run | None
+    checkpoint: Path | None
+    model: str
+    version: int = 0
+
+    @property
+    def name(self) -> str:
+        if self.run is None:
+            return Path(self.model).resolve().name
+        return f"{self.run.name} {self.checkpoint.name if self.checkpoint else 'before training'}"
+
+
+def find_subject(name: str, checkpoint: str | None, root: Path) -> Subject:
+    """Return what a name means: a directory with a model, a run of which one checkpoint is evaluated, or a model's id on the hub.
+
+    Args:
+        checkpoint: step, or name of the directory; 0: the model that the run began with; None: the newest.
+
+    Raises:
+        RunError: there is no such run or checkpoint.
+        CommitError: the checkpoint is damaged.
+    """
+    if (Path(name) / MODEL_FILE).is_file():
+        return _model(name, str(Path(name).absolute()), checkpoint)
+    try:
+        run = find_run(name, root)
+    except RunError as error:
+        if _on_hub(name):
+            return _model(name, name, checkpoint)
+        raise RunError(
+            f"{error}; nor is it a directory with a model, or the id of one in the hub's cache or on the hub"
+        ) from error
+    if checkpoint in ("0", "s000000"):
+        return Subject(run, None, Config.from_toml([run.config]).trainer.policy.model.path)
+    line = line_of(run)
+    if checkpoint is None and not line:
+        raise RunError(f"{run.name} has no committed checkpoint yet; --checkpoint 0 is the model that it began with")
+    path = line[-1] if checkpoint is None else find_checkpoint(run, checkpoint)
+    verify(path, checksums=False)
+    step, _ = position_of(path) or (0, 0)
+    return Subject(run, path, str(run.exports / path.name), step)
+
+
+def _model(name: str, path: str, checkpoint: str | None) -> Subject:
+    if checkpoint is not None:
+        raise RunError(f"{name} is a model, which has no checkpoints; leave out --checkpoint, or name the run")
+    return Subject(None, None, path)
+
+
+def _on_hub(name: str) -> bool:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return False
+    if folder_of(name) is not None:
+        return True
+    import httpx
+    from huggingface_hub import file_exists
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+
+    try:
+        return file_exists(name, MODEL_FILE)
+    except (httpx.HTTPError, HFValidationError, OfflineModeIsEnabled):  # a node without a network
+        return False
+
+
+def configured(
+    subject: Subject, data: Sequence[str], n_samples: int | None, files: Sequence[Path], settings: Sequence[str]
+) -> Config:
+    """Return the configuration of an evaluation: that of the run, if there is one, then files, then settings.
+
+    Args:
+        data: datasets.
+        n_samples: per prompt; None: as configured.
+
+    Raises:
+        ConfigError: names everything that is wrong.
+    """
+    paths = [str(Path(path).expanduser().absolute()) for path in data]
+    ours = [
+        f"data.val_data={json.dumps(paths)}",
+        "data.test_size=",
+        "trainer.eval_interval=1",
+        f"trainer.policy.model.path={json.dumps(subject.model)}",
+    ]
+    if subject.run is None:
+        ours.append(f"data.train_data={json.dumps(paths)}")
+    if n_samples is not None:
+        ours.append(f"generator.eval_n_samples_per_prompt={n_samples}")
+    base = [] if subject.run is None else [subject.run.config]
+    config = Config.from_toml([*base, *files], [*ours, *settings])
+    n = config.generator.eval_n_samples_per_prompt
+    if n > 1 and eval_sampling(config.generator).temperature == 0:
+        raise ConfigError(
+            f"generator.eval_n_samples_per_prompt: {n} samples of a prompt would all be the same, because evaluation is greedy here; "
+            "add generator.eval_sampling_params.temperature=1.0, or leave it at 1"
+        )
+    return config
+
+
+def default_place(subject: Subject) -> Path:
+    """Return a directory that is not there yet, in the run or, for a model, in the current directory."""
+    parent = Path("evaluations").absolute() if subject.run is None else subject.run.evaluations
+    stem = subject.checkpoint.name if subject.checkpoint else Path(subject.model).name
+    return parent / f"{stem}-{time.strftime('%m%d-%H%M%S')}"
+
+
+def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str], None]) -> dict[str, Any]:
+    """Evaluate on this machine and return what is written to results.json.
+
+    Args:
+        place: a directory that is made.
+
+    Raises:
+        RunError: the directory is there.
+        DataError: a dataset is missing, or lacks what it needs.
+        HpcrlError: it failed.
+    """
+    if place.path.exists():
+        raise RunError(f"{place.path} exists; move it away, or choose another --output")
+    # before anything is made
+    load_dataset(config.data.val_data, ("eval",), config.data, config.environment, config.generator.max_turns, first=1)
+    place.path.mkdir(parents=True, mode=0o700)
+    place.token.parent.mkdir(mode=0o700)
+    write_text(place.token, secrets.token_hex(32) + "\n", mode=0o600)
+    write_text(place.config, config.to_toml())
+    asked = {
+        "subject": subject.name,
+        "version": subject.version,
+        "model": subject.model,
+        "data": config.data.val_data,
+        "n_samples": config.generator.eval_n_samples_per_prompt,
+        "seed": config.trainer.seed,
+        "sampling": asdict(eval_sampling(config.generator)),
+    }
+    write_json(place.path / "evaluation.json", asked)
+    if subject.run is not None and subject.checkpoint is not None and not is_committed(Path(subject.model)):
+        report(f"exporting {subject.checkpoint.name}")
+        words = ["checkpoint", "export", str(subject.run.path), subject.checkpoint.name]
+        run_here(place, _EXPORT, [sys.executable, "-m", "hpcrl.cli.main", *words], {}, report)
+    devices = {} if config.slurm.gpus_per_node else {"CUDA_VISIBLE_DEVICES": ""}
+    run_here(place, _PROCESS, [sys.executable, str(job("eval")), str(place.path)], devices, report)
+    results = read_json(place.path / "results.json")
+    assert results is not None, place.path
+    return results

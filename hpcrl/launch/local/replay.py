@@ -1,0 +1,147 @@
+"""A step of a run once more, by the trainer alone: no engine, no controller, and nothing is written into the run.
+
+What `hpcrl replay` asks of jobs/replay.py lies in a directory of its own, laid out as a run directory:
+
+    config.toml     of the attempt that trained the step, with what was overridden
+    replay.json     the run, the step, the checkpoint to begin from
+    results.json    metrics of each step, as far as it got
+    dumps/          what each step trains, with trainer.dump_data_batch
+    logs/0/         output of torchrun and the ranks
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config
+from hpcrl.config.derive import model_parallel_size
+from hpcrl.config.rules.megatron_groups import expert_tensor_size
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.rollouts import require_samples
+from hpcrl.errors import ConfigError, RunError
+from hpcrl.launch.local.foreground import job, run_here, to_stderr
+from hpcrl.observe.metrics import read_metrics, values_of
+from hpcrl.observe.summary import STEP_SECONDS
+from hpcrl.rundir.checkpoints import line_of
+from hpcrl.rundir.commit import read_json, verify, write_json, write_text
+from hpcrl.rundir.layout import Run, step_of
+from hpcrl.rundir.ledger import read_attempts
+
+PROCESS = "trainer"
+TOTAL_STEPS, STEPS_PER_EPOCH = "trainer/total_steps", "trainer/steps_per_epoch"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained again.
+
+    Attributes:
+        run: path of the run directory.
+        checkpoint: what training begins from; None: the initial model.
+        first, step: the first step after it, and the last one, which is asked for.
+        total_steps, steps_per_epoch: of the run, when it trained that step.
+        times: how often, each time from the checkpoint.
+    """
+
+    run: str
+    checkpoint: str | None
+    first: int
+    step: int
+    total_steps: int
+    steps_per_epoch: int
+    times: int
+
+
+def plan_replay(run: Run, step: int, times: int) -> Plan:
+    """Return how a step is trained again: from the newest checkpoint before it, over the steps in between.
+
+    Raises:
+        RunError: it was not trained, or what it was trained from is gone.
+        CommitError: the checkpoint is damaged.
+    """
+    totals, epochs = values_of(run, TOTAL_STEPS), values_of(run, STEPS_PER_EPOCH)
+    if step not in totals:
+        there = f"steps {min(totals)} to {max(totals)} have been" if totals else "none has been yet"
+        raise RunError(f"{run.name} has not trained step {step}; {there}")
+    checkpoint = _before(run, step)
+    first = 1 if checkpoint is None else (step_of(checkpoint) or 0) + 1
+    for number in range(first, step + 1):
+        require_samples(run, number)
+    if checkpoint is not None:
+        verify(checkpoint)
+    return Plan(
+        run=str(run.path),
+        checkpoint=None if checkpoint is None else str(checkpoint),
+        first=first,
+        step=step,
+        total_steps=round(totals[step]),
+        steps_per_epoch=round(epochs[step]),
+        times=times,
+    )
+
+
+def _before(run: Run, step: int) -> Path | None:
+    found = [path for path in line_of(run) if (number := step_of(path)) is not None and number < step]
+    if found:
+        return found[-1]
+    trainer = Config.from_toml([config_of(run, step)]).trainer
+    if trainer.resume_mode != "from_path" or trainer.resume_path is None:
+        return None
+    return Path(trainer.resume_path)
+
+
+def config_of(run: Run, step: int) -> Path:
+    """Return the configuration with which a step was trained: a later attempt may have another."""
+    records = [record for record in read_metrics(run) if record.process == PROCESS and record.step == step]
+    trained = [record.attempt for record in records if STEP_SECONDS in record.metrics]
+    attempts = [attempt.number for attempt in read_attempts(run)]
+    changed = (run.config_of(number) for number in attempts if number >= max(trained, default=0))
+    return next((path for path in changed if path.is_file()), run.config)
+
+
+def ranks_of_replay(trainer: TrainerConfig, asked: int | None) -> int:
+    """Return how many ranks train on this machine: those of one of the run's nodes, or as many as share a model where that is more.
+
+    Args:
+        asked: by the person; None: no number.
+
+    Raises:
+        ConfigError: so many cannot share the model as the settings say.
+    """
+    sizes, together = trainer.policy.megatron_config, model_parallel_size(trainer)
+    if trainer.strategy == "megatron":
+        experts = sizes.expert_model_parallel_size * expert_tensor_size(sizes) * sizes.pipeline_model_parallel_size
+        together = math.lcm(together, experts if sizes.expert_model_parallel_size > 1 else 1)
+    if asked is None:
+        return -(-trainer.placement.policy_num_gpus_per_node // together) * together
+    if asked % together:
+        section = "megatron_config" if trainer.strategy == "megatron" else "sequence_parallel_size"
+        raise ConfigError(
+            f"--ranks: by trainer.policy.{section} {together} ranks share a copy of the model, expected a multiple of that, found {asked}; "
+            f"or add settings with smaller sizes for the replay"
+        )
+    return asked
+
+
+def replay(plan: Plan, config: Config, ranks: int, place: Run) -> list[dict[str, Any]]:
+    """Train what the plan says on this machine and return its results: `time`, `step` and `metrics`, in order.
+
+    Args:
+        place: an empty directory, or one that is made.
+
+    Raises:
+        HpcrlError: it failed.
+    """
+    place.path.mkdir(parents=True, exist_ok=True)
+    write_text(place.config, config.to_toml())
+    write_json(place.path / "replay.json", asdict(plan))
+    torchrun = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--log-dir={place.path / 'logs'}",
+    ]  # fmt: skip
+    devices = {} if config.slurm.gpus_per_node else {"CUDA_VISIBLE_DEVICES": ""}
+    run_here(place, PROCESS, [*torchrun, str(job("replay")), str(place.path)], devices, to_stderr)
+    return read_json(place.path / "results.json") or []

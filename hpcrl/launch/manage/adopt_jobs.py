@@ -1,0 +1,81 @@
+"""Jobs in the queue that no run directory knows: whoever submitted them died before it could write that down."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shlex
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcrl.launch.scheduler import JobState, find_job
+from hpcrl.rundir.commit import read_json, write_json
+from hpcrl.rundir.layout import Run
+
+_ELEMENTS = re.compile(r"-m hpcrl\.launch\.requeue\.epilogue (.+)")
+
+
+def adopt(submissions: dict[Run, dict[str, Any]], queued: Mapping[str, JobState]) -> set[Run]:
+    """Record the active jobs that run one of these runs, and are not the one that the run directory names.
+
+    Args:
+        submissions: what the run directories name; changed here.
+        queued: jobs by id.
+
+    Returns:
+        The runs whose job was found so.
+    """
+    recorded = {submission.get("job_id") for submission in submissions.values()}
+    unknown = {id: job for id, job in queued.items() if job.active and id not in recorded and "/.slurm/" in job.script}
+    if not unknown:
+        return set()
+    folders = {os.path.realpath(run.slurm) for run in submissions}
+    found = set()
+    for job_id, job in unknown.items():
+        if os.path.realpath(Path(job.script).parent) not in folders:
+            continue
+        run = _run_of(job_id, Path(job.script))
+        if run is None or run not in submissions or find_job(submissions[run].get("job_id", ""), queued).active:
+            continue
+        submissions[run] = _record(run, submissions[run], job_id)
+        found.add(run)
+    return found
+
+
+def _run_of(job: str, script: Path) -> Run | None:
+    """Return the run that an element of a job array runs, from the end of its batch script."""
+    try:
+        match = _ELEMENTS.search(script.read_text())
+    except OSError:
+        return None
+    runs = read_json(Path(shlex.split(match[1])[0])) if match else None
+    index = job.partition("_")[2]
+    return Run(Path(runs[int(index)])) if runs and index.isdigit() and int(index) < len(runs) else None
+
+
+def _record(run: Run, before: Mapping[str, Any], job: str) -> dict[str, Any]:
+    """Write down the job of a run, unless somebody is about to; return the record."""
+    overrides = before.get("overrides", [])
+    record = {
+        "executor": "slurm", "host": socket.gethostname(), "job_id": job, "overrides": overrides, "submitted": time.time(),
+    }  # fmt: skip
+    if not before:
+        try:
+            descriptor = os.open(run.submission, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:  # another command records it now, or it is damaged
+            return record
+        with os.fdopen(descriptor, "w") as file:
+            file.write(json.dumps(record))
+        return record
+    with run.submission.open("r+") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # `hpcrl resume` is at work and will record it, or the filesystem has no locks
+            return record
+        write_json(run.submission, record)
+    return record

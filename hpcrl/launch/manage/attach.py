@@ -1,0 +1,70 @@
+"""`hpcrl attach`: a shell, or a command, beside the processes of a run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from hpcrl.config import Config
+from hpcrl.errors import RunError
+from hpcrl.launch.manage.registry import states_of
+from hpcrl.launch.manage.state import RunState
+from hpcrl.launch.nodes import Node, make_plan
+from hpcrl.launch.scheduler import PATIENCE_S, run_slurm
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import read_attempts
+
+_NO_JOB = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_")
+
+
+def attach(run: Run, node: str | None, role: str | None, command: Sequence[str]) -> NoReturn:
+    """Become a shell, or `command`, on a node of a running run, with the environment of the run's processes there.
+
+    Args:
+        node: its name, or its number in the run; None: the first one of that role.
+        role: trainer or rollout; None: trainer, or what the node is.
+
+    Raises:
+        RunError: the run has no processes now, or no such node.
+    """
+    state = states_of([run])[0]
+    if state.over or state.attempt == 0 or state.kind == "starting" or state.job.waiting or state.outcome is not None:
+        raise RunError(f"{run.name} is {state.kind}: it has no processes to attach to ({state.detail})")
+    plan, hosts = make_plan(Config.from_toml([run.config])), read_attempts(run)[-1].hosts
+    chosen = choose(plan, hosts, node, role)
+    inside = [
+        sys.executable, "-m", "hpcrl.launch.manage.attach_remote", str(run.path), str(state.attempt), str(chosen.index), chosen.role, *command,
+    ]  # fmt: skip
+    sys.stdout.flush()
+    if state.submission["executor"] == "local":
+        os.execv(inside[0], inside)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_NO_JOB)}
+    terminal = ["--pty"] if os.isatty(0) and os.isatty(1) else []
+    place = [f"--jobid={_raw_id(state)}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={hosts[chosen.index]}"]
+    os.execvpe("srun", ["srun", *place, "--mem=0", *terminal, *inside], environment)
+
+
+def choose(plan: Sequence[Node], hosts: Sequence[str], node: str | None, role: str | None) -> Node:
+    """Return the node of a plan that a user means.
+
+    Raises:
+        RunError: there is none.
+    """
+    fitting = [
+        one
+        for one in plan
+        if (role is None or one.role == role) and (node is None or node in (str(one.index), hosts[one.index]))
+    ]
+    if not fitting:
+        listed = ", ".join(f"{one.index} {hosts[one.index]} ({one.role})" for one in plan)
+        wanted = " ".join(filter(None, [role, "node", node]))
+        raise RunError(f"the run has no {wanted}; it has {listed}")
+    return fitting[0]
+
+
+def _raw_id(state: RunState) -> str:
+    """Return the job's own id: srun takes none of the form 12_0."""
+    job = state.submission["job_id"]
+    return run_slurm(["squeue", "-h", "-j", job, "-o", "%A"], PATIENCE_S).split()[0]

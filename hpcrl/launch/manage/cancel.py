@@ -1,0 +1,70 @@
+"""Cancelling a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from hpcrl.errors import RunError
+from hpcrl.launch.manage.poll import LOOK_S, RunPoller
+from hpcrl.launch.manage.registry import RunState, states_of
+from hpcrl.launch.requeue.elastic import cancel_pool
+from hpcrl.launch.scheduler import cancel_slurm
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import cancel_outcome
+from hpcrl.runtime.signals import ask_to_stop
+
+_LEAVING_S = 40.0  # Slurm kills what does not end 30 s after SIGTERM, unless the site says otherwise
+
+
+def cancel(run: Run, patience_s: float) -> RunState:
+    """Ask a run to save and stop, and wait for it; a run that has nothing to save is taken away at once.
+
+    Args:
+        patience_s: for how long its end is awaited: what saves then goes on saving, and ends by itself. 0: take the job away now.
+
+    A run that waits in the queue, also after a preemption, is taken out of it; one that is held for a person is only marked.
+
+    Raises:
+        RunError: the run is over already.
+        SubmitError: Slurm could not be asked, or refused.
+    """
+    state = states_of([run])[0]
+    if state.over and state.kind == "held":
+        cancel_outcome(run, state.attempt)
+        return states_of([run])[0]
+    if state.over:
+        raise RunError(f"{run.name} is not running: {state.kind} ({state.detail})")
+    if state.at_work and patience_s > 0:
+        ask_to_stop(run, state.attempt, "cancelled")
+        return _await_end(run, patience_s)
+    if state.outcome is None or not state.outcome.final:
+        cancel_outcome(run, state.attempt)
+    _take_away(state)
+    return _await_end(run, _LEAVING_S)
+
+
+def _await_end(run: Run, patience_s: float) -> RunState:
+    poller, deadline = RunPoller(run, states_of), time.monotonic() + patience_s
+    while not (state := poller.state()).over:
+        if time.monotonic() > deadline:
+            return states_of([run])[0]
+        time.sleep(LOOK_S)
+    return state
+
+
+def _take_away(state: RunState) -> None:
+    cancel_pool(state.run)
+    job = state.submission["job_id"]
+    if state.submission["executor"] == "slurm":
+        cancel_slurm(job)
+    # Agents end their processes when they see the outcome; the executor's process ends with its agents.
+    elif state.job.active and _await_end(state.run, _LEAVING_S).job.active:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            for child in (
+                Path(f"/proc/{job}/task/{job}/children").read_text().split()
+            ):  # the job's process is a shell above it
+                os.kill(int(child), signal.SIGTERM)

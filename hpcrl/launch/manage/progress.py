@@ -1,0 +1,119 @@
+"""How far a run is, from its process statuses and its checkpoints."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tomli
+
+from hpcrl.rundir.checkpoints import line_of
+from hpcrl.rundir.commit import COMMIT
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.process_status import ProcessStatus
+from hpcrl.units import duration
+
+SILENT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is; None is what is not known.
+
+    Attributes:
+        activity: state of the trainer's process status.
+        step, total: step in work or done last, of so many.
+        seconds_per_step: running mean.
+        ready, replicas: rollout replicas that serve, of so many.
+        checkpoint: name of the newest checkpoint, s000041 after step 41.
+        checkpoint_age: seconds since its commit.
+        silence: seconds since a process of the attempt last renewed its status.
+    """
+
+    activity: str
+    step: int | None
+    total: int | None
+    seconds_per_step: float | None
+    ready: int
+    replicas: int | None
+    checkpoint: str | None
+    checkpoint_age: float | None
+    silence: float | None
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds until the last step is done."""
+        if self.seconds_per_step is None or self.step is None or self.total is None:
+            return None
+        return max(0, self.total - self.step + 1) * self.seconds_per_step
+
+    def __str__(self) -> str:
+        parts = [self.activity or "starting"]
+        if self.step and self.total and "/" not in self.activity:
+            parts.append(f"step {self.step}/{self.total}")
+        if self.seconds_per_step is not None:
+            parts.append(f"{self.seconds_per_step:.1f} s/step")
+        if self.eta is not None:
+            parts.append(f"ETA {duration(self.eta)}")
+        if self.replicas:
+            parts.append(f"replicas {self.ready}/{self.replicas}")
+        if self.checkpoint is not None and self.checkpoint_age is not None:
+            parts.append(f"last commit {duration(self.checkpoint_age)} ago ({self.checkpoint})")
+        elif self.step:
+            parts.append("nothing committed yet")
+        if self.silence is not None and self.silence > SILENT_S:
+            parts.append(f"silent for {duration(self.silence)}")
+        return " · ".join(parts)
+
+
+def progress_of(run: Run, statuses: Sequence[ProcessStatus], ended: bool) -> Progress:
+    """Return how far a run is.
+
+    Args:
+        statuses: of the processes of its newest attempt.
+        ended: whether that has ended, and replicas are of no interest; a configuration takes long to read.
+    """
+    by_name = {status.process: status for status in statuses}
+    trainer, controller = by_name.get("trainer"), by_name.get("controller")
+    facts = trainer.facts if trainer else {}
+    total = facts.get("total") or (controller.facts.get("total_steps") if controller else None)
+    line = line_of(run)
+    newest = line[-1] if line else None
+    # ages by the clock of the file server, and not by those of the nodes
+    ages = {status.process: _age(run.status_file(status.process)) for status in statuses}
+    ready = [
+        status
+        for status in statuses
+        if status.process.startswith("rollout-")
+        and "version" in status.facts
+        and (ages[status.process] or 0) < SILENT_S
+    ]
+    known = [age for age in ages.values() if age is not None]
+    return Progress(
+        activity=trainer.state if trainer else "",
+        step=facts.get("step"),
+        total=total,
+        seconds_per_step=facts.get("seconds_per_step"),
+        ready=len(ready),
+        replicas=None if ended else _replicas(run),
+        checkpoint=newest.name if newest else None,
+        checkpoint_age=_age(newest / COMMIT) if newest else None,
+        silence=min(known) if known else None,
+    )
+
+
+def _age(path: os.PathLike[str]) -> float | None:
+    try:
+        return max(0.0, time.time() - os.stat(path).st_mtime)
+    except FileNotFoundError:
+        return None
+
+
+def _replicas(run: Run) -> int | None:
+    # not by Config, which would import the modules of a user's config_class
+    config = tomli.loads(run.config.read_text())
+    gang = config.get("generator", {}).get("inference_engine", {}).get("num_engines")
+    pool = config.get("slurm", {}).get("elastic", {}).get("replicas", 0)
+    return None if gang is None else gang + pool

@@ -1,0 +1,148 @@
+"""Finding runs by name, and what state each is in."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcrl.errors import RunError, SubmitError
+from hpcrl.launch.manage.adopt_jobs import adopt
+from hpcrl.launch.manage.state import RunState, state_of
+from hpcrl.launch.scheduler import GONE, PATIENCE_S, JobState, accounting, find_job, local_state, queue
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import read_outcome
+
+_MOST_LISTED = 8
+
+
+def default_root() -> Path:
+    """Return where runs are looked for: $HPCRL_ROOT, else ./runs, the default of slurm.root."""
+    return Path(os.environ.get("HPCRL_ROOT", "runs"))
+
+
+def all_runs(root: Path) -> list[Run]:
+    """Return every run under `root`, by project and name."""
+    return [Run(path.parent.absolute()) for path in sorted(root.glob("*/[!.]*/config.toml"))]
+
+
+def find_run(name: str, root: Path) -> Run:
+    """Return the run of this name, `project/name` or path; a name may be cut off before a dash, as NAME.0 is of NAME.0-seed-1.
+
+    Raises:
+        RunError: none, or several, match.
+    """
+    if (Path(name) / "config.toml").is_file():
+        return Run.open(name)
+    names = {run: (run.name, f"{run.project}/{run.name}") for run in all_runs(root)}
+    exact = [run for run, own in names.items() if name in own]
+    matches = exact or [run for run, own in names.items() if any(other.startswith(f"{name}-") for other in own)]
+    if len(matches) == 1:
+        return matches[0]
+    if exact:
+        raise RunError(f"several runs are called {name}: {_listed(matches)}; name one with its project")
+    if matches:
+        raise RunError(f"several runs begin with {name}-: {_listed(matches)}; write more of the name")
+    near = [run for run, own in names.items() if any(other.startswith(name) for other in own)]
+    hint = f"; runs that begin so: {_listed(near)}" if near else ""
+    raise RunError(
+        f"no run {name!r} under {root.absolute()}{hint}; give its path, or --root, or set HPCRL_ROOT. `hpcrl status` lists the "
+        "runs there"
+    )
+
+
+def find_runs(name: str, root: Path) -> list[Run]:
+    """Return the run of this name, or the runs of the sweep that was submitted under it.
+
+    Raises:
+        RunError: none, or several of other submissions, match.
+    """
+    sweep = []
+    for run in all_runs(root):
+        submission = Path(os.path.realpath(run.slurm)).name
+        if name in (submission, f"{run.project}/{submission}"):
+            sweep.append(run)
+    if len({run.project for run in sweep}) == 1:
+        # 10 after 9
+        return sorted(sweep, key=lambda run: [part.zfill(9) for part in re.split(r"(\d+)", run.name)])
+    return [find_run(name, root)]
+
+
+def _listed(runs: Sequence[Run]) -> str:
+    shown = [f"{run.project}/{run.name}" for run in runs[:_MOST_LISTED]]
+    return ", ".join([*shown, f"and {len(runs) - len(shown)} more"] if len(runs) > len(shown) else shown)
+
+
+def states_of(runs: Sequence[Run]) -> list[RunState]:
+    """Return the state of each run, asking the scheduler once for all of them.
+
+    Raises:
+        SubmitError: Slurm could not be asked, for two minutes: a job must not count as gone because Slurm did not answer.
+        RunError: a run was started with --local on another machine.
+    """
+    states = _states(runs, PATIENCE_S)
+    for state in states:
+        if not state.job.known:
+            raise (RunError if state.submission.get("executor") == "local" else SubmitError)(state.job.reason)
+    return states
+
+
+def known_states(runs: Sequence[Run]) -> list[RunState]:
+    """Return the state of each run as far as it is known now: without an answer of the scheduler, by its files."""
+    return _states(runs, 0.0)
+
+
+def _states(runs: Sequence[Run], patience_s: float) -> list[RunState]:
+    records = {run: _submission(run) for run in runs}
+    submissions = {run: record or {} for run, record in records.items()}
+    jobs, queued, failure = {}, {}, ""
+    if any(submission.get("executor") != "local" for submission in submissions.values()):
+        try:
+            queued = queue(patience_s)
+        except SubmitError as error:
+            failure = str(error)
+    found = adopt(submissions, queued)
+    for run, submission in submissions.items():
+        if submission.get("executor") == "local":
+            jobs[run] = _local(submission)
+        elif failure:
+            jobs[run] = JobState("UNKNOWN", failure)
+        elif not submission and records[run] is None:
+            jobs[run] = JobState("UNKNOWN", f"{run.submission} is damaged, so its job is not known")
+        else:
+            jobs[run] = find_job(submission.get("job_id", ""), queued)
+    forgotten = {
+        run: submission["job_id"]
+        for run, submission in submissions.items()
+        if submission.get("executor") == "slurm" and jobs[run] is GONE and not _is_final(run)
+    }
+    accounted = accounting(forgotten.values())
+    jobs |= {run: accounted.get(job, GONE) for run, job in forgotten.items()}
+    return [state_of(run, submissions[run], jobs[run], run in found) for run in runs]
+
+
+def _submission(run: Run) -> dict[str, Any] | None:
+    """Return the record of a run's last job; {} where there is none, None where it is damaged."""
+    try:
+        record = read_json(run.submission)
+    except ValueError:
+        return None
+    if record is None:
+        return {}
+    return record if isinstance(record, dict) and {"executor", "host", "job_id"} <= record.keys() else None
+
+
+def _is_final(run: Run) -> bool:
+    outcome = read_outcome(run)
+    return outcome is not None and outcome.final
+
+
+def _local(submission: dict[str, Any]) -> JobState:
+    host = submission["host"]
+    if host != socket.gethostname():
+        return JobState("UNKNOWN", f"this run was started with --local on {host}; ask there")
+    return local_state(submission["job_id"])

@@ -1,0 +1,147 @@
+"""Continuing a run that ended, with its configuration or a changed one."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from hpcrl.config import Config
+from hpcrl.config.resume_changes import Change, changes
+from hpcrl.errors import ConfigError, RunError
+from hpcrl.launch.manage.poll import LOOK_S, RunPoller
+from hpcrl.launch.manage.registry import RunState, states_of
+from hpcrl.launch.submit.executors import Element, Submission
+from hpcrl.launch.submit.preflight import check_files
+from hpcrl.launch.submit.submit import launch
+from hpcrl.rundir.checkpoints import line_of, lost_with
+from hpcrl.rundir.commit import committed, write_text
+from hpcrl.rundir.layout import Run, position_of, step_of
+
+_LEAVING_S = 60.0
+
+
+def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
+    """Start the next attempt of a run, by the executor that it was submitted to.
+
+    A changed configuration takes the place of config.toml; the old one stays as config.<attempt>.toml.
+
+    Args:
+        overrides: settings to change, as for `hpcrl submit`.
+
+    Returns:
+        What differs from the configuration that the last attempt had, whoever changed it.
+
+    Raises:
+        RunError: the run is active, has finished, never continues, or is being resumed by somebody else.
+        ConfigError: the overrides are wrong, or change what a run or an interrupted step must keep; then nothing has happened.
+        DataError: they name files that are not there.
+    """
+    if not run.submission.exists():
+        states_of([run])  # finds a job whose submission was cut short, and records it
+    with _alone(run):
+        state = _ended(run)
+        config = Config.from_toml([run.config], overrides)  # first: it may change where a config_class lies
+        current, kept = Config.from_toml([run.config]), run.config_of(state.attempt)
+        found = changes(Config.from_toml([kept]) if kept.exists() else current, config)
+        if any(change.kind == "refused" for change in found):
+            raise ConfigError("\n".join([*map(str, found), f"{run.name} was not changed; {_NEW_RUN}"]))
+        if config.trainer.resume_mode == "none":
+            raise RunError(
+                f"{run.name} never continues a checkpoint (trainer.resume_mode is none): submit a new run, or resume this one "
+                "with trainer.resume_mode=latest"
+            )
+        _check_end(run, config)
+        _check_step(run, config)
+        if found:
+            check_files(config)
+        folder = Path(os.path.realpath(run.slurm))
+        element = Element(run.name, config, [*state.submission["overrides"], *overrides])
+        with _changed_config(run, kept, config) if config != current else nullcontext():
+            launch(Submission(folder, [element]), local=state.submission["executor"] == "local")
+        return found
+
+
+_NEW_RUN = (
+    "for what is refused, submit a new run; trainer.resume_mode=from_path starts it from a checkpoint of this one"
+)
+
+
+@contextmanager
+def _alone(run: Run) -> Iterator[None]:
+    """Hold the record of the last job; who waits for nothing finds in the next record that the run is active."""
+    try:
+        record = run.submission.open("r+")
+    except FileNotFoundError:
+        raise RunError(
+            f"the submission of {run.name} was cut short, so there is nothing to resume; submit it again under another name"
+        ) from None
+    with record:
+        try:
+            fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"{run.name} is being resumed by another `hpcrl resume`; wait for it") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):  # a filesystem without locks
+                raise
+        yield
+
+
+def _ended(run: Run) -> RunState:
+    poller, deadline = RunPoller(run, states_of), time.monotonic() + _LEAVING_S
+    while (state := poller.state()).kind == "ending" and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+    if not state.over:
+        raise RunError(f"{run.name} is {state.kind}; there is nothing to resume")
+    if state.kind == "done":
+        raise RunError(f"{run.name} is done; to train on, submit a run with trainer.resume_mode=from_path")
+    return state
+
+
+def _check_end(run: Run, config: Config) -> None:
+    steps, end = committed(run.checkpoints, step_of), config.trainer.max_steps
+    if steps and end is not None and steps[-1] > end:
+        raise ConfigError(
+            f"trainer.max_steps: {run.name} has a checkpoint of step {steps[-1]}, beyond {end}; expected at least {steps[-1]}"
+        )
+
+
+def _check_step(run: Run, config: Config) -> None:
+    """A step that was interrupted must go on with the settings that it was begun with."""
+    lost, begun = lost_with(run, config.trainer)
+    if not lost:
+        return
+    position = position_of(lost[0])
+    assert position is not None, lost[0]
+    earlier = next((path.name for path in reversed(line_of(run)) if path not in lost), "the beginning")
+    names = " ".join(path.name for path in lost)
+    values = ", ".join(f"trainer.{name} {json.dumps(value)}" for name, value in begun.items())
+    raise ConfigError(
+        f"{run.name} was interrupted inside step {position[0] + 1}, which was begun with {values}: with another value training "
+        f"would start again from {earlier}, without {names}. Resume it with what the step was begun with, and change that after the next "
+        f"whole checkpoint; or give up what was trained since {earlier}: hpcrl checkpoint rm {run.name} {names} --force"
+    )
+
+
+@contextmanager
+def _changed_config(run: Run, kept: Path, config: Config) -> Iterator[None]:
+    """Change config.toml and keep the old one; both changes are taken back if what follows fails."""
+    before, new = (
+        run.config.read_text(),
+        not kept.exists(),
+    )  # else it was changed since already, and no attempt used that
+    if new:
+        write_text(kept, before)
+    write_text(run.config, config.to_toml())
+    try:
+        yield
+    except BaseException:
+        write_text(run.config, before)
+        if new:
+            kept.unlink()
+        raise

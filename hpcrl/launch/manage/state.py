@@ -1,0 +1,254 @@
+"""The state of a run, from its files and the state of its job: what kind, why, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from hpcrl.launch.manage.progress import SILENT_S, Progress, progress_of
+from hpcrl.launch.requeue.policy import RequeueDecision, requeue_decision
+from hpcrl.launch.scheduler import GONE, JobState
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import Attempt, Outcome, outcome_of, read_attempts
+from hpcrl.runtime.process_status import ProcessStatus, read_process_statuses
+from hpcrl.runtime.signals import stop_asked
+from hpcrl.units import duration
+
+_STANDING = ("SUSPENDED", "STOPPED")
+_LEAVING = ("COMPLETING", "STAGE_OUT", "SIGNALING")
+_SKEW_S = 60.0  # between the clocks of slurmctld and of a node
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run as a person wants to see it.
+
+    Attributes:
+        kind: pending, starting, running, saving, suspended, preempted (was interrupted, and is queued again), held (waits for a
+            person), ending (its outcome is known, its processes leave), done, failed, hang, cancelled, interrupted (and not queued
+            again), lost (it ended without an outcome), or unknown (the scheduler does not answer, and no process status is renewed).
+        detail: why it waits, the first error, or how far it is.
+        advice: what to do, or empty.
+        found: the job was not recorded, and found in the queue.
+    """
+
+    run: Run
+    submission: dict[str, Any]
+    job: JobState
+    attempt: int
+    outcome: Outcome | None
+    statuses: list[ProcessStatus]
+    progress: Progress
+    kind: str
+    detail: str
+    advice: str = ""
+    found: bool = False
+
+    @property
+    def over(self) -> bool:
+        if not self.job.known:
+            return self.outcome is not None and self.outcome.final
+        return not self.job.active
+
+    @property
+    def at_work(self) -> bool:
+        """Whether there are processes that can be asked for something."""
+        return self.kind in ("running", "saving")
+
+
+def state_of(run: Run, submission: dict[str, Any], job: JobState, found: bool = False) -> RunState:
+    """Return the state of a run.
+
+    Args:
+        submission: the record of its last job.
+        job: state of that job.
+    """
+    attempts = read_attempts(run)
+    attempt = attempts[-1] if attempts else None
+    number = attempt.number if attempt else 0
+    outcome = outcome_of(run, number)
+    statuses = read_process_statuses(run, number)
+    progress = progress_of(run, statuses, ended=outcome is not None)
+    kind, detail, advice = _View(run, submission, job, attempt, outcome, progress).describe()
+    return RunState(run, submission, job, number, outcome, statuses, progress, kind, detail, advice, found)
+
+
+@dataclass(frozen=True)
+class _View:
+    """What is known of a run; `describe` returns kind, detail and advice."""
+
+    run: Run
+    submission: dict[str, Any]
+    job: JobState
+    attempt: Attempt | None
+    outcome: Outcome | None
+    progress: Progress
+
+    def describe(self) -> tuple[str, str, str]:
+        if not self.job.known:
+            return self._by_its_files()
+        if not self.job.active:
+            return self._gone()
+        if self.job.waiting:
+            return self._waiting()
+        if self.job.name in _STANDING:
+            return (
+                "suspended",
+                f"Slurm has suspended it; {self.progress}",
+                "it goes on when Slurm, or `scontrol resume`, lets it",
+            )
+        if self.attempt is None or self._resumed or self._restarted:
+            return "starting", "its job runs, its agents have not begun", ""
+        if self.outcome is not None or self.job.name in _LEAVING:
+            return "ending", f"{self.outcome.kind}: {self.outcome.message}" if self.outcome else "its job ends", ""
+        if reason := stop_asked(self.run, self.attempt.number):
+            return "saving", f"asked to stop ({reason}); {self.progress}", ""
+        return "saving" if self.progress.activity.startswith("saving") else "running", str(self.progress), ""
+
+    @property
+    def _resumed(self) -> bool:
+        """Whether the newest attempt is of an earlier job than the recorded one, of which no attempt has begun."""
+        if self.attempt is None:
+            return False
+        identity = self.submission.get("job_id", "")
+        # for Slurm a start goes by the job's id and the number of its restarts
+        starts = {f"local-{identity}", f"{identity}.{self.attempt.job.rpartition('.')[2]}"}
+        return self.attempt.job not in starts
+
+    @property
+    def _restarted(self) -> bool:
+        """Whether Slurm started the job again after the newest attempt, whose end nobody need have recorded.
+
+        squeue gives restarts by its long format alone, which cuts names off; so this goes by the clocks, unless a process of the
+        attempt renewed its status just now: what runs must never count as gone.
+        """
+        began, silence = started(self.job), self.progress.silence
+        if self.attempt is None or began is None:
+            return False
+        if self.outcome is not None:
+            return began > self.outcome.ended
+        return began > self.attempt.started + _SKEW_S and (silence is None or silence > SILENT_S)
+
+    def _waiting(self) -> tuple[str, str, str]:
+        why = explain(self.job, self.submission.get("job_id", ""))
+        if is_held(self.job):
+            return "held", why, f"hpcrl cancel {self.run.name} takes it away"
+        if self.attempt is None or self._resumed:
+            return "pending", why, ""
+        if self.outcome is None or self.outcome.kind in ("interrupted", "lost"):
+            saved = self.progress.checkpoint
+            kept = f"goes on from {saved}" if saved is not None else "nothing was committed yet"
+            return "preempted", f"queued again, {kept}; {why}", ""
+        decision = self._decision
+        return "pending", f"queued again after {decision.why if decision else self.outcome.message}; {why}", ""
+
+    @property
+    def _decision(self) -> RequeueDecision | None:
+        try:
+            return requeue_decision(self.run)
+        except (KeyError, ValueError):  # the configuration of an older hpcrl
+            return None
+
+    def _gone(self) -> tuple[str, str, str]:
+        resume = f"hpcrl resume {self.run.name} continues it"
+        if not self.submission:
+            return "lost", "its submission was cut short; submit it again under another name", ""
+        cancelled_in_queue = self.outcome and self.outcome.ended > self.submission.get("submitted", 0.0)
+        outcome = self.outcome if not self._resumed or cancelled_in_queue else None
+        if outcome is None:
+            if self.job.name == "CANCELLED":
+                return "cancelled", "its job was cancelled in Slurm before it left an outcome", resume
+            how = "Slurm no longer knows its job" if self.job == GONE else f"its job ended as {self.job.name} in Slurm"
+            return "lost", f"{how}, and it left no outcome", resume
+        if outcome.final:
+            return outcome.kind, outcome.message, ""
+        decision = self._decision
+        if outcome.kind in ("interrupted", "lost"):
+            kind = "cancelled" if self.job.name == "CANCELLED" else outcome.kind
+            return kind, decision.why if decision else outcome.message, resume
+        decision = decision if self.submission.get("executor") == "slurm" else None
+        if decision and decision.held:
+            return "held", decision.why, f"hpcrl logs {self.run.name} shows it; {resume}"
+        return outcome.kind, outcome.message, resume
+
+    def _by_its_files(self) -> tuple[str, str, str]:
+        again = "ask again later; this is from the run directory alone"
+        if self.outcome is not None and not self._resumed:
+            advice = "" if self.outcome.final else again
+            return self.outcome.kind, f"{self.outcome.message} ({self.job.reason})", advice
+        if self.attempt is None or self._resumed:
+            return "unknown", f"submitted; no attempt has begun; {self.job.reason}", again
+        silence = self.progress.silence
+        if silence is None or silence > SILENT_S:
+            heard = f"nothing was heard for {duration(silence)}" if silence is not None else "nothing was heard of it"
+            return "unknown", f"{heard}; {self.job.reason}", again
+        return "running", f"{self.progress}; {self.job.reason}", again
+
+
+_SLURM_REASONS = {
+    "Priority": "jobs with a higher priority come first",
+    "Resources": "it is the next for which nodes are not free yet",
+    "BeginTime": "Slurm lets it wait a while",
+    "Dependency": "it waits for other jobs to end",
+    "DependencyNeverSatisfied": "it waits for a job that cannot end as it should: cancel it and submit it again",
+    "JobArrayTaskLimit": "as many elements of its sweep as slurm.array_parallelism allows are running",
+    "JobHeldUser": "somebody held it: `scontrol release {job}` lets it go",
+    "JobHeldAdmin": "an administrator holds it: ask them, or try `scontrol release {job}`",
+    "launch failed requeued held": "Slurm could not start it and holds it: `scontrol release {job}` tries again",
+    "JobHoldMaxRequeue": "Slurm requeued it too often: `scontrol release {job}` lets it go",
+    "PartitionConfig": "its partition never has the nodes or the time that it asks for: cancel it, change slurm.* and submit it again",
+    "PartitionNodeLimit": "its partition has fewer nodes than it asks for: cancel it and submit it with fewer, or elsewhere",
+    "PartitionTimeLimit": "slurm.time_minutes is more than its partition grants: cancel it and submit it with less",
+    "PartitionDown": "its partition is closed",
+    "PartitionInactive": "its partition is closed",
+    "BadConstraints": "no node has what it asks for: cancel it, change slurm.* and submit it again",
+    "NodeDown": "a node that it needs is down",
+    "Licenses": "a licence that it asks for is in use",
+    "Reservation": "its reservation has not begun",
+    "Cleaning": "its last start is being cleaned up",
+}
+_REASONS_BY_PREFIX = (
+    ("ReqNodeNotAvail", "nodes that it needs are down or reserved"),
+    ("QOS", "a limit of its QOS is reached"),
+    ("Assoc", "a limit of its account is reached"),
+    ("MaxJobs", "a limit of its account is reached"),
+)
+_HOLDING = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+
+
+def is_held(job: JobState) -> bool:
+    """Return whether a waiting job starts only when somebody releases it."""
+    return job.name in _HOLDING or job.reason == "JobHoldMaxRequeue" or "held" in job.reason.lower()
+
+
+def explain(job: JobState, number: str) -> str:
+    """Return why a job waits, and when Slurm expects to start it.
+
+    Args:
+        number: the job's id, for commands that release it.
+    """
+    meaning = _SLURM_REASONS.get(job.reason) or next(
+        (text for start, text in _REASONS_BY_PREFIX if job.reason.startswith(start)), None
+    )
+    if meaning is None and is_held(job):
+        meaning = "somebody held it: `scontrol release {job}` lets it go"
+    parts = [f"{job.reason or job.name}" + (f": {meaning.format(job=number)}" if meaning else "")]
+    if start := started(job):
+        eligible = "may start" if job.reason == "BeginTime" else "Slurm expects it to start"
+        if start > datetime.now().timestamp():
+            parts.append(f"{eligible} at {_clock(start)}")
+    return "; ".join(parts)
+
+
+def started(job: JobState) -> float | None:
+    """Return when a job started, or may start, as Unix time."""
+    try:
+        return datetime.fromisoformat(job.start).timestamp()
+    except ValueError:
+        return None
+
+
+def _clock(moment: float) -> str:
+    then = datetime.fromtimestamp(moment)
+    return then.strftime("%H:%M:%S" if then.date() == datetime.now().date() else "%Y-%m-%d %H:%M")

@@ -1,0 +1,74 @@
+"""The elastic pool of a run: its job array, the attempt that it serves, whether it is still needed; and the end of the batch script of one of its elements.
+
+    python -m hpcrl.launch.requeue.elastic RUN STATUS_OF_SRUN
+
+An element is queued again if its agent asked for that by its exit status, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from hpcrl.errors import SubmitError
+from hpcrl.launch.requeue.policy import requeue_decision
+from hpcrl.launch.requeue.requeue import SOON, outlive_the_job, requeue_this_job
+from hpcrl.launch.scheduler import cancel_slurm
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import Attempt, outcome_of, read_attempts, read_outcome
+
+AGAIN = 75
+"""Exit status of an element's agent where it is to be queued again: Slurm took its node away, or the run itself waits in the queue."""
+_LATER = "now+5minutes"
+
+
+def cancel_pool(run: Run) -> None:
+    """Take the pool of a run off the cluster, if it has one; an element that is overlooked finds nothing to do and ends."""
+    record = read_json(run.submission)
+    if record and (pool := record.get("pool")):
+        with suppress(SubmitError):  # its job array is over, and Slurm has forgotten it
+            cancel_slurm(pool)
+
+
+def current_attempt(run: Run) -> Attempt | None:
+    """Return the newest attempt of the run's present job, or None while that has not started."""
+    record, attempts = read_json(run.submission), read_attempts(run)
+    return attempts[-1] if record and attempts and attempts[-1].job_id == record["job_id"] else None
+
+
+def unwanted(run: Run, pool: str) -> str | None:
+    """Return why the elements of the job array `pool` have nothing more to do for a run, or None."""
+    if not run.config.is_file():
+        return "the run is gone"
+    record = read_json(run.submission)
+    if record is None:  # it is about to be written
+        return None
+    if record.get("pool", pool) != pool:  # one that was found in the queue afterwards does not name it
+        return "the run has another pool, or none any more"
+    attempt, outcome = current_attempt(run), read_outcome(run)
+    if attempt is not None and outcome_of(run, attempt.number) is not None:
+        decision = requeue_decision(run)
+        return None if decision.requeue else decision.why
+    if attempt is None and outcome is not None and outcome.ended > record["submitted"] and outcome.final:
+        return f"{outcome.kind}: {outcome.message}"  # in the queue
+    return None
+
+
+def main(run: Run, status: int) -> int:
+    outlive_the_job()
+    if status != AGAIN:
+        return status
+    if why := unwanted(run, os.environ["SLURM_ARRAY_JOB_ID"]):
+        print(f"not queued again: {why}", flush=True)
+        return 0
+    attempt = current_attempt(run)
+    runs = attempt is not None and outcome_of(run, attempt.number) is None
+    requeue_this_job(start=SOON if runs else _LATER, exclude=())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Run(Path(sys.argv[1])), int(sys.argv[2])))

@@ -1,0 +1,112 @@
+"""The end of the batch script: whether the job is requeued after this attempt.
+
+    python -m hpcrl.launch.requeue.epilogue ELEMENT_LIST STATUS_OF_SRUN
+
+hpcrl/launch/requeue/policy.py decides that. done and cancelled end the job well, all else fails it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from hpcrl.launch.requeue.elastic import cancel_pool
+from hpcrl.launch.requeue.policy import requeue_decision
+from hpcrl.launch.requeue.requeue import SOON, job_name, outlive_the_job, requeue_this_job
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import (
+    Kind,
+    Outcome,
+    cancel_outcome,
+    find_attempt,
+    open_attempt,
+    outcome_of,
+    read_attempts,
+    read_outcome,
+    report_outcome,
+)
+from hpcrl.runtime.signals import stop_asked
+
+_ENDED_BY_STOP_SIGNAL = (128 + signal.SIGTERM, 128 + signal.SIGUSR2)  # of a task that had no handlers yet
+
+
+def ended_before(run: Run, job: str) -> Outcome | None:
+    """Return the outcome by which a run was over when this start of its job began, or None.
+
+    An attempt that was asked to cancel, and killed before it wrote an outcome, is cancelled here.
+    """
+    attempts, outcome = read_attempts(run), read_outcome(run)
+    newest = attempts[-1] if attempts else None
+    if newest and newest.job_id == _job_id(job) and newest.job != job and stop_asked(run, newest.number) == "cancelled":
+        cancel_outcome(run, newest.number)
+        outcome = read_outcome(run)
+    if outcome is None or not outcome.final:
+        return None
+    attempt = next((attempt for attempt in attempts if attempt.number == outcome.attempt), None)
+    return outcome if attempt is None or attempt.job_id == _job_id(job) else None
+
+
+def _job_id(job: str) -> str:
+    return job.rpartition(".")[0]
+
+
+def concluded(run: Run, job: str, status: int) -> Outcome:
+    """Return how this start of a run ended; one without an outcome is a crash, unless it was asked to stop.
+
+    Args:
+        status: how srun ended.
+    """
+    attempt = find_attempt(run, job)
+    if attempt is None:
+        if before := ended_before(run, job):
+            return before
+        attempt, stopped = open_attempt(run, job, []), status in _ENDED_BY_STOP_SIGNAL
+        message = "the agents ended before they began"
+    else:
+        stopped = stop_asked(run, attempt.number) is not None
+        message = "the agents ended without an outcome; their logs may say why"
+    kind: Kind = "interrupted" if stopped else "failed"
+    if stopped:
+        message = "ended before it could save"
+    outcome = report_outcome(run, attempt.number, kind, message, "batch script")
+    if not outcome.final and stop_asked(run, attempt.number) == "cancelled":
+        cancel_outcome(run, attempt.number)  # a hang, a crash or a preemption came first
+        outcome = outcome_of(run, attempt.number) or outcome
+    return outcome
+
+
+def settle(run: Run, job: str, status: int = 0) -> int:
+    """Requeue this job where the policy says so; return the exit status of the batch script. `status` as of `concluded`."""
+    outcome, decision = concluded(run, job, status), requeue_decision(run)
+    print(f"attempt {outcome.attempt}: {outcome.kind}: {decision.why}", flush=True)
+    if decision.requeue:
+        requeue_this_job(start=SOON if outcome.kind == "interrupted" else None, exclude=decision.exclude)
+    else:
+        cancel_pool(run)
+    return 0 if outcome.final else 1
+
+
+def main(element_list: Path, status: int) -> int:
+    outlive_the_job()
+    runs = read_json(element_list)
+    assert runs, element_list
+    run = Run(Path(runs[int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))]))
+    job, start = job_name(), f"{job_name()}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    if find_attempt(run, start) is None and not _submitted(element_list.parent, job):
+        print(
+            f"job {job} is none of {run.name}, whose batch script was given to sbatch by hand; `hpcrl resume` continues a run"
+        )
+        return 1
+    return settle(run, start, status)
+
+
+def _submitted(folder: Path, job: str) -> bool:
+    """Return whether submitit has left what the agents of a job are started with."""
+    return (folder / job / f"{job}_submitted.pkl").exists()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

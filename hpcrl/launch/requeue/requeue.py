@@ -1,0 +1,102 @@
+"""Requeuing the job that the caller is part of, at the end of its batch script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Collection, Sequence
+
+from hpcrl.launch.scheduler import is_away
+
+SOON = "now+2"
+"""When an interrupted run may start again. slurmd revokes by the second: a job that starts in the second of its requeue fails, its credential revoked."""
+_RETRY_S = 2.0
+_PATIENCE_S = 150.0  # slurmctld may be restarting
+_KILLED_WITHIN_S = 90.0
+_UPDATES_S = 20.0
+_NONE = "(null)"
+
+
+def job_name() -> str:
+    """Return the id by which Slurm requeues this element alone: the raw job id may be that of the whole array."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+
+
+def outlive_the_job() -> None:
+    """Ignore what ends a process: Slurm ends the caller with the job that it asks Slurm to requeue, and it needs a moment longer."""
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _scontrol(*words: str) -> bool:
+    """Return whether scontrol did it; it is tried again while slurmctld does not answer."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
+        said = done.stderr.strip()
+        print(f"scontrol {' '.join(words)}: {said or 'done'}", flush=True)
+        if done.returncode == 0 or not is_away(said) or time.monotonic() > deadline:
+            return done.returncode == 0
+        time.sleep(_RETRY_S)
+
+
+def requeue_this_job(*, start: str | None, exclude: Sequence[str]) -> None:
+    """Requeue the job that the caller is part of, and wait to be ended with it.
+
+    Args:
+        start: when it may start again, as for sbatch --begin, if the site lets its users decide; None: after Slurm's two minutes.
+        exclude: hosts that it should not get again, as far as enough others are left.
+    """
+    job, parent = job_name(), os.getppid()
+    # a refusal most likely says that Slurm has requeued it already, because it preempted it
+    _scontrol("requeue", job)
+    deadline = time.monotonic() + _KILLED_WITHIN_S
+    updates = [[f"StartTime={start}"]] if start else []
+    if exclude and (avoided := _avoided(job, exclude)):
+        updates.append([f"ExcNodeList={avoided}"])
+    while time.monotonic() < deadline:  # the end of this loop is the end of the job that Slurm requeues
+        updates = [update for update in updates if not _scontrol("update", f"JobId={job}", *update)]
+        if os.getppid() != parent:  # that end has come for the batch script; Slurm does not look for what it leaves
+            deadline = min(deadline, time.monotonic() + (_UPDATES_S if updates else 0.0))
+        time.sleep(min(_RETRY_S, max(0.0, deadline - time.monotonic())))
+
+
+def _avoided(job: str, exclude: Sequence[str]) -> str:
+    """Return `exclude` with the hosts that the job's user excludes; empty if too few are left.
+
+    Empty, too, where the user wants certain hosts or features, of which it is not known how many hosts have them.
+    """
+    facts = dict(word.split("=", 1) for word in _shown("job", "-o", job) if "=" in word)
+    wanted, features, excluded = (facts.get(name) for name in ("ReqNodeList", "Features", "ExcNodeList"))
+    if wanted != _NONE or features != _NONE or excluded is None:  # nor where they are not known
+        return ""
+    own = _shown("hostnames", excluded) if excluded != _NONE else []
+    if not own and excluded != _NONE:  # what is set would take its place
+        return ""
+    avoided = {*own, *exclude}
+    return ",".join(sorted(avoided)) if _others_suffice(avoided) else ""
+
+
+def _shown(*what: str) -> list[str]:
+    """Return the output of `scontrol show`, split at blanks; nothing where it fails."""
+    done = subprocess.run(["scontrol", "show", *what], capture_output=True, text=True, check=False)
+    return done.stdout.split() if done.returncode == 0 else []
+
+
+def _others_suffice(exclude: Collection[str]) -> bool:
+    partition, wanted = os.environ.get("SLURM_JOB_PARTITION", ""), int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    asked = [
+        "sinfo",
+        "-h",
+        "-N",
+        "-o",
+        "%N",
+        "-t",
+        "idle,alloc,mix,comp,resv",
+        *(["-p", partition] if partition else []),
+    ]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return len(set(done.stdout.split()) - set(exclude)) >= wanted

@@ -1,0 +1,264 @@
+"""What is submitted, and the executors that do it: job arrays of Slurm, or processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import submitit
+from submitit.core.core import Job
+from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError, JobPaths
+
+from hpcrl.config import Config, ElasticConfig, SlurmConfig, engine_gpus
+from hpcrl.errors import SubmitError
+from hpcrl.launch.nodes import make_plan, trainer_nodes
+from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
+from hpcrl.rundir.layout import Run
+
+
+@dataclass(frozen=True)
+class Element:
+    """One run to be submitted.
+
+    Attributes:
+        overrides: what sets it apart in its sweep.
+    """
+
+    name: str
+    config: Config
+    overrides: list[str]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What one submit call makes, before it is made.
+
+    Attributes:
+        folder: submitit's folder and the code snapshot, shared by the elements.
+        elements: the runs, in the order of their array indices.
+    """
+
+    folder: Path
+    elements: list[Element]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [Run(self.folder.parent.parent / element.name) for element in self.elements]
+
+    @property
+    def element_list(self) -> Path:
+        """File from which the end of the batch script takes the run directory of each array index."""
+        return self.folder / f"elements-{self.elements[0].name}-{len(self.elements)}.json"
+
+
+class ArrayExecutor(submitit.SlurmExecutor):
+    """Submits one function, too, as a job array: every run is an element, with an id of the form 12_0."""
+
+    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
+        if len(delayed_submissions) > 1:
+            return super()._internal_process_submissions(delayed_submissions)
+        folder = JobPaths.get_first_id_independent_folder(self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        pickled = folder / f"{uuid.uuid4().hex}.pkl"
+        delayed_submissions[0].set_timeout(self.parameters["time"], self.max_num_timeout)
+        delayed_submissions[0].dump(pickled)
+        self.parameters["map_count"] = 1
+        array = self._submit_command(self._submitit_command_str)
+        job = submitit.SlurmJob(folder=self.folder, job_id=f"{array.job_id}_0", tasks=list(range(array.num_tasks)))
+        job.paths.move_temporary_file(pickled, "submitted_pickle")
+        return [job]
+
+
+def _setup_lines(config: Config, folder: Path) -> list[str]:
+    code = shlex.quote(str(folder / "code"))
+    return [
+        "umask 077",
+        *config.slurm.setup,
+        f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1',
+    ]
+
+
+def slurm_executor(submission: Submission) -> ArrayExecutor:
+    """Return the executor whose job array runs this submission. All elements share one batch script, made from the first."""
+    config = submission.elements[0].config
+    slurm, plan = config.slurm, make_plan(config)
+    rollout_nodes = len(plan) - trainer_nodes(plan)
+    survives = rollout_nodes > (0 if slurm.elastic.replicas else 1)  # the loss of a node that has some of the replicas
+    finish = f"{shlex.quote(sys.executable)} -m hpcrl.launch.requeue.epilogue {shlex.quote(str(submission.element_list))} $?; exit $?"
+    parameters = _common(config, submission.folder) | {
+        "job_name": f"hpcrl-{submission.folder.name}",
+        "comment": f"hpcrl:{submission.folder.name}",
+        "time": slurm.time_minutes,
+        "nodes": len(plan),
+        "teardown": [finish],
+        "srun_args": ["--kill-on-bad-exit=0", *(["--no-kill"] if survives else [])],
+        "additional_parameters": {
+            **({"no-kill": True} if survives else {}),
+            "no-requeue" if config.trainer.resume_mode == "none" else "requeue": True,
+            **slurm.extra,
+        },
+    }
+    if slurm.exclusive:
+        parameters["exclusive"] = True
+    if slurm.gpus_per_node:
+        parameters["gpus_per_node"] = slurm.gpus_per_node
+    if slurm.array_parallelism is not None:
+        parameters["array_parallelism"] = slurm.array_parallelism
+    return _executor(submission.folder, parameters, slurm)
+
+
+def pool_executor(submission: Submission, run: Run, config: Config, gang: str) -> ArrayExecutor:
+    """Return the executor whose job array is the elastic pool of one run: an element on a node of its own for each replica.
+
+    Args:
+        gang: the run's own job; no element starts before it does.
+    """
+    slurm, elastic = config.slurm, config.slurm.elastic
+    # the exit status of the agent, srun's own, decides; see launch/requeue/elastic.py
+    finish = f"{shlex.quote(sys.executable)} -m hpcrl.launch.requeue.elastic {shlex.quote(str(run.path))} $?; exit $?"
+    parameters = _common(config, submission.folder) | {
+        "job_name": f"hpcrl-{run.name}-pool",
+        "comment": f"hpcrl-pool:{run.name}",
+        "time": elastic.time_minutes or slurm.time_minutes,
+        "nodes": 1,
+        "teardown": [finish],
+        "srun_args": ["--kill-on-bad-exit=0"],
+        "array_parallelism": elastic.at_once or elastic.replicas,
+        "dependency": f"after:{gang}",
+        "additional_parameters": {"requeue": True, **elastic.extra},
+    }
+    if slurm.gpus_per_node:
+        parameters["gpus_per_node"] = engine_gpus(config.generator.inference_engine)
+    of_run = {"partition": slurm.partition, "account": slurm.account}
+    wanted = {name: getattr(elastic, name) or value for name, value in of_run.items()}
+    return _executor(submission.folder, parameters, replace(elastic, **wanted))
+
+
+def _common(config: Config, folder: Path) -> dict[str, Any]:
+    return {
+        "ntasks_per_node": 1,
+        "signal_delay_s": config.slurm.signal_seconds,
+        "wckey": None,
+        "stderr_to_stdout": True,
+        "setup": _setup_lines(config, folder),
+    }
+
+
+def _executor(folder: Path, parameters: dict[str, Any], asked: SlurmConfig | ElasticConfig) -> ArrayExecutor:
+    """Add what the run and its pool ask for by the same names."""
+    for name in ("partition", "account", "qos", "constraint"):
+        if (value := getattr(asked, name)) is not None:
+            parameters[name] = value
+    if asked.mem_gb is not None:
+        parameters["mem"] = f"{asked.mem_gb}GB"
+    if asked.cpus_per_task is not None:
+        parameters["cpus_per_task"] = asked.cpus_per_task
+        parameters["srun_args"] = [*parameters["srun_args"], f"--cpus-per-task={asked.cpus_per_task}"]
+    # submitit's own names begin with a directory that it makes once sbatch has answered; Slurm fails a job that starts before that
+    log = f"{folder}/%A_%a_%t.out"
+    parameters["srun_args"] = [f"--output={log}", *parameters["srun_args"]]
+    parameters["additional_parameters"] = {"output": log.replace("%t", "batch"), **parameters["additional_parameters"]}
+    executor = ArrayExecutor(folder=folder / "%j")
+    executor.update_parameters(**parameters)
+    return executor
+
+
+def local_executor(submission: Submission) -> submitit.LocalExecutor:
+    """Return the executor that runs the same agents as processes of this machine, one per node of the plan."""
+    config = submission.elements[0].config
+    plan = make_plan(config)
+    gpus = sum(node.gpus for node in plan)
+    executor = submitit.LocalExecutor(folder=submission.folder / "%j")
+    executor.update_parameters(
+        timeout_min=config.slurm.time_minutes,
+        tasks_per_node=len(plan),
+        gpus_per_node=gpus,
+        signal_delay_s=config.slurm.signal_seconds,
+        stderr_to_stdout=True,
+        setup=[*_devices(gpus), *_setup_lines(config, submission.folder)],
+    )
+    return executor
+
+
+def _devices(count: int) -> list[str]:
+    """Return the setup line that leaves a run `count` of the devices that the user has left, if the user has left only some.
+
+    submitit takes numbers alone; CUDA_VISIBLE_DEVICES may also hold ids such as GPU-8932f937-... and MIG-....
+
+    Raises:
+        SubmitError: there are fewer.
+    """
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not count or listed is None:
+        return []
+    devices = [device.strip() for device in listed.split(",") if device.strip()]
+    if len(devices) < count:
+        raise SubmitError(
+            f"the run needs {count} GPU(s) on this machine, CUDA_VISIBLE_DEVICES={listed!r} names {len(devices)}"
+        )
+    return [f"export CUDA_VISIBLE_DEVICES={shlex.quote(','.join(devices[:count]))}"]
+
+
+def batch_scripts(submission: Submission) -> list[str]:
+    """Return the sbatch scripts that submitit would write: of the runs, and of the first one's elastic pool where there is one."""
+    first = submission.elements[0]
+    executors = [(slurm_executor(submission), len(submission.elements))]
+    if replicas := first.config.slurm.elastic.replicas:
+        executors.append((pool_executor(submission, submission.runs[0], first.config, "JOB_0"), replicas))
+    texts = []
+    for executor, count in executors:
+        executor.parameters["map_count"] = count
+        texts.append(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
+    return texts
+
+
+_RETRY_S = 5.0
+_T = TypeVar("_T")
+
+
+def submit_with_retry(submit: Callable[[], _T], folder: Path) -> _T:
+    """Return what `submit` returns, and call it again while there is no slurmctld that answers.
+
+    A slurmctld that did not answer may have taken the job all the same. What it took is cancelled then: submitit has not given it what it
+    needs to start.
+
+    Args:
+        submit: calls sbatch with a script in `folder`.
+
+    Raises:
+        FailedJobError, FailedSubmissionError: it was refused, or slurmctld is away for more than two minutes.
+        SubmitError: slurmctld is away for that long after it may have taken the job.
+    """
+    deadline, reported = time.monotonic() + PATIENCE_S, False
+    while True:
+        before = set(_scripts(folder))
+        try:
+            return submit()
+        except (FailedJobError, FailedSubmissionError) as error:
+            if not is_away(str(error)) or time.monotonic() > deadline:
+                raise
+            if not reported:
+                reason = str(error).strip().splitlines()[-1]
+                print(f"hpcrl: {reason}; trying again for {PATIENCE_S:.0f} s", file=sys.stderr, flush=True)
+                reported = True
+        _take_back({str(script) for script in _scripts(folder) if script not in before})
+        time.sleep(_RETRY_S)
+
+
+def _scripts(folder: Path) -> list[Path]:
+    return sorted(folder.glob(".submission_file_*.sh"))
+
+
+def _take_back(scripts: set[str]) -> None:
+    taken = {
+        job.partition("_")[0] for job, state in queue(PATIENCE_S).items() if state.active and state.script in scripts
+    }
+    for job in sorted(taken):
+        cancel_slurm(job)

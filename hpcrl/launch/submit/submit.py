@@ -1,0 +1,214 @@
+"""From configurations to queued runs: run directories, code snapshot, one submitit call.
+
+Nothing is half-made: directories appear complete, and are removed again if the executor refuses.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.core.core import Job
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+import hpcrl
+from hpcrl.config import Config
+from hpcrl.errors import RunError, SubmitError
+from hpcrl.launch.agent import agent, pool
+from hpcrl.launch.requeue.elastic import cancel_pool
+from hpcrl.launch.submit.executors import (
+    Element,
+    Submission,
+    local_executor,
+    pool_executor,
+    slurm_executor,
+    submit_with_retry,
+)
+from hpcrl.launch.submit.sweep import run_names
+from hpcrl.rundir.commit import discard, write_json, write_text
+from hpcrl.rundir.layout import Run
+
+
+def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submission:
+    """Name the runs of a submission, one per element of a job array.
+
+    Args:
+        name: of the submission; the runs of a sweep add to it what sets them apart.
+        elements: each configuration, and the overrides that it has alone.
+
+    Raises:
+        RunError: a run directory of that name exists.
+    """
+    first = elements[0][0]
+    project = (Path(first.slurm.root).expanduser() / first.trainer.project_name).absolute()
+    names = run_names(name, [overrides for _, overrides in elements])
+    named = [Element(own, config, overrides) for own, (config, overrides) in zip(names, elements, strict=True)]
+    submission = Submission(project / ".slurm" / name, named)
+    for run in submission.runs:
+        if run.path.exists():
+            raise RunError(
+                f"{run.path} exists; choose another trainer.run_name, or continue it with `hpcrl resume {run.name}`"
+            )
+    if submission.folder.exists():
+        raise RunError(f"{submission.folder} exists from an earlier submission; choose another trainer.run_name")
+    return submission
+
+
+def code_sources() -> dict[str, Path]:
+    """Return where hpcrl/ and jobs/ lie: side by side in a checkout, jobs inside the package in an installed wheel."""
+    package = Path(hpcrl.__file__).parent
+    inside = package / "_jobs"
+    return {"hpcrl": package, "jobs": inside if inside.is_dir() else package.parent / "jobs"}
+
+
+def _make_folder(folder: Path) -> None:
+    """Take the name of the submission, and copy the code that every attempt will run, whatever happens to the checkout meanwhile.
+
+    Raises:
+        RunError: somebody took the name a moment ago.
+    """
+    try:
+        folder.mkdir(parents=True, mode=0o700)  # what lies in it is executed by the job
+    except FileExistsError:
+        raise RunError(f"{folder} exists from another submission; choose another trainer.run_name") from None
+    ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "_jobs")
+    for name, source in code_sources().items():
+        shutil.copytree(source, folder / "code" / name, ignore=ignore)
+
+
+def _make_run(run: Run, element: Element, folder: Path) -> None:
+    staged = Run(run.path.with_name(f".tmp-{run.name}.{os.getpid()}"))
+    staged.path.mkdir(parents=True, mode=0o700)
+    write_text(staged.config, element.config.to_toml())
+    token = staged.token
+    token.parent.mkdir(mode=0o700)
+    write_text(token, secrets.token_hex(32) + "\n", mode=0o600)
+    shared = os.path.relpath(folder, run.path)
+    staged.slurm.symlink_to(shared)
+    staged.code.symlink_to(f"{shared}/code")
+    for directory in (staged.endpoints, staged.stop.parent, staged.metrics, staged.samples, staged.batches):
+        directory.mkdir()
+    os.rename(staged.path, run.path)
+
+
+def submit(submission: Submission, local: bool) -> list[Run]:
+    """Make the run directories and hand them to Slurm, or to the local executor.
+
+    Raises:
+        SubmitError: the executor refused; nothing is left behind.
+    """
+    folder, runs = submission.folder, submission.runs
+    _make_folder(folder)
+    made = [folder]
+    try:
+        for run, element in zip(runs, submission.elements, strict=True):
+            _make_run(run, element, folder)
+            made.append(run.path)
+        launch(submission, local)
+    except BaseException:
+        for path in made:
+            discard(path)
+        for parent in (folder.parent, folder.parent.parent, folder.parent.parent.parent):
+            with suppress(OSError):  # others' runs are in it
+                parent.rmdir()
+        raise
+    return runs
+
+
+def launch(submission: Submission, local: bool) -> None:
+    """Start agents for run directories that exist, and record the jobs in each of them.
+
+    Raises:
+        SubmitError: the executor refused.
+    """
+    logging.getLogger("submitit").setLevel(logging.ERROR)
+    runs, elastic = submission.runs, any(element.config.slurm.elastic.replicas for element in submission.elements)
+    if local and elastic:
+        raise SubmitError(
+            "slurm.elastic.replicas: this machine has no partitions; with --local, set it to 0 and generator.inference_engine."
+            "num_engines higher"
+        )
+    write_json(submission.element_list, [str(run.path) for run in runs])
+    executor = local_executor(submission) if local else slurm_executor(submission)
+    paths, jobs = [str(run.path) for run in runs], list[Job[Any]]()
+    try:
+        with submitit.helpers.clean_env(), _detached(submission.folder / "local.log") if local else nullcontext():
+            jobs = submit_with_retry(lambda: executor.map_array(agent.main, paths), submission.folder)
+            pools = [_start_pool(submission, at, job, jobs) for at, job in enumerate(list(jobs))]
+        for run, element, job, pool_job in zip(runs, submission.elements, jobs, pools, strict=False):
+            cancel_pool(run)  # of an earlier submission
+            record = {
+                "executor": "local" if local else "slurm",
+                "host": socket.gethostname(),
+                "job_id": job.job_id,
+                "pool": pool_job,
+                "overrides": element.overrides,
+                "submitted": time.time(),
+            }
+            write_json(run.submission, record)
+    except BaseException as error:
+        for job in jobs:  # nobody would find it
+            job.cancel(check=False)
+        if isinstance(error, FailedJobError | FailedSubmissionError):
+            raise SubmitError(f"Slurm refused the job: {_refusal(str(error))}") from error
+        raise
+
+
+def _start_pool(submission: Submission, at: int, gang: Job[Any], jobs: list[Job[Any]]) -> str | None:
+    """Submit the elastic pool of one run, if it has one, and return the id of its array; its elements are added to `jobs`."""
+    run, config = submission.runs[at], submission.elements[at].config
+    count = config.slurm.elastic.replicas
+    if not count:
+        return None
+    executor = pool_executor(submission, run, config, gang.job_id)
+    first = config.generator.inference_engine.num_engines
+    replicas = range(first, first + count)
+    elements = submit_with_retry(
+        lambda: executor.map_array(pool.main, [str(run.path)] * count, replicas), submission.folder
+    )
+    jobs += elements
+    return elements[0].job_id.partition("_")[0]
+
+
+@contextmanager
+def _detached(log: Path) -> Iterator[None]:
+    """Let what is started inside outlive this terminal: it ignores Ctrl-C and hang-up, and holds none of our files open."""
+    ours = [os.dup(number) for number in range(3)]
+    ignored = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
+    sys.stdout.flush()
+    with log.open("ab") as file, open(os.devnull, "rb") as nothing:
+        for number, stream in enumerate((nothing, file, file)):
+            os.dup2(stream.fileno(), number)
+        try:
+            yield
+        finally:
+            for number, saved in enumerate(ours):
+                os.dup2(saved, number)
+                os.close(saved)
+            for number, handler in ignored.items():
+                signal.signal(number, handler)
+
+
+def _refusal(text: str) -> str:
+    lines = [line.partition("sbatch: error: ")[2].strip() for line in text.splitlines() if "sbatch: error: " in line]
+    return "; ".join(lines) or text.strip()
+
+
+def require_slurm() -> None:
+    """Raise SubmitError where sbatch is not to be found."""
+    if shutil.which("sbatch") is None:
+        raise SubmitError(
+            "there is no Slurm here (no sbatch on PATH): use --local to run on this machine, --dry-run to see what would be "
+            "submitted, or slurm/devcluster to try a small Slurm of your own"
+        )

@@ -1,0 +1,168 @@
+"""What a configuration's models need of each rank's memory; pure arithmetic on their shapes, for both engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hpcrl.config import Config, TrainerConfig, trainer_ranks
+from hpcrl.config.derive import largest_micro_batch, ref_sharding
+from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded
+from hpcrl.config.sections.model import FSDPConfig
+from hpcrl.errors import DataError
+from hpcrl.planning.memory import (
+    BYTES,
+    Need,
+    Shapes,
+    activations,
+    fsdp_gathered,
+    fsdp_state,
+    logprob_buffer,
+    megatron_state,
+    peak,
+    shard,
+)
+from hpcrl.planning.partition import StageParameters, stage_parameters
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the ranks that need most need.
+
+    Attributes:
+        ranks: those ranks.
+        needs: by role: policy, ref and critic.
+        counts: parameters of a rank of each pipeline stage, by role; with FSDP2 one stage.
+    """
+
+    ranks: range
+    needs: dict[str, Need]
+    counts: dict[str, list[int]]
+
+    @property
+    def total(self) -> int:
+        return peak(list(self.needs.values()))
+
+
+def estimate(config: Config, models: Mapping[str, Shapes]) -> Estimate:
+    """Return what the models need.
+
+    Args:
+        models: by role, as hpcrl.planning.shapes finds them.
+
+    Raises:
+        DataError: how Megatron's ranks share a model is not known.
+    """
+    return (_megatron if config.trainer.strategy == "megatron" else _fsdp)(config, models)
+
+
+def _fsdp(config: Config, models: Mapping[str, Shapes]) -> Estimate:
+    trainer = config.trainer
+    ranks, tokens, on_gpu = trainer_ranks(trainer), largest_micro_batch(config), config.slurm.gpus_per_node > 0
+    needs, counts = dict[str, Need](), dict[str, list[int]]()
+    for role, shapes in models.items():
+        fsdp = ref_sharding(trainer) if role == "ref" else _sharding(trainer, role)
+        precision = fsdp.mixed_precision
+        copy = ranks if fsdp.fsdp_size == -1 else min(fsdp.fsdp_size, ranks)
+        need = fsdp_state(shapes.weights, copy, precision.param_dtype if role == "ref" else precision.master_dtype)
+        if fsdp.cpu_offload and on_gpu:
+            need = Need(weights=0, gradients=0, optimizer=0)
+        gathered = fsdp_gathered(
+            shapes.weights, copy, precision.param_dtype, precision.reduce_dtype, fsdp.reshard_after_forward
+        )
+        need = replace(need, gathered=gathered)
+        if role != "ref":
+            kept = activations(
+                shapes.width,
+                tokens,
+                BYTES[precision.param_dtype],
+                fused=False,
+                recompute=trainer.gradient_checkpointing,
+                layers=shapes.width.layers,
+            )
+            need = replace(need, activations=kept)
+        if role != "critic":
+            need = replace(need, logprobs=_logprobs(trainer, tokens, shapes.width.vocabulary))
+        needs[role] = need
+        counts[role] = [sum(shard(weight.shape, copy) for weight in shapes.weights)]
+    return Estimate(range(ranks), needs, counts)
+
+
+def _sharding(trainer: TrainerConfig, role: str) -> FSDPConfig:
+    return trainer.critic.fsdp_config if role == "critic" else trainer.policy.fsdp_config
+
+
+def _logprobs(trainer: TrainerConfig, tokens: int, vocabulary: int) -> int:
+    return logprob_buffer(min(trainer.logprobs_chunk_size, tokens), vocabulary, BYTES[trainer.algorithm.logprob_dtype])
+
+
+def _megatron(config: Config, models: Mapping[str, Shapes]) -> Estimate:
+    trainer, sizes = config.trainer, config.trainer.policy.megatron_config
+    layout = ParallelLayout.of(sizes, trainer_ranks(trainer))
+    shared: dict[str, list[StageParameters]] = {}
+    for role, shapes in models.items():
+        layers = layers_of_stages(shapes.width.layers, sizes)
+        if layers is None:
+            raise DataError(
+                "trainer.policy.megatron_config.transformer_config_kwargs splits the layers in a way that hpcrl does not know, so memory "
+                "cannot be estimated"
+            )
+        head = trainer.algorithm.value_head_prefix if role == "critic" else None
+        shared[role] = stage_parameters(shapes.weights, layout, layers, sizes.pipeline_layers_per_stage, head)
+    stages = [
+        {role: _of_stage(config, layout, role, shapes, shared[role][stage], stage) for role, shapes in models.items()}
+        for stage in range(layout.pipeline)
+    ]
+    most = max(range(layout.pipeline), key=lambda stage: peak(list(stages[stage].values())))
+    counts = {role: [part.count for part in found] for role, found in shared.items()}
+    return Estimate(layout.ranks_of_stage(most), stages[most], counts)
+
+
+def _of_stage(
+    config: Config, layout: ParallelLayout, role: str, shapes: Shapes, part: StageParameters, stage: int
+) -> Need:
+    """Return what a rank of one pipeline stage needs."""
+    trainer, sizes = config.trainer, config.trainer.policy.megatron_config
+    bf16, options = _bf16(trainer), sizes.optimizer_config_kwargs
+    need = megatron_state(
+        part.dense,
+        part.experts,
+        layout.data * layout.context,
+        layout.expert_data,
+        bf16=bf16,
+        fp32_gradients=sizes.ddp_config.grad_reduce_in_fp32,
+        distributed=options.get("use_distributed_optimizer", True),
+        offloaded=options.get("optimizer_offload_fraction", 0.0) if options.get("optimizer_cpu_offload") else 0.0,
+        frozen=role == "ref",
+    )
+    tokens, layers = largest_micro_batch(config), layers_of_stages(shapes.width.layers, sizes)
+    assert layers is not None
+    kwargs = sizes.transformer_config_kwargs
+    full = kwargs.get("recompute_granularity") == "full" and kwargs.get("recompute_method") == "uniform"
+    if role != "ref":
+        kept = activations(
+            shapes.width,
+            padded(tokens, layout.sample_multiple()) // (layout.tensor * layout.context),
+            2 if bf16 else 4,
+            fused=True,
+            recompute=trainer.gradient_checkpointing and full,
+            layers=layers[stage],
+            passes=_passes(layout.pipeline, stage, layers[stage], sizes.pipeline_layers_per_stage),
+            every=kwargs.get("recompute_num_layers") or 1,
+        )
+        need = replace(need, activations=kept)
+    if role != "critic" and stage == layout.pipeline - 1:
+        vocabulary = padded(shapes.width.vocabulary, layout.tensor) // layout.tensor
+        need = replace(need, logprobs=_logprobs(trainer, -(-tokens // layout.context), vocabulary))
+    return need
+
+
+def _passes(stages: int, stage: int, layers: int, per_stage: int | None) -> int:
+    """Return how many micro-batches of all its layers a stage keeps at most (arXiv:2205.05198, section 4.2.3)."""
+    if per_stage is None:
+        return stages - stage
+    return stages + -(-(stages - 1) * per_stage // layers)  # p + (p - 1) / m, with m virtual stages per rank
+
+
+def _bf16(trainer: TrainerConfig) -> bool:
+    return trainer.policy.megatron_config.dtype != "fp32"

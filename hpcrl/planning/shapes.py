@@ -1,0 +1,82 @@
+"""Shapes of the models that a trainer loads: built on the meta device, without their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from hpcrl.config.derive import ref_sharding, uses_reference
+from hpcrl.config.sections.model import FSDPConfig, PolicyConfig
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.planning.memory import Shapes, Weight, Width
+from hpcrl.trainer.backends.fsdp.sharding import units
+from hpcrl.trainer.models.attention import PACKED
+from hpcrl.trainer.models.hf import ModelSource, critic_source, freeze, policy_source, reference_source
+
+
+def model_shapes(trainer: TrainerConfig, folder_of: Callable[[str], Path | None]) -> dict[str, Shapes]:
+    """Return the models of a trainer by their role: policy, ref and critic.
+
+    Args:
+        folder_of: a model's path -> the directory that has its config.json; None: it is on a hub, and is asked for there.
+
+    Raises:
+        DataError: a model cannot be loaded, or does not have what the configuration names.
+    """
+    sources: dict[str, tuple[ModelSource, FSDPConfig, Any]] = {
+        "policy": (policy_source(trainer), trainer.policy.fsdp_config, trainer.policy)
+    }
+    if uses_reference(trainer):
+        sources["ref"] = reference_source(trainer), ref_sharding(trainer), None
+    if trainer.critic.model.path is not None:
+        sources["critic"] = critic_source(trainer), trainer.critic.fsdp_config, trainer.critic
+    return {
+        role: shapes(replace(source, path=str(folder_of(source.path) or source.path)), fsdp, trained)
+        for role, (source, fsdp, trained) in sources.items()
+    }
+
+
+def shapes(source: ModelSource, fsdp: FSDPConfig, trained: Any) -> Shapes:
+    """Return a model's parameters and sizes.
+
+    Args:
+        trained: section with what is trained; None: nothing.
+
+    Raises:
+        DataError: it cannot be loaded, or does not have what the configuration names.
+    """
+    model = source.empty(torch.float32, PACKED).requires_grad_(trained is not None)
+    if isinstance(trained, PolicyConfig):
+        freeze(model, trained.trainable_map, trained.freeze_pattern)
+    unit_of: dict[torch.nn.Parameter, int] = {}
+    for number, module in enumerate(units(model, fsdp.wrap_policy), 1):
+        for parameter in module.parameters():
+            unit_of.setdefault(parameter, number)
+    weights = [
+        Weight(name, tuple(parameter.shape), parameter.requires_grad, unit_of.get(parameter, 0))
+        for name, parameter in model.named_parameters()
+    ]
+    return Shapes(type(model).__name__, weights, _width(model.config))
+
+
+def _width(config: PreTrainedConfig) -> Width:
+    text = config.get_text_config()
+    heads, experts = text.num_attention_heads, getattr(text, "num_experts_per_tok", None)
+    ffn = text.intermediate_size
+    if experts:
+        ffn = experts * (getattr(text, "moe_intermediate_size", None) or ffn)
+        ffn += getattr(text, "shared_expert_intermediate_size", None) or 0
+    return Width(
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        heads=heads,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        ffn=ffn,
+        vocabulary=text.vocab_size,
+    )

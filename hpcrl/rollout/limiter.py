@@ -1,0 +1,60 @@
+"""How many groups an engine has room for: fewer when its key-value cache is full, more again when there is space. Pure logic.
+
+An engine whose cache is full preempts requests, whose prefixes it computes again later, or lets them wait, while another replica
+might have room. How much a group needs is known only when its samples have ended, so the limit follows what the engine reports:
+down by a fifth when it is pressed, up by one group at a time when it has space (additive increase, multiplicative decrease).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FULL = 0.95
+_SPARE = 0.85
+_LESS = 0.8
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine reports about itself.
+
+    Attributes:
+        usage: share of the key-value cache that running requests hold.
+        waiting: requests that wait for a place.
+        preemptions: requests that were preempted since the engine's start.
+    """
+
+    usage: float
+    waiting: float
+    preemptions: float
+
+
+class ConcurrencyLimiter:
+    """The limit of one engine.
+
+    Args:
+        most: groups that it is never higher than.
+
+    Attributes:
+        limit: groups in flight at most; at least 1.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = self.limit = most
+        self._preemptions: float | None = None
+
+    def update(self, load: Load, running: int) -> bool:
+        """Adapt the limit to what the engine reports, about once a second; return whether there is more room than before.
+
+        Args:
+            running: groups in flight.
+        """
+        preempted = self._preemptions is not None and load.preemptions > self._preemptions
+        self._preemptions = load.preemptions
+        if preempted or (load.waiting > 0 and load.usage > _FULL):
+            if running <= self.limit:  # else groups in flight have yet to come down to a limit that was lowered before
+                self.limit = max(1, int(running * _LESS))
+            return False
+        grows = running >= self.limit and self.limit < self._most and load.usage < _SPARE and not load.waiting
+        self.limit += grows
+        return grows

@@ -1,0 +1,150 @@
+"""Lays the turns of a sample end to end, token by token.
+
+What the engine was given and what it said is what is trained; nothing is ever tokenized a second time. So the prompt of each turn
+begins with the prompt of the turn before and the answer to it, exactly, also where a template would write the past differently. Only
+with generator.step_wise_trajectories it may: then each turn is laid down for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from hpcrl.data.chat import prompt_ids
+from hpcrl.envs.base import Messages
+from hpcrl.errors import ConfigError
+from hpcrl.rollout.vllm.client import Generation
+from hpcrl.types import Sample, StopReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SAID = "SAID-BY-THE-POLICY"
+
+
+class Template:
+    """The chat template of a tokenizer, as far as it stands around what the policy says.
+
+    Args:
+        options: arguments of the template, `generator.chat_template_kwargs`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+        self._tokenizer, self._options = tokenizer, options
+
+    def opening(self, messages: Messages) -> list[int]:
+        """Return the prompt of the first turn."""
+        return prompt_ids(self._tokenizer, messages, self._options)
+
+    def encoded(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decoded(self, token_ids: Sequence[int]) -> str:
+        """Return the text without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    @property
+    def eos(self) -> int | None:
+        return cast("int | None", self._tokenizer.eos_token_id)
+
+    @cached_property
+    def ending(self) -> list[int]:
+        """What ends the policy's message, up to the last end-of-sequence token; empty where the template writes none."""
+        token_ids = self.encoded(self._after([], prompt=False))
+        return token_ids[: len(token_ids) - token_ids[::-1].index(self.eos)] if self.eos in token_ids else []
+
+    def following(self, observations: Messages) -> list[int]:
+        """Return what stands between the `ending` of a turn and what the policy says next.
+
+        Raises:
+            ConfigError: the template ends the policy's messages now in this way, now in another.
+        """
+        token_ids, ending = self.encoded(self._after(observations, prompt=True)), self.ending
+        if token_ids[: len(ending)] != ending:
+            raise ConfigError(
+                f"generator.chat_template: the template ends a message of the assistant with the tokens {ending}, but "
+                f"before {[message['role'] for message in observations]} with {token_ids[: len(ending)]}; use another template"
+            )
+        return token_ids[len(ending) :]
+
+    def _after(self, observations: Messages, *, prompt: bool) -> str:
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}, *observations]
+        text = str(
+            self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **self._options)
+        )
+        _, said, after = text.partition(_SAID)
+        if not said:
+            raise ConfigError("generator.chat_template: the template leaves out what the assistant says; use another")
+        return after
+
+
+class Transcript:
+    """One row as it grows.
+
+    Args:
+        prompt: token ids of the first turn's prompt.
+
+    Attributes:
+        token_ids: everything so far.
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.token_ids = list(prompt)
+        self._mask = [0.0] * len(prompt)
+        self._logprobs = [0.0] * len(prompt)
+        self._versions = [-1] * len(prompt)
+        self._rewards: dict[int, float] = {}
+
+    def add_response(self, said: Generation, length: int | None = None) -> None:
+        """Add the first `length` tokens that the policy chose, all of them if there is no length."""
+        self.token_ids += said.token_ids[:length]
+        self._logprobs += said.logprobs[:length]
+        self._versions += said.versions[:length]
+        self._mask += [1.0] * (len(self.token_ids) - len(self._mask))
+
+    def add_context(self, token_ids: Sequence[int]) -> None:
+        """Add tokens that the policy did not choose."""
+        self.token_ids += token_ids
+        self._mask += [0.0] * len(token_ids)
+        self._logprobs += [0.0] * len(token_ids)
+        self._versions += [-1] * len(token_ids)
+
+    def add_reward(self, reward: float) -> None:
+        """Add a reward at the newest token."""
+        at = len(self.token_ids) - 1
+        self._rewards[at] = self._rewards.get(at, 0.0) + reward
+
+    def sample(self, stop_reason: StopReason, env_metrics: dict[str, float]) -> Sample:
+        rewards_T = torch.zeros(len(self.token_ids))
+        for at, reward in self._rewards.items():
+            rewards_T[at] = reward
+        return Sample(
+            token_ids=torch.tensor(self.token_ids),
+            loss_mask=torch.tensor(self._mask),
+            rollout_logprobs=torch.tensor(self._logprobs),
+            versions=torch.tensor(self._versions, dtype=torch.int32),
+            rewards=rewards_T,
+            stop_reason=stop_reason,
+            env_metrics=env_metrics,
+        )
+
+
+HALF_A_CHARACTER = "\ufffd"  # what tokens decode to that end within a character
+
+
+def cut_at_stop(text: str, before: int, stop: Sequence[str], *, keep: bool) -> str:
+    """Return `text` up to the first stop text that its last token completed, the whole text if there is none.
+
+    Args:
+        before: characters of the text without its last token.
+        keep: whether the stop text stays at the end.
+    """
+    starts = {one: text.find(one, max(0, before - len(one) + 1)) for one in stop}
+    found = [one for one in stop if starts[one] >= 0]
+    if not found:
+        return text
+    first = min(found, key=lambda one: starts[one] + len(one))
+    return text[: starts[first] + len(first) * keep]

@@ -1,0 +1,239 @@
+"""Talks to one vLLM server over its unix socket: tokens in, tokens and logprobs out, and new weights."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from hpcrl.config import SamplingParams
+from hpcrl.errors import EngineError
+from hpcrl.rollout.limiter import Load
+from hpcrl.rollout.vllm.middleware import PATH
+from hpcrl.types import StopReason
+
+_TOKENS = "vllm:generation_tokens_total"
+_USAGE, _QUEUED = "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"
+_PREEMPTED = "vllm:num_preemptions_total"
+_LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update")
+_NAMED = "generate-tokens-"  # what vLLM puts before a request's id
+_GREEDY = 1e-5  # vLLM samples greedily at temperatures below
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response.
+
+    Attributes:
+        token_ids: generated tokens, the end-of-sequence token included where it was sampled.
+        logprobs: of each token under the distribution it was sampled from.
+        versions: policy version that chose each token.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    stop_reason: StopReason
+    versions: list[int]
+
+
+def engine_sampling(params: SamplingParams) -> dict[str, Any]:
+    """Return the configured sampling under vLLM's names."""
+    return {
+        **params.additional_kwargs,
+        "max_tokens": params.max_generate_length,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "stop": params.stop or [],
+    }
+
+
+@dataclass
+class _Running:
+    """A request that the engine has yet to answer.
+
+    Attributes:
+        version: of the weights when it began.
+        changes: since then, each the newer version, and how many tokens a sample had before, by its index. A sample that is missing was
+            finished, or had not reached the engine: its tokens count as older ones.
+    """
+
+    version: int
+    changes: list[tuple[int, dict[int, int]]] = field(default_factory=list)
+
+    def versions(self, index: int, count: int) -> list[int]:
+        """Return the version of each of a sample's tokens."""
+        versions = list[int]()
+        version = self.version
+        for newer, had in self.changes:
+            versions += [version] * (had.get(index, count) - len(versions))
+            version = newer
+        return (versions + [version] * count)[:count]
+
+
+class EngineClient:
+    """Client of one engine.
+
+    Args:
+        socket: unix socket of the server.
+        headers: sent with every request; they carry the token.
+
+    Attributes:
+        version: policy version of the weights that the engine holds.
+        answered: calls that have ended, well or not.
+    """
+
+    def __init__(self, socket: Path, headers: Mapping[str, str], version: int = 0) -> None:
+        # each request has a connection of its own, which costs next to nothing on a unix socket: the server closes one that was idle
+        # for 5 s, and on a busy machine this process may notice only after it has sent the next request there, which is lost then
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        transport = httpx.AsyncHTTPTransport(uds=str(socket), limits=limits)
+        # a generation may take any time; whoever watches the server ends the wait when it dies or hangs
+        self._http = httpx.AsyncClient(
+            transport=transport, base_url="http://engine", headers=dict(headers), timeout=None
+        )
+        self.version = version
+        self.answered = 0
+        self._waiting: Counter[str] = Counter()
+        self._running: dict[str, _Running] = {}
+
+    @property
+    def waiting(self) -> list[str]:
+        """Paths of the calls that the engine has yet to answer."""
+        return sorted(+self._waiting)
+
+    @property
+    def loading(self) -> bool:
+        """Whether the engine takes in weights, which may take it as long as a start."""
+        return any(self._waiting[path] for path in _LOADING)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], n_samples: int, seed: int | None, sampling: Mapping[str, Any]
+    ) -> list[Generation]:
+        """Return `n_samples` responses to one prompt; sample i depends on the weights, the prompt, `sampling` and seed + i.
+
+        Args:
+            sampling: fields of vLLM's SamplingParams.
+
+        Raises:
+            EngineError: the engine refused the request or failed.
+        """
+        greedy = sampling.get("temperature", 1.0) < _GREEDY  # the engine refuses to repeat itself
+        asked = 1 if greedy else n_samples
+        params = {**sampling, "n": asked, "seed": seed, "logprobs": 0, "detokenize": bool(sampling.get("stop"))}
+        name = uuid.uuid4().hex
+        request = {"request_id": name, "token_ids": list(prompt_ids), "sampling_params": params}
+        running = self._running[_NAMED + name] = _Running(self.version)
+        try:
+            answer = await self._call("POST", "/inference/v1/generate", json=request)
+        finally:
+            del self._running[_NAMED + name]
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        assert len(choices) == asked, f"asked for {asked} samples, got {len(choices)}"
+        said = [
+            Generation(
+                token_ids=choice["token_ids"],
+                logprobs=[token["logprob"] for token in choice["logprobs"]["content"]],
+                stop_reason=choice["finish_reason"],
+                versions=running.versions(choice["index"], len(choice["token_ids"])),
+            )
+            for choice in choices
+        ]
+        return said * n_samples if greedy else said
+
+    async def update_weights(self, directory: Path, version: int) -> float:
+        """Load the safetensors files of a local directory as policy `version`; return the seconds that generation paused.
+
+        Running requests go on with the new weights. Their key-value caches are dropped and computed again, as is the prefix
+        cache, so that each token's logprob belongs to exactly one version.
+
+        Raises:
+            EngineError: the engine could not load them, or says that it holds others. It is unusable then.
+        """
+        started = time.monotonic()
+        await self._call("POST", "/pause", params={"mode": "keep"})
+        await self._call("POST", "/start_weight_update")
+        await self._call("POST", "/update_weights", json={"update_info": {"path": str(directory), "version": version}})
+        await self._call("POST", "/finish_weight_update", json={"weight_version": str(version)})
+        if (held := await self.weight_version()) != str(version):
+            raise EngineError(
+                f"the inference engine was given the weights of version {version} and says that it holds {held!r}"
+            )
+        counts = await self._call("GET", PATH)
+        for name, running in self._running.items():
+            had = {int(index): count for index, count in counts.get(name, {}).items()}
+            running.changes.append((version, had))
+        self.version = version
+        await self.reset_cache()
+        await self._call("POST", "/resume")
+        return time.monotonic() - started
+
+    async def reset_cache(self) -> None:
+        """Drop the prefix cache and the caches of running requests, which are computed again."""
+        answer = await self._call("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"})
+        if not answer["success"]:
+            raise EngineError("the engine could not reset its prefix cache, so it might serve old weights")
+
+    async def weight_version(self) -> str:
+        """Return the version that the engine says it holds; "default" before the first update."""
+        return (await self._call("GET", "/weight_info"))["weight_version"]
+
+    async def tokens(self) -> float | None:
+        """Return how many tokens the engine says it has generated; None where it does not count them.
+
+        Raises:
+            EngineError: it does not say within seconds.
+        """
+        return (await self._metrics(_TOKENS)).get(_TOKENS)
+
+    async def load(self) -> Load | None:
+        """Return how full the engine says it is; None where it does not say.
+
+        Raises:
+            EngineError: it does not say within seconds.
+        """
+        found = await self._metrics(_USAGE, _QUEUED, _PREEMPTED)
+        return Load(found[_USAGE], found[_QUEUED], found[_PREEMPTED]) if len(found) == 3 else None
+
+    async def _metrics(self, *names: str) -> dict[str, float]:
+        """Return those of some metrics that the engine shows, each summed over its labels."""
+        try:
+            lines = (await self._http.get("/metrics", timeout=5.0)).text.splitlines()
+        except httpx.TransportError as error:
+            raise EngineError(f"the inference engine does not answer /metrics: {error!r}") from error
+        found: dict[str, float] = {}
+        for line in lines:
+            name = line.partition("{")[0].partition(" ")[0]
+            if name in names:
+                found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
+        return found
+
+    async def healthy(self) -> bool:
+        try:
+            return (await self._http.get("/health", timeout=5.0)).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+        self._waiting[path] += 1
+        try:
+            answer = await self._http.request(method, path, **request)
+        except httpx.TransportError as error:
+            raise EngineError(f"the inference engine does not answer {path}: {error!r}") from error
+        finally:
+            self._waiting[path] -= 1
+            self.answered += 1
+        if answer.status_code != 200:
+            raise EngineError(f"the inference engine refused {path} ({answer.status_code}): {answer.text}")
+        return answer.json()

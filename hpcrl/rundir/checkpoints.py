@@ -1,0 +1,265 @@
+"""Which checkpoints of a run there are, which one an attempt starts from, and which stay.
+
+Beside the committed ones, checkpoints/ may hold directories that no attempt starts from:
+
+    .tmp-s000040.3           attempt 3 is writing it, or did not finish
+    .trash-s000030.4711      it is being deleted
+    .given-up-s000040.3      attempt 3 started before it; it goes when two newer checkpoints are there
+    .quarantined-s000040.3   two attempts failed while they loaded it, and another one could be loaded; a person looks at it, and
+                             deletes it or gives it its name back
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.errors import CommitError, RunError
+from hpcrl.faults import fault
+from hpcrl.rundir.commit import Fence, committed, committed_by, discard, is_committed, read_json, unfenced, verify
+from hpcrl.rundir.layout import Run, position_of, step_of
+from hpcrl.rundir.starts import Line, failed_loads, given_up_by, last_started, read_starts
+
+NEVER_DELETED = 2  # the newest may turn out to be damaged when it is needed
+_MOST_FAILED_LOADS = 2
+_ASIDE = re.compile(r"\.(given-up|quarantined)-(.+)\.(\d+)")
+_STAGED = re.compile(r"\.tmp-.+\.(\d+)")
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay; the newest two after a step always do. Those inside a step, of which the newest two stay, go with the next
+    one after a step.
+
+    Attributes:
+        newest: how many of the newest; negative: all.
+        every: those whose step is a multiple of it; 0: none.
+        metric: the one whose step has the best value of it; None: none.
+        mode: whether the highest or the lowest value is the best.
+    """
+
+    newest: int = -1
+    every: int = 0
+    metric: str | None = None
+    mode: Literal["max", "min"] = "max"
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig) -> Retention:
+        return cls(
+            trainer.max_ckpts_to_keep, trainer.ckpt_keep_every, trainer.ckpt_keep_best, trainer.ckpt_keep_best_mode
+        )
+
+    def reasons(self, line: Sequence[Path], scores: Mapping[int, float]) -> dict[Path, str]:
+        """Return why each of the checkpoints that stay does.
+
+        Args:
+            line: all committed ones, oldest first.
+            scores: the metric by step.
+        """
+        if self.newest < 0:
+            return dict.fromkeys(needed(line, len(line)), "all are kept")
+        newest = max(self.newest, NEVER_DELETED)
+        reasons = dict.fromkeys(needed(line, newest), f"newest {newest}")
+        steps = {position[0]: path for path in line if (position := position_of(path)) and not position[1]}
+        if self.every:
+            reasons |= {path: f"every {self.every}" for step, path in steps.items() if step % self.every == 0}
+        scored = {step: scores[step] for step in steps if math.isfinite(scores.get(step, math.nan))}
+        if self.metric and scored:
+            sign = 1 if self.mode == "max" else -1
+            best = max(scored, key=lambda step: (sign * scored[step], step))
+            reasons[steps[best]] = f"best {self.metric}: {scored[best]:.4g}"
+        return reasons
+
+
+def needed(line: Sequence[Path], newest: int = NEVER_DELETED) -> list[Path]:
+    """Return the newest of the checkpoints after a whole step, and the newest two inside steps after them."""
+    whole = [path for path in line if (position_of(path) or (0, 0))[1] == 0]
+    after = line[line.index(whole[-1]) + 1 :] if whole else line
+    stay = {*whole[-newest:], *after[-NEVER_DELETED:]}
+    return [path for path in line if path in stay]
+
+
+def line_of(run: Run) -> list[Path]:
+    """Return the committed checkpoints, oldest first, without those that a later attempt gave up."""
+    lines = read_starts(run)
+    return [path for path in _named(run) if (by := committed_by(path)) is not None and not given_up_by(lines, path, by)]
+
+
+def find_checkpoint(run: Run, name: str) -> Path:
+    """Return the directory that a step or a name of a person means.
+
+    Raises:
+        RunError: there is none.
+    """
+    names = [name, f"s{int(name):06d}"] if name.isdecimal() else [name]
+    there = [path for path in run.checkpoints.iterdir() if path.is_dir()] if run.checkpoints.is_dir() else []
+    for path in there:
+        if path.name in names:
+            return path
+    listed = ", ".join(sorted(path.name for path in there)) or "none"
+    raise RunError(f"{run.name} has no checkpoint {name}; there are: {listed}")
+
+
+def steps_left(run: Run) -> list[int]:
+    """Return the steps of the checkpoints that were committed and that no later attempt gave up, whether they are whole or not."""
+    lines, left = read_starts(run), []
+    for step in committed(run.checkpoints, step_of):
+        by = committed_by(run.checkpoint(step))  # None: the mark is damaged
+        if by is None or not given_up_by(lines, run.checkpoint(step), by):
+            left.append(step)
+    return left
+
+
+def _named(run: Run) -> list[Path]:
+    children = run.checkpoints.iterdir() if run.checkpoints.is_dir() else []
+    return sorted((path for path in children if position_of(path)), key=lambda path: position_of(path) or (0, 0))
+
+
+def newest_usable(
+    run: Run,
+    attempt: int,
+    report: Report,
+    unusable: Callable[[Path], str | None] = lambda _: None,
+    fence: Fence = unfenced,
+) -> Path | None:
+    """Return the newest checkpoint that is committed and whole, or None.
+
+    One that two attempts failed to load is put into quarantine if another can take its place. Where two attempts fail to load that one
+    too, the checkpoints are hardly what is wrong: the quarantine ends, and none begins before training has started again.
+
+    Args:
+        report: is called for each one that is passed over, with the reason.
+        unusable: returns why training cannot go on from one, though it is whole; None: it can.
+    """
+    lines = read_starts(run)
+    failed = {key: those for key, those in failed_loads(run, lines).items() if len(those) >= _MOST_FAILED_LOADS}
+    if len(failed) > 1:
+        _end_quarantine(run, last_started(lines), fence, report)
+    found = _newest_whole(run, lines, None, report, unusable)
+    if found is None or len(failed) != 1 or (found.name, committed_by(found)) not in failed:
+        return found
+    instead = _newest_whole(run, lines, found, report, unusable)
+    if instead is None:
+        return found
+    aside = found.with_name(f".quarantined-{found.name}.{attempt}")
+    fence()
+    os.rename(found, aside)
+    (attempts,) = failed.values()
+    listed = " and ".join(map(str, attempts[-_MOST_FAILED_LOADS:]))
+    report(
+        f"attempts {listed} failed while they loaded {found}: it is {aside.name} now, and training goes on from {instead.name}. To use "
+        "it again, give it its name back"
+    )
+    return instead
+
+
+def _newest_whole(
+    run: Run, lines: Sequence[Line], before: Path | None, report: Report, unusable: Callable[[Path], str | None]
+) -> Path | None:
+    for path in reversed(_named(run)):
+        if before is not None and (position_of(path) or ()) >= (position_of(before) or ()):
+            continue
+        by = committed_by(path)
+        if by is not None and (later := given_up_by(lines, path, by)):
+            report(f"{path} was committed by attempt {by} beside attempt {later}, which had started before it")
+            continue
+        try:
+            verify(path)
+        except CommitError as error:
+            report(str(error))
+            continue
+        if (why := unusable(path)) is None:
+            return path
+        report(f"{path} does not fit: {why}")
+    return None
+
+
+def _end_quarantine(run: Run, started: int, fence: Fence, report: Report) -> None:
+    """Give their names back to those that were put into quarantine since attempt `started`, the last one that trained."""
+    for path in sorted(run.checkpoints.glob(".quarantined-*")):
+        match = _ASIDE.fullmatch(path.name)
+        if match and int(match[3]) > started and not path.with_name(match[2]).exists():
+            fence()
+            os.rename(path, path.with_name(match[2]))
+            report(f"{path.name} is {match[2]} again: the attempts that loaded another one in its place failed too")
+
+
+def set_aside_after(run: Run, attempt: int, start: Path | None, fence: Fence, report: Report) -> None:
+    """Take out of the way what a start at `start` gave up: later checkpoints are renamed, half-written ones removed.
+
+    What belongs to a newer attempt is left alone.
+    """
+    fence()
+    first = (position_of(start) if start else None) or (0, 0)
+    for path in list(run.checkpoints.iterdir()) if run.checkpoints.is_dir() else []:
+        position, staged = position_of(path), _STAGED.fullmatch(path.name)
+        if (
+            path.name.startswith(".trash-")
+            or (staged and int(staged[1]) <= attempt)
+            or (position is not None and not is_committed(path))
+        ):
+            discard(path, fence)
+        elif position is not None and position > first:
+            aside = path.with_name(f".given-up-{path.name}.{attempt}")
+            report(f"training starts again after {start.name if start else 'nothing'}: {path} becomes {aside.name}")
+            os.rename(path, aside)
+
+
+def retire(run: Run, retention: Retention, scores: Mapping[int, float], fence: Fence) -> None:
+    """Delete the committed checkpoints that need not stay, and what was given up once two newer ones are there."""
+    fault("commit.retire")
+    line = line_of(run)
+    kept = retention.reasons(line, scores)
+    for path in line:
+        if path not in kept:
+            discard(path, fence)
+    for path in list(run.checkpoints.glob(".given-up-*")):
+        match = _ASIDE.fullmatch(path.name)
+        newer = sum((committed_by(other) or 0) >= int(match[3]) for other in line) if match else 0
+        if newer >= NEVER_DELETED:
+            discard(path, fence)
+
+
+def size_of(manifest: dict[str, Any]) -> int:
+    """Return the bytes of the files that a manifest lists."""
+    return sum(entry["size"] for entry in manifest["files"].values())
+
+
+FACTS = "batch.json"
+
+
+def settings_of(trainer: TrainerConfig) -> dict[str, Any]:
+    """Return what a half-trained batch depends on, by names below `trainer`, as JSON gives it back."""
+    names = ("policy_mini_batch_size", "critic_mini_batch_size", "update_epochs_per_batch")
+    found = {name: getattr(trainer, name) for name in names}
+    found |= {f"algorithm.{name}": value for name, value in asdict(trainer.algorithm).items()}
+    found["critic.model.path"] = trainer.critic.model.path
+    return json.loads(json.dumps(found))
+
+
+def changed_since(settings: Mapping[str, Any], trainer: TrainerConfig) -> dict[str, Any]:
+    """Return the settings that a batch was begun with and that differ now; what only one version of hpcrl has is no difference."""
+    now = settings_of(trainer)
+    return {name: settings[name] for name in sorted(settings.keys() & now.keys()) if settings[name] != now[name]}
+
+
+def lost_with(run: Run, trainer: TrainerConfig) -> tuple[list[Path], dict[str, Any]]:
+    """Return the newest checkpoints, newest first, from which training cannot go on with these settings, and what those were begun with."""
+    lost, changed = list[Path](), dict[str, Any]()
+    for path in reversed(line_of(run)):
+        facts = read_json(path / FACTS) if (position_of(path) or (0, 0))[1] else None
+        differs = changed_since(facts["settings"], trainer) if facts else {}
+        if not differs:
+            break
+        lost.append(path)
+        changed |= differs
+    return lost, changed

@@ -1,0 +1,337 @@
+"""Writes that are either complete or absent, on a filesystem that several nodes share.
+
+A file is written beside its place and renamed. A directory is filled under a name that only this attempt uses, described by a
+manifest (sizes and checksums), renamed, and then marked with COMMIT; a reader trusts nothing without the mark.
+
+A process of an older attempt may still be alive: on a node that the network lost, or suspended. Who commits or deletes can pass a
+fence, which raises if that is so. It is called before the rename and before the mark, and the mark is written through the directory that
+was renamed, not through its name, which may be another's by then. What is deleted leaves its name first and is put back if the fence
+objects.
+
+Fault points, each also with the name of the parent directory instead of "commit" (checkpoints.renamed, weights.renamed, ...):
+commit.begin, commit.written, commit.manifest, commit.renamed, commit.synced, commit.committed, commit.trash. Of checkpoints there are also
+commit.shard (a rank writes its part) and commit.retire (older ones are about to go).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hpcrl.errors import CommitError
+from hpcrl.faults import fault
+
+Fence = Callable[[], None]
+"""Raises CommitError if a newer attempt has begun."""
+
+Number = TypeVar("Number", int, tuple[int, int])
+"""By which committed directories are ordered: a step, a version, a position of training."""
+
+MANIFEST = "manifest.json"
+COMMIT = "COMMIT"
+_CHUNK = 1 << 22
+
+
+def _sync(directory: int) -> None:
+    try:
+        os.fsync(directory)
+    except OSError as error:  # some network filesystems cannot sync a directory; the order of the writes still holds
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+def _write(name: str, content: bytes, mode: int, folder: int) -> None:
+    """Replace a file of the open directory `folder` as a whole."""
+    beside = f".{name}.{socket.gethostname()}.{os.getpid()}"
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode, dir_fd=folder)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
+    _sync(folder)
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Replace the file at `path` as a whole; a reader sees the old content or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _opened(path.parent) as folder:
+        _write(path.name, content, mode, folder)
+
+
+def write_text(path: Path, text: str, mode: int = 0o644) -> None:
+    """Replace the text file at `path` as a whole."""
+    write_bytes(path, text.encode(), mode)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace the JSON file at `path` as a whole."""
+    write_text(path, json.dumps(value))
+
+
+def read_json(path: Path) -> Any | None:
+    """Return the JSON value at `path`, or None where there is no such file."""
+    for last in (False, False, True):
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != errno.ESTALE or last:  # replaced on the server between our open and our read
+                raise
+    return None
+
+
+def checksum(path: Path) -> str:
+    """Return the BLAKE2b-128 digest of a file as hexadecimal text."""
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def listing(directory: Path, wanted: Callable[[Path], bool] = lambda _: True) -> dict[str, dict[str, Any]]:
+    """Return size and checksum of each wanted file below `directory`, by relative path, once they are on the disk."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and wanted(path))
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    return {
+        str(path.relative_to(directory)): {"size": path.stat().st_size, "blake2b": checksum(path)} for path in files
+    }
+
+
+def _pass(point: str, target: Path) -> None:
+    fault(f"commit.{point}")
+    fault(f"{target.parent.name}.{point}")
+
+
+def staging(target: Path, attempt: int) -> Path:
+    """Return the name under which attempt `attempt` fills what will become `target`."""
+    return target.with_name(f".tmp-{target.name}.{attempt}")
+
+
+def begin(target: Path, attempt: int) -> Path:
+    """Create and return the empty staging directory of `target`."""
+    directory = staging(target, attempt)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    _pass("begin", target)
+    return directory
+
+
+def unfenced() -> None:
+    """The fence of what only one process can write."""
+
+
+def finish(
+    target: Path,
+    attempt: int,
+    *,
+    fence: Fence = unfenced,
+    files: dict[str, dict[str, Any]] | None = None,
+    **facts: Any,
+) -> None:
+    """Commit the staging directory of `target`: manifest, rename, mark. What an older attempt left there makes way.
+
+    What this attempt has committed already, and what is whole, stays as it is: a commit may have raised only because the
+    directory could not be synced after the mark was there.
+
+    Args:
+        files: what `listing` gave of all files in it; None: they are listed here.
+        facts: JSON values to keep in the manifest, such as the step.
+
+    Raises:
+        CommitError: the fence objects, a later attempt has committed `target` already, or this one did and it is damaged.
+    """
+    directory = staging(target, attempt)
+    _pass("written", target)
+    text = json.dumps({**facts, "attempt": attempt, "files": listing(directory) if files is None else files})
+    write_text(directory / MANIFEST, text)
+    _pass("manifest", target)
+    fence()
+    other = committed_by(target)
+    if other == attempt:
+        verify(target)
+        shutil.rmtree(directory)
+        return
+    if other is not None and other > attempt:
+        raise CommitError(f"{target} is committed already, by attempt {other}; attempt {attempt} leaves it as it is")
+    if target.exists():
+        discard(target, fence)
+    with _opened(directory) as renamed, _opened(target.parent) as parent:
+        os.rename(directory, target)
+        _pass("renamed", target)
+        _sync(parent)
+        _pass("synced", target)
+        fence()
+        mark = {"attempt": attempt, "manifest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
+        _write(COMMIT, json.dumps(mark).encode(), 0o644, renamed)
+    _pass("committed", target)
+
+
+def abandon(target: Path, attempt: int, fence: Fence = unfenced) -> None:
+    """Remove what attempt `attempt` has written of `target` and not committed, as far as the filesystem lets it."""
+    shutil.rmtree(staging(target, attempt), ignore_errors=True)
+    with suppress(OSError, CommitError):
+        manifest = read_json(target / MANIFEST)
+        if manifest and manifest["attempt"] == attempt and not is_committed(target):
+            discard(target, fence)
+
+
+@contextmanager
+def committed_directory(target: Path, attempt: int, *, fence: Fence = unfenced, **facts: Any) -> Iterator[Path]:
+    """Fill a directory that appears at `target` complete, or not at all."""
+    try:
+        yield begin(target, attempt)
+        finish(target, attempt, fence=fence, **facts)
+    except BaseException:
+        abandon(target, attempt, fence)
+        raise
+
+
+def committed_by(path: Path) -> int | None:
+    """Return the attempt that committed the directory at `path`; None where none has, or its mark cannot be read."""
+    try:
+        mark = read_json(path / COMMIT)
+        return int(mark["attempt"]) if mark else None
+    except (ValueError, TypeError, KeyError, NotADirectoryError):
+        return None
+
+
+def is_committed(path: Path) -> bool:
+    return (path / COMMIT).is_file()
+
+
+def verify(path: Path, checksums: bool = True) -> dict[str, Any]:
+    """Return the manifest of a committed directory after comparing its files with it.
+
+    Raises:
+        CommitError: the mark, the manifest or a file is missing, differs or cannot be read.
+    """
+    try:
+        return _verified(path, checksums)
+    except OSError as error:
+        raise CommitError(f"{error.filename or path} cannot be read: {error.strerror}") from error
+
+
+def _verified(path: Path, checksums: bool) -> dict[str, Any]:
+    manifest = path / MANIFEST
+    try:
+        mark = read_json(path / COMMIT)
+        expected = mark["manifest"] if mark is not None else None
+    except (ValueError, TypeError, KeyError):
+        raise CommitError(f"{path / COMMIT} is no mark of a commit") from None
+    if expected is None:
+        raise CommitError(f"{path} was never committed (no {COMMIT} file): its writer did not finish")
+    if not manifest.is_file():
+        raise CommitError(f"{path} has no {MANIFEST}")
+    text = manifest.read_bytes()
+    if hashlib.blake2b(text, digest_size=16).hexdigest() != expected:
+        raise CommitError(f"{manifest} is not the manifest that was committed")
+    content = json.loads(text)
+    for name, entry in content["files"].items():
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != entry["size"]:
+            raise CommitError(
+                f"{file}: expected {entry['size']} bytes, found {size if size is not None else 'no file'}"
+            )
+        if checksums and checksum(file) != entry["blake2b"]:
+            raise CommitError(f"{file}: checksum differs from the manifest")
+    return content
+
+
+def committed(parent: Path, number: Callable[[Path], Number | None]) -> list[Number]:
+    """Return the numbers of the committed directories in `parent`, ascending."""
+    return sorted(value for path in _children(parent) if (value := number(path)) is not None and is_committed(path))
+
+
+def _children(parent: Path) -> list[Path]:
+    return list(parent.iterdir()) if parent.is_dir() else []
+
+
+def discard(path: Path, fence: Fence = unfenced) -> None:
+    """Remove a directory that others may be reading: it leaves its name at once and the disk soon after.
+
+    Raises:
+        CommitError: the fence objects; then the directory is where it was.
+    """
+    trash = path.with_name(f".trash-{path.name}.{os.getpid()}")
+    shutil.rmtree(trash, ignore_errors=True)
+    try:
+        os.rename(path, trash)
+    except FileNotFoundError:
+        return
+    try:
+        fence()
+    except (CommitError, OSError):  # where it cannot be asked, it might have objected
+        with suppress(OSError):  # another has taken the name meanwhile
+            os.rename(trash, path)
+        raise
+    _pass("trash", path)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What a filesystem without hard links answers."""
+_PATIENCE_S = 5.0
+_POLL_S = 0.05
+
+
+def link(source: Path, target: Path) -> None:
+    """Give `source` the name `target` too.
+
+    Raises:
+        FileExistsError: there is one; a rename would take its place.
+        OSError: another reason, one of `NO_LINKS` where there are no hard links.
+    """
+    fault("link")
+    os.link(source, target)
+
+
+def place(source: Path, target: Path) -> None:
+    """Move `source` to `target`, unless something is there: then delete it."""
+    try:
+        link(source, target)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        _claim(source, target)
+    finally:
+        source.unlink(missing_ok=True)
+
+
+def _claim(source: Path, target: Path) -> None:
+    """Let the first one that claims `target` rename its file; who claims it and dies is waited for, but not for ever."""
+    deadline = time.monotonic()
+    try:
+        os.close(os.open(target.with_name(f".{target.name}.claim"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError:
+        deadline += _PATIENCE_S
+    while target.name not in os.listdir(target.parent):  # a network filesystem may remember that it was not there
+        if time.monotonic() >= deadline:
+            source.replace(target)
+            return
+        time.sleep(_POLL_S)

@@ -1,0 +1,246 @@
+"""The map of a run directory. Nobody else builds a path.
+
+<root>/<project>/<run>/            0700
+  config.toml                      resolved; the only configuration a job reads
+  config.<attempt>.toml            what it was up to this attempt, where `hpcrl resume` changed it after
+  code/                            snapshot of hpcrl/ and jobs/ that this run uses
+  slurm -> ../.slurm/<name>        submitit's folder: sbatch script, pickles, output of the batch script and of what no log has
+  submission.json                  job id, executor, overrides
+  attempts.jsonl                   each start of the run
+  outcomes/<attempt>.json          how that attempt ended
+  secrets/token                    0600; every HTTP request carries it
+  endpoints/                       one process status file per process, and the rendezvous of each attempt
+  logs/<attempt>/<process>.log     and stacks/<process>.txt, what each thread did when somebody asked
+  weights/v000042/                 HF names, safetensors, manifest; committed by rename
+  samples/<replica>/g….safetensors one file per finished group
+  batches/s000042.json             which groups train step 42, in order, with the data cursor
+  checkpoints/s000040/             model, optimizer, RNG, scheduler; manifest; COMMIT
+  checkpoints/s000041u2/           the same after 2 optimizer steps of step 42, where a stop request came in between
+  checkpoints/starts.jsonl         which checkpoint each attempt loaded and went on from
+  exports/s000040/                 HF format
+  dumps/s000042/                   what step 42 trained, with advantages; trainer.dump_data_batch
+  evals/v000010/<replica>.jsonl    texts and scores of the evaluation samples
+  evaluations/<name>/              of `hpcrl eval`, each laid out as a run directory (hpcrl/launch/local/evaluate.py)
+  metrics/*.jsonl                  one writer per file; the truth
+  profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks
+  tensorboard/                     derived from metrics; can be rebuilt
+  control/                         stop, stacks: requests to the agents
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcrl.errors import RunError
+
+_STEP = re.compile(r"s(\d{6,})")
+_POSITION = re.compile(r"s(\d{6,})(?:u([1-9]\d*))?")
+_VERSION = re.compile(r"v(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory; every path in it has a name here.
+
+    Attributes:
+        path: absolute path of the run directory.
+    """
+
+    path: Path
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """Return the run at `path`.
+
+        Raises:
+            RunError: `path` holds no submitted run.
+        """
+        run = cls(Path(path).absolute())
+        if not run.config.is_file():
+            raise RunError(f"{run.path} is not a run directory: it has no config.toml. `hpcrl status` lists the runs.")
+        return run
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def project(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code"
+
+    @property
+    def slurm(self) -> Path:
+        return self.path / "slurm"
+
+    @property
+    def submission(self) -> Path:
+        return self.path / "submission.json"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts.jsonl"
+
+    @property
+    def outcomes(self) -> Path:
+        return self.path / "outcomes"
+
+    @property
+    def token(self) -> Path:
+        return self.path / "secrets" / "token"
+
+    @property
+    def endpoints(self) -> Path:
+        return self.path / "endpoints"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def batches(self) -> Path:
+        return self.path / "batches"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def starts(self) -> Path:
+        return self.checkpoints / "starts.jsonl"
+
+    @property
+    def exports(self) -> Path:
+        return self.path / "exports"
+
+    @property
+    def dumps(self) -> Path:
+        return self.path / "dumps"
+
+    @property
+    def evals(self) -> Path:
+        return self.path / "evals"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def stop(self) -> Path:
+        return self.path / "control" / "stop.json"
+
+    @property
+    def stacks_request(self) -> Path:
+        return self.path / "control" / "stacks.json"
+
+    def outcome(self, attempt: int) -> Path:
+        return self.outcomes / f"{attempt}.json"
+
+    def config_of(self, attempt: int) -> Path:
+        return self.path / f"config.{attempt}.toml"
+
+    def status_file(self, process: str) -> Path:
+        return self.endpoints / f"{process}.json"
+
+    def rendezvous(self, attempt: int) -> Path:
+        return self.endpoints / f"rendezvous-{attempt}.json"
+
+    def profile_of(self, attempt: int, rank: int) -> Path:
+        return self.path / "profile" / str(attempt) / f"rank-{rank}.json.gz"
+
+    def logs(self, attempt: int) -> Path:
+        return self.path / "logs" / str(attempt)
+
+    def log(self, attempt: int, process: str) -> Path:
+        return self.logs(attempt) / f"{process}.log"
+
+    def stacks(self, attempt: int, process: str) -> Path:
+        return self.logs(attempt) / "stacks" / f"{process}.txt"
+
+    def weights_of(self, version: int) -> Path:
+        return self.weights / f"v{version:06d}"
+
+    def batch(self, step: int) -> Path:
+        return self.batches / f"s{step:06d}.json"
+
+    def checkpoint(self, step: int, updates: int = 0) -> Path:
+        """Return the checkpoint after `step`, and after so many optimizer steps of the next one, first the critic's, then the policy's."""
+        return self.checkpoints / (f"s{step:06d}" + (f"u{updates}" if updates else ""))
+
+    def export(self, step: int) -> Path:
+        return self.exports / f"s{step:06d}"
+
+    def dump(self, step: int) -> Path:
+        return self.dumps / f"s{step:06d}"
+
+    def samples_of(self, replica: int) -> Path:
+        return self.samples / str(replica)
+
+    def evals_of(self, version: int) -> Path:
+        return self.evals / f"v{version:06d}"
+
+    def eval_dump(self, version: int, replica: int) -> Path:
+        return self.evals_of(version) / f"{replica}.jsonl"
+
+    def metrics_of(self, process: str) -> Path:
+        return self.metrics / f"{process}.jsonl"
+
+    def check_named(self, relative: str) -> None:
+        """Refuse a path of a message that leads outside this run directory; the filesystem is not asked.
+
+        Raises:
+            RunError: it does.
+        """
+        if relative.startswith("/") or ".." in relative.split("/"):
+            raise RunError(f"path {relative!r} leaves the run directory {self.path}")
+
+    def inside(self, relative: str) -> Path:
+        """Return the path that a message names, refusing anything outside this run directory.
+
+        Raises:
+            RunError: the path leaves the run directory.
+        """
+        path = (self.path / relative).resolve()
+        if not path.is_relative_to(self.path.resolve()):
+            raise RunError(f"path {relative!r} leaves the run directory {self.path}")
+        return path
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step that a checkpoint, export, dump or batch path names, or None for any other name, such as that of a
+    checkpoint inside a step."""
+    match = _STEP.fullmatch(path.stem)
+    return int(match[1]) if match else None
+
+
+def position_of(path: Path) -> tuple[int, int] | None:
+    """Return the step and the optimizer steps of the next one that a checkpoint's path names, or None for any other name."""
+    match = _POSITION.fullmatch(path.name)
+    return (int(match[1]), int(match[2] or 0)) if match else None
+
+
+def version_of(path: Path) -> int | None:
+    """Return the version that a weight directory names, or None for any other name."""
+    match = _VERSION.fullmatch(path.name)
+    return int(match[1]) if match else None

@@ -1,0 +1,168 @@
+"""What happened to a run: its attempts and how each ended.
+
+An attempt is one start by Slurm (or by the local executor). Node 0's agent opens it; whoever first sees the end writes the outcome.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from hpcrl.errors import CommitError
+from hpcrl.rundir.commit import committed, place, read_json, write_json
+from hpcrl.rundir.layout import Run, position_of
+
+Kind = Literal["done", "failed", "hang", "cancelled", "interrupted", "lost"]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run.
+
+    Attributes:
+        number: 1 for the first start.
+        job: key of the start, the same on every node: job id and restart count.
+        hosts: node names, trainers first.
+        started: Unix time.
+    """
+
+    number: int
+    job: str
+    hosts: list[str]
+    started: float
+
+    @property
+    def job_id(self) -> str:
+        """The job of which this is a start."""
+        return self.job.rpartition(".")[0] or self.job
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        kind: done, failed (an error), hang (no progress), cancelled (by the user), interrupted (asked to stop, and to be continued), or
+            lost (it ended without an outcome: killed, or its node went down).
+        message: the first error, or a sentence.
+        source: process that reported it.
+        ended: Unix time.
+        step: of the newest checkpoint then, 0 for none.
+        updates: optimizer steps of the next step that it holds too.
+        host: node that the error came from, empty where there is none to blame.
+    """
+
+    attempt: int
+    kind: Kind
+    message: str
+    source: str
+    ended: float
+    step: int = 0
+    host: str = ""
+    updates: int = 0
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """How far training was committed; what grows is progress."""
+        return self.step, self.updates
+
+    @property
+    def final(self) -> bool:
+        """Whether the run is over by its own will."""
+        return self.kind in ("done", "cancelled")
+
+
+def read_attempts(run: Run) -> list[Attempt]:
+    """Return all attempts, oldest first; a half-written last line is ignored."""
+    attempts = []
+    for line in run.attempts.read_text().splitlines() if run.attempts.is_file() else []:
+        try:
+            attempts.append(Attempt(**json.loads(line)))
+        except json.JSONDecodeError:
+            continue
+    return attempts
+
+
+def open_attempt(run: Run, job: str, hosts: list[str]) -> Attempt:
+    """Append the next attempt; one before it that left no outcome is lost. Called by the agent of node 0 alone."""
+    attempts = read_attempts(run)
+    if attempts and outcome_of(run, attempts[-1].number) is None:
+        report_outcome(run, attempts[-1].number, "lost", "it ended without a word", "the next attempt")
+    attempt = Attempt(attempts[-1].number + 1 if attempts else 1, job, hosts, time.time())
+    whole = not run.attempts.is_file() or run.attempts.read_text().endswith("\n")
+    with run.attempts.open("a") as file:
+        file.write(("" if whole else "\n") + json.dumps(asdict(attempt)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return attempt
+
+
+def find_attempt(run: Run, job: str) -> Attempt | None:
+    """Return the attempt that the start `job` opened, or None while node 0 has not opened it."""
+    return next((attempt for attempt in reversed(read_attempts(run)) if attempt.job == job), None)
+
+
+def _ended(run: Run) -> list[int]:
+    """Return the attempts that have an outcome, ascending; 0 is a run that was cancelled before its first one.
+
+    Listing the folder makes a network filesystem forget that a file was not there a moment ago.
+    """
+    names = os.listdir(run.outcomes) if run.outcomes.is_dir() else []
+    return sorted(int(name.removesuffix(".json")) for name in names if not name.startswith("."))
+
+
+def read_outcomes(run: Run) -> list[Outcome]:
+    """Return how each attempt ended, oldest first."""
+    values = [read_json(run.outcome(attempt)) for attempt in _ended(run)]
+    return [Outcome(**value) for value in values if value]
+
+
+def read_outcome(run: Run) -> Outcome | None:
+    """Return how the newest finished attempt ended, or None."""
+    ended = _ended(run)
+    return outcome_of(run, ended[-1]) if ended else None
+
+
+def outcome_of(run: Run, attempt: int) -> Outcome | None:
+    """Return how attempt `attempt` ended, or None while it runs."""
+    value = read_json(run.outcome(attempt)) if attempt in _ended(run) else None
+    return Outcome(**value) if value else None
+
+
+def report_outcome(run: Run, attempt: int, kind: Kind, message: str, source: str, host: str = "") -> Outcome:
+    """Write the outcome of an attempt, unless one is there already: the first report is the cause, later ones are consequences."""
+    outcome = _make(run, attempt, kind, message, source, host)
+    target = run.outcome(attempt)
+    beside = target.with_name(f".{attempt}.{socket.gethostname()}.{os.getpid()}")
+    write_json(beside, asdict(outcome))
+    place(beside, target)
+    return outcome_of(run, attempt) or outcome
+
+
+def cancel_outcome(run: Run, attempt: int) -> None:
+    """Make cancelled what was interrupted, and waits to be continued."""
+    outcome = _make(run, attempt, "cancelled", "cancelled by the user", "hpcrl cancel", "")
+    write_json(run.outcome(attempt), asdict(outcome))
+
+
+def _make(run: Run, attempt: int, kind: Kind, message: str, source: str, host: str) -> Outcome:
+    step, updates = max(committed(run.checkpoints, position_of), default=(0, 0))
+    return Outcome(attempt, kind, message, source, time.time(), step, host, updates)
+
+
+def require_newest(run: Run, attempt: int) -> None:
+    """Look whether `attempt` is still the newest of the run.
+
+    Raises:
+        CommitError: a newer one has begun.
+    """
+    newest = max(read_attempts(run), key=lambda other: other.number, default=None)
+    if newest is not None and newest.number > attempt:
+        raise CommitError(
+            f"attempt {attempt} of {run.name} writes no more: attempt {newest.number} has begun on {', '.join(newest.hosts)}. "
+            "End what is left of the older one"
+        )

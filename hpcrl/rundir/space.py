@@ -1,0 +1,66 @@
+"""Errors of writing to a filesystem: what is full or refused, what was needed, and a remedy."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpcrl.errors import CommitError
+from hpcrl.units import readable_size
+
+_FREE_UP = "make room (`hpcrl checkpoint ls` and `rm`, exports/, dumps/) or lower trainer.max_ckpts_to_keep, then `hpcrl resume`"
+_REMEDIES = {
+    errno.ENOSPC: _FREE_UP,
+    errno.EDQUOT: f"this is your quota, which `quota` or the filesystem's own command shows: {_FREE_UP}",
+    errno.EIO: "the filesystem or its server fails: tell its administrators, then `hpcrl resume`",
+    errno.EROFS: "the filesystem is mounted read-only: tell its administrators, then `hpcrl resume`",
+    errno.EACCES: "the run directory must belong to you and be writable",
+}
+
+
+def failure(path: Path, why: str, number: int | None = None, need: int | None = None) -> CommitError:
+    """Return the error that names what could not be written, what it needs and what there is, and what to do.
+
+    Args:
+        number: errno of the failure, where it is known.
+        need: bytes that `path` takes about.
+    """
+    needs = f"needs about {readable_size(need)}, " if need else ""
+    free = _free(path)
+    there = f" ({needs}{readable_size(free)} free)" if free is not None else ""
+    remedy = _REMEDIES.get(number or 0, f"look at the filesystem; if it is full: {_FREE_UP}")
+    return CommitError(f"{path} could not be written: {why}{there}. Earlier commits are untouched; {remedy}")
+
+
+def _free(path: Path) -> int | None:
+    for place in (path, *path.parents):
+        try:
+            return shutil.disk_usage(place).free
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+    return None
+
+
+@contextmanager
+def explained(path: Path, need: int | None = None) -> Iterator[None]:
+    """Turn an OSError into the CommitError of `failure`."""
+    try:
+        yield
+    except OSError as error:
+        raise failure(path, error.strerror or str(error), error.errno, need) from error
+
+
+def require_space(path: Path, need: int | None) -> None:
+    """Look whether `need` bytes are free before they are written. A quota is not seen by this.
+
+    Raises:
+        CommitError: they are not.
+    """
+    free = _free(path)
+    if need and free is not None and free < need:
+        raise failure(path, "too little space", errno.ENOSPC, need)

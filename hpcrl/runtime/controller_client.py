@@ -1,0 +1,123 @@
+"""How a process of a run calls its controller: JSON over HTTP, with the run's token on every request.
+
+Controller routes, all POST, all JSON (`worker` is a process status name such as "rollout-0"):
+
+    /report      {worker, version, state, holding?} -> {stop, version, unwanted}
+    /claim      {worker, version, capacity, holding: [group_id]}
+                                                   -> {stop, version, unwanted, work: [Work]}    waits up to 10 s for work or a newer version
+    /complete   {worker, groups: [GroupMeta]}      -> {accepted: [group_id], rejected: {group_id: reason}}
+    /leave      {worker}                           -> {}                                 it ends, or was seen to end: its groups go to others
+    /start      {step}                             -> {total_steps, steps_per_epoch}     trainer: training continues after `step`
+    /published  {version}                          -> {}                                 trainer: weights/v<version> is committed
+    /next       {step, wait?}                      -> {stop, path}                       waits up to `wait` (10) s; path is null until the batch exists
+    /committed  {step}                             -> {}                                 trainer: checkpoint of `step` is committed
+    /status     {}                                 -> counts for people
+
+`holding` names the groups that the worker generates or has yet to hand over; what else it was given got lost with an answer. Those that
+`unwanted` names need not be finished any more.
+`version` in an answer is what a worker should load before it claims again, null while the trainer has not started.
+`stop` is null, or why the run ends.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from hpcrl.errors import RunError
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.heartbeat import SuspendAwareClock
+from hpcrl.runtime.process_status import CONTROLLER, read_process_status
+
+_RETRY_S = 0.5
+_ANSWER_S = 60.0
+_FAREWELL_S = 2.0
+
+
+def read_token(run: Run) -> str:
+    """Return the run's token.
+
+    Raises:
+        RunError: the token is missing or readable by others.
+    """
+    return read_token_file(run.token)
+
+
+def read_token_file(path: Path) -> str:
+    if not path.is_file():
+        raise RunError(f"{path} is missing: the run directory was not made by `hpcrl submit`")
+    if path.stat().st_mode & 0o077:
+        raise RunError(f"{path} can be read by others; run `chmod 600` on it and make a new run")
+    return path.read_text().strip()
+
+
+def headers(token: str, run_name: str, attempt: int) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}", "x-hpcrl-run": run_name, "x-hpcrl-attempt": str(attempt)}
+
+
+def authorized(given: str | None, token: str) -> bool:
+    """Tell in constant time whether an Authorization header carries the token."""
+    return hmac.compare_digest((given or "").encode(), f"Bearer {token}".encode())
+
+
+class Controller:
+    """Client of the controller of one attempt.
+
+    Args:
+        patience_s: how long a call retries while the controller is not up yet or does not answer.
+    """
+
+    def __init__(self, run: Run, attempt: int, patience_s: float = 120.0) -> None:
+        self._run, self._attempt, self._patience_s = run, attempt, patience_s
+        self._http = httpx.Client(
+            headers=headers(read_token(run), run.name, attempt), timeout=_ANSWER_S, trust_env=False
+        )
+
+    def call(self, route: str, **payload: Any) -> dict[str, Any]:
+        """Return the controller's answer.
+
+        Raises:
+            RunError: the controller refused the request, failed at it, or gave no answer within the patience.
+        """
+        clock, problem = SuspendAwareClock(_ANSWER_S + 2 * _RETRY_S), "it has not published its address"
+        deadline, renewed = self._patience_s, 0.0
+        while clock.now() < deadline:
+            process_status = read_process_status(self._run, CONTROLLER, self._attempt)
+            url = process_status.facts.get("url") if process_status else None
+            if (
+                process_status and not url and process_status.renewed != renewed
+            ):  # it is at work, on a large dataset maybe
+                renewed, deadline = process_status.renewed, clock.now() + self._patience_s
+            if url:
+                try:
+                    answer = self._http.post(f"{url}/{route}", json=payload)
+                except httpx.TransportError as error:
+                    problem = f"{url}: {error!r}"
+                else:
+                    if answer.status_code == 200:
+                        return answer.json()
+                    if answer.status_code >= 500:
+                        raise RunError(
+                            f"the controller failed at /{route}, which is an error of hpcrl itself: the traceback is in "
+                            f"{self._run.log(self._attempt, CONTROLLER)}"
+                        )
+                    raise RunError(f"controller refused /{route}: {answer.status_code} {answer.text}")
+            time.sleep(_RETRY_S)
+        raise RunError(
+            f"no answer from the controller of attempt {self._attempt} in {self._patience_s:.0f} s: {problem}"
+        )
+
+    def leave(self, worker: str) -> None:
+        """Tell the controller, if it is there, that a worker ends; else it finds out by the silence."""
+        process_status = read_process_status(self._run, CONTROLLER, self._attempt)
+        if process_status and (url := process_status.facts.get("url")):
+            with suppress(httpx.TransportError):
+                self._http.post(f"{url}/leave", json={"worker": worker}, timeout=_FAREWELL_S)
+
+    def close(self) -> None:
+        self._http.close()

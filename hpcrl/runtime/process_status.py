@@ -1,0 +1,106 @@
+"""Process status: one small file per process of a run, with what it is doing.
+
+`hpcrl status` and `--follow` read them, so a run can be watched from any node without reaching its servers.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hpcrl.faults import fault
+from hpcrl.rundir.commit import read_json, write_json
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.heartbeat import Heartbeat
+
+CONTROLLER = "controller"
+RENEW_S = 5.0
+FAILED = "failed"
+GIVEN_UP = "given up"
+"""How the state of a replica begins that failed, and once its agent will not start it again; the reason follows."""
+
+_LEFT = ("finished", "stopped")
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """What a process last wrote.
+
+    Attributes:
+        process: "controller", "trainer" or "rollout-<replica>".
+        state: a few words for people: "starting engine", "step 12/40".
+        facts: numbers behind the state (step, version, seconds per step).
+        renewed: Unix time at the writer's clock.
+    """
+
+    process: str
+    attempt: int
+    state: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    host: str = ""
+    pid: int = 0
+    renewed: float = 0.0
+
+
+class StatusWriter:
+    """Writes the process status of this process; a state that has not changed is written at most every `RENEW_S` seconds.
+
+    An OSError does not end the process: a process status is not worth an attempt.
+
+    Args:
+        heartbeat: beats at every write.
+    """
+
+    def __init__(self, run: Run, process: str, attempt: int, heartbeat: Heartbeat | None = None) -> None:
+        self._heartbeat = heartbeat
+        self._path, self._process, self._attempt = run.status_file(process), process, attempt
+        self._written: tuple[str, dict[str, Any]] | None = None
+        self._renewed = 0.0
+        self._refused = False
+
+    def write(self, state: str, **facts: Any) -> None:
+        if self._heartbeat:
+            self._heartbeat.beat()
+        now = time.time()
+        if (state, facts) == self._written and now - self._renewed < RENEW_S:
+            return
+        self._written, self._renewed = (state, facts), now
+        try:
+            self._write(
+                ProcessStatus(self._process, self._attempt, state, facts, socket.gethostname(), os.getpid(), now)
+            )
+        except OSError as error:
+            if not self._refused:
+                print(f"{self._path} could not be written: {error.strerror}; `hpcrl status` may not show this process")
+            self._refused = True
+
+    def _write(self, process_status: ProcessStatus) -> None:
+        if (written := read_json(self._path)) and written["attempt"] > self._attempt:
+            return  # this process was thought dead, and another has its place
+        fault("process_status")
+        write_json(self._path, asdict(process_status))
+
+
+def read_process_status(run: Run, process: str, attempt: int) -> ProcessStatus | None:
+    """Return the process status of one process in one attempt, or None where it has none yet."""
+    value = read_json(run.status_file(process))
+    return ProcessStatus(**value) if value and value["attempt"] == attempt else None
+
+
+def read_process_statuses(run: Run, attempt: int | None = None) -> list[ProcessStatus]:
+    """Return the process statuses of a run, of one attempt only where `attempt` is given, ordered by process name."""
+    statuses = []
+    for path in sorted(run.endpoints.glob("*.json")) if run.endpoints.is_dir() else []:
+        value = read_json(path)
+        if value is not None and "process" in value:
+            statuses.append(ProcessStatus(**value))
+    return [status for status in statuses if attempt is None or status.attempt == attempt]
+
+
+def trainer_left(run: Run, attempt: int) -> bool:
+    """Return whether the trainer has ended, and saved everything that it trained."""
+    process_status = read_process_status(run, "trainer", attempt)
+    return process_status is not None and process_status.state in _LEFT

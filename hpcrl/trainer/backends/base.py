@@ -1,0 +1,149 @@
+"""The verbs of a training backend. Packing, losses and jobs know nothing else of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch.distributed import ProcessGroup
+
+from hpcrl.trainer.distributed import World
+from hpcrl.types import MicroBatch
+
+Objective = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(micro-batch, model outputs) -> the loss to differentiate and the metrics, all of them sums: over all micro-batches and ranks they are the
+loss and the metrics of the mini-batch. A policy's outputs are logprobs [P] and entropies [P], a critic's are values [P]."""
+
+
+class MicroBatches(Protocol):
+    """The micro-batches of this rank, as many on every rank; they are made as they are taken."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[MicroBatch]: ...
+
+
+Writer = Callable[[Path, ProcessGroup], None]
+"""Writes a state into an existing directory, each rank its part; ranks communicate over the given group of all ranks."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step.
+
+    Attributes:
+        grad_norm: norm of all gradients together, before clipping.
+        lr: learning rate of this step.
+        skipped: nothing was updated: the norm was not finite, or no token was trained.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one optimizer step did: metric sums (or extremes, see `merge`) over all ranks, and the step itself."""
+
+    sums: dict[str, float]
+    report: StepReport
+
+
+class Engine(Protocol):
+    """A model in training, spread over all ranks. Every verb is called by all ranks.
+
+    Micro-batches are taken one at a time, each before it is computed; an engine that computes several at the same time takes all of them
+    before the first. What is raised where one is taken leaves the verb, and leaves gradients to `skip`.
+
+    Attributes:
+        updates: optimizer steps done; part of the saved state.
+        data: the ranks that train other samples than this one, and this one: samples are assigned to them, and metrics are summed over them.
+    """
+
+    updates: int
+    data: World
+
+    def schedule(self, total_updates: int) -> None:
+        """Set how many optimizer steps the whole run has, for learning rates that decay towards its end."""
+        ...
+
+    def forward_backward(self, batches: MicroBatches, objective: Objective) -> dict[str, torch.Tensor]:
+        """Add the gradient of the objective's loss over this rank's micro-batches; return their metrics, merged."""
+        ...
+
+    def step(self) -> StepReport:
+        """Clip, update and forget the gradients."""
+        ...
+
+    def skip(self) -> StepReport:
+        """Forget the gradients without an update."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write model, optimizer and `updates` into an existing directory, each rank its part."""
+        ...
+
+    def snapshot(self) -> Writer:
+        """Return a copy of what `save` would write, in host memory; training may go on before it is written.
+
+        The next one takes the place of the last one, which must be written by then.
+        """
+        ...
+
+    def restore(self, directory: Path) -> None:
+        """Load what `save` wrote, on any number of ranks."""
+        ...
+
+    def restore_weights(self, directory: Path) -> None:
+        """Load only the model of what `save` wrote."""
+        ...
+
+
+class PolicyEngine(Engine, Protocol):
+    """A policy in training, and maybe its frozen reference."""
+
+    def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
+        """Yield [P] log-probabilities of the labels on the CPU, of the policy or of the reference, without gradient."""
+        ...
+
+    def reset_reference(self, *, fresh_optimizer: bool) -> None:
+        """Make the policy as it is now the reference, which becomes part of what `save` writes.
+
+        Args:
+            fresh_optimizer: the policy's optimizer forgets its moments.
+        """
+        ...
+
+    def export_weights(self, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the policy piece by piece under Hugging Face names: whole CPU tensors on rank 0, nothing on other ranks."""
+        ...
+
+    def export_config(self, directory: Path, dtype: torch.dtype) -> None:
+        """Write what makes exported weights a model: its configuration and generation settings. Rank 0 writes."""
+        ...
+
+
+class CriticEngine(Engine, Protocol):
+    """A critic in training."""
+
+    def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        """Yield [P] values on the CPU, without gradient."""
+        ...
+
+
+def merge(totals: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
+    """Add metrics to `totals`: sums, but for names that end in _max or _min, which are extremes."""
+    for name, value in more.items():
+        value = value.double()
+        if name not in totals:
+            totals[name] = value
+        elif name.endswith("_max"):
+            totals[name] = torch.maximum(totals[name], value)
+        elif name.endswith("_min"):
+            totals[name] = torch.minimum(totals[name], value)
+        else:
+            totals[name] = totals[name] + value

@@ -1,0 +1,58 @@
+"""The configured backend, behind the verbs of hpcrl/trainer/backends/base.py."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.util import find_spec
+
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.errors import RunError
+from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
+from hpcrl.trainer.distributed import World
+
+_log = logging.getLogger(__name__)
+
+
+def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> PolicyEngine:
+    """Load the policy, and the reference if anything compares with it.
+
+    Raises:
+        DataError: a model path holds no model, or the model does not have what the configuration names.
+        RunError: Megatron-core is wanted and not installed.
+    """
+    if trainer.strategy == "megatron":  # an extra, that is not imported where it is not used
+        _require_megatron()
+        from hpcrl.trainer.backends.megatron.engine import MegatronPolicy
+        from hpcrl.trainer.backends.megatron.layers import describe_layers
+
+        if world.first:
+            _log.info("layers: %s", describe_layers())
+        return MegatronPolicy(trainer, temperature, world)
+    from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
+
+    return FsdpPolicy(trainer, temperature, world)
+
+
+def build_critic(trainer: TrainerConfig, world: World) -> CriticEngine | None:
+    """Load the critic; None where the configuration names none.
+
+    Raises:
+        DataError: the path holds no model, or the model does not have what the configuration names.
+    """
+    if trainer.critic.model.path is None:
+        return None
+    if trainer.strategy == "megatron":
+        from hpcrl.trainer.backends.megatron.engine import MegatronCritic
+
+        return MegatronCritic(trainer, world)
+    from hpcrl.trainer.backends.fsdp.engine import FsdpCritic
+
+    return FsdpCritic(trainer, world)
+
+
+def _require_megatron() -> None:
+    if find_spec("megatron") is None:
+        raise RunError(
+            f"trainer.strategy=megatron needs Megatron-core, which {sys.executable} does not have: pip install 'hpcrl[megatron]'"
+        )

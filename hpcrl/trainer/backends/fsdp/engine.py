@@ -1,0 +1,261 @@
+"""The FSDP2 backend: master weights sharded over ranks, compute in the configured type, Adam."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+
+from hpcrl.config.derive import ref_sharding, uses_reference
+from hpcrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyConfig
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.trainer.backends.base import MicroBatches, Objective, StepReport, Writer, merge
+from hpcrl.trainer.backends.fsdp.model import PackedCritic, PackedModel, PackedPolicy, free_gathered, load_model
+from hpcrl.trainer.backends.fsdp.sharding import one_copy
+from hpcrl.trainer.backends.reference import (
+    REFERENCE,
+    copy_parameters,
+    follows_policy,
+    forget_moments,
+    require_same_shape,
+)
+from hpcrl.trainer.backends.schedule import lr_factor
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.forward import forward_config
+from hpcrl.trainer.models.hf import critic_source, export_config, policy_source, reference_source
+
+log = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=PackedModel)
+
+
+class FsdpEngine(Generic[Model]):
+    """Engine (hpcrl/trainer/backends/base.py) on FSDP2: what the training of a policy and of a critic has in common.
+
+    Args:
+        section: the trainer's section about `model`.
+    """
+
+    def __init__(
+        self, model: Model, section: PolicyConfig | CriticConfig, trainer: TrainerConfig, world: World
+    ) -> None:
+        self._model, self._world, self.data = model, world, world
+        self._optimizer_config: OptimizerConfig = section.optimizer_config
+        self._stager: DefaultStager | None = None
+        self.updates = 0
+        self._total_updates = 0
+        if trainer.gradient_checkpointing:
+            reentrant = trainer.gradient_checkpointing_use_reentrant
+            model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            if reentrant:  # it only runs backward where an input wants a gradient, which a frozen embedding's would not
+                model.model.enable_input_require_grads()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.Adam(trained, **adam_settings(self._optimizer_config))
+
+    def schedule(self, total_updates: int) -> None:
+        self._total_updates = total_updates
+
+    def forward_backward(self, batches: MicroBatches, objective: Objective) -> dict[str, torch.Tensor]:
+        totals: dict[str, torch.Tensor] = {}
+        for batch in batches:
+            batch = batch.to(self._world.device)
+            loss, sums = objective(batch, *self._model.run(batch, self._world.device))
+            loss.backward()
+            merge(totals, sums)
+        return totals
+
+    def step(self) -> StepReport:
+        optimizer, lr = self._optimizer_config, self._lr()
+        gradients = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
+        norm = self._norm(gradients)
+        finite = math.isfinite(norm)
+        if finite:
+            if 0 < optimizer.max_grad_norm < norm:
+                for gradient in gradients:
+                    gradient.mul_(optimizer.max_grad_norm / norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            self.updates += 1
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepReport(norm, lr, skipped=not finite)
+
+    def skip(self) -> StepReport:
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepReport(0.0, self._lr(), skipped=True)
+
+    def _lr(self) -> float:
+        return self._optimizer_config.lr * lr_factor(self._optimizer_config, self.updates, self._total_updates)
+
+    def _norm(self, gradients: list[torch.Tensor]) -> float:
+        # torch.nn.utils.get_total_norm calls this too, but in the type of the gradients
+        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+        squared = torch.stack(norms).square().sum()
+        dist.all_reduce(squared, group=one_copy(self._model))
+        return squared.sqrt().item()
+
+    def save(self, directory: Path) -> None:
+        _write(self._states(), directory, self._world.control)
+
+    def snapshot(self) -> Writer:
+        if self._stager is None:
+            cuda = self._world.device.type == "cuda"
+            self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))
+        copy = self._stager.stage(self._states())
+        assert isinstance(copy, dict)
+        return partial(_write, copy)
+
+    def restore(self, directory: Path) -> None:
+        state = self._state()
+        load(state, checkpoint_id=directory, process_group=self._world.control)
+        for group in state["optimizer"]["param_groups"]:  # not the settings of the run that saved
+            group |= adam_settings(self._optimizer_config)
+        set_state_dict(
+            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self.updates = int(state["updates"])
+
+    def restore_weights(self, directory: Path) -> None:
+        weights = get_model_state_dict(self._model)
+        load({"model": weights}, checkpoint_id=directory, process_group=self._world.control)
+        set_model_state_dict(self._model, weights)
+
+    def _states(self) -> dict[str, dict[str, Any]]:
+        """Return what is saved, by folder of the checkpoint."""
+        return {"": self._state()}
+
+    def _state(self) -> dict[str, Any]:
+        if not self._optimizer.state:
+            get_state_dict(self._model, self._optimizer)
+            forget_moments(self._optimizer)  # which that makes by a step without gradients, and counts
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        return {"model": model, "optimizer": optimizer, "updates": torch.tensor(self.updates)}
+
+    def _each_without_gradient(self, model: PackedModel, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        for batch in batches:
+            with torch.no_grad():
+                first_P, *_ = model.run(batch.to(self._world.device), self._world.device)
+                free_gathered(model)
+            yield first_P.cpu()
+
+
+class FsdpPolicy(FsdpEngine[PackedPolicy]):
+    """PolicyEngine on FSDP2.
+
+    Args:
+        temperature: divides the logits of policy and reference.
+    """
+
+    def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
+        forward, section, self._source = forward_config(trainer, temperature), trainer.policy, policy_source(trainer)
+        model = load_model(PackedPolicy, self._source, section.fsdp_config, forward, world, trained=section)
+        super().__init__(model, section, trainer, world)
+        self._reference: PackedPolicy | None = None
+        if uses_reference(trainer):
+            self._reference = load_model(PackedPolicy, reference_source(trainer), ref_sharding(trainer), forward, world)
+            if follows_policy(trainer):
+                require_same_shape(self._reference, model)
+        self._reference_moved = False
+
+    def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
+        model = self._reference if reference else self._model
+        assert model is not None, "this engine was made without a reference"
+        return self._each_without_gradient(model, batches)
+
+    def reset_reference(self, *, fresh_optimizer: bool) -> None:
+        assert self._reference is not None, "this engine was made without a reference"
+        free_gathered(self._model)
+        free_gathered(self._reference)
+        copy_parameters(self._model, self._reference)
+        self._reference_moved = True
+        if fresh_optimizer:
+            forget_moments(self._optimizer)
+
+    def _states(self) -> dict[str, dict[str, Any]]:
+        states = super()._states()
+        if self._reference is not None and self._reference_moved:
+            states[REFERENCE] = get_model_state_dict(self._reference)
+        return states
+
+    def restore(self, directory: Path) -> None:
+        super().restore(directory)
+        if self._reference is not None and self._world.rank0_broadcast(lambda: (directory / REFERENCE).is_dir()):
+            require_same_shape(self._reference, self._model)
+            if self._world.first:
+                log.info("the reference is the policy of an earlier step, from %s", directory)
+            state = get_model_state_dict(self._reference)
+            load(state, checkpoint_id=directory / REFERENCE, process_group=self._world.control)
+            set_model_state_dict(self._reference, state)
+            self._reference_moved = True
+
+    def export_weights(self, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+        model = self._model.model
+        free_gathered(self._model)
+        # transformers fuses experts and the like at load; files keep the names of the hub
+        converted = bool(get_model_conversion_mapping(model, add_legacy=False))
+        for name, parameter in model.named_parameters():
+            # cast first: what is gathered is then no larger than what is written
+            cast = parameter.detach().to(dtype)
+            assert isinstance(cast, DTensor)
+            whole = cast.full_tensor()
+            piece = {name: whole.cpu()} if self._world.first else {}
+            yield revert_weight_conversion(model, piece) if converted and piece else piece
+        kept = model.state_dict().keys() if self._world.first else ()
+        yield {name: buffer.cpu() for name, buffer in model.named_buffers() if name in kept}
+
+    def export_config(self, directory: Path, dtype: torch.dtype) -> None:
+        if not self._world.first:
+            return
+        export_config(self._source, directory, dtype)
+
+
+class FsdpCritic(FsdpEngine[PackedCritic]):
+    """CriticEngine on FSDP2."""
+
+    def __init__(self, trainer: TrainerConfig, world: World) -> None:
+        section, forward = trainer.critic, forward_config(trainer)
+        model = load_model(PackedCritic, critic_source(trainer), section.fsdp_config, forward, world, trained=section)
+        super().__init__(model, section, trainer, world)
+
+    def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        return self._each_without_gradient(self._model, batches)
+
+
+def adam_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
+    """Return what torch.optim.Adam is made with."""
+    return {
+        "lr": optimizer.lr,
+        "betas": tuple(optimizer.adam_betas),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "decoupled_weight_decay": optimizer.name == "AdamW",
+        "fused": optimizer.implementation == "fused",
+        "foreach": optimizer.implementation == "foreach",
+    }
+
+
+def _write(states: dict[str, dict[str, Any]], directory: Path, group: dist.ProcessGroup) -> None:
+    for folder, state in states.items():
+        save(state, checkpoint_id=directory / folder, process_group=group)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

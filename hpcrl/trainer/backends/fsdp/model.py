@@ -1,0 +1,158 @@
+"""Transformers models over packed samples, sharded over all ranks with FSDP2: a policy gives log-probabilities instead of logits, a
+critic gives values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
+from hpcrl.trainer.backends.fsdp.sharding import shard
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.attention import PACKED, PADDED, PackedSequences
+from hpcrl.trainer.models.forward import DTYPES, ForwardConfig
+from hpcrl.trainer.models.hf import ModelSource, freeze
+from hpcrl.trainer.models.logprobs import compiled_rows, plain_rows, token_logprobs
+from hpcrl.types import MicroBatch
+
+
+class PackedModel(nn.Module):
+    """A transformer over packed samples, and its head.
+
+    The head runs inside this forward: FSDP gathers what belongs to the root, the (maybe tied) embedding and head, exactly there.
+
+    Args:
+        model: has the head as its output embeddings.
+        packing: samples lie end to end; otherwise each is a padded row.
+    """
+
+    def __init__(self, model: PreTrainedModel, packing: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._packing = packing
+
+    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, sequences: PackedSequences) -> torch.Tensor:
+        """Return the last hidden states, [P, D]."""
+        packing = self._packing
+        ids, places = (
+            values_P.unsqueeze(0) if packing else sequences.rows(values_P) for values_P in (token_ids, positions)
+        )
+        hidden = self.model.base_model(
+            input_ids=ids, position_ids=places, use_cache=False, packed=sequences if packing else None
+        ).last_hidden_state
+        return hidden[0] if packing else sequences.flat(hidden)
+
+    @property
+    def head(self) -> nn.Linear:
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        return head
+
+    def run(self, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return the outputs for a micro-batch that lies on `device`, [P] each."""
+        sequences = PackedSequences.of(batch.lengths, device)
+        return self(batch.token_ids, batch.positions, batch.labels, sequences)
+
+
+class PackedPolicy(PackedModel):
+    """A causal language model with its head."""
+
+    def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
+        super().__init__(model, forward.packing)
+        self._forward_config = forward
+        self._rows = compiled_rows() if forward.compiled else plain_rows
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, sequences: PackedSequences
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities of the labels and entropies (ForwardConfig.entropy), both [P] float32."""
+        hidden_PD, forward = self.hidden(token_ids, positions, sequences), self._forward_config
+        return token_logprobs(
+            hidden_PD,
+            self.head.weight,
+            labels,
+            forward.temperature,
+            forward.chunk_rows,
+            self._rows,
+            forward.dtype,
+            forward.entropy,
+        )
+
+
+class PackedCritic(PackedModel):
+    """A transformer whose head gives one number."""
+
+    def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
+        super().__init__(model, forward.packing)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, _labels: torch.Tensor, sequences: PackedSequences
+    ) -> tuple[torch.Tensor]:
+        """Return the value at each position, [P] float32: what is expected before the next token is known."""
+        hidden_PD = self.hidden(token_ids, positions, sequences)
+        return (hidden_PD.float() @ self.head.weight[0].float(),)
+
+
+Packed = TypeVar("Packed", PackedPolicy, PackedCritic)
+
+
+def load_model(
+    packed: Callable[[PreTrainedModel, ForwardConfig], Packed],
+    source: ModelSource,
+    fsdp: FSDPConfig,
+    forward: ForwardConfig,
+    world: World,
+    trained: PolicyConfig | CriticConfig | None = None,
+) -> Packed:
+    """Return the model of `source`, sharded; rank 0 reads it and each rank receives its shards.
+
+    Args:
+        packed: PackedPolicy or PackedCritic.
+        trained: section with what is trained; None: nothing, and parameters are kept in the type of the computation.
+
+    Raises:
+        DataError: `source` is no model in Hugging Face format, or does not have what the configuration names.
+    """
+    precision = fsdp.mixed_precision
+    dtype = DTYPES[precision.param_dtype if trained is None else precision.master_dtype]
+    attention = PACKED if forward.flash else PADDED
+    whole = source.whole(dtype, attention) if world.first else None
+    empty = source.empty(dtype, attention)
+    model = packed(empty, forward).train(trained is not None).requires_grad_(trained is not None)
+    if isinstance(trained, PolicyConfig):
+        freeze(empty, trained.trainable_map, trained.freeze_pattern)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # old and new log-probabilities of a policy must come from the same function
+    shard(model, empty, fsdp, world)
+    offloaded = fsdp.cpu_offload and world.device.type == "cuda"
+    model.to_empty(device="cpu" if offloaded else world.device)
+    empty.tie_weights()  # to_empty gave tied parameters a storage each
+    _fill(model, whole, world)
+    return model
+
+
+def _fill(model: PackedModel, whole: PreTrainedModel | None, world: World) -> None:
+    state = {f"model.{name}": tensor for name, tensor in whole.state_dict().items()} if whole is not None else {}
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    # buffers outside the state dict (rotary frequencies) are computed at construction, which the meta device made void;
+    # FSDP leaves buffers where they are, so they go to the computing device also where parameters are offloaded
+    sources = dict(whole.named_buffers()) if whole is not None else {}
+    for name, empty in list(model.model.named_buffers()):
+        buffer = sources[name].to(world.device) if world.first else torch.empty_like(empty, device=world.device)
+        torch.distributed.broadcast(buffer, src=0)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.model.get_submodule(owner), leaf, buffer)
+
+
+def free_gathered(model: PackedModel) -> None:
+    """Free what forward passes without backward left gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

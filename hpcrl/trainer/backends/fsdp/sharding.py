@@ -1,0 +1,114 @@
+"""Sharding with FSDP2: its units, its device mesh and its types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from hpcrl.config.sections.model import FSDPConfig
+from hpcrl.errors import DataError, did_you_mean
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.forward import DTYPES
+
+
+def shard(root: nn.Module, model: PreTrainedModel, fsdp: FSDPConfig, world: World) -> None:
+    """Shard `root`, which holds `model` and uses its head itself.
+
+    Raises:
+        DataError: fsdp.wrap_policy names a class that the model does not have or that cannot be a unit.
+    """
+    mesh = _mesh(fsdp.fsdp_size, world)
+    precision = MixedPrecisionPolicy(
+        param_dtype=DTYPES[fsdp.mixed_precision.param_dtype], reduce_dtype=DTYPES[fsdp.mixed_precision.reduce_dtype]
+    )
+    offload = CPUOffloadPolicy() if fsdp.cpu_offload and mesh.device_type == "cuda" else OffloadPolicy()
+    for module in units(model, fsdp.wrap_policy):
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=fsdp.reshard_after_forward,
+            mp_policy=precision,
+            offload_policy=offload,
+        )
+    # backward starts with the root's head, so freeing it after forward would only gather it twice
+    fully_shard(root, mesh=mesh, reshard_after_forward=False, mp_policy=precision, offload_policy=offload)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            # losses arrive divided by the global token count: gradients of ranks are added. Sum is also all that gloo has.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _mesh(size: int, world: World) -> DeviceMesh:
+    if size == -1 or size >= world.size:
+        return init_device_mesh(world.device.type, (world.size,))
+    assert world.size % size == 0, f"{world.size} ranks cannot hold copies of {size} ranks each"
+    return init_device_mesh(world.device.type, (world.size // size, size), mesh_dim_names=("copies", "shards"))
+
+
+def one_copy(root: nn.Module) -> dist.ProcessGroup | None:
+    """Return the ranks that together hold one copy of a sharded module; None: all ranks."""
+    parameter = next(root.parameters())
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh
+    return None if mesh.ndim == 1 else mesh.get_group("shards")
+
+
+def units(model: PreTrainedModel, wrap_policy: dict[str, Any]) -> list[nn.Module]:
+    """Return the modules that are sharded as units, inner ones first: by default the decoder layers.
+
+    Embedding and head are never in one: they may be tied, and the head is used outside its own forward.
+
+    Args:
+        wrap_policy: disable, or transformer_layer_cls_to_wrap, or min_num_params: each module is a unit that has so many
+            parameters which are in no unit yet.
+
+    Raises:
+        DataError: a class is not in the model, or holds embedding or head.
+    """
+    if wrap_policy.get("disable"):
+        return []
+    root_only = {model.get_input_embeddings(), model.get_output_embeddings()}
+
+    def kept_out(module: nn.Module) -> bool:
+        return any(inner in root_only for inner in module.modules())
+
+    if "min_num_params" in wrap_policy:
+        found: list[nn.Module] = []
+        _by_size(model, wrap_policy["min_num_params"], kept_out, found)
+        return found
+    chosen = wrap_policy.get("transformer_layer_cls_to_wrap")
+    classes = set(chosen or model._no_split_modules or ())
+    found = [module for module in reversed(list(model.modules())) if type(module).__name__ in classes]
+    there = {type(module).__name__ for module in model.modules()}
+    for name in chosen or ():
+        if name not in there:
+            raise DataError(f"{_CLASSES}: the model has no {name}{did_you_mean(name, there, 3, 0.3)}")
+    for module in found:
+        if kept_out(module) or _is_container(module):
+            raise DataError(f"{_CLASSES}: {type(module).__name__} cannot be a unit; name what lies inside it")
+    return found
+
+
+_CLASSES = "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
+
+
+def _by_size(module: nn.Module, least: int, kept_out: Callable[[nn.Module], bool], found: list[nn.Module]) -> int:
+    """Append the units in `module` to `found`; return how many parameters are in none."""
+    rest = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    rest += sum(_by_size(child, least, kept_out, found) for child in module.children())
+    if rest < max(least, 1) or _is_container(module) or kept_out(module):
+        return rest
+    found.append(module)
+    return 0
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)

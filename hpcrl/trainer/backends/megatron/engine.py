@@ -1,0 +1,275 @@
+"""The Megatron backend: models split by tensor, pipeline, context and expert parallelism, trained by Megatron-core's optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import nn
+
+from hpcrl.config.derive import uses_reference
+from hpcrl.config.sections.megatron import MegatronModelConfig
+from hpcrl.config.sections.model import CriticConfig, PolicyConfig
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.trainer.backends.base import MicroBatches, Objective, StepReport, Writer
+from hpcrl.trainer.backends.megatron import shims
+from hpcrl.trainer.backends.megatron.architecture import Architecture, architecture_of
+from hpcrl.trainer.backends.megatron.layers import uses_transformer_engine
+from hpcrl.trainer.backends.megatron.models import CriticModel, PolicyModel, StageModel
+from hpcrl.trainer.backends.megatron.names import freeze
+from hpcrl.trainer.backends.megatron.pipeline import Pipeline
+from hpcrl.trainer.backends.megatron.process_groups import join_groups
+from hpcrl.trainer.backends.megatron.settings import ddp_config, optimizer_config, transformer_config, virtual_stages
+from hpcrl.trainer.backends.megatron.state import ShardedState
+from hpcrl.trainer.backends.megatron.weights import export, load
+from hpcrl.trainer.backends.reference import REFERENCE, follows_policy, forget_moments, require_same_shape
+from hpcrl.trainer.backends.schedule import lr_factor
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.forward import ForwardConfig, forward_config
+from hpcrl.trainer.models.hf import (
+    CriticSource,
+    ModelSource,
+    critic_source,
+    export_config,
+    policy_source,
+    reference_source,
+)
+
+Model = TypeVar("Model", bound=StageModel)
+
+
+class MegatronEngine(Generic[Model]):
+    """Engine (hpcrl/trainer/backends/base.py) on Megatron-core: what the training of a policy and of a critic has in common.
+
+    Args:
+        kind: of the model.
+        section: the trainer's section about it.
+        role: its name, such as "trainer.policy"; for errors.
+    """
+
+    def __init__(
+        self,
+        kind: type[Model],
+        source: ModelSource,
+        forward: ForwardConfig,
+        section: PolicyConfig | CriticConfig,
+        role: str,
+        trainer: TrainerConfig,
+        world: World,
+    ) -> None:
+        megatron, self._world = trainer.policy.megatron_config, world
+        self._megatron, self._optimizer_config = megatron, section.optimizer_config
+        self.updates = 0
+        self._total_updates = 0
+        self._chunks, self._architecture, self.data = build(kind, source, forward, megatron, role, trainer, world)
+        if isinstance(section, PolicyConfig) and (section.trainable_map or section.freeze_pattern):
+            freeze(self._chunks, self._architecture, source, section.trainable_map, section.freeze_pattern, world)
+        settings = optimizer_config(section.optimizer_config, megatron, role)
+        config: Any = self._chunks[0].config
+        config.finalize_model_grads_func = finalize_model_grads
+        self._wrapped: list[Any] = [
+            DistributedDataParallel(
+                config, ddp_config(megatron, settings, world.device), chunk, disable_bucketing=number > 0
+            )
+            for number, chunk in enumerate(self._chunks)
+        ]
+        if megatron.ddp_config.overlap_grad_reduce:
+            waits = [chunk.no_sync for chunk in self._wrapped]
+            config.no_sync_func = waits if len(waits) > 1 else waits[0]
+        # nothing is exempt from weight decay, as with FSDP2
+        self._optimizer: Any = get_megatron_optimizer(settings, self._wrapped, config_overrides={})
+        # without TransformerEngine, Megatron-core forgets the count of optimizer steps in the other format
+        reshardable = megatron.dist_ckpt_optim_fully_reshardable or not uses_transformer_engine()
+        self._saved = ShardedState(self._chunks, self._optimizer, reshardable=reshardable)
+        self._pipeline = Pipeline(self._wrapped, self.data, dynamic=megatron.pipeline_dynamic_shape)
+
+    def schedule(self, total_updates: int) -> None:
+        self._total_updates = total_updates
+
+    def forward_backward(self, batches: MicroBatches, objective: Objective) -> dict[str, torch.Tensor]:
+        return self._pipeline.train(batches, objective)
+
+    def step(self) -> StepReport:
+        optimizer, lr = self._optimizer, self._lr()
+        if self._megatron.empty_cuda_cache:
+            torch.cuda.empty_cache()
+        overflow = optimizer.prepare_grads()
+        norm = optimizer.get_grad_norm()
+        done = math.isfinite(norm) and not overflow
+        if done:
+            self._clip(norm)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step_with_ready_grads()
+            self.updates += 1
+        self._forget_gradients()
+        return StepReport(norm, lr, skipped=not done)
+
+    def skip(self) -> StepReport:
+        self._forget_gradients()
+        return StepReport(0.0, self._lr(), skipped=True)
+
+    def _clip(self, norm: float) -> None:
+        for optimizer in self._optimizer.chained_optimizers:
+            config, parameters = optimizer.config, optimizer.get_parameters()
+            if config.clip_grad > 0 and parameters:
+                apart = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, config.clip_grad, norm, apart)
+
+    def _forget_gradients(self) -> None:
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def _lr(self) -> float:
+        return self._optimizer_config.lr * lr_factor(self._optimizer_config, self.updates, self._total_updates)
+
+    def _gather(self) -> None:
+        """Complete the parameters, which with overlap_param_gather are gathered as the next forward pass needs them."""
+        if self._megatron.ddp_config.overlap_param_gather:
+            for chunk in self._wrapped:
+                chunk.start_param_sync(force_sync=True)
+
+    def save(self, directory: Path) -> None:
+        self._writer(copied=False)(directory, self._world.control)
+
+    def snapshot(self) -> Writer:
+        return self._writer(copied=True)
+
+    def _writer(self, *, copied: bool) -> Writer:
+        self._gather()
+        return self._saved.writer(self.updates, copied=copied)
+
+    def restore(self, directory: Path) -> None:
+        self.updates = self._saved.load(directory)
+
+    def restore_weights(self, directory: Path) -> None:
+        self._saved.load_weights(directory)
+
+
+class MegatronPolicy(MegatronEngine[PolicyModel]):
+    """PolicyEngine on Megatron-core.
+
+    Args:
+        temperature: divides the logits of policy and reference.
+    """
+
+    def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
+        section, forward = trainer.policy, forward_config(trainer, temperature)
+        self._source = policy_source(trainer)
+        super().__init__(PolicyModel, self._source, forward, section, "trainer.policy", trainer, world)
+        self._reference: list[PolicyModel] | None = None
+        if uses_reference(trainer):
+            megatron = trainer.ref.megatron_config
+            source = reference_source(trainer)
+            chunks, *_ = build(PolicyModel, source, forward, megatron, "trainer.ref", trainer, world)
+            for chunk in chunks:
+                chunk.requires_grad_(False)
+            self._reference = chunks
+            self._reference_pipeline = Pipeline(chunks, self.data, dynamic=megatron.pipeline_dynamic_shape)
+            if follows_policy(trainer):
+                self._require_same_shape()
+        self._reference_moved = False
+
+    def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
+        if not reference:
+            return self._pipeline.first_output(batches)
+        assert self._reference is not None, "this engine was made without a reference"
+        return self._reference_pipeline.first_output(batches)
+
+    def _require_same_shape(self) -> None:
+        assert self._reference is not None
+        require_same_shape(nn.ModuleList(self._reference), nn.ModuleList(self._chunks))
+
+    def reset_reference(self, *, fresh_optimizer: bool) -> None:
+        assert self._reference is not None, "this engine was made without a reference"
+        self._gather()
+        with torch.no_grad():
+            for reference, policy in zip(self._reference, self._chunks, strict=True):
+                for parameter, value in zip(reference.parameters(), policy.parameters(), strict=True):
+                    parameter.copy_(value)
+        self._reference_moved = True
+        if fresh_optimizer:
+            for optimizer in self._optimizer.chained_optimizers:
+                if optimizer.optimizer is not None:  # on a stage of which nothing is trained
+                    forget_moments(optimizer.optimizer)
+
+    def _writer(self, *, copied: bool) -> Writer:
+        own = super()._writer(copied=copied)
+        if self._reference is None or not self._reference_moved:
+            return own
+        reference = self._of_reference(self._reference).writer(self.updates, copied=copied)
+
+        def write(directory: Path, group: dist.ProcessGroup) -> None:
+            own(directory, group)
+            if self._world.first:
+                (directory / REFERENCE).mkdir()
+            dist.barrier(group)
+            reference(directory / REFERENCE, group)
+
+        return write
+
+    def restore(self, directory: Path) -> None:
+        super().restore(directory)
+        if self._reference is not None and self._world.rank0_broadcast(lambda: (directory / REFERENCE).is_dir()):
+            self._require_same_shape()
+            self._of_reference(self._reference).load_weights(directory / REFERENCE)
+            self._reference_moved = True
+
+    def _of_reference(self, chunks: list[PolicyModel]) -> ShardedState:
+        return ShardedState(chunks, None, reshardable=True)
+
+    def export_weights(self, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+        self._gather()
+        return export(self._chunks, self._architecture, lambda parameter: parameter.data, dtype, self._world)
+
+    def export_config(self, directory: Path, dtype: torch.dtype) -> None:
+        if self._world.first:
+            export_config(self._source, directory, dtype)
+
+
+class MegatronCritic(MegatronEngine[CriticModel]):
+    """CriticEngine on Megatron-core, split as the policy is."""
+
+    def __init__(self, trainer: TrainerConfig, world: World) -> None:
+        source, forward = critic_source(trainer), forward_config(trainer)
+        super().__init__(CriticModel, source, forward, trainer.critic, "trainer.critic", trainer, world)
+
+    def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        return self._pipeline.first_output(batches)
+
+
+def build(
+    kind: type[Model],
+    source: ModelSource,
+    forward: ForwardConfig,
+    megatron: MegatronModelConfig,
+    role: str,
+    trainer: TrainerConfig,
+    world: World,
+) -> tuple[list[Model], Architecture, World]:
+    """Return this rank's chunks of the model of `source`, its architecture, and the ranks that train other samples.
+
+    Raises:
+        DataError: there is no such model, or Megatron-core cannot be it.
+    """
+    if world.device.type != "cuda":
+        shims.install()
+    head = source.head if isinstance(source, CriticSource) else None
+    architecture = architecture_of(source.config(), source.path, head)
+    virtual = virtual_stages(architecture, megatron)
+    data = join_groups(megatron, virtual, world, trainer.seed)
+    config = transformer_config(
+        architecture, megatron, role, recompute=trainer.gradient_checkpointing, deterministic=trainer.deterministic
+    )
+    numbers = [None] if virtual is None else range(virtual)
+    chunks = [kind(config, architecture, forward, number) for number in numbers]
+    load(chunks, architecture, source, world)
+    return chunks, architecture, data

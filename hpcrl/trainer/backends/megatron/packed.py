@@ -1,0 +1,104 @@
+"""Packed micro-batches as Megatron-core's layers take them: cut for context parallelism, padded where ranks must have equal parts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+from hpcrl.config.rules.megatron_groups import padded
+from hpcrl.trainer.backends.megatron.process_groups import context_group, tensor_group
+from hpcrl.trainer.models.attention import PackedSequences
+from hpcrl.types import MicroBatch
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """Where the samples of a micro-batch lie, among the ranks that share its tokens.
+
+    Of C ranks of a context parallel group, rank r has parts r and 2C - 1 - r of each sample, which is padded on its right to 2C equal
+    parts: so all have as much to attend to. Padding behind the last sample is a sample of its own.
+
+    Attributes:
+        own: [P_own] int64, places of this rank's tokens in the padded micro-batch.
+        order: [P_padded] int64, for each place of the padded micro-batch where it lies when all ranks' tokens are laid end to end.
+        kept: [P] int64, places of the tokens that are no padding.
+        sequences: the padded samples.
+    """
+
+    own: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+    sequences: PackedSequences | None = None
+
+    @classmethod
+    def of(cls, batch: MicroBatch, least: int = 0) -> Packing:
+        """Return that of a micro-batch, on the device of its tokens.
+
+        Args:
+            least: tokens to which the whole is padded at least.
+        """
+        ranks, rank = context_group().size(), context_group().rank()
+        device, parts = batch.token_ids.device, _parts(ranks)
+        lengths = [padded(length, parts) for length in batch.lengths]
+        rest = max(padded_total(batch.lengths), least) - sum(lengths)
+        lengths += [rest] if rest else []
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        shares = [_share(lengths, starts, parts, each) for each in range(ranks)]
+        order = torch.cat(shares).argsort()
+        kept = [torch.arange(length) + start for length, start in zip(batch.lengths, starts.tolist(), strict=False)]
+        bounds, longest = starts.int().to(device), max(lengths)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=bounds,
+            cu_seqlens_kv_padded=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            cp_group=context_group(),
+            own=shares[rank].to(device),
+            order=order.to(device),
+            kept=torch.cat(kept).to(device),
+            sequences=PackedSequences.of(lengths, device),
+        )
+
+    def share(self, values_P: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part [P_own] of values [P], with zeros for padding."""
+        assert self.own is not None
+        assert self.order is not None
+        assert self.kept is not None
+        return values_P.new_zeros(len(self.order)).index_copy(0, self.kept, values_P)[self.own]
+
+    def whole(self, values: torch.Tensor) -> torch.Tensor:
+        """Return [P, ...] for what each rank has of its tokens [P_own, ...]; each rank then computes the same of it."""
+        assert self.order is not None
+        assert self.kept is not None
+        if context_group().size() > 1:
+            values = gather_from_sequence_parallel_region(values, False, self.cp_group)
+        return values[self.order[self.kept]]
+
+
+def padded_total(lengths: list[int]) -> int:
+    """Return the tokens of a micro-batch that all ranks which share it can have equal parts of."""
+    ranks, tensor = context_group().size(), tensor_group().size()
+    parts = _parts(ranks)
+    return padded(sum(padded(length, parts) for length in lengths), math.lcm(parts, ranks * tensor))
+
+
+def _parts(ranks: int) -> int:
+    """Return into how many equal parts a sample is cut for `ranks` ranks."""
+    return 2 * ranks if ranks > 1 else 1
+
+
+def _share(lengths: list[int], starts: torch.Tensor, parts: int, rank: int) -> torch.Tensor:
+    if parts == 1:
+        return torch.arange(sum(lengths))
+    pieces = []
+    for length, start in zip(lengths, starts.tolist(), strict=False):
+        size = length // parts
+        pieces += [torch.arange(size) + start + part * size for part in (rank, parts - 1 - rank)]
+    return torch.cat(pieces)

@@ -1,0 +1,289 @@
+"""Weights from Hugging Face files into Megatron-core's parameters, and back: each rank reads its share, rank 0 gets them whole."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from hpcrl.errors import DataError
+from hpcrl.trainer.backends.megatron.architecture import Architecture
+from hpcrl.trainer.backends.megatron.names import (
+    EMBEDDING,
+    VALUE_HEAD,
+    Block,
+    LocalWeight,
+    Slot,
+    local_experts,
+    local_weights,
+    slots,
+)
+from hpcrl.trainer.backends.megatron.process_groups import (
+    expert_tensor_group,
+    experts_group,
+    pipeline_group,
+    tensor_group,
+)
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.hf import CriticSource, ModelSource
+
+_HEAD_NAME = "lm_head.weight"
+_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class _Files:
+    """The safetensors files of a model, of which only what is asked for is read.
+
+    Raises:
+        DataError: there are none, or they cannot be read.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source = source
+        self._open: dict[Path, Any] = {}
+        try:
+            local = Path(source.path).is_dir()
+            patterns = ["model*.safetensors", _INDEX]
+            directory = Path(source.path if local else snapshot_download(source.path, allow_patterns=patterns))
+            self._places = self._find(directory)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise source.not_a_model(error) from error
+
+    def _find(self, directory: Path) -> dict[str, Path]:
+        if (directory / _ONE_FILE).is_file():
+            return dict.fromkeys(self._file(directory / _ONE_FILE).keys(), directory / _ONE_FILE)
+        if (directory / _INDEX).is_file():
+            places = json.loads((directory / _INDEX).read_text())["weight_map"]
+            return {name: directory / file for name, file in places.items()}
+        raise DataError(
+            f"model {self._source.path!r} has neither {_ONE_FILE} nor {_INDEX}, which trainer.strategy=megatron reads; if its "
+            "weights are of another kind, such as pytorch_model.bin, write them anew with "
+            "AutoModelForCausalLM.from_pretrained(…).save_pretrained(…) of transformers, or use trainer.strategy=fsdp2"
+        )
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt")
+        return self._open[path]
+
+    def _stored(self, name: str) -> str | None:
+        # a model without its head is saved without this prefix
+        near = name.removeprefix("model.") if name.startswith("model.") else f"model.{name}"
+        return next((stored for stored in (name, near) if stored in self._places), None)
+
+    def __contains__(self, name: str) -> bool:
+        return self._stored(name) is not None
+
+    def read(self, block: Block, slot: Slot) -> torch.Tensor:
+        """Return a block from its file.
+
+        Raises:
+            DataError: the tensor has another shape than the configuration says, or cannot be read.
+        """
+        stored = self._stored(block.name)
+        assert stored is not None, block
+        try:
+            tensor = self._file(self._places[stored]).get_slice(stored)
+            found, expected = tuple(tensor.get_shape()), slot.tensors[block.name]
+            if found != expected:
+                raise self._source.not_a_model(
+                    f"{stored} has the shape {found}; by its configuration it has {expected}"
+                )
+            return tensor[(slice(None),) * slot.dim + (slice(block.start, block.stop),)]
+        except (OSError, SafetensorError) as error:
+            raise self._source.not_a_model(error) from error
+
+
+def load(chunks: Sequence[GPTModel], architecture: Architecture, source: ModelSource, world: World) -> None:
+    """Read the model into the parameters of `chunks`, in their types. All ranks call it; each reads its share.
+
+    Args:
+        chunks: this rank's pipeline stages, bare: without wrappers.
+
+    Raises:
+        DataError: on every rank: it cannot be loaded, weights are missing, or have other shapes than `architecture` says.
+    """
+    table, here = slots(architecture), list(local_weights(chunks, architecture))
+    _require_whole(table, here, local_experts(architecture))
+
+    def read() -> None:
+        files = _Files(source)
+        missing = {name for part in here for name in table[part.name].tensors if name not in files}
+        drawn = f"{source.head}.weight" if isinstance(source, CriticSource) else None
+        source.expect_all(sorted(missing - {drawn}))
+        for part in here:
+            if part.name == VALUE_HEAD and drawn in missing:
+                assert isinstance(source, CriticSource)
+                with torch.no_grad():
+                    part.parameter.copy_(source.drawn_head(part.parameter.shape[1]))
+            else:
+                _fill(part, table[part.name], files)
+            if part.name == EMBEDDING and architecture.tied and _HEAD_NAME in files:
+                _require_tied(table[EMBEDDING], files, source)
+
+    def fetch() -> None:
+        _Files(source)
+
+    world.rank0_broadcast(fetch)  # a model of the hub is downloaded once where nodes share their cache
+    world.all_gather(read)
+
+
+def _require_whole(table: dict[str, Slot], here: list[LocalWeight], experts: range) -> None:
+    """Check that layers are built as the table says: a weight for which they have no place would change nothing."""
+    found = {part.name for part in here if not part.copy}
+    places = {_place(name) for name in found}
+    expected = {
+        name
+        for name, slot in table.items()
+        if _place(name) in places and (slot.expert is None or slot.expert in experts)
+    }
+    assert found == expected, sorted(found ^ expected)
+
+
+@torch.no_grad()
+def _fill(part: LocalWeight, slot: Slot, files: _Files) -> None:
+    rank, ranks = _share(slot)
+    target, at = part.within(part.parameter.data), 0
+    assert target.shape == slot.shape(ranks), (part.name, target.shape, slot.shape(ranks))
+    for block in slot.share(rank, ranks):
+        length = block.stop - block.start
+        target.narrow(slot.dim, at, length).copy_(files.read(block, slot))
+        at += length
+    target.narrow(slot.dim, at, target.shape[slot.dim] - at).zero_()
+
+
+def _require_tied(slot: Slot, files: _Files, source: ModelSource) -> None:
+    """Raise DataError where the file has another head than the embedding, which transformers then do not tie."""
+    (words,) = slot.tensors.values()
+    ours = [
+        [files.read(block, each) for block in each.share(*_share(each))] for each in (slot, Slot({_HEAD_NAME: words}))
+    ]
+    if not all(torch.equal(one, other) for one, other in zip(*ours, strict=True)):
+        raise source.not_a_model(
+            f"tie_word_embeddings is true, but {_HEAD_NAME} is not the embedding; set {source.role}.model_config_kwargs."
+            "tie_word_embeddings=false"
+        )
+
+
+def _share(slot: Slot) -> tuple[int, int]:
+    """Return which share of a slot this rank has, and how many there are."""
+    if not slot.split:
+        return 0, 1
+    group = tensor_group() if slot.expert is None else expert_tensor_group()
+    return group.rank(), group.size()
+
+
+def export(
+    chunks: Sequence[GPTModel],
+    architecture: Architecture,
+    value: Callable[[nn.Parameter], torch.Tensor],
+    dtype: torch.dtype,
+    world: World,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the model piece by piece under Hugging Face names: whole CPU tensors on rank 0, nothing on other ranks.
+
+    A piece is what lies in one parameter, or in one expert of each rank that has other experts. All ranks exhaust the iterator.
+
+    Args:
+        chunks: this rank's pipeline stages, bare: without wrappers.
+        value: what is exported of a parameter, of its shape: its data, or its gradient.
+        dtype: to which it is cast before it is sent.
+    """
+    table = slots(architecture)
+    here = {part.name: part for part in local_weights(chunks, architecture) if not part.copy}
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    places = world.all_gather(lambda: [stage, sorted({_place(name) for name in here})])
+    stages = {place: stage for stage, held_there in places for place in held_there}
+    for names in _pieces(table, architecture):
+        parts = [table[name] for name in names]
+        whole: dict[str, torch.Tensor] = {}
+        if stages[_place(names[0])] == stage:
+            mine = next((here[name] for name in names if name in here), None)
+            assert mine is not None, names
+            whole = _gather(parts, lambda mine=mine: mine.within(value(mine.parameter)).detach().to(dtype))
+        yield _to_first(parts, whole, stages[_place(names[0])], dtype, world)
+
+
+def _place(name: str) -> str:
+    """Return what of the model lies on one pipeline stage: the embedding, a layer or what comes after the layers."""
+    found = re.match(r"embedding|decoder\.layers\.\d+", name)
+    return found[0] if found else "end"
+
+
+def _pieces(table: dict[str, Slot], architecture: Architecture) -> Iterator[list[str]]:
+    """Yield the slots that are gathered together: of experts, one from each rank that has other ones."""
+    each = len(local_experts(architecture))
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    for name, slot in table.items():
+        if slot.expert is None:
+            yield [name]
+        elif slot.expert < each:
+            first = f".experts.{slot.expert}."
+            yield [name.replace(first, f".experts.{slot.expert + rank * each}.") for rank in range(ranks)]
+
+
+def _gather(parts: list[Slot], value: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return whole tensors on the first rank of the pipeline stage, nothing on others.
+
+    Args:
+        parts: slots whose shares lie one after the other on the ranks of their group.
+        value: gives this rank's share; only called where it is needed.
+    """
+    _, ranks = _share(parts[0])
+    if parts[0].expert is None:
+        group = tensor_group()
+        copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    else:
+        group = experts_group()
+        copy = parallel_state.get_expert_data_parallel_rank()
+    count, first = ranks * len(parts), group.rank() == 0
+    if copy != 0 or (count == 1 and not first):
+        return {}
+    # gloo silently misreads what is not contiguous
+    share = value().contiguous()
+    shares = [torch.empty_like(share) for _ in range(count)] if first else None
+    if count == 1:
+        shares = [share]
+    else:
+        dist.gather(share, shares, dst=dist.get_global_rank(group, 0), group=group)
+    return _joined(parts, shares) if shares else {}
+
+
+def _joined(parts: list[Slot], shares: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    whole, ranks = {}, len(shares) // len(parts)
+    for number, share in enumerate(shares):
+        slot, at = parts[number // ranks], 0
+        for block in slot.share(number % ranks, ranks):
+            if block.name not in whole:
+                whole[block.name] = share.new_empty(slot.tensors[block.name])
+            length = block.stop - block.start
+            whole[block.name].narrow(slot.dim, block.start, length).copy_(share.narrow(slot.dim, at, length))
+            at += length
+    return whole
+
+
+def _to_first(
+    parts: list[Slot], whole: dict[str, torch.Tensor], stage: int, dtype: torch.dtype, world: World
+) -> dict[str, torch.Tensor]:
+    """Return on rank 0, on the CPU, what the first rank of a pipeline stage has; nothing on other ranks."""
+    group = pipeline_group()
+    shapes = {name: shape for slot in parts for name, shape in slot.tensors.items()}
+    if world.first:
+        if stage != 0:
+            whole = {name: torch.empty(shape, dtype=dtype, device=world.device) for name, shape in shapes.items()}
+            for name in shapes:
+                dist.recv(whole[name], src=dist.get_global_rank(group, stage), group=group)
+        return {name: whole[name].cpu() for name in shapes}
+    for name in shapes if whole and stage != 0 else ():
+        dist.send(whole[name], dst=0, group=group)
+    return {}

@@ -1,0 +1,70 @@
+"""The reference follows the policy: when, and how its parameters become the policy's."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.errors import DataError
+
+REFERENCE = "reference"  # folder of a checkpoint
+
+
+def reset_is_due(step: int, steps_per_epoch: int, trainer: TrainerConfig) -> bool:
+    """Return whether the policy after `step` becomes the reference (reference_reset_interval, update_ref_every_epoch)."""
+    interval = trainer.algorithm.reference_reset_interval
+    if interval is not None:
+        return step % interval == 0
+    return trainer.update_ref_every_epoch and step % steps_per_epoch == 0
+
+
+def resets_optimizer(trainer: TrainerConfig) -> bool:
+    """Return whether the optimizer starts afresh with the reference; one that follows each epoch leaves it alone, as SkyRL's."""
+    algorithm = trainer.algorithm
+    return algorithm.reference_reset_interval is not None and algorithm.reset_optimizer_with_reference
+
+
+def follows_policy(trainer: TrainerConfig) -> bool:
+    return trainer.algorithm.reference_reset_interval is not None or trainer.update_ref_every_epoch
+
+
+def require_same_shape(reference: nn.Module, policy: nn.Module) -> None:
+    """Raise DataError unless the reference can become the policy.
+
+    Raises:
+        DataError: it has other parameters.
+    """
+    shapes = [{name: p.shape for name, p in module.named_parameters()} for module in (reference, policy)]
+    if shapes[0] != shapes[1]:
+        raise DataError(
+            "trainer.ref.model.path: the reference has other parameters than the policy, so it cannot follow it, as "
+            "trainer.algorithm.reference_reset_interval, trainer.update_ref_every_epoch or the checkpoint want; name a model of the "
+            "same shape, or leave it out"
+        )
+
+
+def copy_parameters(source: nn.Module, target: nn.Module) -> None:
+    """Give each parameter of `target` the value of the one of its name in `source`, whatever types and shardings they have.
+
+    All ranks call it. One whole parameter, in the type of `target`, is in memory at a time.
+    """
+    values = dict(source.named_parameters())
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            cast = values[name].detach().to(parameter.dtype)
+            assert isinstance(cast, DTensor)
+            assert isinstance(parameter, DTensor)
+            # every rank has the whole then: nothing needs to be sent
+            parts = distribute_tensor(
+                cast.full_tensor(), parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+            parameter.to_local().copy_(parts.to_local())
+
+
+def forget_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Bring Adam to where it was before its first step."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()

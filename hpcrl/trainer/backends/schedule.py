@@ -1,0 +1,52 @@
+"""What is due at which step: pure functions, so that resuming needs no state but the count.
+
+Optimizer steps are counted as SkyRL counts them: mini-batches that were not skipped. The shapes of the decay are those of Cosmos-RL
+and of transformers' schedulers of the same names.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hpcrl.config.sections.model import OptimizerConfig
+
+
+def is_due(interval: int, step: int, total: int) -> bool:
+    """Return whether what happens every `interval` steps happens after `step`: after the last one too, never where it is 0."""
+    return interval > 0 and (step % interval == 0 or step == total)
+
+
+def lr_factor(config: OptimizerConfig, update: int, total: int) -> float:
+    """Return what multiplies config.lr at optimizer step `update` (the first is 0) of `total`.
+
+    With w warm-up steps, s = warmup_start_factor, m = min_lr_factor, and the last d steps decaying:
+
+        update < w:         s + (1 - s) (update + 1) / (w + 1), so that also the first step moves
+        w .. total - d:     1
+        after that:         m + (1 - m) f(g), g = (update - (total - d)) / d
+        f(g):               1 - g (linear), 1 - sqrt(g) (sqrt), (1 + cos(pi g)) / 2 (cosine), 1 (constant_with_warmup)
+
+    w is num_warmup_steps or the share warmup_ratio of `total`; d is the share decay_ratio of `total`, but never more than what
+    follows the warm-up, which it also is where decay_ratio is not set.
+    """
+    warmup = config.num_warmup_steps if config.warmup_ratio is None else round(config.warmup_ratio * total)
+    if update < warmup:
+        start = config.warmup_start_factor
+        return start + (1.0 - start) * (update + 1) / (warmup + 1)
+    decaying = max(0, total - warmup)
+    if config.decay_ratio is not None:
+        decaying = min(decaying, round(config.decay_ratio * total))
+    progress = min(1.0, max(0.0, (update - (total - decaying)) / max(1, decaying)))
+    least = config.min_lr_factor
+    return least + (1.0 - least) * _decay(config.scheduler, progress)
+
+
+def _decay(scheduler: str, progress: float) -> float:
+    if scheduler == "linear":
+        return 1.0 - progress
+    if scheduler == "sqrt":
+        return 1.0 - math.sqrt(progress)
+    if scheduler == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    assert scheduler == "constant_with_warmup", scheduler
+    return 1.0

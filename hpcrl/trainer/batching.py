@@ -1,0 +1,214 @@
+"""Who trains what: a batch becomes mini-batches, whose samples are assigned to the ranks, and a rank's share is split into micro-batches.
+
+Everything follows from the batch's metadata, so every rank works out the same plan without communication, and reads only the
+samples that are its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+from itertools import accumulate
+
+from hpcrl.algorithms.filters import filter_values, varied
+from hpcrl.config.sections.algorithm import AlgorithmConfig
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.types import Batch
+
+
+@dataclass(frozen=True)
+class SampleRef:
+    """A sample by its place: sample `index` of group `group` of the batch, `length` tokens long.
+
+    With generator.step_wise_trajectories a turn of a response is a sample here, and in all of the trainer.
+    """
+
+    group: int
+    index: int
+    length: int
+
+
+@dataclass(frozen=True)
+class MicroBatchLimit:
+    """What a micro-batch holds at most: `samples` samples or, where `tokens` is given, that many tokens instead.
+
+    A sample of more tokens than that is a micro-batch of its own.
+    """
+
+    samples: int
+    tokens: int | None = None
+
+
+def longest_first(ref: SampleRef) -> tuple[int, int, int]:
+    """Return the key of the order in which a share lists its samples."""
+    return -ref.length, ref.group, ref.index
+
+
+def mini_batches(batch: Batch, size: int) -> list[list[SampleRef]]:
+    """Return the samples of each optimizer step: consecutive slices of `size` groups, the last one maybe smaller."""
+    assert size > 0
+    return [
+        [
+            SampleRef(at, index, length)
+            for at in range(start, end)
+            for index, length in enumerate(batch.groups[at].lengths)
+        ]
+        for start in range(0, len(batch.groups), size)
+        for end in [min(start + size, len(batch.groups))]
+    ]
+
+
+def updates_per_batch(trainer: TrainerConfig, mini_batch_size: int) -> int:
+    """Return the optimizer steps that a model makes in one full batch, with mini-batches of so many groups."""
+    return -(-trainer.train_batch_size // mini_batch_size) * trainer.update_epochs_per_batch
+
+
+def assign_to_ranks(refs: Sequence[SampleRef], ranks: int, limit: MicroBatchLimit) -> list[list[SampleRef]]:
+    """Return each rank's share, longest sample first.
+
+    Micro-batches that are limited by tokens want shares of equal tokens, and may have any number of samples. Those that are
+    limited by samples want as many samples on every rank: dealt from the longest to the shortest, back and forth, shares differ
+    by at most one sample, and the ranks' micro-batches of the same number are of similar size.
+    """
+    ordered = sorted(refs, key=longest_first)
+    if limit.tokens is not None:
+        return [[ordered[at] for at in part] for part in balanced([ref.length for ref in ordered], ranks)]
+    shares: list[list[SampleRef]] = [[] for _ in range(ranks)]
+    for start in range(0, len(ordered), ranks):
+        row = ordered[start : start + ranks]
+        order = range(ranks) if (start // ranks) % 2 == 0 else reversed(range(ranks))
+        for ref, rank in zip(row, order, strict=False):
+            shares[rank].append(ref)
+    return shares
+
+
+def split_micro_batches(shares: Sequence[Sequence[SampleRef]], limit: MicroBatchLimit) -> list[list[list[int]]]:
+    """Return the micro-batches of every rank, each as places in the rank's share.
+
+    Each is a collective, so that all ranks have the same number of them, one at least; some may be empty. The largest come
+    first: ranks wait for the slowest of those that run at the same time.
+
+    Args:
+        shares: of all ranks, as `assign_to_ranks` gives them.
+    """
+    lengths = [[ref.length for ref in share] for share in shares]
+    if limit.tokens is None:
+        most = max(1, *(-(-len(share) // limit.samples) for share in shares))
+        starts = [number * limit.samples for number in range(most)]
+        return [[list(range(len(share)))[start : start + limit.samples] for start in starts] for share in shares]
+    most = max(1, *(_fewest(own, limit.tokens) for own in lengths))
+    return [_largest_first(own, balanced(own, most)) for own in lengths]
+
+
+def balanced(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Return the places of `lengths` in `parts` parts of about equal sums, each in ascending order.
+
+    The longest comes first and each goes where least is so far: no sum exceeds 4/3 of the smallest possible largest sum
+    (R. L. Graham, SIAM J. Appl. Math. 17, 1969).
+    """
+    found: list[list[int]] = [[] for _ in range(parts)]
+    least = [(0, part) for part in range(parts)]
+    for at in sorted(range(len(lengths)), key=lambda at: (-lengths[at], at)):
+        total, part = least[0]
+        found[part].append(at)
+        heapreplace(least, (total + lengths[at], part))
+    return [sorted(part) for part in found]
+
+
+def _fewest(lengths: Sequence[int], tokens: int) -> int:
+    """Return into how many balanced parts these samples go, so that none but a single sample has more than `tokens`."""
+    short = [length for length in lengths if length <= tokens]
+    bounds = range(-(-sum(short) // tokens), len(short) + 1)
+
+    def fits(parts: int) -> bool:
+        return all(sum(short[at] for at in part) <= tokens for part in balanced(short, parts))
+
+    return len(lengths) - len(short) + bounds[bisect_left(bounds, True, key=fits)]
+
+
+def _largest_first(lengths: Sequence[int], parts: list[list[int]]) -> list[list[int]]:
+    # sums are about equal, but attention costs the square of a sample's length
+    return sorted(parts, key=lambda part: (-sum(lengths[at] ** 2 for at in part), part))
+
+
+def idle_share(shares: Sequence[Sequence[SampleRef]], micro_batches: Sequence[Sequence[Sequence[int]]]) -> float:
+    """Return the share of the ranks' token slots that are waited for, 0 to 1, where all wait for the largest of micro-batches of the same number.
+
+    Args:
+        micro_batches: of all ranks, as `split_micro_batches` gives them.
+    """
+    sums = [
+        [sum(share[at].length for at in part) for part in parts]
+        for share, parts in zip(shares, micro_batches, strict=True)
+    ]
+    slots = len(shares) * sum(max(same) for same in zip(*sums, strict=True))
+    return 1 - sum(map(sum, sums)) / slots if slots else 0.0
+
+
+@dataclass(frozen=True)
+class MiniBatchPlan:
+    """Who trains what in one optimizer step; every rank works out the same.
+
+    Attributes:
+        shares: of each rank, its samples in the order of its micro-batches.
+        train: of each rank, its micro-batches as ranges of places in its share; equally many on every rank, some maybe empty.
+        score: the same for passes without gradient.
+    """
+
+    shares: list[list[SampleRef]]
+    train: list[list[range]]
+    score: list[list[range]]
+
+    @property
+    def groups(self) -> set[int]:
+        return {ref.group for share in self.shares for ref in share}
+
+    @property
+    def samples(self) -> int:
+        return sum(map(len, self.shares))
+
+
+def plan_mini_batch(
+    shares: Sequence[Sequence[SampleRef]], train: MicroBatchLimit, score: MicroBatchLimit
+) -> MiniBatchPlan:
+    """Return the micro-batches of the shares that `assign_to_ranks` made with the limit `train`.
+
+    One order of a share serves both limits: those by samples cut the same list at other places, and one by tokens is the same for both.
+    """
+    assert train.tokens == score.tokens, f"{train} and {score}"
+    parts = split_micro_batches(shares, train)
+    ordered = [[share[at] for part in own for at in part] for share, own in zip(shares, parts, strict=True)]
+    ranges = [consecutive(own) for own in parts]
+    scored = ranges if train.tokens is not None else [consecutive(own) for own in split_micro_batches(shares, score)]
+    return MiniBatchPlan(ordered, ranges, scored)
+
+
+def consecutive(parts: Sequence[Sequence[int]]) -> list[range]:
+    """Return ranges that follow one another, as long as `parts` are."""
+    ends = list(accumulate(map(len, parts)))
+    return [range(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
+
+
+def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
+    """Return which groups of the batch are trained: all, or with zero_variance_filter those whose rewards differ.
+
+    The others are not even read, and no reduction of the loss counts them.
+
+    Raises:
+        DataError: a group lacks a metric of filter_reward_metric.
+    """
+    groups, metrics = range(len(batch.groups)), algorithm.filter_reward_metric
+    if not algorithm.zero_variance_filter:
+        return list(groups)
+    return [at for at in groups if varied(filter_values(batch.groups[at], metrics))]
+
+
+def train_and_score_limits(trainer: TrainerConfig) -> tuple[MicroBatchLimit, MicroBatchLimit]:
+    """Return what a micro-batch holds at most in training, and in passes without gradient."""
+    tokens = trainer.max_tokens_per_micro_batch
+    return (
+        MicroBatchLimit(trainer.micro_train_batch_size_per_gpu, tokens),
+        MicroBatchLimit(trainer.micro_forward_batch_size_per_gpu, tokens),
+    )

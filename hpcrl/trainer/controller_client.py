@@ -1,0 +1,116 @@
+"""The trainer's side of the run: rank 0 talks to the controller, keeps the process status and writes metrics; all ranks hear the answers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from hpcrl.errors import RunError
+from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.process_status import StatusWriter
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.metrics import PhaseTimer
+from hpcrl.trainer.stop import StopConsensus, Stopping
+from hpcrl.types import Batch
+
+log = logging.getLogger(__name__)
+
+PROCESS = "trainer"
+_WAIT_S = 1.0  # ranks agree whether to stop in between
+
+
+class ControllerClient:
+    """Every method but `say` is called by all ranks.
+
+    Consumes: answers of the controller, batch files. Waits for: the controller. Produces: process status, metrics.
+    """
+
+    def __init__(self, run: Run, attempt: int, world: World, consensus: StopConsensus) -> None:
+        self._run, self._attempt, self._world, self._consensus = run, attempt, world, consensus
+        self._total = 0
+        self._controller = Controller(run, attempt) if world.first else None
+        self._status = StatusWriter(run, PROCESS, attempt) if world.first else None
+        self._metrics: MetricsWriter | None = None
+
+    def say(self, state: str, **facts: float) -> None:
+        if self._status:
+            self._status.write(state, **facts)
+
+    def start(self, step: int) -> tuple[int, int]:
+        """Tell that training continues after `step`; return how many steps the run has, and an epoch."""
+        if self._world.first:
+            self._metrics = MetricsWriter(self._run, PROCESS, self._attempt, step)
+        answer = self._ask("start", step=step)
+        self._total = answer["total_steps"]
+        return self._total, answer["steps_per_epoch"]
+
+    def next(self, step: int, clock: PhaseTimer) -> Batch | None:
+        """Return the batch after that of `step` as soon as there is one, or None if training has none.
+
+        Raises:
+            Stopping: the run is to stop.
+        """
+        with clock("wait_for_generation_buffer"):
+            return self._next(step + 1)
+
+    def _next(self, step: int) -> Batch | None:
+        self.say("waiting for batch", step=step - 1, total=self._total)
+        if step > self._total:
+            self._ask("next", step=step)  # it ends when it knows that the trainer has finished
+            return None
+        while True:
+            self._consensus("wait")
+            answer = self._ask("next", step=step, wait=_WAIT_S)
+            if answer["stop"] is not None:
+                self._consensus.mark_stopped()
+                raise Stopping(answer["stop"])
+            if answer["path"] is not None:
+                return self._read(answer["path"], step)
+            self.say("waiting for batch", step=step - 1, total=self._total)
+
+    def _read(self, relative: str, step: int) -> Batch:
+        path = self._run.inside(relative)
+        value = self._world.rank0_broadcast(lambda: read_json(path))
+        if value is None:
+            raise RunError(f"the controller named {path} as the batch of step {step}, but there is no such file")
+        batch = Batch.from_json(value)
+        assert batch.step == step, f"asked for step {step}, {path} holds step {batch.step}"
+        return batch
+
+    def published(self, version: int) -> None:
+        self._ask("published", version=version)
+
+    def committed(self, step: int) -> None:
+        if not self._consensus.stopping:  # who is to leave does not wait for an answer
+            self._ask("committed", step=step)
+
+    def measured(self, step: int, metrics: dict[str, float]) -> None:
+        if self._metrics and metrics:
+            self._metrics.write(step, metrics)
+
+    def everything_is_saved(self, step: int) -> None:
+        """All that was trained up to the stop request is committed, `step` is the last complete step: tell how long that took.
+
+        The metric resilience/signal_to_commit_seconds is counted from the moment at which the first rank heard of the request.
+        """
+        seconds = self._consensus.seconds()
+        self.measured(step, {"resilience/signal_to_commit_seconds": seconds})
+        if self._world.first:
+            log.info("everything is committed %.1f s after the stop request", seconds)
+
+    def _ask(self, route: str, **payload: float) -> dict[str, Any]:
+        def call() -> dict[str, Any]:
+            assert self._controller is not None
+            return self._controller.call(route, **payload)
+
+        return self._world.rank0_broadcast(call)
+
+    def close(self, state: str) -> None:
+        self.say(state)
+        if self._metrics:
+            self._metrics.close()
+        if self._controller:
+            self._controller.close()

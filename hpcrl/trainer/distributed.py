@@ -1,0 +1,159 @@
+"""The trainer's ranks: joining, agreeing, leaving.
+
+Ranks never act on what each saw by itself (a file, a signal, the controller's answer): rank 0 `look`s for all of them, or they
+ask whether `any` of them saw it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpcrl import errors
+from hpcrl.errors import HpcrlError
+
+Json = Any
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+PATIENCE = timedelta(hours=2)  # rank 0 may hash a large checkpoint while the others wait
+
+
+@dataclass(frozen=True)
+class World:
+    """All trainer ranks.
+
+    Attributes:
+        device: of this rank.
+        control: gloo group of all ranks for small messages, whatever carries the tensors.
+        leads: where several ranks train the same samples, one of them leads: it writes what is known of these.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    control: dist.ProcessGroup
+    leads: bool = True
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        dist.barrier(self.control)
+
+    def rank0_broadcast(self, what: Callable[[], Json]) -> Json:
+        """Return on every rank what `what` gives on rank 0, where alone it is called; a HpcrlError is raised on every rank."""
+        return _value(tell(_answer(what) if self.first else {}, dist.get_global_rank(self.control, 0), self.control))
+
+    def all_gather(self, what: Callable[[], Json]) -> list[Json]:
+        """Return on every rank what `what` gives on each, by rank; a HpcrlError of one rank is raised on every rank.
+
+        `what` must not wait for other ranks: they may have failed.
+        """
+        text = json.dumps(_answer(what)).encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(text)]), group=self.control)
+        longest = max(int(size) for size in sizes)
+        texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(texts, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8), group=self.control)
+        return [_value(answer) for answer in [json.loads(found.numpy().tobytes()) for found in texts]]
+
+    def with_new_group(self) -> World:
+        """Return the same ranks with another control group, for a thread that talks while this one does. All ranks call it."""
+        return replace(self, control=_control())
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether `flag` is set on any rank."""
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.control)
+        return bool(flags.item())
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the element-wise sums over all ranks."""
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.control)
+        return total.tolist()
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Return the element-wise maxima over all ranks."""
+        highest = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.control)
+        return highest.tolist()
+
+
+def tell(value: Json, speaker: int, group: dist.ProcessGroup) -> Json:
+    """Return on every rank of `group` the value of the rank `speaker`, as dist.get_rank() numbers it."""
+    # JSON and not broadcast_object_list, which would unpickle what comes from a socket
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor(len(text))
+    dist.broadcast(size, src=speaker, group=group)
+    if dist.get_rank() != speaker:
+        text = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(text, src=speaker, group=group)
+    return json.loads(text.numpy().tobytes())
+
+
+def _answer(what: Callable[[], Json]) -> dict[str, Any]:
+    try:
+        return {"value": what()}
+    except HpcrlError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+
+
+def _value(answer: dict[str, Any]) -> Json:
+    if "error" in answer:
+        raise getattr(errors, answer["error"])(answer["message"])
+    return answer["value"]
+
+
+def _control() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _keep_freed_memory() -> None:
+    """Let malloc keep blocks up to 32 MiB that are freed, up to 1 GiB in all.
+
+    Given back and asked for anew, each tensor costs page faults: a third to a half of a small model's step on a CPU.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
+
+
+@contextmanager
+def joined(deterministic: bool = False) -> Iterator[World]:
+    """Join the ranks that torchrun started, and leave together.
+
+    Args:
+        deterministic: only use kernels that give the same result each time; one that cannot raises RuntimeError.
+
+    After an error nothing is torn down in an orderly way: the other ranks are not there to meet, and the exit of this process
+    is what wakes them.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        torch.use_deterministic_algorithms(True)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        _keep_freed_memory()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    control = _control()
+    yield World(dist.get_rank(), dist.get_world_size(), device, control)
+    # gloo's threads must be gone before the interpreter is, or the process may abort after all work is done
+    dist.barrier(control)
+    dist.destroy_process_group()

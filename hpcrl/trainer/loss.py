@@ -1,0 +1,110 @@
+"""The loss of a run: policy loss, its correction, KL to the reference, entropy, put together from the algorithms that the configuration names.
+
+All of it as sums of weighted tokens: every part is reduced by trainer.algorithm.loss_reduction, the KL term too (SkyRL takes the
+mean over tokens of each sample, then over the samples of a micro-batch, whatever the reduction).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from hpcrl.algorithms.kl import KL_ESTIMATORS
+from hpcrl.algorithms.losses import POLICY_LOSSES, Tokens, Values, masked_sum, ratio
+from hpcrl.algorithms.off_policy import correct, is_enabled
+from hpcrl.algorithms.reductions import Reduction, weighted_sum
+from hpcrl.algorithms.settings import configured
+from hpcrl.config.sections.algorithm import AlgorithmConfig
+from hpcrl.trainer.backends.base import Objective
+from hpcrl.types import MicroBatch
+
+LOSS_METRICS = "loss_metrics/"
+
+
+def build_reduction(algorithm: AlgorithmConfig, max_seq_len: int) -> Reduction:
+    """Return how the loss of a mini-batch becomes one number.
+
+    Args:
+        max_seq_len: as worked out from the whole configuration.
+    """
+    return Reduction(
+        algorithm.loss_reduction,
+        max_seq_len=max_seq_len,
+        max_tokens=algorithm.unbiased_loss_max_tokens,
+    )
+
+
+def build_policy_loss(algorithm: AlgorithmConfig) -> partial[Values]:
+    """Return the policy loss of the configuration with its settings: tokens -> loss [P], and sums of metrics.
+
+    Raises:
+        ConfigError: as of build_objective.
+    """
+    return configured("policy_loss_type", algorithm.policy_loss_type, POLICY_LOSSES, algorithm)
+
+
+def build_objective(algorithm: AlgorithmConfig) -> Objective:
+    """Return what turns a micro-batch and the policy's log-probabilities into loss and metric sums.
+
+    Without old log-probabilities the policy is its own old policy: exact where a batch makes one optimizer step.
+
+    Raises:
+        ConfigError: nothing has the name of the loss, or it has a parameter that is no setting.
+    """
+    policy_loss, corrected = build_policy_loss(algorithm), is_enabled(algorithm.off_policy_correction)
+
+    def objective(
+        batch: MicroBatch, logprobs_P: torch.Tensor, entropies_P: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert batch.advantages is not None
+        old_P = logprobs_P.detach() if batch.old_logprobs is None else batch.old_logprobs
+        old_P = batch.rollout_logprobs if algorithm.use_rollout_logprobs_for_loss else old_P
+        mask_P = batch.loss_mask
+        tokens = Tokens(logprobs_P, old_P, batch.rollout_logprobs, batch.advantages, mask_P, batch.lengths)
+        loss_P, metrics = policy_loss(tokens)
+        if corrected:
+            correction = correct(tokens, algorithm.off_policy_correction)
+            loss_P, metrics = correction.of(loss_P), metrics | correction.sums
+        policy = weighted_sum(loss_P, batch.weights)
+        loss, sums = _added_terms(algorithm, batch, tokens, entropies_P, policy)
+        ratio_P = ratio(tokens.logprobs, tokens.old_logprobs)
+        metrics = {"ratio": masked_sum(ratio_P, mask_P), **metrics}
+        difference_P = (tokens.old_logprobs - tokens.rollout_logprobs).abs()
+        sums |= {f"{LOSS_METRICS}{name}": value for name, value in metrics.items()}
+        sums |= {
+            "tokens": mask_P.sum(),
+            "samples": _trained_samples(batch),
+            "final_loss": loss,
+            "policy_loss": policy,
+            "entropy": masked_sum(entropies_P, mask_P),
+            "abs_diff": masked_sum(difference_P, mask_P),
+            "abs_diff_squared": masked_sum(difference_P.square(), mask_P),
+        }
+        return loss, {name: value.detach() for name, value in sums.items()}
+
+    return objective
+
+
+def _added_terms(
+    algorithm: AlgorithmConfig, batch: MicroBatch, tokens: Tokens, entropies_P: torch.Tensor, loss: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss with entropy, KL and likelihood of positive samples, as far as they are switched on, and their metrics."""
+    sums: dict[str, torch.Tensor] = {}
+    if algorithm.use_entropy_loss:
+        loss = loss - algorithm.entropy_loss_coef * weighted_sum(entropies_P, batch.weights)
+    if algorithm.use_kl_loss:
+        assert batch.ref_logprobs is not None
+        weight_P = ratio(tokens.logprobs, tokens.old_logprobs) if algorithm.kl_importance_weighted else 1.0
+        divergence_P = KL_ESTIMATORS[algorithm.kl_estimator_type](tokens.logprobs, batch.ref_logprobs, weight_P)
+        loss = loss + algorithm.kl_loss_coef * weighted_sum(divergence_P, batch.weights)
+        sums["policy_kl"] = masked_sum(divergence_P, tokens.mask)
+    if algorithm.positive_nll_coef is not None:
+        likelihood = weighted_sum(-tokens.logprobs, batch.nll_weights)
+        loss = loss + algorithm.positive_nll_coef * likelihood
+        sums["positive_nll"] = likelihood
+    return loss, sums
+
+
+def _trained_samples(batch: MicroBatch) -> torch.Tensor:
+    return torch.stack([mask_T.any() for mask_T in batch.loss_mask.split(batch.lengths)]).sum()

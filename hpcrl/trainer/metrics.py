@@ -1,0 +1,160 @@
+"""What a trained batch looks like in numbers: the trainer's metrics, under SkyRL's names."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from hpcrl.algorithms.off_policy import PER_SAMPLE
+from hpcrl.trainer.advantages import Advantages
+from hpcrl.trainer.backends.base import UpdateResult
+from hpcrl.trainer.batching import idle_share
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.loss import LOSS_METRICS
+from hpcrl.trainer.packing import MiniBatch
+from hpcrl.types import Batch
+
+_EXTREMES = ("_max", "_min")
+_STEP = "step"
+
+
+class PhaseTimer:
+    """Adds up the seconds of each phase; a step ends with `lap`, what follows until `between` belongs to no step."""
+
+    def __init__(self) -> None:
+        self._pace: float | None = None
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._began = time.monotonic()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.monotonic() - began
+
+    def resume(self, seconds: Mapping[str, float]) -> None:
+        """Go on with a step on which an earlier attempt spent what `lap` returned there."""
+        for phase, value in seconds.items():
+            if phase == _STEP:
+                self._began -= value
+            else:
+                self._seconds[phase] += value
+
+    def lap(self) -> dict[str, float]:
+        """Return seconds by phase, and of the whole step under "step", and begin the next step."""
+        whole = time.monotonic() - self._began
+        self._pace = whole if self._pace is None else 0.8 * self._pace + 0.2 * whole
+        return {**self.between(), _STEP: whole}
+
+    def between(self) -> dict[str, float]:
+        """Return seconds by phase of what lies between two steps, and begin the next step."""
+        seconds = dict(self._seconds)
+        self._seconds.clear()
+        self._began = time.monotonic()
+        return seconds
+
+    def pace(self) -> dict[str, float]:
+        """Return the running mean of a step's seconds, for people; empty before the first step."""
+        return {} if self._pace is None else {"seconds_per_step": self._pace}
+
+
+def describe_batch(batch: Batch, advantages: Advantages) -> dict[str, float]:
+    """Return loss/* and policy/response_length."""
+    rewards = [reward for group in batch.groups for reward in group.rewards]
+    lengths_N = torch.tensor([length for group in batch.groups for length in group.response_lengths]).double()
+    return {
+        "loss/avg_final_rewards": (sum(rewards) - advantages.penalties) / len(rewards),
+        "loss/avg_raw_advantages": advantages.mean,
+        "loss/avg_raw_advantages_abs": advantages.mean_abs,
+        "policy/response_length": lengths_N.mean().item(),
+    }
+
+
+def describe_mini_batches(minis: Sequence[MiniBatch]) -> dict[str, float]:
+    """Return the share of time in which ranks wait for one another, and the tokens that min_filter_prefix_tokens leaves out of the loss."""
+    waits = [idle_share(mini.plan.shares, mini.plan.train) for mini in minis]
+    return {
+        "throughput/idle_share": sum(waits) / len(waits),
+        "policy/shared_prefix_tokens": float(sum(mini.left_out for mini in minis)),
+    }
+
+
+def describe_updates(updates: Sequence[UpdateResult]) -> dict[str, float]:
+    """Return policy/* of each optimizer step, averaged over the optimizer steps: the loss as it was reduced, all else as means."""
+    each = [_describe_update(update) for update in updates]
+    found = {name: combined(name, [values[name] for values in each]) for name in each[0]}
+    return found | {"policy/skipped_updates": float(sum(update.report.skipped for update in updates))}
+
+
+def combined(name: str, values: Sequence[float]) -> float:
+    """Return what several optimizer steps reported under one name, as one number: the mean, or the extreme that the name asks for."""
+    if name.endswith(_EXTREMES):
+        return (max if name.endswith("_max") else min)(values)
+    return sum(values) / len(values)
+
+
+def _describe_update(update: UpdateResult) -> dict[str, float]:
+    sums, count = update.sums, max(update.sums["tokens"], 1.0)
+    described = {
+        "policy/final_loss": sums["final_loss"],
+        "policy/policy_loss": sums["policy_loss"],
+        "policy/policy_entropy": sums["entropy"] / count,
+        "policy/policy_lr": update.report.lr,
+        "policy/grad_norm": update.report.grad_norm,
+        "policy/rollout_train_logprobs_abs_diff_mean": sums["abs_diff"] / count,
+        "policy/rollout_train_logprobs_abs_diff_std": _deviation(sums["abs_diff"], sums["abs_diff_squared"], count),
+    }
+    described |= {f"policy/loss_metrics/{name}": value for name, value in loss_metrics(sums).items()}
+    described |= {"policy/policy_kl": sums["policy_kl"] / count} if "policy_kl" in sums else {}
+    return described | ({"policy/positive_nll": sums["positive_nll"]} if "positive_nll" in sums else {})
+
+
+def loss_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of policy loss and correction, from the sums of one optimizer step: means over trained tokens or samples."""
+    tokens, samples = max(sums["tokens"], 1.0), max(sums["samples"], 1.0)
+    found = {name.removeprefix(LOSS_METRICS): value for name, value in sums.items() if name.startswith(LOSS_METRICS)}
+    squared = found.pop("is_ratio_squared", None)
+    means = {
+        name: _extreme(value) if name.endswith(_EXTREMES) else value / (samples if name in PER_SAMPLE else tokens)
+        for name, value in found.items()
+    }
+    if squared is not None:
+        means["is_ratio_std"] = _deviation(found["is_ratio_mean"], squared, tokens)
+    return means
+
+
+def _extreme(value: float) -> float:
+    return value if math.isfinite(value) else 0.0  # of no token at all
+
+
+def _deviation(total: float, squared: float, count: float) -> float:
+    """Return the standard deviation from a sum and a sum of squares; unbiased, as torch.std."""
+    variance = (squared / count - (total / count) ** 2) * count / max(count - 1, 1.0)
+    return math.sqrt(max(0.0, variance))  # rounding may push a tiny variance below 0
+
+
+def describe_cost(batch: Batch, seconds: dict[str, float], world: World) -> dict[str, float]:
+    """Return timing/*, throughput/* and memory/*: seconds of rank 0, peaks of the rank that needs most."""
+    tokens = sum(length for group in batch.groups for length in group.lengths)
+    peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20]
+    if world.device.type == "cuda":
+        peaks.append(torch.cuda.max_memory_allocated() / 2**30)
+    names = ["memory/peak_host_gib", "memory/peak_device_gib"]
+    return {
+        **describe_times(seconds),
+        "throughput/tokens_per_second": tokens / seconds[_STEP],
+        "throughput/train_tokens_per_second_per_rank": tokens / seconds["policy_train"] / world.size,
+        **dict(zip(names, world.max(peaks), strict=False)),
+    }
+
+
+def describe_times(seconds: dict[str, float]) -> dict[str, float]:
+    return {f"timing/{phase}": value for phase, value in seconds.items()}

@@ -1,0 +1,167 @@
+"""Attention over packed samples: causal within each sample, nothing across samples, and no [P, P] mask anywhere.
+
+A transformers model built with `attn_implementation=PACKED` calls `packed_attention` in every layer. The model's forward is given
+`packed=PackedSequences.of(lengths, device)`, which transformers hands through to it; or `packed=None` for rows that are padded on the right.
+PADDED is the same without any flash attention kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hpcrl.errors import DataError
+
+PACKED = "hpcrl_packed"
+PADDED = "hpcrl_padded"
+
+_NO_FLASH = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@dataclass(frozen=True)
+class PackedSequences:
+    """Where the samples of a packed micro-batch lie.
+
+    Attributes:
+        count: samples, B.
+        max_seqlen: tokens of the max_seqlen sample, Tmax.
+        cu_seqlens: [B + 1] int32, cumulative lengths from 0.
+        slots: [P] int64, place of each packed token in [B, Tmax] flattened; None if all samples have the same length.
+    """
+
+    count: int
+    max_seqlen: int
+    cu_seqlens: torch.Tensor
+    slots: torch.Tensor | None
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedSequences:
+        count, max_seqlen = len(lengths), max(lengths)
+        sizes = torch.tensor(lengths)
+        ends = sizes.cumsum(0)
+        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int().to(device)
+        if min(lengths) == max_seqlen:
+            return cls(count, max_seqlen, cu_seqlens, None)
+        # sample b starts at slot b * max_seqlen instead of ends[b] - sizes[b]
+        offsets = torch.arange(count) * max_seqlen - (ends - sizes)
+        slots = torch.arange(int(ends[-1])) + offsets.repeat_interleave(sizes)
+        return cls(count, max_seqlen, cu_seqlens, slots.to(device))
+
+    def rows(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return [B, Tmax, ...] for [P, ...]: a row per sample, zeros on its right."""
+        if self.slots is not None:
+            padded = packed.new_zeros(self.count * self.max_seqlen, *packed.shape[1:])
+            packed = padded.index_copy(0, self.slots, packed)
+        return packed.view(self.count, self.max_seqlen, *packed.shape[1:])
+
+    def flat(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return [P, ...] for [B, Tmax, ...]: what is not padding, end to end."""
+        flat = rows.flatten(0, 1)
+        return flat if self.slots is None else flat[self.slots]
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed: PackedSequences | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    flash: bool = True,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return the attention output [1, P, H, D] for query [1, H, P, D], key and value [1, Hkv, P, D].
+
+    Without `packed`: [B, T, H, D] for rows [B, H, T, D], which may be padded on the right.
+
+    Dropout is never applied: old and new log-probabilities of a policy must come from the same function.
+
+    Raises:
+        DataError: the model's attention is of a kind that this function does not compute.
+    """
+    assert attention_mask is None, "transformers makes no mask for an attention function that it does not know"
+    unsupported = {name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None}
+    max_seqlen = query.shape[2] if packed is None else packed.max_seqlen
+    if sliding_window is not None and max_seqlen > sliding_window:
+        unsupported.add(f"sliding window of {sliding_window} tokens for a sample of {max_seqlen}")
+    if unsupported:
+        raise DataError(
+            f"{type(module).__name__} needs {', '.join(sorted(unsupported))}: not supported, use another model"
+        )
+    if packed is None:
+        return _causal(query, key, value, scaling, flash).transpose(1, 2), None
+    assert query.shape[0] == 1, f"packed micro-batches are one row, not {query.shape[0]}"
+    query_PHD, key_PHD, value_PHD = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    return attend(query_PHD, key_PHD, value_PHD, packed, scaling, flash).unsqueeze(0), None
+
+
+def attend(
+    query_PHD: torch.Tensor,
+    key_PHD: torch.Tensor,
+    value_PHD: torch.Tensor,
+    packed: PackedSequences,
+    scale: float | None,
+    flash: bool = True,
+) -> torch.Tensor:
+    """Return the attention output [P, H, D], causal within each packed sample; there may be fewer heads in key and value."""
+    # flash attention knows half precision only
+    if flash and query_PHD.is_cuda and query_PHD.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query_PHD, key_PHD, value_PHD, packed, scale)
+    query, key, value = (packed.rows(head_PHD).transpose(1, 2) for head_PHD in (query_PHD, key_PHD, value_PHD))
+    return packed.flat(_causal(query, key, value, scale, flash).transpose(1, 2))
+
+
+def _varlen(
+    query_PHD: torch.Tensor,
+    key_PHD: torch.Tensor,
+    value_PHD: torch.Tensor,
+    packed: PackedSequences,
+    scale: float | None,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    output = varlen_attn(
+        query_PHD,
+        key_PHD,
+        value_PHD,
+        packed.cu_seqlens,
+        packed.cu_seqlens,
+        packed.max_seqlen,
+        packed.max_seqlen,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=query_PHD.shape[1] != key_PHD.shape[1],
+    )
+    assert isinstance(output, torch.Tensor)
+    return output
+
+
+def _causal(
+    query_BHTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTD: torch.Tensor, scale: float | None, flash: bool
+) -> torch.Tensor:
+    """Causal attention over right-padded rows: a token never looks at what follows it, so the padding needs no mask."""
+    with nullcontext() if flash else sdpa_kernel(_NO_FLASH):
+        return scaled_dot_product_attention(
+            query_BHTD,
+            key_BHTD,
+            value_BHTD,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=query_BHTD.shape[1] != key_BHTD.shape[1],
+        )
+
+
+ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
+ALL_ATTENTION_FUNCTIONS.register(PADDED, partial(packed_attention, flash=False))

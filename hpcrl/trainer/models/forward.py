@@ -1,0 +1,61 @@
+"""Settings of the forward pass, in training and in scoring, and the names of number types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.trainer.models.logprobs import Entropy
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig:
+    """How a backend computes a forward pass.
+
+    Attributes:
+        temperature: divides the logits.
+        chunk_rows: tokens whose logits exist at the same time.
+        packing: samples lie end to end; otherwise each is a padded row.
+        flash: flash attention is used where there is one.
+        compiled: log-probabilities and entropies are computed by compiled code.
+        dtype: of the logits from which log-probabilities are computed.
+        entropy_loss: the loss has an entropy term, so that entropies are differentiable in training.
+    """
+
+    temperature: float
+    chunk_rows: int
+    packing: bool = True
+    flash: bool = True
+    compiled: bool = False
+    dtype: torch.dtype = torch.float32
+    entropy_loss: bool = True
+
+    @property
+    def entropy(self) -> Entropy:
+        """What entropies are for in the pass that runs now: scoring, without gradient, asks for none."""
+        if not torch.is_grad_enabled():
+            return "none"
+        return "trained" if self.entropy_loss else "metric"
+
+
+def forward_config(trainer: TrainerConfig, temperature: float = 1.0) -> ForwardConfig:
+    return ForwardConfig(
+        temperature=temperature,
+        chunk_rows=trainer.logprobs_chunk_size,
+        packing=trainer.use_sample_packing,
+        flash=trainer.flash_attn,
+        compiled=trainer.policy.use_torch_compile,
+        dtype=DTYPES[trainer.algorithm.logprob_dtype],
+        entropy_loss=trainer.algorithm.use_entropy_loss,
+    )

@@ -1,0 +1,292 @@
+"""Models as they lie on disk: their configuration with the changes that a run makes, and their weights."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils.logging import disable_progress_bar
+
+from hpcrl.config.derive import model_config_kwargs, ref_model_path
+from hpcrl.config.sections.model import rope_parameters
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.errors import DataError, did_you_mean
+
+_LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model and what a run changes of its configuration.
+
+    Attributes:
+        path: directory or hub id in Hugging Face format.
+        role: section of the configuration that names it, such as "trainer.policy"; for errors.
+        config_kwargs: entries of config.json that are replaced.
+        rope_scaling, rope_theta: replace the model's rotary positions; empty and None: the model's own.
+    """
+
+    path: str
+    role: str
+    config_kwargs: dict[str, Any] = field(default_factory=dict)
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    rope_theta: float | None = None
+
+    def config(self) -> PreTrainedConfig:
+        """Return the transformers configuration.
+
+        Raises:
+            DataError: there is none, or it does not have what is to be changed.
+        """
+        try:
+            config = AutoConfig.from_pretrained(self.path)
+            entries, _ = PreTrainedConfig.get_config_dict(self.path)
+        except (OSError, ValueError) as error:
+            raise self.not_a_model(error) from error
+        changes = self.config_kwargs
+        for name in changes:
+            if name not in entries and not hasattr(config, name):
+                raise DataError(
+                    f"{self.role}.model_config_kwargs.{name}: {type(config).__name__} has no such entry"
+                    + did_you_mean(name, [*entries, *config.to_dict()])
+                )
+        if self.rope_scaling or self.rope_theta is not None:
+            # where both are there, config.json's older form would only be ignored
+            entries = {name: value for name, value in entries.items() if name not in ("rope_scaling", "rope_theta")}
+            changes = changes | {"rope_parameters": self._rope(config)}
+        return self._changed(config, entries | changes) if changes else config
+
+    def _changed(self, config: PreTrainedConfig, entries: dict[str, Any]) -> PreTrainedConfig:
+        try:
+            return type(config).from_dict(entries)
+        except (StrictDataclassError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"the model at {self.path} cannot have the changes of {self.role}.model_config_kwargs, trainer.rope_scaling "
+                f"and trainer.rope_theta: {error}"
+            ) from error
+
+    def _rope(self, config: PreTrainedConfig) -> dict[str, Any]:
+        own = getattr(config, "rope_parameters", None)
+        if not own or "rope_theta" not in own:
+            raise DataError(
+                f"trainer.rope_scaling and trainer.rope_theta: the model at {self.path} has no rotary positions, or other "
+                "ones in each kind of layer; leave them out"
+            )
+        kind = self.rope_scaling.get("rope_type", self.rope_scaling.get("type", "default"))
+        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise DataError(f'trainer.rope_scaling: "{kind}" is none of default, {", ".join(ROPE_INIT_FUNCTIONS)}')
+        return rope_parameters(own, self.rope_scaling, self.rope_theta)
+
+    def empty(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+        """Return the model without weights, on the meta device.
+
+        Raises:
+            DataError: there is none, or its log-probabilities would come out wrong.
+        """
+        model = _empty(AutoModelForCausalLM, self.config(), dtype, attention)
+        # logits must be no more than the hidden state times the head's weight
+        found = logit_changes(model.config)
+        if getattr(model.get_output_embeddings(), "bias", None) is not None:
+            found.append("a bias in its output head")
+        if found:
+            raise DataError(
+                f"the model at {self.path} has {', '.join(found)}, which this version of hpcrl cannot train"
+            )
+        return model
+
+    def whole(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+        """Return the model with its weights, on the CPU.
+
+        Raises:
+            DataError: it cannot be loaded, or weights are missing.
+        """
+        model, missing = self._read(AutoModelForCausalLM, dtype, attention)
+        self.expect_all(missing)
+        return model
+
+    def _read(self, model_class: Any, dtype: torch.dtype, attention: str) -> tuple[PreTrainedModel, list[str]]:
+        """Return the model, and the parameters for which it has no weights on disk."""
+        disable_progress_bar()  # of no use in a log file
+        try:
+            answer = model_class.from_pretrained(
+                self.path, config=self.config(), dtype=dtype, attn_implementation=attention, output_loading_info=True
+            )
+        # RuntimeError: weights of other shapes than the configuration says
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self.not_a_model(error) from error
+        model, loaded = cast("tuple[PreTrainedModel, dict[str, Any]]", answer)
+        return model, sorted(loaded["missing_keys"])
+
+    def expect_all(self, missing: list[str]) -> None:
+        """Raise DataError if there are names of parameters for which there are no weights."""
+        if missing:
+            raise self.not_a_model(f"no weights for {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}")
+
+    def not_a_model(self, error: Exception | str) -> DataError:
+        """Return what is raised if the model cannot be loaded because of `error`."""
+        return DataError(
+            f"model {self.path!r} cannot be loaded: expected a directory or hub id of a causal language model in Hugging Face "
+            f"format (config.json, *.safetensors, tokenizer). Check {self.role}.model.path and {self.role}.model_config_kwargs. "
+            f"({error})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSource(ModelSource):
+    """A transformer whose output head gives one number, from any causal language model or from a critic that was saved.
+
+    Attributes:
+        head: name of the head, a linear layer without bias; its parameter is `<head>.weight`.
+        seed: of a head that is not on disk. Its weights are drawn from N(0, s^2), s = 1 / (hidden size + 1): values begin near 0.
+    """
+
+    head: str
+    seed: int
+
+    def empty(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+        """Return the model without weights, on the meta device.
+
+        Raises:
+            DataError: there is none.
+        """
+        return _empty(self._model_class(), self.config(), dtype, attention)
+
+    def whole(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+        """Return the model with its weights, on the CPU.
+
+        Raises:
+            DataError: it cannot be loaded, or weights other than the head's are missing.
+        """
+        model, missing = self._read(self._model_class(), dtype, attention)
+        name = f"{self.head}.weight"
+        self.expect_all([other for other in missing if other != name])
+        if name in missing:
+            head = model.get_output_embeddings()
+            assert isinstance(head, nn.Linear)
+            with torch.no_grad():
+                head.weight.copy_(self.drawn_head(head.in_features))
+        return model
+
+    def drawn_head(self, width: int) -> torch.Tensor:
+        """Return the weights of a head that is not on disk, [1, width] float32."""
+        return torch.randn((1, width), generator=torch.Generator().manual_seed(self.seed)) / (width + 1)
+
+    def _model_class(self) -> type[PreTrainedModel]:
+        """Return the class of the model's body, extended by the head."""
+        empty, name = _empty(AutoModel, self.config(), torch.float32, "eager"), self.head
+        body = type(empty)
+        if hasattr(empty, name):
+            raise DataError(
+                f"trainer.algorithm.value_head_prefix: {body.__name__} has a part {name}; choose another name"
+            )
+
+        class ValueModel(body):
+            def __init__(self, config: PreTrainedConfig) -> None:
+                super().__init__(config)
+                self.add_module(name, nn.Linear(config.get_text_config().hidden_size, 1, bias=False))
+
+            def get_output_embeddings(self) -> nn.Module:
+                return self.get_submodule(name)
+
+        return ValueModel
+
+
+def logit_changes(config: PreTrainedConfig) -> list[str]:
+    """Return the entries of a configuration that make logits something else than the hidden state times the head's weight."""
+    return [name for name in _LOGIT_CHANGES if getattr(config, name, None) not in (None, 1.0)]
+
+
+def _empty(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    build = getattr(model_class, "from_config", None) or model_class._from_config
+    with torch.device("meta"):
+        return build(config, dtype=dtype, attn_implementation=attention)
+
+
+def freeze(model: nn.Module, trainable_map: dict[str, bool], freeze_pattern: list[str]) -> None:
+    """Stop or start the training of parameters: first what `trainable_map` names, in its order, then what a pattern finds.
+
+    Args:
+        trainable_map: full name of a parameter or module -> whether it is trained.
+        freeze_pattern: regular expressions, searched in the names of parameters.
+
+    Raises:
+        DataError: the model has no such name, a pattern finds nothing, or nothing is left to train.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    for name, trained in trainable_map.items():
+        if name not in parameters and name not in modules:
+            raise _unknown(f"trainer.policy.trainable_map.{name}", name, [*modules, *parameters])
+        (parameters[name] if name in parameters else modules[name]).requires_grad_(trained)
+    for pattern in freeze_pattern:
+        found = [name for name in parameters if re.search(pattern, name)]
+        if not found:
+            raise _unknown(f'trainer.policy.freeze_pattern "{pattern}"', pattern, list(parameters))
+        for name in found:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise DataError("trainer.policy.trainable_map and freeze_pattern freeze every parameter; leave one to train")
+
+
+def _unknown(what: str, name: str, known: list[str]) -> DataError:
+    hint = did_you_mean(name, known, 3, 0.3) or f"; it has {', '.join(known[:3])}"
+    return DataError(f"{what}: the model has nothing of that name{hint}")
+
+
+def policy_source(trainer: TrainerConfig) -> ModelSource:
+    """Return the model that is trained, as it is loaded."""
+    return ModelSource(
+        path=trainer.policy.model.path,
+        role="trainer.policy",
+        config_kwargs=model_config_kwargs(trainer.policy),
+        rope_scaling=trainer.rope_scaling,
+        rope_theta=trainer.rope_theta,
+    )
+
+
+def reference_source(trainer: TrainerConfig) -> ModelSource:
+    """Return the model of the KL term, as it is loaded."""
+    return replace(
+        policy_source(trainer),
+        path=ref_model_path(trainer),
+        role="trainer.ref",
+        config_kwargs=model_config_kwargs(trainer.ref),
+    )
+
+
+def critic_source(trainer: TrainerConfig) -> CriticSource:
+    """Return the critic, as it is loaded."""
+    assert trainer.critic.model.path is not None, "this run has no critic"
+    return CriticSource(
+        path=trainer.critic.model.path,
+        role="trainer.critic",
+        config_kwargs=trainer.critic.model_config_kwargs,
+        rope_scaling=trainer.rope_scaling,
+        rope_theta=trainer.rope_theta,
+        head=trainer.algorithm.value_head_prefix,
+        seed=trainer.seed,
+    )
+
+
+def export_config(source: ModelSource, directory: Path, dtype: torch.dtype) -> None:
+    """Write what makes exported weights of a model one: its configuration, with their type, and generation settings."""
+    config = source.config()
+    config.dtype = dtype
+    config.save_pretrained(directory)
+    with suppress(OSError):  # a model need not have one
+        GenerationConfig.from_pretrained(source.path).save_pretrained(directory)

@@ -1,0 +1,177 @@
+"""One checkpoint on its way to the disk: every rank writes its part and hashes it, rank 0 commits and retires older ones.
+
+What fails on one rank fails on all of them, so that no rank waits for one that has failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hpcrl.errors import CommitError
+from hpcrl.faults import fault
+from hpcrl.observe.metrics import values_of
+from hpcrl.rundir.checkpoints import Retention, retire
+from hpcrl.rundir.commit import abandon, begin, finish, listing, staging
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import require_newest
+from hpcrl.rundir.space import explained, failure, require_space
+from hpcrl.trainer.backends.base import Writer
+from hpcrl.trainer.distributed import World
+
+log = logging.getLogger(__name__)
+
+_OF_RANK = re.compile(r"(?:__|[a-z]+-)(\d+)[_.-]")  # as the engine names what a rank writes, and as rng-1.safetensors
+_ERRNO = re.compile(r"os error (\d+)")
+
+
+@dataclass(frozen=True)
+class CheckpointContent:
+    """What a checkpoint consists of.
+
+    Attributes:
+        target: the directory that it becomes.
+        writers: of engines, by folder.
+        random: random states of this rank.
+        facts: for the manifest.
+        more: writes what else this rank keeps, without waiting for others.
+    """
+
+    target: Path
+    writers: dict[str, Writer]
+    random: dict[str, torch.Tensor]
+    facts: dict[str, Any]
+    more: Callable[[Path], None] = lambda _: None
+
+
+class Committer:
+    """Commits checkpoints one after the other. All ranks call it, from one thread each.
+
+    Args:
+        world: whose control group nobody else uses at the same time.
+    """
+
+    def __init__(self, run: Run, attempt: int, world: World, retention: Retention) -> None:
+        self._run, self._attempt, self._world, self._retention = run, attempt, world, retention
+        self._size: int | None = None
+
+    def with_new_group(self) -> Committer:
+        """Return one for another thread; all ranks call it."""
+        return Committer(self._run, self._attempt, self._world.with_new_group(), self._retention)
+
+    def expect(self, size: int | None) -> None:
+        """Set how large the last checkpoint was: the next one needs about as much."""
+        self._size = size
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of the last checkpoint, as far as it is known."""
+        return self._size
+
+    def commit(self, content: CheckpointContent) -> None:
+        """Write and commit a checkpoint, and delete those that need not stay; returns on every rank once that is done.
+
+        Raises:
+            CommitError: on every rank: it could not be written, and nothing is left of it; or a newer attempt has begun.
+        """
+        world, target = self._world, content.target
+        directory = staging(target, self._attempt)
+        try:
+            world.rank0_broadcast(lambda: self._begin(target, list(content.writers)))
+            for folder, write in content.writers.items():
+                with _disk_errors(target, self._size):
+                    write(directory / folder, world.control)
+            world.all_gather(lambda: self._write_own(directory, content))
+            # once all have written: safetensors writes under passing names, which another rank would take for files
+            parts = world.all_gather(lambda: self._own_files(directory, target))
+            files = {name: entry for part in parts for name, entry in part.items()}
+            world.rank0_broadcast(lambda: self._finish(content, files))
+        except CommitError:
+            if world.first:
+                abandon(target, self._attempt, self.fence)
+            raise
+        self.expect(sum(entry["size"] for entry in files.values()))
+        world.rank0_broadcast(self._retire)
+
+    def fence(self) -> None:
+        require_newest(self._run, self._attempt)
+
+    def _begin(self, target: Path, folders: list[str]) -> None:
+        self.fence()
+        require_space(target.parent, self._size)
+        with explained(target, self._size):
+            directory = begin(target, self._attempt)
+            for folder in folders:
+                (directory / folder).mkdir(exist_ok=True)
+
+    def _write_own(self, directory: Path, content: CheckpointContent) -> None:
+        with explained(content.target, self._size):
+            fault("commit.shard")
+            save_tensors(content.random, rng_file(directory, self._world.rank))
+            content.more(directory)
+
+    def _own_files(self, directory: Path, target: Path) -> dict[str, Any]:
+        with explained(target, self._size):
+            return listing(directory, lambda path: _writer_of(path) == self._world.rank)
+
+    def _finish(self, content: CheckpointContent, files: dict[str, Any]) -> None:
+        with explained(content.target, self._size):
+            finish(content.target, self._attempt, fence=self.fence, files=files, **content.facts)
+
+    def _retire(self) -> None:
+        try:
+            metric = self._retention.metric
+            retire(self._run, self._retention, values_of(self._run, metric) if metric else {}, self.fence)
+        except OSError as error:
+            log.warning("older checkpoints could not be deleted: %s", error)
+
+
+@contextmanager
+def _disk_errors(target: Path, need: int | None) -> Iterator[None]:
+    """Turn what the engine raises on every rank where the disk failed one of them into a CommitError."""
+    with explained(target, need):
+        try:
+            yield
+        except CheckpointException as error:
+            for cause, _ in error.failures.values():
+                if isinstance(cause, OSError):
+                    raise cause from error
+                # has no cause but that writing failed
+                if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):
+                    raise failure(target, str(cause).splitlines()[0], None, need) from error
+            raise
+
+
+def _writer_of(path: Path) -> int:
+    match = _OF_RANK.match(path.name)
+    return int(match[1]) if match else 0
+
+
+def rng_file(checkpoint: Path, rank: int) -> Path:
+    return checkpoint / f"rng-{rank}.safetensors"
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        OSError: with the errno that safetensors only puts into words.
+    """
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        number = _ERRNO.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error

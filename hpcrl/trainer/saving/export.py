@@ -1,0 +1,56 @@
+"""A checkpoint as a model that others load, made by one process on the CPU while no training is needed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from hpcrl.config import Config, FSDPConfig, temperature
+from hpcrl.config.rules.megatron_groups import on_one_rank
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.rundir.layout import Run, position_of
+from hpcrl.trainer.backends.build import build_policy
+from hpcrl.trainer.distributed import joined
+from hpcrl.trainer.models.forward import DTYPES
+from hpcrl.trainer.saving.publish import Publisher
+
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
+def export_checkpoint(run: Run, checkpoint: Path, target: Path) -> None:
+    """Write the policy of a checkpoint to `target`: weights under Hugging Face names, configuration and tokenizer.
+
+    Raises:
+        DataError: the model that the run started from is gone; its configuration and tokenizer are needed.
+        RunError: the run trains with Megatron-core, which is not installed here.
+        CommitError: `target` could not be written.
+    """
+    os.environ |= _ALONE | {"CUDA_VISIBLE_DEVICES": ""}
+    config = Config.from_toml([run.config])
+    position = position_of(checkpoint)
+    assert position is not None, checkpoint
+    with joined() as world:
+        engine = build_policy(_alone(config.trainer), temperature(config), world)
+        engine.restore_weights(checkpoint)
+        dtype = DTYPES[config.generator.inference_engine.model_dtype]
+        publisher = Publisher(run, 0, world, dtype, config.trainer.fully_async.max_staleness_steps)
+        publisher.export(
+            engine, position[0], config.trainer.policy.model.path, config.generator.chat_template, target=target
+        )
+
+
+def _alone(trainer: TrainerConfig) -> TrainerConfig:
+    """Return the section for one process that trains nothing: no reference, and no sharding over ranks that are not there."""
+    policy = trainer.policy
+    sharding = FSDPConfig(mixed_precision=policy.fsdp_config.mixed_precision)
+    return replace(
+        trainer,
+        policy=replace(
+            policy,
+            fsdp_config=sharding,
+            megatron_config=on_one_rank(policy.megatron_config),
+            use_torch_compile=False,
+        ),
+        algorithm=replace(trainer.algorithm, use_kl_loss=False, use_kl_in_reward=False),
+    )

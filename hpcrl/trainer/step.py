@@ -1,0 +1,194 @@
+"""One training step: load the batch, score it, estimate advantages, update critic and policy, describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from hpcrl.config import TrainerConfig, uses_reference
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.advantages import KlRewardPenalty, estimate_advantages
+from hpcrl.trainer.backends.base import CriticEngine, Engine, Objective, PolicyEngine, UpdateResult
+from hpcrl.trainer.backends.reference import reset_is_due, resets_optimizer
+from hpcrl.trainer.batching import updates_per_batch
+from hpcrl.trainer.critic import CRITIC_REDUCTION, build_critic_objective, describe_critic
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.loss import build_objective, build_reduction
+from hpcrl.trainer.metrics import PhaseTimer, describe_batch, describe_mini_batches, describe_updates
+from hpcrl.trainer.packing import MiniBatch, load_mini_batches, regrouped
+from hpcrl.trainer.rng import random_state, set_random_state
+from hpcrl.trainer.saving.checkpoint import ResumePoint
+from hpcrl.trainer.saving.dump import Dumps
+from hpcrl.trainer.saving.mid_batch import PartialBatch, read_partial_batch
+from hpcrl.trainer.stop import StopConsensus, Stopping
+from hpcrl.types import Batch
+
+
+class Learner:
+    """What every batch is trained with. All ranks have one, and call it alike.
+
+    Args:
+        run: whose samples are trained.
+        critic: None where nothing compares with one.
+        max_seq_len: of the whole configuration, divisor of loss_reduction=seq_mean_token_sum_norm.
+        start: the checkpoint that training continues from.
+
+    Attributes:
+        batch: the last one of which optimizer steps were made; None before the first.
+        partial: that batch, where they are not all made.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        world: World,
+        trainer: TrainerConfig,
+        policy: PolicyEngine,
+        critic: CriticEngine | None,
+        *,
+        max_seq_len: int,
+        dumps: Dumps,
+        consensus: StopConsensus,
+        start: ResumePoint,
+    ) -> None:
+        self.policy, self.critic, self.world, self.consensus, self.start = policy, critic, world, consensus, start
+        self.kl_penalty = KlRewardPenalty(trainer.algorithm, start.extra_state)
+        self.batch: Batch | None = None
+        self.partial: PartialBatch | None = None
+        self._run, self._trainer, self._dumps, self._begun = run, trainer, dumps, start.mid_batch
+        self._objective = build_objective(trainer.algorithm)
+        self._critic_objective = build_critic_objective(trainer.algorithm.value_clip)
+        self._reduction = build_reduction(trainer.algorithm, max_seq_len)
+        self._random: dict[str, torch.Tensor] = {}
+
+    def schedule(self, total_steps: int) -> None:
+        """Tell the engines how many steps the whole run has."""
+        trainer = self._trainer
+        self.policy.schedule(total_steps * updates_per_batch(trainer, trainer.policy_mini_batch_size))
+        if self.critic is not None:
+            self.critic.schedule(total_steps * updates_per_batch(trainer, trainer.critic_mini_batch_size))
+
+    def extra_state(self) -> dict[str, float]:
+        """Return what a checkpoint keeps beside the engines' state."""
+        return self.kl_penalty.extra_state()
+
+    def reset_reference(self, step: int, steps_per_epoch: int, timer: PhaseTimer) -> None:
+        """Make the policy after `step` the reference, where the configuration says so."""
+        if reset_is_due(step, steps_per_epoch, self._trainer):
+            with timer("update_ref_with_policy"):
+                self.policy.reset_reference(fresh_optimizer=resets_optimizer(self._trainer))
+
+    def train(self, batch: Batch, timer: PhaseTimer) -> dict[str, float]:
+        """Make the optimizer steps of a batch and return its metrics.
+
+        Raises:
+            Stopping: they are not all made. Everything is then as after the last one, or as before the batch, which `batch`
+                and `partial` tell.
+        """
+        with self._undone_if_stopped(batch, timer):
+            with timer("load_samples"):
+                minis = load_mini_batches(self._run, batch, self._trainer, self.policy.data, self._reduction)
+            self.partial = work = self._resumed(batch, minis, timer) or self._scored(batch, minis, timer)
+            if self._trainer.dump_data_batch:
+                with timer("dump_data_batch"):
+                    self._dumps.write(batch, minis, self.policy.data)
+            for todo in self._updates(work, timer):
+                with timer(todo.phase):
+                    for mini in (todo.minis * self._trainer.update_epochs_per_batch)[len(todo.done) :]:
+                        micro_batches = mini.micro_batches(before=partial(self.consensus, "update.micro_batch"))
+                        sums = todo.engine.forward_backward(micro_batches, todo.objective)
+                        # without a trained token, momentum and weight decay alone would move the model
+                        report = todo.engine.step() if mini.tokens else todo.engine.skip()
+                        todo.done.append(UpdateResult(sum_over_ranks(sums, todo.engine.data), report))
+                        self._random = random_state(self.world.device)
+                        self.consensus.mark_progress()
+        described = describe_batch(batch, work.advantages) | describe_mini_batches(minis) | work.kl_penalty
+        return described | (describe_critic(work.critic) if work.critic else {}) | describe_updates(work.policy)
+
+    def _scored(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch:
+        """Return the batch with log-probabilities, values and advantages."""
+        data, samples = self.policy.data, [mini.samples for mini in minis]
+        with timer("fwd_logprobs_values_reward"):
+            for number, mini in enumerate(minis):
+                self._score(mini, first=number == 0)
+        with timer("compute_advantages_and_returns"):
+            kl_metrics = self.kl_penalty.apply_kl_penalty(samples, data.sum)
+            advantages = estimate_advantages(batch, samples, self._trainer.algorithm, data.sum)
+        return PartialBatch(data, self._trainer, batch, minis, kl_metrics, advantages)
+
+    def _score(self, mini: MiniBatch, *, first: bool) -> None:
+        algorithm, scores = self._trainer.algorithm, mini.samples.scores
+        before = partial(self.consensus, "score.micro_batch")
+        # what the first update trains, and only once, still meets the old policy itself
+        old = not first or self._trainer.update_epochs_per_batch > 1 or algorithm.use_kl_in_reward
+        if old and not algorithm.use_rollout_logprobs_for_loss:
+            scores.old_logprobs = mini.scored(self.policy.logprobs, before)
+        if uses_reference(self._trainer):
+            scores.ref_logprobs = mini.scored(partial(self.policy.logprobs, reference=True), before)
+        if self.critic is not None:
+            scores.values = mini.scored(self.critic.values, before)
+
+    def _resumed(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch | None:
+        """Return the batch as an earlier attempt left it between two optimizer steps; None where none has begun it."""
+        if self._begun is None:
+            return None
+        work = read_partial_batch(self._begun, self._trainer, batch, minis, self.policy.data, self.world)
+        timer.resume(work.seconds)
+        self._begun = None
+        return work
+
+    def _updates(self, work: PartialBatch, timer: PhaseTimer) -> Iterator[Updates]:
+        """Yield what the critic, then the policy is to be trained with."""
+        if self.critic is not None:
+            with timer("critic_train"):
+                minis = regrouped(work.minis, work.batch, self._trainer, self.critic.data, CRITIC_REDUCTION)
+            yield Updates("critic_train", self.critic, self._critic_objective, minis, work.critic)
+        yield Updates("policy_train", self.policy, self._objective, work.minis, work.policy)
+
+    @contextmanager
+    def _undone_if_stopped(self, batch: Batch, timer: PhaseTimer) -> Iterator[None]:
+        """Leave the state after the last whole optimizer step, where ranks agree to stop inside of a batch."""
+        coefficient, self._random = self.kl_penalty.coefficient, random_state(self.world.device)
+        try:
+            yield
+        except Stopping:
+            for engine in (self.policy, self.critic):
+                if engine is not None:
+                    engine.skip()
+            set_random_state(self._random, self.world.device)
+            if self.partial is not None and self.partial.updates:
+                self.batch, self.partial.seconds = batch, timer.lap()
+            else:
+                self.partial, self.kl_penalty.coefficient = None, coefficient
+            raise
+        self.batch, self.partial = batch, None
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The optimizer steps of one model in a batch.
+
+    Attributes:
+        minis: what each of them trains, in each pass over the batch.
+        done: those that are made.
+    """
+
+    phase: str
+    engine: Engine
+    objective: Objective
+    minis: list[MiniBatch]
+    done: list[UpdateResult]
+
+
+def sum_over_ranks(totals: Mapping[str, torch.Tensor], data: World) -> dict[str, float]:
+    """Return metric sums of all ranks, or extremes, as `merge` tells them apart."""
+    values = dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
+    signs = {name: 1 if name.endswith("_max") else -1 for name in sorted(values) if name.endswith(("_max", "_min"))}
+    summed = sorted(set(values) - set(signs))
+    found = dict(zip(summed, data.sum([values[name] for name in summed]), strict=True))
+    extremes = data.max([sign * values[name] for name, sign in signs.items()]) if signs else []
+    return found | {name: sign * extreme for (name, sign), extreme in zip(signs.items(), extremes, strict=True)}

@@ -1,0 +1,216 @@
+"""`hpcrl config …`: what each command prints, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import tomli
+
+from hpcrl.cli.main import main
+from hpcrl.config import Config
+from hpcrl.config.convert.correspondence import SOURCES
+from hpcrl.config.fields import leaves, settings
+from hpcrl.config.unimplemented import unimplemented_at
+from tests.paths import CONFIGS
+
+QUICKSTART = str(CONFIGS / "quickstart.toml")
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def run_root(tmp_path: Path) -> Path:
+    """Two runs of one project, as a submission leaves their configurations."""
+    for name, seed in (("one", 1), ("two", 2)):
+        directory = tmp_path / "runs" / "project" / name
+        directory.mkdir(parents=True)
+        config = Config.from_toml([Path(QUICKSTART)], [f"trainer.seed={seed}"])
+        (directory / "config.toml").write_text(config.to_toml())
+    return tmp_path / "runs"
+
+
+def test_help_is_quick_because_it_loads_no_configuration() -> None:
+    code = "import sys; from hpcrl.cli.main import main\ntry: main(['config', '--help'])\nfinally: print('hpcrl.config' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "convert" in done.stdout
+
+
+def test_show_prints_what_loads_again(tmp_path: Path, capsys: Output) -> None:
+    assert main(["config", "show", QUICKSTART, "trainer.seed=7"]) == 0
+    text = capsys.readouterr().out
+    path = tmp_path / "shown.toml"
+    path.write_text(text)
+    assert Config.from_toml([path]) == Config.from_toml([Path(QUICKSTART)], ["trainer.seed=7"])
+    comments = dict(line[2:].split(" = ") for line in text.splitlines() if line.startswith("# ") and " = " in line)
+    assert comments["generator.max_input_length"] == "16"
+    assert comments["generator.eval_sampling_params.temperature"] == "0.0"
+    assert comments["generator.eval_sampling_params.max_generate_length"] == "8"
+    main(["config", "show", QUICKSTART, "trainer.algorithm.temperature=1.0"])
+    assert "# trainer.algorithm.temperature" not in capsys.readouterr().out
+
+
+def test_show_changed_leaves_out_the_defaults(capsys: Output) -> None:
+    assert main(["config", "show", QUICKSTART, "--changed", "trainer.seed=42", "trainer.epochs=2"]) == 0
+    tree = tomli.loads(capsys.readouterr().out)
+    assert tree["trainer"]["epochs"] == 2
+    assert "seed" not in tree["trainer"]
+    assert "slurm" not in tree
+
+
+def test_show_and_diff_take_runs(run_root: Path, capsys: Output) -> None:
+    assert main(["config", "show", "one", "trainer.epochs=3", "--root", str(run_root), "--changed"]) == 0
+    trainer = tomli.loads(capsys.readouterr().out)["trainer"]
+    assert (trainer["seed"], trainer["epochs"]) == (1, 3)
+    assert main(["config", "diff", "project/one", "two", "--root", str(run_root)]) == 1
+    assert capsys.readouterr().out == "trainer.seed: 1 -> 2\n"
+    assert main(["config", "diff", str(run_root / "project" / "one"), QUICKSTART]) == 1
+    assert capsys.readouterr().out == "trainer.seed: 1 -> 42\n"
+    assert main(["config", "show", "three", "--root", str(run_root)]) == 5
+    assert "no run 'three'" in capsys.readouterr().err
+
+
+def test_diff_shows_settings_and_keys_of_tables(tmp_path: Path, capsys: Output) -> None:
+    other = tmp_path / "other.toml"
+    tables = '[slurm]\npartition = "main"\nsetup = ["a", "b"]\n[slurm.extra]\nnice = 1\n"a.b" = true\n'
+    other.write_text(Config.from_toml([Path(QUICKSTART)]).to_toml(only_changed=True) + tables)
+    assert main(["config", "diff", QUICKSTART, QUICKSTART]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["config", "diff", QUICKSTART, str(other)]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        'slurm.partition: unset -> "main"',
+        'slurm.setup: [] -> ["a", "b"]',
+        "slurm.extra.nice: unset -> 1",
+        'slurm.extra."a.b": unset -> true',
+    ]
+
+
+def test_validate_names_every_problem(capsys: Output) -> None:
+    assert main(["config", "validate", QUICKSTART]) == 0
+    assert capsys.readouterr().out == "ok\n"
+    assert main(["config", "validate", QUICKSTART, "trainer.epoch=1", "slurm.time_minutes=long"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_schema_and_paths_are_for_programs(capsys: Output) -> None:
+    assert main(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    jsonschema.validate(tomli.loads(Path(QUICKSTART).read_text()), schema)
+    assert main(["config", "paths"]) == 0
+    header, *lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert header == ["path", "type", "default", "state"]
+    assert [line[0] for line in lines] == [setting.path for setting in leaves(Config)]
+    assert all(len(line) == 4 and (line[3] == "works") == (unimplemented_at(line[0]) is None) for line in lines)
+    assert ["trainer.train_batch_size", "a whole number", "1024", "works"] in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "trainer.algorithm.eps_clip_high",
+            ["a number, at least 0", "0.2", "train.train_policy.epsilon_high", "clipped"],
+        ),
+        ("trainer.policy.model.path", ["required", "not SkyRL's", "policy.model_name_or_path"]),
+        ("trainer.resume_mode", ['"from_path"', '"latest"']),
+        ("vla.enable", ["not implemented yet (vision-language-action models)"]),
+        ("slurm.extra.nice", ["slurm.extra", "sbatch"]),
+        ("generator.sampling_params", ["temperature = 1.0", "Divides the logits"]),
+        ("", ["trainer.*", "config_class = unset"]),
+        ("train.train_policy.kl_beta", ["Cosmos-RL", "trainer.algorithm.kl_loss_coef"]),
+        ("generator.num_inference_engines", ["SkyRL", "generator.inference_engine.num_engines"]),
+        ("trainer.ckpt_path", ["SkyRL", "not supported"]),
+        ("policy.lora", ["a section of Cosmos-RL", "policy.lora.r: trainer.policy.model.lora.rank"]),
+    ],
+)
+def test_explain(name: str, words: list[str], capsys: Output) -> None:
+    assert main(["config", "explain", *([name] if name else [])]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert not [word for word in words if word not in text]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("trainer.epoch", "trainer.epochs"),
+        ("trainer.algorithm.eps_clip", "trainer.algorithm.eps_clip_low"),
+        ("train.train_policy.klbeta", "train.train_policy.kl_beta (Cosmos-RL)"),
+        ("generator.num_inference_engine", "generator.num_inference_engines (SkyRL)"),
+        ("qqqqq.wwwww", "expected one of config_class, python_path, data, trainer"),
+    ],
+)
+def test_explain_of_what_is_not_there_names_the_nearest(name: str, near: str, capsys: Output) -> None:
+    assert main(["config", "explain", name]) == 2
+    assert near in capsys.readouterr().err
+
+
+def test_explain_names_no_setting_of_hpcrl_as_one_of_skyrl(capsys: Output) -> None:
+    assert main(["config", "explain", "trainer.algorithm.eps_clip_hihg"]) == 2
+    assert capsys.readouterr().err.endswith("did you mean trainer.algorithm.eps_clip_high?\n")
+
+
+def test_everything_can_be_explained(capsys: Output) -> None:
+    names = [setting.path for setting in settings(Config)] + [name for targets in SOURCES.values() for name in targets]
+    for name in names:
+        assert main(["config", "explain", name]) == 0
+        assert len(capsys.readouterr().out) > len(name) + 10
+
+
+SKYRL = "trainer:\n  epochs: 3\n  policy:\n    model:\n      path: org/model\ngenerator:\n  num_inference_engines: 2\n"
+COSMOS = '[policy]\nmodel_name_or_path = "org/model"\n[train]\nepoch = 3\n[train.train_policy]\ntype = "grpo"\n'
+
+
+def test_convert_overrides_prints_toml_and_report(tmp_path: Path, capsys: Output) -> None:
+    assert main(["config", "convert", "trainer.epochs=3", "generator.num_inference_engines=2"]) == 0
+    output = capsys.readouterr()
+    tree = tomli.loads(output.out)
+    assert (tree["trainer"]["epochs"], tree["generator"]["inference_engine"]["num_engines"]) == (3, 2)
+    assert "generator.num_inference_engines" not in output.err
+    assert output.err.splitlines()[-1] == "6 mapped, 2 translated"
+    main(["config", "convert", "--all", "trainer.epochs=3", "generator.num_inference_engines=2"])
+    assert "generator.num_inference_engines -> generator.inference_engine.num_engines\n" in capsys.readouterr().err
+    converted = tmp_path / "converted.toml"
+    converted.write_text(output.out)
+    assert main(["config", "validate", str(converted)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "epochs"),
+    [
+        ("a.yaml", SKYRL, 3),
+        ("a.yml", SKYRL, 3),
+        ("a.toml", COSMOS, 3),
+        ("a.sh", "python -m skyrl_train.entrypoints.main_base \\\n  trainer.epochs=4\n", 4),
+    ],
+)
+def test_convert_tells_files_by_their_suffix(name: str, text: str, epochs: int, tmp_path: Path, capsys: Output) -> None:
+    path, output = tmp_path / name, tmp_path / "out.toml"
+    path.write_text(text)
+    code = main(["config", "convert", str(path), "-o", str(output)])
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert tomli.loads(output.read_text())["trainer"]["epochs"] == epochs
+    assert code == int(
+        any(line.split()[0] in ("unimplemented", "unknown", "conflict") for line in printed.err.splitlines())
+    )
+    assert main(["config", "convert", str(path), "-o", str(output)]) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+def test_what_is_unimplemented_or_is_unknown_makes_the_conversion_incomplete(tmp_path: Path, capsys: Output) -> None:
+    path = tmp_path / "skyrl.txt"
+    path.write_text(SKYRL + "vla: 1\n")
+    assert main(["config", "convert", str(path)]) == 2
+    assert "--from" in capsys.readouterr().err
+    assert main(["config", "convert", str(path), "--from", "skyrl"]) == 1
+    assert "unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["missing.yaml"], ["a.yaml", "b.yaml"], ["--from", "cosmos", "missing.toml"]])
+def test_convert_refuses_what_is_no_file(words: list[str], capsys: Output) -> None:
+    assert main(["config", "convert", *words]) == 2
+    assert capsys.readouterr().err.startswith("hpcrl: ")

@@ -1,0 +1,170 @@
+"""`hpcrl env …` as a user types it: a conversation over a pipe, and what is said of input that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli.main import main
+from hpcrl.envs.registry import ENVIRONMENTS
+from tests.paths import ROOT
+
+OWN = '''
+class Echo:
+    """Says it again."""
+
+    def __init__(self, extras):
+        self.extras = extras
+
+    def init(self, messages):
+        return [*messages, {"role": "user", "content": f"{self.extras['custom']} {self.extras['max_turns']}"}]
+
+    def step(self, action):
+        from hpcrl.envs.base import Turn
+
+        if action == "crash":
+            raise KeyError("nothing here")
+        return Turn([{"role": "user", "content": f"<{action}>"}], 0.25, action == "end", {"length": len(action)}, action="…")
+
+    def close(self):
+        print("closed")
+'''
+
+
+def env(*words: str, said: str | bytes = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command with `said` as its input."""
+    command = [sys.executable, "-m", "hpcrl.cli.main", "env", *words]
+    given = said.encode() if isinstance(said, str) else said
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, input=given, capture_output=True, check=False, cwd=cwd, env=variables, timeout=60)
+    return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A folder with an environment of the user's, rows, and a configuration that names both."""
+    (tmp_path / "echoing.py").write_text(OWN)
+    rows = [{"question": f"row {number}", "env_class": "chess"} for number in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "my.toml").write_text(
+        'python_path = ["."]\n[data]\ntrain_data = ["./rows.jsonl"]\nprompt_column = "question"\n'
+        "[trainer]\neval_interval = 0\n[trainer.policy.model]\npath = 'm'\n[environment.custom]\nloud = true\n"
+    )
+    return tmp_path
+
+
+def test_ls_names_all_and_what_they_are_about(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "ls"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(ENVIRONMENTS)
+    assert all(len(line.split()) > 3 for line in lines)
+    assert "guess_number      Find a number between two others" in "\n".join(lines)
+
+
+def test_without_torch() -> None:
+    code = (
+        "import sys; from hpcrl.cli.main import main; main(['env', 'ls']); main(['env', 'try', 'countdown'])\n"
+        "print(sorted(name for name in ('torch', 'transformers', 'pyarrow', 'math_verify') if name in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_several_turns_from_a_pipe(tmp_path: Path) -> None:
+    row = {"prompt": "from 1 to 15", "low": 1, "high": 15, "reward_spec": {"ground_truth": "6"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    words = ("try", "guess_number", "--data", str(tmp_path / "rows.jsonl"))
+    done = env(*words, said="8\n\nfour\n\n6")
+    assert (done.returncode, done.stderr) == (0, "")
+    metrics = [
+        "reward {}\n  found {}\n  guesses {}\n  valid_guesses {}\n\n".format(*line.split())
+        for line in ("0 0 1 1", "0 0 2 0.5", "1 1 3 0.666667")
+    ]
+    assert done.stdout == (
+        f"[user]\nfrom 1 to 15\n\n{metrics[0]}[user]\nLower.\n\n{metrics[1]}[user]\nSay a whole number from 1 to 15.\n\n{metrics[2]}"
+        "done after 3 turns, total reward 1\n"
+    )
+    over = env(*words, said="8\n\n\n\n")
+    assert over.returncode == 1
+    assert "the input ended before the environment was done, after 3 turns" in over.stderr
+    assert over.stdout.count("Say a whole number") == 2, "an empty line is an action too"
+    ten = env(*words, said="1\n\n" * 11)
+    assert ten.returncode == 0
+    assert ten.stdout.endswith("ended by generator.max_turns = 10 after 10 turns, total reward 0\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "reward"),
+    [
+        ("<think>a\nb</think>\n\\\n<answer>c</answer>\n", 1),
+        ("<think>a\r\n</think>\r\n\\\r\n<answer>ü</answer>\r\n\r\n", 1),
+        ("<think>a</think>\n\n<answer>c</answer>\n", 0),
+    ],
+)
+def test_an_action_of_several_lines(said: str, reward: int) -> None:
+    done = env("try", "format", "--sample", "1", said=said)
+    assert done.returncode == 0
+    assert f"done after 1 turn, total reward {reward}\n" in done.stdout
+
+
+def test_a_users_own_with_its_configuration(own: Path) -> None:
+    done = env("try", "echoing:Echo", "--config", "my.toml", "--sample", "2", said="hey", cwd=own)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (
+        "[user]\nrow 2\n\n[user]\n{'loud': True} 1\n\n[replaced by]\n…\n\nreward 0.25\n  length 3\n\n"
+        "ended by generator.max_turns = 1 after 1 turn, total reward 0.25\nclosed\n"
+    )
+    done = env("try", "echoing:Echo", "--config", "my.toml", said="crash", cwd=own)
+    assert done.returncode == 8
+    assert "environment 'echoing:Echo' raised KeyError: 'nothing here'" in done.stderr
+    assert done.stdout.endswith("closed\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (("guess_numbers",), 2, "unknown environment 'guess_numbers'; did you mean guess_number"),
+        (("nowhere:Env", "--data", "rows.jsonl"), 2, "cannot import 'nowhere'"),
+        (("hpcrl.envs.tasks.rewarded:GSM8K",), 4, "GSM8K has no example rows; name a dataset: --data FILE"),
+        (("gsm8k", "--sample", "99"), 4, "--sample 99: "),
+        (("gsm8k", "--sample", "99"), 4, "has rows 0 to 5"),
+        (("gsm8k", "--sample", "-1"), 4, "has rows from 0 on"),
+        (("gsm8k", "--sample", "one"), 2, "invalid int value: 'one'"),
+        (("gsm8k", "--data", "nowhere.jsonl"), 4, "nowhere.jsonl: no such file"),
+        (("gsm8k", "--data", "rows.jsonl"), 4, "no column `prompt`"),
+        (("gsm8k", "--config", "my.toml"), 4, "the row needs a ground truth"),
+        (("gsm8k", "--config", "nowhere.toml"), 2, "nowhere.toml"),
+    ],
+)
+def test_what_cannot_be_played_is_told(own: Path, words: tuple[str, ...], code: int, told: str) -> None:
+    done = env("try", *words, said="1\n", cwd=own)
+    assert done.returncode == code
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_input_that_is_no_text() -> None:
+    done = env("try", "gsm8k", said=b"#### 4\xff\n")
+    assert done.returncode == 4
+    assert "hpcrl: an action is UTF-8 text; the input has 0xff in it" in done.stderr
+
+
+def test_in_a_terminal(tmp_path: Path) -> None:
+    outside, inside = pty.openpty()
+    command = [sys.executable, "-m", "hpcrl.cli.main", "env", "try", "reverse_word"]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdin=inside, stdout=subprocess.PIPE, cwd=tmp_path, env=variables) as process:
+        os.write(outside, b"ab\ncd\n\n")
+        out, _ = process.communicate(timeout=60)
+    os.close(inside)
+    os.close(outside)
+    assert process.returncode == 0
+    assert b"\n> reward 0\n\ndone after 1 turn, total reward 0\n" in out

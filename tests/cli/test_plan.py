@@ -1,0 +1,260 @@
+"""`hpcrl plan`: ranks, groups, parameters and memory, for both engines, with and without a model on disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+
+from hpcrl.cli.main import main
+from hpcrl.cli.plan import plan_lines
+from hpcrl.config import Config
+from hpcrl.config.fields import leaves
+from hpcrl.config.load import nested
+from hpcrl.config.validate import build
+from hpcrl.errors import DataError
+from hpcrl.planning.devices import memory_of_rank
+from hpcrl.planning.rank_groups import describe_ranks
+from tests.paths import CONFIGS, ROOT
+
+QUICKSTART, MODEL = CONFIGS / "quickstart.toml", CONFIGS / "quickstart" / "model"
+POLICY = "trainer.policy.megatron_config"
+SIXTEEN = {"trainer.placement.policy_num_nodes": 2, "trainer.placement.policy_num_gpus_per_node": 8}
+NO_KL = {"trainer.algorithm.use_kl_loss": False}
+
+
+def config(settings: dict[str, Any]) -> Config:
+    base = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": str(MODEL)}
+    return build(Config, nested({**base, **settings}))
+
+
+def megatron(settings: dict[str, Any]) -> Config:
+    return config({"trainer.strategy": "megatron", **NO_KL, **settings})
+
+
+def sizes(tensor: int, pipeline: int = 1, **others: Any) -> dict[str, Any]:
+    return {
+        f"{POLICY}.tensor_model_parallel_size": tensor,
+        f"{POLICY}.pipeline_model_parallel_size": pipeline,
+        **{f"{POLICY}.{name}": value for name, value in others.items()},
+    }
+
+
+def test_ranks_of_fsdp2() -> None:
+    assert describe_ranks(config({**SIXTEEN, "trainer.policy.fsdp_config.fsdp_size": 8}).trainer) == [
+        "16 trainer rank(s), 8 on each of 2 node(s), fsdp2",
+        "  one copy of the parameters  2 x 8: 0-7 (node 0), 8-15 (node 1)",
+        "  the same part of it         8 x 2: 0 8 (nodes 0 1), 1 9 (nodes 0 1), 2 10 (nodes 0 1), …, 7 15 (nodes 0 1)",
+    ]
+    assert describe_ranks(config({}).trainer)[1:] == [
+        "  one copy of the parameters  each rank alone",
+        "  the same part of it         each rank alone",
+    ]
+
+
+def test_ranks_of_megatron() -> None:
+    layout = sizes(2, 2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
+    assert describe_ranks(megatron({**SIXTEEN, **layout}).trainer) == [
+        "16 trainer rank(s), 8 on each of 2 node(s), megatron: 2 (tensor) x 1 (context) x 4 (data) x 2 (pipeline) = 16",
+        "  experts: 1 (tensor) x 4 (expert) x 2 (copies) x 2 (pipeline) = 16",
+        "  TP (tensor parallel)              8 x 2: 0 1 (node 0), 2 3 (node 0), 4 5 (node 0), …, 14 15 (node 1)",
+        "  CP (context parallel)             each rank alone",
+        "  DP (data parallel)                4 x 4: 0 2 4 6 (node 0), 1 3 5 7 (node 0), 8 10 12 14 (node 1), 9 11 13 15 (node 1)",
+        "  PP (pipeline)                     8 x 2: 0 8 (nodes 0 1), 1 9 (nodes 0 1), 2 10 (nodes 0 1), …, 7 15 (nodes 0 1)",
+        "  ETP (tensor parallel in experts)  each rank alone",
+        "  EP (expert parallel)              4 x 4: 0-3 (node 0), 4-7 (node 0), 8-11 (node 1), 12-15 (node 1)",
+        "  EDP (copies of an expert)         8 x 2: 0 4 (node 0), 1 5 (node 0), 2 6 (node 0), …, 11 15 (node 1)",
+    ]
+
+
+def test_a_slow_layout_is_a_warning() -> None:
+    *_, warning = describe_ranks(megatron({**SIXTEEN, **sizes(16)}).trainer)
+    assert warning.startswith(
+        "  warning: TP groups cross nodes, such as 0-15 (nodes 0 1), and wait for the network in every layer"
+    )
+    assert warning.endswith(f"make {POLICY}.tensor_model_parallel_size a divisor of the 8 ranks of a node")
+    assert not any("warning" in line for line in describe_ranks(megatron({**SIXTEEN, **sizes(8)}).trainer))
+
+
+def test_layers_of_megatron() -> None:
+    """By what is installed here, and whether the run has GPUs."""
+    two = {"trainer.placement.policy_num_gpus_per_node": 2}
+    shared = {**two, **sizes(1, context_parallel_size=2)}
+    lines = list(plan_lines(megatron(shared)))
+    at = lines.index("layers: Megatron-core's, with torch's attention (TransformerEngine's need a GPU)")
+    assert lines[at + 1].startswith("  hint: without TransformerEngine each of the 2 context-parallel ranks gathers")
+    assert not any("hint" in line for line in plan_lines(megatron(two)))
+    on_gpus = [line for line in plan_lines(megatron({**shared, "slurm.gpus_per_node": 2})) if "layers: " in line]
+    assert on_gpus == [
+        "layers: TransformerEngine's"
+        if find_spec("transformer_engine")
+        else "layers: Megatron-core's, with torch's attention (transformer_engine is not installed here)"
+    ]
+    assert not any(line.startswith("layers") for line in plan_lines(config(two)))
+
+
+def test_memory_of_a_rank() -> None:
+    on_cpu = config({"slurm.mem_gb": 12, "trainer.placement.policy_num_gpus_per_node": 4})
+    assert memory_of_rank(on_cpu) == (3 * 2**30, "slurm.mem_gb, shared by 4 rank(s)")
+    assert memory_of_rank(config({})) == (None, "a run on CPU; slurm.mem_gb is not set")
+    given = config({"slurm.gpus_per_node": 4, "slurm.gpu_memory_gb": 79.5})
+    assert memory_of_rank(given) == (79.5 * 2**30, "slurm.gpu_memory_gb")
+
+
+def test_memory_of_this_machines_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = tmp_path / "nvidia-smi"
+    shown.write_text('#!/bin/sh\necho "NVIDIA H100, 570.1, 81559 MiB"\necho "NVIDIA H100, 570.1, 71559 MiB"\n')
+    shown.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    size, source = memory_of_rank(config({"slurm.gpus_per_node": 2}))
+    assert size == 71559 * 2**20
+    assert source.startswith("NVIDIA H100 of this machine")
+    shown.write_text("#!/bin/sh\nexit 1\n")
+    assert memory_of_rank(config({"slurm.gpus_per_node": 2}))[0] is None
+
+
+def test_the_plan_of_the_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(QUICKSTART), "slurm.mem_gb=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "node 0: trainer, 1 rank(s) and the controller"
+    assert f"policy: Qwen2ForCausalLM of {MODEL}, 84,928 parameters" in lines
+    assert "  on a rank at most 84,928" in lines
+    rows = {line[2:20].strip(): line[20:].split() for line in lines if line.startswith("  ")}
+    assert rows["weights"] == [f"{84928 * 4 / 2**20:.2f}"] * 2  # float32, the reference too
+    assert rows["gradients"] == ["0.32", "-"]
+    assert rows["optimizer"] == ["0.65", "-"]
+    (device,) = (line for line in lines if "memory of the device" in line)
+    assert device.startswith("  memory of the device: 2,048.00 (slurm.mem_gb, shared by 1 rank(s)), 2,0")
+
+
+def test_the_plan_of_a_pipeline() -> None:
+    more = {"trainer.placement.policy_num_gpus_per_node": 4, "slurm.gpus_per_node": 4, "slurm.gpu_memory_gb": 0.02}
+    lines = list(plan_lines(megatron({**more, **sizes(2, 2), "trainer.micro_train_batch_size_per_gpu": 64})))
+    entries = json.loads((MODEL / "config.json").read_text())
+    rows, layers = entries["vocab_size"], entries["num_hidden_layers"]
+    assert f"  vocabulary {rows} + {rows % 2} padding; samples are padded to a multiple of 2 tokens" in lines
+    stages = [line for line in lines if line.startswith("  on a rank of stage")]
+    assert [line.partition(":")[0] for line in stages] == [
+        f"  on a rank of stage 0 (ranks 0 to 1, {layers // 2} layers)",
+        f"  on a rank of stage 1 (ranks 2 to 3, {layers // 2} layers)",
+    ]
+    (memory,) = (line for line in lines if line.startswith("memory of a rank "))
+    assert memory.startswith("memory of a rank (ranks 0 to 1 need most), in MiB")  # activations of two micro-batches
+    assert any("too few" in line for line in lines)
+
+
+def test_a_plan_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "trainer.seed=1"]) == 2
+    assert "expected hpcrl plan FILE.toml" in capsys.readouterr().err
+
+
+def test_a_layout_that_cannot_be_has_no_plan() -> None:
+    with pytest.raises(DataError, match="does not divide the model's"):
+        list(plan_lines(megatron({**SIXTEEN, **sizes(16)})))
+
+
+def test_a_layer_split_that_is_not_known_is_said() -> None:
+    split = {"pipeline_model_parallel_layout": "Et|tL"}
+    more = {"trainer.placement.policy_num_gpus_per_node": 2}
+    lines = list(plan_lines(megatron({**more, **sizes(1, 2, transformer_config_kwargs=split)})))
+    assert lines[-1].startswith("memory: trainer.policy.megatron_config.transformer_config_kwargs splits the layers")
+
+
+def test_a_model_that_is_elsewhere_costs_no_import() -> None:
+    """The rest of the plan is printed, and torch is not even loaded."""
+    code = (
+        "import sys; from hpcrl.cli.main import main; from pathlib import Path\n"
+        f"main(['plan', {str(QUICKSTART)!r}, 'trainer.policy.model.path=some/model'])\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "node 0: trainer" in done.stdout
+    assert "policy: some/model is not on this machine, so parameters and memory are not known" in done.stdout
+
+
+EXPERIMENTS = sorted(CONFIGS.rglob("*.toml"))
+SITE = ROOT / "slurm" / "sites" / "example.toml"
+_QWEN = {"vocab_size": 151936, "max_position_embeddings": 32768}
+_QWEN2 = {**_QWEN, "model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True}
+_QWEN3 = {**_QWEN, "num_attention_heads": 32, "head_dim": 128, "tie_word_embeddings": False}
+HUB: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-1.5B-Instruct": {
+        **_QWEN2,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+    },
+    "Qwen/Qwen2.5-3B-Instruct": {
+        **_QWEN2,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+    },
+    "Qwen/Qwen3-8B-Base": {
+        **_QWEN3,
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+    },
+    "Qwen/Qwen3-30B-A3B-Base": {
+        **_QWEN3,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+}
+"""What the config.json of each model of a recipe says about its shape."""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of the hub that holds the config.json of the recipes' models."""
+    for name, entries in HUB.items():
+        model = tmp_path / f"models--{name.replace('/', '--')}"
+        (model / "snapshots" / "0").mkdir(parents=True)
+        (model / "snapshots" / "0" / "config.json").write_text(json.dumps(entries))
+        (model / "refs").mkdir()
+        (model / "refs" / "main").write_text("0")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_every_experiment_is_planned(path: Path) -> None:
+    lines = list(plan_lines(Config.from_toml([path, SITE])))
+    (memory,) = (line for line in lines if line.startswith("  memory of the device: "))
+    assert memory.endswith(" left"), memory
+    if path.parent.name != "recipes":
+        return
+    page = (path.parent / "README.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| [{path.name}]"))
+    _, _, nodes, gib = (cell.strip() for cell in row.strip("|").split("|"))
+    assert sum(line.startswith("node ") for line in lines) == int(nodes)
+    assert any(line.startswith(f"  in all {gib}:") for line in lines), f"{path.name}: README.md says {gib} GiB"
+    assert "Not run on GPUs yet." in path.read_text().split("[data]")[0]
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_a_recipe_repeats_no_default(path: Path) -> None:
+    for setting in leaves(Config):
+        entry: Any = tomli.loads(path.read_text())
+        for part in setting.path.split("."):
+            entry = entry.get(part) if isinstance(entry, dict) else None
+        assert entry is None or setting.required or entry != setting.default, f"{setting.path} is the default"

@@ -1,0 +1,74 @@
+"""`hpcrl status` and `hpcrl tensorboard` as a user types them, on run directories."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli.main import main
+from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.rundir.commit import write_json, write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import open_attempt, report_outcome
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A sweep of eleven and a single run, all of them done on this machine."""
+    for submission, names in (("s", [f"s.{number}-lr-{number}" for number in range(11)]), ("single", ["single"])):
+        for name in names:
+            run = Run(tmp_path / "p" / name)
+            write_text(run.config, '[trainer]\nresume_mode = "latest"\n')
+            run.slurm.symlink_to(f"../.slurm/{submission}")
+            record = {
+                "executor": "local",
+                "host": socket.gethostname(),
+                "job_id": "1",
+                "overrides": [],
+                "submitted": 1.0,
+            }
+            write_json(run.submission, record)
+            open_attempt(run, "local-1", ["n1"])
+            report_outcome(run, 1, "done", "finished", "agent-0")
+            with MetricsWriter(run, "trainer", 1, 0) as writer:
+                writer.write(1, {"x": 1.0})
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_status_of_all_of_a_sweep_and_of_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(said(capsys, "status", "--root", str(root)).splitlines()) == 12
+    names = [line.split()[0] for line in said(capsys, "status", "s", "--root", str(root)).splitlines()]
+    assert names == [f"p/s.{number}-lr-{number}" for number in range(11)]
+    one = said(capsys, "status", "s.3", "--root", str(root))
+    assert one.startswith("s.3-lr-3: done: finished\n")
+    assert "found in the queue" not in one
+    (value,) = json.loads(said(capsys, "status", "single", "--json", "--root", str(root)))
+    assert (value["run"], value["state"], value["over"], value["attempt"]) == ("single", "done", True, 1)
+    assert value["outcome"]["kind"] == "done"
+    assert len(json.loads(said(capsys, "status", "--json", "--root", str(root)))) == 12
+
+
+def test_tensorboard_of_runs_and_sweeps(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    single = Run(root / "p" / "single")
+    command, ssh = said(capsys, "tensorboard", "single", "--root", str(root)).splitlines()
+    assert command.endswith(f"tensorboard --logdir {single.tensorboard} --host 127.0.0.1 --port 6006")
+    assert ssh == f"from your own machine: ssh -L 6006:127.0.0.1:6006 {socket.gethostname()}"
+    (made,) = single.tensorboard.iterdir()
+    said(capsys, "tensorboard", "single", "--root", str(root))
+    assert list(single.tensorboard.iterdir()) == [made], "nothing is rebuilt unless told"
+    said(capsys, "tensorboard", "single", "--rebuild", "--root", str(root))
+    assert made.stat().st_size == 0 or not made.exists()
+
+    command = said(capsys, "tensorboard", "s", "single", "--port", "7000", "--root", str(root)).splitlines()[0]
+    spec = command.split()[2].split(",")
+    assert spec[0] == f"s.0-lr-0:{root}/p/s.0-lr-0/tensorboard"
+    assert [entry.partition(":")[0] for entry in spec] == [f"s.{i}-lr-{i}" for i in range(11)] + ["single"]
+    assert main(["tensorboard", "nope", "--root", str(root)]) == 5

@@ -1,0 +1,229 @@
+"""Cosmos-RL's settings of training converted: batches, losses, parallelism, optimizer, checkpoints."""
+
+from typing import Any
+
+import pytest
+
+from hpcrl.errors import ConfigError
+from tests.config.convert.cosmos_material import conflicts, converted, entries, of, one_replica
+
+
+def test_shards_that_the_source_counts_itself() -> None:
+    conversion = converted("03")
+    assert conversion.values["trainer.placement.policy_num_gpus_per_node"] == 4  # 2 stages x 2 parts of a sample
+    assert conversion.values["trainer.policy.megatron_config.context_parallel_size"] == 2
+    assert conversion.values["trainer.ref.megatron_config.context_parallel_size"] == 2
+    assert list(conflicts(conversion)) == ["policy.parallelism.dp_shard_size"]
+
+
+def test_batches_that_do_not_divide() -> None:
+    policy = {"type": "grpo", "batch_size_per_optimize": 24}
+    conversion = of(
+        {"train": {"train_batch_per_replica": 100, "train_policy": policy}, "policy": one_replica(n_init_replicas=2)}
+    )
+    assert conversion.values["trainer.train_batch_size"] == 13  # 200 samples in groups of 16
+    assert conversion.values["trainer.policy_mini_batch_size"] == 1  # 13 has no other divisor
+    assert conflicts(conversion).keys() >= {
+        "train.train_batch_per_replica",
+        "train.train_policy.batch_size_per_optimize",
+    }
+    assert "rounded up to 208, 13 x 16" in conflicts(conversion)["train.train_batch_per_replica"]
+
+
+def test_several_optimizer_steps() -> None:
+    policy = {"type": "grpo", "batch_size_per_optimize": 16, "mu_iterations": 3}
+    train = {"train_batch_per_replica": 128, "optm_warmup_steps": 5, "train_policy": policy}
+    values = of({"train": train, "policy": one_replica(dp_shard_size=2)}).values
+    assert values["trainer.train_batch_size"] == 8
+    assert values["trainer.policy_mini_batch_size"] == 2  # 64 samples of a rank in 4 parts
+    assert values["trainer.policy.optimizer_config.num_warmup_steps"] == 5 * 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "loss"),
+    [
+        ({"variant": "grpo"}, "dual_clip"),
+        ({"variant": "dapo"}, "dual_clip"),
+        ({"variant": "gspo"}, "gspo"),
+        ({"variant": "gspo", "aipo_rho": 2.5}, "aipo"),
+    ],
+)
+def test_losses(policy: dict[str, Any], loss: str) -> None:
+    values = of({"train": {"train_policy": {"type": "grpo", **policy}}}).values
+    algorithm = "trainer.algorithm"
+    assert values[f"{algorithm}.policy_loss_type"] == loss
+    assert values.get(f"{algorithm}.dynamic_sampling.type") == ("filter" if policy["variant"] == "dapo" else None)
+    assert (f"{algorithm}.clip_ratio_c" in values) is (loss == "dual_clip")
+    assert values.get(f"{algorithm}.aipo_rho") == policy.get("aipo_rho")
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ({"loss_type": "token-mean", "balance_dp_token": True}, {"loss_reduction": "token_mean"}),
+        ({"loss_type": "seq-mean-token-sum"}, {"loss_reduction": "seq_mean_token_sum"}),
+        (
+            {"loss_type": "seq-mean-token-mean", "unbiased_loss_max_tokens": 100},
+            {"loss_reduction": "seq_mean_token_mean", "unbiased_loss_max_tokens": 100},
+        ),
+        ({"unbiased_advantage": True}, {"grpo_norm_by_std": False}),
+        ({"kl_beta": 0.01}, {"use_kl_loss": True, "kl_loss_coef": 0.01}),
+        ({"entropy_coeff": 0.02}, {"use_entropy_loss": True, "entropy_loss_coef": 0.02}),
+        ({"epsilon_low": 0.1, "epsilon_high": -1}, {"eps_clip_low": 0.1, "eps_clip_high": 1e9}),
+        ({"temperature": 0}, {"temperature": None}),
+        (
+            {"use_decoupled_loss": True, "behav_imp_weight_cap": 4.0},
+            {
+                "off_policy_correction.tis_ratio_type": "token",
+                "off_policy_correction.token_tis_ratio_clip_high": 1e9,
+                "off_policy_correction.token_tis_ratio_drop_high": 4.0,
+            },
+        ),
+        ({"off_policy_masking_delta": 0.3}, {"off_policy_correction.negative_sample_mask_delta": 0.3}),
+        ({"unbiased_kl_estimate": True, "kl_beta": 0.1}, {"kl_importance_weighted": True}),
+    ],
+)  # fmt: skip
+def test_algorithm(policy: dict[str, Any], expected: dict[str, Any]) -> None:
+    values = of({"train": {"train_policy": {"type": "grpo", **policy}}}).values
+    assert {name: values[f"trainer.algorithm.{name}"] for name in expected} == expected
+
+
+def test_an_unknown_loss_type_is_a_conflict() -> None:
+    found = conflicts(of({"train": {"train_policy": {"type": "grpo", "loss_type": "mean"}}}))
+    assert "expected one of token-mean" in found["train.train_policy.loss_type"]
+
+
+def test_parallelism_without_megatron() -> None:
+    values = of({"policy": one_replica(cp_size=2, dp_shard_size=4, n_init_replicas=3)}).values
+    assert "trainer.strategy" not in values
+    assert values["trainer.policy.sequence_parallel_size"] == values["trainer.ref.sequence_parallel_size"] == 2
+    assert values["trainer.policy.fsdp_config.fsdp_size"] == 8  # of 24 ranks
+    assert (values["trainer.placement.policy_num_nodes"], values["trainer.placement.policy_num_gpus_per_node"]) == (
+        3,
+        8,
+    )
+
+
+def test_optimizer() -> None:
+    train = {
+        "optm_lr": {"global": 1e-6, "model.visual": 1e-5},
+        "optm_impl": ["fused", "fused"],
+        "optm_warmup_steps": 0.1,
+        "optm_decay_type": "cosine",
+        "optm_decay_ratio": 0.5,
+        "optm_min_lr_factor": 0.1,
+        "fsdp_reshard_after_forward": "never",
+    }
+    conversion = of({"train": train, "policy": {"parallelism": {"tp_size": 1}}})
+    optimizer = {
+        path.rpartition(".")[2]: value for path, value in conversion.values.items() if ".optimizer_config." in path
+    }
+    assert (optimizer["lr"], optimizer["implementation"], optimizer["warmup_ratio"]) == (1e-6, "fused", 0.1)
+    assert (optimizer["scheduler"], optimizer["decay_ratio"], optimizer["min_lr_factor"]) == ("cosine", 0.5, 0.1)
+    assert "num_warmup_steps" not in optimizer
+    assert conversion.values["trainer.policy.fsdp_config.reshard_after_forward"] is False
+    assert list(conflicts(conversion)) == ["train.optm_lr"]
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        ({}, {"ckpt_interval": -1, "hf_save_interval": -1}),
+        ({"ckpt": {"enable_checkpoint": True, "save_freq": 7}}, {"ckpt_interval": 7, "hf_save_interval": 7}),
+        (
+            {"ckpt": {"enable_checkpoint": True, "export_safetensors": False, "save_freq_in_epoch": 2}},
+            {"ckpt_interval_epochs": 2},
+        ),
+        (
+            {"ckpt": {"enable_checkpoint": True, "upload_s3": "all", "s3_bucket": "b", "max_keep": 0}},
+            {"upload.s3": "all", "upload.s3_bucket": "b", "max_ckpts_to_keep": 1},
+        ),
+        ({"resume": True}, {"resume_mode": "latest"}),
+    ],
+)
+def test_checkpoints(train: dict[str, Any], expected: dict[str, Any]) -> None:
+    conversion = of({"train": train})
+    assert {name: conversion.values[f"trainer.{name}"] for name in expected} == expected
+    assert not conflicts(conversion)
+
+
+def test_a_checkpoint_of_cosmos_cannot_be_continued() -> None:
+    conversion = of({"train": {"resume": "outputs/1/checkpoints/step_10/policy"}})
+    assert "cannot be read here" in conflicts(conversion)["train.resume"]
+
+
+def test_patterns_of_what_is_trained() -> None:
+    import re
+
+    values = of({"policy": {"trainable_pattern": [r"^visual\.", "lm_head"]}}).values
+    (frozen,) = values["trainer.policy.freeze_pattern"]
+    names = ["visual.block.weight", "model.layers.0.weight", "model.visual.weight", "lm_head.weight"]
+    assert [bool(re.search(frozen, name)) for name in names] == [False, True, True, False]
+
+
+def test_fine_tuning_loads_a_batch_on_each_rank() -> None:
+    policy = {"model_name_or_path": "m", **one_replica(dp_shard_size=4, dp_replicate_size=2, tp_size=2)}
+    train = {"train_batch_per_replica": 8, "train_policy": {"type": "sft"}}
+    values = of({"train": train, "policy": policy}).values
+    assert values["trainer.train_batch_size"] == values["trainer.policy_mini_batch_size"] == 64
+
+
+def test_a_warm_up_counts_the_optimizer_steps_that_there_are() -> None:
+    policy = {"type": "grpo", "batch_size_per_optimize": 6, "mu_iterations": 2}
+    tree = {"train": {"optm_warmup_steps": 5, "train_batch_per_replica": 16, "train_policy": policy}}
+    conversion = of({**tree, "rollout": {"n_generation": 4}, "policy": one_replica()})
+    values = conversion.values
+    assert (values["trainer.train_batch_size"], values["trainer.policy_mini_batch_size"]) == (4, 1)
+    assert "3 optimizer steps" in conflicts(conversion)["train.train_policy.batch_size_per_optimize"]
+    assert values["trainer.policy.optimizer_config.num_warmup_steps"] == 5 * 4 * 2
+
+
+@pytest.mark.parametrize(("steps", "setting"), [(5, "num_warmup_steps = 5"), (0.1, "warmup_ratio = 0.1"), (0, None)])
+def test_a_warm_up_that_reaches_the_full_rate_a_step_later_is_said(steps: float, setting: str | None) -> None:
+    conversion = of({"train": {"optm_warmup_steps": steps}})
+    found = [entry for entry in conversion.entries if entry.source == "train.optm_warmup_steps"]
+    said = [entry for entry in found if "full rate is reached one step later" in entry.message]
+    assert [entry.kind for entry in said] == (["translated"] if setting else [])
+    assert setting is None or setting in conversion.to_toml()
+
+
+def test_what_trainers_of_robots_do_not_read() -> None:
+    policy = {"type": "grpo", "trainer_type": "grpo_vla", "mini_batch": 4, "mu_iterations": 3}
+    conversion = of({"train": {"train_policy": policy}, "rollout": {"backend": "vla"}})
+    for name in ("mini_batch", "mu_iterations"):
+        assert [entry.kind for entry in entries(conversion, f"train.train_policy.{name}")] == ["dropped"]
+    assert "trainer.update_epochs_per_batch" not in conversion.values
+    assert "trainer.micro_train_batch_size_per_gpu" not in conversion.values
+
+
+def test_sums_of_tokens_have_another_scale() -> None:
+    conversion = of({"train": {"train_policy": {"type": "grpo", "loss_type": "token-sum"}}})
+    (entry,) = entries(conversion, "train.train_policy.loss_type")
+    assert entry.kind == "translated"
+    assert "max_grad_norm" in entry.message
+
+
+def test_checkpoints_by_epochs() -> None:
+    ckpt = {"enable_checkpoint": True, "save_freq_in_epoch": 2, "export_safetensors": False}
+    conversion = of({"train": {"train_policy": {"type": "grpo"}, "ckpt": ckpt}})
+    (entry,) = entries(conversion, "train.ckpt.enable_checkpoint")
+    assert (entry.kind, entry.target) == ("translated", "trainer.ckpt_interval_epochs")
+
+
+def test_fine_tuning_on_no_replica_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"policy\.parallelism\.n_init_replicas: expected at least 1, found 0"):
+        of({"train": {"train_policy": {"type": "sft"}}, "policy": {"parallelism": {"n_init_replicas": 0}}})
+
+
+def test_the_reference_is_spread_as_the_policy() -> None:
+    parallelism = {"tp_size": 2, "pp_size": 2, "ep_size": 1, "pp_schedule": "Interleaved1F1B", "dp_shard_size": 1}
+    conversion = of(
+        {"policy": {"parallelism": parallelism}, "train": {"train_policy": {"type": "grpo", "kl_beta": 0.1}}}
+    )
+    policy, ref = (
+        {path.rpartition(".")[2]: value for path, value in conversion.values.items() if path.startswith(section)}
+        for section in ("trainer.policy.megatron_config.", "trainer.ref.megatron_config.")
+    )
+    assert ref.items() <= policy.items()
+    assert policy.keys() - ref.keys() == {"pipeline_dynamic_shape"}  # a choice of each model
+    assert ref["pipeline_schedule"] == "Interleaved1F1B"

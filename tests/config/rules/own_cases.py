@@ -1,0 +1,390 @@
+"""Combinations that Cosmos-RL refuses, and those of rules that only hpcrl has."""
+
+from __future__ import annotations
+
+from tests.config.rules.skyrl_cases import (
+    ALGORITHM,
+    CORRECTION,
+    DIFFUSERS,
+    DISTILLATION,
+    ENGINE,
+    FOUR_GPUS,
+    GYM,
+    LORA,
+    NO_KL,
+    OPTIMIZER,
+    PLACEMENT,
+    SERVICE,
+    Case,
+)
+
+# spec/cosmos, section 14 and the rules of its schema, where they apply here.
+COSMOS = [
+    Case(
+        "strictly on-policy training gets weights at each step",
+        {"trainer.fully_async.sync_weight_interval": 2},
+        "trainer.fully_async.max_staleness_steps", "expected at least 1, because engines get weights every 2 steps",
+        {"trainer.fully_async.sync_weight_interval": 2, "trainer.fully_async.max_staleness_steps": 1},
+    ),
+    Case(
+        "rollout log-probabilities as the old policy exclude a correction between the two",
+        {f"{ALGORITHM}.use_rollout_logprobs_for_loss": True, f"{CORRECTION}.tis_ratio_type": "token"},
+        f"{CORRECTION}.tis_ratio_type", "leave one of them out",
+        {f"{CORRECTION}.tis_ratio_type": "token"},
+    ),
+    Case(
+        "dropped tokens belong to weights of tokens",
+        {f"{CORRECTION}.token_tis_ratio_drop_high": 2.0}, f"{CORRECTION}.token_tis_ratio_drop_high", 'tis_ratio_type="token"; set it',
+        {f"{CORRECTION}.token_tis_ratio_drop_high": 2.0, f"{CORRECTION}.tis_ratio_type": "token"},
+    ),
+    Case(
+        "asynchronous tensor parallelism needs compilation",
+        {"trainer.policy.async_tensor_parallel": True}, "trainer.policy.async_tensor_parallel", "needs trainer.policy.compile_model=true",
+        {"trainer.policy.async_tensor_parallel": True, "trainer.policy.compile_model": True},
+    ),
+    Case(
+        "LoRA is not compiled",
+        {f"{LORA}.rank": 8, "trainer.policy.compile_model": True}, "trainer.policy.compile_model", "set it to false",
+        {f"{LORA}.rank": 8},
+    ),
+    Case(
+        "beside adapters the map only freezes",
+        {f"{LORA}.rank": 8, "trainer.policy.trainable_map": {"lm_head": True}},
+        "trainer.policy.trainable_map.lm_head", "trainer.policy.model.lora.modules_to_save",
+        {f"{LORA}.rank": 8, "trainer.policy.trainable_map": {"lm_head": False}},
+    ),
+    Case(
+        "S3 needs a bucket",
+        {"trainer.upload.s3": "all"}, "trainer.upload.s3_bucket", "required with trainer.upload.s3",
+        {"trainer.upload.s3": "all", "trainer.upload.s3_bucket": "b"},
+    ),
+    Case(
+        "the hub needs a repository",
+        {"trainer.upload.hf": True}, "trainer.upload.hf_repo_name", "required with trainer.upload.hf",
+        {"trainer.upload.hf": True, "trainer.upload.hf_repo_name": "me/model"},
+    ),
+    Case(
+        "prefetching needs workers",
+        {"data.prefetch_factor": 4}, "data.prefetch_factor", "leave it out, or set both",
+        {"data.prefetch_factor": 4, "data.num_workers": 1},
+    ),
+    Case(
+        "one reset of the reference is enough",
+        {f"{ALGORITHM}.reference_reset_interval": 5, "trainer.update_ref_every_epoch": True},
+        "trainer.update_ref_every_epoch", "leave one of them out",
+        {f"{ALGORITHM}.reference_reset_interval": 5},
+    ),
+    Case(
+        "only a divergence in the loss has a gradient",
+        {f"{ALGORITHM}.kl_importance_weighted": True, **NO_KL, f"{ALGORITHM}.use_kl_in_reward": True},
+        f"{ALGORITHM}.kl_importance_weighted", "has no effect without trainer.algorithm.use_kl_loss",
+        {f"{ALGORITHM}.kl_importance_weighted": True},
+    ),
+    Case(
+        "an optimizer is only reset with the reference",
+        {f"{ALGORITHM}.reset_optimizer_with_reference": False},
+        f"{ALGORITHM}.reset_optimizer_with_reference", "has no effect without trainer.algorithm.reference_reset_interval",
+        {f"{ALGORITHM}.reset_optimizer_with_reference": False, f"{ALGORITHM}.reference_reset_interval": 5},
+    ),
+    Case(
+        "a reset needs a reference",
+        {f"{ALGORITHM}.reference_reset_interval": 5, **NO_KL},
+        f"{ALGORITHM}.reference_reset_interval", "set one of them, or leave this out",
+        {f"{ALGORITHM}.reference_reset_interval": 5, **NO_KL, f"{ALGORITHM}.use_kl_in_reward": True},
+    ),
+    Case(
+        "the constant divisor belongs to one reduction",
+        {f"{ALGORITHM}.unbiased_loss_max_tokens": 99}, f"{ALGORITHM}.unbiased_loss_max_tokens", "set seq_mean_token_mean or leave it out",
+        {f"{ALGORITHM}.unbiased_loss_max_tokens": 99, f"{ALGORITHM}.loss_reduction": "seq_mean_token_mean"},
+    ),
+    Case(
+        "distillation needs a teacher",
+        {f"{DISTILLATION}.enable": True}, f"{DISTILLATION}.model_path", "required with trainer.distillation.enable",
+        {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"},
+    ),
+    Case(
+        "the solvers of ODEs need deterministic sampling",
+        {f"{DIFFUSERS}.enable": True}, f"{DIFFUSERS}.sample.deterministic_sampling", "set it to true",
+        {f"{DIFFUSERS}.enable": True, f"{DIFFUSERS}.sample.solver": "flow"},
+    ),
+    Case(
+        "one low precision at a time",
+        {"trainer.policy.low_precision.fp8": True, "trainer.policy.low_precision.fp4": True},
+        "trainer.policy.low_precision.fp4", "set one of them to false",
+        {"trainer.policy.low_precision.fp8": True},
+    ),
+    Case(
+        "a reward service is asked for something",
+        {"environment.remote_reward.enable": True}, "environment.remote_reward.reward_function", "with their weights",
+        {"environment.remote_reward.enable": True, "environment.remote_reward.reward_function": {"ocr": 1.0}},
+    ),
+    Case(
+        "warm-up is given once",
+        {f"{OPTIMIZER}.warmup_ratio": 0.1, f"{OPTIMIZER}.num_warmup_steps": 5}, f"{OPTIMIZER}.warmup_ratio", "set num_warmup_steps=0",
+        {f"{OPTIMIZER}.warmup_ratio": 0.1},
+    ),
+    Case(
+        "warm-up and decay fit into the steps",
+        {f"{OPTIMIZER}.scheduler": "linear", f"{OPTIMIZER}.warmup_ratio": 0.6, f"{OPTIMIZER}.decay_ratio": 0.5},
+        f"{OPTIMIZER}.decay_ratio", "lower one of them",
+        {f"{OPTIMIZER}.scheduler": "linear", f"{OPTIMIZER}.warmup_ratio": 0.5, f"{OPTIMIZER}.decay_ratio": 0.5},
+    ),
+    Case(
+        "evaluation has one source",
+        {"data.test_size": 0.1}, "data.test_size", "leave one of them out",
+        {"data.test_size": 0.1, "data.val_data": []},
+    ),
+]  # fmt: skip
+
+
+OURS = [
+    Case("training needs data", {"data.train_data": []}, "data.train_data", "expected at least one dataset", {}),
+    Case(
+        "evaluation needs data",
+        {"data.val_data": []}, "trainer.eval_interval", "name a dataset there or set trainer.eval_interval=0",
+        {"data.val_data": [], "trainer.eval_interval": 0},
+    ),
+    Case(
+        "prompts set aside are a share or a number",
+        {"data.test_size": 1.5, "data.val_data": []}, "data.test_size", "expected a share below 1 or a whole number of prompts",
+        {"data.test_size": 2, "data.val_data": []},
+    ),
+    Case(
+        "a seed belongs to an order",
+        {"data.shuffle": False, "data.shuffle_seed": 1}, "data.shuffle_seed", "leave it out, or set data.shuffle=true",
+        {"data.shuffle": True, "data.shuffle_seed": 1},
+    ),
+    Case(
+        "prompt and answer are two columns",
+        {"data.response_column": "prompt"}, "data.response_column", "expected another column than data.prompt_column",
+        {"data.response_column": "answer"},
+    ),
+    Case(
+        "sampling parameters have one place",
+        {"generator.sampling_params.additional_kwargs": {"top_k": 3}},
+        "generator.sampling_params.additional_kwargs.top_k", "set generator.sampling_params.top_k instead",
+        {"generator.sampling_params.additional_kwargs": {"length_penalty": 1.0}},
+    ),
+    Case(
+        "sampling parameters that are hpcrl's",
+        {"generator.eval_sampling_params.additional_kwargs": {"n": 3}},
+        "generator.eval_sampling_params.additional_kwargs.n", "hpcrl sets this sampling parameter itself",
+        {"generator.eval_sampling_params.additional_kwargs": {"length_penalty": 1.0}},
+    ),
+    Case(
+        "a path is for resuming from it",
+        {"trainer.resume_path": "/c"}, "trainer.resume_path", 'set trainer.resume_mode="from_path" or leave it out',
+        {"trainer.resume_path": "/c", "trainer.resume_mode": "from_path"},
+    ),
+    Case(
+        "bounds of tokens come in pairs",
+        {f"{CORRECTION}.token_mask_is_threshold_low": 0.5}, f"{CORRECTION}.token_mask_is_threshold_high", "set both or none",
+        {f"{CORRECTION}.token_mask_is_threshold_low": 0.5, f"{CORRECTION}.token_mask_is_threshold_high": 2.0},
+    ),
+    Case(
+        "bounds of ratios have an order",
+        {f"{CORRECTION}.geo_mask_low": 1.02}, f"{CORRECTION}.geo_mask_low", "expected at most geo_mask_high (1.01), found 1.02",
+        {f"{CORRECTION}.geo_mask_low": 1.01},
+    ),
+    Case(
+        "dppo has its own importance ratio",
+        {f"{CORRECTION}.tis_ratio_type": "token", f"{ALGORITHM}.policy_loss_type": "dppo"},
+        f"{CORRECTION}.tis_ratio_type", "the ratio to the rollout already",
+        {f"{CORRECTION}.sequence_mask_metric": "geometric", f"{ALGORITHM}.policy_loss_type": "dppo"},
+    ),
+    Case(
+        "bounds of advantages have an order",
+        {f"{ALGORITHM}.advantage_clip_low": 1.0, f"{ALGORITHM}.advantage_clip_high": -1.0},
+        f"{ALGORITHM}.advantage_clip_low", "expected at most advantage_clip_high (-1.0)",
+        {f"{ALGORITHM}.advantage_clip_low": -1.0, f"{ALGORITHM}.advantage_clip_high": 1.0},
+    ),
+    Case(
+        "bounds of covariances have an order",
+        {f"{ALGORITHM}.clip_cov.clip_cov_lb": 5.0}, f"{ALGORITHM}.clip_cov.clip_cov_lb", "expected less than clip_cov_ub (5.0)",
+        {f"{ALGORITHM}.clip_cov.clip_cov_lb": 4.0},
+    ),
+    Case(
+        "bounds of rewards have an order",
+        {**SERVICE, "environment.remote_reward.clip_min": 6.0}, "environment.remote_reward.clip_min", "expected at most clip_max (5.0)",
+        {**SERVICE, "environment.remote_reward.clip_min": 5.0},
+    ),
+    Case(
+        "settings of a service that is not asked",
+        {"environment.remote_reward.scale": 2.0}, "environment.remote_reward.scale", "has no effect without environment.remote_reward.enable",
+        {**SERVICE, "environment.remote_reward.scale": 2.0},
+    ),
+    Case(
+        "a service that pays nothing",
+        {**SERVICE, "environment.remote_reward.reward_function": {"ocr": 0.0}}, "environment.remote_reward.reward_function", "every weight is 0",
+        {**SERVICE, "environment.remote_reward.reward_function": {"ocr": 1.0, "taste": 0.0}},
+    ),
+    Case(
+        "a service and named rewards",
+        {**SERVICE, "environment.reward_function": {"gsm8k": 1.0}}, "environment.reward_function", "leave one of them out",
+        {**SERVICE, "environment.eval_reward_function": {"gsm8k": 1.0}},
+    ),
+    Case(
+        "a service and an environment",
+        {**SERVICE, "environment.env_class": "search"}, "environment.env_class", "a service scores instead",
+        SERVICE,
+    ),
+    Case(
+        "a metric that no function of the service reports",
+        {**SERVICE, f"{ALGORITHM}.filter_reward_metric": ["taste"]},
+        f"{ALGORITHM}.filter_reward_metric", '"taste" is not in environment.remote_reward.reward_function, whose rewards are ocr',
+        {**SERVICE, f"{ALGORITHM}.filter_reward_metric": ["ocr"]},
+    ),
+    Case(
+        "text2sql has databases",
+        {"environment.env_class": "text2sql"}, f"{GYM}.text2sql.db_path", "required by text2sql",
+        {"environment.env_class": "text2sql", f"{GYM}.text2sql.db_path": "/sql"},
+    ),
+    Case(
+        "a judge has a name",
+        {"environment.env_class": "llm_as_a_judge"}, f"{GYM}.llm_as_a_judge.model", "required by llm_as_a_judge",
+        {"environment.env_class": "llm_as_a_judge", f"{GYM}.llm_as_a_judge.model": "j"},
+    ),
+    Case(
+        "a judge has an address",
+        {f"{GYM}.llm_as_a_judge.base_url": "host:8000/v1"}, f"{GYM}.llm_as_a_judge.base_url", 'found "host:8000/v1"',
+        {f"{GYM}.llm_as_a_judge.base_url": "http://host:8000/v1"},
+    ),
+    Case(
+        "a search service has an address",
+        {f"{GYM}.search.search_url": "bm25:docs.jsonl"}, f"{GYM}.search.search_url", "expected an address such as",
+        {f"{GYM}.search.search_url": "https://host/retrieve"},
+    ),
+    Case(
+        "documents are searched in one place",
+        {f"{GYM}.search.search_url": "http://host/retrieve", f"{GYM}.search.corpus": "/docs.jsonl"}, f"{GYM}.search.corpus", "leave one of them out",
+        {f"{GYM}.search.corpus": "/docs.jsonl"},
+    ),
+    Case(
+        "a pass of the engine holds all its sequences",
+        {f"{ENGINE}.max_num_seqs": 9000}, f"{ENGINE}.max_num_batched_tokens", f"expected at least {ENGINE}.max_num_seqs (9000)",
+        {f"{ENGINE}.max_num_seqs": 8192},
+    ),
+    Case(
+        "engine options have one place",
+        {f"{ENGINE}.engine_init_kwargs": {"enforce-eager": True}},
+        f"{ENGINE}.engine_init_kwargs.enforce-eager", f"set {ENGINE}.enforce_eager instead",
+        {f"{ENGINE}.engine_init_kwargs": {"swap-space": 1}},
+    ),
+    Case(
+        "entries of config.json for the engine are a table",
+        {f"{ENGINE}.engine_init_kwargs": {"hf_overrides": "{}"}},
+        f"{ENGINE}.engine_init_kwargs.hf_overrides", "expected a table",
+        {f"{ENGINE}.engine_init_kwargs": {"hf_overrides": {"a": 1}}},
+    ),
+    Case(
+        "engine options that are hpcrl's",
+        {f"{ENGINE}.engine_init_kwargs": {"port": 80}}, f"{ENGINE}.engine_init_kwargs.port", "hpcrl sets this option",
+        {f"{ENGINE}.engine_init_kwargs": {"swap-space": 1}},
+    ),
+    Case(
+        "ranks have GPUs",
+        {**FOUR_GPUS, "slurm.gpus_per_node": 2}, f"{PLACEMENT}.policy_num_gpus_per_node", "but a node has 2 GPUs",
+        {**FOUR_GPUS, "slurm.gpus_per_node": 4},
+    ),
+    Case(
+        "a replica fits into a node",
+        {"slurm.gpus_per_node": 2, f"{ENGINE}.tensor_parallel_size": 4}, f"{ENGINE}.tensor_parallel_size", "a replica needs 4 GPUs",
+        {"slurm.gpus_per_node": 4, f"{ENGINE}.tensor_parallel_size": 4},
+    ),
+    Case(
+        "replicas fit into a node",
+        {"slurm.gpus_per_node": 4, f"{ENGINE}.tensor_parallel_size": 2, "slurm.replicas_per_node": 3},
+        "slurm.replicas_per_node", "3 replicas need 6 GPUs",
+        {"slurm.gpus_per_node": 4, f"{ENGINE}.tensor_parallel_size": 2, "slurm.replicas_per_node": 2},
+    ),
+    Case(
+        "as many replicas as are the least",
+        {"slurm.min_replicas": 3, f"{ENGINE}.num_engines": 2}, "slurm.min_replicas", "expected at most 2, ",
+        {"slurm.min_replicas": 2, f"{ENGINE}.num_engines": 2},
+    ),
+    Case(
+        "replicas of the run's own or elastic ones",
+        {f"{ENGINE}.num_engines": 0}, f"{ENGINE}.num_engines", "or replicas of an elastic pool",
+        {f"{ENGINE}.num_engines": 0, "slurm.elastic.replicas": 2, "slurm.min_replicas": 2},
+    ),
+    Case(
+        "sbatch options of the pool have one place",
+        {"slurm.elastic.extra": {"mem": "4G"}}, "slurm.elastic.extra.mem", "set slurm.elastic.mem_gb instead",
+        {"slurm.elastic.extra": {"exclusive": True}},
+    ),
+    Case(
+        "sbatch options of the pool that are hpcrl's",
+        {"slurm.elastic.extra": {"gpus-per-node": 1}}, "slurm.elastic.extra.gpus-per-node", "hpcrl sets this option of sbatch itself",
+        {"slurm.elastic.extra": {"reservation": "x"}},
+    ),
+    Case(
+        "FlashInfer needs GPUs",
+        {f"{ENGINE}.use_flashinfer": True}, f"{ENGINE}.use_flashinfer", "set it to false",
+        {f"{ENGINE}.use_flashinfer": True, "slurm.gpus_per_node": 1},
+    ),
+    Case(
+        "a run that is told to leave has done something before",
+        {"slurm.signal_seconds": 200, "slurm.time_minutes": 5}, "slurm.signal_seconds", "at most half of slurm.time_minutes (150 s), found 200",
+        {"slurm.signal_seconds": 200, "slurm.time_minutes": 10},
+    ),
+    Case(
+        "sbatch options have one place",
+        {"slurm.extra": {"cpus-per-task": 4}}, "slurm.extra.cpus-per-task", "set slurm.cpus_per_task instead",
+        {"slurm.extra": {"licenses": "x"}},
+    ),
+    Case(
+        "sbatch options that are hpcrl's",
+        {"slurm.extra": {"array": "0-3"}}, "slurm.extra.array", "hpcrl sets this option of sbatch itself",
+        {"slurm.extra": {"licenses": "x"}},
+    ),
+    Case(
+        "rewards are known",
+        {"environment.reward_function": {"boxed_meth": 1.0}}, "environment.reward_function", 'found "boxed_meth"; did you mean boxed_math?',
+        {"environment.reward_function": {"boxed_math": 1.0, "format": 0.0, "mine.rewards:taste": -0.5}},
+    ),
+    Case(
+        "rewards of evaluation are known",
+        {"environment.eval_reward_function": {"chess": 1.0}}, "environment.eval_reward_function", "expected names of single_choice, ",
+        {"environment.eval_reward_function": {"gsm8k": 1.0}},
+    ),
+    Case(
+        "a reward counts",
+        {"environment.reward_function": {"gsm8k": 0.0, "format": 0.0}}, "environment.reward_function", "every weight is 0",
+        {"environment.reward_function": {"gsm8k": 1.0, "format": 0.0}},
+    ),
+    Case(
+        "what filters is among the rewards",
+        {"environment.reward_function": {"gsm8k": 1.0}, f"{ALGORITHM}.filter_reward_metric": ["format"]},
+        f"{ALGORITHM}.filter_reward_metric", '"format" is not in environment.reward_function, whose rewards are gsm8k',
+        {"environment.reward_function": {"gsm8k": 1.0, "format": 0.0}, f"{ALGORITHM}.filter_reward_metric": ["format"]},
+    ),
+    Case(
+        "an environment or rewards pay",
+        {"environment.reward_function": {"gsm8k": 1.0}, "environment.env_class": "mine.envs:Mine"},
+        "environment.env_class", "so that mine.envs:Mine has no effect",
+        {"environment.eval_reward_function": {"gsm8k": 1.0}, "environment.env_class": "mine.envs:Mine"},
+    ),
+    Case(
+        "the overlong penalty is listed",
+        {"environment.overlong_reward.penalty_factor": 0.5}, "environment.overlong_reward.penalty_factor", "list it there",
+        {
+            "environment.overlong_reward": {"penalty_factor": 0.5, "buffer_length": 1024},
+            "environment.reward_function": {"gsm8k": 1.0, "overlong": 1.0},
+        },
+    ),
+    Case(
+        "the buffer of the overlong penalty is within the longest response",
+        {"environment.reward_function": {"overlong": 1.0}}, "environment.overlong_reward.buffer_length",
+        "expected at most the longest response (generator.sampling_params.max_generate_length = 1024), found 4096",
+        {"environment.reward_function": {"overlong": 1.0}, "generator.sampling_params.max_generate_length": 4096},
+    ),
+    Case(
+        "the buffer of the overlong penalty is within the longest response of evaluation",
+        {
+            "environment.eval_reward_function": {"overlong": 1.0}, "environment.overlong_reward.buffer_length": 512,
+            "generator.eval_sampling_params.max_generate_length": 300,
+        },
+        "environment.overlong_reward.buffer_length", "generator.eval_sampling_params.max_generate_length = 300",
+        {"environment.eval_reward_function": {"overlong": 1.0}, "environment.overlong_reward.buffer_length": 512},
+    ),
+]  # fmt: skip

@@ -1,0 +1,300 @@
+"""Combinations that SkyRL refuses, where they apply here; what the cases of rules are made of."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+BASE = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
+ALGORITHM = "trainer.algorithm"
+CORRECTION = "trainer.algorithm.off_policy_correction"
+DIFFUSERS = "trainer.policy.diffusers"
+DISTILLATION = "trainer.distillation"
+ENGINE = "generator.inference_engine"
+LORA = "trainer.policy.model.lora"
+MEGATRON = "trainer.policy.megatron_config"
+OPTIMIZER = "trainer.policy.optimizer_config"
+PLACEMENT = "trainer.placement"
+CRITIC = {"trainer.critic.model.path": "c"}
+FOUR_GPUS = {f"{PLACEMENT}.policy_num_gpus_per_node": 4}
+COLOCATED = {f"{PLACEMENT}.colocate_all": True}
+GYM = "environment.skyrl_gym"
+SERVICE = {"environment.remote_reward.enable": True, "environment.remote_reward.reward_function": {"ocr": 1.0}}
+NO_KL = {f"{ALGORITHM}.use_kl_loss": False}
+STEP_WISE = {"generator.step_wise_trajectories": True, "generator.max_turns": 3}
+MEGATRON_4 = {**FOUR_GPUS, **NO_KL, "trainer.strategy": "megatron"}
+
+
+class Case(NamedTuple):
+    """A combination that a rule refuses, where, with which words, and one nearby that it does not refuse."""
+
+    rule: str
+    wrong: dict[str, Any]
+    path: str
+    words: str
+    right: dict[str, Any]
+
+
+# spec/skyrl, section 8: what construction and validation refuse, where it applies here.
+SKYRL = [
+    Case(
+        "the train batch is a multiple of the policy's mini-batch",
+        {"trainer.train_batch_size": 100, "trainer.policy_mini_batch_size": 16},
+        "trainer.train_batch_size", "expected a multiple of trainer.policy_mini_batch_size (16), found 100",
+        {"trainer.train_batch_size": 96, "trainer.policy_mini_batch_size": 16},
+    ),
+    Case(
+        "the train batch is not smaller than the mini-batch",
+        {"trainer.train_batch_size": 160, "trainer.policy_mini_batch_size": 320},
+        "trainer.train_batch_size", "expected a multiple of trainer.policy_mini_batch_size (320), found 160",
+        {"trainer.train_batch_size": 320, "trainer.policy_mini_batch_size": 320},
+    ),
+    Case(
+        "the train batch is a multiple of the critic's mini-batch",
+        {"trainer.critic_mini_batch_size": 7, **CRITIC},
+        "trainer.train_batch_size", "expected a multiple of trainer.critic_mini_batch_size (7), found 1024",
+        {"trainer.critic_mini_batch_size": 7},
+    ),
+    Case(
+        "mini-batch times samples is shared equally by the ranks, which SkyRL forgets",
+        {**FOUR_GPUS, "trainer.policy_mini_batch_size": 2, "generator.n_samples_per_prompt": 3},
+        "trainer.policy_mini_batch_size", "make the product a multiple of 4",
+        {**FOUR_GPUS, "trainer.policy_mini_batch_size": 2, "generator.n_samples_per_prompt": 2},
+    ),
+    Case(
+        "ranks that share a sample get one share",
+        {**FOUR_GPUS, "trainer.policy.sequence_parallel_size": 2, "trainer.policy_mini_batch_size": 1},
+        "trainer.policy_mini_batch_size", "make the product a multiple of 2",
+        {**FOUR_GPUS, "trainer.policy.sequence_parallel_size": 4, "trainer.policy_mini_batch_size": 1},
+    ),
+    Case(
+        "the critic's mini-batch is shared equally by the critic's ranks",
+        {**CRITIC, f"{PLACEMENT}.critic_num_gpus_per_node": 3},
+        "trainer.critic_mini_batch_size", "make the product a multiple of 3",
+        {**CRITIC, f"{PLACEMENT}.critic_num_gpus_per_node": 5},
+    ),
+    Case(
+        "samples suffice for the least common multiple of policy and reference ranks",
+        {
+            **FOUR_GPUS, f"{PLACEMENT}.ref_num_gpus_per_node": 6, f"{PLACEMENT}.colocate_policy_ref": False,
+            "trainer.train_batch_size": 4, "trainer.policy_mini_batch_size": 4, "generator.n_samples_per_prompt": 1,
+        },
+        "trainer.train_batch_size", "fewer than 12",
+        {
+            **FOUR_GPUS, f"{PLACEMENT}.ref_num_gpus_per_node": 6, f"{PLACEMENT}.colocate_policy_ref": False, **NO_KL,
+            "trainer.train_batch_size": 4, "trainer.policy_mini_batch_size": 4, "generator.n_samples_per_prompt": 1,
+        },
+    ),
+    Case(
+        "Ulysses divides the ranks",
+        {**FOUR_GPUS, "trainer.policy.sequence_parallel_size": 3},
+        "trainer.policy.sequence_parallel_size", "make the ranks a multiple of it",
+        {**FOUR_GPUS, "trainer.policy.sequence_parallel_size": 2},
+    ),
+    Case(
+        "Ulysses of the reference divides its ranks",
+        {"trainer.ref.sequence_parallel_size": 2},
+        "trainer.ref.sequence_parallel_size", "does not divide the 1 ranks",
+        {"trainer.ref.sequence_parallel_size": 2, **NO_KL},
+    ),
+    Case(
+        "tensor, pipeline and context parallel sizes divide the ranks",
+        {**MEGATRON_4, f"{MEGATRON}.tensor_model_parallel_size": 2, f"{MEGATRON}.pipeline_model_parallel_size": 3},
+        MEGATRON, "2 (tensor) x 3 (pipeline) x 1 (context) = 6 ranks share each sample, which does not divide the 4 ranks",
+        {**MEGATRON_4, f"{MEGATRON}.tensor_model_parallel_size": 2, f"{MEGATRON}.pipeline_model_parallel_size": 2},
+    ),
+    Case(
+        "gae needs a critic",
+        {f"{ALGORITHM}.advantage_estimator": "gae"},
+        "trainer.critic.model.path", "required with trainer.algorithm.advantage_estimator=gae",
+        {f"{ALGORITHM}.advantage_estimator": "gae", **CRITIC},
+    ),
+    Case(
+        "the critic's output layer has a name that a part of a model can have",
+        {f"{ALGORITHM}.value_head_prefix": "value.head"},
+        f"{ALGORITHM}.value_head_prefix", 'expected a name of letters, digits and underscores, found "value.head"',
+        {f"{ALGORITHM}.value_head_prefix": "score_2"},
+    ),
+    Case(
+        "KL in the loss and in the reward exclude each other",
+        {f"{ALGORITHM}.use_kl_in_reward": True},
+        f"{ALGORITHM}.use_kl_in_reward", "set trainer.algorithm.use_kl_loss=false",
+        {f"{ALGORITHM}.use_kl_in_reward": True, **NO_KL},
+    ),
+    Case(
+        "only a divergence in the reward has an adaptive weight",
+        {f"{ALGORITHM}.kl_ctrl.type": "adaptive"},
+        f"{ALGORITHM}.kl_ctrl.type", "has no effect without trainer.algorithm.use_kl_in_reward",
+        {f"{ALGORITHM}.kl_ctrl.type": "adaptive", f"{ALGORITHM}.use_kl_in_reward": True, **NO_KL},
+    ),
+    Case(
+        "FSDP1 cannot offload what it trains",
+        {"trainer.strategy": "fsdp", "trainer.policy.fsdp_config.cpu_offload": True},
+        "trainer.policy.fsdp_config.cpu_offload", "use trainer.strategy=fsdp2",
+        {"trainer.strategy": "fsdp", "trainer.ref.fsdp_config.cpu_offload": True},
+    ),
+    Case(
+        "checkpoints are kept",
+        {"trainer.max_ckpts_to_keep": 0}, "trainer.max_ckpts_to_keep", "trainer.ckpt_interval=0 writes none",
+        {"trainer.max_ckpts_to_keep": -1},
+    ),
+    Case(
+        "where all checkpoints are kept, some more cannot be",
+        {"trainer.ckpt_keep_every": 100}, "trainer.ckpt_keep_every", "set trainer.max_ckpts_to_keep",
+        {"trainer.ckpt_keep_every": 100, "trainer.max_ckpts_to_keep": 3},
+    ),
+    Case(
+        "where all checkpoints are kept, the best one is",
+        {"trainer.ckpt_keep_best": "reward"}, "trainer.ckpt_keep_best", "set trainer.max_ckpts_to_keep",
+        {"trainer.ckpt_keep_best": "reward", "trainer.max_ckpts_to_keep": 3},
+    ),
+    Case(
+        "the best checkpoint has a score",
+        {"trainer.ckpt_keep_best": "eval/all/avg_score", "trainer.max_ckpts_to_keep": 3, "trainer.eval_interval": 0},
+        "trainer.ckpt_keep_best", "nothing is evaluated with trainer.eval_interval=0",
+        {"trainer.ckpt_keep_best": "eval/all/avg_score", "trainer.max_ckpts_to_keep": 3, "trainer.eval_interval": 5},
+    ),
+    Case(
+        "which value is the best is asked of a metric",
+        {"trainer.ckpt_keep_best_mode": "min"}, "trainer.ckpt_keep_best_mode", "no effect without trainer.ckpt_keep_best",
+        {"trainer.ckpt_keep_best_mode": "min", "trainer.ckpt_keep_best": "loss", "trainer.max_ckpts_to_keep": 3},
+    ),
+    Case(
+        "the advantage estimator is known",
+        {f"{ALGORITHM}.advantage_estimator": "grop"}, f"{ALGORITHM}.advantage_estimator", "did you mean grpo?",
+        {f"{ALGORITHM}.advantage_estimator": "mine.advantages:better"},
+    ),
+    Case(
+        "the policy loss is known",
+        {f"{ALGORITHM}.policy_loss_type": "nope"}, f"{ALGORITHM}.policy_loss_type", '"package.module:function"',
+        {f"{ALGORITHM}.policy_loss_type": "mine:loss"},
+    ),
+    Case(
+        "colocated engines use the trainer's GPUs, all of them",
+        {**COLOCATED, f"{ENGINE}.num_engines": 2},
+        f"{PLACEMENT}.colocate_all", "the engines use 2 GPUs",
+        {**COLOCATED, **FOUR_GPUS, f"{ENGINE}.num_engines": 2, f"{ENGINE}.tensor_parallel_size": 2},
+    ),
+    Case(
+        "a colocated critic has the policy's GPUs",
+        {**COLOCATED, **CRITIC, f"{PLACEMENT}.critic_num_gpus_per_node": 2},
+        f"{PLACEMENT}.critic_num_gpus_per_node", "leave it out or set trainer.placement.colocate_all=false",
+        {**CRITIC, f"{PLACEMENT}.critic_num_gpus_per_node": 2},
+    ),
+    Case(
+        "a colocated reference has the policy's GPUs, though not by choice",
+        {**COLOCATED, f"{PLACEMENT}.colocate_policy_ref": False, f"{PLACEMENT}.ref_num_nodes": 2},
+        f"{PLACEMENT}.ref_num_nodes", "trainer.placement.colocate_all=false",
+        {f"{PLACEMENT}.colocate_policy_ref": False, f"{PLACEMENT}.ref_num_nodes": 2},
+    ),
+    Case(
+        "a reference that shares the policy's GPUs has as many",
+        {f"{PLACEMENT}.ref_num_gpus_per_node": 2},
+        f"{PLACEMENT}.ref_num_gpus_per_node", "set trainer.placement.colocate_policy_ref=false",
+        {f"{PLACEMENT}.ref_num_gpus_per_node": 2, **NO_KL},
+    ),
+    Case(
+        "with one turn the longest input is the longest prompt",
+        {"generator.max_input_length": 1024}, "generator.max_input_length", "expected trainer.max_prompt_length (512)",
+        {"generator.max_input_length": 1024, "generator.max_turns": 3},
+    ),
+    Case(
+        "with several turns the longest input is no shorter than the longest prompt",
+        {"generator.max_input_length": 77, "generator.max_turns": 3},
+        "generator.max_input_length", "expected at least trainer.max_prompt_length (512), found 77",
+        {"generator.max_input_length": 512, "generator.max_turns": 3},
+    ),
+    Case(
+        "rewards by name pay after one turn",
+        {"generator.max_turns": 3, "environment.reward_function.format": 1.0},
+        "generator.max_turns", "no effect with environment.reward_function",
+        {"generator.max_turns": 1, "environment.reward_function.format": 1.0},
+    ),
+    Case(
+        "experts are shared by all ranks of a replica",
+        {f"{ENGINE}.expert_parallel_size": 2}, f"{ENGINE}.expert_parallel_size", "expected 1 or data_parallel_size x tensor_parallel_size",
+        {f"{ENGINE}.expert_parallel_size": 4, f"{ENGINE}.data_parallel_size": 2, f"{ENGINE}.tensor_parallel_size": 2},
+    ),
+    Case(
+        "Megatron's types and shares are its own",
+        {"trainer.strategy": "megatron", "trainer.policy.fsdp_config.mixed_precision.param_dtype": "fp32"},
+        "trainer.policy.fsdp_config", "see trainer.policy.megatron_config, whose dtype",
+        {"trainer.strategy": "megatron", f"{MEGATRON}.dtype": "fp32"},
+    ),
+    Case(
+        "Megatron shares samples by context parallelism",
+        {**MEGATRON_4, "trainer.policy.sequence_parallel_size": 2},
+        "trainer.policy.sequence_parallel_size", "see trainer.policy.megatron_config.context_parallel_size",
+        {**MEGATRON_4, f"{MEGATRON}.context_parallel_size": 2},
+    ),
+    Case(
+        "Megatron packs",
+        {"trainer.strategy": "megatron", "trainer.use_sample_packing": False},
+        "trainer.use_sample_packing", "samples are always packed",
+        {"trainer.use_sample_packing": False},
+    ),
+    Case(
+        "FSDP2 has no layouts",
+        {**FOUR_GPUS, f"{MEGATRON}.tensor_model_parallel_size": 2},
+        MEGATRON, "no effect with trainer.strategy=fsdp2",
+        {**MEGATRON_4, f"{MEGATRON}.tensor_model_parallel_size": 2},
+    ),
+    Case(
+        "asynchronous training is not colocated",
+        {**COLOCATED, "trainer.fully_async.max_staleness_steps": 1},
+        f"{PLACEMENT}.colocate_all", "trainer.fully_async.max_staleness_steps must be 0",
+        {"trainer.fully_async.max_staleness_steps": 1},
+    ),
+    Case(
+        "no more groups are generated than staleness allows",
+        {"trainer.fully_async.max_staleness_steps": 1, "trainer.fully_async.num_parallel_generation_workers": 2049},
+        "trainer.fully_async.num_parallel_generation_workers", "expected from 1024 (trainer.train_batch_size) to 2048",
+        {"trainer.fully_async.max_staleness_steps": 1, "trainer.fully_async.num_parallel_generation_workers": 2048},
+    ),
+    Case(
+        "surplus groups are generated beside those that staleness allows",
+        {"trainer.fully_async.oversampling_ratio": 1.25, "trainer.fully_async.num_parallel_generation_workers": 1281},
+        "trainer.fully_async.num_parallel_generation_workers", "to 1280 (times max_staleness_steps + 1, and 256 of oversampling_ratio)",
+        {"trainer.fully_async.oversampling_ratio": 1.25, "trainer.fully_async.num_parallel_generation_workers": 1280},
+    ),
+    Case(
+        "resuming from a path needs the path",
+        {"trainer.resume_mode": "from_path"}, "trainer.resume_path", 'required with trainer.resume_mode="from_path"',
+        {"trainer.resume_mode": "from_path", "trainer.resume_path": "/c"},
+    ),
+    Case(
+        "a template file needs a path",
+        {"generator.chat_template.source": "file"}, "generator.chat_template.name_or_path", "a Jinja file",
+        {"generator.chat_template.source": "file", "generator.chat_template.name_or_path": "t.jinja"},
+    ),
+    Case(
+        "a template name is known",
+        {"generator.chat_template.name_or_path": "qwen3"}, "generator.chat_template.name_or_path", "qwen3_with_thinking",
+        {"generator.chat_template.name_or_path": "qwen3_with_thinking"},
+    ),
+    Case(
+        "step-wise samples need the conversation format",
+        {**STEP_WISE, "generator.use_conversation_multi_turn": False},
+        "generator.step_wise_trajectories", "generator.use_conversation_multi_turn=true",
+        {**STEP_WISE, "generator.chat_template.name_or_path": "qwen3_without_thinking"},
+    ),
+    Case(
+        "step-wise samples have several turns, nobody knows how many",
+        {"generator.step_wise_trajectories": True}, "generator.step_wise_trajectories", "no effect with generator.max_turns=1",
+        {**STEP_WISE, **FOUR_GPUS, "trainer.policy_mini_batch_size": 2, "generator.n_samples_per_prompt": 3},
+    ),
+    Case(
+        "step-wise samples have no critic",
+        {**STEP_WISE, **CRITIC}, "generator.step_wise_trajectories", "does not work with trainer.critic.model.path", STEP_WISE,
+    ),
+    Case(
+        "step-wise samples are trained from their first token on",
+        {**STEP_WISE, f"{ALGORITHM}.min_filter_prefix_tokens": 4},
+        "generator.step_wise_trajectories", "does not work with trainer.algorithm.min_filter_prefix_tokens", STEP_WISE,
+    ),
+    Case(
+        "step-wise samples have one advantage",
+        {**STEP_WISE, f"{ALGORITHM}.advantage_estimator": "reinforce++"},
+        "generator.step_wise_trajectories", "does not work with trainer.algorithm.advantage_estimator=reinforce++",
+        {**STEP_WISE, f"{ALGORITHM}.advantage_estimator": "rloo"},
+    ),
+]  # fmt: skip

@@ -1,0 +1,103 @@
+"""Rules about how models are sharded, scheduled, adapted and profiled: each refuses what cannot work, and not what is next to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.config.load import nested
+from hpcrl.config.rules.combinations import check, impossible
+from hpcrl.config.validate import build
+
+BASE = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": "m"}
+DYNAMIC = "trainer.algorithm.dynamic_sampling"
+FILTER = "trainer.algorithm.zero_variance_filter"
+FSDP, REF, OPTIMIZER = "trainer.policy.fsdp_config", "trainer.ref.fsdp_config", "trainer.policy.optimizer_config"
+
+
+FOUR = {"trainer.placement.policy_num_gpus_per_node": 4, "slurm.gpus_per_node": 4}
+CRITIC = "trainer.critic.fsdp_config"
+UNITS = f"{FSDP}.wrap_policy"
+
+CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
+    ({**FOUR, f"{FSDP}.fsdp_size": 3}, f"{FSDP}.fsdp_size", "does not divide the 4 ranks", {**FOUR, f"{FSDP}.fsdp_size": 2}),
+    ({**FOUR, f"{REF}.fsdp_size": 3}, f"{REF}.fsdp_size", "does not divide the 4 ranks", {**FOUR, f"{REF}.fsdp_size": 8}),
+    ({**FOUR, f"{CRITIC}.fsdp_size": 3}, f"{CRITIC}.fsdp_size", "does not divide the 4 ranks", {**FOUR, f"{CRITIC}.fsdp_size": 2}),
+    (
+        {**FOUR, f"{FSDP}.reshard_after_forward": 3}, f"{FSDP}.reshard_after_forward", "a divisor of the 4 ranks",
+        {**FOUR, f"{FSDP}.reshard_after_forward": 2},
+    ),
+    (
+        {**FOUR, f"{FSDP}.reshard_after_forward": 4, f"{FSDP}.fsdp_size": 2}, f"{FSDP}.reshard_after_forward",
+        "a divisor of the 2 ranks that share a copy", {**FOUR, f"{FSDP}.reshard_after_forward": 2, f"{FSDP}.fsdp_size": 2},
+    ),
+    ({UNITS: {"min_params": 1}}, f"{UNITS}.min_params", "expected one of", {UNITS: {"min_num_params": 1}}),
+    ({UNITS: {"disable": 1}}, f"{UNITS}.disable", "true or false, found 1", {UNITS: {"disable": True}}),
+    (
+        {UNITS: {"transformer_layer_cls_to_wrap": "A"}}, f"{UNITS}.transformer_layer_cls_to_wrap", "a list of class names",
+        {UNITS: {"transformer_layer_cls_to_wrap": ["A"]}},
+    ),
+    ({UNITS: {"min_num_params": 5, "disable": True}}, UNITS, "leave the others out", {UNITS: {"min_num_params": 5}}),
+    (
+        {f"{OPTIMIZER}.min_lr_factor": 0.1}, f"{OPTIMIZER}.min_lr_factor", "which never falls",
+        {f"{OPTIMIZER}.min_lr_factor": 0.1, f"{OPTIMIZER}.scheduler": "sqrt"},
+    ),
+    (
+        {f"{OPTIMIZER}.decay_ratio": 0.1}, f"{OPTIMIZER}.decay_ratio", "which never falls",
+        {f"{OPTIMIZER}.decay_ratio": 0.0},
+    ),
+    (
+        {f"{OPTIMIZER}.warmup_start_factor": 0.1}, f"{OPTIMIZER}.warmup_start_factor", "without a warm-up",
+        {f"{OPTIMIZER}.warmup_start_factor": 0.1, f"{OPTIMIZER}.warmup_ratio": 0.1},
+    ),
+    (
+        {"trainer.gradient_checkpointing_use_reentrant": True, "trainer.gradient_checkpointing": False},
+        "trainer.gradient_checkpointing_use_reentrant", "no effect", {"trainer.gradient_checkpointing_use_reentrant": True},
+    ),
+    (
+        {"trainer.rope_scaling": {"factor": 2.0}}, "trainer.rope_scaling", "an entry rope_type",
+        {"trainer.rope_scaling": {"factor": 2.0, "rope_type": "linear"}},
+    ),
+    (
+        {"generator.rope_scaling": {"factor": 2.0}}, "generator.rope_scaling", "an entry rope_type",
+        {"generator.rope_scaling": {"factor": 2.0, "type": "linear"}},
+    ),
+    (
+        {"trainer.policy.freeze_pattern": ["(a"]}, "trainer.policy.freeze_pattern", '"(a" is not a regular expression',
+        {"trainer.policy.freeze_pattern": ["(a)"]},
+    ),
+    (
+        {"trainer.profiler.enable": True, "trainer.profiler.ranks": [0, 1]}, "trainer.profiler.ranks", "from 0 to 0",
+        {"trainer.profiler.enable": True},
+    ),
+    (
+        {"trainer.profiler.enable": True, "trainer.profiler.ranks": []}, "trainer.profiler.ranks", "found []",
+        {"trainer.profiler.enable": False, "trainer.profiler.ranks": []},
+    ),
+    (
+        {f"{DYNAMIC}.max_sample_batches": 5}, f"{DYNAMIC}.max_sample_batches", "no effect without",
+        {f"{DYNAMIC}.max_sample_batches": 5, f"{DYNAMIC}.type": "filter"},
+    ),
+    (
+        {f"{DYNAMIC}.min_replace_ratio": 0.5, f"{DYNAMIC}.type": "filter"}, f"{DYNAMIC}.min_replace_ratio",
+        'type="replace"', {f"{DYNAMIC}.min_replace_ratio": 0.5, f"{DYNAMIC}.type": "replace"},
+    ),
+    (
+        {f"{DYNAMIC}.type": "filter", "generator.n_samples_per_prompt": 1}, f"{DYNAMIC}.type", "a single sample",
+        {f"{DYNAMIC}.type": "filter", "generator.n_samples_per_prompt": 2},
+    ),
+    (
+        {f"{DYNAMIC}.type": "replace", FILTER: True}, FILTER, "type=replace, which leaves no group of equal rewards",
+        {FILTER: True},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "path", "words", "right"), CASES, ids=[case[1] for case in CASES])
+def test_each_rule(wrong: dict[str, Any], path: str, words: str, right: dict[str, Any]) -> None:
+    problems = impossible(build(Config, nested({**BASE, **wrong})))
+    assert [problem.path for problem in problems] == [path]
+    assert words in problems[0].message
+    assert check(build(Config, nested({**BASE, **right}))) == []

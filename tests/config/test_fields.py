@@ -1,0 +1,141 @@
+"""The settings as a whole: each is documented and has a default that fits, files in configs/ load, nothing heavy is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import tomli
+
+from hpcrl.config import Config
+from hpcrl.config.docs.describe import pages
+from hpcrl.config.docs.schema import json_schema
+from hpcrl.config.fields import Setting, leaves, settings
+from hpcrl.config.rules.ranges import RANGES, range_of
+from hpcrl.config.unimplemented import DIFFERENT_DEFAULTS, UNIMPLEMENTED, unimplemented_at
+from hpcrl.config.validate import build
+from tests.paths import ROOT
+
+CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
+SITES = sorted((ROOT / "slurm" / "sites").glob("*.toml"))
+PATHS = {setting.path for setting in settings(Config)}
+
+
+def test_the_generated_pages_are_current() -> None:
+    stale = [str(path) for path, text in pages(ROOT).items() if not path.is_file() or path.read_text() != text]
+    assert not stale, "run: python -m hpcrl.config.docs.describe"
+
+
+@pytest.mark.parametrize("setting", leaves(Config), ids=lambda setting: setting.path)
+def test_every_setting_has_a_meaning_and_a_default_of_its_type(setting: Setting) -> None:
+    assert setting.meaning.endswith(".")
+    assert "\n" not in setting.meaning
+    if setting.required:
+        return
+    assert (setting.default is None) == setting.optional
+    if not setting.optional:
+        name = setting.path.rpartition(".")[2]
+        parents = setting.path.split(".")[:-1]
+        tree = {name: setting.default}
+        for parent in reversed(parents):
+            tree = {parent: tree}
+        read = build(Config, _with_required(tree))
+        for part in setting.path.split("."):
+            read = getattr(read, part)
+        assert repr(read) == repr(setting.default)
+    allowed = range_of(setting.path)
+    assert allowed is None or setting.default is None or setting.default in allowed
+
+
+def _with_required(tree: dict) -> dict:
+    required = {"data": {"train_data": []}, "trainer": {"policy": {"model": {"path": "m"}}}}
+    return _merged(required, tree)
+
+
+def _merged(one: dict, other: dict) -> dict:
+    both = {
+        key: _merged(one[key], other[key])
+        for key in one.keys() & other.keys()
+        if isinstance(one[key], dict) and isinstance(other[key], dict)
+    }
+    return {**one, **other, **both}
+
+
+def test_what_is_said_about_settings_is_of_settings_that_exist() -> None:
+    assert set(UNIMPLEMENTED) <= PATHS
+    assert set(DIFFERENT_DEFAULTS) <= PATHS
+    assert not {name for name in RANGES if not any(f".{path}".endswith(f".{name}") for path in PATHS)}
+
+
+def test_the_schema_says_what_the_loader_says() -> None:
+    schema = json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for setting in settings(Config):
+        entry = schema
+        for part in setting.path.split("."):
+            entry = entry["properties"][part]
+        if setting.subsection:
+            assert entry["additionalProperties"] is False
+        else:
+            assert entry["description"].startswith(setting.meaning)
+            assert ("Not implemented yet" in entry["description"]) == (unimplemented_at(setting.path) is not None)
+            assert setting.default is None or setting.required or jsonschema.validate(setting.default, entry) is None
+
+
+@pytest.mark.parametrize("path", [*CONFIGS, *SITES], ids=lambda path: path.stem)
+def test_every_file_fits_the_schema(path: Path) -> None:
+    jsonschema.validate(tomli.loads(path.read_text()), json_schema())
+    first, *_ = path.read_text().splitlines()
+    if first.startswith("#:schema "):
+        assert json.loads((path.parent / first.removeprefix("#:schema ")).read_text()) == json_schema()
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("trainer.epochs", 1.5),
+        ("trainer.epochs", 0),
+        ("trainer.epochs", "1"),
+        ("trainer.strategy", "ddp"),
+        ("trainer.epoch", 1),
+        ("generator.sampling_params.top_p", 0),
+        ("data.train_data", ["t", 3]),
+        ("trainer.policy.trainable_map", {"x": "yes"}),
+        ("trainer.policy.fsdp_config.reshard_after_forward", "no"),
+    ],
+)
+def test_the_schema_refuses_what_the_loader_refuses(path: str, value: object) -> None:
+    tree: object = value
+    for part in reversed(path.split(".")):
+        tree = {part: tree}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(tree, json_schema())
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_experiment_loads(path: Path) -> None:
+    config = Config.from_toml([path])
+    assert Config.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("site", SITES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_experiment_loads_with_every_site(path: Path, site: Path) -> None:
+    Config.from_toml([path, site])
+
+
+def test_loading_and_checking_takes_under_50_ms_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from hpcrl.config import Config\n"
+        "began = time.perf_counter()\n"
+        f"Config.from_toml([Path({str(CONFIGS[0])!r})], ['trainer.seed=1'])\n"
+        "print(time.perf_counter() - began)\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'numpy', 'pydantic', 'rich', 'submitit', 'httpx', 'omegaconf', 'yaml'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True) for _ in range(5)]
+    assert min(float(run.stdout) for run in runs) < 0.05

@@ -1,0 +1,104 @@
+"""Every setting has an effect for a run that goes on, and the effect follows the path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.config.fields import leaves, settings
+from hpcrl.config.resume_changes import EFFECTS, changes, changes_from_path, effect_of
+
+BASE = {"data": {"train_data": ["/t.parquet"]}, "trainer": {"policy": {"model": {"path": "/m"}}, "eval_interval": 0}}
+
+
+def config(**flat: Any) -> Config:
+    return Config.from_dict({**BASE, **{name.replace("__", "."): value for name, value in flat.items()}})
+
+
+def test_every_setting_has_a_verdict() -> None:
+    assert [setting.path for setting in leaves(Config) if effect_of(setting.path) is None] == []
+    assert set(EFFECTS) <= {setting.path for setting in settings(Config)}, "an effect on nothing"
+
+
+def test_no_verdict_covers_settings_that_have_little_in_common() -> None:
+    """A new setting of these sections must get an effect of its own."""
+    assert not {"data", "trainer", "trainer.policy", "trainer.critic", "generator", "slurm", "vla"} & set(EFFECTS)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "from_path"),
+    [
+        ("trainer.policy.model.path", "refused", "refused"),
+        ("trainer.policy.model.lora.rank", "refused", "refused"),
+        ("trainer.strategy", "refused", "refused"),
+        ("data.train_data", "refused", "warning"),
+        ("trainer.seed", "refused", "warning"),
+        ("trainer.train_batch_size", "refused", "warning"),
+        ("generator.chat_template_kwargs.enable_thinking", "refused", "warning"),
+        ("generator.n_samples_per_prompt", "refused", "harmless"),
+        ("slurm.root", "refused", "harmless"),
+        ("config_class", "refused", "harmless"),
+        ("trainer.resume_path", "refused", "harmless"),
+        ("trainer.resume_mode", "warning", "harmless"),
+        ("trainer.algorithm.eps_clip_high", "warning", "harmless"),
+        ("trainer.algorithm.value_head_prefix", "refused", "refused"),
+        ("trainer.policy.optimizer_config.lr", "warning", "harmless"),
+        ("trainer.policy.optimizer_config.implementation", "harmless", "harmless"),
+        ("trainer.max_steps", "warning", "harmless"),
+        ("trainer.placement.policy_num_nodes", "warning", "harmless"),
+        ("trainer.policy.fsdp_config.cpu_offload", "harmless", "harmless"),
+        ("trainer.policy.fsdp_config.mixed_precision.param_dtype", "warning", "harmless"),
+        ("trainer.policy.megatron_config.tensor_model_parallel_size", "warning", "harmless"),
+        ("trainer.policy.megatron_config.pipeline_schedule", "warning", "harmless"),
+        ("trainer.policy.megatron_config.transformer_config_kwargs", "refused", "refused"),
+        ("trainer.policy.megatron_config.lora_type", "refused", "refused"),
+        ("trainer.policy.megatron_config.moe_router_score_function", "refused", "warning"),
+        ("trainer.policy.megatron_config.dtype", "warning", "harmless"),
+        ("trainer.policy.megatron_config.ddp_config.overlap_grad_reduce", "harmless", "harmless"),
+        ("trainer.policy.megatron_config.ddp_config.grad_reduce_in_fp32", "warning", "harmless"),
+        ("generator.inference_engine.gpu_memory_utilization", "harmless", "harmless"),
+        ("generator.inference_engine.quantization", "warning", "harmless"),
+        ("trainer.ckpt_interval", "harmless", "harmless"),
+        ("slurm.extra.nice", "harmless", "harmless"),
+        ("slurm.setup", "warning", "harmless"),
+    ],
+)
+def test_verdicts(path: str, kind: str, from_path: str) -> None:
+    effect = effect_of(path)
+    assert effect is not None
+    assert (effect.kind, effect.from_path) == (kind, from_path)
+
+
+def test_changes_name_the_setting_both_values_and_the_reason() -> None:
+    old = config(slurm__extra={"nice": 1})
+    new = config(trainer__max_steps=4, slurm__extra={"nice": 2}, trainer__seed=7)
+    assert [str(change).partition(" (")[0] for change in changes(old, new)] == [
+        "refused: trainer.seed: 42 -> 7",
+        "warning: trainer.max_steps: unset -> 4",
+        "harmless: slurm.extra.nice: 1 -> 2",
+    ]
+    assert all(change.reason for change in changes(old, new))
+    assert changes(old, old) == []
+
+
+def test_what_matters_to_a_run_that_starts_from_the_checkpoint_of_another() -> None:
+    other = config(trainer__max_steps=4, trainer__seed=7, trainer__run_name="b", trainer__policy__model__path="/n")
+    found = changes_from_path(config(), other)
+    assert [(change.difference.path, change.kind) for change in found] == [
+        ("trainer.seed", "warning"),
+        ("trainer.policy.model.path", "refused"),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(Config):
+    bonus: float = 0.0
+
+
+def test_a_setting_of_the_users_own_is_a_warning() -> None:
+    old = Mine.from_dict(BASE)
+    (change,) = changes(old, replace(old, bonus=1.0))
+    assert str(change).startswith("warning: bonus: 0.0 -> 1.0 (a setting of your own")

@@ -1,0 +1,121 @@
+"""When a run has too few replicas to go on, and who of the workers is silent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcrl.controller.replicas import SILENCE_S, TICK_S, MinReplicas, ReplicaHealth, WorkerRegistry
+from hpcrl.errors import RunError
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.process_status import FAILED, GIVEN_UP, StatusWriter
+
+PATIENCE_S = 300.0
+
+
+class Ticks:
+    """A monotonic clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.at = 1000.0
+
+    def monotonic(self) -> float:
+        return self.at
+
+
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
+    ticks = Ticks()
+    monkeypatch.setattr("hpcrl.runtime.heartbeat.time", ticks)
+    return ticks
+
+
+def pass_time(ticks: Ticks, seconds: float, tick: Callable[[], object]) -> object:
+    """Call `tick` as the controller does; return the first answer that is not empty, or the last one."""
+    for _ in range(int(seconds / TICK_S)):
+        ticks.at += TICK_S
+        if answer := tick():
+            return answer
+    return None
+
+
+def health(tmp_path: Path, min_replicas: MinReplicas) -> ReplicaHealth:
+    return ReplicaHealth(Run(tmp_path), 1, min_replicas)
+
+
+def test_silence(ticks: Ticks) -> None:
+    workers = WorkerRegistry()
+    workers.seen("rollout-0", 0, "waiting")
+    assert pass_time(ticks, SILENCE_S, workers.silent) is None
+    workers.seen("rollout-1", 0, "waiting")
+    assert pass_time(ticks, 1, workers.silent) == ["rollout-0"]
+    assert workers.remove("rollout-0")
+    ticks.at += 3600  # all of them were suspended
+    assert workers.silent() == []
+    assert workers.restarts == 0
+    workers.seen("rollout-0", 0, "waiting")
+    assert workers.restarts == 1
+
+
+def test_nobody_calls_once_the_trainer_waits(tmp_path: Path, ticks: Ticks) -> None:
+    watched = health(tmp_path, MinReplicas(patience_s=PATIENCE_S))
+    assert pass_time(ticks, 2 * PATIENCE_S, lambda: watched.failure([], False)) is None
+    assert pass_time(ticks, PATIENCE_S, lambda: watched.failure([], True)) is None
+    error = pass_time(ticks, 2, lambda: watched.failure([], True))
+    assert isinstance(error, RunError)
+    assert str(error) == "no rollout worker has called for 300 s (slurm.replica_patience_minutes)"
+
+
+def test_an_engine_that_starts_is_waited_for_while_its_lease_is_renewed(tmp_path: Path, ticks: Ticks) -> None:
+    watched, process_status = (
+        health(tmp_path, MinReplicas(patience_s=PATIENCE_S)),
+        StatusWriter(Run(tmp_path), "rollout-0", 1),
+    )
+
+    def renewed() -> object:
+        time.sleep(0.001)
+        process_status.write("starting engine", at=ticks.at)  # else it is renewed only every few real seconds
+        return watched.failure([], True)
+
+    assert pass_time(ticks, 3 * PATIENCE_S, renewed) is None
+    assert pass_time(ticks, PATIENCE_S, lambda: watched.failure([], True)) is None
+    error = pass_time(ticks, SILENCE_S + 10, lambda: watched.failure([], True))
+    assert str(error).endswith("; last heard: rollout-0: starting engine")
+
+
+@pytest.mark.parametrize("state", [f"{FAILED}: out of memory", "stopped", "finished"])
+def test_an_engine_that_ended_is_not_waited_for(tmp_path: Path, ticks: Ticks, state: str) -> None:
+    watched = health(tmp_path, MinReplicas(patience_s=PATIENCE_S))
+    StatusWriter(Run(tmp_path), "rollout-0", 1).write(state)
+    assert pass_time(ticks, PATIENCE_S, lambda: watched.failure([], True)) is None
+    assert pass_time(ticks, 2, lambda: watched.failure([], True))
+
+
+def test_fewer_than_the_least(tmp_path: Path, ticks: Ticks) -> None:
+    watched = health(tmp_path, MinReplicas(least=2, replicas=3, patience_s=PATIENCE_S))
+    assert pass_time(ticks, 2 * PATIENCE_S, lambda: watched.failure(["rollout-0", "rollout-1"], True)) is None
+    assert pass_time(ticks, PATIENCE_S, lambda: watched.failure(["rollout-0"], True)) is None
+    error = pass_time(ticks, 2, lambda: watched.failure(["rollout-0"], True))
+    assert str(error).startswith(
+        "only 1 rollout workers have called, fewer than slurm.min_replicas (2), for 300 s (slurm.replica_patience"
+    )
+
+
+def test_given_up_ones_are_not_waited_for_unless_others_may_join(tmp_path: Path, ticks: Ticks) -> None:
+    run = Run(tmp_path)
+    StatusWriter(run, "rollout-0", 1).write(f"{GIVEN_UP}: out of memory")
+    elastic = health(tmp_path, MinReplicas(replicas=2, elastic=True))
+    fixed, one_left = health(tmp_path, MinReplicas(replicas=1)), health(tmp_path, MinReplicas(replicas=2))
+    error = fixed.failure([], False)
+    assert str(error) == (
+        "no rollout worker has called, and 1 of 1 are given up; last heard: rollout-0: given up: out of memory"
+    )
+    assert pass_time(ticks, 60, lambda: one_left.failure([], True) or elastic.failure([], True)) is None
+
+
+def test_leases_of_an_earlier_attempt_tell_nothing(tmp_path: Path) -> None:
+    StatusWriter(Run(tmp_path), "rollout-0", 1).write(f"{GIVEN_UP}: out of memory")
+    assert ReplicaHealth(Run(tmp_path), 2, MinReplicas()).failure([], False) is None

@@ -1,0 +1,84 @@
+"""A ground truth that a reward cannot use is found when rows are loaded, not in the middle of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config import DataConfig, EnvironmentConfig
+from hpcrl.config.sections.environment import COMPARING_REWARDS
+from hpcrl.data.datasets import load_dataset, row_requirements
+from hpcrl.envs.rewards.response import Response
+from hpcrl.envs.rewards.weighted import GROUND_TRUTHS, REWARDS
+from hpcrl.errors import DataError
+
+
+def fails(environment: EnvironmentConfig, truth: Any, kind: Any = "train") -> bool:
+    try:
+        row_requirements(environment, (kind,), 1)["check"]("mine:Own", {"reward_spec": {"ground_truth": truth}})
+    except DataError:
+        return True
+    return False
+
+
+def test_every_reward_that_compares_says_what_it_can_compare_with() -> None:
+    assert set(GROUND_TRUTHS) == set(COMPARING_REWARDS)
+
+
+@pytest.mark.parametrize("name", sorted(set(COMPARING_REWARDS) - {"boxed_math"}))
+@pytest.mark.parametrize(
+    "truth",
+    [None, "", " \n", True, False, ["4"], {"a": 4}, 0, 4.5, "4", "forty-two", "so\n#### 4", "units", "x=", "9" * 2000],
+)
+def test_loading_and_scoring_take_the_same_ground_truths(name: str, truth: Any) -> None:
+    environment = EnvironmentConfig(reward_function={"format": 1.0, name: 0.0})
+    try:
+        REWARDS[name](Response(text="x", ground_truth=truth), environment)
+    except DataError:
+        assert fails(environment, truth)
+    else:
+        assert not fails(environment, truth)
+
+
+@pytest.mark.parametrize("extras", [{}, {"reward_spec": None}, {"reward_spec": "4"}, {"reward_spec": {}}])
+def test_rows_without_a_ground_truth(extras: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"needs a ground truth.*data\.response_column"):
+        row_requirements(EnvironmentConfig(reward_function={"boxed_math": 1.0}), ("train",), 1)["check"]("", extras)
+
+
+def test_evaluation_has_needs_of_its_own() -> None:
+    environment = EnvironmentConfig(eval_reward_function={"gsm8k": 1.0})
+    assert not fails(environment, None)
+    assert fails(environment, "forty-two", "eval")
+    required = "env_class_required"
+    assert row_requirements(environment, ("train",), 1)[required]
+    assert row_requirements(environment, ("train", "eval"), 1)[required]
+    assert not row_requirements(environment, ("eval",), 1)[required]
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"env_class": "countdown", "nums": [1, 2]}, r"row uid 0: countdown: the row needs a column `target`"),
+        ({"env_class": "cuontdown"}, r"row uid 0: unknown environment 'cuontdown'; did you mean countdown"),
+        ({"env_class": "gsm8k"}, r"row uid 0: the row needs a ground truth"),
+        ({"env_class": "countdown", "nums": [1, 2], "target": 3}, None),
+        ({"env_class": "format"}, None),
+        ({"env_class": "not_installed_here:Own"}, None),
+    ],
+)
+def test_rows_are_tried_on_their_environment(tmp_path: Path, row: dict[str, Any], told: str | None) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "?", **row}))
+
+    def load(environment: EnvironmentConfig) -> None:
+        load_dataset([str(tmp_path / "rows.jsonl")], ("train",), DataConfig(train_data=[]), environment, 1)
+
+    load(EnvironmentConfig(reward_function={"format": 1.0}))  # which pays in the place of any environment
+    if told is None:
+        load(EnvironmentConfig())
+    else:
+        with pytest.raises(DataError, match=told):
+            load(EnvironmentConfig())

@@ -1,0 +1,170 @@
+"""A group file gives back what was written, in whole or in part, and damage never goes unnoticed."""
+
+import json
+import struct
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpcrl.data.group_file import read_group, read_meta, write_group
+from hpcrl.errors import DataError
+from hpcrl.types import GroupMeta, Sample
+
+
+def sample(length: int, seed: int) -> Sample:
+    draw = torch.Generator().manual_seed(seed)
+    return Sample(
+        token_ids=torch.randint(0, 1 << 20, (length,), generator=draw),
+        loss_mask=torch.randint(0, 2, (length,), generator=draw).float(),
+        rollout_logprobs=-torch.rand(length, generator=draw),
+        versions=torch.randint(-1, 9, (length,), generator=draw, dtype=torch.int32),
+        rewards=torch.rand(length, generator=draw),
+        stop_reason="stop" if seed % 2 else "length",
+        env_metrics={"in_place": seed / 7},
+    )
+
+
+def meta(samples: list[Sample]) -> GroupMeta:
+    return GroupMeta(
+        group_id="g000007",
+        kind="train",
+        replica=1,
+        path="samples/1/g000007.safetensors",
+        rewards=[float(s.rewards.sum()) for s in samples],
+        lengths=[len(s.token_ids) for s in samples],
+        response_lengths=[int(s.loss_mask.sum()) for s in samples],
+        stop_reasons=[s.stop_reason for s in samples],
+        oldest_version=0,
+        newest_version=8,
+        data_source="sort_letters",
+        seconds=0.25,
+        env_metrics=[s.env_metrics for s in samples],
+    )
+
+
+def same(a: Sample, b: Sample) -> bool:
+    pairs = [(getattr(a, field.name), getattr(b, field.name)) for field in fields(Sample)]
+    return all(torch.equal(x, y) and x.dtype == y.dtype if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
+
+
+@pytest.fixture
+def group(tmp_path):
+    samples = [sample(length, seed) for seed, length in enumerate([5, 1, 17, 8])]
+    path = tmp_path / "samples" / "1" / "g000007.safetensors"
+    write_group(path, samples, meta(samples))
+    return path, samples
+
+
+def test_round_trip(group):
+    path, samples = group
+    read = read_group(path)
+    assert len(read) == 4
+    assert all(same(a, b) for a, b in zip(read, samples, strict=True))
+    assert read_meta(path) == meta(samples)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]  # nothing is left beside it
+
+
+def test_part_of_a_group_in_the_order_asked_for(group):
+    path, samples = group
+    first, second = read_group(path, [2, 0])
+    assert same(first, samples[2])
+    assert same(second, samples[0])
+    assert first.token_ids.untyped_storage().nbytes() == 17 * 8  # it does not hold on to the rest of the group
+    assert read_group(path, []) == []
+
+
+def test_meta_needs_no_torch(group):
+    path, _ = group
+    code = (
+        "import sys; from pathlib import Path; from hpcrl.data.group_file import read_meta\n"
+        "print(read_meta(Path(sys.argv[1])).group_id, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["g000007", "False"]
+
+
+def test_writing_again_replaces(group):
+    path, samples = group
+    write_group(path, samples[:2], meta(samples[:2]))
+    assert len(read_group(path)) == 2
+
+
+def test_ragged_sample_is_a_bug_of_the_caller(tmp_path):
+    bad = sample(5, 0)
+    bad.rewards = bad.rewards[:4]
+    with pytest.raises(AssertionError, match="ragged"):
+        write_group(tmp_path / "g.safetensors", [bad], meta([sample(5, 0)]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def with_header(content: bytes, change) -> bytes:
+    (size,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + size])
+    change(header)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + content[8 + size :]
+
+
+def drop_samples(header: dict) -> None:
+    header["__metadata__"]["hpcrl_group"] = json.dumps(
+        {**json.loads(header["__metadata__"]["hpcrl_group"]), "samples": []}
+    )
+
+
+DAMAGE = {
+    "empty": lambda _: b"",
+    "cut in the size": lambda content: content[:5],
+    "cut in the header": lambda content: content[:40],
+    "cut in the tensors": lambda content: content[:-3],
+    "zeros": lambda content: bytes(len(content)),
+    "huge header": lambda content: b"\xff" * 8 + content[8:],
+    "noise": lambda content: content[:8] + b"\xfe" * (len(content) - 8),
+    "not a group": lambda content: with_header(content, lambda header: header.pop("__metadata__")),
+    "no versions": lambda content: with_header(content, lambda header: header.pop("versions")),
+    "fewer samples than lengths": lambda content: with_header(content, drop_samples),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_file_is_named(group, damage):
+    path, _ = group
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with pytest.raises(DataError, match=r"g000007\.safetensors is damaged"):
+        read_group(path)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut in the size", "cut in the header", "zeros", "huge header", "noise"])
+def test_damaged_header_is_named(group, damage):
+    path, _ = group
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    with pytest.raises(DataError, match="damaged"):
+        read_meta(path)
+
+
+@pytest.mark.parametrize("read", [read_group, read_meta])
+def test_missing_file_is_named(tmp_path, read):
+    with pytest.raises(DataError, match=r"nothing\.safetensors is missing"):
+        read(tmp_path / "nothing.safetensors")
+
+
+def bytes_read() -> int:
+    """Return how many bytes this process has read by system calls."""
+    return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["rchar"])
+
+
+def test_no_more_is_read_than_the_samples_wanted(tmp_path):
+    samples = [sample(50_000, seed) for seed in range(16)]
+    path = tmp_path / "g.safetensors"
+    write_group(path, samples, meta(samples))
+    read_group(path, [0])  # imports
+    own = bytes_read()
+    overhead = bytes_read() - own
+    before = bytes_read()
+    (found,) = read_group(path, [5])
+    read = bytes_read() - before - overhead
+    assert same(found, samples[5])
+    assert read < path.stat().st_size / 12, "one of 16 samples, and the header twice"

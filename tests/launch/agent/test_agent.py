@@ -1,0 +1,198 @@
+"""The agent of a node over stand-ins for the jobs, with real torchrun where it is a trainer's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hpcrl.config import Config
+from hpcrl.rundir.commit import write_json, write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import Outcome, open_attempt, read_outcome, report_outcome
+from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
+from tests.paths import QUICKSTART
+
+AGENT = """
+import sys
+from pathlib import Path
+from hpcrl.config import Config
+from hpcrl.launch.agent.agent import Agent
+from hpcrl.launch.agent.start import NodeContext, listen
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import read_attempts
+run = Run(Path(sys.argv[1]))
+context = NodeContext(int(sys.argv[2]), ["here", "there"], "local-1", 0, True)
+Agent(run, Config.from_toml([run.config]), context, read_attempts(run)[-1], listen()).supervise()
+"""
+HEAD = """
+import os, sys, time
+from pathlib import Path
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.process_status import StatusWriter, trainer_left
+from hpcrl.runtime.heartbeat import Heartbeat
+run = Run(Path(sys.argv[1]))
+"""
+
+
+def make_run(tmp_path: Path, *settings: str, **jobs: str) -> Run:
+    run = Run(tmp_path / "run")
+    write_text(run.config, Config.from_toml([QUICKSTART], settings).to_toml())
+    write_text(run.token, "secret\n", mode=0o600)
+    open_attempt(run, "local-1", ["here", "there"])
+    for name, program in jobs.items():
+        write_text(run.code / "jobs" / f"{name}.py", HEAD + program)
+    return run
+
+
+def start(run: Run, node: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", AGENT, str(run.path), str(node)], stdout=subprocess.PIPE)
+
+
+def supervise(run: Run, node: int = 0) -> Outcome:
+    with start(run, node) as agent:
+        try:
+            said, _ = agent.communicate(timeout=120)
+        finally:
+            agent.kill()
+    outcome = read_outcome(run)
+    assert outcome is not None, said
+    return outcome
+
+
+def test_a_trainer_that_saved_and_left_does_not_hide_the_controllers_failure(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path,
+        train="""
+process_status = StatusWriter(run, "trainer", 1)
+process_status.write("saving")
+time.sleep(1)
+(run.path / "saved").touch()
+process_status.write("stopped")
+""",
+        controller="""
+while not trainer_left(run, 1):
+    time.sleep(0.1)
+time.sleep(4)  # the agent sees the trainer end first
+sys.exit("RunError: step 3: no good groups")
+""",
+    )
+    outcome = supervise(run)
+    assert (run.path / "saved").exists()
+    assert (outcome.kind, outcome.host) == ("failed", "here")
+    assert "controller: RunError: step 3: no good groups" in outcome.message
+
+
+def test_a_trainer_that_dies_after_a_stop_request_is_interrupted(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path,
+        train="""
+from hpcrl.rundir.commit import write_json
+write_json(run.stop, {"attempt": 1, "reason": "interrupted"})
+time.sleep(2)
+os.kill(os.getpid(), 9)
+""",
+        controller="time.sleep(60)",
+    )
+    outcome = supervise(run)
+    assert (outcome.kind, outcome.message) == ("interrupted", "the trainer ended before it could save")
+
+
+def test_a_torchrun_that_lingers_after_its_ranks_have_saved_is_not_waited_for(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path,
+        train="""
+from hpcrl.rundir.commit import write_json
+write_json(run.stop, {"attempt": 1, "reason": "interrupted"})
+StatusWriter(run, "trainer", 1).write("stopped")
+time.sleep(300)
+""",
+        controller="time.sleep(60)",
+    )
+    began = time.monotonic()
+    outcome = supervise(run)
+    assert (outcome.kind, outcome.message) == ("interrupted", "saved and stopped")
+    assert time.monotonic() - began < 60
+
+
+def test_a_stop_request_before_anything_began(tmp_path: Path) -> None:
+    run = make_run(tmp_path, train="time.sleep(60)", controller="time.sleep(60)")
+    write_json(run.stop, {"attempt": 1, "reason": "cancelled"})
+    assert (supervise(run).kind, supervise(run).message) == ("cancelled", "stopped before it began")
+
+
+def test_a_rank_that_stands_still_ends_the_attempt_with_all_stacks(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path,
+        "slurm.patience.step_seconds=2",
+        train="""
+def stand_still():
+    time.sleep(60)
+Heartbeat(run, 1, "rank-0").beat("step")
+stand_still()
+""",
+        controller="""
+heartbeat = Heartbeat(run, 1, "controller")
+while True:
+    heartbeat.beat("serve")
+    time.sleep(0.2)
+""",
+    )
+    outcome = supervise(run)
+    assert outcome.kind == "hang"
+    assert outcome.message.startswith("rank-0 has made no progress in phase step for")
+    assert "in stand_still" in run.stacks(1, "rank-0").read_text()
+    assert "in <module>" in run.stacks(1, "controller").read_text()
+
+
+def test_a_replica_that_fails_is_started_again_and_given_up_in_the_end(tmp_path: Path) -> None:
+    run = make_run(
+        tmp_path,
+        "slurm.replica_restarts=1",
+        rollout="""
+with (run.path / "starts").open("a") as file:
+    file.write("x")
+print("hpcrl.errors.EngineError: the inference engine died: out of memory", file=sys.stderr)
+sys.exit(7)
+""",
+    )
+    with start(run, 1) as agent:
+        deadline = time.monotonic() + 30
+        state = ""
+        while not state.startswith("given up"):
+            assert time.monotonic() < deadline, state
+            time.sleep(0.1)
+            state = next(
+                (
+                    process_status.state
+                    for process_status in read_process_statuses(run, 1)
+                    if process_status.process == "rollout-0"
+                ),
+                "",
+            )
+        assert "EngineError: the inference engine died: out of memory" in state
+        assert (run.path / "starts").read_text() == "xx"
+        assert read_outcome(run) is None, "training goes on with the others"
+        report_outcome(run, 1, "done", "finished", "agent-0")
+        agent.wait(20)
+
+
+def test_a_replica_that_leaves_though_the_run_goes_on_is_started_again(tmp_path: Path) -> None:
+    """Whoever frees memory on a node ends processes politely."""
+    run = make_run(tmp_path, rollout='(run.path / "starts").open("a").write("x")')
+    StatusWriter(run, "controller", 1).write("serving", url="http://127.0.0.1:9", stop=None)
+    with start(run, 1) as agent:
+        deadline = time.monotonic() + 40
+        while not (run.path / "starts").exists() or (run.path / "starts").read_text() != "xx":
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        report_outcome(run, 1, "done", "finished", "agent-0")
+        agent.wait(60)
+
+
+def test_a_users_error_on_a_replica_ends_the_attempt(tmp_path: Path) -> None:
+    program = 'print("hpcrl.errors.DataError: environment x: no answer", file=sys.stderr)\nsys.exit(4)'
+    outcome = supervise(make_run(tmp_path, rollout=program), node=1)
+    assert outcome.kind == "failed"
+    assert "rollout-0: hpcrl.errors.DataError: environment x: no answer" in outcome.message

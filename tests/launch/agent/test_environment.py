@@ -1,0 +1,84 @@
+"""How many threads the processes of a node get, of the cores that Slurm was asked for, and how they wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.launch.agent.environment import Environments
+from hpcrl.launch.nodes import Node
+from tests.paths import QUICKSTART
+
+SETTINGS = ("slurm.cpus_per_task=32", "slurm.elastic.replicas=2", "generator.inference_engine.num_engines=4")
+
+
+@pytest.mark.parametrize(
+    ("node", "pool", "threads"),
+    [
+        (Node(0, "trainer", 8, (), 0, 0), 12, "4"),
+        (Node(1, "rollout", 0, (2, 3), 0, 0), 12, "16"),
+        (Node(7, "rollout", 0, (5,), 0, 0), 12, "12"),
+        (Node(7, "rollout", 0, (5,), 0, 0), None, None),
+    ],
+)
+def test_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: Node, pool: int | None, threads: str | None
+) -> None:
+    """A replica of the pool has the cores of its own job, not those of the run's nodes."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    of_pool = [f"slurm.elastic.cpus_per_task={pool}"] if pool else []
+    config = Config.from_toml([QUICKSTART], [*SETTINGS, *of_pool])
+    environments = Environments(config, node, 1, "127.0.0.1", None, tmp_path, False)
+    assert environments.of("any" if node.ranks else f"rollout-{node.replicas[0]}").get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize(("gpus", "users", "policy"), [(0, None, "PASSIVE"), (0, "ACTIVE", "ACTIVE"), (1, None, None)])
+def test_threads_without_work_leave_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, users: str | None, policy: str | None
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if users is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", users)
+    config = Config.from_toml([QUICKSTART])
+    environments = Environments(config, Node(0, "trainer", 1, (0,), gpus, 0), 1, "127.0.0.1", None, tmp_path, False)
+    for name in ("trainer-0", "rollout-0"):
+        assert environments.of(name).get("OMP_WAIT_POLICY") == policy
+
+
+SIZES = "trainer.policy.megatron_config"
+
+
+@pytest.mark.parametrize(
+    ("file", "sizes", "users", "trainer"),
+    [
+        ("quickstart", {}, None, None),
+        ("quickstart_megatron", {"tensor": 1}, None, None),
+        ("quickstart_megatron", {"tensor": 1, "pipeline": 2}, None, None),
+        ("quickstart_megatron", {"tensor": 1, "context": 2}, None, "1"),
+        ("quickstart_megatron", {"tensor": 2}, None, "1"),
+        ("quickstart_megatron", {"tensor": 2}, "8", "8"),
+    ],
+)
+def test_order_of_kernels(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    sizes: dict[str, int],
+    users: str | None,
+    trainer: str | None,
+) -> None:
+    """Only trainer ranks whose layers wait for each other have it, and what the user set stays."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)
+    if users is not None:
+        monkeypatch.setenv(name, users)
+    own = {"context": "context_parallel_size"}
+    given = [f"{SIZES}.{own.get(kind, f'{kind}_model_parallel_size')}={size}" for kind, size in sizes.items()]
+    more = ["trainer.placement.policy_num_gpus_per_node=2", "trainer.algorithm.use_kl_loss=false"]
+    config = Config.from_toml([QUICKSTART.with_stem(file)], [*more, *given])
+    environments = Environments(config, Node(0, "trainer", 2, (0,), 0, 0), 1, "127.0.0.1", None, tmp_path, False)
+    assert environments.of("trainer-0").get(name) == trainer
+    assert environments.of("rollout-0").get(name) == users
+    assert environments.of("controller").get(name) == users

@@ -1,0 +1,51 @@
+"""Which node of a run is meant, and whose environment is taken over."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.errors import RunError
+from hpcrl.launch.manage.attach import choose
+from hpcrl.launch.manage.attach_remote import processes
+from hpcrl.launch.nodes import Node
+from hpcrl.rundir.layout import Run
+
+PLAN = [Node(0, "trainer", 1, (), 0, 0), Node(1, "trainer", 1, (), 0, 0), Node(2, "rollout", 0, (0, 1), 0, 0)]
+HOSTS = ["a", "b", "c"]
+
+
+def test_node_by_role_name_and_number() -> None:
+    assert choose(PLAN, HOSTS, None, None).index == 0
+    assert choose(PLAN, HOSTS, None, "rollout").index == 2
+    assert choose(PLAN, HOSTS, "b", None).index == choose(PLAN, HOSTS, "1", "trainer").index == 1
+    with pytest.raises(RunError, match=r"no rollout node b; it has 0 a \(trainer\), 1 b \(trainer\), 2 c \(rollout\)"):
+        choose(PLAN, HOSTS, "b", "rollout")
+
+
+def test_processes_of_an_attempt_and_a_command_beside_them(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    script = tmp_path / "train.py"
+    script.write_text("print(flush=True)\ninput()\n")
+    environment = {**os.environ, "HPCRL_ATTEMPT": "3", "MINE": "kept"}
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(run.path)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout
+        process.stdout.readline()
+        assert list(processes(run, 3)) == [process.pid]
+        assert processes(run, 2) == {}
+        command = [sys.executable, "-m", "hpcrl.launch.manage.attach_remote", str(run.path), "3", "0"]
+        said = subprocess.run([*command, "trainer", "sh", "-c", "echo $MINE; pwd"], capture_output=True, text=True)
+        assert said.stdout == f"kept\n{run.path}\n"
+        other = subprocess.run([*command, "rollout", "sh", "-c", "echo .$MINE"], capture_output=True, text=True)
+        assert other.stdout == ".\n"
+        assert "no rollout process of run runs on" in other.stderr
+    finally:
+        process.communicate(b"\n", timeout=20)

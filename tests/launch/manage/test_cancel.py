@@ -1,0 +1,119 @@
+"""Cancelling and requeuing a run, wherever it is: in the queue, running, held, or on this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcrl.errors import RunError
+from hpcrl.launch.manage import cancel as stop
+from hpcrl.launch.manage.cancel import cancel
+from hpcrl.launch.manage.registry import states_of
+from hpcrl.launch.manage.requeue import requeue
+from hpcrl.launch.manage.state import RunState
+from hpcrl.rundir.commit import write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import cancel_outcome, open_attempt, report_outcome
+from tests.launch.manage.slurm_records import (
+    CONFIG,
+    FUTURE,
+    PAST,
+    committed_step,
+    scancel,
+    squeue,
+    state,
+    submitted,
+)
+
+
+def test_run_that_never_continues_is_not_requeued_by_hand(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(run)
+    open_attempt(run, "7.0", ["n1"])
+    squeue(monkeypatch, tmp_path, f"7|RUNNING|{PAST}|None|")
+    requeue(run)
+    assert json.loads(run.stop.read_text()) == {"attempt": 1, "reason": "interrupted"}
+    run.stop.unlink()
+    write_text(run.config, CONFIG.replace("latest", "none"))
+    with pytest.raises(RunError, match="mine would lose all progress"):
+        requeue(run)
+    assert not run.stop.exists()
+
+
+def test_local_run_that_ends_while_it_is_cancelled(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process, which counts as running until it is to be told to end."""
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()  # submitit"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+
+        def ends(*_: object) -> RunState | None:
+            process.communicate()  # it reads to the end, which is now
+            return alive if process.returncode == 0 else None
+
+        submitted(run, str(process.pid), "local")
+        monkeypatch.setattr(stop, "_LEAVING_S", 0.0)
+        alive = states_of([run])[0]
+        assert alive.job.active
+        monkeypatch.setattr(stop, "_await_end", ends)
+        assert cancel(run, 0.0) is alive
+
+
+def test_cancelled_in_the_queue(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_attempt(run, "7.0", ["n1"])
+    report_outcome(run, 1, "interrupted", "saved and stopped", "agent-0")
+    submitted(run, "8", at=1.0)
+    squeue(monkeypatch, tmp_path)
+    cancel_outcome(run, 1)
+    assert state(run).kind == "cancelled"
+
+
+def test_held_run_is_cancelled_without_slurm_being_told(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(run)
+    for number in (1, 2):
+        open_attempt(run, f"7.{number - 1}", ["n1"])
+        report_outcome(run, number, "failed", "trainer-0: ValueError", "agent-0")
+    squeue(monkeypatch, tmp_path)
+    assert state(run).kind == "held"
+    assert cancel(run, 0.0).kind == "cancelled"
+    with pytest.raises(RunError, match="is not running: cancelled"):
+        cancel(run, 0.0)
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 60.0])
+def test_preempted_run_is_cancelled_in_the_queue(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float
+) -> None:
+    """It has saved already, and must not start again."""
+    submitted(run)
+    open_attempt(run, "7.0", ["n1"])
+    report_outcome(run, 1, "interrupted", "saved and stopped", "agent-0")
+    committed_step(run, 4)
+    squeue(monkeypatch, tmp_path, f"7|PENDING|{FUTURE}|BeginTime|")
+    told = scancel(tmp_path)
+    assert state(run).kind == "preempted"
+    began = time.monotonic()
+    ended = cancel(run, patience_s)
+    assert time.monotonic() - began < 10
+    assert (ended.kind, ended.over, told.read_text()) == ("cancelled", True, "7\n")
+    assert not run.stop.exists(), "the next attempt of a resumed run must not read it"
+
+
+def test_running_run_is_asked_and_taken_away_only_now(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(run)
+    open_attempt(run, "7.0", ["n1"])
+    squeue(monkeypatch, tmp_path, f"7|RUNNING|{PAST}|None|")
+    told = scancel(tmp_path)
+    asked = cancel(run, 1.0)
+    assert (asked.kind, asked.over) == ("saving", False)
+    assert json.loads(run.stop.read_text()) == {"attempt": 1, "reason": "cancelled"}
+    assert not told.exists(), "what saves goes on saving"
+    assert (cancel(run, 0.0).kind, told.read_text()) == ("cancelled", "7\n")

@@ -1,0 +1,135 @@
+"""The end of the batch script, with a stand-in for scontrol that notes how it was called."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.launch.requeue.epilogue import concluded, ended_before
+from hpcrl.rundir.commit import write_json, write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import Kind, open_attempt, read_attempts, read_outcome, report_outcome
+from hpcrl.runtime.signals import ask_to_stop
+from tests.paths import QUICKSTART
+
+
+def start_finish(tmp_path: Path, resume_mode: str, kind: Kind) -> subprocess.Popen[str]:
+    run = Run(tmp_path / "run")
+    write_text(run.config, Config.from_toml([QUICKSTART], [f"trainer.resume_mode={resume_mode}"]).to_toml())
+    open_attempt(run, "7_0.0", ["n1"])
+    report_outcome(run, 1, kind, "saved and stopped", "agent-0")
+    write_json(tmp_path / "elements.json", [str(run.path)])
+    program = tmp_path / "bin" / "scontrol"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\neval "$BEFORE_SCONTROL"\necho "$@" >> {tmp_path}/called\n')
+    program.chmod(0o755)
+    environment = {
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "SLURM_ARRAY_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": "0",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "hpcrl.launch.requeue.epilogue", str(tmp_path / "elements.json"), "0"],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_of(tmp_path: Path) -> Run:
+    run = Run(tmp_path / "run")
+    write_text(run.config, Config.from_toml([QUICKSTART]).to_toml())
+    return run
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(143, "interrupted"), (140, "interrupted"), (1, "failed"), (137, "failed")]
+)
+def test_agents_that_ended_before_they_began(tmp_path: Path, status: int, kind: Kind) -> None:
+    """SIGTERM and SIGUSR2 are Slurm's, also to a process that has not come so far as to listen."""
+    outcome = concluded(run_of(tmp_path), "7_0.0", status)
+    assert (outcome.attempt, outcome.kind) == (1, kind)
+
+
+def test_an_attempt_that_was_told_to_leave_and_killed_is_no_crash(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    open_attempt(run, "7_0.0", ["n1"])
+    ask_to_stop(run, 1, "interrupted")
+    assert concluded(run, "7_0.0", 137).kind == "interrupted"
+
+
+def test_cancel_wins_over_whatever_else_ends_the_attempt(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    open_attempt(run, "7_0.0", ["n1"])
+    ask_to_stop(run, 1, "cancelled")
+    report_outcome(run, 1, "hang", "rank-0 has made no progress", "agent-0")
+    assert concluded(run, "7_0.0", 1).kind == "cancelled"
+
+
+def test_cancel_wins_over_a_requeue_by_slurm(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    open_attempt(run, "7_0.0", ["n1"])
+    ask_to_stop(run, 1, "cancelled")
+    assert ended_before(run, "7_0.0") is None, "the attempt itself still runs"
+    assert ended_before(run, "9_0.0") is None, "a person has resumed it"
+    before = ended_before(run, "7_0.1")
+    assert before is not None
+    assert before.kind == "cancelled"
+
+
+def test_interrupted_run_is_requeued_and_the_script_waits_to_be_ended(tmp_path: Path) -> None:
+    with start_finish(tmp_path, "latest", "interrupted") as process:
+        deadline = time.monotonic() + 20
+        said = ""
+        while said.count("\n") < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+            said = (tmp_path / "called").read_text() if (tmp_path / "called").exists() else ""
+        assert said == "requeue 7_0\nupdate JobId=7_0 StartTime=now+2\n"
+        process.terminate()  # Slurm ends the script with the job; a moment too early must do no harm
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.kill()
+
+
+def test_requeue_is_asked_for_until_slurmctld_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words that scontrol of Slurm 22.05 has for an element of an array."""
+    away = f"[ -e {tmp_path}/back ] || {{ touch {tmp_path}/back; echo 'Unexpected message received for job 7_0' >&2; exit 1; }}"
+    monkeypatch.setenv("BEFORE_SCONTROL", away)
+    with start_finish(tmp_path, "latest", "interrupted") as process:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "called").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert (tmp_path / "called").read_text().startswith("requeue 7_0\n")
+        assert (tmp_path / "back").exists()
+        process.kill()
+
+
+def test_a_batch_script_that_somebody_gave_to_sbatch_leaves_the_run_alone(tmp_path: Path) -> None:
+    """Its agents find nothing to start with; the run goes on, or was done, under its own job."""
+    run = run_of(tmp_path)
+    write_json(tmp_path / "elements.json", [str(run.path)])
+    environment = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "0"}
+    command = [sys.executable, "-m", "hpcrl.launch.requeue.epilogue", str(tmp_path / "elements.json"), "1"]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "job 9_0 is none of run" in done.stdout
+    assert read_attempts(run) == []
+    assert read_outcome(run) is None
+
+
+@pytest.mark.parametrize(
+    ("resume_mode", "kind", "code"),
+    [("none", "interrupted", 1), ("none", "done", 0), ("latest", "done", 0), ("none", "failed", 1)],
+)
+def test_nothing_else_is_requeued(tmp_path: Path, resume_mode: str, kind: Kind, code: int) -> None:
+    with start_finish(tmp_path, resume_mode, kind) as process:
+        said, _ = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert not (tmp_path / "called").exists()
+    assert ("not requeued, because trainer.resume_mode is none" in said) == (kind in ("interrupted", "failed"))

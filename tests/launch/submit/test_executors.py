@@ -1,0 +1,102 @@
+"""Submitting to a slurmctld that is away, or did not say that it took the job (programs stand in for Slurm's); devices of local runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from submitit.core.utils import FailedJobError
+
+from hpcrl.config import Config
+from hpcrl.errors import SubmitError
+from hpcrl.launch.submit import executors
+from hpcrl.launch.submit.executors import ArrayExecutor, Element, Submission, local_executor, submit_with_retry
+from tests.paths import QUICKSTART
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in which `answer` says how often sbatch fails, and how."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    taken = tmp_path / "taken"
+    scripts = {
+        "sbatch": f"echo x >> {tmp_path}/tries\n[ $(wc -l < {tmp_path}/tries) -gt 1 ] && echo Submitted batch job 8 && exit\n"
+        f". {tmp_path}/answer",
+        "squeue": f"cat {taken} 2> /dev/null; true",
+        "scancel": f'echo "$1" >> {tmp_path}/cancelled; rm {taken}',
+    }
+    for name, text in scripts.items():
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setattr(executors, "_RETRY_S", 0.0)
+    return tmp_path
+
+
+def submit(directory: Path) -> str:
+    folder = directory / "slurm"
+    executor = ArrayExecutor(folder=folder / "%j")
+    executor.update_parameters(time=10)
+    return submit_with_retry(lambda: executor.map_array(len, ["a"]), folder)[0].job_id
+
+
+def test_slurmctld_that_is_away(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    away = "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"
+    (cluster / "answer").write_text(f"echo '{away}' >&2; exit 1")
+    assert submit(cluster) == "8_0"
+    assert f"hpcrl: {away}; trying again" in capsys.readouterr().err
+    assert not (cluster / "cancelled").exists()
+
+
+def test_job_that_was_taken_without_an_answer_is_not_there_twice(cluster: Path) -> None:
+    said = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    (cluster / "answer").write_text(
+        f'for script; do :; done\necho "5_0|PENDING|N/A|None|/elsewhere/.slurm/x/.submission_file_1.sh" > {cluster}/taken\n'
+        f'echo "7_[0]|PENDING|N/A|None|$script" >> {cluster}/taken\necho "{said}" >&2; exit 1'
+    )
+    assert submit(cluster) == "8_0"
+    assert (cluster / "cancelled").read_text() == "7\n"
+
+
+def test_refusal_is_final(cluster: Path) -> None:
+    (cluster / "answer").write_text("echo 'sbatch: error: invalid partition specified: nope' >&2; exit 1")
+    with pytest.raises(FailedJobError, match="invalid partition"):
+        submit(cluster)
+    assert (cluster / "tries").read_text() == "x\n"
+
+
+def local_run(tmp_path: Path, gpus: int) -> Submission:
+    """A trainer of one GPU and an engine of one, or none at all."""
+    config = Config.from_toml([QUICKSTART], [f"slurm.gpus_per_node={gpus}"])
+    return Submission(tmp_path / "project" / ".slurm" / "mine", [Element("mine", config, [])])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "users", "seen"),
+    [
+        (1, None, "0,1"),
+        (1, "0,1", "0,1"),
+        (1, "3, 5,6", "3,5"),
+        (1, "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,GPU-1", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,GPU-1"),
+        (1, "MIG-GPU-8932f937/1/2,MIG-b", "MIG-GPU-8932f937/1/2,MIG-b"),
+        (0, "0,1", ""),
+    ],
+)
+def test_devices_of_a_local_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, users: str | None, seen: str
+) -> None:
+    """As the processes see them that submitit starts on this machine: a run has what its user has left it, and no more than it asks for."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if users is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", users)
+    job = local_executor(local_run(tmp_path, gpus)).submit(os.getenv, "CUDA_VISIBLE_DEVICES")
+    assert set(job.results()) == {seen}
+
+
+@pytest.mark.parametrize("users", ["", "0", "GPU-1"])
+def test_too_few_devices_for_a_local_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", users)
+    with pytest.raises(SubmitError, match=r"needs 2 GPU\(s\) on this machine"):
+        local_executor(local_run(tmp_path, 1))

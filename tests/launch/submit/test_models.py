@@ -1,0 +1,85 @@
+"""Models on this machine are checked against the layout of their ranks when a run is submitted; others are named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.config.load import nested
+from hpcrl.config.validate import build
+from hpcrl.errors import DataError
+from hpcrl.launch.submit.models import check_layouts, entries_of, folder_of, unchecked_layouts
+from hpcrl.launch.submit.preflight import check_files
+
+POLICY, REF = "trainer.policy.megatron_config", "trainer.ref.megatron_config"
+TWO = {f"{POLICY}.tensor_model_parallel_size": 2, f"{REF}.tensor_model_parallel_size": 2}
+THREE = {f"{POLICY}.tensor_model_parallel_size": 3, f"{REF}.tensor_model_parallel_size": 3}
+
+
+def config(model: Path | str, settings: dict[str, Any]) -> Config:
+    """Return a configuration for Megatron, which no file may name yet."""
+    base = {"data.train_data": [], "data.val_data": [], "trainer.strategy": "megatron"}
+    return build(Config, nested({**base, "trainer.policy.model.path": str(model), **settings}))
+
+
+def model(folder: Path, **entries: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_hidden_layers": 6} | entries))
+    return folder
+
+
+def test_a_layout_is_refused_with_its_arithmetic(tmp_path: Path) -> None:
+    path = model(tmp_path / "model")
+    with pytest.raises(DataError) as caught:
+        check_files(config(path, THREE))
+    assert str(caught.value) == (
+        f"{POLICY}.tensor_model_parallel_size: 3 does not divide the model's 4 attention heads (4 = 2 x 2) and "
+        "4 key-value heads (4 = 2 x 2); use 1, 2 or 4"
+    )
+    check_files(config(path, TWO))
+    check_files(config(path, {**THREE, "trainer.strategy": "fsdp2"}))
+
+
+def test_what_the_run_changes_of_the_model_counts(tmp_path: Path) -> None:
+    path = model(tmp_path / "model")
+    changed = {f"{POLICY}.model_config_kwargs": {"num_attention_heads": 6, "num_key_value_heads": 3}}
+    assert list(check_layouts(config(path, {**THREE, **changed, "trainer.algorithm.use_kl_loss": False}))) == []
+
+
+def test_reference_and_critic_are_told_apart(tmp_path: Path) -> None:
+    policy, ref, critic = (model(tmp_path / str(heads), num_attention_heads=heads) for heads in (4, 5, 7))
+    named = {"trainer.ref.model.path": str(ref), "trainer.critic.model.path": str(critic)}
+    first, second = check_layouts(config(policy, {**TWO, **named}))
+    assert first.startswith(
+        f"{REF}.tensor_model_parallel_size: 2 does not divide the reference model's 5 attention heads"
+    )
+    assert second.startswith(f"{POLICY}.tensor_model_parallel_size: 2 does not divide the critic's 7 attention heads")
+    assert list(check_layouts(config(policy, {**TWO, **named, "trainer.strategy": "fsdp2"}))) == []
+
+
+def test_a_model_that_is_not_here_is_named_and_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    away = config("some/model", THREE)
+    assert list(check_layouts(away)) == []
+    (line,) = unchecked_layouts(away)
+    assert line.startswith("some/model is not on this machine")
+    assert unchecked_layouts(config("some/model", {"trainer.strategy": "fsdp2"})) == []
+
+
+def test_a_model_in_the_cache_of_the_hub_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    cached = tmp_path / "hub" / "models--some--model"
+    folder = model(cached / "snapshots" / "1234")
+    assert folder_of("some/model") is None
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("1234\n")
+    assert folder_of("some/model") == folder
+    assert unchecked_layouts(config("some/model", THREE)) == []
+    assert len(list(check_layouts(config("some/model", THREE)))) == 1
+    (folder / "config.json").write_text("no json")
+    assert entries_of("some/model") is None

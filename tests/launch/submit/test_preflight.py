@@ -1,0 +1,151 @@
+"""A run that starts from another run's checkpoint is compared with that run before anything is queued."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.errors import ConfigError, DataError
+from hpcrl.launch.submit.preflight import check_checkpoint, check_files
+from hpcrl.rundir.commit import begin, finish, write_text
+from hpcrl.rundir.layout import Run
+from tests.paths import CONFIGS
+
+QUICKSTART, MODEL = CONFIGS / "quickstart.toml", CONFIGS / "quickstart" / "model"
+GSM8K = "environment.reward_function={gsm8k=1}"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Run:
+    """The run that saved the checkpoint of step 2."""
+    run = Run(tmp_path / "runs" / "project" / "first")
+    write_text(run.config, Config.from_toml([QUICKSTART], ["trainer.max_steps=2"]).to_toml())
+    begin(run.checkpoint(2), 1)
+    finish(run.checkpoint(2), 1, step=2)
+    return run
+
+
+def config(saved: Run, *overrides: str) -> Config:
+    start = ["trainer.resume_mode=from_path", f"trainer.resume_path={saved.checkpoint(2)}"]
+    return Config.from_toml([QUICKSTART], [*start, *overrides])
+
+
+def copied_model(to: Path, **entries: object) -> Path:
+    shutil.copytree(MODEL, to)
+    content = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(content | entries))
+    return to
+
+
+def test_what_a_new_run_may_choose_freely_is_not_mentioned(saved: Run) -> None:
+    free = ["trainer.max_steps=9", "trainer.run_name=b", "trainer.policy.optimizer_config.lr=1", "slurm.time_minutes=5"]
+    assert check_checkpoint(config(saved, *free)) == []
+    assert check_checkpoint(Config.from_toml([QUICKSTART])) == []
+
+
+def test_other_prompts_are_a_warning(saved: Run) -> None:
+    found = check_checkpoint(config(saved, "trainer.seed=1", "trainer.train_batch_size=32"))
+    assert [line.partition(" (")[0] for line in found] == [
+        "first -> this run: warning: trainer.seed: 42 -> 1",
+        "first -> this run: warning: trainer.train_batch_size: 64 -> 32",
+    ]
+
+
+def test_model_of_another_shape_is_refused_and_everything_is_told(saved: Run, tmp_path: Path) -> None:
+    wide = copied_model(tmp_path / "wide", hidden_size=128, num_hidden_layers=4)
+    with pytest.raises(ConfigError) as caught:
+        check_checkpoint(config(saved, f"trainer.policy.model.path={wide}", "trainer.seed=1"))
+    refused, warned, end = str(caught.value).splitlines()
+    assert refused.startswith("first -> this run: refused: trainer.policy.model.path: ")
+    assert "config.json differs in hidden_size, num_hidden_layers" in refused
+    assert "warning: trainer.seed: 42 -> 1" in warned
+    assert "cannot be loaded by this run" in end
+
+
+def test_model_of_the_same_shape_elsewhere_is_a_warning(saved: Run, tmp_path: Path) -> None:
+    export = copied_model(tmp_path / "export", transformers_version="9", dtype="bfloat16")
+    (line,) = check_checkpoint(config(saved, f"trainer.policy.model.path={export}"))
+    assert "same shape" in line
+    (line,) = check_checkpoint(config(saved, "trainer.policy.model.path=some/model"))
+    assert "cannot see whether both have the same shape" in line
+
+
+def test_checkpoint_without_its_run_cannot_be_compared(saved: Run) -> None:
+    saved.config.unlink()
+    (line,) = check_checkpoint(config(saved))
+    assert "cannot be compared with this one" in line
+    assert "config.toml" in line
+
+
+def test_a_checkpoint_that_is_none(saved: Run) -> None:
+    with pytest.raises(DataError, match=r"s000003 is no committed checkpoint; expected <run>/checkpoints/sNNNNNN"):
+        check_checkpoint(config(saved, f"trainer.resume_path={saved.checkpoint(3)}"))
+
+
+def test_folders_of_ones_own_modules_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"python_path: no folder {tmp_path}/nowhere"):
+        check_files(Config.from_toml([QUICKSTART], [f'python_path=["{tmp_path}/nowhere", "{tmp_path}"]']))
+
+
+def test_an_environment_that_nobody_knows_is_told_before_anything_is_queued() -> None:
+    with pytest.raises(
+        DataError, match=r"environment.env_class: unknown environment 'sort_leters'; did you mean sort_letters"
+    ):
+        check_files(Config.from_toml([QUICKSTART], ["environment.env_class=sort_leters"]))
+    check_files(Config.from_toml([QUICKSTART], ["environment.env_class=mine.envs:Mine"]))
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "told"),
+    [
+        ({"prompt": "2+2"}, [], r"data.train_data: dataset .*rows.jsonl, row uid 0: no `env_class`"),
+        ({"question": "2+2"}, [GSM8K], r"no column `prompt` \(data.prompt_column\); its columns are question"),
+        ({"prompt": "2+2", "answer": "4"}, [GSM8K], r"row uid 0: the row needs a ground truth, a text or a number"),
+        ({"prompt": "2+2", "answer": "4"}, [GSM8K, "data.response_column=answer"], None),
+        (
+            {"prompt": "2+2", "answer": "four"},
+            [GSM8K, "data.response_column=answer"],
+            "expected a number as ground truth",
+        ),
+        ({"prompt": "2+2"}, ["environment.reward_function={format=1}"], None),
+        ({"prompt": "2+2", "env_class": "arithmetic"}, [], r"row uid 0: the row needs a ground truth"),
+        ({"prompt": "2+2", "env_class": "arithmetics"}, [], r"row uid 0: .* did you mean arithmetic"),
+        ({"prompt": "2+2", "env_class": "mine.envs:Mine"}, [], None),
+    ],
+)
+def test_the_first_row_of_a_dataset_is_looked_at(
+    tmp_path: Path, row: dict[str, str], overrides: list[str], told: str | None
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row) + "\nno json")
+    given = Config.from_toml(
+        [QUICKSTART],
+        [
+            f'data.train_data=["{rows}"]',
+            "data.val_data=[]",
+            "trainer.eval_interval=0",
+            "environment.env_class=",
+            *overrides,
+        ],
+    )
+    if told is None:
+        check_files(given)
+    else:
+        with pytest.raises(DataError, match=told):
+            check_files(given)
+
+
+def test_data_of_an_evaluation_that_never_happens_is_not_looked_at(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "2+2"}))
+    for path, told in (
+        (rows, "data.val_data: .*no column `prompt`"),
+        (tmp_path / "none.jsonl", "data.val_data: no file"),
+    ):
+        check_files(Config.from_toml([QUICKSTART], [f'data.val_data=["{path}"]', "trainer.eval_interval=0"]))
+        with pytest.raises(DataError, match=told):
+            check_files(Config.from_toml([QUICKSTART], [f'data.val_data=["{path}"]', "trainer.eval_interval=1"]))

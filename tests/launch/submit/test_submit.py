@@ -1,0 +1,141 @@
+"""`hpcrl submit` as a user types it: what is wrong is said before anything is queued, and nothing is half-made."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.paths import CONFIGS
+
+QUICKSTART = str(CONFIGS / "quickstart.toml")
+HPCRL = str(Path(sys.executable).parent / "hpcrl")
+
+
+def hpcrl(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [HPCRL, *arguments],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def nothing_made(cwd: Path) -> bool:
+    return not list(cwd.glob("runs/*/*")) and not list(cwd.glob("runs/*/.slurm/*"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "expected"),
+    [
+        (["trainer.learning_rate=1"], 2, "learning_rate"),
+        (["trainer.policy.optimizer_config.lrr=1"], 2, "did you mean trainer.policy.optimizer_config.lr?"),
+        (
+            ["trainer.policy.model.path=/nowhere/model"],
+            4,
+            "trainer.policy.model.path: /nowhere/model is no model directory",
+        ),
+        (['data.train_data=["/nowhere.parquet"]'], 4, "data.train_data: no file /nowhere.parquet"),
+        (["trainer.resume_mode=from_path", "trainer.resume_path=/nowhere/s000001"], 4, "no committed checkpoint"),
+        (["--sweep", "slurm.time_minutes=10,20"], 2, "cannot vary the slurm section"),
+        (["--sweep", "generator.inference_engine.num_engines=1,2"], 2, "the number of nodes"),
+        (["--seeds", "one"], 2, "--seeds 'one'"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_made(
+    tmp_path: Path, settings: list[str], code: int, expected: str
+) -> None:
+    done = hpcrl("submit", QUICKSTART, "--local", *settings, cwd=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+    assert nothing_made(tmp_path)
+
+
+def test_run_directory_that_exists_is_not_touched(tmp_path: Path) -> None:
+    taken = tmp_path / "runs" / "quickstart" / "mine"
+    taken.mkdir(parents=True)
+    (taken / "keep").write_text("x")
+    done = hpcrl("submit", QUICKSTART, "--local", "trainer.run_name=mine", cwd=tmp_path)
+    assert done.returncode == 5
+    assert "mine exists" in done.stderr
+    assert "hpcrl resume mine" in done.stderr
+    assert os.listdir(taken) == ["keep"]
+
+
+def test_without_slurm_the_remedy_is_named(tmp_path: Path) -> None:
+    done = hpcrl("submit", QUICKSTART, cwd=tmp_path, PATH=str(tmp_path))
+    assert done.returncode == 3
+    assert "--local" in done.stderr
+    assert nothing_made(tmp_path)
+
+
+def test_dry_run_shows_everything_and_makes_nothing(tmp_path: Path) -> None:
+    arguments = ["submit", QUICKSTART, "--dry-run", "generator.inference_engine.num_engines=2", "--seeds", "1,2"]
+    done = hpcrl(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for part in (
+        "#SBATCH --array=0-1",
+        "#SBATCH --nodes=3",
+        "node 0: trainer",
+        "node 2: rollout-1",
+        "trainer.seed=2",
+        "[trainer.policy",
+    ):
+        assert part in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def least_work(count: int, *arguments: str, cwd: Path) -> float:
+    """The fewest CPU seconds of several calls: the clock on the wall also tells what else the machine does."""
+    times = []
+    for _ in range(count):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert hpcrl(*arguments, cwd=cwd).returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(times)
+
+
+def test_answers_are_quick(tmp_path: Path) -> None:
+    assert least_work(5, "--help", cwd=tmp_path) < 0.3
+    assert least_work(5, "submit", QUICKSTART, "--dry-run", cwd=tmp_path) < 1.0
+
+
+def test_status_without_runs_and_unknown_names(tmp_path: Path) -> None:
+    done = hpcrl("status", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "no runs under" in done.stdout
+    for command in ("status", "logs", "cancel", "resume", "tensorboard"):
+        done = hpcrl(command, "nobody", cwd=tmp_path)
+        assert done.returncode == 5
+        assert "no run 'nobody'" in done.stderr
+
+
+def test_plan_of_a_gpu_cluster(tmp_path: Path) -> None:
+    """Two trainer nodes of 4 GPUs and five replicas of two GPUs each: two replicas fit on a node of 4."""
+    settings = [
+        "slurm.gpus_per_node=4",
+        "trainer.placement.policy_num_nodes=2",
+        "trainer.placement.policy_num_gpus_per_node=4",
+        "generator.inference_engine.num_engines=5",
+        "generator.inference_engine.tensor_parallel_size=2",
+    ]
+    done = hpcrl("submit", QUICKSTART, "--dry-run", *settings, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --gpus-per-node=4" in done.stdout
+    assert "node 1: trainer, 4 rank(s), 4 GPU(s)" in done.stdout
+    assert "node 3: rollout-2, rollout-3, 4 GPU(s)" in done.stdout
+    assert "node 4: rollout-4, 2 GPU(s)" in done.stdout
+
+
+def test_hpcrl_command_is_installed() -> None:
+    assert shutil.which(HPCRL)

@@ -1,0 +1,247 @@
+"""The arithmetic of memory is that of the engines: to the byte for what they hold, nearly for what their passes keep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hpcrl.config import Config, TrainerConfig
+from hpcrl.config.derive import largest_micro_batch, longest_sample, ref_sharding
+from hpcrl.config.load import nested
+from hpcrl.config.sections.model import FSDPConfig
+from hpcrl.config.validate import build
+from hpcrl.planning.estimate import estimate
+from hpcrl.planning.memory import (
+    Need,
+    Weight,
+    Width,
+    activations,
+    fsdp_gathered,
+    fsdp_state,
+    layer_activations,
+    logprob_buffer,
+    megatron_state,
+    peak,
+    shard,
+)
+from hpcrl.planning.shapes import model_shapes, shapes
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.hf import ModelSource
+from tests.planning.memory_scenarios import bytes_of
+from tests.trainer.material import run_ranks
+
+FROZEN = r"embed_tokens|layers\.0\.(?!mlp\.up_proj)"
+
+
+def section(model: Path, **fsdp: Any) -> dict[str, Any]:
+    precision = {"param_dtype": "fp32", **fsdp.pop("mixed_precision", {})}
+    policy = {"model": {"path": str(model)}, "fsdp_config": {**fsdp, "mixed_precision": precision}}
+    return {"policy": policy, "algorithm": {"use_kl_loss": False}}
+
+
+def trainers(model: Path) -> dict[str, Any]:
+    """Return sections whose engines hold different things."""
+    plain = section(model)
+    frozen = section(model)
+    frozen["policy"]["freeze_pattern"] = [FROZEN]
+    critic = {"model": {"path": str(model)}, "fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}}}
+    return {
+        "plain": plain,
+        "two-copies": section(model, fsdp_size=2),
+        "bf16": section(model, mixed_precision={"param_dtype": "bf16"}),
+        "master-bf16": section(model, mixed_precision={"param_dtype": "bf16", "master_dtype": "bf16"}),
+        "for-loop": {**plain, "policy": plain["policy"] | {"optimizer_config": {"implementation": "for-loop"}}},
+        "frozen": frozen,
+        "all-models": {**section(model, mixed_precision={"param_dtype": "bf16"}), "algorithm": {}, "critic": critic},
+    }
+
+
+def expected(table: dict[str, Any], ranks: int, index: int) -> dict[str, dict[str, int]]:
+    """Return by role what the arithmetic says that rank `index` of `ranks` holds."""
+    trainer = build(TrainerConfig, table)
+    fsdp = {"policy": trainer.policy.fsdp_config, "ref": ref_sharding(trainer), "critic": trainer.critic.fsdp_config}
+    found = {}
+    for role, model in model_shapes(trainer, Path).items():
+        sharding, precision = fsdp[role], fsdp[role].mixed_precision
+        copy = ranks if sharding.fsdp_size == -1 else min(ranks, sharding.fsdp_size)
+        dtype = precision.param_dtype if role == "ref" else precision.master_dtype
+        need = fsdp_state(model.weights, copy, dtype, index % copy)
+        found[role] = {name: getattr(need, name) for name in ("weights", "gradients", "optimizer")}
+    return found
+
+
+def test_one_rank_holds_what_the_arithmetic_says(model_path: Path, alone: World) -> None:
+    sections = trainers(model_path)
+    held = bytes_of(alone, sections)
+    assert len(held) == len(sections) + 2
+    for name, found in held.items():
+        section, _, role = name.partition("/")
+        assert expected(sections[section], 1, 0)[role] == found, name
+
+
+def test_each_of_four_ranks_holds_what_the_arithmetic_says(model_path: Path, tmp_path: Path) -> None:
+    """18 rows of the embedding over 4 ranks: 5, 5, 5, 3."""
+    sections = trainers(model_path)
+    done = run_ranks(4, json.dumps({"trainers": sections, "out": str(tmp_path)}), script="planning/memory_scenarios.py")
+    assert done.returncode == 0, done.stderr
+    shares = set()
+    for rank in range(4):
+        for name, found in json.loads((tmp_path / f"{rank}.json").read_text()).items():
+            section, _, role = name.partition("/")
+            assert expected(sections[section], 4, rank)[role] == found, (rank, name)
+            shares.add((name, found["weights"]))
+    assert len({share for name, share in shares if name == "plain/policy"}) == 2
+
+
+def test_rows_of_each_rank_are_those_of_the_matrix() -> None:
+    for rows in (1, 3, 18, 19, 64):
+        for ranks in (1, 2, 4, 7):
+            held = [shard((rows, 5), ranks, index) for index in range(ranks)]
+            chunks = torch.empty(rows, 5).chunk(ranks)
+            assert held == [chunk.numel() for chunk in chunks] + [0] * (ranks - len(chunks))
+
+
+def width(**changes: int) -> Width:
+    sizes = {"layers": 3, "hidden": 64, "heads": 4, "kv_heads": 2, "head": 16, "ffn": 160, "vocabulary": 50}
+    return Width(**(sizes | changes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_activations_are_about_those_that_autograd_keeps(kind: str, dtype: torch.dtype) -> None:
+    sizes = width()
+    config = AutoConfig.for_model(
+        kind,
+        num_hidden_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.ffn,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head,
+        vocab_size=sizes.vocabulary,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").base_model
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=torch.zeros(1, 32, dtype=torch.int64), use_cache=False)
+    measured = sum(storage.nbytes() for storage in kept.values())
+    counted = activations(sizes, 32, dtype.itemsize, fused=False, recompute=False, layers=sizes.layers)
+    assert counted == pytest.approx(measured, rel=0.15)
+
+
+def test_activations_of_a_pipeline() -> None:
+    sizes, plain = width(), {"fused": True, "layers": 3}
+    one = layer_activations(sizes, 2, fused=True)
+    # 2 norms and 2 linear inputs of 64, 4 + 4 heads of queries and results, 2 + 2 of keys and values, 3 x 160; 4 bytes a head
+    assert one == 2 * (4 * 64 + 12 * 16 + 3 * 160) + 4 * 4
+    assert activations(sizes, 10, 2, recompute=False, passes=2, **plain) == 10 * 3 * 2 * one
+    assert activations(sizes, 10, 2, recompute=True, passes=2, **plain) == 10 * (3 * 2 * 64 * 2 + one)
+    assert activations(sizes, 10, 2, recompute=True, every=2, **plain) == 10 * (2 * 64 * 2 + 2 * one)
+    assert logprob_buffer(1024, 151936, 4) == 5 * 4 * 1024 * 151936
+
+
+def test_megatron_holds_what_its_documentation_says() -> None:
+    def each(copies: int, **options: Any) -> float:
+        need = megatron_state(1000 * copies, 0, copies, 1, **options)
+        return need.resident / (1000 * copies)
+
+    assert each(1) == 18
+    assert each(8) == 6 + 12 / 8
+    assert each(8, bf16=False) == 8 + 8 / 8
+    assert each(8, distributed=False) == 18
+    assert each(8, fp32_gradients=False) == 4 + 12 / 8
+    assert each(8, frozen=True) == 2
+    assert each(1, offloaded=0.5) == 6 + 6
+    experts = megatron_state(0, 800, 8, 2)
+    assert experts.optimizer == 12 * 800 / 2
+
+
+def test_what_fsdp_gathers() -> None:
+    root, layers = Weight("embed", (10, 10)), [Weight(f"l{unit}", (20,), unit=unit) for unit in (1, 2, 3)]
+    weights = [root, *layers]
+    # the root and its gradient, two units, and the gradient of the root on its way in float32
+    assert fsdp_gathered(weights, 4, "bf16", "fp32", keep=True) == 2 * 100 * 2 + 40 * 2 + 100 * 4
+    assert fsdp_gathered(weights, 4, "bf16", "fp32", keep=False) == 2 * 100 * 2 + 60 * 2 + 100 * 4
+    assert fsdp_gathered(weights, 4, "bf16", "fp32", keep=2) == 2 * 100 * 2 + 40 * 2 + 60 * 2 // 2 + 100 * 4
+    frozen = [Weight("embed", (10, 10), trained=False), *layers]
+    assert fsdp_gathered(frozen, 4, "bf16", "fp32", keep=True) == 100 * 2 + 40 * 2 + 20 * (2 + 4)
+
+
+def test_one_model_at_a_time_is_computed() -> None:
+    policy = Need(weights=1, gradients=2, optimizer=4, activations=8)
+    critic = Need(weights=10, gradients=20, optimizer=40, gathered=80, logprobs=160)
+    buffers = Need(weights=1, gradients=2, optimizer=4, activations=8, stays=True)
+    assert peak([policy, critic]) == 5 + 50 + 260
+    assert peak([policy]) == 15
+    assert peak([buffers, critic]) == 7 + 50 + 260
+    assert peak([]) == 0
+
+
+def configuration(model: Path, **settings: Any) -> Config:
+    base = {"data.train_data": ["t"], "data.val_data": ["v"], "trainer.policy.model.path": str(model)}
+    return build(Config, nested({**base, **settings}))
+
+
+def test_the_largest_micro_batch(model_path: Path) -> None:
+    config = configuration(model_path, **{"trainer.micro_train_batch_size_per_gpu": 3})
+    assert (longest_sample(config), largest_micro_batch(config)) == (512 + 1024, 3 * 1536)
+    for tokens, largest in ((1000, 1536), (9000, 9000)):
+        config = configuration(model_path, **{"trainer.max_tokens_per_micro_batch": tokens})
+        assert largest_micro_batch(config) == largest
+
+
+def test_parameters_in_host_memory_are_not_the_devices(model_path: Path) -> None:
+    offload = {"trainer.policy.fsdp_config.cpu_offload": True, "trainer.algorithm.use_kl_loss": False}
+    on_gpu = configuration(model_path, **offload, **{"slurm.gpus_per_node": 1})
+    models = model_shapes(on_gpu.trainer, Path)
+    assert estimate(on_gpu, models).needs["policy"].resident == 0
+    on_cpu = configuration(model_path, **offload)
+    assert estimate(on_cpu, models).needs["policy"].resident > 0
+
+
+def test_a_pipeline_needs_most_where_most_lies(tmp_path: Path) -> None:
+    # Qwen2.5-0.5B, which has 494,032,768 parameters
+    AutoConfig.for_model(
+        "qwen2",
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ).save_pretrained(tmp_path)
+    model = shapes(ModelSource(path=str(tmp_path), role="trainer.policy"), FSDPConfig(), {})
+    assert model.count == 494_032_768
+    megatron = "trainer.policy.megatron_config"
+    settings = {
+        "trainer.strategy": "megatron",
+        "trainer.algorithm.use_kl_loss": False,
+        "trainer.placement.policy_num_gpus_per_node": 8,
+        f"{megatron}.tensor_model_parallel_size": 2,
+        f"{megatron}.pipeline_model_parallel_size": 2,
+    }
+    found = estimate(configuration(tmp_path, **settings), {"policy": model})
+    first, last = found.counts["policy"]
+    assert last - first == 896  # the last norm; both have the embedding, which is tied
+    need = found.needs["policy"]
+    assert found.ranks == range(4, 8)
+    assert (need.weights, need.gradients) == (2 * last, 4 * last)
+    assert need.optimizer == 12 * -(-last // 2)  # two copies
+    assert need.logprobs == 5 * 4 * 1024 * 151936 // 2
+    interleaved = {f"{megatron}.pipeline_schedule": "Interleaved1F1B", f"{megatron}.pipeline_layers_per_stage": 4}
+    more = estimate(configuration(tmp_path, **settings, **interleaved), {"policy": model})
+    assert more.needs["policy"].activations > need.activations

@@ -1,0 +1,182 @@
+"""Options of the engine section reach vLLM, and do there what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import runpy
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from hpcrl.config import Config
+from hpcrl.errors import ConfigError
+from hpcrl.rollout.vllm.client import EngineClient, Generation
+from hpcrl.rollout.vllm.server import Server, ServerOptions, _command, server_options
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.controller_client import headers
+from tests.paths import ROOT
+from tests.rollout.material import LONG_PROMPT, RUN_NAME, TOKEN, logprobs, options, served
+
+SAMPLING = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
+
+
+def said_by(server: Server, weights: Path | None = None) -> list[Generation]:
+    async def main() -> list[Generation]:
+        engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1))
+        try:
+            if weights:
+                await engine.update_weights(weights, 1)
+            return await engine.generate(LONG_PROMPT, 4, 3, SAMPLING)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+def info_of(server: Server) -> str:
+    """Return what the server says of its configuration."""
+    with httpx.Client(
+        transport=httpx.HTTPTransport(uds=str(server.socket)), headers=headers(TOKEN, RUN_NAME, 1), timeout=20
+    ) as http:
+        return str(http.get("http://engine/server_info").json())
+
+
+def with_changes(model: Path, folder: Path, rope: Mapping[str, Any], **entries: Any) -> Path:
+    """Copy a model, with other rotary positions and entries in its config.json."""
+    path = shutil.copytree(model, folder / "changed" / model.name)
+    config = json.loads((path / "config.json").read_text())
+    config["rope_parameters"] |= rope
+    config |= entries
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def farthest(said: list[Generation], model: Path) -> float:
+    """Return by how much the engine's log-probabilities differ from transformers' at most."""
+    return max(
+        float((torch.tensor(one.logprobs) - logprobs(model, LONG_PROMPT, one.token_ids)).abs().max()) for one in said
+    )
+
+
+def test_rotary_positions_entries_seed_and_half_precision(models: list[Path], token_file: Path, tmp_path: Path) -> None:
+    given = options(str(models[0]), token_file)
+    engine = replace(given.engine, model_dtype="float16")
+    linear = {"rope_type": "linear", "factor": 4.0}
+    entries = {"rms_norm_eps": 0.5}
+    given = replace(given, engine=engine, seed=77, model_config_kwargs=entries, rope_scaling=linear, rope_theta=100.0)
+    twins = [with_changes(model, tmp_path, {**linear, "rope_theta": 100.0}, **entries) for model in models[:2]]
+    with served(given, tmp_path / "engine.log") as server:
+        first, info = said_by(server), info_of(server)
+        later = said_by(server, models[1])
+    for said, twin, model in zip((first, later), twins, models, strict=False):
+        assert 1e-4 < farthest(said, twin) < 0.05, "half precision, but otherwise the same"
+        assert farthest(said, model) > 0.3, "the model as it is says something else"
+    assert "seed=77" in info
+    assert "torch.float16" in info
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 500.0}),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+        ),
+    ],
+)
+def test_rotary_positions_keep_what_is_not_set(
+    models: list[Path], token_file: Path, rope: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    given = options(str(models[0]), token_file)
+    command = _command(replace(given, **rope), Path("socket"))
+    assert json.loads(command[command.index("--hf-overrides") + 1]) == {"rope_parameters": expected}
+    own = replace(given.engine, engine_init_kwargs={"hf_overrides": {"max_position_embeddings": 512}})
+    entries = {"max_position_embeddings": 256, "rms_norm_eps": 1e-5}
+    command = _command(replace(given, engine=own, model_config_kwargs=entries, **rope), Path("socket"))
+    assert json.loads(command[command.index("--hf-overrides") + 1]) == {
+        "rope_parameters": expected,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+    }
+
+
+def test_without_changes_the_engine_reads_the_models_configuration(models: list[Path], token_file: Path) -> None:
+    assert "--hf-overrides" not in _command(options(str(models[0]), token_file), Path("socket"))
+
+
+def test_a_model_without_rotary_positions_is_refused(token_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ConfigError, match=r"generator\.rope_theta: the model at .* has no rotary positions"):
+        _command(replace(options(str(tmp_path), token_file), rope_theta=100.0), Path("socket"))
+
+
+def test_vllm_knows_the_options_of_gpus_by_these_names(models: list[Path], token_file: Path) -> None:
+    """What this machine cannot run, vLLM's own parser reads."""
+    from vllm.config.attention import AttentionConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    def parsed(**engine: Any) -> AsyncEngineArgs:
+        given = options(str(models[0]), token_file)
+        command = _command(replace(given, engine=replace(given.engine, **engine)), Path("socket"))
+        arguments = command[command.index("hpcrl.rollout.vllm.main") + 1 :]
+        return AsyncEngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(arguments))
+
+    plain = parsed()
+    assert (plain.attention_backend, plain.pipeline_parallel_size, plain.seed) == (None, 1, 1)
+    chosen = AttentionConfig(backend=parsed(use_flashinfer=True).attention_backend)
+    assert chosen.backend is AttentionBackendEnum.FLASHINFER
+    assert parsed(pipeline_parallel_size=3).pipeline_parallel_size == 3
+
+
+def test_what_the_job_asks_of_the_server(token_file: Path) -> None:
+    def asked(**generator: Any) -> ServerOptions:
+        policy = {"model": {"path": "m"}, "model_config_kwargs": {"rms_norm_eps": 0.5}}
+        trainer = {"policy": policy, "eval_interval": 0, "seed": 5, "max_prompt_length": 10}
+        config = Config.from_dict({"data": {"train_data": ["t"]}, "trainer": trainer, "generator": generator})
+        return server_options(Run(token_file.parent), config)
+
+    plain = asked(sampling_params={"max_generate_length": 20})
+    assert (plain.seed, plain.rope_scaling, plain.rope_theta, plain.max_model_len) == (5, {}, None, 30)
+    assert plain.model_config_kwargs == {"rms_norm_eps": 0.5}
+    own = asked(inference_engine={"seed": 0}, rope_theta=9.0, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    assert (own.seed, own.rope_scaling, own.rope_theta) == (0, {"rope_type": "linear", "factor": 2.0}, 9.0)
+
+
+def test_greedy_responses_take_room_in_the_engine(token_file: Path) -> None:
+    job, run = runpy.run_path(str(ROOT / "jobs" / "rollout.py")), Run(token_file.parent)
+
+    def config(estimator: str) -> Config:
+        trainer = {
+            "policy": {"model": {"path": "m"}},
+            "eval_interval": 0,
+            "train_batch_size": 64,
+            "policy_mini_batch_size": 64,
+        }
+        engine = {"max_num_seqs": 20}
+        return Config.from_dict(
+            {
+                "data": {"train_data": ["t"]},
+                "trainer": {**trainer, "algorithm": {"advantage_estimator": estimator}},
+                "generator": {"n_samples_per_prompt": 4, "inference_engine": engine},
+            }
+        )
+
+    plain, remax = config("grpo"), config("remax")
+    assert (job["capacity"](plain), job["capacity"](remax)) == (5, 4)
+    assert server_options(run, plain) == server_options(run, remax), "they are requests like others"
+    found = [job["worker_options"](run, chosen, 1, 0, Path("scratch")) for chosen in (plain, remax)]
+    assert [(options.baselines, options.capacity, options.n_samples) for options in found] == [
+        (False, 5, 4),
+        (True, 4, 4),
+    ]

@@ -1,0 +1,88 @@
+"""How a server starts, fails and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from hpcrl.errors import EngineError
+from hpcrl.rollout.vllm.client import EngineClient
+from hpcrl.rollout.vllm.server import Scratch, Server
+from hpcrl.runtime.controller_client import headers
+from tests.rollout.material import RUN_NAME, TOKEN, children_of, group_of, options, wait_for
+
+
+@pytest.fixture
+def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Scratch:
+    # only to see that it works where paths are long: the directory goes to /tmp then
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 60)))
+    return Scratch()
+
+
+def test_a_model_that_is_missing_is_said(token_file: Path, tmp_path: Path) -> None:
+    scratch = Scratch()
+    server = Server(options(str(tmp_path / "no-model"), token_file), scratch.path, tmp_path / "engine.log")
+    try:
+        with pytest.raises(EngineError) as caught:
+            server.wait_ready(120)
+        first, *rest = str(caught.value).splitlines()
+        assert "did not start (exit status 1)" in first
+        assert str(tmp_path / "no-model") in first
+        assert str(tmp_path / "engine.log") in rest[-1]
+        assert all(line.startswith("  ") for line in rest)
+    finally:
+        server.stop()
+        scratch.remove()
+    assert not group_of(server.pid)
+    assert not scratch.path.exists()
+
+
+def test_bad_weights_and_a_core_that_hangs(
+    models: list[Path], token_file: Path, tmp_path: Path, scratch: Scratch
+) -> None:
+    server = Server(options(str(models[0]), token_file), scratch.path, tmp_path / "engine.log")
+    try:
+        server.wait_ready(180)
+        tensors = load_file(models[1] / "model.safetensors")
+        del tensors["model.norm.weight"]
+        save_file(tensors, tmp_path / "model.safetensors")
+
+        async def update() -> None:
+            engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1))
+            try:
+                await engine.update_weights(tmp_path, 1)
+            finally:
+                assert engine.version == 0
+                await engine.close()
+
+        with pytest.raises(EngineError, match="/update_weights"):
+            asyncio.run(update())
+        assert "lack model.norm.weight" in str(server.failure("refused new weights"))
+        (core,) = [pid for pid in children_of(server.pid) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(core, signal.SIGSTOP)
+    finally:
+        server.stop()
+        scratch.remove()
+    wait_for(lambda: not group_of(server.pid), 2, "processes are left")
+
+
+def test_scratch_of_the_dead_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
+    living = Scratch()
+    child = os.fork()
+    if child == 0:
+        (Scratch().path / "weights").mkdir()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len(list(short_path.iterdir())) == 2
+    mine = Scratch()
+    assert sorted(short_path.iterdir()) == sorted([living.path, mine.path])
+    assert mine.path.stat().st_mode & 0o077 == 0
+    living.remove()
+    mine.remove()
+    assert not list(short_path.iterdir())

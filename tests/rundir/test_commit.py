@@ -1,0 +1,168 @@
+"""A directory is complete or absent, whatever line its writer was killed at."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.errors import CommitError, RunError
+from hpcrl.rundir import commit
+from hpcrl.rundir.checkpoints import newest_usable
+from hpcrl.rundir.layout import Run, step_of
+from hpcrl.rundir.ledger import (
+    cancel_outcome,
+    find_attempt,
+    open_attempt,
+    outcome_of,
+    read_attempts,
+    read_outcomes,
+    report_outcome,
+)
+
+
+def make(target: Path, attempt: int = 1, text: str = "weights") -> None:
+    with commit.committed_directory(target, attempt, step=1) as directory:
+        (directory / "sub").mkdir()
+        (directory / "sub" / "a").write_text(text)
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Path:
+    return Run(tmp_path).checkpoints
+
+
+def newest(parent: Path) -> tuple[Path | None, list[str]]:
+    said: list[str] = []
+    return newest_usable(Run(parent.parent), 1, said.append), said
+
+
+def test_committed_directory_verifies(parent: Path) -> None:
+    make(parent / "s000001")
+    assert commit.verify(parent / "s000001")["step"] == 1
+    assert commit.committed(parent, step_of) == [1]
+    assert not list(parent.glob(".tmp-*"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: (d / "sub" / "a").write_text("weightz"),
+        lambda d: (d / "sub" / "a").write_text("w"),
+        lambda d: (d / "sub" / "a").unlink(),
+        lambda d: (d / commit.MANIFEST).write_text((d / commit.MANIFEST).read_text() + " "),
+        lambda d: (d / commit.MANIFEST).unlink(),
+        lambda d: (d / commit.COMMIT).unlink(),
+    ],
+    ids=["flipped", "truncated", "missing", "manifest changed", "no manifest", "no mark"],
+)
+def test_damage_is_seen_and_the_older_one_is_used(parent: Path, damage: object) -> None:
+    make(parent / "s000001")
+    make(parent / "s000002")
+    damage(parent / "s000002")  # type: ignore[operator]
+    with pytest.raises(CommitError, match="s000002"):
+        commit.verify(parent / "s000002")
+    found, said = newest(parent)
+    assert found == parent / "s000001"
+    assert len(said) == 1
+
+
+def test_exception_in_the_middle_leaves_nothing_visible(parent: Path) -> None:
+    def write_and_fail() -> None:
+        with commit.committed_directory(parent / "s000001", 1) as directory:
+            (directory / "a").write_text("x")
+            (directory / "missing").read_text()
+
+    with pytest.raises(FileNotFoundError):
+        write_and_fail()
+    assert newest(parent) == (None, [])
+
+
+KILLER = """
+import os, signal, sys
+from pathlib import Path
+from hpcrl.rundir import commit
+at, seen, real = int(sys.argv[2]), 0, {}
+def counted(name):
+    def call(*a, **k):
+        global seen
+        seen += 1
+        if seen == at: os.kill(os.getpid(), signal.SIGKILL)
+        return real[name](*a, **k)
+    return call
+for name in ("fsync", "rename", "replace", "open"):
+    real[name] = getattr(os, name)
+    setattr(os, name, counted(name))
+with commit.committed_directory(Path(sys.argv[1]), 2, step=2) as directory:
+    (directory / "a").write_text("new")
+print("finished")
+"""
+
+
+def test_killed_at_every_system_call_of_the_protocol(tmp_path: Path) -> None:
+    """SIGKILL before each fsync, rename, replace and open in turn: the old commit stays, the new one is whole or absent."""
+    for at in range(1, 100):
+        parent = Run(tmp_path / str(at)).checkpoints
+        make(parent / "s000001", text="old")
+        done = subprocess.run(
+            [sys.executable, "-c", KILLER, str(parent / "s000002"), str(at)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        found, _ = newest(parent)
+        if done.returncode == 0:
+            assert at > 8, "the protocol has fewer steps than expected"
+            assert found == parent / "s000002"
+            return
+        assert done.returncode == -signal.SIGKILL
+        assert found in (parent / "s000001", parent / "s000002")
+        assert commit.verify(parent / "s000001")
+        make(parent / "s000002", attempt=3, text="again")  # the next attempt can write the same step
+        assert newest(parent)[0] == parent / "s000002"
+    pytest.fail("the protocol never came to its end")
+
+
+def test_write_json_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "x" / "value.json"
+    assert commit.read_json(path) is None
+    commit.write_json(path, {"a": 1})
+    commit.write_json(path, {"a": 2})
+    assert commit.read_json(path) == {"a": 2}
+    assert os.listdir(path.parent) == ["value.json"]
+
+
+def test_paths_of_messages_stay_inside(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    assert run.inside("samples/0/g.safetensors") == run.path / "samples/0/g.safetensors"
+    for path in ("../other/x", "/etc/passwd", "samples/../../x"):
+        with pytest.raises(RunError, match="leaves the run directory"):
+            run.inside(path)
+
+
+def test_ledger(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert open_attempt(run, "7.0", ["a", "b"]).number == 1
+    with run.attempts.open("a") as file:
+        file.write('{"number": 2, "jo')  # killed while writing
+    assert open_attempt(run, "7.1", ["a", "b"]).number == 2
+    assert [attempt.job for attempt in read_attempts(run)] == ["7.0", "7.1"]
+    found = find_attempt(run, "7.1")
+    assert found is not None
+    assert found.number == 2
+    assert outcome_of(run, 2) is None
+    report_outcome(run, 2, "failed", "the cause", "agent-1")
+    report_outcome(run, 2, "failed", "a consequence", "agent-0")
+    report_outcome(run, 1, "done", "a zombie", "agent-0")
+    outcome = outcome_of(run, 2)
+    assert outcome is not None
+    assert outcome.message == "the cause"
+    assert outcome.step == 0
+    assert [(outcome.attempt, outcome.kind) for outcome in read_outcomes(run)] == [(1, "lost"), (2, "failed")]
+    cancel_outcome(run, 2)
+    assert [outcome.final for outcome in read_outcomes(run)] == [False, True]
+    assert not list(run.outcomes.glob(".*"))

@@ -1,0 +1,303 @@
+"""What test_parity.py has its ranks do (tests/trainer/ranks.py): engines of both kinds train the same batches, and tell what they saw."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+
+from hpcrl.config import TrainerConfig
+from hpcrl.config.validate import build
+from hpcrl.errors import HpcrlError
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.advantages import estimate_advantages
+from hpcrl.trainer.backends.base import Objective, UpdateResult
+from hpcrl.trainer.backends.build import build_critic, build_policy
+from hpcrl.trainer.backends.megatron.engine import MegatronEngine
+from hpcrl.trainer.backends.megatron.weights import export
+from hpcrl.trainer.batching import MicroBatchLimit
+from hpcrl.trainer.critic import CRITIC_REDUCTION, build_critic_objective
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.loss import build_objective
+from hpcrl.trainer.packing import MiniBatch, regrouped
+from hpcrl.types import Batch
+from tests.trainer.backends.megatron.leave import leave_groups
+from tests.trainer.material import load, score, train, views, with_limit
+from tests.trainer.scenarios import ALGORITHM, laid_over, loaded
+
+Values = dict[str, torch.Tensor]
+
+LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "pipeline_layers_per_stage",
+)
+_OPTIMIZER = {
+    "lr": 2e-3,
+    "scheduler": "linear",
+    "num_warmup_steps": 1,
+    "eps": 1e-3,  # Adam makes whole steps of gradients that are no more than rounding, but for this
+}
+DEFAULTS: dict[str, Any] = {
+    "policy": {
+        "optimizer_config": _OPTIMIZER,
+        "fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}},
+        "megatron_config": {"dtype": "fp32"},
+    },
+    "critic": {
+        "optimizer_config": _OPTIMIZER,
+        "fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}},
+    },
+    "ref": {"megatron_config": {"dtype": "fp32"}},
+    "algorithm": {"use_kl_loss": True, "use_entropy_loss": True},
+    "train_batch_size": 4,
+    "policy_mini_batch_size": 2,
+    "critic_mini_batch_size": 2,
+    "gradient_checkpointing": False,
+    "seed": 5,
+}
+
+
+def play(world: World, options: dict[str, Any]) -> None:
+    """Go each way with an engine of its own; ways of one layout that follow each other share its groups."""
+    for way in options["ways"]:
+        trainer = build(TrainerConfig, laid_over(DEFAULTS, way["trainer"]))
+        if trainer.strategy == "megatron":
+            _lay_out(world, tuple(getattr(trainer.policy.megatron_config, name) for name in LAYOUT))
+        kind = CriticWay if way.get("critic") else PolicyWay
+        kind(world, trainer, way).go()
+
+
+_layout: tuple[int | None, ...] = ()
+
+
+def _lay_out(world: World, layout: tuple[int | None, ...]) -> None:
+    global _layout
+    if layout != _layout and parallel_state.model_parallel_is_initialized():
+        leave_groups(world)
+    _layout = layout
+
+
+class Way:
+    """An engine that does what it is told, and what is seen of it: verbs by name, each with an argument."""
+
+    engine: Any
+
+    def __init__(self, world: World, trainer: TrainerConfig, way: dict[str, Any]) -> None:
+        self.world, self.trainer, self.way = world, trainer, way
+        self.run, self.limit = Run.open(way["run"]), MicroBatchLimit(way.get("micro", 2), way.get("tokens"))
+        self.told: dict[str, Any] = {"updates": [], "error": ""}
+        self.tensors: Values = {}
+        self.of_samples: Values = {}
+        self.written: list[tuple[Any, Path]] = []
+
+    def go(self) -> None:
+        try:
+            self.engine = self.made()
+            self.engine.schedule(8)
+            for verb, argument in self.way["do"]:
+                getattr(self, verb)(argument)
+        except HpcrlError as error:
+            self.told["error"] = f"{type(error).__name__}: {error}"
+        alike = self.world.sum([float(bool(self.told["error"]))])[0]
+        assert alike in (0, self.world.size), self.told["error"]
+        self.tell()
+
+    def tell(self) -> None:
+        out = self.way["out"]
+        if not self.told["error"]:
+            self.told["done"] = self.engine.updates
+            self.tensors |= {f"weights.{name}": value for name, value in weights(self.engine, self.world).items()}
+            if self.engine.data.leads:
+                save_file(self.of_samples, f"{out}.{self.engine.data.rank}.samples")
+        if self.world.first:
+            save_file({name: value.contiguous() for name, value in self.tensors.items()}, out)
+            Path(f"{out}.json").write_text(json.dumps(self.told))
+        self.world.barrier()
+
+    def made(self) -> Any:
+        raise NotImplementedError
+
+    def updates(self, step: int) -> list[tuple[MiniBatch, Objective]]:
+        """Return the mini-batches of a step, scored, each with its objective."""
+        raise NotImplementedError
+
+    def batch(self, step: int) -> Batch:
+        written: Any = read_json(self.run.batch(step))
+        return Batch.from_json(written)
+
+    def train(self, step: int) -> None:
+        for number, (mini, objective) in enumerate(self.updates(step)):
+            gradients: Values = {}
+            update = self._watching(lambda mini=mini, objective=objective: self._trained(mini, objective), gradients)
+            self.told["updates"].append(update.sums | {"grad_norm": update.report.grad_norm, "lr": update.report.lr})
+            assert not update.report.skipped
+            self.tensors |= {f"{step}.{number}.gradient.{name}": value for name, value in gradients.items()}
+
+    def _trained(self, mini: MiniBatch, objective: Objective) -> UpdateResult:
+        return train(self.engine, mini, objective)
+
+    def _watching(self, what: Callable[[], UpdateResult], seen: Values) -> UpdateResult:
+        step = self.engine.step
+
+        def stepping() -> Any:
+            seen.update(gradients(self.engine, self.world))
+            return step()
+
+        self.engine.step = stepping
+        try:
+            return what()
+        finally:
+            self.engine.step = step
+
+    def skip(self, step: int) -> None:
+        """Make gradients and forget them."""
+        mini, objective = self.updates(step)[0]
+        mini.tokens = 0
+        assert self._trained(mini, objective).report.skipped
+
+    def poison(self, step: int) -> None:
+        """Make gradients that are not finite on one rank."""
+        mini, objective = self.updates(step)[0]
+        if self.engine.data.rank == 0 and mini.samples.weights:
+            mini.samples.weights[0] = math.inf
+        report = self._trained(mini, objective).report
+        assert report.skipped
+        assert not math.isfinite(report.grad_norm)
+
+    def save(self, path: str) -> None:
+        self.engine.save(self._directory(path))
+
+    def snapshot(self, path: str) -> None:
+        self.written.append((self.engine.snapshot(), self._directory(path)))
+
+    def write(self, _argument: None) -> None:
+        for writer, path in self.written:
+            writer(path, self.world.control)
+
+    def _directory(self, path: str) -> Path:
+        if self.world.first:
+            Path(path).mkdir()
+        self.world.barrier()
+        return Path(path)
+
+    def restore(self, path: str) -> None:
+        self.engine.restore(Path(path))
+
+    def restore_weights(self, path: str) -> None:
+        self.engine.restore_weights(Path(path))
+
+    def keep(self, name: str) -> None:
+        """Show the weights as they are now."""
+        self.tensors |= {f"{name}.{key}": value.clone() for key, value in weights(self.engine, self.world).items()}
+
+
+class PolicyWay(Way):
+    def made(self) -> Any:
+        return build_policy(self.trainer, 0.9, self.world)
+
+    def updates(self, step: int) -> list[tuple[MiniBatch, Objective]]:
+        batch = self.batch(step)
+        minis = loaded(self.run, batch, ALGORITHM, 2, self.engine.data, self.limit)
+        for mini in minis:
+            score(self.engine, mini, MicroBatchLimit(4, self.limit.tokens), old=True, reference=True)
+            for row in views([mini.samples]):
+                place, scores = f"{row.ref.group}.{row.ref.index}", mini.samples.scores
+                self.of_samples[f"{step}.policy.{place}"] = row.of(scores.old_logprobs).clone()
+                self.of_samples[f"{step}.reference.{place}"] = row.of(scores.ref_logprobs).clone()
+        return [(mini, build_objective(ALGORITHM)) for mini in minis]
+
+    def reset_reference(self, fresh: bool) -> None:
+        self.engine.reset_reference(fresh_optimizer=fresh)
+
+    def export(self, path: str) -> None:
+        """Write the policy as a model of Hugging Face."""
+        whole, target = weights(self.engine, self.world), self._directory(path)
+        self.engine.export_config(target, torch.float32)
+        if self.world.first:
+            save_file(whole, target / "model.safetensors", {"format": "pt"})
+        self.world.barrier()
+
+
+class CriticWay(Way):
+    def made(self) -> Any:
+        return build_critic(self.trainer, self.world)
+
+    def updates(self, step: int) -> list[tuple[MiniBatch, Objective]]:
+        batch = self.batch(step)
+        algorithm, data = self.trainer.algorithm, self.engine.data
+        minis = load(self.run, batch, algorithm, 2, self.limit, data)
+        for mini in minis:
+            mini.samples.scores.values = mini.scored(self.engine.values)
+            for row in views([mini.samples]):
+                values_T = row.of(mini.samples.scores.values).clone()
+                self.of_samples[f"{step}.values.{row.ref.group}.{row.ref.index}"] = values_T
+        estimate_advantages(batch, [mini.samples for mini in minis], algorithm, data.sum)
+        own = regrouped(minis, batch, with_limit(self.trainer, self.limit), data, CRITIC_REDUCTION)
+        return [(mini, build_critic_objective(algorithm.value_clip)) for mini in own]
+
+
+def weights(engine: Any, world: World) -> Values:
+    """Return whole weights under Hugging Face names, on rank 0; of a critic too."""
+    if isinstance(engine, MegatronEngine):
+        engine._gather()
+        return _exported(engine, world, lambda parameter: parameter.data)
+    if hasattr(engine, "export_weights"):
+        return {name: value for piece in engine.export_weights(torch.float32) for name, value in piece.items()}
+    return _named(
+        _whole({name: parameter.detach() for name, parameter in engine._model.model.named_parameters()}), engine
+    )
+
+
+def gradients(engine: Any, world: World) -> Values:
+    """Return whole gradients of what is trained under Hugging Face names, on rank 0."""
+    if not isinstance(engine, MegatronEngine):
+        model = engine._model.model
+        found = _named(_whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None}), engine)
+        return (
+            revert_weight_conversion(model, found) if get_model_conversion_mapping(model, add_legacy=False) else found
+        )
+    for chunk in engine._wrapped:
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            if chunk.ddp_config.use_distributed_optimizer:
+                _complete(group)
+    found = _exported(engine, world, lambda p: p.main_grad if p.requires_grad else torch.full_like(p, math.nan))
+    return {name: value for name, value in found.items() if not value.isnan().all()}
+
+
+def _named(tensors: Values, engine: Any) -> Values:
+    # a critic's body has no prefix there
+    if hasattr(engine, "export_weights"):
+        return tensors
+    return {name if name == "value_head.weight" else f"model.{name}": value for name, value in tensors.items()}
+
+
+def _complete(group: Any) -> None:
+    """Gather the gradients of buckets, of which each rank has the sum of its share only."""
+    ranks = group.intra_distributed_optimizer_instance_group
+    for bucket in group.buckets:
+        shares = list(bucket.grad_data.chunk(ranks.size()))
+        dist.all_gather(shares, shares[ranks.rank()].clone(), group=ranks)
+
+
+def _exported(engine: Any, world: World, value: Callable[[Any], torch.Tensor]) -> Values:
+    pieces = export(engine._chunks, engine._architecture, value, torch.float32, world)
+    return {name: tensor.clone() for piece in pieces for name, tensor in piece.items()}
+
+
+def _whole(tensors: dict[str, Any]) -> Values:
+    return {name: tensor.full_tensor().clone() for name, tensor in tensors.items() if isinstance(tensor, DTensor)}

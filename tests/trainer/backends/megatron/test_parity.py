@@ -1,0 +1,387 @@
+"""The contract of the engine seam: however ranks share a model, and whichever engine trains it, it is the same training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from tests.trainer.backends.megatron.seam import MODELS, Seam, Told, Way, expect_same, megatron
+from tests.trainer.scenarios import laid_over
+
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CP2, EP2 = {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}
+VPP = PP2 | {"pipeline_schedule": "Interleaved1F1B", "pipeline_layers_per_stage": 1}
+ETP1 = {"expert_tensor_parallel_size": 1}
+WHOLE = {"optimizer_config_kwargs": {"use_distributed_optimizer": False}}
+
+
+@pytest.fixture(scope="module")
+def seam(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seam]:
+    seam = Seam(tmp_path_factory.mktemp("seam"))
+    yield seam
+    seam.close()
+
+
+def optimizer(**options: Any) -> dict[str, Any]:
+    return {"policy": {"optimizer_config": options}}
+
+
+def frozen(*patterns: str, **trainable: bool) -> dict[str, Any]:
+    return {"policy": {"freeze_pattern": list(patterns), "trainable_map": trainable}}
+
+
+def ddp(**options: Any) -> dict[str, Any]:
+    return {"ddp_config": options}
+
+
+OVERLAP = ddp(overlap_grad_reduce=True, overlap_param_gather=True)
+RECOMPUTED = {"gradient_checkpointing": True}
+SELECTIVE = {"transformer_config_kwargs": {"recompute_granularity": "selective"}}
+FIRST_STAGE = r"embed_tokens|layers\.[01]\."
+
+# what one rank of FSDP2 does: the section of the trainer, models
+TRUTHS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "plain": ({}, list(MODELS)),
+    "clipped": (optimizer(max_grad_norm=0.05), ["tied", "moe"]),
+    "adam": (optimizer(name="Adam", weight_decay=0.5, adam_betas=[0.8, 0.99]), ["tied"]),
+    "decay": (optimizer(weight_decay=5.0), ["untied", "moe"]),
+    "frozen": (frozen(r"layernorm|layers\.2\.", "embed_tokens"), ["untied"]),
+    "frozen-stage": (frozen(FIRST_STAGE), ["untied"]),
+    "frozen-but-experts": (frozen(r"^(?!.*\.experts\.)"), ["moe"]),
+    "frozen-experts": (frozen(r"\.experts\."), ["moe"]),
+}
+Row = tuple[str, dict[str, Any] | None, dict[str, Any], str, list[str]]
+
+# per number of ranks: name, megatron's options (None: it is FSDP2), the rest of the section, what it is like, models
+LAYOUTS: dict[int, list[Row]] = {
+    1: [("alone", {}, {}, "plain", ["tied", "untied", "moe"])],
+    2: [
+        ("fsdp2", None, {}, "plain", ["tied", "untied", "moe"]),
+        ("tp2", TP2, {}, "plain", ["tied", "untied", "moe"]),
+        ("pp2", PP2, {}, "plain", ["tied", "untied", "moe"]),
+        ("vpp2", VPP, {}, "plain", ["tied", "untied"]),
+        ("dp2", {}, {}, "plain", ["tied", "moe"]),
+        ("dp2-whole", WHOLE, {}, "plain", ["tied"]),
+        ("cp2", CP2, {}, "plain", ["tied", "moe"]),
+        ("ep2", EP2, {}, "plain", ["moe"]),
+        ("tp2-etp1", TP2 | ETP1, {}, "plain", ["moe"]),
+        ("tp2-etp1-whole", TP2 | ETP1 | WHOLE, {}, "plain", ["moe"]),
+        ("ep2-whole", EP2 | WHOLE, {}, "plain", ["moe"]),
+    ],
+    4: [
+        ("tp2-dp2", TP2, {}, "plain", ["tied"]),
+        ("tp2-pp2", TP2 | PP2, {}, "plain", ["tied", "moe"]),
+        ("cp2-pp2", CP2 | PP2, {}, "plain", ["tied"]),
+        ("ep2-tp2", EP2 | TP2 | ETP1, {}, "plain", ["moe"]),
+    ],
+}
+OPTIONS: dict[int, list[Row]] = {
+    1: [
+        ("adam", WHOLE, {}, "adam", ["tied"]),
+        ("decay", {}, {}, "decay", ["untied"]),
+    ],
+    2: [
+        ("tp2-clipped", TP2, {}, "clipped", ["tied"]),
+        ("tp2-adam", TP2, {}, "adam", ["tied"]),
+        ("tp2-recomputed", TP2, RECOMPUTED, "plain", ["untied"]),
+        ("tp2-frozen", TP2, {}, "frozen", ["untied"]),
+        ("pp2-clipped", PP2, {}, "clipped", ["tied", "moe"]),
+        (
+            "pp2-dynamic",
+            PP2 | {"pipeline_dynamic_shape": True, "moe_token_dispatcher_type": "alltoall"},
+            {},
+            "plain",
+            ["tied", "moe"],
+        ),
+        ("pp2-selective", PP2 | SELECTIVE, RECOMPUTED, "plain", ["tied"]),
+        ("pp2-frozen", PP2, {}, "frozen", ["untied"]),
+        ("pp2-frozen-stage", PP2, {}, "frozen-stage", ["untied"]),
+        ("pp2-frozen-stage-whole", PP2 | WHOLE, {}, "frozen-stage", ["untied"]),
+        ("vpp2-recomputed", VPP, RECOMPUTED, "plain", ["untied"]),
+        ("vpp2-dynamic", VPP | {"pipeline_dynamic_shape": True}, {}, "plain", ["tied"]),
+        ("dp2-clipped", {}, {}, "clipped", ["tied"]),
+        ("dp2-overlap", OVERLAP, {}, "plain", ["tied", "moe"]),
+        ("dp2-overlap-whole", WHOLE | ddp(overlap_grad_reduce=True), {}, "plain", ["tied"]),
+        ("dp2-scaled", ddp(average_in_collective=False), {}, "plain", ["moe"]),
+        ("dp2-frozen", {}, {}, "frozen", ["untied"]),
+        ("cp2-recomputed", CP2, RECOMPUTED, "plain", ["tied"]),
+        ("ep2-clipped", EP2, {}, "clipped", ["moe"]),
+        ("ep2-decay", EP2 | WHOLE, {}, "decay", ["moe"]),
+        ("ep2-frozen-experts", EP2, {}, "frozen-experts", ["moe"]),
+        ("ep2-frozen-but-experts", EP2, {}, "frozen-but-experts", ["moe"]),
+        ("ep2-allgather", EP2 | {"moe_token_dispatcher_type": "allgather"}, {}, "plain", ["moe"]),
+    ],
+    4: [
+        ("pp2-dp2-overlap", PP2 | OVERLAP, {}, "plain", ["tied"]),
+        ("vpp2-dp2-overlap", VPP | OVERLAP, {}, "plain", ["untied"]),
+        ("ep2-tp2-recomputed", EP2 | TP2 | ETP1, RECOMPUTED, "clipped", ["moe"]),
+        ("ep2-dp2", EP2 | PP2, {}, "clipped", ["moe"]),
+    ],
+}
+
+
+def cases(table: dict[int, list[Row]]) -> list[Any]:
+    return [
+        pytest.param(size, name, like, model, id=f"{name}-{model}")
+        for size, rows in table.items()
+        for name, _, _, like, models in rows
+        for model in models
+    ]
+
+
+class Played:
+    """What came of ways, which the ranks of one size go all at once."""
+
+    def __init__(self, seam: Seam) -> None:
+        self._seam = seam
+        self._done: dict[int, dict[tuple[str, str], Way]] = {}
+        ways = {
+            (name, model): seam.way(f"truth-{name}", model, trainer)
+            for name, (trainer, models) in TRUTHS.items()
+            for model in models
+        }
+        seam.play(1, list(ways.values()))
+        self.truth = {key: seam.told(way) for key, way in ways.items()}
+
+    def told(self, table: dict[int, list[Row]], size: int, name: str, model: str) -> Told:
+        number = 10 * size + (table is OPTIONS)
+        if number not in self._done:
+            ways = {
+                (case, model): self._seam.way(
+                    case,
+                    model,
+                    laid_over({} if options is None else megatron(**options), laid_over(TRUTHS[like][0], trainer)),
+                )
+                for case, options, trainer, like, models in table[size]
+                for model in models
+            }
+            self._done[number] = ways
+            self._seam.play(size, list(ways.values()))
+        return self._seam.told(self._done[number][name, model])
+
+
+@pytest.fixture(scope="module")
+def played(seam: Seam) -> Played:
+    return Played(seam)
+
+
+@pytest.mark.parametrize(("size", "name", "like", "model"), cases(LAYOUTS))
+def test_every_layout_trains_alike(played: Played, size: int, name: str, like: str, model: str):
+    expect_same(played.told(LAYOUTS, size, name, model), played.truth[like, model])
+
+
+@pytest.mark.parametrize(("size", "name", "like", "model"), cases(OPTIONS))
+def test_options_train_alike(played: Played, size: int, name: str, like: str, model: str):
+    expect_same(played.told(OPTIONS, size, name, model), played.truth[like, model])
+
+
+def test_what_is_compared_does_something(played: Played):
+    plain, clipped = played.truth["plain", "tied"], played.truth["clipped", "tied"]
+    norms = [update["grad_norm"] for update in clipped.told["updates"]]
+    assert min(norms) > 0.05
+    for name in ("clipped", "adam"):
+        moved = played.truth[name, "tied"].tensors
+        assert (
+            max((moved[key] - plain.tensors[key]).abs().max().item() for key in moved if key.startswith("weights"))
+            > 1e-3
+        ), name
+
+
+CRITIC = {
+    "algorithm": {"advantage_estimator": "gae", "lambd": 0.8, "gamma": 0.9, "use_kl_loss": False, "value_clip": 0.01}
+}
+CRITICS = {1: {"alone": {}}, 2: {"tp2": TP2, "pp2": PP2, "vpp2": VPP, "cp2": CP2, "dp2": {}}}
+
+
+def test_critics_train_alike(seam: Seam):
+    truth = seam.way("critic-truth", "tied", CRITIC, critic=True)
+    seam.play(1, [truth])
+    expected = seam.told(truth)
+    assert any(".values." in name for name in expected.samples)
+    for size, layouts in CRITICS.items():
+        ways = [
+            seam.way(f"critic-{name}", "tied", laid_over(megatron(**options), CRITIC), critic=True)
+            for name, options in layouts.items()
+        ]
+        seam.play(size, ways)
+        for way in ways:
+            expect_same(seam.told(way), expected)
+
+
+def test_what_is_not_finite_or_not_trained_changes_nothing(seam: Seam, played: Played):
+    do = [("skip", 1), ("poison", 1), ("train", 1), ("poison", 2), ("train", 2)]
+    ways = [
+        seam.way(f"poisoned-{name}", "tied", megatron(**options), do)
+        for name, options in {"tp2": TP2, "pp2": PP2, "dp2": {}, "dp2-whole": WHOLE, "overlap": OVERLAP}.items()
+    ]
+    seam.play(2, ways)
+    for way in ways:
+        expect_same(seam.told(way), played.truth["plain", "tied"])
+
+
+BF16: dict[str, dict[str, Any]] = {
+    "tp2": TP2,
+    "pp2": PP2 | ddp(grad_reduce_in_fp32=False),
+    "dp2": {},
+    "dp2-whole": WHOLE | ddp(grad_reduce_in_fp32=False),
+    "dp2-overlap": OVERLAP,
+}
+
+
+def test_bf16_trains_nearly_alike(seam: Seam, played: Played):
+    ways = [seam.way(f"bf16-{name}", "tied", megatron(dtype="bf16", **options)) for name, options in BF16.items()]
+    seam.play(2, ways)
+    expected = played.truth["plain", "tied"]
+    for way in ways:
+        found = seam.told(way)
+        # later ones are of weights that rounding has changed
+        first, other = found.told["updates"][0], expected.told["updates"][0]
+        assert first["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.01), way["out"]
+        assert found.tensors.keys() == expected.tensors.keys()
+        for part in ("1.0.", "weights."):  # later gradients are of other weights, and of other tokens that are clipped
+            names = [name for name in expected.tensors if name.startswith(part)]
+            own, other = (torch.cat([each.tensors[name].flatten() for name in names]) for each in (found, expected))
+            assert torch.nn.functional.cosine_similarity(own, other, 0) > 0.99, (way["out"], part)
+
+
+SAVED: dict[int, dict[str, tuple[dict[str, Any], str]]] = {
+    1: {"one": ({}, "tied")},
+    2: {
+        "tp2": (TP2, "tied"),
+        "pp2": (PP2, "tied"),
+        "vpp2": (VPP, "tied"),
+        "dp2": (OVERLAP, "tied"),
+        "whole": (PP2 | WHOLE, "tied"),
+        "ep2": (EP2, "moe"),
+    },
+}
+# what was saved -> number of ranks, options of the one that takes over
+RESTORED: list[tuple[str, int, dict[str, Any]]] = [
+    ("one", 2, TP2),
+    ("one", 2, VPP),
+    ("tp2", 2, PP2),
+    ("tp2", 2, {}),
+    ("pp2", 2, TP2),
+    ("vpp2", 2, PP2),
+    ("dp2", 2, TP2),
+    ("whole", 2, PP2 | WHOLE),
+    ("ep2", 2, EP2),
+    ("ep2", 2, {}),
+    ("ep2", 2, TP2),
+    ("tp2", 1, {}),
+    ("pp2", 1, {}),  # a tied embedding has a bucket of its own there, which is padded
+    ("dp2", 1, {}),
+    ("ep2", 1, {}),
+    ("tp2", 4, TP2 | PP2),
+    ("ep2", 4, EP2 | TP2 | ETP1),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(seam: Seam) -> dict[str, str]:
+    """Checkpoints after the first step: those of two ranks are copies, written when training has gone on."""
+    places = {name: str(seam.folder / f"saved-{name}") for each in SAVED.values() for name in each}
+    for size, rows in SAVED.items():
+        ways = []
+        for name, (options, model) in rows.items():
+            do = [("train", 1), ("snapshot", places[name]), ("train", 2), ("write", None)]
+            do = do if size > 1 else [("train", 1), ("save", places[name])]
+            ways.append(seam.way(f"saving-{name}", model, megatron(**options), do))
+        seam.play(size, ways)
+    return places
+
+
+@pytest.fixture(scope="module")
+def restored(seam: Seam, saved: dict[str, str]) -> list[Told]:
+    ways = {
+        (number, size): seam.way(
+            f"restored-{number}",
+            "moe" if name == "ep2" else "tied",
+            megatron(**options),
+            [("restore", saved[name]), ("train", 2)],
+        )
+        for number, (name, size, options) in enumerate(RESTORED)
+    }
+    for size in (2, 1, 4):
+        seam.play(size, [way for (_, ranks), way in ways.items() if ranks == size])
+    return [seam.told(way) for way in ways.values()]
+
+
+@pytest.mark.parametrize(
+    "number", range(len(RESTORED)), ids=[f"{name}-{size}-{number}" for number, (name, size, _) in enumerate(RESTORED)]
+)
+def test_another_layout_goes_on_from_a_checkpoint(played: Played, restored: list[Told], number: int):
+    expected = played.truth["plain", "moe" if RESTORED[number][0] == "ep2" else "tied"]
+    expect_same(restored[number], expected.from_step_2())
+
+
+def test_exports_are_models_for_both_engines(seam: Seam):
+    for kind, options in {"fsdp": {}, "tp2": megatron(**TP2), "pp2": megatron(**PP2), "ep2": megatron(**EP2)}.items():
+        model = "moe" if kind == "ep2" else "tied"
+        out = str(seam.folder / f"exported-{kind}")
+        writing = seam.way(f"exporting-{kind}", model, options, [("train", 1), ("export", out)])
+        seam.play(2, [writing])
+        expected = {name: value for name, value in seam.told(writing).tensors.items() if name.startswith("weights.")}
+        readers = [
+            seam.way(f"reading-{kind}-{number}", f"exported-{kind}", other, [("keep", "weights")])
+            for number, other in enumerate(({}, megatron(**PP2)))
+        ]
+        seam.play(2, readers)
+        for reader in readers:
+            found = seam.told(reader).tensors
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_weights_alone_are_restored(seam: Seam, saved: dict[str, str]):
+    of_fsdp = str(seam.folder / "saved-fsdp")
+    seam.play(1, [seam.way("saving-fsdp", "tied", {}, [("train", 1), ("save", of_fsdp)])])
+
+    def do(path: str) -> list[Any]:
+        return [("restore_weights", path), ("train", 2)]
+
+    truth = seam.way("weights-truth", "tied", {}, do(of_fsdp))
+    seam.play(1, [truth])
+    ways = [
+        seam.way(f"weights-{name}", "tied", megatron(**options), do(saved["tp2"]))
+        for name, options in {"pp2": PP2, "dp2": {}}.items()
+    ]
+    refused = seam.way("refused", "tied", megatron(**PP2), [("restore", of_fsdp)])
+    seam.play(2, [*ways, refused])
+    for way in ways:
+        expect_same(seam.told(way), seam.told(truth))
+    assert "trainer.strategy=megatron" in seam.told(refused).told["error"]
+    print(seam.told(refused).told["error"])
+
+
+def test_the_policy_becomes_the_reference(seam: Seam):
+    def moving(path: str) -> list[Any]:
+        return [("train", 1), ("reset_reference", True), ("save", path), ("train", 2)]
+
+    truth = seam.way("moved-truth", "tied", {}, moving(str(seam.folder / "moved-fsdp")))
+    seam.play(1, [truth])
+    layouts = {"tp2": TP2, "pp2": PP2, "vpp2": VPP, "dp2": OVERLAP}
+    ways = {
+        name: seam.way(f"moved-{name}", "tied", megatron(**options), moving(str(seam.folder / f"moved-{name}")))
+        for name, options in layouts.items()
+    }
+    again = [
+        seam.way(
+            f"moved-again-{name}",
+            "tied",
+            megatron(**layouts[other]),
+            [("restore", str(seam.folder / f"moved-{name}")), ("train", 2)],
+        )
+        for name, other in {"tp2": "pp2", "pp2": "dp2"}.items()
+    ]
+    seam.play(2, [*ways.values(), *again])
+    expected = seam.told(truth)
+    for way in ways.values():
+        expect_same(seam.told(way), expected)
+    for way in again:
+        expect_same(seam.told(way), expected.from_step_2())

@@ -1,0 +1,65 @@
+"""Learning rates by hand, and against transformers' schedulers of the same names."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from hpcrl.config import OptimizerConfig
+from hpcrl.trainer.backends.schedule import is_due, lr_factor
+
+
+def factors(total: int = 10, **options: Any) -> list[float]:
+    return [lr_factor(OptimizerConfig(**options), update, total) for update in range(total)]
+
+
+@pytest.mark.parametrize("name", ["constant_with_warmup", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_after_the_warm_up_as_in_transformers(name: str, warmup: int) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    other = get_scheduler(name, optimizer, warmup, 10)
+    expected = []
+    for _ in range(10):
+        expected.append(other.get_last_lr()[0])
+        optimizer.step()
+        other.step()
+    actual = factors(scheduler=name, num_warmup_steps=warmup)
+    assert actual[warmup:] == pytest.approx(expected[warmup:])
+    assert actual[:warmup] == pytest.approx([(update + 1) / 5 for update in range(warmup)])
+
+
+def test_the_warm_up_starts_where_it_is_told() -> None:
+    assert factors(warmup_ratio=0.3)[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert factors(warmup_ratio=0.3, warmup_start_factor=0.2)[:4] == pytest.approx([0.4, 0.6, 0.8, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "shape"),
+    [
+        ("linear", lambda g: 1 - g),
+        ("sqrt", lambda g: 1 - math.sqrt(g)),
+        ("cosine", lambda g: (1 + math.cos(math.pi * g)) / 2),
+    ],
+)
+def test_the_decay(scheduler: str, shape: Any) -> None:
+    after_warmup = factors(scheduler=scheduler, num_warmup_steps=2)
+    assert after_warmup[2:] == pytest.approx([shape(step / 8) for step in range(8)])
+    late = factors(scheduler=scheduler, num_warmup_steps=2, decay_ratio=0.5, min_lr_factor=0.1)
+    assert late[2:5] == [1.0] * 3
+    assert late[5:] == pytest.approx([0.1 + 0.9 * shape(step / 5) for step in range(5)])
+
+
+def test_a_decay_begins_after_the_warm_up_and_ends_with_the_run() -> None:
+    options = {"scheduler": "linear", "num_warmup_steps": 8, "decay_ratio": 1.0, "min_lr_factor": 0.5}
+    assert factors(**options)[7:] == pytest.approx([8 / 9, 1.0, 0.75])
+    assert lr_factor(OptimizerConfig(**options), 30, 10) == 0.5
+    assert factors(scheduler="linear", decay_ratio=0.0) == [1.0] * 10
+
+
+@pytest.mark.parametrize(("interval", "steps"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
+def test_what_is_due_every_few_steps(interval: int, steps: list[int]) -> None:
+    assert [step for step in range(1, 6) if is_due(interval, step, 5)] == steps

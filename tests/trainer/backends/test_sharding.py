@@ -1,0 +1,36 @@
+"""Which modules become units of sharding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from hpcrl.trainer.backends.fsdp.sharding import units
+
+LAYERS = ["model.layers.1", "model.layers.0"]
+
+
+@pytest.mark.parametrize(
+    ("wrap_policy", "expected"),
+    [
+        ({}, LAYERS),
+        ({"disable": False}, LAYERS),
+        ({"disable": True}, []),
+        ({"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}, LAYERS),
+        (
+            {"transformer_layer_cls_to_wrap": ["Qwen2MLP", "Qwen2DecoderLayer"]},
+            ["model.layers.1.mlp", "model.layers.1", "model.layers.0.mlp", "model.layers.0"],
+        ),
+        # self_attn has 3136 parameters, mlp 4608, a layer 64 more than both
+        ({"min_num_params": 4000}, ["model.layers.0.mlp", "model.layers.1.mlp"]),
+        ({"min_num_params": 5000}, ["model.layers.0", "model.layers.1"]),
+        ({"min_num_params": 100_000}, []),
+    ],
+)
+def test_units(model_path: Path, wrap_policy: dict[str, Any], expected: list[str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    names = {module: name for name, module in model.named_modules()}
+    assert [names[module] for module in units(model, wrap_policy)] == expected

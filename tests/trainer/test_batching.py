@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcrl.trainer.batching import (
+    MicroBatchLimit,
+    SampleRef,
+    assign_to_ranks,
+    balanced,
+    idle_share,
+    mini_batches,
+    split_micro_batches,
+)
+from hpcrl.types import Batch, GroupMeta
+
+SAMPLES = MicroBatchLimit(1)
+
+
+def meta(lengths: list[int]) -> GroupMeta:
+    zeros = [0.0] * len(lengths)
+    return GroupMeta("g", "train", 0, "p", zeros, lengths, lengths, ["stop"] * len(lengths), 0, 0, "x", 1.0)
+
+
+def refs_of(lengths: Sequence[int]) -> list[SampleRef]:
+    return [SampleRef(0, index, length) for index, length in enumerate(lengths)]
+
+
+def skewed(count: int, seed: int = 0) -> list[SampleRef]:
+    """Most samples short, some very long, as of a policy that reasons."""
+    draw = random.Random(seed)
+    return refs_of([min(16384, 100 + int(draw.lognormvariate(7, 0.8))) for _ in range(count)])
+
+
+def tokens(refs: Sequence[SampleRef]) -> int:
+    return sum(ref.length for ref in refs)
+
+
+def test_mini_batches_are_consecutive_groups() -> None:
+    batch = Batch(1, [meta([3, 4]), meta([5]), meta([6])], 3)
+    first, second = mini_batches(batch, 2)
+    assert first == [SampleRef(0, 0, 3), SampleRef(0, 1, 4), SampleRef(1, 0, 5)]
+    assert second == [SampleRef(2, 0, 6)]
+
+
+@pytest.mark.parametrize("limit", [SAMPLES, MicroBatchLimit(1, 8000)])
+@pytest.mark.parametrize("ranks", [1, 2, 7, 8])
+def test_deal_is_complete_and_orders_shares(ranks: int, limit: MicroBatchLimit) -> None:
+    draw = random.Random(0)
+    refs = [SampleRef(group, index, draw.randint(1, 4000)) for group in range(32) for index in range(16)]
+    shares = assign_to_ranks(refs, ranks, limit)
+    assert sorted((p.group, p.index) for share in shares for p in share) == [(p.group, p.index) for p in refs]
+    assert all([p.length for p in s] == sorted((p.length for p in s), reverse=True) for s in shares)
+    assert max(map(tokens, shares)) - min(map(tokens, shares)) <= 4000
+    if limit.tokens is None:
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("limit", [SAMPLES, MicroBatchLimit(1, 10)])
+def test_deal_does_not_depend_on_the_order_it_is_given(limit: MicroBatchLimit) -> None:
+    refs = [SampleRef(group, index, 5) for group in range(4) for index in range(3)]
+    assert assign_to_ranks(refs, 3, limit) == assign_to_ranks(refs[::-1], 3, limit)
+
+
+def test_a_token_limit_deals_equal_tokens() -> None:
+    refs = skewed(64 * 16)
+    mean = tokens(refs) / 64
+    by_samples, by_tokens = (
+        max(map(tokens, assign_to_ranks(refs, 64, limit))) for limit in (SAMPLES, MicroBatchLimit(1, 16384))
+    )
+    assert by_samples > 1.15 * mean
+    assert by_tokens < 1.02 * mean
+
+
+def test_every_rank_runs_the_same_number_of_micro_batches() -> None:
+    shares = assign_to_ranks(refs_of([5] * 5), 4, SAMPLES)
+    assert split_micro_batches(shares, SAMPLES) == [[[0], []], [[0], []], [[0], []], [[0], [1]]]
+    assert split_micro_batches([refs_of([3, 2, 1])], MicroBatchLimit(2)) == [[[0, 1], [2]]]
+
+
+@pytest.mark.parametrize("limit", [SAMPLES, MicroBatchLimit(1, 8)])
+def test_ranks_without_a_sample_run_too(limit: MicroBatchLimit) -> None:
+    assert split_micro_batches(assign_to_ranks([], 2, limit), limit) == [[[]], [[]]]
+    assert [len(parts) for parts in split_micro_batches(assign_to_ranks(refs_of([7]), 3, limit), limit)] == [1, 1, 1]
+
+
+def test_a_token_limit_makes_few_and_equal_micro_batches() -> None:
+    refs = refs_of([5, 9, 3, 12, 7, 1, 8])
+    (parts,) = split_micro_batches([refs], MicroBatchLimit(1, 16))
+    assert [sum(refs[at].length for at in part) for part in parts] == [15, 15, 15]
+    assert parts[0] == [2, 3], "the longest sample, whose attention costs most, comes first"
+
+
+def test_a_sample_beyond_the_limit_is_a_micro_batch_of_its_own() -> None:
+    (parts,) = split_micro_batches([refs_of([3, 100, 3, 30])], MicroBatchLimit(1, 10))
+    assert parts == [[1], [3], [0, 2]]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=24),
+    ranks=st.integers(1, 4),
+    limit=st.builds(MicroBatchLimit, st.integers(1, 5), st.none() | st.integers(1, 60)),
+)
+def test_micro_batches_hold_every_sample_once_and_no_more_than_they_may(
+    lengths: list[int], ranks: int, limit: MicroBatchLimit
+) -> None:
+    shares = assign_to_ranks(refs_of(lengths), ranks, limit)
+    planned = split_micro_batches(shares, limit)
+    assert len({len(parts) for parts in planned}) == 1
+    for share, parts in zip(shares, planned, strict=True):
+        assert sorted(at for part in parts for at in part) == list(range(len(share)))
+        for part in parts:
+            if limit.tokens is None:
+                assert len(part) <= limit.samples
+            else:
+                assert len(part) < 2 or tokens([share[at] for at in part]) <= limit.tokens
+    if limit.tokens is not None and len(lengths) > 1:
+        # halves of the limit always fit together, so but for one micro-batch of a rank all are more than half full
+        needed = max(2 * tokens(share) // limit.tokens + 1 for share in shares)
+        assert len(planned[0]) <= max(needed, 1)
+
+
+@given(lengths=st.lists(st.integers(1, 100), max_size=7), parts=st.integers(1, 3))
+def test_balanced_parts_are_near_the_best(lengths: list[int], parts: int) -> None:
+    def largest(where: Sequence[int]) -> int:
+        return max(
+            sum(length for length, part in zip(lengths, where, strict=True) if part == at) for at in range(parts)
+        )
+
+    found = balanced(lengths, parts)
+    assert sorted(at for part in found for at in part) == list(range(len(lengths)))
+    best = min(largest(where) for where in product(range(parts), repeat=len(lengths)))
+    assert max(sum(lengths[at] for at in part) for part in found) <= 4 / 3 * best
+
+
+def test_ranks_wait_less_with_a_token_limit() -> None:
+    refs = skewed(64 * 16)
+    shares = {limit: assign_to_ranks(refs, 64, limit) for limit in (MicroBatchLimit(4), MicroBatchLimit(4, 32768))}
+    by_samples, by_tokens = (idle_share(share, split_micro_batches(share, limit)) for limit, share in shares.items())
+    assert by_samples > 0.1
+    assert by_tokens < 0.05
+    assert idle_share([[], []], [[[]], [[]]]) == 0
+    assert idle_share([refs_of([3]), refs_of([1])], [[[0]], [[0]]]) == pytest.approx(1 / 3)

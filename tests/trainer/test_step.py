@@ -1,0 +1,137 @@
+"""The way from the loop of jobs/train.py to the formula of a loss, measured while a step is trained."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.algorithms.kl import adapted
+from hpcrl.algorithms.losses import Tokens, Values
+from hpcrl.config import AlgorithmConfig
+from hpcrl.config.validate import build
+from hpcrl.errors import ConfigError
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.heartbeat import Heartbeat
+from hpcrl.runtime.signals import StopSignal
+from hpcrl.trainer.advantages import KlRewardPenalty
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.loss import build_policy_loss
+from hpcrl.trainer.metrics import PhaseTimer
+from hpcrl.trainer.saving.checkpoint import ResumePoint
+from hpcrl.trainer.saving.dump import Dumps
+from hpcrl.trainer.step import Learner
+from hpcrl.trainer.stop import StopConsensus
+from tests.paths import ROOT
+from tests.trainer.critic_scenarios import section
+from tests.trainer.material import make_batch, make_run
+from tests.trainer.scenarios import make_engine
+
+OWN = f"{__name__}:recorded"
+MOST_CALLS = 4
+stacks: list[list[str]] = []
+
+
+def recorded(tokens: Tokens, *, eps_clip_low: float, algorithm: Any) -> Values:
+    """A user's own loss: notes who called it."""
+    assert eps_clip_low == algorithm.eps_clip_low
+    frame, names = sys._getframe(), list[str]()
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT / "hpcrl") or path.is_relative_to(ROOT / "jobs"):
+            names.append(f"{path.relative_to(ROOT)}:{frame.f_code.co_name}")
+        frame = frame.f_back
+    stacks.append(names)
+    return -tokens.logprobs * tokens.advantages, {}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return make_run(tmp_path / "run")
+
+
+def learner(run: Run, world: World, model_path: Path, limits: tuple[int, int], algorithm: dict[str, Any]) -> Learner:
+    """Return what trains batches of two groups in two mini-batches; limits: samples in training and in scoring."""
+    changes = {"algorithm": {"advantage_estimator": "grpo", **algorithm}, "train_batch_size": 2}
+    sizes = {"policy_mini_batch_size": 1, "micro_train_batch_size_per_gpu": limits[0]}
+    sizes["micro_forward_batch_size_per_gpu"] = limits[1]
+    trainer = section(str(model_path), {"trainer": {**changes, **sizes}})
+    engine = make_engine(world, str(model_path), {"trainer": {"algorithm": changes["algorithm"]}})
+    consensus = StopConsensus(world, StopSignal(), Heartbeat(run, 1, "rank-0"))
+    return Learner(
+        run, world, trainer, engine, None,
+        max_seq_len=40, dumps=Dumps(run, 1, world), consensus=consensus, start=ResumePoint(),
+    )  # fmt: skip
+
+
+def test_four_calls_from_the_loop_to_the_formula(run: Run, alone: World, model_path: Path) -> None:
+    batch = make_batch(run, step=1, groups=2, size=3)
+    stacks.clear()
+    learner(run, alone, model_path, (2, 2), {"policy_loss_type": OWN}).train(batch, PhaseTimer())
+    assert len(stacks) == 4, "two mini-batches of three samples, two at a time"
+    # the call of learner.train by the loop, those below it, and that of the formula
+    calls = {len(stack) + 1 for stack in stacks}
+    print(f"calls from the loop to the formula: {max(calls)}: {' < '.join(stacks[0])}")
+    assert max(calls) <= MOST_CALLS
+
+
+@pytest.mark.parametrize("score", [1, 3, 64])
+def test_another_limit_in_scoring_changes_nothing(run: Run, alone: World, model_path: Path, score: int) -> None:
+    batch = make_batch(run, step=1, groups=2, size=3)
+    settings = {"use_kl_loss": True}
+    expected, found = (
+        learner(run, alone, model_path, limits, settings).train(batch, PhaseTimer()) for limits in ((2, 2), (2, score))
+    )
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, abs=1e-5), name
+
+
+def algorithm_section(**changes: Any) -> AlgorithmConfig:
+    control = {"type": "adaptive", "kl_target": 0.1, "horizon": 100}
+    return build(AlgorithmConfig, {"use_kl_loss": False, "use_kl_in_reward": True, "kl_ctrl": control, **changes})
+
+
+@pytest.mark.parametrize("divergence", [0.0, 0.1, 10.0])
+def test_a_batch_larger_than_the_horizon_does_not_turn_the_penalty_around(divergence: float) -> None:
+    assert 0.8 <= adapted(1.0, divergence, 1e6, target=0.1, horizon=100) <= 1.2
+    assert adapted(1.0, 1.0, 50, target=0.1, horizon=100) == pytest.approx(1.1)
+
+
+def test_a_restart_goes_on_where_it_was() -> None:
+    first = KlRewardPenalty(algorithm_section(kl_loss_coef=0.5), {})
+    first.adapt(1.0, 50)
+    assert first.coefficient == pytest.approx(0.55)
+    assert KlRewardPenalty(algorithm_section(kl_loss_coef=0.5), first.extra_state()).coefficient == first.coefficient
+
+
+def test_another_start_is_what_a_user_asks_for() -> None:
+    first = KlRewardPenalty(algorithm_section(kl_loss_coef=0.5), {})
+    first.adapt(1.0, 50)
+    assert KlRewardPenalty(algorithm_section(kl_loss_coef=0.2), first.extra_state()).coefficient == 0.2
+    fixed = KlRewardPenalty(algorithm_section(kl_loss_coef=0.5, kl_ctrl={}), first.extra_state())
+    fixed.adapt(1.0, 50)
+    assert (fixed.coefficient, fixed.extra_state()) == (0.5, {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surprising(AlgorithmConfig):
+    surprise: float = 0.5
+    """Weight of the surprise in my loss."""
+
+
+def surprised(tokens: Tokens, *, surprise: float) -> Values:
+    return -tokens.logprobs * (tokens.advantages + surprise), {}
+
+
+def misspelt(tokens: Tokens, *, surprize: float) -> Values:
+    return tokens.logprobs * surprize, {}
+
+
+def test_a_loss_of_ones_own_has_its_settings() -> None:
+    found = build_policy_loss(Surprising(policy_loss_type=f"{__name__}:surprised", surprise=0.25))
+    assert found.keywords == {"surprise": 0.25}
+    with pytest.raises(ConfigError, match=r"misspelt.*parameter 'surprize' is no setting.*did you mean 'surprise'"):
+        build_policy_loss(Surprising(policy_loss_type=f"{__name__}:misspelt"))
