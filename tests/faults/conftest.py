@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from tests.faults.history import assert_ended, curves_of
-from tests.faults.stage import Stage, up
-from tests.slurm.conftest import DevCluster, needs_slurm  # noqa: F401  a fixture
+from tests.faults.stage import Stage
+from tests.slurm.conftest import DevCluster, lent, needs_slurm  # noqa: F401  the last is a fixture
 
 AT_ONCE = 4
 NODES = 10
@@ -53,12 +53,11 @@ class Troupe:
 
     @contextmanager
     def _own(self, place: Place) -> Iterator[tuple[DevCluster, list[str]]]:
-        with TemporaryDirectory(prefix="hpcrl-") as directory:  # sockets want a short path
-            cluster = up(Path(directory), place.nodes, place.options)
-            try:
-                yield cluster, [f"n{i}" for i in range(1, place.nodes + 1)]
-            finally:
-                cluster.down()
+        with (
+            TemporaryDirectory(prefix="hpcrl-") as directory,  # sockets want a short path
+            lent(Path(directory), place.nodes, *place.options) as cluster,
+        ):
+            yield cluster, [f"n{i}" for i in range(1, place.nodes + 1)]
 
     @contextmanager
     def _taken(self, count: int) -> Iterator[tuple[DevCluster, list[str]]]:
@@ -113,15 +112,12 @@ def troupe(
     request: pytest.FixtureRequest,
 ) -> Iterator[Troupe]:
     acts = [item for item in request.session.items if isinstance(item, pytest.Function) and _is_act(item)]
-    cluster = up(tmp_path_factory.mktemp("faults"), NODES, ())
-    try:
+    with lent(tmp_path_factory.mktemp("faults"), NODES) as cluster:
         troupe = Troupe(cluster, lambda name: tmp_path_factory.mktemp(re.sub(r"\W+", "-", name)[:32]), acts)
         try:
             yield troupe
         finally:
             troupe.close()
-    finally:
-        cluster.down()
 
 
 def _is_act(item: pytest.Function) -> bool:

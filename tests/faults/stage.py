@@ -333,11 +333,3 @@ def _rows(count: int = 640) -> list[dict[str, Any]]:
         truth = {"method": "rule", "ground_truth": "".join(sorted(word))}
         rows.append({"prompt": [{"role": "user", "content": f"sort: {word}"}], "reward_spec": truth})
     return rows
-
-
-def up(directory: Path, nodes: int, options: Sequence[str]) -> DevCluster:
-    """Start a cluster; the caller ends it."""
-    cluster = DevCluster(directory)
-    started = cluster.up(nodes, options=options)
-    assert started.returncode == 0, started.stderr
-    return cluster

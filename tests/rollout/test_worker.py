@@ -39,6 +39,7 @@ LENGTH = 40
 GENERATOR = GeneratorConfig(sampling_params=SamplingParams(max_generate_length=LENGTH))
 ATTEMPT = 2
 START_S = 420.0  # of an engine, while other tests have the cores
+END_S = 30.0  # of a job that gives its engine 5 s and then ends it, likewise
 
 
 def item(name: str, kind: Kind = "train", n_samples: int = 4, env_class: str = "sort_letters") -> Work:
@@ -344,7 +345,7 @@ def test_a_job_works_and_ends_on_sigterm_though_its_engine_hangs(
     (core,) = [pid for pid in children_of(server) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(core, signal.SIGSTOP)
     job.process.terminate()
-    assert job.process.wait(9) == 0
+    assert job.process.wait(END_S) == 0
     assert not job.engine()
     assert not list(job.temporary.iterdir())
     assert job.log.read_text() == ""
@@ -386,12 +387,12 @@ def test_nothing_survives_a_job_that_is_killed(job: Job) -> None:
     wait_for(core_is_spawned, START_S, "the engine did not come up")
     assert len(job.engine()) >= 2
     job.process.kill()
-    wait_for(lambda: not job.engine(), 5, "processes are left")
+    wait_for(lambda: not job.engine(), END_S, "processes are left")
 
 
 def test_a_job_that_is_told_to_end_during_its_start(job: Job) -> None:
     wait_for(lambda: children_of(job.process.pid), 60, "no server")
     job.process.terminate()
-    assert job.process.wait(9) == 0
+    assert job.process.wait(END_S) == 0
     assert not job.engine()
     assert not list(job.temporary.iterdir())

@@ -70,7 +70,7 @@ def test_with_nothing_at_stake_it_leaves_by_itself(run: Run, stuck: bool) -> Non
     with process(run, stuck=stuck, has_progress=False) as started:
         ask(run)
         started.send_signal(signal.SIGTERM)
-        assert started.wait(5) == 0
+        assert started.wait(30) == 0
     assert [process_status.state for process_status in read_process_statuses(run, 3)] == ["stopped"]
 
 
@@ -78,7 +78,7 @@ def test_one_that_does_not_speak_says_nothing(run: Run) -> None:
     with process(run, stuck=True, has_progress=False, speaks=False) as started:
         ask(run)
         started.send_signal(signal.SIGUSR2)
-        assert started.wait(5) == 0
+        assert started.wait(30) == 0
     assert read_process_statuses(run) == []
 
 
@@ -87,7 +87,7 @@ def test_what_it_has_to_save_is_waited_for(run: Run) -> None:
         ask(run)
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2):
             started.send_signal(number)
-        assert started.wait(10) == 7
+        assert started.wait(30) == 7
 
 
 def test_the_stop_file_alone_is_heard(run: Run) -> None:
@@ -105,7 +105,7 @@ def test_a_signal_that_nobody_asked_for(run: Run, has_progress: bool) -> None:
     with process(run, stuck=True, has_progress=has_progress) as started:
         ask(run, attempt=2)
         os.kill(started.pid, signal.SIGTERM)
-        assert started.wait(5) == 1
+        assert started.wait(30) == 1
     assert read_process_statuses(run) == []
 
 

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,7 +89,8 @@ def needs_slurm() -> None:
 @pytest.fixture(scope="session")
 def cluster(needs_slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:  # noqa: ARG001
     """Four idle nodes, shared by the tests of a session: leave no job behind."""
-    yield from lent(tmp_path_factory.mktemp("slurm"), 4)
+    with lent(tmp_path_factory.mktemp("slurm"), 4) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")
@@ -96,14 +98,16 @@ def accounting(needs_slurm: None, tmp_path_factory: pytest.TempPathFactory) -> I
     """Two nodes with accounting, whose slurmctld forgets a job soon after its end."""
     if reason := why_not(("slurmdbd", "mariadbd", "mariadb-install-db"), "slurmdbd mariadb-server"):
         pytest.skip(reason)
-    yield from lent(tmp_path_factory.mktemp("accounting"), 2, "--accounting", "--conf", "MinJobAge=2")
+    with lent(tmp_path_factory.mktemp("accounting"), 2, "--accounting", "--conf", "MinJobAge=2") as cluster:
+        yield cluster
 
 
+@contextmanager
 def lent(directory: Path, nodes: int, *options: str) -> Iterator[DevCluster]:
+    """Start a cluster, and take it down at the end of the block or of this process, killed or not: its end closes the pipe."""
     cluster = DevCluster(directory)
-    try:
+    down = ["sh", "-c", 'cat; exec "$@"', "sh", *cluster.argv("down")]
+    with subprocess.Popen(down, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True):
         started = cluster.up(nodes, options=options)
         assert started.returncode == 0, started.stderr
         yield cluster
-    finally:
-        cluster.down()
