@@ -1,6 +1,6 @@
-"""Scenarios play at the same time, each on nodes of its own of one cluster: they mostly wait, for Slurm and for imports.
+"""Scenarios run at the same time, each on nodes of its own of one cluster: they mostly wait, for Slurm and for imports.
 
-A test here that takes `stage` is a scenario. The first of them that pytest comes to starts them all, in their order and a few at a time;
+A test here that takes `scenario` is a scenario. The first of them that pytest comes to starts them all, in their order and a few at a time;
 each test then waits for its own scenario's end and has its result.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.faults.history import assert_ended, curves_of
-from tests.faults.stage import Stage
+from tests.faults.scenario import Scenario
 from tests.slurm.conftest import DevCluster, lent, needs_slurm  # noqa: F401  the last is a fixture
 
 AT_ONCE = 4
@@ -27,7 +27,7 @@ NODES = 10
 USUAL_NODES = 2
 
 
-class Troupe:
+class Scenarios:
     """All scenarios of this session."""
 
     def __init__(self, cluster: DevCluster, directory: Callable[[str], Path], items: list[pytest.Function]) -> None:
@@ -36,20 +36,20 @@ class Troupe:
         self._changed = threading.Condition()
         self.ended = threading.Event()
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="scenario")
-        self.uninterrupted = self._pool.submit(self._play, "uninterrupted", Place(USUAL_NODES, ()), _uninterrupted)
-        self._acts: dict[str, Future[Any]] = {}
+        self.uninterrupted = self._pool.submit(self._run, "uninterrupted", Place(USUAL_NODES, ()), _uninterrupted)
+        self._futures: dict[str, Future[Any]] = {}
         for item in items:
-            self._acts[item.nodeid] = self._pool.submit(self._play, item.name, _place(item), item.obj, **_given(item))
+            self._futures[item.nodeid] = self._pool.submit(self._run, item.name, _place(item), item.obj, **_given(item))
 
-    def _play(self, name: str, place: Place, act: Callable[..., Any], **parameters: Any) -> Any:
+    def _run(self, name: str, place: Place, test: Callable[..., Any], **parameters: Any) -> Any:
         path = self._directory(name)
         with self._own(place) if place.options else self._taken(place.nodes) as (cluster, taken):
             others = [] if place.options else [f"n{i}" for i in range(1, NODES + 1) if f"n{i}" not in taken]
-            stage = Stage(cluster, taken, others, path, self.ended, lambda: self.uninterrupted.result())
+            scenario = Scenario(cluster, taken, others, path, self.ended, lambda: self.uninterrupted.result())
             try:
-                return act(stage=stage, **parameters)
+                return test(scenario=scenario, **parameters)
             finally:
-                stage.end()
+                scenario.end()
 
     @contextmanager
     def _own(self, place: Place) -> Iterator[tuple[DevCluster, list[str]]]:
@@ -72,7 +72,7 @@ class Troupe:
                 self._changed.notify_all()
 
     def result(self, item: pytest.Item) -> Any:
-        return self._acts[item.nodeid].result()
+        return self._futures[item.nodeid].result()
 
     def close(self) -> None:
         self.ended.set()
@@ -98,40 +98,40 @@ def _given(item: pytest.Function) -> dict[str, Any]:
     return dict(item.callspec.params) if hasattr(item, "callspec") else {}
 
 
-def _uninterrupted(stage: Stage) -> dict[str, dict[int, float]]:
-    """Play the run that nothing happens to, which the others are compared with."""
-    run = stage.submit(name="uninterrupted")
-    assert_ended(stage, run)
+def _uninterrupted(scenario: Scenario) -> dict[str, dict[int, float]]:
+    """Run the one that nothing happens to, which the others are compared with."""
+    run = scenario.submit(name="uninterrupted")
+    assert_ended(scenario, run)
     return curves_of(run)
 
 
 @pytest.fixture(scope="session")
-def troupe(
+def scenarios(
     needs_slurm: None,  # noqa: ARG001, F811
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
-) -> Iterator[Troupe]:
-    acts = [item for item in request.session.items if isinstance(item, pytest.Function) and _is_act(item)]
+) -> Iterator[Scenarios]:
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and _is_scenario(item)]
     with lent(tmp_path_factory.mktemp("faults"), NODES) as cluster:
-        troupe = Troupe(cluster, lambda name: tmp_path_factory.mktemp(re.sub(r"\W+", "-", name)[:32]), acts)
+        scenarios = Scenarios(cluster, lambda name: tmp_path_factory.mktemp(re.sub(r"\W+", "-", name)[:32]), items)
         try:
-            yield troupe
+            yield scenarios
         finally:
-            troupe.close()
+            scenarios.close()
 
 
-def _is_act(item: pytest.Function) -> bool:
-    return item.path.parent == Path(__file__).parent and "stage" in item.fixturenames
+def _is_scenario(item: pytest.Function) -> bool:
+    return item.path.parent == Path(__file__).parent and "scenario" in item.fixturenames
 
 
 @pytest.fixture
-def stage(troupe: Troupe) -> Troupe:
-    """What a scenario is given is made where it is played; a test only asks for the result."""
-    return troupe
+def scenario(scenarios: Scenarios) -> Scenarios:
+    """What a scenario is given is made where it runs; a test only asks for the result."""
+    return scenarios
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if not _is_act(pyfuncitem):
+    if not _is_scenario(pyfuncitem):
         return None
-    pyfuncitem.funcargs["stage"].result(pyfuncitem)
+    pyfuncitem.funcargs["scenario"].result(pyfuncitem)
     return True

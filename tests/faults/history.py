@@ -12,27 +12,27 @@ from hpcrl.observe.metrics import MetricsReader, read_metrics
 from hpcrl.rundir.commit import is_committed, verify
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_outcome
-from tests.faults.processes import processes_of
-from tests.faults.stage import BATCH, STEPS, Stage
-from tests.jobs.story import curve, trained_groups
+from tests.faults.scenario import BATCH, STEPS, Scenario
+from tests.jobs.small_run import curve, trained_groups
+from tests.processes import processes_of
 
 INTERRUPTED = "resilience/signal_to_commit_seconds"
 CURVES = ("policy/policy_loss", "policy/grad_norm", "reward/avg_raw_reward")
 LEAVING_S = 400.0  # it may be about to start once more
 
 
-def assert_ended(stage: Stage, run: Run, kind: str = "done") -> None:
+def assert_ended(scenario: Scenario, run: Run, kind: str = "done") -> None:
     """Assert how a run ended, and that no process and no job of it is left."""
-    stage.wait(lambda: not stage.queued(run), f"{run.name} leaves the queue", LEAVING_S, run)
-    stage.wait(lambda: not processes_of(run), f"no process of {run.name} is left", 15, run)
+    scenario.wait(lambda: not scenario.queued(run), f"{run.name} leaves the queue", LEAVING_S, run)
+    scenario.wait(lambda: not processes_of(run), f"no process of {run.name} is left", 15, run)
     outcome = read_outcome(run)
-    assert outcome, stage.story(run)
-    assert outcome.kind == kind, f"{outcome}\n{stage.story(run)}"
-    assert f"{run.name}: {kind}" in stage.told("status", run.name)
+    assert outcome, scenario.report(run)
+    assert outcome.kind == kind, f"{outcome}\n{scenario.report(run)}"
+    assert f"{run.name}: {kind}" in scenario.told("status", run.name)
 
 
 def assert_nothing_lost(
-    stage: Stage, run: Run, kind: str = "done", steps: int = STEPS, *, same_values: bool = True
+    scenario: Scenario, run: Run, kind: str = "done", steps: int = STEPS, *, same_values: bool = True
 ) -> None:
     """Assert that a run has ended, and that its history is that of one that nothing ever happened to.
 
@@ -40,9 +40,9 @@ def assert_nothing_lost(
         steps: that it has trained.
         same_values: whether its losses have to be those of the uninterrupted run, to 1e-6.
     """
-    assert_ended(stage, run, kind)
+    assert_ended(scenario, run, kind)
     trained = trained_groups(run)
-    assert len(trained) >= steps, f"{len(trained)} batches of {steps}\n{stage.story(run)}"
+    assert len(trained) >= steps, f"{len(trained)} batches of {steps}\n{scenario.report(run)}"
     groups = Counter(group for step in trained for group in step)
     assert groups == Counter(f"g{index:08d}" for index in range(len(trained) * BATCH)), "each group once"
     if kind == "done":
@@ -50,7 +50,7 @@ def assert_nothing_lost(
     assert_commits_load(run, steps)
     assert_single_valued(run, steps)
     if same_values:
-        for name, expected in stage.uninterrupted().items():
+        for name, expected in scenario.uninterrupted().items():
             wanted = {step: value for step, value in expected.items() if step <= steps}
             found = {step: value for step, value in curve(run, name).items() if step in wanted}
             assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6), f"{name} differs"

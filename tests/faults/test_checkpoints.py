@@ -11,8 +11,8 @@ import pytest
 
 from hpcrl.rundir.ledger import read_attempts, read_outcomes
 from tests.faults.history import assert_nothing_lost, last_saved
-from tests.faults.processes import processes_of, send
-from tests.faults.stage import START_S, Stage, fault, in_first_attempt
+from tests.faults.scenario import START_S, Scenario, fault, in_first_attempt
+from tests.processes import processes_of, send
 
 
 def largest(checkpoint: Path) -> Path:
@@ -37,17 +37,17 @@ POISONS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize(
     "poison", [pytest.param(name, marks=[] if name == "changed_byte" else pytest.mark.faults_slow) for name in POISONS]
 )
-def test_26_poisoned_newest_checkpoint(stage: Stage, poison: str) -> None:
+def test_26_poisoned_newest_checkpoint(scenario: Scenario, poison: str) -> None:
     """What cannot be trusted is passed over with a message, and the one before it is used."""
-    run = stage.submit()
-    stage.reach(run, 7)
-    stage.knobs(latency_s=600)
-    stage.wait(lambda: last_saved(run) == (6, 0), "the second checkpoint", 30, run)
+    run = scenario.submit()
+    scenario.reach(run, 7)
+    scenario.knobs(latency_s=600)
+    scenario.wait(lambda: last_saved(run) == (6, 0), "the second checkpoint", 30, run)
     POISONS[poison](run.checkpoint(6))
-    send([stage.rank(run)], SIGKILL)
-    stage.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", START_S, run)
-    stage.knobs()
-    assert_nothing_lost(stage, run)
+    send([scenario.rank(run)], SIGKILL)
+    scenario.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", START_S, run)
+    scenario.knobs()
+    assert_nothing_lost(scenario, run)
     said = run.log(2, "trainer-0").read_text()
     assert "continuing after step 3, " in said
     assert "s000006" in said, "it says what it passed over"
@@ -66,14 +66,14 @@ def _points_by_attempt(points: list[str]) -> str:
         pytest.param(["begin", "manifest", "synced", "committed", "trash"], id="others", marks=pytest.mark.faults_slow),
     ],
 )
-def test_27_killed_at_lines_of_the_commit(stage: Stage, points: list[str]) -> None:
+def test_27_killed_at_lines_of_the_commit(scenario: Scenario, points: list[str]) -> None:
     """The trainer kills itself in its saves, at one line after the other: there always is a commit to go on from."""
     armed = [f"checkpoints.{point}@{2 if attempt == 0 else 1}:kill" for attempt, point in enumerate(points)]
-    run = stage.submit(
+    run = scenario.submit(
         {"trainer.max_ckpts_to_keep": 2, "trainer.ckpt_interval": 2, "slurm.crash_budget": 4},
         setup=[_points_by_attempt(armed)],
     )
-    assert_nothing_lost(stage, run)
+    assert_nothing_lost(scenario, run)
     kinds = [outcome.kind for outcome in read_outcomes(run)]
     assert kinds == ["failed"] * len(points) + ["done"]
     assert not [path for path in run.checkpoints.iterdir() if path.name.startswith((".tmp", ".trash"))]
@@ -82,62 +82,62 @@ def test_27_killed_at_lines_of_the_commit(stage: Stage, points: list[str]) -> No
 @pytest.mark.parametrize(
     "error", ["ENOSPC", *(pytest.param(e, marks=pytest.mark.faults_slow) for e in ("EDQUOT", "EIO", "EROFS"))]
 )
-def test_28_filesystem_refuses_a_save(stage: Stage, error: str) -> None:
+def test_28_filesystem_refuses_a_save(scenario: Scenario, error: str) -> None:
     """The commit before stays; the attempt ends with a message that says what to do, and the next one goes on."""
-    run = stage.submit(setup=[in_first_attempt(fault(f"checkpoints.written@2:raise={error}"))])
-    outcome = stage.outcome(run, 1)
+    run = scenario.submit(setup=[in_first_attempt(fault(f"checkpoints.written@2:raise={error}"))])
+    outcome = scenario.outcome(run, 1)
     assert outcome.kind == "failed"
     assert "Earlier commits are untouched" in outcome.message
     assert outcome.step == 3
-    assert_nothing_lost(stage, run)
+    assert_nothing_lost(scenario, run)
 
 
 @pytest.mark.faults_slow
-def test_28_filesystem_refuses_a_save_and_training_goes_on(stage: Stage) -> None:
-    run = stage.submit({"trainer.ckpt_on_error": "continue"}, setup=[fault("checkpoints.written@2:raise=ENOSPC")])
-    assert_nothing_lost(stage, run)
+def test_28_filesystem_refuses_a_save_and_training_goes_on(scenario: Scenario) -> None:
+    run = scenario.submit({"trainer.ckpt_on_error": "continue"}, setup=[fault("checkpoints.written@2:raise=ENOSPC")])
+    assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 1
     assert "training goes on without this checkpoint" in run.log(1, "trainer-0").read_text()
 
 
 @pytest.mark.nodes(3)
 @pytest.mark.faults_slow
-def test_30_an_attempt_that_was_thought_dead(stage: Stage) -> None:
+def test_30_an_attempt_that_was_thought_dead(scenario: Scenario) -> None:
     """The network loses the trainer's node in the middle of a save: the next attempt runs elsewhere, and the old one, which is alive
     and wakes up later, can commit nothing."""
     zombie = in_first_attempt(fault("checkpoints.written@2:sleep=75"))
-    run = stage.submit(setup=[zombie], pinned=False)
-    stage.wait(lambda: list(run.checkpoints.glob(".tmp-s000006*")), "the second save", START_S, run)
+    run = scenario.submit(setup=[zombie], pinned=False)
+    scenario.wait(lambda: list(run.checkpoints.glob(".tmp-s000006*")), "the second save", START_S, run)
     (lost, *_) = read_attempts(run)[0].hosts
-    stage.knobs(latency_s=1.0)
-    stage.slurm("ip", "link", "set", lost, "down")
+    scenario.knobs(latency_s=1.0)
+    scenario.slurm("ip", "link", "set", lost, "down")
     try:
-        stage.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", 150, run)
+        scenario.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", 150, run)
         assert lost not in read_attempts(run)[1].hosts
-        stage.outcome(run, 2)
+        scenario.outcome(run, 2)
     finally:
-        stage.slurm("ip", "link", "set", lost, "up")
+        scenario.slurm("ip", "link", "set", lost, "up")
     # its batch script and srun are ended by Slurm, which looks only every few minutes whether a node is back
-    stage.wait(lambda: not processes_of(run), "the old attempt is gone", 300, run)
-    assert_nothing_lost(stage, run)
+    scenario.wait(lambda: not processes_of(run), "the old attempt is gone", 300, run)
+    assert_nothing_lost(scenario, run)
     for path in run.checkpoints.glob("s*/manifest.json"):
         manifest = json.loads(path.read_text())
         assert manifest["attempt"] == (1 if manifest["step"] <= 3 else 2), path
 
 
 @pytest.mark.faults_slow
-def test_31_a_clock_that_is_behind(stage: Stage) -> None:
+def test_31_a_clock_that_is_behind(scenario: Scenario) -> None:
     """The second attempt's first node lives ten minutes in the past: TensorBoard and process statuses do not mind."""
     skew = Path(__file__).parent / "skew"
-    run = stage.submit(
+    run = scenario.submit(
         setup=[
             f"export PYTHONPATH='{skew}':$PYTHONPATH",
             'if [ -n "$SLURM_RESTART_COUNT" ]; then export SKEW_S=-600; fi',
         ]
     )
-    stage.reach(run, 4)
-    stage.slurm("scontrol", "requeue", stage.job_of(run))
-    stage.outcome(run, 2)
-    assert_nothing_lost(stage, run)
+    scenario.reach(run, 4)
+    scenario.slurm("scontrol", "requeue", scenario.job_of(run))
+    scenario.outcome(run, 2)
+    assert_nothing_lost(scenario, run)
     first, second = read_attempts(run)
     assert second.started < first.started - 300, "the clock was behind"

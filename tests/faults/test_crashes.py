@@ -8,17 +8,17 @@ import pytest
 
 from hpcrl.rundir.ledger import read_attempts, read_outcomes
 from tests.faults.history import assert_nothing_lost
-from tests.faults.processes import send
-from tests.faults.stage import START_S, Stage, fault
+from tests.faults.scenario import START_S, Scenario, fault
+from tests.processes import send
 
 ENDS_S = 20.0  # 10 s are promised; three other scenarios share the two cores
 
 VICTIMS = {
-    "rank": lambda stage, run: [stage.rank(run)],
-    "torchrun": lambda stage, run: [stage.torchrun(run)],
-    "agent": lambda stage, run: [stage.agent(run, 0)],
-    "controller": lambda stage, run: [stage.controller(run)],
-    "srun": lambda stage, run: stage.sruns(run),
+    "rank": lambda scenario, run: [scenario.rank(run)],
+    "torchrun": lambda scenario, run: [scenario.torchrun(run)],
+    "agent": lambda scenario, run: [scenario.agent(run, 0)],
+    "controller": lambda scenario, run: [scenario.controller(run)],
+    "srun": lambda scenario, run: scenario.sruns(run),
 }
 SOON = ("controller",)
 
@@ -26,100 +26,100 @@ SOON = ("controller",)
 @pytest.mark.parametrize(
     "victim", [pytest.param(name, marks=[] if name in SOON else pytest.mark.faults_slow) for name in VICTIMS]
 )
-def test_21_killed(stage: Stage, victim: str) -> None:
+def test_21_killed(scenario: Scenario, victim: str) -> None:
     """SIGKILL of one process: the attempt ends within seconds, says why, and the next one goes on from the last commit."""
-    run = stage.submit({"trainer.ckpt_interval": 2})
-    stage.reach(run, 4)
-    send(VICTIMS[victim](stage, run), SIGKILL)
-    outcome = stage.outcome(run, 1, ENDS_S)
+    run = scenario.submit({"trainer.ckpt_interval": 2})
+    scenario.reach(run, 4)
+    send(VICTIMS[victim](scenario, run), SIGKILL)
+    outcome = scenario.outcome(run, 1, ENDS_S)
     assert outcome.kind == "failed"
     if victim in ("rank", "controller"):
         assert "SIGKILL" in outcome.message
-    stage.outcome(run, 2)
-    assert_nothing_lost(stage, run)
+    scenario.outcome(run, 2)
+    assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 2
 
 
 @pytest.mark.faults_slow
-def test_21_killed_first_agent_before_the_controller_serves(stage: Stage) -> None:
+def test_21_killed_first_agent_before_the_controller_serves(scenario: Scenario) -> None:
     """The other nodes notice it, though they have never heard of a controller."""
-    run = stage.submit()
-    stage.wait(lambda: stage.processes(run, "/jobs/train.py"), "the trainer starts", START_S, run)
-    send([stage.agent(run, 0)], SIGKILL)
-    assert stage.outcome(run, 1, 120).kind == "failed"
-    assert_nothing_lost(stage, run)
+    run = scenario.submit()
+    scenario.wait(lambda: scenario.processes(run, "/jobs/train.py"), "the trainer starts", START_S, run)
+    send([scenario.agent(run, 0)], SIGKILL)
+    assert scenario.outcome(run, 1, 120).kind == "failed"
+    assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 2
 
 
 @pytest.mark.faults_slow
-def test_21_killed_batch_shell(stage: Stage) -> None:
+def test_21_killed_batch_shell(scenario: Scenario) -> None:
     """With the batch shell goes whoever could requeue the job: Slurm ends it, status tells what happened, and resume goes on."""
-    run = stage.submit({"trainer.ckpt_interval": 2})
-    stage.reach(run, 4)
-    send([stage.batch_shell(run)], SIGKILL)
-    stage.wait(lambda: not stage.queued(run), "Slurm ends the job", 60, run)
-    word = stage.told("status", "run").split(": ")[1]
+    run = scenario.submit({"trainer.ckpt_interval": 2})
+    scenario.reach(run, 4)
+    send([scenario.batch_shell(run)], SIGKILL)
+    scenario.wait(lambda: not scenario.queued(run), "Slurm ends the job", 60, run)
+    word = scenario.told("status", "run").split(": ")[1]
     assert word in ("interrupted", "failed", "lost", "held"), word
-    assert "slurm job" in stage.told("resume", "run")
-    assert_nothing_lost(stage, run)
+    assert "slurm job" in scenario.told("resume", "run")
+    assert_nothing_lost(scenario, run)
 
 
 @pytest.mark.nodes(3)
 @pytest.mark.faults_slow
-def test_22_node_of_the_trainer_goes_down(stage: Stage) -> None:
+def test_22_node_of_the_trainer_goes_down(scenario: Scenario) -> None:
     """A node is switched off with all that runs on it: Slurm notices, requeues the job, and it goes on elsewhere from its last commit."""
-    run = stage.submit({"trainer.ckpt_interval": 2, "trainer.max_steps": 12}, pinned=False)
-    stage.reach(run, 4)
-    stage.knobs(latency_s=600)
+    run = scenario.submit({"trainer.ckpt_interval": 2, "trainer.max_steps": 12}, pinned=False)
+    scenario.reach(run, 4)
+    scenario.knobs(latency_s=600)
     (lost, *_) = read_attempts(run)[0].hosts
-    stage.cluster.stop(lost)
+    scenario.cluster.stop(lost)
     try:
-        stage.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", 150, run)
-        stage.knobs()
-        assert_nothing_lost(stage, run)
+        scenario.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", 150, run)
+        scenario.knobs()
+        assert_nothing_lost(scenario, run)
     finally:
-        stage.cluster.start(lost)
+        scenario.cluster.start(lost)
     assert lost not in read_attempts(run)[-1].hosts
 
 
 @pytest.mark.faults_slow
-def test_25_the_same_crash_again_and_again(stage: Stage) -> None:
+def test_25_the_same_crash_again_and_again(scenario: Scenario) -> None:
     """Without a new commit between them, three crashes hold the run, with the error; put right, it goes on."""
-    run = stage.submit(
+    run = scenario.submit(
         {"trainer.ckpt_interval": 100},
-        setup=[f'[ -e "{stage.path}/repaired" ] || {fault("weights.begin@5:raise=EIO")}'],
+        setup=[f'[ -e "{scenario.path}/repaired" ] || {fault("weights.begin@5:raise=EIO")}'],
     )
-    stage.wait(lambda: len(read_outcomes(run)) == 3, "three crashes", 240, run)
-    stage.wait(lambda: not stage.queued(run) or "Held" in stage.queued(run), "no fourth", 60, run)
+    scenario.wait(lambda: len(read_outcomes(run)) == 3, "three crashes", 240, run)
+    scenario.wait(lambda: not scenario.queued(run) or "Held" in scenario.queued(run), "no fourth", 60, run)
     assert len(read_attempts(run)) == 3
-    said = stage.told("status", "run")
+    said = scenario.told("status", "run")
     assert "held" in said, said
     assert "Input/output error" in said, "the error is shown"
-    (stage.path / "repaired").touch()
-    stage.told("resume", "run")
-    assert_nothing_lost(stage, run)
+    (scenario.path / "repaired").touch()
+    scenario.told("resume", "run")
+    assert_nothing_lost(scenario, run)
 
 
 @pytest.mark.faults_slow
-def test_25_crashes_with_progress_between_them(stage: Stage) -> None:
+def test_25_crashes_with_progress_between_them(scenario: Scenario) -> None:
     """Each attempt commits once and dies at its second commit: as often as it takes."""
-    run = stage.submit(setup=[fault("checkpoints.begin@2:kill")])
-    stage.wait(lambda: stage.outcome(run, 4, 300), "the fourth attempt", 300, run)
-    assert_nothing_lost(stage, run)
+    run = scenario.submit(setup=[fault("checkpoints.begin@2:kill")])
+    scenario.wait(lambda: scenario.outcome(run, 4, 300), "the fourth attempt", 300, run)
+    assert_nothing_lost(scenario, run)
     assert [outcome.kind for outcome in read_outcomes(run)] == ["failed", "failed", "failed", "done"]
 
 
 @pytest.mark.nodes(3)
 @pytest.mark.faults_slow
-def test_25_a_node_that_crashes_twice_is_left_out(stage: Stage) -> None:
+def test_25_a_node_that_crashes_twice_is_left_out(scenario: Scenario) -> None:
     """The nodes that the user excludes stay so."""
-    run = stage.submit({"trainer.ckpt_interval": 2, "trainer.max_steps": 24}, pinned=False)
+    run = scenario.submit({"trainer.ckpt_interval": 2, "trainer.max_steps": 24}, pinned=False)
     for attempt, step in ((1, 4), (2, 10)):
-        stage.reach(run, step)
-        send([stage.rank(run)], SIGKILL)
-        stage.outcome(run, attempt, ENDS_S)
-    assert_nothing_lost(stage, run, steps=24, same_values=False)
+        scenario.reach(run, step)
+        send([scenario.rank(run)], SIGKILL)
+        scenario.outcome(run, attempt, ENDS_S)
+    assert_nothing_lost(scenario, run, steps=24, same_values=False)
     first, second, third = (attempt.hosts for attempt in read_attempts(run))
     assert first[0] == second[0]
     assert first[0] not in third
-    assert set(third) < set(stage.nodes)
+    assert set(third) < set(scenario.nodes)

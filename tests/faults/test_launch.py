@@ -15,98 +15,98 @@ import pytest
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.ledger import read_attempts
 from tests.faults.history import assert_ended, assert_nothing_lost
-from tests.faults.processes import send
-from tests.faults.stage import START_S, Stage
-from tests.jobs.story import HPCRL
+from tests.faults.scenario import START_S, Scenario
+from tests.jobs.small_run import HPCRL
 from tests.paths import ROOT
+from tests.processes import send
 
 
 @pytest.mark.faults_slow
-def test_01_run_directory_that_one_node_does_not_see(stage: Stage) -> None:
+def test_01_run_directory_that_one_node_does_not_see(scenario: Scenario) -> None:
     """A private directory is mounted over the run's on its second node: the run ends with an error that names the host."""
-    run = stage.submit(setup=["sleep 4"], settings={"slurm.crash_budget": 1})
-    stage.wait(lambda: stage.queued(run).startswith("RUNNING"), "it starts", 60, run)
-    _inside(stage, stage.nodes[1], "mount", "-t", "tmpfs", "tmpfs", str(run.path))
+    run = scenario.submit(setup=["sleep 4"], settings={"slurm.crash_budget": 1})
+    scenario.wait(lambda: scenario.queued(run).startswith("RUNNING"), "it starts", 60, run)
+    _inside(scenario, scenario.nodes[1], "mount", "-t", "tmpfs", "tmpfs", str(run.path))
     try:
-        outcome = stage.outcome(run, 1, 120)
+        outcome = scenario.outcome(run, 1, 120)
         assert outcome.kind == "failed"
-        assert stage.nodes[1] in outcome.message
+        assert scenario.nodes[1] in outcome.message
         assert "share" in outcome.message, outcome.message
-        assert_ended(stage, run, "failed")
+        assert_ended(scenario, run, "failed")
     finally:
-        _inside(stage, stage.nodes[1], "umount", str(run.path))
+        _inside(scenario, scenario.nodes[1], "umount", str(run.path))
 
 
-def _inside(stage: Stage, node: str, *command: str) -> None:
+def _inside(scenario: Scenario, node: str, *command: str) -> None:
     """Run a command in the mount namespace of a node."""
-    (slurmd,) = stage.daemons(node)
+    (slurmd,) = scenario.daemons(node)
     subprocess.run(["nsenter", "-t", str(slurmd), "-m", *command], check=True, capture_output=True)
 
 
 @pytest.mark.own_cluster("--conf", "MaxArraySize=4")
-def test_02_refused_by_slurm(stage: Stage) -> None:
+def test_02_refused_by_slurm(scenario: Scenario) -> None:
     """A partition, a reservation and an array larger than there are: an exit code, Slurm's reason, and nothing is left."""
     for settings, arguments, reason in (
         ({"slurm.partition": "mian"}, (), "mian"),
         ({"slurm.extra.reservation": "none"}, (), "reservation"),
         ({}, ("--seeds", "0:5"), "array"),
     ):
-        done = stage.try_submit(settings, *arguments)
+        done = scenario.try_submit(settings, *arguments)
         assert done.returncode in (2, 3), (settings, done.stdout)
         assert reason in done.stderr
-        assert not (stage.path / "runs").exists(), "left behind"
-    assert stage.slurm("squeue", "-h", "-w", ",".join(stage.nodes)) == ""
+        assert not (scenario.path / "runs").exists(), "left behind"
+    assert scenario.slurm("squeue", "-h", "-w", ",".join(scenario.nodes)) == ""
 
 
 @pytest.mark.faults_slow
-def test_03_killed_before_it_could_note_the_job(stage: Stage) -> None:
+def test_03_killed_before_it_could_note_the_job(scenario: Scenario) -> None:
     """sbatch has taken the job, and hpcrl is killed: status finds the job, which finds no work; the name is taken; resume goes on."""
-    assert _submit_through(stage, '/usr/bin/sbatch "$@"; kill -9 $PPID', {"slurm.crash_budget": 1}) != 0
-    run = stage.run_of()
+    assert _submit_through(scenario, '/usr/bin/sbatch "$@"; kill -9 $PPID', {"slurm.crash_budget": 1}) != 0
+    run = scenario.run_of()
     assert not run.submission.exists()
-    assert "found in the queue" in stage.told("status", "run")
-    again = stage.hpcrl("submit", "run.toml")
+    assert "found in the queue" in scenario.told("status", "run")
+    again = scenario.hpcrl("submit", "run.toml")
     assert again.returncode != 0
     assert "exists" in again.stderr
-    stage.wait(lambda: not stage.queued(run), "the job ends", 150, run)
-    assert "before they began" in stage.told("status", "run")
-    assert "slurm job" in stage.told("resume", "run")
-    assert_nothing_lost(stage, run)
+    scenario.wait(lambda: not scenario.queued(run), "the job ends", 150, run)
+    assert "before they began" in scenario.told("status", "run")
+    assert "slurm job" in scenario.told("resume", "run")
+    assert_nothing_lost(scenario, run)
 
 
 @pytest.mark.faults_slow
-def test_04_starts_before_submit_is_done_and_outlives_the_checkout(stage: Stage) -> None:
+def test_04_starts_before_submit_is_done_and_outlives_the_checkout(scenario: Scenario) -> None:
     """The job starts while submit still waits for sbatch, and the code it was submitted from is broken then: it uses the snapshot."""
-    checkout = stage.path / "checkout"
+    checkout = scenario.path / "checkout"
     for name in ("hpcrl", "jobs"):
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
-    assert _submit_through(stage, '/usr/bin/sbatch "$@"; sleep 4', {}, PYTHONPATH=str(checkout)) == 0
+    assert _submit_through(scenario, '/usr/bin/sbatch "$@"; sleep 4', {}, PYTHONPATH=str(checkout)) == 0
     for path in checkout.rglob("*.py"):
         path.write_text("raise SystemExit('this is not the snapshot')\n")
-    run = stage.run_of()
-    assert_nothing_lost(stage, run)
+    run = scenario.run_of()
+    assert_nothing_lost(scenario, run)
 
 
-def _submit_through(stage: Stage, sbatch: str, settings: dict[str, Any], **environment: str) -> int:
+def _submit_through(scenario: Scenario, sbatch: str, settings: dict[str, Any], **environment: str) -> int:
     """Submit with another sbatch before the real one, and return the exit code."""
-    programs = stage.path / "bin"
+    programs = scenario.path / "bin"
     programs.mkdir()
     (programs / "sbatch").write_text(f"#!/bin/bash\n{sbatch}\n")
     (programs / "sbatch").chmod(0o755)
-    stage.write_experiment("run", settings)
+    scenario.write_experiment("run", settings)
     env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", **environment}
-    return stage.cluster.run([HPCRL, "submit", "run.toml"], 120, stage.path, env).returncode
+    return scenario.cluster.run([HPCRL, "submit", "run.toml"], 120, scenario.path, env).returncode
 
 
 @pytest.mark.faults_slow
-def test_05_packed_on_the_same_nodes(stage: Stage) -> None:
+def test_05_packed_on_the_same_nodes(scenario: Scenario) -> None:
     """Three elements of a sweep on one pair of nodes: ports, tokens and logs of their own."""
     packed = {"slurm.exclusive": False, "slurm.array_parallelism": 3, "trainer.max_steps": 4}
-    stage.submit(packed, "--seeds", "0:3")
-    runs = [stage.run_of(f"run.{i}-seed-{i}") for i in range(3)]
+    scenario.submit(packed, "--seeds", "0:3")
+    runs = [scenario.run_of(f"run.{i}-seed-{i}") for i in range(3)]
     for run in runs:
-        assert_nothing_lost(stage, run, steps=4, same_values=False)
-    assert {tuple(read_attempts(run)[0].hosts) for run in runs} == {tuple(stage.nodes)}
+        assert_nothing_lost(scenario, run, steps=4, same_values=False)
+    assert {tuple(read_attempts(run)[0].hosts) for run in runs} == {tuple(scenario.nodes)}
     started = [attempt.started for run in runs for attempt in read_attempts(run)]
     assert max(started) - min(started) < 20, "they were to run at the same time"
     ports = [read_json(run.rendezvous(1)) for run in runs]
@@ -116,47 +116,47 @@ def test_05_packed_on_the_same_nodes(stage: Stage) -> None:
 
 @pytest.mark.nodes(4)
 @pytest.mark.faults_slow
-def test_07_another_runs_server_at_the_address(stage: Stage) -> None:
+def test_07_another_runs_server_at_the_address(scenario: Scenario) -> None:
     """What a run finds at its controller's address is another run's: refused by token, nothing of that run is touched, and it comes back."""
     ours, theirs = (
-        stage.submit({"slurm.extra.nodelist": ",".join(nodes)}, name=name)
-        for name, nodes in (("ours", stage.nodes[:2]), ("theirs", stage.nodes[2:]))
+        scenario.submit({"slurm.extra.nodelist": ",".join(nodes)}, name=name)
+        for name, nodes in (("ours", scenario.nodes[:2]), ("theirs", scenario.nodes[2:]))
     )
     for run in (ours, theirs):
-        stage.reach(run, 3)
-    send([stage.controller(ours)], signal.SIGSTOP)
+        scenario.reach(run, 3)
+    send([scenario.controller(ours)], signal.SIGSTOP)
     process_status, squatter = (json.loads(run.status_file("controller").read_text()) for run in (ours, theirs))
     process_status["facts"]["url"] = squatter["facts"]["url"]
     write_json(ours.status_file("controller"), process_status)
-    stage.wait(lambda: len(read_attempts(ours)) == 2, "it starts again", START_S, ours)
-    assert "refused" in stage.outcome(ours, 1).message
+    scenario.wait(lambda: len(read_attempts(ours)) == 2, "it starts again", START_S, ours)
+    assert "refused" in scenario.outcome(ours, 1).message
     for run in (ours, theirs):
-        assert_nothing_lost(stage, run)
+        assert_nothing_lost(scenario, run)
     assert len(read_attempts(theirs)) == 1
 
 
-def test_08_held_by_slurm(stage: Stage) -> None:
+def test_08_held_by_slurm(scenario: Scenario) -> None:
     """A job that Slurm requeued in held state: status says so and how to go on; released, it does."""
-    run = stage.submit()
-    stage.reach(run, 3)
-    stage.slurm("scontrol", "requeuehold", stage.job_of(run))
-    stage.wait(lambda: "PENDING" in stage.queued(run) or "HOLD" in stage.queued(run), "it is held", 40, run)
-    said = stage.told("status", "run")
+    run = scenario.submit()
+    scenario.reach(run, 3)
+    scenario.slurm("scontrol", "requeuehold", scenario.job_of(run))
+    scenario.wait(lambda: "PENDING" in scenario.queued(run) or "HOLD" in scenario.queued(run), "it is held", 40, run)
+    said = scenario.told("status", "run")
     assert "held" in said, said
-    stage.slurm("scontrol", "release", stage.job_of(run))
-    assert_nothing_lost(stage, run)
+    scenario.slurm("scontrol", "release", scenario.job_of(run))
+    assert_nothing_lost(scenario, run)
 
 
 @pytest.mark.faults_slow
-def test_39_submitted_from_inside_a_job(stage: Stage) -> None:
+def test_39_submitted_from_inside_a_job(scenario: Scenario) -> None:
     """The variables of the job that submits do not leak into the run."""
-    stage.write_experiment("run")
-    inside = f"cd {stage.path} && {HPCRL} submit run.toml"
-    options = ["-w", stage.nodes[0], "-N1", "-n2", "-t2", "-o", f"{stage.path}/inside.out", "--parsable"]
-    outer = stage.slurm("sbatch", *options, "--export=ALL,MASTER_PORT=1,WORLD_SIZE=7", "--wrap", inside)
-    stage.wait((stage.path / "runs/faults/run/submission.json").exists, "the inner submit", 60)
-    run = stage.run_of()
-    assert stage.job_of(run).partition("_")[0] != outer
-    assert_nothing_lost(stage, run)
-    assert read_attempts(run)[0].hosts == stage.nodes
-    assert "run: slurm job" in Path(f"{stage.path}/inside.out").read_text()
+    scenario.write_experiment("run")
+    inside = f"cd {scenario.path} && {HPCRL} submit run.toml"
+    options = ["-w", scenario.nodes[0], "-N1", "-n2", "-t2", "-o", f"{scenario.path}/inside.out", "--parsable"]
+    outer = scenario.slurm("sbatch", *options, "--export=ALL,MASTER_PORT=1,WORLD_SIZE=7", "--wrap", inside)
+    scenario.wait((scenario.path / "runs/faults/run/submission.json").exists, "the inner submit", 60)
+    run = scenario.run_of()
+    assert scenario.job_of(run).partition("_")[0] != outer
+    assert_nothing_lost(scenario, run)
+    assert read_attempts(run)[0].hosts == scenario.nodes
+    assert "run: slurm job" in Path(f"{scenario.path}/inside.out").read_text()

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 from tests.faults.history import assert_nothing_lost, last_saved, last_trained
-from tests.faults.processes import send
-from tests.faults.stage import STEPS, Stage
-from tests.jobs.story import curve
+from tests.faults.scenario import STEPS, Scenario
+from tests.jobs.small_run import curve
+from tests.processes import send
 
 pytestmark = pytest.mark.nodes(3)
 
@@ -44,9 +44,9 @@ def sizes(nodes: int, **of_each: int) -> list[str]:
     return [f"{NODES}={nodes}", *of_models]
 
 
-def assert_starts_as_fsdp2(stage: Stage, run: Run) -> None:
+def assert_starts_as_fsdp2(scenario: Scenario, run: Run) -> None:
     """Assert that the first step, of two optimizer steps, is that of FSDP2, and that all steps have the same samples."""
-    for name, expected in stage.uninterrupted().items():
+    for name, expected in scenario.uninterrupted().items():
         found = curve(run, name)
         assert found[1] == pytest.approx(expected[1], rel=1e-4, abs=1e-6), f"{name} differs"
         if name.startswith("reward/"):
@@ -64,20 +64,20 @@ def values_of_attempt(run: Run, attempt: int) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.faults_slow), 1])
-def test_rank_is_killed(stage: Stage, rank: int) -> None:
+def test_rank_is_killed(scenario: Scenario, rank: int) -> None:
     """Tensor parallel over two nodes: one rank dies after the commit of step 4, both train the steps after it again, and to the same values."""
-    run = stage.submit({**TWO_NODES, "trainer.ckpt_interval": 4, "trainer.hf_save_interval": STEPS})
-    stage.reach(run, 5)
-    stage.knobs(latency_s=600)  # before the next commit there are no samples to train
-    stage.wait(lambda: last_trained(run) >= 5, "step 5", run=run)
-    send([stage.rank(run, rank)], SIGKILL)
-    outcome = stage.outcome(run, 1, 30)
-    stage.knobs()
+    run = scenario.submit({**TWO_NODES, "trainer.ckpt_interval": 4, "trainer.hf_save_interval": STEPS})
+    scenario.reach(run, 5)
+    scenario.knobs(latency_s=600)  # before the next commit there are no samples to train
+    scenario.wait(lambda: last_trained(run) >= 5, "step 5", run=run)
+    send([scenario.rank(run, rank)], SIGKILL)
+    outcome = scenario.outcome(run, 1, 30)
+    scenario.knobs()
     assert outcome.kind == "failed"
     assert "SIGKILL" in outcome.message
-    stage.outcome(run, 2)
-    assert_nothing_lost(stage, run, same_values=False)
-    assert_starts_as_fsdp2(stage, run)
+    scenario.outcome(run, 2)
+    assert_nothing_lost(scenario, run, same_values=False)
+    assert_starts_as_fsdp2(scenario, run)
     first, second = values_of_attempt(run, 1), values_of_attempt(run, 2)
     again = sorted(first.keys() & second.keys())
     assert (again[0], min(second)) == (5, 5), "training goes on from the commit of step 4"
@@ -85,34 +85,34 @@ def test_rank_is_killed(stage: Stage, rank: int) -> None:
         for name in ("policy/policy_loss", "policy/grad_norm", "policy/policy_lr"):
             assert second[step][name] == pytest.approx(first[step][name], rel=1e-6, abs=1e-9), f"{name} of step {step}"
     assert [len(attempt.hosts) for attempt in read_attempts(run)] == [3, 3]
-    exported = stage.path / "exported"
-    assert str(exported) in stage.told("checkpoint", "export", "run", "-o", str(exported))
+    exported = scenario.path / "exported"
+    assert str(exported) in scenario.told("checkpoint", "export", "run", "-o", str(exported))
     by_run, by_hand = (load_file(path / "model-00001.safetensors") for path in (run.export(STEPS), exported))
     assert by_run.keys() == by_hand.keys()
     assert all(torch.equal(by_run[name], by_hand[name]) for name in by_run)
 
 
 @pytest.mark.faults_slow
-def test_resumed_with_other_sizes(stage: Stage) -> None:
+def test_resumed_with_other_sizes(scenario: Scenario) -> None:
     """From two tensor parallel ranks to a single one, and from that to two pipeline stages."""
-    stage.knobs(latency_s=0.5)
-    run = stage.submit(TWO_NODES, pinned=False)
-    stage.reach(run, 4)
-    assert "run: cancelled" in stage.told("cancel", "run")
+    scenario.knobs(latency_s=0.5)
+    run = scenario.submit(TWO_NODES, pinned=False)
+    scenario.reach(run, 4)
+    assert "run: cancelled" in scenario.told("cancel", "run")
     first = last_saved(run)
-    resumed = stage.told("resume", "run", *sizes(1, tensor=1))
+    resumed = scenario.told("resume", "run", *sizes(1, tensor=1))
     assert (
         f"warning: trainer.policy.megatron_config.{TENSOR}: 2 -> 1 (the state is spread over other processes" in resumed
     )
-    stage.reach(run, first[0] + 4)
-    assert "run: cancelled" in stage.told("cancel", "run")
+    scenario.reach(run, first[0] + 4)
+    assert "run: cancelled" in scenario.told("cancel", "run")
     second = last_saved(run)
     assert second > first
-    stage.told("resume", "run", *sizes(2, pipeline=2))
-    stage.outcome(run, 3)
-    assert_nothing_lost(stage, run, same_values=False)
-    assert_starts_as_fsdp2(stage, run)
+    scenario.told("resume", "run", *sizes(2, pipeline=2))
+    scenario.outcome(run, 3)
+    assert_nothing_lost(scenario, run, same_values=False)
+    assert_starts_as_fsdp2(scenario, run)
     assert [len(attempt.hosts) for attempt in read_attempts(run)] == [3, 2, 3]
-    (*_, again) = json.loads(stage.hpcrl("replay", "run", "--step", str(STEPS), "--json").stdout)
+    (*_, again) = json.loads(scenario.hpcrl("replay", "run", "--step", str(STEPS), "--json").stdout)
     norm = curve(run, "policy/grad_norm")[STEPS]
     assert again["metrics"]["policy/grad_norm"] == pytest.approx(norm, rel=1e-5), "both stages, on one machine"

@@ -12,66 +12,68 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 from hpcrl.runtime.process_status import read_process_statuses
 from tests.faults.history import assert_ended, assert_nothing_lost, last_saved, last_trained
-from tests.faults.processes import processes_of, send
-from tests.faults.stage import START_S, Stage, fault, in_first_attempt
+from tests.faults.scenario import START_S, Scenario, fault, in_first_attempt
+from tests.processes import processes_of, send
 
 TERM, USR2, CONT, STOP = signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT, signal.SIGSTOP
 STEPS_PER_ATTEMPT = {"trainer.ckpt_interval": 100}  # what is saved is saved because of the signal
 
 
-def saved_when_told(stage: Stage, run: Run, attempt: int = 1, seconds: float = 30) -> None:
+def saved_when_told(scenario: Scenario, run: Run, attempt: int = 1, seconds: float = 30) -> None:
     """Assert that an attempt saves all that it has trained and ends as interrupted."""
-    outcome = stage.outcome(run, attempt, seconds)
-    assert outcome.kind == "interrupted", stage.story(run)
+    outcome = scenario.outcome(run, attempt, seconds)
+    assert outcome.kind == "interrupted", scenario.report(run)
     assert last_saved(run)[0] == last_trained(run), "what was trained was saved"
 
 
 @pytest.mark.faults_slow
-def test_09_preemption_with_grace(stage: Stage) -> None:
+def test_09_preemption_with_grace(scenario: Scenario) -> None:
     """Slurm sends CONT and TERM to every process of the steps; the run saves within the grace, requeues itself and comes back."""
-    run = stage.submit(STEPS_PER_ATTEMPT)
-    stage.reach(run, 4)
-    stage.preempt()
-    saved_when_told(stage, run)
-    assert_nothing_lost(stage, run)
+    run = scenario.submit(STEPS_PER_ATTEMPT)
+    scenario.reach(run, 4)
+    scenario.preempt()
+    saved_when_told(scenario, run)
+    assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 2
 
 
 @pytest.mark.own_cluster("--conf", "SlurmctldParameters=preempt_send_user_signal")
 @pytest.mark.faults_slow
-def test_10_preemption_that_sends_the_users_signal(stage: Stage) -> None:
+def test_10_preemption_that_sends_the_users_signal(scenario: Scenario) -> None:
     """Where the site sends the user's signal it is USR2 that comes, and TERM only at the end of the grace."""
-    run = stage.submit(STEPS_PER_ATTEMPT)
-    stage.reach(run, 4)
-    stage.preempt()
-    saved_when_told(stage, run, seconds=18)
-    assert_nothing_lost(stage, run)
+    run = scenario.submit(STEPS_PER_ATTEMPT)
+    scenario.reach(run, 4)
+    scenario.preempt()
+    saved_when_told(scenario, run, seconds=18)
+    assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 2
 
 
 @pytest.mark.faults_slow
-def test_11_killed_in_the_middle_of_a_save(stage: Stage) -> None:
+def test_11_killed_in_the_middle_of_a_save(scenario: Scenario) -> None:
     """Without grace, and with a save that takes longer than KillWait: the commit before it is used, its remains are removed."""
     slow = in_first_attempt(fault("checkpoints.written@2:sleep=30"))
-    run = stage.submit({"slurm.partition": "nograce"}, setup=[slow])
-    stage.wait(lambda: list(run.checkpoints.glob(".tmp-s000006*")), "the second save", START_S, run)
-    stage.preempt()
-    stage.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", START_S, run)
-    assert_nothing_lost(stage, run)
+    run = scenario.submit({"slurm.partition": "nograce"}, setup=[slow])
+    scenario.wait(lambda: list(run.checkpoints.glob(".tmp-s000006*")), "the second save", START_S, run)
+    scenario.preempt()
+    scenario.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", START_S, run)
+    assert_nothing_lost(scenario, run)
     assert "continuing after step 3, " in run.log(2, "trainer-0").read_text()
     assert not list(run.checkpoints.glob(".tmp-*"))
 
 
 @pytest.mark.faults_slow
-def test_12_time_limit_three_times(stage: Stage) -> None:
+def test_12_time_limit_three_times(scenario: Scenario) -> None:
     """Each attempt is told in time, saves, and the next one goes on; how often does not matter."""
-    run = stage.submit({"slurm.signal_seconds": 60, "trainer.max_steps": 40, **STEPS_PER_ATTEMPT})
-    stage.slurm("scontrol", "update", f"JobId={stage.job_of(run)}", "TimeLimit=2")  # hpcrl itself wants five minutes
-    stage.knobs(latency_s=5.0)  # three attempts of a minute do not reach the last step, on a quick machine either
+    run = scenario.submit({"slurm.signal_seconds": 60, "trainer.max_steps": 40, **STEPS_PER_ATTEMPT})
+    scenario.slurm(
+        "scontrol", "update", f"JobId={scenario.job_of(run)}", "TimeLimit=2"
+    )  # hpcrl itself wants five minutes
+    scenario.knobs(latency_s=5.0)  # three attempts of a minute do not reach the last step, on a quick machine either
     for attempt in (1, 2, 3):
-        saved_when_told(stage, run, attempt, 240)
-    stage.knobs()
-    assert_nothing_lost(stage, run, steps=40)
+        saved_when_told(scenario, run, attempt, 240)
+    scenario.knobs()
+    assert_nothing_lost(scenario, run, steps=40)
 
 
 IN_PHASES = {
@@ -89,19 +91,19 @@ SOON = ("wait",)
 @pytest.mark.parametrize(
     "phase", [pytest.param(name, marks=[] if name in SOON else pytest.mark.faults_slow) for name in IN_PHASES]
 )
-def test_13_signal_in_each_phase(stage: Stage, phase: str) -> None:
+def test_13_signal_in_each_phase(scenario: Scenario, phase: str) -> None:
     """USR2 to every process, at whatever it is: nothing is lost, and the run comes back by itself."""
     reached, settings, faults = IN_PHASES[phase]
-    run = stage.submit(settings, setup=[in_first_attempt(fault(" ".join(faults)))] if faults else [])
-    stage.wait(lambda: reached(run), phase, START_S, run)
+    run = scenario.submit(settings, setup=[in_first_attempt(fault(" ".join(faults)))] if faults else [])
+    scenario.wait(lambda: reached(run), phase, START_S, run)
     if phase == "wait":
-        stage.knobs(latency_s=600)  # nothing comes that could wake it
-    stage.slurm("scancel", "--signal=USR2", stage.job_of(run))
-    stage.wait(lambda: stage.outcome(run, 1), "the attempt ends", 60, run)
-    stage.knobs()
+        scenario.knobs(latency_s=600)  # nothing comes that could wake it
+    scenario.slurm("scancel", "--signal=USR2", scenario.job_of(run))
+    scenario.wait(lambda: scenario.outcome(run, 1), "the attempt ends", 60, run)
+    scenario.knobs()
     if phase != "last_save":
-        stage.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", 60, run)
-    assert_nothing_lost(stage, run, same_values=phase != "evaluation")
+        scenario.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", 60, run)
+    assert_nothing_lost(scenario, run, same_values=phase != "evaluation")
 
 
 def trainer_says(run: Run, state: str) -> bool:
@@ -116,76 +118,76 @@ def said(run: Run, text: str) -> bool:
 
 
 @pytest.mark.faults_slow
-def test_14_signals_of_all_kinds_again_and_again(stage: Stage) -> None:
+def test_14_signals_of_all_kinds_again_and_again(scenario: Scenario) -> None:
     """TERM, USR2 and CONT storms to every process, also while it saves: one save, one requeue."""
     slow_save = in_first_attempt(fault("checkpoints.written:sleep=4"))
-    run = stage.submit(STEPS_PER_ATTEMPT, setup=[slow_save])
-    stage.reach(run, 3)
+    run = scenario.submit(STEPS_PER_ATTEMPT, setup=[slow_save])
+    scenario.reach(run, 3)
     deadline = time.monotonic() + 8
-    while time.monotonic() < deadline and stage.agents(run):
-        everybody = [pid for pid in processes_of(run) if pid not in (*stage.sruns(run),)]
-        send([pid for pid in everybody if pid != stage.batch_shell(run)], CONT, USR2, TERM, CONT)
+    while time.monotonic() < deadline and scenario.agents(run):
+        everybody = [pid for pid in processes_of(run) if pid not in (*scenario.sruns(run),)]
+        send([pid for pid in everybody if pid != scenario.batch_shell(run)], CONT, USR2, TERM, CONT)
         time.sleep(0.3)
-    saved_when_told(stage, run)
-    assert_nothing_lost(stage, run)
+    saved_when_told(scenario, run)
+    assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 2
 
 
 @pytest.mark.nodes(3)
-def test_15_only_one_agent_gets_the_signal(stage: Stage) -> None:
+def test_15_only_one_agent_gets_the_signal(scenario: Scenario) -> None:
     """As under proctrack/cgroup, and only on the second node: all ranks stop at the same step."""
     two_ranks = {"trainer.placement.policy_num_nodes": 2, **STEPS_PER_ATTEMPT}
-    run = stage.submit(two_ranks)
-    stage.reach(run, 3)
-    send([stage.agent(run, 1)], TERM, CONT)
-    saved_when_told(stage, run)
-    assert_nothing_lost(stage, run, same_values=False)
+    run = scenario.submit(two_ranks)
+    scenario.reach(run, 3)
+    send([scenario.agent(run, 1)], TERM, CONT)
+    saved_when_told(scenario, run)
+    assert_nothing_lost(scenario, run, same_values=False)
     assert len(read_attempts(run)) == 2
 
 
 @pytest.mark.faults_slow
-def test_16_killed_before_it_could_requeue(stage: Stage) -> None:
+def test_16_killed_before_it_could_requeue(scenario: Scenario) -> None:
     """Saved, but the end of the batch script is killed: Slurm thinks the job over, status says so, and resume goes on."""
-    run = stage.submit(STEPS_PER_ATTEMPT)
-    stage.reach(run, 3)
-    send([stage.batch_shell(run)], STOP)  # it will not come to its last lines
-    send(stage.agents(run), TERM)
-    saved_when_told(stage, run)
-    stage.wait(lambda: not stage.agents(run), "the agents leave", 30, run)
-    stage.slurm("scancel", "--batch", "--signal=KILL", stage.job_of(run))
-    stage.wait(lambda: not stage.queued(run), "Slurm ends the job", 30, run)
-    assert "run: interrupted" in stage.told("status", "run")
-    assert "slurm job" in stage.told("resume", "run")
-    assert_nothing_lost(stage, run)
+    run = scenario.submit(STEPS_PER_ATTEMPT)
+    scenario.reach(run, 3)
+    send([scenario.batch_shell(run)], STOP)  # it will not come to its last lines
+    send(scenario.agents(run), TERM)
+    saved_when_told(scenario, run)
+    scenario.wait(lambda: not scenario.agents(run), "the agents leave", 30, run)
+    scenario.slurm("scancel", "--batch", "--signal=KILL", scenario.job_of(run))
+    scenario.wait(lambda: not scenario.queued(run), "Slurm ends the job", 30, run)
+    assert "run: interrupted" in scenario.told("status", "run")
+    assert "slurm job" in scenario.told("resume", "run")
+    assert_nothing_lost(scenario, run)
 
 
 @pytest.mark.faults_slow
-def test_17_requeue_by_an_operator_races_with_the_runs_own(stage: Stage) -> None:
+def test_17_requeue_by_an_operator_races_with_the_runs_own(scenario: Scenario) -> None:
     """Slurm requeues the job already when the run wants to: one restart, and no error."""
-    run = stage.submit(STEPS_PER_ATTEMPT)
-    stage.reach(run, 3)
-    stage.slurm("scontrol", "requeue", stage.job_of(run))
-    stage.outcome(run, 2)
-    assert_nothing_lost(stage, run)
-    assert "Restarts=1" in stage.slurm("scontrol", "show", "job", "-o", stage.job_of(run))
+    run = scenario.submit(STEPS_PER_ATTEMPT)
+    scenario.reach(run, 3)
+    scenario.slurm("scontrol", "requeue", scenario.job_of(run))
+    scenario.outcome(run, 2)
+    assert_nothing_lost(scenario, run)
+    assert "Restarts=1" in scenario.slurm("scontrol", "show", "job", "-o", scenario.job_of(run))
 
 
 @pytest.mark.nodes(4)
 @pytest.mark.faults_slow
-def test_18_requeue_of_one_element_leaves_its_siblings_alone(stage: Stage) -> None:
+def test_18_requeue_of_one_element_leaves_its_siblings_alone(scenario: Scenario) -> None:
     """One element of an array has the raw id of the whole array."""
-    run = stage.submit({**STEPS_PER_ATTEMPT, "slurm.array_parallelism": 2}, "--seeds", "0:2", pinned=False)
-    runs = [stage.run_of(f"run.{i}-seed-{i}") for i in range(2)]
+    run = scenario.submit({**STEPS_PER_ATTEMPT, "slurm.array_parallelism": 2}, "--seeds", "0:2", pinned=False)
+    runs = [scenario.run_of(f"run.{i}-seed-{i}") for i in range(2)]
     for run in runs:
-        stage.reach(run, 3)
-    raw = {run.name: _raw_id(stage, run) for run in runs}
-    whole = next(run for run in runs if raw[run.name] == stage.job_of(run).partition("_")[0])
+        scenario.reach(run, 3)
+    raw = {run.name: _raw_id(scenario, run) for run in runs}
+    whole = next(run for run in runs if raw[run.name] == scenario.job_of(run).partition("_")[0])
     other = next(run for run in runs if run is not whole)
-    send([pid for pid in stage.agents(whole) if _is_of(pid, stage.job_of(whole))], TERM)
-    saved_when_told(stage, whole)
-    stage.wait(lambda: not any(stage.queued(run) for run in runs), "both leave the queue", 240, whole)
+    send([pid for pid in scenario.agents(whole) if _is_of(pid, scenario.job_of(whole))], TERM)
+    saved_when_told(scenario, whole)
+    scenario.wait(lambda: not any(scenario.queued(run) for run in runs), "both leave the queue", 240, whole)
     for run in runs:
-        assert_nothing_lost(stage, run, same_values=False)
+        assert_nothing_lost(scenario, run, same_values=False)
     assert (len(read_attempts(whole)), len(read_attempts(other))) == (2, 1)
 
 
@@ -196,55 +198,55 @@ def _is_of(pid: int, job: str) -> bool:
     return {f"SLURM_ARRAY_JOB_ID={array}".encode(), f"SLURM_ARRAY_TASK_ID={element}".encode()} <= set(environment)
 
 
-def _raw_id(stage: Stage, run: Run) -> str:
-    shown = stage.slurm("scontrol", "show", "job", "-o", stage.job_of(run))
+def _raw_id(scenario: Scenario, run: Run) -> str:
+    shown = scenario.slurm("scontrol", "show", "job", "-o", scenario.job_of(run))
     return shown.partition("JobId=")[2].split()[0]
 
 
-def test_19_cancel_saves_and_does_not_requeue(stage: Stage) -> None:
-    run = stage.submit({"trainer.max_steps": 500, **STEPS_PER_ATTEMPT})
-    stage.reach(run, 3)
-    assert "run: cancelled" in stage.told("cancel", "run")
+def test_19_cancel_saves_and_does_not_requeue(scenario: Scenario) -> None:
+    run = scenario.submit({"trainer.max_steps": 500, **STEPS_PER_ATTEMPT})
+    scenario.reach(run, 3)
+    assert "run: cancelled" in scenario.told("cancel", "run")
     steps = last_trained(run)
     assert last_saved(run)[0] == steps
-    assert_nothing_lost(stage, run, "cancelled", steps)
+    assert_nothing_lost(scenario, run, "cancelled", steps)
 
 
 @pytest.mark.faults_slow
-def test_19_cancel_of_a_run_that_waits_to_start_again(stage: Stage) -> None:
+def test_19_cancel_of_a_run_that_waits_to_start_again(scenario: Scenario) -> None:
     """A requeued job waits for its BeginTime: cancelled there, it is gone, and what was saved can be resumed."""
-    run = stage.submit(STEPS_PER_ATTEMPT)
-    stage.reach(run, 3)
-    send(stage.agents(run), TERM)
-    stage.wait(lambda: "PENDING" in stage.queued(run), "it is queued again", 40, run)
-    assert "run: cancelled" in stage.told("cancel", "run")
-    assert_ended(stage, run, "cancelled")
+    run = scenario.submit(STEPS_PER_ATTEMPT)
+    scenario.reach(run, 3)
+    send(scenario.agents(run), TERM)
+    scenario.wait(lambda: "PENDING" in scenario.queued(run), "it is queued again", 40, run)
+    assert "run: cancelled" in scenario.told("cancel", "run")
+    assert_ended(scenario, run, "cancelled")
     assert len(read_attempts(run)) == 1
-    assert "slurm job" in stage.told("resume", "run")
-    assert_nothing_lost(stage, run)
+    assert "slurm job" in scenario.told("resume", "run")
+    assert_nothing_lost(scenario, run)
 
 
 @pytest.mark.faults_slow
-def test_19_scancel_while_saving(stage: Stage) -> None:
+def test_19_scancel_while_saving(scenario: Scenario) -> None:
     """scancel is not hpcrl's: TERM, and KILL after KillWait. The commit under way may be lost, not the one before."""
-    run = stage.submit({"trainer.ckpt_interval": 3}, setup=[fault("checkpoints.written@2:sleep=30")])
-    stage.reach(run, 6)
-    stage.wait(lambda: list(run.checkpoints.glob(".tmp-s000006*")), "the second save", 30, run)
-    stage.slurm("scancel", stage.job_of(run))
-    stage.wait(lambda: not stage.queued(run), "the job is gone", 40, run)
-    stage.wait(lambda: not processes_of(run), "no process is left", 20, run)
+    run = scenario.submit({"trainer.ckpt_interval": 3}, setup=[fault("checkpoints.written@2:sleep=30")])
+    scenario.reach(run, 6)
+    scenario.wait(lambda: list(run.checkpoints.glob(".tmp-s000006*")), "the second save", 30, run)
+    scenario.slurm("scancel", scenario.job_of(run))
+    scenario.wait(lambda: not scenario.queued(run), "the job is gone", 40, run)
+    scenario.wait(lambda: not processes_of(run), "no process is left", 20, run)
     assert last_saved(run) == (3, 0)
-    assert "slurm job" in stage.told("resume", "run")
-    assert_nothing_lost(stage, run)
+    assert "slurm job" in scenario.told("resume", "run")
+    assert_nothing_lost(scenario, run)
 
 
 @pytest.mark.faults_slow
-def test_20_suspended_for_a_minute(stage: Stage) -> None:
+def test_20_suspended_for_a_minute(scenario: Scenario) -> None:
     """SIGSTOP of everything for a minute is neither a hang nor a death."""
-    run = stage.submit()
-    stage.reach(run, 3)
-    stage.slurm("scontrol", "suspend", stage.job_of(run))
+    run = scenario.submit()
+    scenario.reach(run, 3)
+    scenario.slurm("scontrol", "suspend", scenario.job_of(run))
     time.sleep(65)
-    stage.slurm("scontrol", "resume", stage.job_of(run))
-    assert_nothing_lost(stage, run)
+    scenario.slurm("scontrol", "resume", scenario.job_of(run))
+    assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 1

@@ -10,49 +10,49 @@ import pytest
 
 from hpcrl.rundir.ledger import read_attempts
 from tests.faults.history import assert_ended, assert_nothing_lost
-from tests.faults.processes import send
-from tests.faults.stage import START_S, Stage
+from tests.faults.scenario import START_S, Scenario
+from tests.processes import send
 
 
 @pytest.mark.faults_slow
-def test_32_started_twice(stage: Stage) -> None:
+def test_32_started_twice(scenario: Scenario) -> None:
     """What runs cannot be submitted or resumed once more."""
-    run = stage.submit()
-    stage.reach(run, 2)
+    run = scenario.submit()
+    scenario.reach(run, 2)
     for arguments in (("submit", "run.toml"), ("resume", "run")):
-        done = stage.hpcrl(*arguments)
+        done = scenario.hpcrl(*arguments)
         assert done.returncode != 0
         assert "run" in done.stderr
-    assert_nothing_lost(stage, run)
+    assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 1
 
 
 @pytest.mark.nodes(4)
 @pytest.mark.faults_slow
-def test_32_batch_script_submitted_by_hand(stage: Stage) -> None:
+def test_32_batch_script_submitted_by_hand(scenario: Scenario) -> None:
     """Somebody gives the batch script of a running run to sbatch: that job leaves the run alone."""
-    run = stage.submit(pinned=False)
-    stage.knobs(latency_s=0.5)
-    stage.reach(run, 3)
+    run = scenario.submit(pinned=False)
+    scenario.knobs(latency_s=0.5)
+    scenario.reach(run, 3)
     (script,) = run.slurm.resolve().glob("*/*_submission.sh")
-    second = stage.slurm("sbatch", "--parsable", str(script))
-    stage.wait(lambda: not stage.queued(run), "the first job ends", 240, run)
-    stage.wait(lambda: not stage.slurm("squeue", "-h", "-j", second), "the second job ends", 240, run)
-    assert_nothing_lost(stage, run)
+    second = scenario.slurm("sbatch", "--parsable", str(script))
+    scenario.wait(lambda: not scenario.queued(run), "the first job ends", 240, run)
+    scenario.wait(lambda: not scenario.slurm("squeue", "-h", "-j", second), "the second job ends", 240, run)
+    assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 1
 
 
 @pytest.mark.nodes(4)
-def test_33_resumed_with_other_settings(stage: Stage) -> None:
+def test_33_resumed_with_other_settings(scenario: Scenario) -> None:
     """On two ranks and two replicas, with another learning rate: told, and done. Another seed or other data: refused."""
-    run = stage.submit({"trainer.max_steps": 500}, pinned=False)
-    stage.reach(run, 4)
-    assert "run: cancelled" in stage.told("cancel", "run")
+    run = scenario.submit({"trainer.max_steps": 500}, pinned=False)
+    scenario.reach(run, 4)
+    assert "run: cancelled" in scenario.told("cancel", "run")
     for setting in ("trainer.seed=3", "trainer.train_batch_size=8"):
-        refused = stage.hpcrl("resume", "run", setting)
+        refused = scenario.hpcrl("resume", "run", setting)
         assert refused.returncode == 2, refused.stdout
         assert setting.partition("=")[0] in refused.stderr
-    resumed = stage.told(
+    resumed = scenario.told(
         "resume",
         "run",
         "trainer.placement.policy_num_nodes=2",
@@ -61,24 +61,24 @@ def test_33_resumed_with_other_settings(stage: Stage) -> None:
         "trainer.max_steps=12",
     )
     assert "trainer.policy.optimizer_config.lr: 0.001 -> 0.0005" in resumed
-    stage.outcome(run, 2)
-    assert_nothing_lost(stage, run, same_values=False)
+    scenario.outcome(run, 2)
+    assert_nothing_lost(scenario, run, same_values=False)
     assert len(read_attempts(run)[1].hosts) == 4
 
 
 @pytest.mark.faults_slow
-def test_38_a_flood_of_output_and_few_open_files(stage: Stage) -> None:
+def test_38_a_flood_of_output_and_few_open_files(scenario: Scenario) -> None:
     """The engine writes 200 MB to its log, and no process may open more than 1024 files."""
-    stage.knobs(flood_mb=4)
-    run = stage.submit(setup=["ulimit -n 1024"])
-    assert_nothing_lost(stage, run)
+    scenario.knobs(flood_mb=4)
+    run = scenario.submit(setup=["ulimit -n 1024"])
+    assert_nothing_lost(scenario, run)
     assert run.log(1, "engine-0").stat().st_size > 150 << 20
-    assert len(stage.told("logs", "run", "--role", "trainer")) < 1 << 20
+    assert len(scenario.told("logs", "run", "--role", "trainer")) < 1 << 20
 
 
-def _programs(stage: Stage, without: str) -> Path:
+def _programs(scenario: Scenario, without: str) -> Path:
     """Return a folder with all programs of the machine but one."""
-    folder = stage.path / "bin"
+    folder = scenario.path / "bin"
     folder.mkdir()
     for place in ("/usr/sbin", "/usr/bin", "/sbin", "/bin"):
         for path in Path(place).iterdir():
@@ -88,26 +88,26 @@ def _programs(stage: Stage, without: str) -> Path:
 
 
 @pytest.mark.faults_slow
-def test_40_no_scontrol_on_compute_nodes(stage: Stage) -> None:
+def test_40_no_scontrol_on_compute_nodes(scenario: Scenario) -> None:
     """The run cannot requeue itself: it saves and ends, status says so, and resume from the login node goes on."""
-    run = stage.submit(setup=[f"export PATH='{_programs(stage, 'scontrol')}'"])
-    stage.reach(run, 3)
-    send(stage.agents(run), SIGTERM)
-    assert stage.outcome(run, 1, 40).kind == "interrupted"
-    assert_ended(stage, run, "interrupted")
-    assert "slurm job" in stage.told("resume", "run")
-    assert_nothing_lost(stage, run)
+    run = scenario.submit(setup=[f"export PATH='{_programs(scenario, 'scontrol')}'"])
+    scenario.reach(run, 3)
+    send(scenario.agents(run), SIGTERM)
+    assert scenario.outcome(run, 1, 40).kind == "interrupted"
+    assert_ended(scenario, run, "interrupted")
+    assert "slurm job" in scenario.told("resume", "run")
+    assert_nothing_lost(scenario, run)
 
 
 @pytest.mark.faults_slow
-def test_40_may_not_change_its_own_start(stage: Stage) -> None:
+def test_40_may_not_change_its_own_start(scenario: Scenario) -> None:
     """A site that lets no user update a job: the run waits as long as Slurm lets it, and comes back all the same."""
-    folder = _programs(stage, "scontrol")
+    folder = _programs(scenario, "scontrol")
     refusing = 'if [ "$1" = update ]; then echo "Access/permission denied" >&2; exit 1; fi; exec /usr/bin/scontrol "$@"'
     (folder / "scontrol").write_text(f"#!/bin/sh\n{refusing}\n")
     os.chmod(folder / "scontrol", 0o755)
-    run = stage.submit(setup=[f"export PATH='{folder}'"])
-    stage.reach(run, 3)
-    send(stage.agents(run), SIGTERM)
-    stage.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", START_S, run)
-    assert_nothing_lost(stage, run)
+    run = scenario.submit(setup=[f"export PATH='{folder}'"])
+    scenario.reach(run, 3)
+    send(scenario.agents(run), SIGTERM)
+    scenario.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", START_S, run)
+    assert_nothing_lost(scenario, run)

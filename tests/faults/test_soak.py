@@ -16,9 +16,9 @@ import pytest
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import outcome_of, read_attempts, read_outcome, read_outcomes
 from tests.faults.history import assert_nothing_lost, checkpoints_of, curves_of
-from tests.faults.processes import send
-from tests.faults.stage import START_S, Stage
-from tests.jobs.story import curve, trained_groups
+from tests.faults.scenario import START_S, Scenario
+from tests.jobs.small_run import curve, trained_groups
+from tests.processes import send
 
 SEED, STEPS, LONGEST_S = 5, 150, 45 * 60
 PACE_S, LATEST_S = 1.5, 9.0
@@ -37,29 +37,31 @@ class Kind:
     times: int
     saves: bool
     ends: bool
-    inject: Callable[[Stage, Run], object]
+    inject: Callable[[Scenario, Run], object]
 
 
 KINDS = {
-    "TERM to every process": Kind(4, True, True, lambda stage, run: _signal_all(stage, run)),
-    "USR2 to the agents only": Kind(4, True, True, lambda stage, run: send(stage.agents(run), SIGUSR2, SIGCONT)),
-    "requeue by an operator": Kind(2, True, True, lambda stage, run: _requeue(stage, run)),
-    "preemption by a higher partition": Kind(3, True, True, lambda stage, _run: stage.preempt(1, stage.nodes[:2])),
-    "SIGKILL of a trainer rank": Kind(3, False, True, lambda stage, run: send([stage.rank(run)], SIGKILL)),
-    "SIGKILL of torchrun": Kind(2, False, True, lambda stage, run: send([stage.torchrun(run)], SIGKILL)),
-    "SIGKILL of the first agent": Kind(2, False, True, lambda stage, run: send([stage.agent(run)], SIGKILL)),
-    "SIGKILL of the controller": Kind(2, False, True, lambda stage, run: send([stage.controller(run)], SIGKILL)),
-    "SIGKILL of a rollout worker": Kind(4, False, False, lambda stage, run: send([stage.worker(run)], SIGKILL)),
-    "SIGKILL of an engine": Kind(4, False, False, lambda stage, run: send([stage.engine(run)], SIGKILL)),
+    "TERM to every process": Kind(4, True, True, lambda scenario, run: _signal_all(scenario, run)),
+    "USR2 to the agents only": Kind(4, True, True, lambda scenario, run: send(scenario.agents(run), SIGUSR2, SIGCONT)),
+    "requeue by an operator": Kind(2, True, True, lambda scenario, run: _requeue(scenario, run)),
+    "preemption by a higher partition": Kind(
+        3, True, True, lambda scenario, _run: scenario.preempt(1, scenario.nodes[:2])
+    ),
+    "SIGKILL of a trainer rank": Kind(3, False, True, lambda scenario, run: send([scenario.rank(run)], SIGKILL)),
+    "SIGKILL of torchrun": Kind(2, False, True, lambda scenario, run: send([scenario.torchrun(run)], SIGKILL)),
+    "SIGKILL of the first agent": Kind(2, False, True, lambda scenario, run: send([scenario.agent(run)], SIGKILL)),
+    "SIGKILL of the controller": Kind(2, False, True, lambda scenario, run: send([scenario.controller(run)], SIGKILL)),
+    "SIGKILL of a rollout worker": Kind(4, False, False, lambda scenario, run: send([scenario.worker(run)], SIGKILL)),
+    "SIGKILL of an engine": Kind(4, False, False, lambda scenario, run: send([scenario.engine(run)], SIGKILL)),
 }
 
 
-def _signal_all(stage: Stage, run: Run) -> None:
-    stage.slurm("scancel", "--signal=TERM", stage.job_of(run))
+def _signal_all(scenario: Scenario, run: Run) -> None:
+    scenario.slurm("scancel", "--signal=TERM", scenario.job_of(run))
 
 
-def _requeue(stage: Stage, run: Run) -> None:
-    stage.slurm("scontrol", "requeue", stage.job_of(run))
+def _requeue(scenario: Scenario, run: Run) -> None:
+    scenario.slurm("scontrol", "requeue", scenario.job_of(run))
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Fault:
 
 @pytest.mark.soak
 @pytest.mark.nodes(4)
-def test_soak(stage: Stage) -> None:
+def test_soak(scenario: Scenario) -> None:
     chance = random.Random(SEED)
     kinds = [name for name, kind in KINDS.items() for _ in range(kind.times)]
     chance.shuffle(kinds)
@@ -83,50 +85,50 @@ def test_soak(stage: Stage) -> None:
         "slurm.replica_restarts": 20,
         "slurm.time_minutes": LONGEST_S // 60,
     }
-    stage.knobs(latency_s=PACE_S)
-    calm = stage.submit({**often, "slurm.extra.nodelist": ",".join(stage.nodes[2:])}, name="calm")
-    run = stage.submit({**often, "slurm.extra.nodelist": ",".join(stage.nodes[:2])}, name="soak")
+    scenario.knobs(latency_s=PACE_S)
+    calm = scenario.submit({**often, "slurm.extra.nodelist": ",".join(scenario.nodes[2:])}, name="calm")
+    run = scenario.submit({**often, "slurm.extra.nodelist": ",".join(scenario.nodes[:2])}, name="soak")
     began = time.monotonic()
-    faults = [_inject(stage, run, kind, chance) for kind in kinds]
-    stage.knobs()
+    faults = [_inject(scenario, run, kind, chance) for kind in kinds]
+    scenario.knobs()
     for one in (run, calm):
-        assert_nothing_lost(stage, one, steps=STEPS, same_values=False)
+        assert_nothing_lost(scenario, one, steps=STEPS, same_values=False)
     for name, expected in curves_of(calm).items():
         assert curve(run, name) == pytest.approx(expected, rel=1e-6, abs=1e-6), f"{name} differs"
     assert time.monotonic() - began < LONGEST_S
     print("\n" + "\n".join(figures(run, faults, time.monotonic() - began)))
 
 
-def _inject(stage: Stage, run: Run, kind: str, chance: random.Random) -> Fault:
+def _inject(scenario: Scenario, run: Run, kind: str, chance: random.Random) -> Fault:
     """Wait for a living attempt and some seconds more, then do it; wait until an attempt that ends by it has ended."""
     before = read_outcome(run)
-    stage.wait(lambda: len(read_attempts(run)) > (before.attempt if before else 0), "an attempt", START_S, run)
+    scenario.wait(lambda: len(read_attempts(run)) > (before.attempt if before else 0), "an attempt", START_S, run)
     attempt = read_attempts(run)[-1].number
-    stage.wait(lambda: stage.processes(run, "/jobs/train.py"), "its trainer", 60, run)
+    scenario.wait(lambda: scenario.processes(run, "/jobs/train.py"), "its trainer", 60, run)
     if chance.random() < 0.7:  # otherwise it meets imports and loading
-        stage.wait(lambda: _trains(run, attempt), "its first step", START_S, run)
+        scenario.wait(lambda: _trains(run, attempt), "its first step", START_S, run)
     time.sleep(chance.uniform(0, LATEST_S))
     fault = Fault(kind, attempt, time.time())
-    _until_done(stage, run, kind)
+    _until_done(scenario, run, kind)
     assert outcome_of(run, attempt) is None or KINDS[kind].ends
     if KINDS[kind].ends:
-        stage.outcome(run, attempt, 90)
+        scenario.outcome(run, attempt, 90)
     return fault
 
 
-def _until_done(stage: Stage, run: Run, kind: str) -> None:
+def _until_done(scenario: Scenario, run: Run, kind: str) -> None:
     """Do it; a process that is not there yet, or not at this moment, is waited for."""
 
     def done() -> bool:
         try:
-            KINDS[kind].inject(stage, run)
+            KINDS[kind].inject(scenario, run)
         except AssertionError as error:
             if "expected one process" not in str(error):
                 raise
             return False
         return True
 
-    stage.wait(done, f"the victim of {kind}", 60, run)
+    scenario.wait(done, f"the victim of {kind}", 60, run)
 
 
 def _trains(run: Run, attempt: int) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.launch.manage.registry import all_runs, states_of
-from tests.jobs.story import hpcrl
+from tests.jobs.small_run import hpcrl
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
-from tests.jobs.story import curve, hpcrl, logs_of
+from tests.jobs.small_run import curve, hpcrl, logs_of
 from tests.paths import QUICKSTART
 
 STEPS = 30

@@ -16,18 +16,18 @@ from hpcrl.launch.manage.registry import states_of
 from hpcrl.rundir.commit import committed, read_json
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.ledger import outcome_of, read_attempts, read_outcome
-from tests.jobs.story import (
+from tests.jobs.small_run import (
     SMALL,
     curve,
     hpcrl,
     kill,
     logs_of,
     pid_of,
-    processes_of,
     trained_groups,
     wait_for,
 )
 from tests.paths import QUICKSTART
+from tests.processes import processes_of
 
 
 def submit(cwd: Path, name: str, *settings: str) -> Run:

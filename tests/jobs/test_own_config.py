@@ -13,7 +13,7 @@ import pytest
 import tomli
 
 from hpcrl.rundir.layout import Run
-from tests.jobs.story import SMALL, curve, hpcrl, logs_of
+from tests.jobs.small_run import SMALL, curve, hpcrl, logs_of
 from tests.paths import QUICKSTART
 
 CONFIG = '''

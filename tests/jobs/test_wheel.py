@@ -10,7 +10,7 @@ import venv
 from pathlib import Path
 
 from hpcrl.rundir.layout import Run
-from tests.jobs.story import SMALL, curve
+from tests.jobs.small_run import SMALL, curve
 from tests.paths import QUICKSTART, ROOT
 
 HERE = sysconfig.get_path("purelib")

@@ -33,7 +33,7 @@ from hpcrl.planning.shapes import model_shapes, shapes
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.hf import ModelSource
 from tests.planning.memory_scenarios import bytes_of
-from tests.trainer.material import run_ranks
+from tests.trainer.launcher import run_ranks
 
 FROZEN = r"embed_tokens|layers\.0\.(?!mlp\.up_proj)"
 

@@ -18,7 +18,7 @@ from hpcrl.planning.memory import Shapes, Weight
 from hpcrl.planning.partition import StageParameters, stage_parameters
 from hpcrl.planning.shapes import shapes
 from hpcrl.trainer.models.hf import CriticSource, ModelSource
-from tests.trainer.material import run_ranks
+from tests.trainer.launcher import run_ranks
 
 RANKS = 4
 TENSOR, PIPELINE, EXPERT = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"

@@ -12,7 +12,7 @@ from hpcrl.config import Config
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt
-from tests.jobs.story import HPCRL, wait_for
+from tests.jobs.small_run import HPCRL, wait_for
 from tests.paths import QUICKSTART, ROOT
 from tests.slurm.conftest import DevCluster
 

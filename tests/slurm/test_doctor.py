@@ -7,7 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests.jobs.story import HPCRL
+from tests.jobs.small_run import HPCRL
 from tests.paths import ROOT
 from tests.slurm.conftest import DevCluster
 

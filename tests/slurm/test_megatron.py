@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from hpcrl.rundir.commit import committed, read_json
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.ledger import outcome_of, read_attempts
-from tests.jobs.story import HPCRL, SMALL, curve, kill, logs_of, pid_of, trained_groups, wait_for
+from tests.jobs.small_run import HPCRL, SMALL, curve, kill, logs_of, pid_of, trained_groups, wait_for
 from tests.paths import QUICKSTART
 from tests.slurm.conftest import DevCluster
 from tests.slurm.test_runs import SITE, ask, finish

@@ -11,8 +11,9 @@ from hpcrl.observe.metrics import merged
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import outcome_of
 from hpcrl.runtime.process_status import ProcessStatus, read_process_statuses
-from tests.jobs.story import HPCRL, SMALL, logs_of, processes_of, trained_groups, wait_for
+from tests.jobs.small_run import HPCRL, SMALL, logs_of, trained_groups, wait_for
 from tests.paths import QUICKSTART
+from tests.processes import processes_of
 from tests.slurm.conftest import DevCluster
 from tests.slurm.test_runs import SITE, ask
 
@@ -43,7 +44,7 @@ def test_replicas_of_a_pool_come_go_and_end_with_the_run(cluster: DevCluster, tm
     run = Run.open(tmp_path / "runs" / "quickstart" / "pool")
     pool = json.loads(run.submission.read_text())["pool"]
 
-    def story() -> str:
+    def logs() -> str:
         return cluster.ask(["squeue", "-r"]) + ask(cluster, tmp_path, "status", "pool") + logs_of(run)
 
     def both_serve() -> bool:
@@ -55,19 +56,19 @@ def test_replicas_of_a_pool_come_go_and_end_with_the_run(cluster: DevCluster, tm
     def restarts() -> float:
         return max((values.get("replicas/restarts", 0) for values in merged(run).values()), default=0)
 
-    wait_for(both_serve, story, 240)
-    wait_for(lambda: run.batch(2).exists(), story, 60)
+    wait_for(both_serve, logs, 240)
+    wait_for(lambda: run.batch(2).exists(), logs, 60)
     before = {name: process_status.pid for name, process_status in process_statuses(run).items()}
 
     # three nodes are the pool's and an idle one: the job takes that and one of the pool's
     cluster.ask(["sbatch", "-p", "high", "-N2", "--exclusive", "-t1", "-o", "/dev/null", "--wrap", "sleep 8"])
     wait_for(
-        lambda: any(process_status.state == "stopped" for process_status in process_statuses(run).values()), story, 60
+        lambda: any(process_status.state == "stopped" for process_status in process_statuses(run).values()), logs, 60
     )
     (taken,) = [name for name, process_status in process_statuses(run).items() if process_status.state == "stopped"]
     steps = len(trained_groups(run))
-    wait_for(lambda: run.batch(steps + 2).exists(), story, 60)  # with the one that is left
-    wait_for(lambda: both_serve() and restarts() >= 1, story, 180)
+    wait_for(lambda: run.batch(steps + 2).exists(), logs, 60)  # with the one that is left
+    wait_for(lambda: both_serve() and restarts() >= 1, logs, 180)
     assert process_statuses(run)[taken].pid != before[taken]
     kept = ({"rollout-0", "rollout-1"} - {taken}).pop()
     assert process_statuses(run)[kept].pid == before[kept], "the other one was left alone"
@@ -76,7 +77,7 @@ def test_replicas_of_a_pool_come_go_and_end_with_the_run(cluster: DevCluster, tm
     assert {1.0, 2.0} <= set(values)
 
     assert "pool: cancelled" in ask(cluster, tmp_path, "cancel", "pool")
-    wait_for(lambda: not cluster.ask(["squeue", "-h"]), story, 60)
+    wait_for(lambda: not cluster.ask(["squeue", "-h"]), logs, 60)
     wait_for(lambda: not processes_of(run), lambda: f"left over: {processes_of(run)}", 100)
     outcome = outcome_of(run, 1)
     assert outcome

@@ -10,7 +10,7 @@ import pytest
 from hpcrl.rundir.commit import committed
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.ledger import outcome_of, read_attempts
-from tests.jobs.story import HPCRL, SMALL, curve, kill, logs_of, pid_of, trained_groups, wait_for
+from tests.jobs.small_run import HPCRL, SMALL, curve, kill, logs_of, pid_of, trained_groups, wait_for
 from tests.paths import QUICKSTART, ROOT
 from tests.slurm.conftest import DevCluster
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,7 +26,7 @@ from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.packing import MiniBatch, PackedSamples, load_mini_batches
 from hpcrl.trainer.step import sum_over_ranks
 from hpcrl.types import Batch, GroupMeta, Sample
-from tests.paths import CONFIGS, ROOT
+from tests.paths import CONFIGS
 
 VOCABULARY = 18
 QUICKSTART = CONFIGS / "quickstart" / "model"
@@ -218,16 +216,7 @@ def make_run(path: Path) -> Run:
     return Run.open(path)
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HPCRL_ATTEMPT": "1"}
-
-
 def torchrun(ranks: int, script: Path, *arguments: object) -> list[str]:
     """Return the command that starts `script` on a port that nobody else uses."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [*launcher, str(script), *map(str, arguments)]
-
-
-def run_ranks(ranks: int, *arguments: object, script: str = "trainer/scenarios.py") -> subprocess.CompletedProcess[str]:
-    command = torchrun(ranks, ROOT / "tests" / script, *arguments)
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)

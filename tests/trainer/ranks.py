@@ -3,14 +3,13 @@
     ranks.play([("scenarios:variants", options), ...])     function of a module of tests.trainer, called with the world and the options
 
 A scenario that fails ends them; the next one has new ones. What ends a rank on purpose, or wants ranks set up in another way, starts its own
-(material.run_ranks).
+(launcher.run_ranks).
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -19,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.rundir.commit import read_json, write_json
-from hpcrl.runtime.signals import die_with_parent
 from hpcrl.trainer.distributed import joined
-from tests.trainer.material import environment, torchrun
+from tests.trainer.launcher import Started, start_ranks
 
 _QUIET_S, _PATIENCE_S = 0.02, 300.0
 
@@ -32,44 +30,46 @@ class Ranks:
     def __init__(self, folder: Path, size: int = 2) -> None:
         self._folder, self._size = folder, size
         self._numbers = count()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._started: Started | None = None
 
     def play(self, todo: Sequence[tuple[str, dict[str, Any]]]) -> str:
         """Play scenarios in order and return what the ranks logged; they must succeed."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        number, said = next(self._numbers), self._log.stat().st_size
-        write_json(self._folder / f"{number}.json", list(todo))
+        if self._started is None or self._started.poll() is not None:
+            self._started = self._start()
+        number, begin = next(self._numbers), self._started.err.stat().st_size
+        done = self._folder / f"{number}.done"
+        write_json(done.with_suffix(".json"), list(todo))
         deadline = time.monotonic() + _PATIENCE_S
-        while not (self._folder / f"{number}.done").exists():
-            assert self._process is not None
-            ended = self._process.poll() is not None
-            assert not ended or (self._folder / f"{number}.done").exists(), self._said(said)
-            assert time.monotonic() < deadline, self._said(said)
+        while not done.exists():
+            ended = self._started.poll() is not None
+            assert not ended or done.exists(), self._log(begin)
+            assert time.monotonic() < deadline, self._log(begin)
             time.sleep(_QUIET_S)
-        return self._said(said)
+        return self._log(begin)
 
-    def _start(self) -> None:
+    def _start(self) -> Started:
         first = next(self._numbers)
-        self._log = self._folder / f"{first}.log"
-        with self._log.open("wb") as log:
-            command = torchrun(self._size, Path(__file__), self._folder, first + 1)
-            self._process = subprocess.Popen(
-                command, env=environment(), stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
-            )
+        folder = self._folder / str(first)
+        folder.mkdir()
+        return start_ranks(folder, self._size, self._folder, first + 1, script="trainer/ranks.py")
 
-    def _said(self, start: int) -> str:
-        return self._log.read_bytes()[start:].decode(errors="replace")
+    def _log(self, begin: int) -> str:
+        assert self._started is not None
+        return self._started.err.read_bytes()[begin:].decode(errors="replace")
 
     def close(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        """Let them end."""
+        if self._started is not None and self._started.poll() is None:
             write_json(self._folder / f"{next(self._numbers)}.json", None)
-            assert self._process.wait(300) == 0
+            deadline = time.monotonic() + _PATIENCE_S
+            while (code := self._started.poll()) is None:
+                assert time.monotonic() < deadline, self._log(0)
+                time.sleep(_QUIET_S)
+            assert code == 0, self._log(0)
 
 
 def main(folder: Path, first: int) -> None:
     """A rank's side."""
-    die_with_parent()
     logging.basicConfig(level=logging.INFO)
     with joined() as world:
         for number in count(first):

@@ -27,7 +27,8 @@ from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.metrics import describe_batch, describe_updates
 from hpcrl.trainer.packing import PackedSamples, pack
 from hpcrl.types import Batch
-from tests.trainer.material import View, load, make_batch, make_run, run_ranks, score, train, views
+from tests.trainer.launcher import run_ranks
+from tests.trainer.material import View, load, make_batch, make_run, score, train, views
 from tests.trainer.ranks import Ranks
 from tests.trainer.scenarios import make_engine, parameters, train_steps, worth
 

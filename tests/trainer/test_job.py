@@ -33,7 +33,8 @@ from hpcrl.runtime.controller_client import Controller, read_token
 from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
 from hpcrl.types import GroupMeta, Prompt, Work
 from tests.paths import ROOT
-from tests.trainer.material import environment, make_sample, torchrun
+from tests.trainer.launcher import environment
+from tests.trainer.material import make_sample, torchrun
 from tests.trainer.scenarios import laid_over
 
 STEPS = 4

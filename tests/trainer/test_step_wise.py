@@ -25,7 +25,8 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.packing import load_samples
 from hpcrl.types import Batch, Sample
-from tests.trainer.material import load, make_batch, make_run, run_ranks, score, train, views
+from tests.trainer.launcher import run_ranks
+from tests.trainer.material import load, make_batch, make_run, score, train, views
 from tests.trainer.scenarios import make_engine, parameters
 from tests.trainer.test_advantages import SETTINGS, told
 

@@ -19,7 +19,8 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.distributed import World
 from hpcrl.types import Batch
 from tests.trainer import scenarios
-from tests.trainer.material import make_batch, make_run, run_ranks
+from tests.trainer.launcher import run_ranks
+from tests.trainer.material import make_batch, make_run
 from tests.trainer.ranks import Ranks
 
 GROUPS, SIZE = 4, 3

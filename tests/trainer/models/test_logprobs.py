@@ -12,7 +12,7 @@ from torch.distributions import Categorical
 
 from hpcrl.trainer.models.forward import ForwardConfig
 from hpcrl.trainer.models.logprobs import compiled_rows, token_logprobs
-from tests.trainer.material import environment
+from tests.trainer.launcher import environment
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 32, 100])

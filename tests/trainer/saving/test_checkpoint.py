@@ -20,7 +20,8 @@ from hpcrl.rundir.layout import Run, step_of, version_of
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from tests.trainer import scenarios
-from tests.trainer.material import make_batch, make_run, run_ranks
+from tests.trainer.launcher import run_ranks
+from tests.trainer.material import make_batch, make_run
 from tests.trainer.ranks import Ranks
 
 CHANGED = {"name": "Adam", "implementation": "for-loop", "eps": 1e-3, "adam_betas": [0.5, 0.6], "weight_decay": 0.25}

@@ -27,7 +27,8 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.publish import Publisher
 from tests.trainer import scenarios
-from tests.trainer.material import environment, make_batch, make_run
+from tests.trainer.launcher import environment
+from tests.trainer.material import make_batch, make_run
 from tests.trainer.ranks import Ranks
 from tests.trainer.saving.life import Life
 

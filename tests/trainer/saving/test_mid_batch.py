@@ -25,7 +25,8 @@ from hpcrl.trainer.packing import MiniBatch, pack
 from hpcrl.trainer.saving import mid_batch
 from hpcrl.trainer.saving.mid_batch import unusable
 from hpcrl.types import Batch, Prompt, Sample, Work
-from tests.trainer.material import expect_same_metrics, run_ranks
+from tests.trainer.launcher import run_ranks
+from tests.trainer.material import expect_same_metrics
 from tests.trainer.test_job import STEPS, children, controller, finish, make_run, said, trainer
 
 CRITIC = {

@@ -29,7 +29,7 @@ from hpcrl.trainer.backends.megatron.layers import uses_transformer_engine
 from hpcrl.trainer.backends.megatron.settings import ddp_config, optimizer_config, transformer_config
 from hpcrl.trainer.models.hf import policy_source, reference_source
 from tests.trainer.backends.megatron.material import config_of, write_model
-from tests.trainer.material import run_ranks
+from tests.trainer.launcher import run_ranks
 
 Table = dict[str, Any]
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from tests.trainer.backends.megatron.material import write_model
-from tests.trainer.material import run_ranks
+from tests.trainer.launcher import run_ranks
 
 
 def test_state_of_fixed_sizes_goes_on_with_those_alone(tmp_path: Path) -> None:

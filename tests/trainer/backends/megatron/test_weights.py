@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 
 from hpcrl.trainer.models.hf import CriticSource
 from tests.trainer.backends.megatron.material import CONFIGS, write_model
-from tests.trainer.material import run_ranks
+from tests.trainer.launcher import run_ranks
 
 LAYOUTS: dict[int, list[dict[str, int]]] = {
     1: [{}],

@@ -14,6 +14,7 @@ from hpcrl.observe.metrics import merged
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.types import Batch
+from tests.processes import command_of, processes_of
 
 HPCRL = str(Path(sys.executable).parent / "hpcrl")
 
@@ -44,29 +45,12 @@ def logs_of(run: Run) -> str:
     return "\n".join(parts) or f"no logs in {run.path}"
 
 
-def processes_of(run: Run) -> list[int]:
-    """Return the processes whose command line or environment names this run directory."""
-    needle, found = str(run.path).encode(), []
-    for directory in Path("/proc").iterdir():
-        if not directory.name.isdigit() or int(directory.name) == os.getpid():
-            continue
-        try:
-            if needle in (directory / "cmdline").read_bytes():
-                found.append(int(directory.name))
-        except OSError:
-            continue
-    return found
-
-
 def pid_of(run: Run, job: str) -> int:
     """Return the process that runs jobs/<job>.py for this run, not torchrun above it."""
-    script = f"{run.path}/code/jobs/{job}.py".encode()
+    script = f"{run.path}/code/jobs/{job}.py"
     for pid in processes_of(run):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if script in words and b"torch.distributed.run" not in words:
+        words = command_of(pid).split()
+        if script in words and "torch.distributed.run" not in words:
             return pid
     raise AssertionError(f"no process runs {job}.py of {run.path}")
 

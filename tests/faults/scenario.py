@@ -1,4 +1,4 @@
-"""Where a scenario plays: nodes of the test cluster of its own, a folder, and the verbs that a person or a fault has there.
+"""Where a scenario runs: nodes of the test cluster of its own, a folder, and the verbs that a person or a fault has there.
 
 A run on it is a real one (agents, controller, rollout workers, torchrun), of a tiny model; its engines are the stand-in's unless told.
 """
@@ -21,9 +21,9 @@ import tomli_w
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Outcome, outcome_of
-from tests.faults.processes import ancestors_of, command_of, is_srun, parent_of, processes_of, replica_of, variable
-from tests.jobs.story import HPCRL, logs_of
+from tests.jobs.small_run import HPCRL, logs_of
 from tests.paths import CONFIGS
+from tests.processes import ancestors_of, command_of, is_srun, parent_of, processes_of, replica_of, variable
 from tests.slurm.conftest import DevCluster
 
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -44,11 +44,11 @@ def fault(points: str) -> str:
 
 
 class TakenDownError(Exception):
-    """The tests are being ended while this scenario plays."""
+    """The tests are being ended while this scenario runs."""
 
 
 @dataclass
-class Stage:
+class Scenario:
     """One scenario's place.
 
     Attributes:
@@ -85,12 +85,12 @@ class Stage:
         pinned: bool = True,
         stand_in: bool = True,
     ) -> Run:
-        """Submit a run on this stage's nodes and return it at once.
+        """Submit a run on this scenario's nodes and return it at once.
 
         Args:
             settings: by dotted path, over those of `experiment`.
             setup: shell lines for its batch script.
-            pinned: whether it takes all nodes of the stage, rather than as many of them as it needs.
+            pinned: whether it takes all nodes of the scenario, rather than as many of them as it needs.
             stand_in: whether its engines are the stand-in's rather than vLLM's.
         """
         done = self.try_submit(settings, *arguments, name=name, setup=setup, pinned=pinned, stand_in=stand_in)
@@ -145,7 +145,7 @@ class Stage:
         return tree
 
     def _where(self, pinned: bool) -> dict[str, str]:
-        """Return the settings that keep a run to this stage's nodes: on all of them, or on any that Slurm chooses."""
+        """Return the settings that keep a run to this scenario's nodes: on all of them, or on any that Slurm chooses."""
         if pinned:
             return {"slurm.extra.nodelist": ",".join(self.nodes)}
         return {"slurm.extra.exclude": ",".join(self.others)} if self.others else {}
@@ -178,11 +178,11 @@ class Stage:
     # ---- what happens to a run
 
     def knobs(self, **told: Any) -> None:
-        """Tell the engines of this stage's runs how to behave from now on (stand_in/vllm/knobs.py)."""
+        """Tell the engines of this scenario's runs how to behave from now on (stand_in/vllm/knobs.py)."""
         write_text(self._knobs, json.dumps({"latency_s": LATENCY_S, **told}))
 
     def preempt(self, seconds: float = 2, nodes: Sequence[str] | None = None) -> str:
-        """Let a job of a higher partition take nodes of this stage, all unless told, as soon as it can; return its id."""
+        """Let a job of a higher partition take nodes of this scenario, all unless told, as soon as it can; return its id."""
         wanted = self.nodes if nodes is None else nodes
         options = [f"-N{len(wanted)}", "-w", ",".join(wanted), "--exclusive", "-t1", "-o", "/dev/null"]
         return self.slurm("sbatch", "--parsable", "-p", "high", *options, "--wrap", f"sleep {seconds}")
@@ -239,7 +239,7 @@ class Stage:
         )
 
     def daemons(self, node: str) -> list[int]:
-        """Return the slurmd of a node of this stage's cluster."""
+        """Return the slurmd of a node of this scenario's cluster."""
         root = json.loads((self.cluster.directory / "cluster.json").read_text())["pid"]
         return [
             int(path.name)
@@ -259,7 +259,7 @@ class Stage:
         while not (value := condition()):
             if self.ended.is_set():
                 raise TakenDownError(what)
-            assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}\n{self.story(run)}"
+            assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}\n{self.report(run)}"
             time.sleep(QUIET_S)
         return value
 
@@ -271,7 +271,7 @@ class Stage:
         """Return how an attempt ended, once it has."""
         return self.wait(lambda: outcome_of(run, attempt), f"attempt {attempt} ends", seconds, run)
 
-    def story(self, run: Run | None = None) -> str:
+    def report(self, run: Run | None = None) -> str:
         """Return all that is known, for the message of a failed assertion."""
         parts = [self.cluster.run(["squeue"]).stdout, self.told("status")]
         for one in [run] if run else [self.run_of(p.stem) for p in self.path.glob("runs/faults/[!.]*")]:
