@@ -17,21 +17,22 @@ STOP = StopSignal()
 
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hpcrl.config import Config, max_seq_len, temperature
+from hpcrl.config import Config
 from hpcrl.data.rollouts import require_samples
 from hpcrl.rundir.checkpoints import Retention
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import StatusWriter
-from hpcrl.trainer.backends.build import build_critic, build_policy
 from hpcrl.trainer.controller_client import PROCESS
 from hpcrl.trainer.distributed import World, joined
+from hpcrl.trainer.load import load_learner
 from hpcrl.trainer.metrics import PhaseTimer, describe_cost
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.dump import Dumps
@@ -67,16 +68,10 @@ def main(path: str) -> None:
 
 def load(place: Run, run: Run, plan: dict[str, Any], config: Config, world: World, consensus: StopConsensus) -> Learner:
     """Return what trains the steps of the plan, as it was after the checkpoint."""
-    trainer = config.trainer
-    policy, critic = build_policy(trainer, temperature(config), world), build_critic(trainer, world)
-    checkpoints = Checkpoints(run, 0, world, keep=Retention(), seed=trainer.seed)
-    start = checkpoints.load(policy, critic, Path(plan["checkpoint"]) if plan["checkpoint"] else None)
-    dumps = Dumps(place, 0, world)
-    dumps.resume(start.step)
-    learner = Learner(
-        run, world, trainer, policy, critic,
-        max_seq_len=max_seq_len(config), dumps=dumps, consensus=consensus, start=start,
-    )  # fmt: skip
+    checkpoints = Checkpoints(run, 0, world, keep=Retention(), seed=config.trainer.seed)
+    checkpoint = Path(plan["checkpoint"]) if plan["checkpoint"] else None
+    resume = partial(checkpoints.load, checkpoint=checkpoint)
+    learner = load_learner(run, config, world, consensus, resume, Dumps(place, 0, world))
     learner.schedule(plan["total_steps"])
     return learner
 

@@ -25,14 +25,14 @@ from functools import partial
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from hpcrl.config import Config, max_seq_len, temperature
+from hpcrl.config import Config
 from hpcrl.config.derive import checkpoint_interval, publishes
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
-from hpcrl.trainer.backends.build import build_critic, build_policy
 from hpcrl.trainer.backends.schedule import is_due
 from hpcrl.trainer.controller_client import PROCESS, ControllerClient
 from hpcrl.trainer.distributed import World, joined
+from hpcrl.trainer.load import load_learner
 from hpcrl.trainer.metrics import PhaseTimer, describe_cost, describe_times
 from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.profile import profiled
@@ -61,22 +61,12 @@ def work(
     trainer, dtype = config.trainer, DTYPES[config.generator.inference_engine.model_dtype]
     controller = ControllerClient(run, attempt, world, consensus)
     try:
-        controller.say("loading model")
-        consensus("load.policy")
-        policy = build_policy(trainer, temperature(config), world)
-        consensus("load.critic")
-        critic = build_critic(trainer, world)
-        consensus("load.checkpoint")
+        controller.report("loading model")
         checkpoints = Checkpoints.of(trainer, run, attempt, world, controller.committed)
-        start = checkpoints.resume(policy, critic, trainer.resume_mode, trainer.resume_path)
+        resume = partial(checkpoints.resume, mode=trainer.resume_mode, path=trainer.resume_path)
+        learner = load_learner(run, config, world, consensus, resume, Dumps(run, attempt, world))
         publisher = Publisher(run, attempt, world, dtype, trainer.fully_async.max_staleness_steps)
-        publisher.resume(policy, start.step)
-        dumps = Dumps(run, attempt, world)
-        dumps.resume(start.step)
-        learner = Learner(
-            run, world, trainer, policy, critic,
-            max_seq_len=max_seq_len(config), dumps=dumps, consensus=consensus, start=start,
-        )  # fmt: skip
+        publisher.resume(learner.policy, learner.start.step)
         train(config, learner, checkpoints, publisher, controller, profile_step)
     except Stopping:
         controller.close("stopped")
@@ -103,7 +93,7 @@ def train(
         export(step)
     try:
         while (batch := controller.next(step, timer)) is not None:
-            controller.say(f"step {batch.step}/{total}", step=batch.step, total=total, **timer.pace())
+            controller.report(f"step {batch.step}/{total}", step=batch.step, total=total, **timer.pace())
             metrics = learner.train(batch, timer)
             step = batch.step
             if publishes(trainer, step, total) and not consensus.asked("publish"):  # else the next attempt does it
@@ -126,7 +116,7 @@ def train(
     except Stopping as request:
         stopping = request
     if learner.batch is not None and save_interval > 0:
-        controller.say("saving", step=step, total=total)
+        controller.report("saving", step=step, total=total)
         consensus.asked("save.last")
         times = checkpoints.finish(policy, learner.critic, learner.batch, learner.extra_state(), learner.partial)
         controller.measured(step, times)

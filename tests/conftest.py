@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 # several processes test at a time: waiting threads of one would take the cores from the others
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# a shell's background job ignores it, and so would all that the tests start and interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GROUPS = {
     "tests/faults/": "cluster",
@@ -20,6 +23,7 @@ GROUPS = {
     "tests/rollout/": "engine",
     "tests/trainer/backends/megatron/": "megatron",
     "tests/trainer/": "ranks",
+    "tests/planning/": "ranks",
     "tests/jobs/": "runs",
 }
 """Tests of these folders share a process, one after the other, the longest first: a cluster, an engine, ranks start once. Others share one with their file."""
@@ -65,7 +69,7 @@ def alone() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Two Ranks under torchrun."""
+    """Two Ranks that live as long as the tests."""
     from tests.trainer.ranks import Ranks
 
     ranks = Ranks(tmp_path_factory.mktemp("ranks"))

@@ -16,9 +16,9 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     n = len(groups[0].rewards)
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [length for group in groups for length in group.response_lengths]
-    paid = [reward for group in groups for reward in group.raw_rewards or group.rewards]
-    rewarded = [length for length, reward in zip(lengths, paid, strict=True) if reward > 0]
-    unrewarded = [length for length, reward in zip(lengths, paid, strict=True) if reward == 0]
+    raw_rewards = [reward for group in groups for reward in group.raw_rewards or group.rewards]
+    rewarded = [length for length, reward in zip(lengths, raw_rewards, strict=True) if reward > 0]
+    unrewarded = [length for length, reward in zip(lengths, raw_rewards, strict=True) if reward == 0]
     stale = [staleness(batch.step, group) for group in groups]
     stopped = [reason == "stop" for group in groups for reason in group.stop_reasons]
     environment: dict[str, list[float]] = defaultdict(list)

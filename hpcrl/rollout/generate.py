@@ -359,9 +359,9 @@ def apply_stop_reason(sample: Sample, config: GeneratorConfig) -> Sample:
 
 
 def neutralize_failed(samples: Sequence[list[Sample]]) -> list[list[Sample]]:
-    """Return the samples of a group, each as its rows, with the failed ones paid the mean of the others, so that they move no baseline."""
-    paid = [sample_reward(rows) for rows in samples if rows[-1].stop_reason != "failed"]
-    mean = fmean(paid) if paid else 0.0
+    """Return the samples of a group, each as its rows, with the failed ones given the mean reward of the others, so that they move no baseline."""
+    rewards = [sample_reward(rows) for rows in samples if rows[-1].stop_reason != "failed"]
+    mean = fmean(rewards) if rewards else 0.0
 
     def neutral(rows: list[Sample]) -> list[Sample]:
         rewards_T = torch.zeros_like(rows[-1].rewards)

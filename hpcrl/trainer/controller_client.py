@@ -23,7 +23,7 @@ _WAIT_S = 1.0  # ranks agree whether to stop in between
 
 
 class ControllerClient:
-    """Every method but `say` is called by all ranks.
+    """Every method but `report` is called by all ranks.
 
     Consumes: answers of the controller, batch files. Waits for: the controller. Produces: process status, metrics.
     """
@@ -35,7 +35,7 @@ class ControllerClient:
         self._status = StatusWriter(run, PROCESS, attempt) if world.first else None
         self._metrics: MetricsWriter | None = None
 
-    def say(self, state: str, **facts: float) -> None:
+    def report(self, state: str, **facts: float) -> None:
         if self._status:
             self._status.write(state, **facts)
 
@@ -57,7 +57,7 @@ class ControllerClient:
             return self._next(step + 1)
 
     def _next(self, step: int) -> Batch | None:
-        self.say("waiting for batch", step=step - 1, total=self._total)
+        self.report("waiting for batch", step=step - 1, total=self._total)
         if step > self._total:
             self._ask("next", step=step)  # it ends when it knows that the trainer has finished
             return None
@@ -69,7 +69,7 @@ class ControllerClient:
                 raise Stopping(answer["stop"])
             if answer["path"] is not None:
                 return self._read(answer["path"], step)
-            self.say("waiting for batch", step=step - 1, total=self._total)
+            self.report("waiting for batch", step=step - 1, total=self._total)
 
     def _read(self, relative: str, step: int) -> Batch:
         path = self._run.inside(relative)
@@ -109,7 +109,7 @@ class ControllerClient:
         return self._world.rank0_broadcast(call)
 
     def close(self, state: str) -> None:
-        self.say(state)
+        self.report(state)
         if self._metrics:
             self._metrics.close()
         if self._controller:

@@ -53,6 +53,7 @@ def tensorboard_points(run: Run, tag: str) -> list[int]:
     return [event.step for event in events.Scalars(tag)]
 
 
+@pytest.mark.usefixtures("stand_in_engine")
 def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     """SIGKILL of a trainer rank in the middle: the attempt ends within seconds, with its error, and resumes as if nothing had been."""
     run = submit(place, "killed", f"trainer.max_steps={STEPS}", "trainer.eval_interval=10")

@@ -65,7 +65,7 @@ class RemoteRewards:
         self._open: _Batch | None = None
 
     def __call__(self, response: Response) -> Turn:
-        """Return what is paid, with each function's own score, unweighted, among the metrics; called in several threads at a time.
+        """Return the reward, with each function's own score, unweighted, among the metrics; called in several threads at a time.
 
         Raises:
             ServiceError: the service does not answer, or answers in another form.

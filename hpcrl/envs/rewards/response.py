@@ -41,7 +41,7 @@ The second argument is the section `environment`. Settings of one's own are in i
 
 
 Scorer = Callable[[Response], Turn]
-"""What pays a response in the place of an environment; called in several threads at a time."""
+"""What rewards a response in the place of an environment; called in several threads at a time."""
 
 
 def truth_of(extras: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The registry of rewards, and what they pay together: each known by a name, or a user's own, and their weighted sum."""
+"""The registry of rewards, each known by a name, or a user's own, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class WeightedRewards:
         self._weights, self._environment = weights, environment
 
     def __call__(self, response: Response) -> Turn:
-        """Return what is paid, with each reward's own value, unweighted, among the metrics.
+        """Return the reward, with each reward's own value, unweighted, among the metrics.
 
         Raises:
             HpcrlError: a reward failed, or is no finite number; the message names it.

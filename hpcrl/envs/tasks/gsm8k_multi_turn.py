@@ -16,7 +16,7 @@ NO_ANSWER = "There is no answer yet. End with `#### ` and the number."
 class GSM8KMultiTurn(Environment):
     """Solve a word problem in several tries; the number after `#### ` counts.
 
-    Several turns; the k-th is paid 1/k if its answer is right (as the reward `gsm8k` compares), which ends the sample, and 0
+    Several turns; the k-th has reward 1/k if its answer is right (as the reward `gsm8k` compares), which ends the sample, and 0
     otherwise. generator.max_turns is how many tries there are.
 
     Args:

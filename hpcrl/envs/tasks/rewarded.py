@@ -1,4 +1,4 @@
-"""Environments of one turn that pay by a reward of docs/rewards.md, each for rows that name it in their column `env_class`."""
+"""Environments of one turn whose reward is one of docs/rewards.md, each for rows that name it in their column `env_class`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SETTINGS = EnvironmentConfig()  # these rewards have none
 
 
 class Rewarded(Environment):
-    """One turn, paid what the reward is.
+    """One turn, with the reward of that name.
 
     Args:
         extras: `reward_spec.ground_truth` is what the answer is compared with, if the reward compares.

@@ -1,0 +1,43 @@
+"""What a rank of the trainer loads before its first step, be it of a run or of a step that is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hpcrl.config import Config, max_seq_len, temperature
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
+from hpcrl.trainer.backends.build import build_critic, build_policy
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.saving.checkpoint import ResumePoint
+from hpcrl.trainer.saving.dump import Dumps
+from hpcrl.trainer.step import Learner
+from hpcrl.trainer.stop import StopConsensus
+
+
+def load_learner(
+    run: Run,
+    config: Config,
+    world: World,
+    consensus: StopConsensus,
+    resume: Callable[[PolicyEngine, CriticEngine | None], ResumePoint],
+    dumps: Dumps,
+) -> Learner:
+    """Return what trains a run's batches, as it was after the checkpoint that `resume` brings the engines to.
+
+    Raises:
+        ConfigError, RunError, CommitError: the model or the checkpoint cannot be loaded.
+        Stopping: the run is to stop.
+    """
+    trainer = config.trainer
+    consensus("load.policy")
+    policy = build_policy(trainer, temperature(config), world)
+    consensus("load.critic")
+    critic = build_critic(trainer, world)
+    consensus("load.checkpoint")
+    start = resume(policy, critic)
+    dumps.resume(start.step)
+    return Learner(
+        run, world, trainer, policy, critic,
+        max_seq_len=max_seq_len(config), dumps=dumps, consensus=consensus, start=start,
+    )  # fmt: skip
