@@ -56,6 +56,10 @@ class ServiceError(HpcrlError):
     exit_code = 9
 
 
+class DeviceError(HpcrlError):
+    exit_code = 10
+
+
 def did_you_mean(name: str, known: abc.Iterable[str], most: int = 1, alike: float = 0.6) -> str:
     """Return "; did you mean a or b?" for at most `most` of the names that resemble `name`, the nearest first; "" for none.
 

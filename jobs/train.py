@@ -49,7 +49,10 @@ def main(run_dir: str) -> None:
     STOP.follow(run, attempt, PROCESS, speaks=os.environ["RANK"] == "0")
     heartbeat, config = Heartbeat(run, attempt, f"rank-{os.environ['RANK']}"), Config.from_toml([run.config])
     trainer = config.trainer
-    with joined(trainer.deterministic) as world, profiled(trainer.profiler, run, attempt, world) as profile_step:
+    with (
+        joined(trainer.deterministic, on_gpu=config.slurm.gpus_per_node > 0) as world,
+        profiled(trainer.profiler, run, attempt, world) as profile_step,
+    ):
         work(run, attempt, config, world, StopConsensus(world, STOP, heartbeat), profile_step)
         STOP.ignore()
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hpcrl import errors
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import DeviceError, HpcrlError
 
 Json = Any
 
@@ -133,11 +133,15 @@ def _keep_freed_memory() -> None:
 
 
 @contextmanager
-def joined(deterministic: bool = False) -> Iterator[World]:
+def joined(deterministic: bool = False, on_gpu: bool = False) -> Iterator[World]:
     """Join the ranks that torchrun started, and leave together.
 
     Args:
         deterministic: only use kernels that give the same result each time; one that cannot raises RuntimeError.
+        on_gpu: whether this rank is to have a GPU; without, it has one where torch sees one.
+
+    Raises:
+        DeviceError: it is to have a GPU, and torch sees none.
 
     After an error nothing is torn down in an orderly way: the other ranks are not there to meet, and the exit of this process
     is what wakes them.
@@ -146,6 +150,11 @@ def joined(deterministic: bool = False) -> Iterator[World]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
         torch.use_deterministic_algorithms(True)
     cuda = torch.cuda.is_available()
+    if on_gpu and not cuda:
+        raise DeviceError(
+            f"this rank is to train on a GPU, and torch {torch.__version__} sees none "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); slurm.gpus_per_node=0 is a run on CPUs"
+        )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -120,6 +120,19 @@ def test_preempted_run_of_resume_mode_none_is_not_requeued(cluster: DevCluster, 
     assert "not requeued, because trainer.resume_mode is none" in ask(cluster, tmp_path, "status", "once")
 
 
+def test_run_that_asks_for_gpus_never_trains_on_cpus(cluster: DevCluster, tmp_path: Path) -> None:
+    """Slurm gives the nodes GPUs that torch does not see: said before anything is loaded, with what was found."""
+    submit(cluster, tmp_path, "gpus", "slurm.gpus_per_node=1", "slurm.crash_budget=1")
+    run = Run.open(tmp_path / "runs" / "quickstart" / "gpus")
+    assert finish(cluster, tmp_path, run, 1, 60) == "failed"
+    outcome = outcome_of(run, 1)
+    assert outcome is not None
+    assert outcome.message.startswith("DeviceError: 1 GPU(s) are needed on this node, and torch 2."), outcome
+    assert "CUDA_VISIBLE_DEVICES='0'" in outcome.message
+    assert outcome.host in ("n1", "n2", "n3", "n4")
+    assert not run.log(1, "controller").exists(), "nothing was started"
+
+
 def test_refusals_of_the_real_sbatch_leave_nothing(cluster: DevCluster, tmp_path: Path) -> None:
     done = cluster.run([HPCRL, "submit", str(QUICKSTART), SITE, "slurm.partition=nope"], cwd=tmp_path)
     assert done.returncode == 3

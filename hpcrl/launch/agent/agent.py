@@ -18,8 +18,9 @@ from contextlib import closing
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.errors import HpcrlError, RunError
+from hpcrl.errors import DeviceError, HpcrlError, RunError
 from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
+from hpcrl.launch.agent.devices import require_gpus
 from hpcrl.launch.agent.processes import NodeProcesses
 from hpcrl.launch.agent.start import NodeContext, await_attempt, listen, log_to
 from hpcrl.launch.agent.watchdog import Neighbours, Stall, Watchdog
@@ -85,9 +86,11 @@ class Agent:
 
         Raises:
             RunError: the run directory cannot be read or written for a minute.
+            DeviceError: the node lacks GPUs that the run is to use.
         """
         trouble, clock = None, SuspendAwareClock(_TROUBLE_S)
         try:
+            require_gpus(self._node, self._context.local)
             self._start()
             while True:
                 try:
@@ -291,15 +294,16 @@ def main(path: str) -> None:
         sys.exit(0)
     attempt = await_attempt(run, context)
     log_to(run.log(attempt.number, f"agent-{context.index}"))
-    message, agent = "the agent ended without an outcome; its log says why", None
+    message, host, agent = "the agent ended without an outcome; its log says why", "", None
     try:
         agent = Agent(run, Config.from_toml([run.config]), context, attempt, signals)
         agent.supervise()
     except HpcrlError as error:
         message = f"{type(error).__name__}: {error}"
+        host = context.hosts[context.index] if isinstance(error, DeviceError) else ""
     finally:
         if outcome_of(run, attempt.number) is None:
-            report_outcome(run, attempt.number, "failed", message, f"agent-{context.index}")
+            report_outcome(run, attempt.number, "failed", message, f"agent-{context.index}", host)
     outcome = outcome_of(run, attempt.number)
     if agent and agent.alone:  # the node with the batch script is gone, and with it who would requeue the job
         settle(run, context.job)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from hpcrl.config import Config, engine_gpus
+from hpcrl.launch.agent.devices import visible_devices
 from hpcrl.launch.nodes import Node
 from hpcrl.runtime.heartbeat import DIRECTORY
 
@@ -45,9 +46,8 @@ class Environments:
         if self._cpus:
             processes = max(1, node.ranks + len(node.replicas))
             environment["OMP_NUM_THREADS"] = str(max(1, self._cpus // processes))
-        visible = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-        if node.gpus and visible:
-            mine = visible[node.gpu_offset :] if self._shared else visible
+        if node.gpus:
+            mine = visible_devices(node, self._shared)
             if name.startswith("rollout-"):
                 position = node.replicas.index(int(name.removeprefix("rollout-")))
                 mine = mine[position * self._width : (position + 1) * self._width]

@@ -33,7 +33,10 @@ _TORCH_S = 120.0
 _TORCH = """
 import json, torch
 nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
-print(json.dumps({"cuda": torch.version.cuda, "devices": torch.cuda.device_count(), "nccl": nccl and ".".join(map(str, nccl))}))
+print(json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda, "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+    "nccl": nccl and ".".join(map(str, nccl)),
+}))
 """
 
 
@@ -57,7 +60,7 @@ def facts(directory: Path) -> dict[str, Any]:
         "ephemeral": [int(port) for port in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()],
         "gpus": gpus,
         "given_gpus": len([one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]),
-        "torch": _torch() if gpus else None,
+        "torch": torch_here() if gpus else None,
         "scontrol": shutil.which("scontrol") is not None,
     }
 
@@ -111,7 +114,7 @@ def gpus_here() -> list[dict[str, str]]:
     return [dict(zip(("name", "driver", "memory"), row, strict=True)) for row in rows if len(row) == 3]
 
 
-def _torch() -> dict[str, Any]:
+def torch_here() -> dict[str, Any]:
     """Return what torch says of CUDA, or why it says nothing, from a process of its own: the import may take long, or crash."""
     try:
         done = subprocess.run(
