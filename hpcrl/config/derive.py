@@ -12,6 +12,7 @@ from hpcrl.config.sections.environment import EnvironmentConfig
 from hpcrl.config.sections.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import FSDPConfig, MixedPrecisionConfig, PolicyConfig, RefConfig, ShardingConfig
+from hpcrl.config.sections.slurm import SlurmConfig
 from hpcrl.config.sections.trainer import PlacementConfig, TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.errors import DataError
@@ -169,6 +170,13 @@ def replicas_per_node(config: ConfigTree) -> int:
     if config.slurm.replicas_per_node is not None:
         return config.slurm.replicas_per_node
     return max(1, config.slurm.gpus_per_node // engine_gpus(config.generator.inference_engine))
+
+
+def takes_whole_nodes(slurm: SlurmConfig) -> bool:
+    """Return whether a run shares no node with other jobs; where it is not set: if it asks for GPUs, and not for cores or memory."""
+    if slurm.exclusive is not None:
+        return slurm.exclusive
+    return slurm.gpus_per_node > 0 and slurm.cpus_per_task is None and slurm.mem_gb is None
 
 
 def max_replicas(config: ConfigTree) -> int:

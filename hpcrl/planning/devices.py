@@ -19,8 +19,8 @@ def memory_of_rank(config: Config) -> tuple[float | None, str]:
     """
     slurm, ranks = config.slurm, config.trainer.placement.policy_num_gpus_per_node
     if slurm.gpus_per_node == 0:
-        if slurm.mem_gb is None:
-            return None, "a run on CPU; slurm.mem_gb is not set"
+        if not slurm.mem_gb:
+            return None, "a run on CPU; slurm.mem_gb does not say how much memory a node has"
         return slurm.mem_gb * GIB / ranks, f"slurm.mem_gb, shared by {ranks} rank(s)"
     if slurm.gpu_memory_gb is not None:
         return slurm.gpu_memory_gb * GIB, "slurm.gpu_memory_gb"

@@ -102,7 +102,8 @@ def test_layers_of_megatron() -> None:
 def test_memory_of_a_rank() -> None:
     on_cpu = config({"slurm.mem_gb": 12, "trainer.placement.policy_num_gpus_per_node": 4})
     assert memory_of_rank(on_cpu) == (3 * 2**30, "slurm.mem_gb, shared by 4 rank(s)")
-    assert memory_of_rank(config({})) == (None, "a run on CPU; slurm.mem_gb is not set")
+    unknown = (None, "a run on CPU; slurm.mem_gb does not say how much memory a node has")
+    assert memory_of_rank(config({})) == memory_of_rank(config({"slurm.mem_gb": 0})) == unknown
     given = config({"slurm.gpus_per_node": 4, "slurm.gpu_memory_gb": 79.5})
     assert memory_of_rank(given) == (79.5 * 2**30, "slurm.gpu_memory_gb")
 

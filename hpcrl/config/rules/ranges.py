@@ -199,7 +199,7 @@ RANGES: dict[str, Range] = {
     "slurm.patience.save_seconds": _NOT_NEGATIVE,
     "slurm.gpus_per_node": _NOT_NEGATIVE,
     "cpus_per_task": _COUNT,
-    "mem_gb": _COUNT,
+    "mem_gb": _NOT_NEGATIVE,
     "gpu_memory_gb": _POSITIVE,
     "replicas_per_node": _COUNT,
     "min_replicas": _COUNT,

@@ -58,7 +58,7 @@ class ElasticConfig:
     """CPU cores asked for by each replica; unset: the cluster's default."""
 
     mem_gb: int | None = None
-    """Memory asked for by each replica in GB; unset: the cluster's default."""
+    """Memory asked for by each replica in GB; 0: all of its node; unset: the cluster's default."""
 
     extra: dict[str, Any] = field(default_factory=dict)
     """Further sbatch options by their long names; true: an option without a value."""
@@ -91,13 +91,14 @@ class SlurmConfig:
     """Memory of each GPU in GB (2^30 bytes), with which `hpcrl plan` compares its estimate; unset: that of this machine's GPUs."""
 
     cpus_per_task: int | None = None
-    """CPU cores asked for on each node (one task runs per node); unset: the cluster's default."""
+    """CPU cores asked for on each node (one task runs per node); unset: all where nodes are not shared, else the cluster's default."""
 
     mem_gb: int | None = None
-    """Memory asked for on each node in GB; unset: the cluster's default."""
+    """Memory asked for on each node in GB; 0: all of it; unset: all where nodes are not shared, else the cluster's default."""
 
-    exclusive: bool = False
-    """Share no node with other jobs."""
+    exclusive: bool | None = None
+    """Share no node with other jobs; unset: true for a run on GPUs that sets neither cpus_per_task nor mem_gb, because a cluster's defaults
+    are usually one core and its share of the memory, whatever the GPUs."""
 
     replicas_per_node: int | None = None
     """Replicas on one rollout node; unset: as many as its GPUs allow, at least 1."""

@@ -42,7 +42,8 @@ class Environments:
         """Return the whole environment of the process `name`: controller, trainer-<node> or rollout-<replica>."""
         environment, node = {**os.environ, **self._own}, self._node
         if self._interface:
-            environment |= {"GLOO_SOCKET_IFNAME": self._interface, "NCCL_SOCKET_IFNAME": self._interface}
+            environment["GLOO_SOCKET_IFNAME"] = self._interface
+            environment.setdefault("NCCL_SOCKET_IFNAME", self._interface)  # a site's own may list several
         if self._cpus:
             processes = max(1, node.ranks + len(node.replicas))
             environment["OMP_NUM_THREADS"] = str(max(1, self._cpus // processes))

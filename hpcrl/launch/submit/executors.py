@@ -17,6 +17,7 @@ from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError, JobPaths
 
 from hpcrl.config import Config, ElasticConfig, SlurmConfig, engine_gpus
+from hpcrl.config.derive import takes_whole_nodes
 from hpcrl.errors import SubmitError
 from hpcrl.launch.nodes import make_plan, trainer_nodes
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
@@ -105,8 +106,8 @@ def slurm_executor(submission: Submission) -> ArrayExecutor:
             **slurm.extra,
         },
     }
-    if slurm.exclusive:
-        parameters["exclusive"] = True
+    if takes_whole_nodes(slurm):
+        parameters |= {"exclusive": True, "mem": "0"}
     if slurm.gpus_per_node:
         parameters["gpus_per_node"] = slurm.gpus_per_node
     if slurm.array_parallelism is not None:
@@ -157,7 +158,7 @@ def _executor(folder: Path, parameters: dict[str, Any], asked: SlurmConfig | Ela
         if (value := getattr(asked, name)) is not None:
             parameters[name] = value
     if asked.mem_gb is not None:
-        parameters["mem"] = f"{asked.mem_gb}GB"
+        parameters["mem"] = f"{asked.mem_gb}GB" if asked.mem_gb else "0"
     if asked.cpus_per_task is not None:
         parameters["cpus_per_task"] = asked.cpus_per_task
         parameters["srun_args"] = [*parameters["srun_args"], f"--cpus-per-task={asked.cpus_per_task}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ from submitit.core.utils import FailedJobError
 from hpcrl.config import Config
 from hpcrl.errors import SubmitError
 from hpcrl.launch.submit import executors
-from hpcrl.launch.submit.executors import ArrayExecutor, Element, Submission, local_executor, submit_with_retry
+from hpcrl.launch.submit.executors import (
+    ArrayExecutor,
+    Element,
+    Submission,
+    batch_scripts,
+    local_executor,
+    submit_with_retry,
+)
 from tests.paths import QUICKSTART
 
 
@@ -100,3 +108,32 @@ def test_too_few_devices_for_a_local_run(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", users)
     with pytest.raises(SubmitError, match=r"needs 2 GPU\(s\) on this machine"):
         local_executor(local_run(tmp_path, 1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        ([], {}),
+        (["slurm.mem_gb=0"], {"mem": "0"}),
+        (["slurm.gpus_per_node=8"], {"exclusive": None, "mem": "0", "gpus-per-node": "8"}),
+        (["slurm.gpus_per_node=8", "slurm.mem_gb=900"], {"mem": "900GB", "gpus-per-node": "8"}),
+        (["slurm.gpus_per_node=8", "slurm.cpus_per_task=64"], {"cpus-per-task": "64", "gpus-per-node": "8"}),
+        (["slurm.gpus_per_node=8", "slurm.exclusive=false"], {"gpus-per-node": "8"}),
+        (["slurm.exclusive=true", "slurm.mem_gb=900"], {"exclusive": None, "mem": "900GB"}),
+    ],
+)
+def test_cores_and_memory_of_a_run_on_gpus_are_those_of_its_nodes(
+    tmp_path: Path, settings: list[str], asked: dict[str, str | None]
+) -> None:
+    """Where nothing else is said, sbatch would ask for one core and its share of the memory, whatever the GPUs."""
+    submission = Submission(
+        tmp_path / ".slurm" / "mine", [Element("mine", Config.from_toml([QUICKSTART], settings), [])]
+    )
+    (text,) = batch_scripts(submission)
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE))
+    found = {
+        name: options[name] or None
+        for name in ("exclusive", "mem", "cpus-per-task", "gpus-per-node")
+        if name in options
+    }
+    assert found == asked
