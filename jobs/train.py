@@ -26,7 +26,7 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
-from hpcrl.config.derive import checkpoint_interval, publishes
+from hpcrl.config.derive import checkpoint_interval, gpu_count, publishes
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.trainer.backends.schedule import is_due
@@ -50,7 +50,7 @@ def main(run_dir: str) -> None:
     heartbeat, config = Heartbeat(run, attempt, f"rank-{os.environ['RANK']}"), Config.from_toml([run.config])
     trainer = config.trainer
     with (
-        joined(trainer.deterministic, on_gpu=config.slurm.gpus_per_node > 0) as world,
+        joined(trainer.deterministic, on_gpu=gpu_count(config.slurm) > 0) as world,
         profiled(trainer.profiler, run, attempt, world) as profile_step,
     ):
         work(run, attempt, config, world, StopConsensus(world, STOP, heartbeat), profile_step)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.cli._common import split
+from hpcrl.config.derive import gpu_count
 
 if TYPE_CHECKING:
     from hpcrl.config import Config
@@ -69,7 +70,7 @@ def plan_lines(config: Config) -> Iterator[str]:
 def _layers(config: Config) -> Iterator[str]:
     from importlib.util import find_spec
 
-    gpus, found = config.slurm.gpus_per_node > 0, find_spec("transformer_engine") is not None
+    gpus, found = gpu_count(config.slurm) > 0, find_spec("transformer_engine") is not None
     if gpus and found:
         yield "layers: TransformerEngine's"
         return

@@ -169,14 +169,22 @@ def replicas_per_node(config: ConfigTree) -> int:
     """Return how many replicas one rollout node holds; where it is not set: as many as its GPUs allow, at least 1."""
     if config.slurm.replicas_per_node is not None:
         return config.slurm.replicas_per_node
-    return max(1, config.slurm.gpus_per_node // engine_gpus(config.generator.inference_engine))
+    return max(1, gpu_count(config.slurm) // engine_gpus(config.generator.inference_engine))
+
+
+def gpu_count(slurm: SlurmConfig) -> int:
+    """Return how many GPUs are asked for on each node, without their type."""
+    if isinstance(slurm.gpus_per_node, int):
+        return max(0, slurm.gpus_per_node)
+    count = slurm.gpus_per_node.rpartition(":")[2]
+    return int(count) if count.isdecimal() else 0
 
 
 def takes_whole_nodes(slurm: SlurmConfig) -> bool:
     """Return whether a run shares no node with other jobs; where it is not set: if it asks for GPUs, and not for cores or memory."""
     if slurm.exclusive is not None:
         return slurm.exclusive
-    return slurm.gpus_per_node > 0 and slurm.cpus_per_task is None and slurm.mem_gb is None
+    return gpu_count(slurm) > 0 and slurm.cpus_per_task is None and slurm.mem_gb is None
 
 
 def max_replicas(config: ConfigTree) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config import Config, engine_gpus, replicas_per_node
+from hpcrl.config.derive import gpu_count
 
 Role = Literal["trainer", "rollout"]
 
@@ -32,7 +33,7 @@ class Node:
 def make_plan(config: Config) -> list[Node]:
     """Return the nodes of a run, in the order of their Slurm node ids."""
     placement, engine = config.trainer.placement, config.generator.inference_engine
-    on_gpu, nodes, offset = config.slurm.gpus_per_node > 0, list[Node](), 0
+    on_gpu, nodes, offset = gpu_count(config.slurm) > 0, list[Node](), 0
 
     def add(role: Role, ranks: int, replicas: tuple[int, ...]) -> None:
         nonlocal offset

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from hpcrl.config import Config
+from hpcrl.config.derive import gpu_count
 from hpcrl.launch.doctor.node import gpus_here
 
 GIB = 2**30
@@ -18,7 +19,7 @@ def memory_of_rank(config: Config) -> tuple[float | None, str]:
     On CPU the ranks of a node share the memory that the run asks for.
     """
     slurm, ranks = config.slurm, config.trainer.placement.policy_num_gpus_per_node
-    if slurm.gpus_per_node == 0:
+    if gpu_count(slurm) == 0:
         if not slurm.mem_gb:
             return None, "a run on CPU; slurm.mem_gb does not say how much memory a node has"
         return slurm.mem_gb * GIB / ranks, f"slurm.mem_gb, shared by {ranks} rank(s)"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hpcrl.config import Config, TrainerConfig, trainer_ranks
-from hpcrl.config.derive import largest_micro_batch, ref_sharding
+from hpcrl.config.derive import gpu_count, largest_micro_batch, ref_sharding
 from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded
 from hpcrl.config.sections.model import FSDPConfig
 from hpcrl.errors import DataError
@@ -58,7 +58,7 @@ def estimate(config: Config, models: Mapping[str, Shapes]) -> Estimate:
 
 def _fsdp(config: Config, models: Mapping[str, Shapes]) -> Estimate:
     trainer = config.trainer
-    ranks, tokens, on_gpu = trainer_ranks(trainer), largest_micro_batch(config), config.slurm.gpus_per_node > 0
+    ranks, tokens, on_gpu = trainer_ranks(trainer), largest_micro_batch(config), gpu_count(config.slurm) > 0
     needs, counts = dict[str, Need](), dict[str, list[int]]()
     for role, shapes in models.items():
         fsdp = ref_sharding(trainer) if role == "ref" else _sharding(trainer, role)

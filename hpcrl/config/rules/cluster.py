@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from hpcrl.config.derive import engine_gpus, max_replicas, replicas_per_node
+from hpcrl.config.derive import engine_gpus, gpu_count, max_replicas, replicas_per_node
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.generator import InferenceEngineConfig
 from hpcrl.config.sections.slurm import ElasticConfig
@@ -51,14 +51,14 @@ def engine_options(config: ConfigTree) -> Iterator[Problem]:
 
 
 def flash_infer(config: ConfigTree) -> Iterator[Problem]:
-    if config.generator.inference_engine.use_flashinfer and config.slurm.gpus_per_node == 0:
+    if config.generator.inference_engine.use_flashinfer and gpu_count(config.slurm) == 0:
         yield Problem(
             "generator.inference_engine.use_flashinfer", "needs GPUs, but slurm.gpus_per_node=0; set it to false"
         )
 
 
 def gpus_of_nodes(config: ConfigTree) -> Iterator[Problem]:
-    gpus, ranks = config.slurm.gpus_per_node, config.trainer.placement.policy_num_gpus_per_node
+    gpus, ranks = gpu_count(config.slurm), config.trainer.placement.policy_num_gpus_per_node
     if gpus <= 0:
         return
     parallel, replicas = engine_gpus(config.generator.inference_engine), config.slurm.replicas_per_node

@@ -84,8 +84,8 @@ class SlurmConfig:
     time_minutes: int = 60
     """Time limit of one attempt in minutes."""
 
-    gpus_per_node: int = 0
-    """GPUs asked for on each node; 0: a run on CPU."""
+    gpus_per_node: int | str = 0
+    """GPUs asked for on each node, of a type where the cluster has several: "h100:8"; 0: a run on CPU."""
 
     gpu_memory_gb: float | None = None
     """Memory of each GPU in GB (2^30 bytes), with which `hpcrl plan` compares its estimate; unset: that of this machine's GPUs."""

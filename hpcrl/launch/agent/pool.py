@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from hpcrl.config import Config, engine_gpus
+from hpcrl.config.derive import gpu_count
 from hpcrl.errors import HpcrlError, SubmitError, UserCodeError
 from hpcrl.launch.agent.agent import Agent
 from hpcrl.launch.agent.child import Child
@@ -34,7 +35,7 @@ class PoolAgent(Agent):
     def __init__(
         self, run: Run, config: Config, context: NodeContext, attempt: Attempt, signals: list[int], replica: int
     ) -> None:
-        gpus = engine_gpus(config.generator.inference_engine) if config.slurm.gpus_per_node else 0
+        gpus = engine_gpus(config.generator.inference_engine) if gpu_count(config.slurm) else 0
         node = Node(len(make_plan(config)) + replica, "rollout", 0, (replica,), gpus, 0)
         super().__init__(run, config, context, attempt, signals, node)
         self.left = False

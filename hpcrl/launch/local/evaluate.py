@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, eval_sampling
+from hpcrl.config.derive import gpu_count
 from hpcrl.data.datasets import load_dataset
 from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.local.foreground import job, run_here
@@ -183,7 +184,7 @@ def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str
         report(f"exporting {subject.checkpoint.name}")
         words = ["checkpoint", "export", str(subject.run.path), subject.checkpoint.name]
         run_here(place, _EXPORT, [sys.executable, "-m", "hpcrl.cli.main", *words], {}, report)
-    devices = {} if config.slurm.gpus_per_node else {"CUDA_VISIBLE_DEVICES": ""}
+    devices = {} if gpu_count(config.slurm) else {"CUDA_VISIBLE_DEVICES": ""}
     run_here(place, _PROCESS, [sys.executable, str(job("eval")), str(place.path)], devices, report)
     results = read_json(place.path / "results.json")
     assert results is not None, place.path

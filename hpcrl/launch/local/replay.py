@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.config.derive import model_parallel_size
+from hpcrl.config.derive import gpu_count, model_parallel_size
 from hpcrl.config.rules.megatron_groups import expert_tensor_size
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.rollouts import require_samples
@@ -142,6 +142,6 @@ def replay(plan: Plan, config: Config, ranks: int, place: Run) -> list[dict[str,
     torchrun = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--log-dir={place.path / 'logs'}",
     ]  # fmt: skip
-    devices = {} if config.slurm.gpus_per_node else {"CUDA_VISIBLE_DEVICES": ""}
+    devices = {} if gpu_count(config.slurm) else {"CUDA_VISIBLE_DEVICES": ""}
     run_here(place, PROCESS, [*torchrun, str(job("replay")), str(place.path)], devices, to_stderr)
     return read_json(place.path / "results.json") or []

@@ -17,7 +17,7 @@ from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError, JobPaths
 
 from hpcrl.config import Config, ElasticConfig, SlurmConfig, engine_gpus
-from hpcrl.config.derive import takes_whole_nodes
+from hpcrl.config.derive import gpu_count, takes_whole_nodes
 from hpcrl.errors import SubmitError
 from hpcrl.launch.nodes import make_plan, trainer_nodes
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
@@ -108,7 +108,7 @@ def slurm_executor(submission: Submission) -> ArrayExecutor:
     }
     if takes_whole_nodes(slurm):
         parameters |= {"exclusive": True, "mem": "0"}
-    if slurm.gpus_per_node:
+    if gpu_count(slurm):
         parameters["gpus_per_node"] = slurm.gpus_per_node
     if slurm.array_parallelism is not None:
         parameters["array_parallelism"] = slurm.array_parallelism
@@ -135,8 +135,9 @@ def pool_executor(submission: Submission, run: Run, config: Config, gang: str) -
         "dependency": f"after:{gang}",
         "additional_parameters": {"requeue": True, **elastic.extra},
     }
-    if slurm.gpus_per_node:
-        parameters["gpus_per_node"] = engine_gpus(config.generator.inference_engine)
+    if gpu_count(slurm):
+        kind, colon, _ = str(slurm.gpus_per_node).rpartition(":")
+        parameters["gpus_per_node"] = f"{kind}{colon}{engine_gpus(config.generator.inference_engine)}"
     of_run = {"partition": slurm.partition, "account": slurm.account}
     wanted = {name: getattr(elastic, name) or value for name, value in of_run.items()}
     return _executor(submission.folder, parameters, replace(elastic, **wanted))

@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 
 from hpcrl.config import Config, InferenceEngineConfig, engine_gpus, engine_rope, eval_sampling
-from hpcrl.config.derive import max_input_length, model_config_kwargs
+from hpcrl.config.derive import gpu_count, max_input_length, model_config_kwargs
 from hpcrl.config.sections.model import rope_parameters
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.vllm.main import PARENT
@@ -258,7 +258,7 @@ def server_options(run: Run, config: Config) -> ServerOptions:
         engine=generator.inference_engine,
         seed=config.trainer.seed if generator.inference_engine.seed is None else generator.inference_engine.seed,
         max_model_len=max_input_length(generator, config.trainer) + longest,
-        on_cpu=config.slurm.gpus_per_node == 0,
+        on_cpu=gpu_count(config.slurm) == 0,
         run_name=run.name,
         token_file=run.token,
         model_config_kwargs=model_config_kwargs(config.trainer.policy),

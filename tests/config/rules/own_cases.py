@@ -287,6 +287,16 @@ OURS = [
         {**FOUR_GPUS, "slurm.gpus_per_node": 4},
     ),
     Case(
+        "ranks have GPUs of a type",
+        {**FOUR_GPUS, "slurm.gpus_per_node": "h100:2"}, f"{PLACEMENT}.policy_num_gpus_per_node", "but a node has 2 GPUs",
+        {**FOUR_GPUS, "slurm.gpus_per_node": "h100:4"},
+    ),
+    Case(
+        "a type of GPUs has a number",
+        {"slurm.gpus_per_node": "h100"}, "slurm.gpus_per_node", 'expected a number, or type and number such as "h100:8", found',
+        {"slurm.gpus_per_node": "nvidia_a100-sxm4-80gb:1"},
+    ),
+    Case(
         "a replica fits into a node",
         {"slurm.gpus_per_node": 2, f"{ENGINE}.tensor_parallel_size": 4}, f"{ENGINE}.tensor_parallel_size", "a replica needs 4 GPUs",
         {"slurm.gpus_per_node": 4, f"{ENGINE}.tensor_parallel_size": 4},

@@ -116,6 +116,7 @@ def test_too_few_devices_for_a_local_run(tmp_path: Path, monkeypatch: pytest.Mon
         ([], {}),
         (["slurm.mem_gb=0"], {"mem": "0"}),
         (["slurm.gpus_per_node=8"], {"exclusive": None, "mem": "0", "gpus-per-node": "8"}),
+        (["slurm.gpus_per_node=h100:8"], {"exclusive": None, "mem": "0", "gpus-per-node": "h100:8"}),
         (["slurm.gpus_per_node=8", "slurm.mem_gb=900"], {"mem": "900GB", "gpus-per-node": "8"}),
         (["slurm.gpus_per_node=8", "slurm.cpus_per_task=64"], {"cpus-per-task": "64", "gpus-per-node": "8"}),
         (["slurm.gpus_per_node=8", "slurm.exclusive=false"], {"gpus-per-node": "8"}),
@@ -137,3 +138,12 @@ def test_cores_and_memory_of_a_run_on_gpus_are_those_of_its_nodes(
         if name in options
     }
     assert found == asked
+
+
+def test_a_pool_of_typed_gpus_asks_for_as_many_as_a_replica_needs(tmp_path: Path) -> None:
+    settings = ["slurm.gpus_per_node=h100:8", "slurm.elastic.replicas=2"]
+    config = Config.from_toml([QUICKSTART], [*settings, "generator.inference_engine.tensor_parallel_size=2"])
+    assert (
+        "#SBATCH --gpus-per-node=h100:2\n"
+        in batch_scripts(Submission(tmp_path / ".slurm" / "mine", [Element("mine", config, [])]))[1]
+    )
