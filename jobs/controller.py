@@ -17,7 +17,7 @@ from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.service import Schedule, Service
-from hpcrl.data.chat import token_counter
+from hpcrl.data.chat import token_counter, without_torch
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import drop_long, set_aside
 from hpcrl.errors import HpcrlError
@@ -52,9 +52,10 @@ def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Promp
     validation = load_dataset(data.val_data, ("eval",), *sections) if evaluates else []
     if data.test_size is not None:
         train, validation = set_aside(train, data.test_size)
-    count_tokens = token_counter(
-        config.trainer.policy.model.path, generator.chat_template, generator.chat_template_kwargs
-    )
+    with without_torch():
+        count_tokens = token_counter(
+            config.trainer.policy.model.path, generator.chat_template, generator.chat_template_kwargs
+        )
 
     def count(prompt: Prompt) -> int:
         status.write("loading data")  # renewed, because the others wait only as long as a large dataset makes progress

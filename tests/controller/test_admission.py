@@ -241,17 +241,17 @@ def test_groups_of_an_attempt_with_a_higher_bound_are_generated_again() -> None:
     assert admission.claim("a", 1, 9) == []
 
 
-def test_million_groups_are_quick() -> None:
-    """One of four is worth training."""
-    admission, began = Admission(batch_size=250, staleness=2, total_steps=1000), time.process_time()
-    for version in range(1000):
+def test_many_groups_are_quick() -> None:
+    """200,000 of them, of which one of four is worth training."""
+    admission, began = Admission(batch_size=250, staleness=2, total_steps=200), time.process_time()
+    for version in range(200):
         while claimed := admission.claim("a", version, 100):
             for index in claimed:
                 admission.complete(index, meta(index, version))
             admission.drop([index for index in claimed if index % 4])
         assert compose(admission) is not None
-    assert admission.cursor > 990_000
-    assert time.process_time() - began < 60
+    assert admission.cursor > 190_000
+    assert time.process_time() - began < 12
 
 
 def test_stream_is_a_permutation_per_epoch_and_stable() -> None:

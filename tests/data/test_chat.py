@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from hpcrl.config import Config
 from hpcrl.config.sections.generator import ChatTemplateConfig
-from hpcrl.data.chat import chat_template, load_tokenizer
+from hpcrl.data.chat import chat_template, load_tokenizer, prompt_ids
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.submit.preflight import check_files
 from tests.paths import CONFIGS
@@ -111,3 +113,21 @@ def test_names_that_are_none() -> None:
         chat_template(ChatTemplateConfig(source="file", name_or_path="a\0b"))
     with pytest.raises(ConfigError, match='no template "qwen3"; expected one of qwen3_with_thinking, qwen3_without_'):
         chat_template(named("qwen3"))
+
+
+def test_prompts_are_counted_without_torch() -> None:
+    """As jobs/controller.py does it; what needs torch afterwards has it."""
+    code = """
+import sys
+from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.data.chat import token_counter, without_torch
+from hpcrl.types import Prompt
+with without_torch():
+    count = token_counter(sys.argv[1], ChatTemplateConfig(), {})
+print(count(Prompt("0", [{"role": "user", "content": "sort: cba"}], "sort_letters")), "torch" in sys.modules)
+import torch
+print(torch.ones(2).sum().item())
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(MODEL)], capture_output=True, text=True, check=True)
+    ids = prompt_ids(load_tokenizer(str(MODEL), ChatTemplateConfig()), [{"role": "user", "content": "sort: cba"}], {})
+    assert (done.stdout, done.stderr) == (f"{len(ids)} False\n2.0\n", "")

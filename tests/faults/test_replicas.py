@@ -33,7 +33,8 @@ def test_22_node_of_a_replica_goes_down(scenario: Scenario) -> None:
     assert len(read_attempts(run)) == 1
 
 
-@pytest.mark.parametrize("victim", ["engine", pytest.param("worker", marks=pytest.mark.faults_slow)])
+@pytest.mark.faults_slow
+@pytest.mark.parametrize("victim", ["engine", "worker"])
 def test_23_engine_ends(scenario: Scenario, victim: str) -> None:
     """The only replica dies: it is started again within the attempt, and its groups are generated anew."""
     run = scenario.submit()

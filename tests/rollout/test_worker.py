@@ -33,13 +33,12 @@ from tests.paths import ROOT
 from tests.rollout.conftest import WithEngine
 from tests.rollout.controller import FakeController
 from tests.rollout.environments import Stuck
-from tests.rollout.material import QUICKSTART, RUN_NAME, TOKEN, children_of, logprobs, processes, wait_for
+from tests.rollout.material import QUICKSTART, RUN_NAME, START_S, TOKEN, children_of, logprobs, processes, wait_for
 
 LENGTH = 40
 GENERATOR = GeneratorConfig(sampling_params=SamplingParams(max_generate_length=LENGTH))
 ATTEMPT = 2
-START_S = 420.0  # of an engine, while other tests have the cores
-END_S = 30.0  # of a job that gives its engine 5 s and then ends it, likewise
+END_S = 30.0  # of a job that gives its engine 5 s and then ends it, while other tests have the cores
 
 
 def item(name: str, kind: Kind = "train", n_samples: int = 4, env_class: str = "sort_letters") -> Work:

@@ -14,7 +14,7 @@ from hpcrl.errors import EngineError
 from hpcrl.rollout.vllm.client import EngineClient
 from hpcrl.rollout.vllm.server import Scratch, Server
 from hpcrl.runtime.controller_client import headers
-from tests.rollout.material import RUN_NAME, TOKEN, children_of, group_of, options, wait_for
+from tests.rollout.material import RUN_NAME, START_S, TOKEN, children_of, group_of, options, wait_for
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_bad_weights_and_a_core_that_hangs(
 ) -> None:
     server = Server(options(str(models[0]), token_file), scratch.path, tmp_path / "engine.log")
     try:
-        server.wait_ready(180)
+        server.wait_ready(START_S)
         tensors = load_file(models[1] / "model.safetensors")
         del tensors["model.norm.weight"]
         save_file(tensors, tmp_path / "model.safetensors")
