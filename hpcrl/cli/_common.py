@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from hpcrl.errors import HpcrlError
 
 if TYPE_CHECKING:
     from hpcrl.rundir.layout import Run
@@ -33,6 +37,46 @@ def named_run(arguments: argparse.Namespace) -> Run:
     from hpcrl.launch.manage.registry import default_root, find_run
 
     return find_run(arguments.run, arguments.root or default_root())
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments by which `each_run` finds a run, or those of a sweep."""
+    add_root(parser)
+    parser.add_argument("run", metavar="RUN", help=RUNS)
+
+
+def each_run(arguments: argparse.Namespace, act: Callable[[Run], None], at_once: int = 1) -> int:
+    """Do something with the run that a command was given, or with each run of the sweep; return the exit code.
+
+    Of a sweep, what goes wrong with one run is told, and does not keep it from the others; the exit code is then that of the first error.
+
+    Args:
+        at_once: runs of a sweep with which it is done at the same time.
+
+    Raises:
+        RunError: no run matches, or several of different submissions.
+        HpcrlError: of `act`, where there is one run.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from hpcrl.launch.manage.registry import default_root, find_runs
+
+    runs = find_runs(arguments.run, arguments.root or default_root())
+    if len(runs) == 1:
+        act(runs[0])
+        return 0
+
+    def exit_code(run: Run) -> int:
+        try:
+            act(run)
+        except HpcrlError as error:
+            print(f"hpcrl: {error}", file=sys.stderr)
+            return error.exit_code
+        return 0
+
+    with ThreadPoolExecutor(at_once) as pool:
+        codes = list(pool.map(exit_code, runs))
+    return next(filter(None, codes), 0)
 
 
 def positive(text: str) -> int:

@@ -1,16 +1,21 @@
-"""`hpcrl cancel`: save, stop and take a run off the cluster."""
+"""`hpcrl cancel`: save, stop and take a run, or a sweep, off the cluster."""
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from hpcrl.cli._common import add_run, named_run
+from hpcrl.cli._common import add_runs, each_run
+
+if TYPE_CHECKING:
+    from hpcrl.rundir.layout import Run
 
 _CANCEL_S = 150.0
+_AT_ONCE = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+    add_runs(parser)
     parser.add_argument("--now", action="store_true", help="do not wait until the state is saved")
     parser.set_defaults(action=_cancel)
 
@@ -18,8 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _cancel(arguments: argparse.Namespace) -> int:
     from hpcrl.launch.manage.cancel import cancel
 
-    state = cancel(named_run(arguments), 0.0 if arguments.now else _CANCEL_S)
-    print(f"{state.run.name}: {state.kind}: {state.detail}")
-    if not state.over:
-        print("It was asked to save and to stop, and will; `hpcrl cancel --now` does not wait for that.")
-    return 0
+    def act(run: Run) -> None:
+        state = cancel(run, 0.0 if arguments.now else _CANCEL_S)
+        print(f"{state.run.name}: {state.kind}: {state.detail}")
+        if not state.over:
+            print("It was asked to save and to stop, and will; `hpcrl cancel --now` does not wait for that.")
+
+    return each_run(arguments, act, _AT_ONCE)

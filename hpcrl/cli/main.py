@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import hpcrl
-from hpcrl.errors import HpcrlError
+from hpcrl.errors import HpcrlError, did_you_mean
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "start": {
@@ -30,7 +30,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         ),
     },
     "steer": {
-        "cancel": ("hpcrl.cli.cancel", "save, stop and take a run off the cluster"),
+        "cancel": ("hpcrl.cli.cancel", "save, stop and take a run, or a sweep, off the cluster"),
         "requeue": ("hpcrl.cli.requeue", "save, and go back into the queue"),
         "resume": ("hpcrl.cli.resume", "start the next attempt of a run that ended early"),
     },
@@ -64,6 +64,9 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hpcrl {hpcrl.__version__}")
     commands = parser.add_subparsers(prog="hpcrl", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
     named = next((word for word in argv if not word.startswith("-")), None)
+    known = [name for group in COMMANDS.values() for name in group]
+    if named is not None and named not in known:
+        parser.error(f"there is no command {named!r}{did_you_mean(named, known)}")
     for group in COMMANDS.values():
         for name, (module, text) in group.items():
             command = commands.add_parser(name, description=text[0].upper() + text[1:] + ".")

@@ -1,14 +1,18 @@
-"""`hpcrl resume`: start the next attempt of a run that ended early."""
+"""`hpcrl resume`: start the next attempt of a run, or of each run of a sweep, that ended early."""
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from hpcrl.cli._common import add_run, announce, follow, named_run
+from hpcrl.cli._common import add_runs, announce, each_run, follow
+
+if TYPE_CHECKING:
+    from hpcrl.rundir.layout import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run(parser)
+    add_runs(parser)
     parser.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="settings to change; what cannot be is refused"
     )
@@ -19,8 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _resume(arguments: argparse.Namespace) -> int:
     from hpcrl.launch.manage.resume import resume
 
-    run = named_run(arguments)
-    for change in resume(run, arguments.settings):
-        print(f"  {change}")
-    announce(run)
-    return follow([run]) if arguments.follow else 0
+    resumed: list[Run] = []
+
+    def act(run: Run) -> None:
+        for change in resume(run, arguments.settings):
+            print(f"  {change}")
+        announce(run)
+        resumed.append(run)
+
+    code = each_run(arguments, act)
+    return (follow(resumed) or code) if arguments.follow and resumed else code

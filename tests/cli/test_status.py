@@ -72,3 +72,53 @@ def test_tensorboard_of_runs_and_sweeps(root: Path, capsys: pytest.CaptureFixtur
     assert spec[0] == f"s.0-lr-0:{root}/p/s.0-lr-0/tensorboard"
     assert [entry.partition(":")[0] for entry in spec] == [f"s.{i}-lr-{i}" for i in range(11)] + ["single"]
     assert main(["tensorboard", "nope", "--root", str(root)]) == 5
+
+
+def slurm_run(root: Path, name: str, *, done: bool) -> Run:
+    run = Run(root / "p" / name)
+    write_text(run.config, '[trainer]\nresume_mode = "latest"\n')
+    run.slurm.symlink_to(f"../.slurm/{name}")
+    write_json(
+        run.submission, {"executor": "slurm", "host": "login", "job_id": "7_0", "overrides": [], "submitted": 1.0}
+    )
+    open_attempt(run, "7_0.0", ["n1"])
+    if done:
+        report_outcome(run, 1, "done", "finished", "agent-0")
+    return run
+
+
+def test_where_there_is_no_cluster(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is over is over whatever Slurm can say; its complaint, of several lines, stands in one with each of the others."""
+    slurm_run(root, "over", done=True)
+    slurm_run(root, "open", done=False)
+    squeue = tmp_path / "bin" / "squeue"
+    write_text(
+        squeue, "#!/bin/sh\nprintf 'squeue: error: no\\nsqueue: error: configuration\\n' >&2; exit 1\n", mode=0o700
+    )
+    monkeypatch.setenv("PATH", f"{squeue.parent}:/usr/bin:/bin")
+    lines = said(capsys, "status", "--root", str(root)).splitlines()
+    assert len(lines) == 14
+    (over,) = [line for line in lines if line.startswith("p/over ")]
+    assert over.split() == ["p/over", "done", "job", "7_0", "finished"]
+    (opened,) = [line for line in lines if line.startswith("p/open ")]
+    assert "squeue: squeue: error: no squeue: error: configuration; the state of the jobs is unknown" in opened
+
+
+@pytest.mark.parametrize("command", ["cancel", "resume", "requeue"])
+def test_what_cannot_be_done_with_any_run_of_a_sweep(
+    root: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "s", "--root", str(root)]) == 5
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    names = {line.partition(" is ")[0].partition(" runs on ")[0] for line in printed.err.splitlines()}
+    assert names == {f"hpcrl: s.{number}-lr-{number}" for number in range(11)}
+
+
+def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["sumbit", "configs/quickstart.toml"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("hpcrl: error: there is no command 'sumbit'; did you mean submit?\n")

@@ -141,9 +141,11 @@ def test_refusals_of_the_real_sbatch_leave_nothing(cluster: DevCluster, tmp_path
     assert cluster.ask(["squeue", "-h"]) == ""
 
 
-def test_pending_run_says_why_and_is_cancelled_at_once(cluster: DevCluster, tmp_path: Path) -> None:
-    submit(cluster, tmp_path, "large", "generator.inference_engine.num_engines=7")
-    assert "large: pending: Partition" in ask(cluster, tmp_path, "status", "large")
-    assert "large: cancelled" in ask(cluster, tmp_path, "cancel", "large")
-    assert "large: cancelled" in ask(cluster, tmp_path, "status", "large")
+def test_pending_sweep_says_why_and_is_cancelled_at_once(cluster: DevCluster, tmp_path: Path) -> None:
+    settings = ["generator.inference_engine.num_engines=7", "--sweep", "trainer.seed=1,2"]
+    submit(cluster, tmp_path, "large", *settings)
+    assert "large.1-seed-2: pending: Partition" in ask(cluster, tmp_path, "status", "large.1")
+    cancelled = ask(cluster, tmp_path, "cancel", "large").splitlines()
+    assert sorted(line.partition(": cancelled")[0] for line in cancelled) == ["large.0-seed-1", "large.1-seed-2"]
+    assert ask(cluster, tmp_path, "status", "large").count(" cancelled ") == 2
     assert cluster.ask(["squeue", "-h"]) == ""

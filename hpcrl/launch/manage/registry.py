@@ -104,13 +104,13 @@ def _states(runs: Sequence[Run], patience_s: float) -> list[RunState]:
         try:
             queued = queue(patience_s)
         except SubmitError as error:
-            failure = str(error)
+            failure = " ".join(str(error).split())
     found = adopt(submissions, queued)
     for run, submission in submissions.items():
         if submission.get("executor") == "local":
             jobs[run] = _local(submission)
         elif failure:
-            jobs[run] = JobState("UNKNOWN", failure)
+            jobs[run] = GONE if _is_final(run) else JobState("UNKNOWN", failure)
         elif not submission and records[run] is None:
             jobs[run] = JobState("UNKNOWN", f"{run.submission} is damaged, so its job is not known")
         else:
