@@ -147,5 +147,5 @@ def test_pending_sweep_says_why_and_is_cancelled_at_once(cluster: DevCluster, tm
     assert "large.1-seed-2: pending: Partition" in ask(cluster, tmp_path, "status", "large.1")
     cancelled = ask(cluster, tmp_path, "cancel", "large").splitlines()
     assert sorted(line.partition(": cancelled")[0] for line in cancelled) == ["large.0-seed-1", "large.1-seed-2"]
-    assert ask(cluster, tmp_path, "status", "large").count(" cancelled ") == 2
+    assert ask(cluster, tmp_path, "status", "large").count("cancelled by the user") == 2
     assert cluster.ask(["squeue", "-h"]) == ""
