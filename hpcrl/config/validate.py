@@ -145,7 +145,9 @@ def _is_one(value: Any, kind: Any) -> bool:
         return True
     if get_origin(kind) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(kind))
-    return isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    # to Python 3.10 list[str] is a type, too
+    is_class = get_origin(kind) is None and isinstance(kind, type)
+    return is_class and isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def _not_toml(value: Any, path: str) -> Iterator[Problem]:

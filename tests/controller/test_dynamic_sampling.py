@@ -223,7 +223,7 @@ def test_the_failure_ends_the_controller(run: Run) -> None:
         asyncio.run(asyncio.wait_for(Api(controller, save_seconds=60).watch(run, 1, print), 10))
 
 
-@pytest.mark.parametrize(("save_seconds", "error"), [(0.1, RunError), (0, TimeoutError)])
+@pytest.mark.parametrize(("save_seconds", "error"), [(0.1, RunError), (0, asyncio.TimeoutError)])
 def test_the_trainer_may_take_its_time_to_save(run: Run, save_seconds: float, error: type[Exception]) -> None:
     controller = service(run, max_sample_batches=1)
     play(run, controller, 0, [ALL_WRONG, GOOD])

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from pathlib import Path
 from typing import IO, cast
 
 from hpcrl.config import EnvironmentConfig
@@ -80,7 +79,7 @@ class _Comparers:
 
 
 def _start() -> subprocess.Popen[str]:
-    command = [sys.executable, "-P", str(Path(__file__).with_name("compare.py")), str(SECONDS)]
+    command = [sys.executable, "-m", "hpcrl.envs.rewards.compare", str(SECONDS)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     if not cast(IO[str], process.stdout).readline():
         _end(process)

@@ -1,4 +1,4 @@
-"""Compares mathematical answers in a process of its own: python compare.py SECONDS
+"""Compares mathematical answers in a process of its own: python -m hpcrl.envs.rewards.compare SECONDS
 
 Reads a line of JSON [ground truth, response] from its input, writes one with true, false, or null where the ground truth cannot be
 read, and so on until the input ends. An empty line before all others says that it is ready. If a comparison takes more than SECONDS

@@ -95,7 +95,8 @@ def test_errors_name_the_lines_of_the_program_and_nothing_else() -> None:
     ran = run_python("def f():\n    return 1 / 0\n\nf()\n")
     assert ran.failed
     assert not ran.ended
-    assert "    return 1 / 0\n           ~~^~~\n" in ran.output
+    marks = "           ~~^~~\n" if sys.version_info >= (3, 11) else ""
+    assert f"    return 1 / 0\n{marks}" in ran.output
     assert ran.output.endswith("ZeroDivisionError: division by zero\n")
     assert "sandbox" not in ran.output
     assert "SyntaxError" in run_python("def f(:").output
