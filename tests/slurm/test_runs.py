@@ -124,7 +124,7 @@ def test_run_that_asks_for_gpus_never_trains_on_cpus(cluster: DevCluster, tmp_pa
     """Slurm gives the nodes GPUs that torch does not see: said before anything is loaded, with what was found."""
     submit(cluster, tmp_path, "gpus", "slurm.gpus_per_node=1", "slurm.crash_budget=1")
     run = Run.open(tmp_path / "runs" / "quickstart" / "gpus")
-    assert finish(cluster, tmp_path, run, 1, 60) == "failed"
+    assert finish(cluster, tmp_path, run, 1) == "failed"
     outcome = outcome_of(run, 1)
     assert outcome is not None
     assert outcome.message.startswith("DeviceError: 1 GPU(s) are needed on this node, and torch 2."), outcome

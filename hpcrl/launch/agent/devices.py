@@ -8,6 +8,8 @@ from hpcrl.errors import DeviceError
 from hpcrl.launch.doctor.node import gpus_here, torch_here
 from hpcrl.launch.nodes import Node
 
+_IMPORT_S = 600.0  # of torch, from a shared filesystem that many nodes read at the same time
+
 
 def visible_devices(node: Node, shared: bool) -> list[str]:
     """Return the devices that a node's processes may use, as CUDA_VISIBLE_DEVICES names them.
@@ -41,7 +43,7 @@ def require_gpus(node: Node, shared: bool) -> None:
             f"{node.gpus} GPU(s) are needed on this node, and it was given {count} ({given}): ask for them with "
             "slurm.gpus_per_node, or with slurm.extra where the site counts them by another name"
         )
-    torch, gpus = torch_here(), gpus_here()
+    torch, gpus = torch_here(_IMPORT_S), gpus_here()
     if "error" in torch:
         raise DeviceError(f"torch cannot be imported on this node: {torch['error']}")
     if torch["devices"] >= node.gpus:

@@ -114,14 +114,14 @@ def gpus_here() -> list[dict[str, str]]:
     return [dict(zip(("name", "driver", "memory"), row, strict=True)) for row in rows if len(row) == 3]
 
 
-def torch_here() -> dict[str, Any]:
+def torch_here(limit_s: float = _TORCH_S) -> dict[str, Any]:
     """Return what torch says of CUDA, or why it says nothing, from a process of its own: the import may take long, or crash."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _TORCH], capture_output=True, text=True, check=False, timeout=_TORCH_S
+            [sys.executable, "-c", _TORCH], capture_output=True, text=True, check=False, timeout=limit_s
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"import torch took more than {_TORCH_S:.0f} s"}
+        return {"error": f"import torch took more than {limit_s:.0f} s"}
     if done.returncode != 0:
         return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
     return json.loads(done.stdout.splitlines()[-1])
