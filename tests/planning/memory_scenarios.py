@@ -1,4 +1,4 @@
-"""What the tests of memory run under torchrun: memory_scenarios.py JSON. Each rank writes the bytes that its engines hold."""
+"""What the tests of memory run in their ranks: memory_scenarios.py JSON. Each rank writes the bytes that its engines hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of partitions run under torchrun: partition_scenarios.py JSON. Each rank counts what Megatron-core builds for it."""
+"""What the ranks of tests of partitions run: partition_scenarios.py JSON. Each rank counts what Megatron-core builds for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the critic run under torchrun (tests/trainer/ranks.py). Rank 0 writes what it saw."""
+"""What the tests of the critic run in their ranks (tests/trainer/ranks.py). Rank 0 writes what it saw."""
 
 from __future__ import annotations
 

@@ -146,7 +146,6 @@ def _supervise(request: Mapping[str, Any]) -> NoReturn:
 
 def _rank(rank: int, port: int, request: Mapping[str, Any]) -> NoReturn:
     die_with_parent()
-    signal.alarm(0)
     for descriptor, name in enumerate((os.devnull, "out", "err")):
         path = Path(request["folder"], name)
         os.dup2(os.open(path, (os.O_WRONLY | os.O_APPEND) if descriptor else os.O_RDONLY), descriptor)

@@ -1,4 +1,4 @@
-"""What the tests run under torchrun: scenarios.py NAME JSON. Each scenario joins the ranks once; rank 0 writes what it saw."""
+"""What the ranks of tests run (launcher.py): scenarios.py NAME JSON. Each scenario joins the ranks once; rank 0 writes what it saw."""
 
 from __future__ import annotations
 

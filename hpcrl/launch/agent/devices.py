@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from hpcrl.errors import DeviceError
-from hpcrl.launch.doctor.node import gpus_here, torch_here
+from hpcrl.launch.doctor.node import gpus_here, listed_gpus, torch_here
 from hpcrl.launch.nodes import Node
 
 _IMPORT_S = 600.0  # of torch, from a shared filesystem that many nodes read at the same time
@@ -20,10 +20,8 @@ def visible_devices(node: Node, shared: bool) -> list[str]:
         shared: whether all nodes of the run share this machine, and each takes its part of the devices.
     """
     first = node.gpu_offset if shared else 0
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        return [str(device) for device in range(first, first + node.gpus)]
-    return [device.strip() for device in listed.split(",") if device.strip()][first:]
+    listed = listed_gpus()
+    return [str(device) for device in range(first, first + node.gpus)] if listed is None else listed[first:]
 
 
 def require_gpus(node: Node, shared: bool) -> None:

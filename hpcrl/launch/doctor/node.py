@@ -59,7 +59,7 @@ def facts(directory: Path) -> dict[str, Any]:
         "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "ephemeral": [int(port) for port in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()],
         "gpus": gpus,
-        "given_gpus": len([one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]),
+        "given_gpus": len(listed_gpus() or []),
         "torch": torch_here() if gpus else None,
         "scontrol": shutil.which("scontrol") is not None,
     }
@@ -112,6 +112,12 @@ def gpus_here() -> list[dict[str, str]]:
         return []
     rows = [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
     return [dict(zip(("name", "driver", "memory"), row, strict=True)) for row in rows if len(row) == 3]
+
+
+def listed_gpus() -> list[str] | None:
+    """Return the devices that CUDA_VISIBLE_DEVICES leaves this process, numbers or ids; None where it is not set."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if listed is None else [device.strip() for device in listed.split(",") if device.strip()]
 
 
 def torch_here(limit_s: float = _TORCH_S) -> dict[str, Any]:

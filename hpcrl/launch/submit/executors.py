@@ -19,6 +19,7 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmiss
 from hpcrl.config import Config, ElasticConfig, SlurmConfig, engine_gpus
 from hpcrl.config.derive import gpu_count, takes_whole_nodes
 from hpcrl.errors import SubmitError
+from hpcrl.launch.doctor.node import listed_gpus
 from hpcrl.launch.nodes import make_plan, trainer_nodes
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
 from hpcrl.rundir.layout import Run
@@ -197,11 +198,11 @@ def _devices(count: int) -> list[str]:
     Raises:
         SubmitError: there are fewer.
     """
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not count or listed is None:
+    devices = listed_gpus()
+    if not count or devices is None:
         return []
-    devices = [device.strip() for device in listed.split(",") if device.strip()]
     if len(devices) < count:
+        listed = os.environ["CUDA_VISIBLE_DEVICES"]
         raise SubmitError(
             f"the run needs {count} GPU(s) on this machine, CUDA_VISIBLE_DEVICES={listed!r} names {len(devices)}"
         )

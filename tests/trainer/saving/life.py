@@ -1,4 +1,4 @@
-"""What the tests of saving run under torchrun (tests/trainer/ranks.py): a disk that fails one rank, and checkpoints that are written while training goes on."""
+"""What the tests of saving run in their ranks (tests/trainer/ranks.py): a disk that fails one rank, and checkpoints that are written while training goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of stop requests run under torchrun: mid_batch_scenarios.py JSON, a list of attempts of runs, each on the same ranks.
+"""What the tests of stop requests run in their ranks: mid_batch_scenarios.py JSON, a list of attempts of runs, each on the same ranks.
 
 Each attempt is jobs/train.py's own work with the real controller; a fault point signals every rank.
 """

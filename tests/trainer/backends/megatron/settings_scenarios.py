@@ -1,4 +1,4 @@
-"""What tests/trainer/backends/megatron/test_settings.py runs under torchrun: settings_scenarios.py JSON, as scenarios.py beside this folder."""
+"""What tests/trainer/backends/megatron/test_settings.py runs in its ranks: settings_scenarios.py JSON, as scenarios.py beside this folder."""
 
 from __future__ import annotations
 

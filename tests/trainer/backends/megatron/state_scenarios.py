@@ -1,4 +1,4 @@
-"""What tests/trainer/backends/megatron/test_state.py runs under torchrun: state_scenarios.py JSON, as scenarios.py beside this folder."""
+"""What tests/trainer/backends/megatron/test_state.py runs in its ranks: state_scenarios.py JSON, as scenarios.py beside this folder."""
 
 from __future__ import annotations
 

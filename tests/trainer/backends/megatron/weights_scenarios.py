@@ -1,4 +1,4 @@
-"""What tests/trainer/backends/megatron/test_weights.py runs under torchrun: weights_scenarios.py JSON, as scenarios.py beside this folder."""
+"""What tests/trainer/backends/megatron/test_weights.py runs in its ranks: weights_scenarios.py JSON, as scenarios.py beside this folder."""
 
 from __future__ import annotations
 
