@@ -95,7 +95,7 @@ def main(element_list: Path, status: int) -> int:
     assert runs, element_list
     run = Run(Path(runs[int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))]))
     job, start = job_name(), f"{job_name()}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-    if find_attempt(run, start) is None and not _submitted(element_list.parent, job):
+    if find_attempt(run, start) is None and _given_by_hand(run, element_list.parent, job):
         print(
             f"job {job} is none of {run.name}, whose batch script was given to sbatch by hand; `hpcrl resume` continues a run"
         )
@@ -103,9 +103,13 @@ def main(element_list: Path, status: int) -> int:
     return settle(run, start, status)
 
 
-def _submitted(folder: Path, job: str) -> bool:
-    """Return whether submitit has left what the agents of a job are started with."""
-    return (folder / job / f"{job}_submitted.pkl").exists()
+def _given_by_hand(run: Run, folder: Path, job: str) -> bool:
+    """Return whether the run has another job, and submitit has not left what the agents of this one are started with.
+
+    Where `hpcrl submit` was killed, this one has nothing to start from either, but it is the run's.
+    """
+    recorded = read_json(run.submission) or {}
+    return recorded.get("job_id", job) != job and not (folder / job / f"{job}_submitted.pkl").exists()
 
 
 if __name__ == "__main__":
