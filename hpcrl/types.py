@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ class MicroBatch:
         token_ids: [P] int64.
         positions: [P] int64, restarting at 0 with each sample.
         lengths: tokens of each packed sample; they sum to P.
+        cu_seqlens: [B + 1] int32, cumulative lengths from 0; made of them where it is not given.
         labels: [P] int64, the next token of the same sample; 0 at a sample's last position.
         loss_mask: [P] float32, 0 at a sample's last position.
         weights: [P] float32, the loss mask times the weight of each sample (hpcrl/algorithms/reductions.py): the loss of a
@@ -201,8 +203,22 @@ class MicroBatch:
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
+
+    def __post_init__(self) -> None:
+        if self.cu_seqlens is None:
+            import torch
+
+            self.cu_seqlens = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return it with all tensors on `device`."""
+        """Return it with all tensors on `device`; see `to_device`."""
         tensors = {name: value for name, value in vars(self).items() if name != "lengths" and value is not None}
-        return replace(self, **{name: value.to(device) for name, value in tensors.items()})
+        return replace(self, **{name: to_device(value, device) for name, value in tensors.items()})
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `tensor` on `device`. The host does not wait for a copy to a GPU, so that it can prepare what comes next meanwhile."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -10,7 +10,7 @@ A loss's other parameters are its settings (hpcrl/algorithms/settings.py). A use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -33,7 +33,7 @@ class Tokens:
         old_logprobs: of the policy that the update began with.
         rollout_logprobs: of the engine that chose the tokens.
         mask: 0 where the policy did not choose the token.
-        lengths: tokens of each sample; they sum to P.
+        lengths: [B] integers, tokens of each sample; they sum to P.
     """
 
     logprobs: torch.Tensor
@@ -41,12 +41,12 @@ class Tokens:
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
     mask: torch.Tensor
-    lengths: Sequence[int]
+    lengths: torch.Tensor
 
     def __post_init__(self) -> None:
         names = [field.name for field in fields(self) if field.name != "lengths"]
         shapes = {name: tuple(getattr(self, name).shape) for name in names}
-        assert set(shapes.values()) == {(sum(self.lengths),)}, f"all tensors are [{sum(self.lengths)}], not {shapes}"
+        assert len(set(shapes.values())) == 1, f"all tensors are [P], not {shapes}"
         for name in names:
             object.__setattr__(self, name, widened(getattr(self, name)))
 
@@ -61,23 +61,26 @@ def masked_sum(values_P: torch.Tensor, mask_P: torch.Tensor) -> torch.Tensor:
     return torch.where(mask_P > 0, widened(values_P), 0.0).sum()
 
 
-def sample_sums(values_P: torch.Tensor, mask_P: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+def sample_sums(values_P: torch.Tensor, mask_P: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     """Return [B] sums over the mask, one per sample."""
-    counts_B = torch.tensor(lengths, device=values_P.device)
-    samples_P = torch.arange(len(lengths), device=values_P.device).repeat_interleave(counts_B)
     kept_P = torch.where(mask_P > 0, widened(values_P), 0.0)
-    return kept_P.new_zeros(len(lengths)).index_add(0, samples_P, kept_P)
+    samples_P = spread(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B, len(values_P))
+    return kept_P.new_zeros(len(lengths_B)).index_add(0, samples_P, kept_P)
 
 
-def sample_means(values_P: torch.Tensor, mask_P: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+def sample_means(values_P: torch.Tensor, mask_P: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     """Return [B] means over the mask, one per sample; 0 for a sample without a token in it."""
-    counts_B = sample_sums(mask_P, mask_P, lengths)
-    return sample_sums(values_P, mask_P, lengths) / counts_B.clamp(min=1)
+    counts_B = sample_sums(mask_P, mask_P, lengths_B)
+    return sample_sums(values_P, mask_P, lengths_B) / counts_B.clamp(min=1)
 
 
-def spread(values_B: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Return [P]: the value of each sample at all its tokens."""
-    return values_B.repeat_interleave(torch.tensor(lengths, device=values_B.device))
+def spread(values_B: torch.Tensor, lengths_B: torch.Tensor, total: int) -> torch.Tensor:
+    """Return [P]: the value of each sample at all its tokens.
+
+    Args:
+        total: P. Without it, the host would wait for a GPU to add up the lengths.
+    """
+    return values_B.repeat_interleave(lengths_B, output_size=total)
 
 
 def bounded_exp(values: torch.Tensor) -> torch.Tensor:
@@ -114,7 +117,8 @@ def gspo(tokens: Tokens, *, eps_clip_low: float, eps_clip_high: float) -> Values
     r_t = stop(w) pi_t / stop(pi_t), where w = exp(mean over the sample of log pi - log pi_old), and its logarithm at most 10.
     """
     difference_P = tokens.logprobs.detach() - tokens.old_logprobs
-    log_ratio_P = spread(sample_means(difference_P, tokens.mask, tokens.lengths), tokens.lengths)
+    mean_B = sample_means(difference_P, tokens.mask, tokens.lengths)
+    log_ratio_P = spread(mean_B, tokens.lengths, len(difference_P))
     log_ratio_P = tokens.logprobs - tokens.logprobs.detach() + log_ratio_P
     return _clipped(tokens, log_ratio_P.clamp(max=_MAX_LOG_SAMPLE_RATIO).exp(), eps_clip_low, eps_clip_high)
 
@@ -178,10 +182,9 @@ def clip_cov(
     clipped_P = -ratio_P.clamp(1 - eps_clip_low, 1 + eps_clip_high) * tokens.advantages
     covariance_P = _covariance(tokens)
     free_P = (tokens.mask > 0) & (clipped_P <= plain_P)
-    candidates = (free_P & (covariance_P > clip_cov_lb) & (covariance_P < clip_cov_ub)).nonzero().flatten()
-    wanted = max(int(clip_ratio * tokens.mask.sum().item()), 1)
-    order = torch.randperm(len(candidates), device=candidates.device)
-    drawn_P = torch.zeros_like(free_P).index_fill(0, candidates[order[:wanted]], True)
+    candidates_P = free_P & (covariance_P > clip_cov_lb) & (covariance_P < clip_cov_ub)
+    wanted = (clip_ratio * tokens.mask.sum().double()).long().clamp(min=1)
+    drawn_P = candidates_P & _among_highest(torch.where(candidates_P, torch.rand_like(plain_P), -1.0), wanted)
     loss_P = torch.where(drawn_P, 0.0, torch.maximum(plain_P, clipped_P))
     return loss_P, {"clip_ratio": masked_sum(drawn_P.float(), tokens.mask)}
 
@@ -193,13 +196,13 @@ def kl_cov(tokens: Tokens, *, kl_cov_frac: float, ppo_kl_coef: float) -> Values:
     and log-probability. Nothing is clipped: `clip_ratio` is 0.
     """
     loss_P = -ratio(tokens.logprobs, tokens.old_logprobs) * tokens.advantages
-    trained = tokens.mask.count_nonzero().item()
-    chosen = min(int(trained), max(1, int(trained * kl_cov_frac)))
-    covariance_P = torch.where(tokens.mask > 0, _covariance(tokens), -torch.inf)
-    high_P = torch.zeros_like(covariance_P).index_fill(0, covariance_P.topk(chosen).indices, 1.0)
+    trained_P = tokens.mask > 0
+    wanted = (trained_P.sum().double() * kl_cov_frac).long().clamp(min=1)
+    covariance_P = torch.where(trained_P, _covariance(tokens), -torch.inf)
+    high_P = trained_P & _among_highest(covariance_P, wanted)
     divergence_P = (tokens.logprobs - tokens.old_logprobs).abs()
-    loss_P = loss_P + ppo_kl_coef * high_P * divergence_P
-    return loss_P, {"clip_ratio": masked_sum(torch.zeros_like(high_P), tokens.mask)}
+    loss_P = loss_P + ppo_kl_coef * torch.where(high_P, divergence_P, 0.0)
+    return loss_P, {"clip_ratio": masked_sum(torch.zeros_like(loss_P), tokens.mask)}
 
 
 def cross_entropy(tokens: Tokens) -> Values:
@@ -275,7 +278,7 @@ def gmpo(tokens: Tokens, *, log_clip_low: float, log_clip_high: float) -> Values
     low_P = torch.where(tokens.advantages < 0, -log_clip_low, -torch.inf)
     clipped_P = torch.clamp(log_ratio_P, low_P, high_P)
     mean_B = sample_means(clipped_P, tokens.mask, tokens.lengths).clamp(max=_MAX_LOG_SAMPLE_RATIO)
-    loss_P = -spread(mean_B.exp(), tokens.lengths) * tokens.advantages
+    loss_P = -spread(mean_B.exp(), tokens.lengths, len(clipped_P)) * tokens.advantages
     return loss_P, {"clip_ratio": masked_sum((clipped_P != log_ratio_P).float(), tokens.mask)}
 
 
@@ -303,6 +306,11 @@ def _covariance(tokens: Tokens) -> torch.Tensor:
     logprobs_P = tokens.logprobs.detach()
     advantage = masked_sum(tokens.advantages, tokens.mask) / count
     return (tokens.advantages - advantage) * (logprobs_P - masked_sum(logprobs_P, tokens.mask) / count)
+
+
+def _among_highest(values_P: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Return [P] whether each value is one of the `count` highest; without topk or nonzero, which make the host wait for a GPU."""
+    return values_P.argsort(descending=True).argsort() < count
 
 
 POLICY_LOSSES: dict[str, Loss] = {

@@ -125,7 +125,7 @@ def _truncated_weights(
         cap = settings.sequence_tis_ratio_clip_high
         product_B = bounded_exp(sample_sums(tokens.old_logprobs - tokens.rollout_logprobs, mask_P, tokens.lengths))
         sums["tis_seq_clip_high_ratio"] = ((product_B > cap) & _trained(tokens)).sum()
-        return spread(product_B.clamp(max=cap), tokens.lengths)
+        return spread(product_B.clamp(max=cap), tokens.lengths, len(mask_P))
     if (bound := settings.token_tis_ratio_drop_high) is not None:
         sums["tis_token_drop_high_ratio"] = masked_sum((ratio_P > bound).float(), mask_P)
         return torch.where(ratio_P > bound, 0.0, ratio_P)
@@ -164,7 +164,7 @@ def _without_negative_samples(
     fallen_B = sample_means(before_P - tokens.logprobs, tokens.mask, tokens.lengths) > bound
     out_B = fallen_B & (sample_sums(tokens.advantages, tokens.mask, tokens.lengths) < 0)
     sums["negative_sample_masked_ratio"] = out_B.sum()
-    return mask_P.masked_fill(spread(out_B, tokens.lengths), 0.0)
+    return mask_P.masked_fill(spread(out_B, tokens.lengths, len(mask_P)), 0.0)
 
 
 def _leave_out(
@@ -178,7 +178,7 @@ def _leave_out(
     trained_B = _trained(tokens)
     for suffix, hit_B in (("masked", over_B | under_B), ("over_high", over_B), ("under_low", under_B)):
         sums[f"{name}_{suffix}_ratio"] = (hit_B & trained_B).sum()
-    return mask_P.masked_fill(spread(over_B | under_B, tokens.lengths), 0.0)
+    return mask_P.masked_fill(spread(over_B | under_B, tokens.lengths, len(mask_P)), 0.0)
 
 
 def _trained(tokens: Tokens) -> torch.Tensor:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from hpcrl.algorithms.kl import KL_ESTIMATORS
-from hpcrl.algorithms.losses import POLICY_LOSSES, Tokens, Values, masked_sum, ratio
+from hpcrl.algorithms.losses import POLICY_LOSSES, Tokens, Values, masked_sum, ratio, sample_sums
 from hpcrl.algorithms.off_policy import correct, is_enabled
 from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.algorithms.settings import configured
@@ -61,7 +61,7 @@ def build_objective(algorithm: AlgorithmConfig) -> Objective:
         old_P = logprobs_P.detach() if batch.old_logprobs is None else batch.old_logprobs
         old_P = batch.rollout_logprobs if algorithm.use_rollout_logprobs_for_loss else old_P
         mask_P = batch.loss_mask
-        tokens = Tokens(logprobs_P, old_P, batch.rollout_logprobs, batch.advantages, mask_P, batch.lengths)
+        tokens = Tokens(logprobs_P, old_P, batch.rollout_logprobs, batch.advantages, mask_P, batch.cu_seqlens.diff())
         loss_P, metrics = policy_loss(tokens)
         if corrected:
             correction = correct(tokens, algorithm.off_policy_correction)
@@ -74,7 +74,7 @@ def build_objective(algorithm: AlgorithmConfig) -> Objective:
         sums |= {f"{LOSS_METRICS}{name}": value for name, value in metrics.items()}
         sums |= {
             "tokens": mask_P.sum(),
-            "samples": _trained_samples(batch),
+            "samples": (sample_sums(mask_P, mask_P, tokens.lengths) > 0).sum(),
             "final_loss": loss,
             "policy_loss": policy,
             "entropy": masked_sum(entropies_P, mask_P),
@@ -104,7 +104,3 @@ def _added_terms(
         loss = loss + algorithm.positive_nll_coef * likelihood
         sums["positive_nll"] = likelihood
     return loss, sums
-
-
-def _trained_samples(batch: MicroBatch) -> torch.Tensor:
-    return torch.stack([mask_T.any() for mask_T in batch.loss_mask.split(batch.lengths)]).sum()

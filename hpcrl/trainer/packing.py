@@ -237,12 +237,11 @@ class MiniBatch:
     def scored(
         self, forward: Callable[[MicroBatchStream], Iterator[torch.Tensor]], before: Before = _nothing
     ) -> torch.Tensor:
-        """Return [P] float32: what a forward pass over micro-batches, which yields [P] of each, gives for this rank's samples."""
-        parts, scores_P = self.plan.score[self.rank], torch.zeros(len(self.samples.token_ids))
-        for part, values_P in zip(parts, forward(MicroBatchStream(self.samples, parts, before)), strict=True):
-            if part:  # an idle pass has values, but of no sample
-                scores_P[self.samples.tokens_of(part)] = values_P
-        return scores_P
+        """Return [P] float32 on the CPU: what a forward pass over micro-batches, which yields [P] of each, gives for this rank's samples."""
+        parts = self.plan.score[self.rank]
+        passes = zip(parts, forward(MicroBatchStream(self.samples, parts, before)), strict=True)
+        found = [values_P for part, values_P in passes if part]  # an idle pass has values, but of no sample
+        return torch.cat(found).cpu() if found else torch.zeros(0)  # one copy: each waits for the device
 
 
 def load_mini_batches(

@@ -59,7 +59,9 @@ def joined(samples: Sequence[Sample], name: str) -> torch.Tensor:
 def tokens_of(samples: Sequence[Sample], logprobs: torch.Tensor | None = None) -> Tokens:
     names = ("old_logprobs", "rollout_logprobs", "advantages", "mask")
     first = joined(samples, "logprobs") if logprobs is None else logprobs
-    return Tokens(first, *(joined(samples, name) for name in names), [len(sample.mask) for sample in samples])
+    return Tokens(
+        first, *(joined(samples, name) for name in names), torch.tensor([len(sample.mask) for sample in samples])
+    )
 
 
 def weights_of(samples: Sequence[Sample], reduction: Reduction) -> list[float]:

@@ -21,7 +21,9 @@ TV = {"dppo_type": "binary_tv", "delta_low": 0.2, "delta_high": 0.2}
 def one_token(probability: float, rollout: float, advantage: float) -> Tokens:
     logprobs, old, given = torch.tensor([[math.log(probability)], [-50.0], [math.log(rollout)]], dtype=torch.float64)
     advantages = torch.tensor([advantage], dtype=torch.float64)
-    return Tokens(logprobs.requires_grad_(), old, given, advantages, torch.ones(1, dtype=torch.float64), [1])
+    return Tokens(
+        logprobs.requires_grad_(), old, given, advantages, torch.ones(1, dtype=torch.float64), torch.tensor([1])
+    )
 
 
 @pytest.mark.parametrize(

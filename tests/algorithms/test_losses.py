@@ -279,7 +279,7 @@ def test_entropy_has_a_gradient() -> None:
 
 def test_shapes_are_checked() -> None:
     with pytest.raises(AssertionError, match="all tensors are"):
-        Tokens(torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.zeros(2, 1), torch.ones(2), [2])
+        Tokens(torch.zeros(2), torch.zeros(2), torch.zeros(2), torch.zeros(2, 1), torch.ones(2), torch.tensor([2]))
 
 
 def test_negative_samples_that_fell_are_left_out() -> None:
@@ -288,7 +288,7 @@ def test_negative_samples_that_fell_are_left_out() -> None:
     ).off_policy_correction
     logprobs = torch.tensor([-2.0, -2.0, -2.0, -2.0, -1.2, -1.2])
     old, advantages = torch.full((6,), -1.0), torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
-    tokens = Tokens(logprobs, old, old, advantages, torch.ones(6), [2, 2, 2])
+    tokens = Tokens(logprobs, old, old, advantages, torch.ones(6), torch.tensor([2, 2, 2]))
     found = off_policy.correct(tokens, settings)
     assert found.mask.tolist() == [0, 0, 1, 1, 1, 1]
     assert found.sums["negative_sample_masked_ratio"] == 1
@@ -298,7 +298,7 @@ def test_dropping_is_not_capping() -> None:
     table = {"off_policy_correction": {"tis_ratio_type": "token", "token_tis_ratio_drop_high": 3.0}}
     settings = build(AlgorithmConfig, table).off_policy_correction
     old, rollout = torch.zeros(3), -torch.tensor([0.5, 2.5, 3.5]).log()
-    found = off_policy.correct(Tokens(old, old, rollout, old, torch.ones(3), [3]), settings)
+    found = off_policy.correct(Tokens(old, old, rollout, old, torch.ones(3), torch.tensor([3])), settings)
     assert found.weights is not None
     torch.testing.assert_close(found.weights, torch.tensor([0.5, 2.5, 0.0]))
 

@@ -107,7 +107,7 @@ class PolicyEngine(Engine, Protocol):
     """A policy in training, and maybe its frozen reference."""
 
     def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
-        """Yield [P] log-probabilities of the labels on the CPU, of the policy or of the reference, without gradient."""
+        """Yield [P] log-probabilities of the labels, of the policy or of the reference, without gradient."""
         ...
 
     def reset_reference(self, *, fresh_optimizer: bool) -> None:
@@ -131,7 +131,7 @@ class CriticEngine(Engine, Protocol):
     """A critic in training."""
 
     def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
-        """Yield [P] values on the CPU, without gradient."""
+        """Yield [P] values, without gradient."""
         ...
 
 

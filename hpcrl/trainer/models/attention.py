@@ -1,7 +1,7 @@
 """Attention over packed samples: causal within each sample, nothing across samples, and no [P, P] mask anywhere.
 
 A transformers model built with `attn_implementation=PACKED` calls `packed_attention` in every layer. The model's forward is given
-`packed=PackedSequences.of(lengths, device)`, which transformers hands through to it; or `packed=None` for rows that are padded on the right.
+`packed=PackedSequences.of(lengths, cu_seqlens)`, which transformers hands through to it; or `packed=None` for rows that are padded on the right.
 PADDED is the same without any flash attention kernel.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class PackedSequences:
 
     Attributes:
         count: samples, B.
-        max_seqlen: tokens of the max_seqlen sample, Tmax.
+        max_seqlen: tokens of the longest sample, Tmax.
         cu_seqlens: [B + 1] int32, cumulative lengths from 0.
         slots: [P] int64, place of each packed token in [B, Tmax] flattened; None if all samples have the same length.
     """
@@ -44,17 +45,16 @@ class PackedSequences:
     slots: torch.Tensor | None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedSequences:
-        count, max_seqlen = len(lengths), max(lengths)
-        sizes = torch.tensor(lengths)
-        ends = sizes.cumsum(0)
-        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int().to(device)
+    def of(cls, lengths: Sequence[int], cu_seqlens: torch.Tensor) -> PackedSequences:
+        """Return it on the device of `cu_seqlens`, [B + 1] int32 cumulative lengths."""
+        count, max_seqlen, total = len(lengths), max(lengths), sum(lengths)
         if min(lengths) == max_seqlen:
             return cls(count, max_seqlen, cu_seqlens, None)
-        # sample b starts at slot b * max_seqlen instead of ends[b] - sizes[b]
-        offsets = torch.arange(count) * max_seqlen - (ends - sizes)
-        slots = torch.arange(int(ends[-1])) + offsets.repeat_interleave(sizes)
-        return cls(count, max_seqlen, cu_seqlens, slots.to(device))
+        device = cu_seqlens.device
+        # sample b starts at slot b * max_seqlen instead of cu_seqlens[b]
+        offsets_B = torch.arange(count, device=device) * max_seqlen - cu_seqlens[:-1]
+        slots = torch.arange(total, device=device) + offsets_B.repeat_interleave(cu_seqlens.diff(), output_size=total)
+        return cls(count, max_seqlen, cu_seqlens, slots)
 
     def rows(self, packed: torch.Tensor) -> torch.Tensor:
         """Return [B, Tmax, ...] for [P, ...]: a row per sample, zeros on its right."""
@@ -132,6 +132,11 @@ def _varlen(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    times = query_PHD.shape[1] // key_PHD.shape[1]
+    options: dict[str, Any] = {"enable_gqa": times > 1}
+    if "enable_gqa" not in signature(varlen_attn).parameters:  # torch 2.11 wants as many heads everywhere
+        options = {}
+        key_PHD, value_PHD = (heads_PHD.repeat_interleave(times, 1) for heads_PHD in (key_PHD, value_PHD))
     output = varlen_attn(
         query_PHD,
         key_PHD,
@@ -142,7 +147,7 @@ def _varlen(
         packed.max_seqlen,
         scale=scale,
         window_size=(-1, 0),
-        enable_gqa=query_PHD.shape[1] != key_PHD.shape[1],
+        **options,
     )
     assert isinstance(output, torch.Tensor)
     return output

@@ -7,11 +7,10 @@ one time is [rows per slice, V], in forward and in backward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn.functional import linear, nll_loss
-from torch.utils.checkpoint import checkpoint
 
 Entropy = Literal["trained", "metric", "none"]
 """What entropies are for: "trained", they are differentiable; "metric", they carry no gradient; "none", they are not computed, but 0."""
@@ -77,11 +76,46 @@ def token_logprobs(
     assert chunk_rows > 0
     if len(hidden_PD) <= chunk_rows:
         return rows(hidden_PD, head_VD, labels_P, temperature, dtype, entropy)
-    slices = [
-        checkpoint(
-            rows, hidden, head_VD, labels, temperature, dtype, entropy, use_reentrant=False, preserve_rng_state=False
-        )
-        for hidden, labels in zip(hidden_PD.split(chunk_rows), labels_P.split(chunk_rows), strict=True)
-    ]
-    logprobs, entropies = zip(*slices, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    found: Any = _Sliced.apply(hidden_PD, head_VD, labels_P, chunk_rows, rows, (temperature, dtype, entropy))
+    return found
+
+
+class _Sliced(torch.autograd.Function):
+    """`rows` over slices. The head's gradient is added up in float32 and rounded once, not once per slice."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        hidden_PD: torch.Tensor,
+        head_VD: torch.Tensor,
+        labels_P: torch.Tensor,
+        chunk_rows: int,
+        rows: Rows,
+        settings: tuple[float, torch.dtype, Entropy],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(hidden_PD, head_VD, labels_P)
+        ctx.chunk_rows, ctx.rows, ctx.settings = chunk_rows, rows, settings
+        slices = zip(hidden_PD.split(chunk_rows), labels_P.split(chunk_rows), strict=True)
+        logprobs, entropies = zip(*(rows(hidden, head_VD, labels, *settings) for hidden, labels in slices), strict=True)
+        logprobs_P, entropies_P = torch.cat(logprobs), torch.cat(entropies)
+        if settings[-1] != "trained":
+            ctx.mark_non_differentiable(entropies_P)
+        return logprobs_P, entropies_P
+
+    @staticmethod
+    def backward(ctx: Any, of_logprobs_P: torch.Tensor, of_entropies_P: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden_PD, head_VD, labels_P = ctx.saved_tensors
+        head_wanted, count = ctx.needs_input_grad[1], 2 if ctx.settings[-1] == "trained" else 1
+        of_hidden_PD = torch.empty_like(hidden_PD)
+        of_head_VD = torch.zeros_like(head_VD, dtype=torch.float32) if head_wanted else None
+        for start in range(0, len(hidden_PD), ctx.chunk_rows):
+            part = slice(start, start + ctx.chunk_rows)
+            hidden = hidden_PD[part].detach().requires_grad_()
+            head = head_VD.detach().requires_grad_(head_wanted)
+            with torch.enable_grad():
+                outputs = ctx.rows(hidden, head, labels_P[part], *ctx.settings)[:count]
+            torch.autograd.backward(outputs, (of_logprobs_P[part], of_entropies_P[part])[:count])
+            of_hidden_PD[part] = hidden.grad
+            if of_head_VD is not None:
+                of_head_VD += head.grad
+        return of_hidden_PD, None if of_head_VD is None else of_head_VD.to(head_VD.dtype), None, None, None, None

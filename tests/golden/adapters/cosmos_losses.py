@@ -32,7 +32,7 @@ def compute_loss(case: Case) -> dict[str, Any]:
 
 def masked_mean(case: Case) -> dict[str, Any]:
     values, mask = (_tensor(case.inputs[name]) for name in ("values", "mask"))
-    return {"out": sample_means(values.flatten(), mask.flatten(), [len(row) for row in values])}
+    return {"out": sample_means(values.flatten(), mask.flatten(), torch.tensor([len(row) for row in values]))}
 
 
 def _algorithm(case: Case) -> AlgorithmConfig:

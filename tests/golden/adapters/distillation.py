@@ -33,7 +33,7 @@ def teacher(case: Case) -> dict[str, Any]:
         return teacher_advantages(given, divergences, mask, lengths, kl_penalty_coef=coef, kl_discount_factor=discount)
 
     def mean(values: torch.Tensor) -> torch.Tensor:
-        return sample_means(values, mask, [len(values)])[0]
+        return sample_means(values, mask, torch.tensor([len(values)]))[0]
 
     return {
         "advantages": advantages(inputs["current_advantages"][trained], discount),
@@ -69,7 +69,7 @@ def end_to_end(case: Case) -> dict[str, Any]:
         kl_discount_factor=case.params["kl_discount_factor"],
     )
     algorithm = _algorithm(case)
-    tokens = Tokens(logprobs, logprobs.detach(), logprobs.detach(), advantages, mask, lengths)
+    tokens = Tokens(logprobs, logprobs.detach(), logprobs.detach(), advantages, mask, torch.tensor(lengths))
     loss_P, _ = build_policy_loss(algorithm)(tokens)
     weights = torch.tensor(sample_weights(Reduction("token_mean"), lengths))
     loss = weighted_sum(loss_P, weights.repeat_interleave(torch.tensor(lengths)))

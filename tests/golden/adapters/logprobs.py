@@ -68,7 +68,7 @@ def compute_logprobs(case: Case) -> dict[str, Any]:
     dtype = _DTYPES[case.params.get("dtype", "torch.float32")]
     logprobs_P, entropies_P = _logprobs(logits_PV, batch.labels, dtype=dtype)
     trained = [int(mask.sum()) for mask in batch.loss_mask.split(batch.lengths)]
-    (entropy,) = sample_means(entropies_P, batch.loss_mask, [len(chosen_P)])
+    (entropy,) = sample_means(entropies_P, batch.loss_mask, torch.tensor([len(chosen_P)]))
     return {
         "logps": logprobs_P[chosen_P],
         "cu_seqlens": _starts(trained),

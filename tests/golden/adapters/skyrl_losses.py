@@ -98,7 +98,9 @@ def off_policy(case: Case) -> dict[str, Any]:
     old, rollout = (_flat(case.inputs[name]) for name in ("old_log_probs", "rollout_logprobs"))
     rows = case.inputs["old_log_probs"]
     mask_BT = _mask(case.inputs["loss_mask"], torch.tensor(rows))
-    found = correct(Tokens(old, old, rollout, torch.zeros_like(old), mask_BT.flatten(), _lengths(rows)), settings)
+    found = correct(
+        Tokens(old, old, rollout, torch.zeros_like(old), mask_BT.flatten(), torch.tensor(_lengths(rows))), settings
+    )
     sums = {f"{LOSS_METRICS}{name}": float(value) for name, value in found.sums.items()}
     trained = mask_BT.sum(1)
     metrics = loss_metrics({**sums, "tokens": float(trained.sum()), "samples": int((trained > 0).sum())})
@@ -122,7 +124,8 @@ def masked_mean(case: Case) -> dict[str, Any]:
     """A mean over everything is that of one sample which is as long as all rows."""
     values, mask = (_flat(case.inputs[name]) for name in ("tensor", "mask"))
     whole = case.params["dim"] is None
-    means = sample_means(values, mask, [len(values)] if whole else _lengths(case.inputs["tensor"]))
+    lengths = [len(values)] if whole else _lengths(case.inputs["tensor"])
+    means = sample_means(values, mask, torch.tensor(lengths))
     return {"out": means[0] if whole else means}
 
 

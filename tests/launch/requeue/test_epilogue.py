@@ -113,6 +113,7 @@ def test_requeue_is_asked_for_until_slurmctld_is_back(tmp_path: Path, monkeypatc
 def test_a_batch_script_that_somebody_gave_to_sbatch_leaves_the_run_alone(tmp_path: Path) -> None:
     """Its agents find nothing to start with; the run goes on, or was done, under its own job."""
     run = run_of(tmp_path)
+    write_json(run.submission, {"job_id": "7_0"})
     write_json(tmp_path / "elements.json", [str(run.path)])
     environment = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "0"}
     command = [sys.executable, "-m", "hpcrl.launch.requeue.epilogue", str(tmp_path / "elements.json"), "1"]
@@ -121,6 +122,20 @@ def test_a_batch_script_that_somebody_gave_to_sbatch_leaves_the_run_alone(tmp_pa
     assert "job 9_0 is none of run" in done.stdout
     assert read_attempts(run) == []
     assert read_outcome(run) is None
+
+
+def test_a_job_of_a_submission_that_was_killed_is_the_runs(tmp_path: Path) -> None:
+    """Its agents find nothing to start with either, and no command may have recorded it."""
+    run = run_of(tmp_path)
+    write_text(run.config, Config.from_toml([QUICKSTART], ["trainer.resume_mode=none"]).to_toml())
+    write_json(tmp_path / "elements.json", [str(run.path)])
+    environment = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "0"}
+    command = [sys.executable, "-m", "hpcrl.launch.requeue.epilogue", str(tmp_path / "elements.json"), "1"]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    outcome = read_outcome(run)
+    assert outcome is not None, done.stdout
+    assert (outcome.kind, outcome.message) == ("failed", "the agents ended before they began")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,14 @@ from tests.trainer.material import VOCABULARY
 CPU = torch.device("cpu")
 
 
+def packed(lengths: list[int]) -> PackedSequences:
+    return PackedSequences.of(lengths, torch.tensor([0, *accumulate(lengths)], dtype=torch.int32))
+
+
 def packed_logits(model: PreTrainedModel, samples: list[torch.Tensor]) -> list[torch.Tensor]:
     lengths = [len(sample) for sample in samples]
     positions = torch.cat([torch.arange(length) for length in lengths])
-    options = {"position_ids": positions[None], "use_cache": False, "packed": PackedSequences.of(lengths, CPU)}
+    options = {"position_ids": positions[None], "use_cache": False, "packed": packed(lengths)}
     return list(model(input_ids=torch.cat(samples)[None], **options).logits[0].split(lengths))
 
 
@@ -81,7 +86,7 @@ def test_a_token_does_not_see_what_follows(model_path: Path) -> None:
 
 def test_attention_of_another_kind_is_refused() -> None:
     heads = torch.zeros(1, 2, 6, 4)
-    sequences = PackedSequences.of([6], CPU)
+    sequences = packed([6])
     with pytest.raises(DataError, match="sliding window of 4 tokens for a sample of 6"):
         packed_attention(torch.nn.Identity(), heads, heads, heads, None, packed=sequences, sliding_window=4)
     with pytest.raises(DataError, match="softcap"):

@@ -77,7 +77,7 @@ class FsdpEngine(Generic[Model]):
         totals: dict[str, torch.Tensor] = {}
         for batch in batches:
             batch = batch.to(self._world.device)
-            loss, sums = objective(batch, *self._model.run(batch, self._world.device))
+            loss, sums = objective(batch, *self._model.run(batch))
             loss.backward()
             merge(totals, sums)
         return totals
@@ -152,9 +152,9 @@ class FsdpEngine(Generic[Model]):
     def _each_without_gradient(self, model: PackedModel, batches: MicroBatches) -> Iterator[torch.Tensor]:
         for batch in batches:
             with torch.no_grad():
-                first_P, *_ = model.run(batch.to(self._world.device), self._world.device)
+                first_P, *_ = model.run(batch.to(self._world.device))
                 free_gathered(model)
-            yield first_P.cpu()
+            yield first_P
 
 
 class FsdpPolicy(FsdpEngine[PackedPolicy]):

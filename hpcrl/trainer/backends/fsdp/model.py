@@ -54,9 +54,9 @@ class PackedModel(nn.Module):
         assert isinstance(head, nn.Linear)
         return head
 
-    def run(self, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Return the outputs for a micro-batch that lies on `device`, [P] each."""
-        sequences = PackedSequences.of(batch.lengths, device)
+    def run(self, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+        """Return the outputs for a micro-batch on the model's device, [P] each."""
+        sequences = PackedSequences.of(batch.lengths, batch.cu_seqlens)
         return self(batch.token_ids, batch.positions, batch.labels, sequences)
 
 

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from hpcrl.config.rules.megatron_groups import padded
 from hpcrl.trainer.backends.megatron.process_groups import context_group, tensor_group
 from hpcrl.trainer.models.attention import PackedSequences
-from hpcrl.types import MicroBatch
+from hpcrl.types import MicroBatch, to_device
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Packing(PackedSeqParams):
         shares = [_share(lengths, starts, parts, each) for each in range(ranks)]
         order = torch.cat(shares).argsort()
         kept = [torch.arange(length) + start for length, start in zip(batch.lengths, starts.tolist(), strict=False)]
-        bounds, longest = starts.int().to(device), max(lengths)
+        bounds, longest = to_device(starts.int(), device), max(lengths)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=bounds,
@@ -60,10 +60,10 @@ class Packing(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             cp_group=context_group(),
-            own=shares[rank].to(device),
-            order=order.to(device),
-            kept=torch.cat(kept).to(device),
-            sequences=PackedSequences.of(lengths, device),
+            own=to_device(shares[rank], device),
+            order=to_device(order, device),
+            kept=to_device(torch.cat(kept), device),
+            sequences=PackedSequences.of(lengths, bounds),
         )
 
     def share(self, values_P: torch.Tensor) -> torch.Tensor:

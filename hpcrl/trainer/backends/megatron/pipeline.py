@@ -55,10 +55,10 @@ class Pipeline:
         return totals if self._stages == 1 else self._from_last_stage(totals)
 
     def first_output(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
-        """Yield the first output for each micro-batch, [P] on the CPU of every stage, without gradient."""
+        """Yield the first output for each micro-batch, [P] on every stage, without gradient."""
 
         def result(_batch: MicroBatch, values_KP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return values_KP.new_zeros(1), values_KP[0].cpu().contiguous()
+            return values_KP.new_zeros(1), values_KP[0].contiguous()
 
         if self._stages == 1:
             for batch in batches:
@@ -67,7 +67,7 @@ class Pipeline:
         waiting = list(batches)
         found = self._run(waiting, result, backward=False)
         for number, batch in enumerate(waiting):
-            values_P = found[number] if self._last else torch.empty(len(batch.token_ids))
+            values_P = found[number] if self._last else torch.empty(len(batch.token_ids), device=self._data.device)
             dist.broadcast(values_P, self._last_stage_rank, pipeline_group())
             yield values_P
 
