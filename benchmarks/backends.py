@@ -1,13 +1,12 @@
 """What an optimizer step costs with FSDP2 and with Megatron-core: tokens/s, model FLOP/s utilization, peak memory, one process each.
 
-    python benchmarks/backends.py [--tokens N ...] [--micro-batches N] [--steps N] [--recompute] [--peak-tflops T] [--tiny]
+    python benchmarks/backends.py [--tokens N ...] [--micro-batches N] [--steps N] [--recompute] [--tiny]
 
 The policy is a random Qwen3 of 0.6 billion parameters, made on the spot, in bf16; its micro-batches are packed samples of 2048 tokens. The
 backends take turns, in new processes, and the first two steps, which allocate memory, are not counted. Megatron-core is alone too: tensor
 parallel size 1. --tiny makes all of it small enough for a CPU, where its figures say nothing about a GPU.
 
-FLOPs of a step are 6 per parameter and token, the embedding aside, and 6 per layer, channel of the queries and pair of tokens that see each
-other (A. Chowdhery et al., arXiv:2204.02311, appendix B, for causal attention); what is computed again is not counted.
+hpcrl/trainer/models/flops.py says which FLOPs are counted.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ from hpcrl.config.validate import build
 from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.loss import build_objective
+from hpcrl.trainer.models.flops import ModelFlops, peak_tflops
 from hpcrl.types import MicroBatch
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 _WARM = 2
-_H100_TFLOPS = 989.0
-"""Dense bf16 of an H100 SXM, from its data sheet."""
 _WHOLE: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": True,
@@ -75,14 +73,6 @@ def make_batch(tokens: int, sample: int, vocabulary: int, weight: float) -> Micr
     )
 
 
-def flops(config: Qwen3Config, sample: int) -> float:
-    """Return what the model computes for a token in a forward and a backward pass, on average over a sample."""
-    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
-    weights = config.num_hidden_layers * layer + config.hidden_size * config.vocab_size
-    return 6.0 * weights + 6.0 * config.num_hidden_layers * queries * sample
-
-
 def measure(world: World, strategy: str, model: str, tokens: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Return seconds per step (median), model FLOPs per second and bytes."""
     table = {
@@ -92,6 +82,8 @@ def measure(world: World, strategy: str, model: str, tokens: int, arguments: arg
         "gradient_checkpointing": arguments.recompute,
     }
     config = Qwen3Config.from_pretrained(model)
+    with torch.device("meta"):
+        flops = ModelFlops.of(Qwen3ForCausalLM(config))
     engine = build_policy(build(TrainerConfig, table), 1.0, world)
     engine.schedule(_WARM + arguments.steps)
     sample = min(tokens, 128 if arguments.tiny else 2048)
@@ -110,7 +102,7 @@ def measure(world: World, strategy: str, model: str, tokens: int, arguments: arg
     return {
         "seconds": seconds,
         "tokens": step_tokens / seconds,
-        "flops": flops(config, sample) * step_tokens / seconds,
+        "flops": flops.training([sample] * (step_tokens // sample)) / seconds,
         "bytes": peak_memory(world.device),
     }
 
@@ -139,9 +131,6 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=4, help="of an optimizer step")
     parser.add_argument("--steps", type=int, default=20, help="that are measured")
     parser.add_argument("--recompute", action="store_true", help="activations are computed again in backward")
-    parser.add_argument(
-        "--peak-tflops", type=float, default=_H100_TFLOPS, help="of the GPU, dense bf16 (default: H100 SXM)"
-    )
     parser.add_argument("--tiny", action="store_true", help="for a CPU")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -154,6 +143,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     if not on_gpu and not arguments.tiny:
         parser.error("there is no GPU; expected one, or --tiny, which runs on a CPU")
+    peak = peak_tflops(torch.cuda.get_device_name()) if on_gpu else None
     print(f"{torch.cuda.get_device_name() if on_gpu else 'CPU'}, torch {torch.__version__}")
     print("| backend | tokens of a micro-batch | s/step | tokens/s | MFU | peak GiB |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as place:
@@ -161,7 +151,7 @@ def main() -> None:
         for tokens in arguments.tokens or ([512, 1024] if arguments.tiny else [4096, 16384]):
             for strategy, name in (("fsdp2", "FSDP2"), ("megatron", "Megatron-core, TP 1")):
                 found = in_new_process(strategy, tokens, Path(place))
-                print(row(name, tokens, found, arguments.peak_tflops * 1e12 if on_gpu else None), flush=True)
+                print(row(name, tokens, found, peak and peak * 1e12), flush=True)
 
 
 if __name__ == "__main__":

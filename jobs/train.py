@@ -104,7 +104,7 @@ def train(
                     publisher.publish(policy, step)
                     controller.published(step)
             learner.reset_reference(step, epoch, timer)
-            metrics |= checkpoints.settle() | describe_cost(batch, timer.lap(), learner.world)
+            metrics |= checkpoints.settle() | describe_cost(batch, timer.lap(), learner.world, learner.flops)
             controller.measured(step, metrics)  # before the commit: none may be missing
             consensus("save")
             if is_due(save_interval, step, total):

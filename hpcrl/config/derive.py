@@ -17,6 +17,8 @@ from hpcrl.config.sections.trainer import PlacementConfig, TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.errors import DataError
 
+_LEAST_TOKENS = 16384  # of a micro-batch on a GPU
+
 
 def eval_sampling(generator: GeneratorConfig) -> SamplingParams:
     """Return how evaluation samples: as training where it is not set, but greedy where nothing of it is set."""
@@ -53,10 +55,24 @@ def longest_sample(config: ConfigTree) -> int:
 
 def largest_micro_batch(config: ConfigTree) -> int:
     """Return the tokens of a forward and backward pass at most, padding not counted."""
-    trainer, longest = config.trainer, longest_sample(config)
+    longest, tokens = longest_sample(config), micro_batch_tokens(config)
+    if tokens is not None:
+        return max(tokens, longest)  # a longer sample has a pass of its own
+    return (config.trainer.micro_train_batch_size_per_gpu or 1) * longest
+
+
+def micro_batch_tokens(config: ConfigTree) -> int | None:
+    """Return the tokens that limit a pass; None: the number of its samples does.
+
+    Where neither is set, a GPU gets so many tokens that gathering the parameters for a pass takes less time than the pass.
+    """
+    trainer = config.trainer
     if trainer.max_tokens_per_micro_batch is not None:
-        return max(trainer.max_tokens_per_micro_batch, longest)  # a longer sample has a pass of its own
-    return trainer.micro_train_batch_size_per_gpu * longest
+        return trainer.max_tokens_per_micro_batch
+    samples = trainer.micro_train_batch_size_per_gpu, trainer.micro_forward_batch_size_per_gpu
+    if any(samples) or gpu_count(config.slurm) == 0:
+        return None
+    return max(_LEAST_TOKENS, 2 * longest_sample(config))
 
 
 def order_seed(data: DataConfig, trainer: TrainerConfig) -> int | None:

@@ -125,6 +125,7 @@ _AS_POLICY = "unset: as the policy; SkyRL's 1 is wrong as soon as the policy has
 _AS_TRAINING = "unset: as in training; SkyRL uses fixed values as soon as one setting of the section is given"
 _EMPTY = "an empty table means what SkyRL's null means"
 _USERS_OWN = "the user names the data; SkyRL's default is a path in its authors' setup"
+_PASS = "unset: a GPU gets passes of many tokens, since each pass gathers all parameters; one sample on a CPU"
 
 # Dotted path -> why the default is not SkyRL's.
 DIFFERENT_DEFAULTS: dict[str, str] = {
@@ -143,6 +144,8 @@ DIFFERENT_DEFAULTS: dict[str, str] = {
     "trainer.logger": "needs neither an account nor a network",
     "trainer.profiler.ranks": "a profile of no rank would be empty; SkyRL's megatron_config.torch_profiler_config.ranks is []",
     "trainer.ref.fsdp_config.mixed_precision.param_dtype": "unset: the number type of the policy",
+    "trainer.micro_train_batch_size_per_gpu": _PASS,
+    "trainer.micro_forward_batch_size_per_gpu": _PASS,
     "trainer.rope_scaling": _EMPTY,
     "generator.rope_scaling": _EMPTY,
     "generator.sampling_params.additional_kwargs": _EMPTY,

@@ -205,10 +205,12 @@ def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
     return [at for at in groups if varied(filter_values(batch.groups[at], metrics))]
 
 
-def train_and_score_limits(trainer: TrainerConfig) -> tuple[MicroBatchLimit, MicroBatchLimit]:
-    """Return what a micro-batch holds at most in training, and in passes without gradient."""
-    tokens = trainer.max_tokens_per_micro_batch
-    return (
-        MicroBatchLimit(trainer.micro_train_batch_size_per_gpu, tokens),
-        MicroBatchLimit(trainer.micro_forward_batch_size_per_gpu, tokens),
-    )
+Limits = tuple[MicroBatchLimit, MicroBatchLimit]
+"""What a micro-batch holds at most in training, and in passes without gradient."""
+
+
+def micro_batch_limits(trainer: TrainerConfig, tokens: int | None) -> Limits:
+    """Return them, with `tokens` as hpcrl.config.derive.micro_batch_tokens finds them."""
+    train = trainer.micro_train_batch_size_per_gpu or 1
+    score = trainer.micro_forward_batch_size_per_gpu or train
+    return MicroBatchLimit(train, tokens), MicroBatchLimit(score, tokens)

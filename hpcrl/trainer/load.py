@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from hpcrl.config import Config, max_seq_len, temperature
+from hpcrl.config.derive import micro_batch_tokens
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.backends.build import build_critic, build_policy
+from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.attention import PACKED
+from hpcrl.trainer.models.flops import ModelFlops
+from hpcrl.trainer.models.hf import policy_source
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.step import Learner
@@ -38,6 +45,7 @@ def load_learner(
     start = resume(policy, critic)
     dumps.resume(start.step)
     return Learner(
-        run, world, trainer, policy, critic,
-        max_seq_len=max_seq_len(config), dumps=dumps, consensus=consensus, start=start,
+        run, world, trainer, policy, critic, limits=micro_batch_limits(trainer, micro_batch_tokens(config)),
+        model_flops=ModelFlops.of(policy_source(trainer).empty(torch.float32, PACKED)), max_seq_len=max_seq_len(config),
+        dumps=dumps, consensus=consensus, start=start,
     )  # fmt: skip

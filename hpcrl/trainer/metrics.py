@@ -17,6 +17,7 @@ from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.batching import idle_share
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import LOSS_METRICS
+from hpcrl.trainer.models.flops import describe_flops
 from hpcrl.trainer.packing import MiniBatch
 from hpcrl.types import Batch
 
@@ -141,8 +142,12 @@ def _deviation(total: float, squared: float, count: float) -> float:
     return math.sqrt(max(0.0, variance))  # rounding may push a tiny variance below 0
 
 
-def describe_cost(batch: Batch, seconds: dict[str, float], world: World) -> dict[str, float]:
-    """Return timing/*, throughput/* and memory/*: seconds of rank 0, peaks of the rank that needs most."""
+def describe_cost(batch: Batch, seconds: dict[str, float], world: World, flops: float) -> dict[str, float]:
+    """Return timing/*, throughput/* and memory/*: seconds of rank 0, peaks of the rank that needs most.
+
+    Args:
+        flops: of the policy's updates in this step.
+    """
     tokens = sum(length for group in batch.groups for length in group.lengths)
     peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20]
     if world.device.type == "cuda":
@@ -152,6 +157,7 @@ def describe_cost(batch: Batch, seconds: dict[str, float], world: World) -> dict
         **describe_times(seconds),
         "throughput/tokens_per_second": tokens / seconds[_STEP],
         "throughput/train_tokens_per_second_per_rank": tokens / seconds["policy_train"] / world.size,
+        **describe_flops(flops, seconds["policy_train"], world.size, world.device),
         **dict(zip(names, world.max(peaks), strict=False)),
     }
 

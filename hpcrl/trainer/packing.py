@@ -19,13 +19,13 @@ from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.group_file import read_group
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.batching import (
+    Limits,
     MiniBatchPlan,
     SampleRef,
     assign_to_ranks,
     longest_first,
     mini_batches,
     plan_mini_batch,
-    train_and_score_limits,
     trained_groups,
 )
 from hpcrl.trainer.distributed import World
@@ -245,7 +245,7 @@ class MiniBatch:
 
 
 def load_mini_batches(
-    run: Run, batch: Batch, trainer: TrainerConfig, data: World, reduction: Reduction
+    run: Run, batch: Batch, trainer: TrainerConfig, limits: Limits, data: World, reduction: Reduction
 ) -> list[MiniBatch]:
     """Assign each mini-batch of the policy to the ranks, read and pack this rank's samples, and set their loss weights.
 
@@ -255,7 +255,7 @@ def load_mini_batches(
     Raises:
         DataError: a sample file is missing or damaged, or is no longer the one that the batch was composed of.
     """
-    algorithm, limits = trainer.algorithm, train_and_score_limits(trainer)
+    algorithm = trainer.algorithm
     trained, minis = set(trained_groups(batch, algorithm)), []
     for refs in mini_batches(batch, trainer.policy_mini_batch_size):
         shares = assign_to_ranks([ref for ref in refs if ref.group in trained], data.size, limits[0])
@@ -267,15 +267,16 @@ def load_mini_batches(
 
 
 def regrouped(
-    minis: Sequence[MiniBatch], batch: Batch, trainer: TrainerConfig, data: World, reduction: Reduction
+    minis: Sequence[MiniBatch], batch: Batch, size: int, limits: Limits, data: World, reduction: Reduction
 ) -> list[MiniBatch]:
     """Return the same samples as the critic's mini-batches, with weights of their own: samples stay on the rank that read them.
 
     Args:
         minis: the policy's, scored.
+        size: groups of a mini-batch of the critic.
         data: the ranks that samples were assigned to.
     """
-    size, limits, found = trainer.critic_mini_batch_size, train_and_score_limits(trainer), []
+    found = []
     for start in range(0, len(batch.groups), size):
         chosen = range(start, start + size)
         shares = [

@@ -14,11 +14,12 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import KlRewardPenalty, estimate_advantages
 from hpcrl.trainer.backends.base import CriticEngine, Engine, Objective, PolicyEngine, UpdateResult
 from hpcrl.trainer.backends.reference import reset_is_due, resets_optimizer
-from hpcrl.trainer.batching import updates_per_batch
+from hpcrl.trainer.batching import Limits, updates_per_batch
 from hpcrl.trainer.critic import CRITIC_REDUCTION, build_critic_objective, describe_critic
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective, build_reduction
 from hpcrl.trainer.metrics import PhaseTimer, describe_batch, describe_mini_batches, describe_updates
+from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.packing import MiniBatch, load_mini_batches, regrouped
 from hpcrl.trainer.rng import random_state, set_random_state
 from hpcrl.trainer.saving.checkpoint import ResumePoint
@@ -34,12 +35,15 @@ class Learner:
     Args:
         run: whose samples are trained.
         critic: None where nothing compares with one.
+        limits: of micro-batches.
+        model_flops: of the policy.
         max_seq_len: of the whole configuration, divisor of loss_reduction=seq_mean_token_sum_norm.
         start: the checkpoint that training continues from.
 
     Attributes:
         batch: the last one of which optimizer steps were made; None before the first.
         partial: that batch, where they are not all made.
+        flops: that the policy's optimizer steps of the last batch need, of all ranks.
     """
 
     def __init__(
@@ -50,6 +54,8 @@ class Learner:
         policy: PolicyEngine,
         critic: CriticEngine | None,
         *,
+        limits: Limits,
+        model_flops: ModelFlops,
         max_seq_len: int,
         dumps: Dumps,
         consensus: StopConsensus,
@@ -59,6 +65,7 @@ class Learner:
         self.kl_penalty = KlRewardPenalty(trainer.algorithm, start.extra_state)
         self.batch: Batch | None = None
         self.partial: PartialBatch | None = None
+        self.flops, self._model_flops, self._limits = 0.0, model_flops, limits
         self._run, self._trainer, self._dumps, self._begun = run, trainer, dumps, start.mid_batch
         self._objective = build_objective(trainer.algorithm)
         self._critic_objective = build_critic_objective(trainer.algorithm.value_clip)
@@ -91,7 +98,9 @@ class Learner:
         """
         with self._undone_if_stopped(batch, timer):
             with timer("load_samples"):
-                minis = load_mini_batches(self._run, batch, self._trainer, self.policy.data, self._reduction)
+                minis = load_mini_batches(
+                    self._run, batch, self._trainer, self._limits, self.policy.data, self._reduction
+                )
             self.partial = work = self._resumed(batch, minis, timer) or self._scored(batch, minis, timer)
             if self._trainer.dump_data_batch:
                 with timer("dump_data_batch"):
@@ -106,6 +115,8 @@ class Learner:
                         todo.done.append(UpdateResult(sum_over_ranks(sums, todo.engine.data), report))
                         self._random = random_state(self.world.device)
                         self.consensus.mark_progress()
+        trained = [ref.length for mini in minis for share in mini.plan.shares for ref in share]
+        self.flops = self._trainer.update_epochs_per_batch * self._model_flops.training(trained)
         described = describe_batch(batch, work.advantages) | describe_mini_batches(minis) | work.kl_penalty
         return described | (describe_critic(work.critic) if work.critic else {}) | describe_updates(work.policy)
 
@@ -145,7 +156,14 @@ class Learner:
         """Yield what the critic, then the policy is to be trained with."""
         if self.critic is not None:
             with timer("critic_train"):
-                minis = regrouped(work.minis, work.batch, self._trainer, self.critic.data, CRITIC_REDUCTION)
+                minis = regrouped(
+                    work.minis,
+                    work.batch,
+                    self._trainer.critic_mini_batch_size,
+                    self._limits,
+                    self.critic.data,
+                    CRITIC_REDUCTION,
+                )
             yield Updates("critic_train", self.critic, self._critic_objective, minis, work.critic)
         yield Updates("policy_train", self.policy, self._objective, work.minis, work.policy)
 

@@ -201,6 +201,15 @@ def test_the_largest_micro_batch(model_path: Path) -> None:
     for tokens, largest in ((1000, 1536), (9000, 9000)):
         config = configuration(model_path, **{"trainer.max_tokens_per_micro_batch": tokens})
         assert largest_micro_batch(config) == largest
+    gpus = {"slurm.gpus_per_node": 1}
+    assert largest_micro_batch(configuration(model_path)) == 1536
+    assert largest_micro_batch(configuration(model_path, **gpus)) == 16384
+    long = {"generator.sampling_params.max_generate_length": 20000}
+    assert largest_micro_batch(configuration(model_path, **gpus, **long)) == 2 * 20512
+    assert (
+        largest_micro_batch(configuration(model_path, **gpus, **{"trainer.micro_forward_batch_size_per_gpu": 4}))
+        == 1536
+    )
 
 
 def test_parameters_in_host_memory_are_not_the_devices(model_path: Path) -> None:

@@ -22,7 +22,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, regrouped
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.types import Batch
-from tests.trainer.material import load, train, views, with_limit
+from tests.trainer.material import load, train, views
 from tests.trainer.scenarios import laid_over, parameters, whole
 
 DEFAULTS: dict[str, Any] = {
@@ -84,9 +84,9 @@ def train_critic(
     world: World,
 ) -> dict[str, float]:
     """Make the critic's optimizer steps of a batch and return critic/*."""
-    own = regrouped(minis, batch, with_limit(trainer, limit), world, CRITIC_REDUCTION) * trainer.update_epochs_per_batch
+    own = regrouped(minis, batch, trainer.critic_mini_batch_size, (limit, limit), world, CRITIC_REDUCTION)
     objective = build_critic_objective(trainer.algorithm.value_clip)
-    return describe_critic([train(critic, mini, objective) for mini in own])
+    return describe_critic([train(critic, mini, objective) for mini in own * trainer.update_epochs_per_batch])
 
 
 def one_batch(world: World, options: dict[str, Any]) -> None:

@@ -131,15 +131,6 @@ def world_of_one() -> Iterator[World]:
     assert not dist.is_initialized()
 
 
-def with_limit(trainer: TrainerConfig, limit: MicroBatchLimit) -> TrainerConfig:
-    return replace(
-        trainer,
-        micro_train_batch_size_per_gpu=limit.samples,
-        micro_forward_batch_size_per_gpu=limit.samples,
-        max_tokens_per_micro_batch=limit.tokens,
-    )
-
-
 def load(
     run: Run,
     batch: Batch,
@@ -153,7 +144,7 @@ def load(
     trainer = TrainerConfig(
         policy=PolicyConfig(model=ModelConfig(path="")), algorithm=algorithm, policy_mini_batch_size=groups
     )
-    return load_mini_batches(run, batch, with_limit(trainer, limit), world, reduction or Reduction())
+    return load_mini_batches(run, batch, trainer, (limit, limit), world, reduction or Reduction())
 
 
 def score(engine: PolicyEngine, mini: MiniBatch, limit: MicroBatchLimit, *, old: bool, reference: bool) -> None:

@@ -275,7 +275,7 @@ def test_metrics(run: Run) -> None:
         "policy/rollout_train_logprobs_abs_diff_mean", "policy/rollout_train_logprobs_abs_diff_std", "policy/skipped_updates",
         "loss/avg_raw_advantages", "loss/avg_raw_advantages_abs", "throughput/tokens_per_second",
         "timing/step", "timing/policy_train", "timing/sync_weights", "timing/save_checkpoints", "timing/save_hf_model",
-        "memory/peak_host_gib", "throughput/idle_share", "timing/update_ref_with_policy", "policy/shared_prefix_tokens", "timing/dump_data_batch",
+        "memory/peak_host_gib", "throughput/idle_share", "throughput/train_tflops_per_second_per_rank", "timing/update_ref_with_policy", "policy/shared_prefix_tokens", "timing/dump_data_batch",
     }  # fmt: skip
 
 

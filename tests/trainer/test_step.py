@@ -18,9 +18,11 @@ from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.signals import StopSignal
 from hpcrl.trainer.advantages import KlRewardPenalty
+from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_policy_loss
 from hpcrl.trainer.metrics import PhaseTimer
+from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.step import Learner
@@ -63,7 +65,7 @@ def learner(run: Run, world: World, model_path: Path, limits: tuple[int, int], a
     consensus = StopConsensus(world, StopSignal(), Heartbeat(run, 1, "rank-0"))
     return Learner(
         run, world, trainer, engine, None,
-        max_seq_len=40, dumps=Dumps(run, 1, world), consensus=consensus, start=ResumePoint(),
+        limits=micro_batch_limits(trainer, None), model_flops=ModelFlops(1.0, 1), max_seq_len=40, dumps=Dumps(run, 1, world), consensus=consensus, start=ResumePoint(),
     )  # fmt: skip
 
 

@@ -223,14 +223,14 @@ class TrainerConfig:
     critic_mini_batch_size: int = 256
     """Prompts per optimizer step of the critic."""
 
-    micro_train_batch_size_per_gpu: int = 1
-    """Samples per forward and backward pass of one rank."""
+    micro_train_batch_size_per_gpu: int | None = None
+    """Samples per forward and backward pass of one rank; unset: max_tokens_per_micro_batch limits it, or on CPUs it is one."""
 
-    micro_forward_batch_size_per_gpu: int = 1
-    """Samples per forward pass of one rank where no gradient is needed."""
+    micro_forward_batch_size_per_gpu: int | None = None
+    """Samples per forward pass of one rank where no gradient is needed; unset: as in training."""
 
     max_tokens_per_micro_batch: int | None = None
-    """Tokens per forward pass of one rank, with and without gradient, instead of the numbers of samples above, which then have no effect; a longer sample has a pass of its own, and padding is not counted. Ranks get equally many tokens instead of equally many samples. Unset: samples are counted."""
+    """Tokens per forward pass of one rank, with and without gradient, instead of the numbers of samples above, which then have no effect; a longer sample has a pass of its own, and padding is not counted. Ranks get equally many tokens instead of equally many samples. Unset: samples are counted, where their number is set or the run is on CPUs; else twice the longest sample, 16384 at least."""
 
     logprobs_chunk_size: int = 1024
     """Tokens whose logits exist at the same time."""

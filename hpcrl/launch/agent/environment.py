@@ -53,8 +53,12 @@ class Environments:
                 position = node.replicas.index(int(name.removeprefix("rollout-")))
                 mine = mine[position * self._width : (position + 1) * self._width]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine[: node.ranks or self._width])
-        if self._ordered and name.startswith("trainer-"):
-            environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        if name.startswith("trainer-"):
+            if self._ordered:
+                environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+            if node.gpus and "PYTORCH_CUDA_ALLOC_CONF" not in environment:  # its former name
+                # micro-batches differ in length, and blocks of fixed sizes would leave gaps that nothing fits in
+                environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         if name == "controller" or not node.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         if not node.gpus:

@@ -82,3 +82,21 @@ def test_order_of_kernels(
     assert environments.of("trainer-0").get(name) == trainer
     assert environments.of("rollout-0").get(name) == users
     assert environments.of("controller").get(name) == users
+
+
+@pytest.mark.parametrize(
+    ("gpus", "users", "trainer"),
+    [(0, {}, None), (1, {}, "expandable_segments:True"), (1, {"PYTORCH_CUDA_ALLOC_CONF": "a"}, None)],
+)
+def test_the_allocator_of_ranks_on_gpus_grows_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, users: dict[str, str], trainer: str | None
+) -> None:
+    """Unless the user has said how, also by its former name."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+    config = Config.from_toml([QUICKSTART], [f"slurm.gpus_per_node={gpus}"])
+    environments = Environments(config, Node(0, "trainer", 1, (0,), gpus, 0), 1, "127.0.0.1", None, tmp_path, False)
+    assert environments.of("trainer-0").get("PYTORCH_ALLOC_CONF") == trainer
+    assert environments.of("rollout-0").get("PYTORCH_ALLOC_CONF") is None

@@ -33,7 +33,7 @@ from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.packing import MiniBatch, regrouped
 from hpcrl.types import Batch
 from tests.trainer.backends.megatron.leave import leave_groups
-from tests.trainer.material import load, score, train, views, with_limit
+from tests.trainer.material import load, score, train, views
 from tests.trainer.scenarios import ALGORITHM, laid_over, loaded
 
 Values = dict[str, torch.Tensor]
@@ -247,7 +247,9 @@ class CriticWay(Way):
                 values_T = row.of(mini.samples.scores.values).clone()
                 self.of_samples[f"{step}.values.{row.ref.group}.{row.ref.index}"] = values_T
         estimate_advantages(batch, [mini.samples for mini in minis], algorithm, data.sum)
-        own = regrouped(minis, batch, with_limit(self.trainer, self.limit), data, CRITIC_REDUCTION)
+        own = regrouped(
+            minis, batch, self.trainer.critic_mini_batch_size, (self.limit, self.limit), data, CRITIC_REDUCTION
+        )
         return [(mini, build_critic_objective(algorithm.value_clip)) for mini in own]
 
 

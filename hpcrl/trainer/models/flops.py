@@ -1,0 +1,81 @@
+"""How many floating point operations a training step needs, and what share of the device's peak that is (MFU).
+
+Counted is what the model needs, whatever computes it: a multiplication and an addition are two operations, backward is twice forward,
+and what recomputation does again does not count (A. Chowdhery et al., arXiv:2204.02311, appendix B; of attention half, since it is
+causal, as in T. Dao, arXiv:2307.08691, section 4.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+_PEAK_TFLOPS = {  # dense bf16, from the makers' data sheets; more particular names first
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "GH200": 989.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "H800": 989.0,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "A40": 149.7,
+    "A6000": 154.8,
+}
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """What training of a model costs.
+
+    Attributes:
+        parameters: that each token is multiplied with: without the embedding, and of experts those that a token goes to.
+        attention: layers x heads x numbers per head.
+    """
+
+    parameters: float
+    attention: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelFlops:
+        """Return that of a causal language model, which may be on the meta device."""
+        text = model.config.get_text_config()
+        experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+        share = text.num_experts_per_tok / experts if experts else 1.0
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        assert embedding is not None
+        assert head is not None
+        # an embedding is looked up; a tied one is the head too, which is multiplied with
+        looked_up = None if embedding.weight is head.weight else embedding.weight
+        counts = (
+            (share if ".experts." in name else 1.0) * weight.numel()
+            for name, weight in model.named_parameters()
+            if weight is not looked_up
+        )
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return cls(sum(counts), text.num_hidden_layers * text.num_attention_heads * size)
+
+    def training(self, lengths: Iterable[int]) -> float:
+        """Return the operations of a forward and backward pass over samples of so many tokens."""
+        return sum(6.0 * self.parameters * length + 6.0 * self.attention * length**2 for length in lengths)
+
+
+def describe_flops(flops: float, seconds: float, ranks: int, device: torch.device) -> dict[str, float]:
+    """Return throughput/train_tflops_per_second_per_rank and, on a GPU whose peak is known, throughput/mfu.
+
+    Args:
+        flops: of all ranks together, in `seconds`.
+    """
+    rate = flops / seconds / ranks / 1e12
+    peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return {"throughput/train_tflops_per_second_per_rank": rate} | ({"throughput/mfu": rate / peak} if peak else {})
+
+
+def peak_tflops(name: str) -> float | None:
+    """Return the bf16 peak of a GPU by its name, such as "NVIDIA H100 80GB HBM3"; None: it is not known."""
+    return next((peak for known, peak in _PEAK_TFLOPS.items() if known in name), None)

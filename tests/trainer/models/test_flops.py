@@ -1,0 +1,51 @@
+"""Model FLOPs against what torch counts while a model runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hpcrl.trainer.models.flops import ModelFlops, describe_flops, peak_tflops
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "vocab_size": 512,
+}  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def model_of(kind: str, **sizes: Any) -> Any:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **sizes), attn_implementation="eager")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_as_torch_counts(tied: bool) -> None:
+    """It counts attention as if it were not causal."""
+    model, length = model_of("qwen3", tie_word_embeddings=tied), 100
+    flops = ModelFlops.of(model)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, length, dtype=torch.int64), use_cache=False).logits.sum().backward()
+    assert flops.attention == 3 * 4 * 32
+    whole = flops.training([length]) + 6 * flops.attention * length**2
+    assert whole == pytest.approx(counter.get_total_flops(), rel=0.01)  # it leaves norms out
+
+
+def test_samples_add_up_and_attention_grows_with_the_square() -> None:
+    flops = ModelFlops(parameters=10.0, attention=4)
+    assert flops.training([3, 5]) == flops.training([3]) + flops.training([5]) == 6 * 10 * 8 + 6 * 4 * (9 + 25)
+
+
+def test_a_token_goes_to_some_experts_only() -> None:
+    """Two of eight experts of 3 x 64 x 32 numbers in each of three layers."""
+    one, all_of_them = (model_of("qwen3_moe", **EXPERTS | {"num_experts_per_tok": top}) for top in (2, 8))
+    missing = ModelFlops.of(all_of_them).parameters - ModelFlops.of(one).parameters
+    assert missing == 3 * 6 * 3 * 64 * 32
+
+
+def test_rates() -> None:
+    assert describe_flops(8e12, 2.0, 4, torch.device("cpu")) == {"throughput/train_tflops_per_second_per_rank": 1.0}
+    assert [peak_tflops(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "Tesla T4")] == [989, 756, None]
