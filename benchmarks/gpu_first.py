@@ -1,0 +1,320 @@
+"""What only a GPU can show, in ten minutes: each check prints one line of JSON, and none is kept from running by another's failure.
+
+    python benchmarks/gpu_first.py [--only NAME ...] [--tiny]
+
+Models are random Qwen3, made on the spot; nothing is downloaded, and vLLM is not needed. benchmarks/backends.py, losses.py and checkpoints.py measure more of it. --tiny makes all of it small enough for a CPU, where
+figures say nothing about a GPU, but every check runs. Each check is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from backends import make_batch, make_model, peak_memory
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hpcrl.config import AlgorithmConfig, TrainerConfig
+from hpcrl.config.validate import build
+from hpcrl.errors import DeviceError
+from hpcrl.trainer.backends.base import Objective, PolicyEngine
+from hpcrl.trainer.backends.build import build_policy
+from hpcrl.trainer.distributed import World, joined
+from hpcrl.trainer.loss import build_objective
+from hpcrl.trainer.models.attention import PackedSequences, attend
+from hpcrl.trainer.models.flops import ModelFlops, peak_tflops
+from hpcrl.trainer.models.logprobs import compiled_rows, plain_rows, token_logprobs
+from hpcrl.types import MicroBatch
+
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+_TIMES = 5
+_TAIL = 400  # characters of an error
+
+Found = dict[str, Any]
+
+
+class Machine:
+    """What checks run on.
+
+    Attributes:
+        device: a GPU, or with `tiny` maybe the CPU.
+        model: directory of a random model.
+    """
+
+    def __init__(self, model: Path, *, tiny: bool) -> None:
+        self.model, self.tiny = model, tiny
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Return the median time of a call; the first, which may compile and allocate, is not counted."""
+        run()
+        took = []
+        for _ in range(_TIMES):
+            self.synchronize()
+            began = time.monotonic()
+            run()
+            self.synchronize()
+            took.append(time.monotonic() - began)
+        return median(took)
+
+    def engine(self, world: World, **trainer: Any) -> PolicyEngine:
+        table = {"policy": {"model": {"path": str(self.model)}}, "algorithm": {"use_kl_loss": False}, **trainer}
+        engine = build_policy(build(TrainerConfig, table), 1.0, world)
+        engine.schedule(100)
+        return engine
+
+    def batch(self, tokens: int, sample: int) -> MicroBatch:
+        vocabulary = AutoConfig.from_pretrained(self.model).vocab_size
+        return make_batch(tokens, sample, vocabulary, 1 / tokens)
+
+
+def versions(machine: Machine) -> Found:
+    gpu = machine.device.type == "cuda"
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpu": torch.cuda.get_device_name() if gpu else None,
+        "gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1) if gpu else None,
+        "peak_tflops": peak_tflops(torch.cuda.get_device_name()) if gpu else None,
+        "varlen_attn": list(inspect.signature(varlen_attn).parameters),
+    }
+
+
+def attention(machine: Machine) -> Found:
+    """Outputs and gradients in bf16 against float32 without flash attention; uneven lengths. Errors are shares of the largest value."""
+    lengths, found = [7, 130, 64, 1], Found()
+    for head in (16,) if machine.tiny else (64, 128, 256):
+        for groups in (1, 2) if machine.tiny else (1, 4, 8):
+            torch.manual_seed(0)
+            heads = [
+                torch.randn(sum(lengths), count, head, device=machine.device) for count in (8, 8 // groups, 8 // groups)
+            ]
+            bounds = torch.tensor([0, 7, 137, 201, 202], dtype=torch.int32, device=machine.device)
+            packed, outputs = PackedSequences.of(lengths, bounds), []
+            for dtype, flash in ((torch.float32, False), (torch.bfloat16, True)):
+                query, key, value = (values.to(dtype, copy=True).requires_grad_() for values in heads)
+                output = attend(query, key, value, packed, None, flash)
+                output.float().square().sum().backward()
+                outputs.append([output.detach(), query.grad, key.grad, value.grad])
+            found[f"head {head}, {groups} queries per key"] = [
+                round(((got.float() - exact).abs().max() / exact.abs().max()).item(), 5)
+                for exact, got in zip(*outputs, strict=True)
+            ]
+    return found
+
+
+def attention_speed(machine: Machine) -> Found:
+    """TFLOP/s of forward and backward, causal work only."""
+    found = Found()
+    shapes = ((4, 32), (1, 128)) if machine.tiny else ((8, 2048), (1, 16384), (1, 65536))
+    for count, length in shapes:
+        query, key, value = (
+            torch.randn(count * length, heads, 128, device=machine.device, dtype=torch.bfloat16, requires_grad=True)
+            for heads in (16, 8, 8)
+        )
+        bounds = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=machine.device)
+        packed = PackedSequences.of([length] * count, bounds)
+        for flash in (True, False):
+            run = partial(attend, query, key, value, packed, None, flash)
+            took = machine.seconds(lambda run=run: run().sum().backward())
+            work = 6 * 16 * 128 * count * length**2
+            found[f"{count} x {length}, {'flash' if flash else 'other'}"] = round(work / took / 1e12, 2)
+    return found
+
+
+def head(machine: Machine) -> Found:
+    """Milliseconds and GiB of the head with its log-probabilities, forward and backward."""
+    vocabulary, tokens, found = (512, 256, Found()) if machine.tiny else (151936, 16384, Found())
+    for width in (64,) if machine.tiny else (1024, 4096):
+        hidden = torch.randn(tokens, width, device=machine.device, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(vocabulary, width, device=machine.device, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.randint(vocabulary, (tokens,), device=machine.device)
+        for name, rows in (("plain", plain_rows), ("compiled", compiled_rows())):
+            for chunk in (64, 128) if machine.tiny else (1024, 4096, 8192):
+                outputs = partial(token_logprobs, hidden, weight, labels, 1.0, chunk, rows, entropy="metric")
+                if machine.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                took = machine.seconds(lambda outputs=outputs: outputs()[0].sum().backward())
+                gib = peak_memory(machine.device) / 2**30
+                found[f"D {width}, {chunk} rows, {name}"] = [round(1000 * took, 1), round(gib, 2)]
+    return found
+
+
+def engine(machine: Machine) -> Found:
+    """Log-probabilities against float32 transformers, alone and packed; the loss of three steps on the same samples."""
+    with joined() as world:
+        policy = machine.engine(world, policy={"model": {"path": str(machine.model)}, "optimizer_config": {"lr": 1e-3}})
+        sample = 32 if machine.tiny else 512
+        packed = machine.batch(4 * sample, sample)
+        together = torch.cat(list(policy.logprobs([packed]))).cpu()
+        alone = [_part(packed, number, sample) for number in range(4)]
+        apart = torch.cat([logprobs.cpu() for logprobs in policy.logprobs(alone)])
+        model: Any = AutoModelForCausalLM.from_pretrained(machine.model, dtype=torch.float32)
+        model = model.to(machine.device.type)
+        with torch.no_grad():
+            logits = model(packed.token_ids.view(4, sample).to(machine.device)).logits.log_softmax(-1).flatten(0, 1)
+        exact = logits.gather(-1, packed.labels[:, None].to(machine.device))[:, 0].cpu()
+        trained = packed.loss_mask > 0
+        objective = build_objective(AlgorithmConfig(policy_loss_type="cross_entropy", use_kl_loss=False))
+        losses = []
+        for _ in range(3):
+            losses.append(policy.forward_backward([packed], objective)["final_loss"].item())
+            policy.step()
+    return {
+        "mean error": (together - exact)[trained].abs().mean().item(),
+        "packed against alone": (together - apart)[trained].abs().max().item(),
+        "losses": losses,
+    }
+
+
+def _part(batch: MicroBatch, number: int, sample: int) -> MicroBatch:
+    part = slice(number * sample, (number + 1) * sample)
+    columns = {
+        name: value[part]
+        for name, value in vars(batch).items()
+        if isinstance(value, torch.Tensor) and name != "cu_seqlens"
+    }
+    return MicroBatch(lengths=[sample], **columns)
+
+
+def waits(machine: Machine) -> Found:
+    """How often the host waits for the GPU in one micro-batch; torch warns of each."""
+    with joined() as world:
+        policy = machine.engine(world)
+        objective, batch = build_objective(AlgorithmConfig(use_kl_loss=False)), machine.batch(256, 64)
+        policy.forward_backward([batch], objective)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if machine.device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("warn")
+            policy.forward_backward([batch], objective)
+            if machine.device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    waited = [f"{warning.filename}:{warning.lineno}" for warning in caught if "synchroniz" in str(warning.message)]
+    return {"waits": len(waited), "where": sorted(set(waited)), "counted": machine.device.type == "cuda"}
+
+
+def throughput(machine: Machine) -> Found:
+    """Tokens/s, MFU and GiB of an optimizer step of four micro-batches."""
+    found, peak = Found(), peak_tflops(torch.cuda.get_device_name()) if machine.device.type == "cuda" else None
+    with torch.device("meta"):
+        flops = ModelFlops.of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(machine.model)))
+    variants: dict[str, Any] = {
+        "recompute": {},
+        "no recompute": {"gradient_checkpointing": False},
+        "compiled head": {"policy": {"model": {"path": str(machine.model)}, "use_torch_compile": True}},
+        "4096 rows of logits": {"logprobs_chunk_size": 4096},
+    }
+    shapes = ((128, 1), (32, 4)) if machine.tiny else ((16384, 1), (2048, 8), (65536, 1))
+    with joined() as world:
+        for name, settings in variants.items():
+            policy, objective = machine.engine(world, **settings), build_objective(AlgorithmConfig(use_kl_loss=False))
+            for sample, count in shapes if name == "recompute" else shapes[:1]:
+                batches = [machine.batch(sample * count, sample) for _ in range(4)]
+                if machine.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+
+                took = machine.seconds(partial(_step, policy, batches, objective))
+                rate = flops.training([sample] * count * 4) / took / 1e12
+                found[f"{count} x {sample}, {name}"] = {
+                    "tokens/s": round(4 * sample * count / took),
+                    "mfu": round(rate / peak, 4) if peak else None,
+                    "gib": round(peak_memory(machine.device) / 2**30, 2),
+                }
+            del policy
+    return found
+
+
+def _step(policy: PolicyEngine, batches: list[MicroBatch], objective: Objective) -> tuple[float, float]:
+    """Return loss and norm of the gradient."""
+    loss = policy.forward_backward(batches, objective)["final_loss"].item()
+    return loss, policy.step().grad_norm
+
+
+def checkpoint(machine: Machine) -> Found:
+    """Seconds of saving, of the copy after which training goes on, and of loading; whether the next step is bitwise the same."""
+    with joined() as world, tempfile.TemporaryDirectory() as place:
+        policy, objective = machine.engine(world), build_objective(AlgorithmConfig(use_kl_loss=False))
+        found, step = Found(), partial(_step, policy, [machine.batch(256, 64)], objective)
+        step()
+        for name, run in {
+            "save": lambda: policy.save(Path(place)),
+            "snapshot": policy.snapshot,
+            "snapshot again": policy.snapshot,
+        }.items():
+            began = time.monotonic()
+            run()
+            found[name] = round(time.monotonic() - began, 2)
+        before = step()
+        began = time.monotonic()
+        policy.restore(Path(place))
+        found["restore"] = round(time.monotonic() - began, 2)
+        found["bitwise"] = step() == before
+        found["gib"] = round(sum(path.stat().st_size for path in Path(place).rglob("*") if path.is_file()) / 2**30, 2)
+    return found
+
+
+def no_gpu(_machine: Machine) -> Found:
+    """A rank that is to have a GPU, and sees none, ends."""
+    try:
+        with joined(on_gpu=True):
+            return {"refused": False}
+    except DeviceError as error:
+        return {"refused": True, "message": str(error)}
+
+
+CHECKS: dict[str, Callable[[Machine], Found]] = {
+    check.__name__: check
+    for check in (versions, attention, attention_speed, head, engine, waits, throughput, checkpoint, no_gpu)
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
+    parser.add_argument("--tiny", action="store_true", help="for a CPU")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        name, model = arguments.one
+        os.environ |= _ALONE
+        print(json.dumps(CHECKS[name](Machine(Path(model), tiny=arguments.tiny))))
+        return 0
+    if not torch.cuda.is_available() and not arguments.tiny:
+        parser.error("there is no GPU; expected one, or --tiny, which runs on a CPU")
+    failed = 0
+    with tempfile.TemporaryDirectory() as model:
+        make_model(Path(model), tiny=arguments.tiny)
+        for name in arguments.only:
+            environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if name == "no_gpu" else {})
+            command = [sys.executable, __file__, *(["--tiny"] if arguments.tiny else []), "--one", name, model]
+            began = time.monotonic()
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+            failed += done.returncode != 0
+            result = (
+                json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": done.stderr[-_TAIL:]}
+            )
+            print(json.dumps({"check": name, "seconds": round(time.monotonic() - began, 1), **result}), flush=True)
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
