@@ -152,6 +152,21 @@ def _megatron_size(sizes: MegatronModelConfig) -> int:
     return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
 
 
+def copy_ranks(size: int | None, ranks: int, on_node: int, state: float = 0.0, memory: float | None = None) -> int:
+    """Return how many ranks share one copy of a model's parameters with FSDP2.
+
+    Args:
+        size: fsdp_config.fsdp_size.
+        on_node: ranks of a node.
+        state: bytes of parameters, gradients and optimizer of a whole copy.
+        memory: bytes of a GPU; None: not known, or there is none.
+    """
+    if size is None:
+        fits = memory is not None and state / on_node <= memory / 3
+        return on_node if fits and ranks > on_node and ranks % on_node == 0 else ranks
+    return ranks if size == -1 else min(size, ranks)
+
+
 def critic_ranks(trainer: TrainerConfig) -> int:
     """Return the ranks of the critic; where they are not set: the policy's."""
     placement = trainer.placement

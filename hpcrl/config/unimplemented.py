@@ -125,6 +125,7 @@ _AS_POLICY = "unset: as the policy; SkyRL's 1 is wrong as soon as the policy has
 _AS_TRAINING = "unset: as in training; SkyRL uses fixed values as soon as one setting of the section is given"
 _EMPTY = "an empty table means what SkyRL's null means"
 _USERS_OWN = "the user names the data; SkyRL's default is a path in its authors' setup"
+_COPY = "unset: a node holds a copy where it can, so that parameters are not gathered over the network"
 _PASS = "unset: a GPU gets passes of many tokens, since each pass gathers all parameters; one sample on a CPU"
 
 # Dotted path -> why the default is not SkyRL's.
@@ -146,6 +147,7 @@ DIFFERENT_DEFAULTS: dict[str, str] = {
     "trainer.ref.fsdp_config.mixed_precision.param_dtype": "unset: the number type of the policy",
     "trainer.micro_train_batch_size_per_gpu": _PASS,
     "trainer.micro_forward_batch_size_per_gpu": _PASS,
+    **{f"trainer.{role}.fsdp_config.fsdp_size": _COPY for role in ("policy", "ref", "critic")},
     "trainer.rope_scaling": _EMPTY,
     "generator.rope_scaling": _EMPTY,
     "generator.sampling_params.additional_kwargs": _EMPTY,

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hpcrl.config import Config, TrainerConfig, trainer_ranks
-from hpcrl.config.derive import gpu_count, largest_micro_batch, ref_sharding
+from hpcrl.config.derive import copy_ranks, gpu_count, largest_micro_batch, ref_sharding
 from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded
 from hpcrl.config.sections.model import FSDPConfig
 from hpcrl.errors import DataError
+from hpcrl.planning.devices import memory_of_rank
 from hpcrl.planning.memory import (
     BYTES,
     Need,
@@ -63,8 +64,11 @@ def _fsdp(config: Config, models: Mapping[str, Shapes]) -> Estimate:
     for role, shapes in models.items():
         fsdp = ref_sharding(trainer) if role == "ref" else _sharding(trainer, role)
         precision = fsdp.mixed_precision
-        copy = ranks if fsdp.fsdp_size == -1 else min(fsdp.fsdp_size, ranks)
-        need = fsdp_state(shapes.weights, copy, precision.param_dtype if role == "ref" else precision.master_dtype)
+        dtype = precision.param_dtype if role == "ref" else precision.master_dtype
+        whole = fsdp_state(shapes.weights, 1, dtype)
+        on_node, state = trainer.placement.policy_num_gpus_per_node, whole.weights + whole.gradients + whole.optimizer
+        copy = copy_ranks(fsdp.fsdp_size, ranks, on_node, state, memory_of_rank(config)[0] if on_gpu else None)
+        need = fsdp_state(shapes.weights, copy, dtype)
         if fsdp.cpu_offload and on_gpu:
             need = Need(weights=0, gradients=0, optimizer=0)
         gathered = fsdp_gathered(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hpcrl.config import TrainerConfig, trainer_ranks
+from hpcrl.config.derive import copy_ranks
 from hpcrl.config.rules.megatron_groups import Groups, ParallelLayout
 from hpcrl.config.rules.megatron_layouts import product
 
@@ -27,7 +28,12 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
     on_node = trainer.placement.policy_num_gpus_per_node
     where = f"{ranks} trainer rank(s), {on_node} on each of {nodes} node(s)"
     if trainer.strategy != "megatron":
-        return [f"{where}, {trainer.strategy}", *_lines(_copies(trainer, ranks), on_node)]
+        lines = [f"{where}, {trainer.strategy}", *_lines(_copies(trainer, ranks), on_node)]
+        if trainer.policy.fsdp_config.fsdp_size is None and nodes > 1:
+            lines.append(
+                "  or a copy on each node, where its state takes at most a third of the GPUs' memory (fsdp_config.fsdp_size)"
+            )
+        return lines
     layout, groups = ParallelLayout.of(trainer.policy.megatron_config, ranks), {}
     together = product(tensor=layout.tensor, context=layout.context, data=layout.data, pipeline=layout.pipeline)
     lines = [f"{where}, megatron: {together}"]
@@ -43,8 +49,7 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
 
 
 def _copies(trainer: TrainerConfig, ranks: int) -> dict[str, Groups]:
-    size = trainer.policy.fsdp_config.fsdp_size
-    size = ranks if size == -1 else min(size, ranks)
+    size = copy_ranks(trainer.policy.fsdp_config.fsdp_size, ranks, trainer.placement.policy_num_gpus_per_node)
     return {
         "one copy of the parameters": [tuple(range(first, first + size)) for first in range(0, ranks, size)],
         "the same part of it": [tuple(range(first, ranks, size)) for first in range(size)],

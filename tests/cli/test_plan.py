@@ -58,6 +58,17 @@ def test_ranks_of_fsdp2() -> None:
     ]
 
 
+def test_a_node_holds_a_copy_where_it_fits() -> None:
+    """Weights, gradients and moments are 16 bytes of each of 84,928 parameters: 166 KiB on each of eight ranks, 83 on each of 16."""
+    assert any("or a copy on each node" in line for line in describe_ranks(config(SIXTEEN).trainer))
+    held = {}
+    for memory in (1.0, 4e-4):
+        lines = plan_lines(config({**SIXTEEN, "slurm.gpus_per_node": 8, "slurm.gpu_memory_gb": memory}))
+        held[memory] = next(line for line in lines if line.startswith("  on a rank at most"))
+    most, least = (int(line.split()[-1].replace(",", "")) for line in held.values())
+    assert most == pytest.approx(2 * least, rel=0.1)
+
+
 def test_ranks_of_megatron() -> None:
     layout = sizes(2, 2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
     assert describe_ranks(megatron({**SIXTEEN, **layout}).trainer) == [
@@ -248,7 +259,8 @@ def test_every_experiment_is_planned(path: Path) -> None:
     (row,) = (line for line in page.splitlines() if line.startswith(f"| [{path.name}]"))
     _, _, nodes, gib = (cell.strip() for cell in row.strip("|").split("|"))
     assert sum(line.startswith("node ") for line in lines) == int(nodes)
-    assert any(line.startswith(f"  in all {gib}:") for line in lines), f"{path.name}: README.md says {gib} GiB"
+    (whole,) = (line for line in lines if line.startswith("  in all "))
+    assert whole.startswith(f"  in all {gib}:"), f"{path.name}: README.md says {gib} GiB"
     assert "Not run on GPUs yet." in path.read_text().split("[data]")[0]
 
 

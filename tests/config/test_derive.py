@@ -15,6 +15,7 @@ from hpcrl.config import (
     total_steps,
     trainer_ranks,
 )
+from hpcrl.config.derive import copy_ranks
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.errors import DataError
 
@@ -59,3 +60,11 @@ def test_ranks_and_replicas() -> None:
     assert replicas_per_node(config(slurm={"replicas_per_node": 2})) == 2
     wide = config(generator={"inference_engine": {"tensor_parallel_size": 3}}, slurm={"gpus_per_node": 8})
     assert replicas_per_node(wide) == 2
+
+
+def test_which_ranks_share_a_copy() -> None:
+    """A node's, where 16 ranks on two nodes have room for three times what they hold; never where that is not known."""
+    assert [copy_ranks(size, 16, 8) for size in (-1, 4, 99)] == [16, 4, 16]
+    assert [copy_ranks(None, 16, 8, state, 30.0) for state in (80.0, 81.0)] == [8, 16]
+    assert copy_ranks(None, 16, 8, 80.0) == 16
+    assert [copy_ranks(None, ranks, 8, 80.0, 30.0) for ranks in (8, 12)] == [8, 12]

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpcrl.config import Config, TrainerConfig
-from hpcrl.config.derive import largest_micro_batch, longest_sample, ref_sharding
+from hpcrl.config.derive import copy_ranks, largest_micro_batch, longest_sample, ref_sharding
 from hpcrl.config.load import nested
 from hpcrl.config.sections.model import FSDPConfig
 from hpcrl.config.validate import build
@@ -68,7 +68,7 @@ def expected(table: dict[str, Any], ranks: int, index: int) -> dict[str, dict[st
     found = {}
     for role, model in model_shapes(trainer, Path).items():
         sharding, precision = fsdp[role], fsdp[role].mixed_precision
-        copy = ranks if sharding.fsdp_size == -1 else min(ranks, sharding.fsdp_size)
+        copy = copy_ranks(sharding.fsdp_size, ranks, ranks)
         dtype = precision.param_dtype if role == "ref" else precision.master_dtype
         need = fsdp_state(model.weights, copy, dtype, index % copy)
         found[role] = {name: getattr(need, name) for name in ("weights", "gradients", "optimizer")}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import gcd
 from typing import Any
 
-from hpcrl.config.derive import critic_ranks, ref_ranks, trainer_ranks
+from hpcrl.config.derive import copy_ranks, critic_ranks, ref_ranks, trainer_ranks
 from hpcrl.config.errors import Problem, shown
 from hpcrl.config.sections.model import PolicyConfig, ShardingConfig
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -23,11 +24,14 @@ def sharding(config: ConfigTree) -> Iterator[Problem]:
     trainer = config.trainer
     models = {"policy": trainer_ranks(trainer), "ref": ref_ranks(trainer), "critic": critic_ranks(trainer)}
     for role, ranks in models.items():
-        yield from _shards(f"trainer.{role}.fsdp_config", getattr(trainer, role).fsdp_config, ranks)
+        on_node = trainer.placement.policy_num_gpus_per_node
+        yield from _shards(f"trainer.{role}.fsdp_config", getattr(trainer, role).fsdp_config, ranks, on_node)
 
 
-def _shards(path: str, fsdp: ShardingConfig, ranks: int) -> Iterator[Problem]:
-    copy, kept = ranks if fsdp.fsdp_size == -1 else min(fsdp.fsdp_size, ranks), fsdp.reshard_after_forward
+def _shards(path: str, fsdp: ShardingConfig, ranks: int, on_node: int) -> Iterator[Problem]:
+    kept = fsdp.reshard_after_forward
+    # unset, it may become the ranks of a node
+    copy = gcd(on_node, ranks) if fsdp.fsdp_size is None else copy_ranks(fsdp.fsdp_size, ranks, on_node)
     if ranks % copy:
         yield Problem(
             f"{path}.fsdp_size",

@@ -165,8 +165,8 @@ class ShardingConfig:
     reshard_after_forward: bool | int = True
     """Free gathered parameters after the forward pass and gather them again in backward: less memory, more traffic; a number: keep them sharded over so many ranks."""
 
-    fsdp_size: int = -1
-    """Ranks that share one copy of the parameters; further ranks hold further copies; -1, or more than there are: all ranks share one."""
+    fsdp_size: int | None = None
+    """Ranks that share one copy of the parameters; further ranks hold further copies; -1, or more than there are: all ranks share one. Unset: those of a node, where there are several nodes and parameters, gradients and optimizer take at most a third of its GPUs' memory, so that parameters are gathered within a node; else all."""
 
     wrap_policy: dict[str, Any] = field(default_factory=dict)
     """Which modules are sharded as units: transformer_layer_cls_to_wrap (class names), min_num_params (a module becomes one when so many parameters in it are in none yet) or disable (one unit only); empty: each decoder layer."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -12,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from hpcrl.config.derive import copy_ranks
 from hpcrl.config.sections.model import FSDPConfig
 from hpcrl.errors import DataError, did_you_mean
 from hpcrl.trainer.distributed import World
@@ -24,7 +27,7 @@ def shard(root: nn.Module, model: PreTrainedModel, fsdp: FSDPConfig, world: Worl
     Raises:
         DataError: fsdp.wrap_policy names a class that the model does not have or that cannot be a unit.
     """
-    mesh = _mesh(fsdp.fsdp_size, world)
+    mesh = _mesh(_copy_ranks(root, fsdp, world), world)
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[fsdp.mixed_precision.param_dtype], reduce_dtype=DTYPES[fsdp.mixed_precision.reduce_dtype]
     )
@@ -46,8 +49,17 @@ def shard(root: nn.Module, model: PreTrainedModel, fsdp: FSDPConfig, world: Worl
             module.set_force_sum_reduction_for_comms(True)
 
 
+def _copy_ranks(root: nn.Module, fsdp: FSDPConfig, world: World) -> int:
+    memory, on_node = None, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    if world.device.type == "cuda":
+        memory = -world.max([-torch.cuda.get_device_properties(world.device).total_memory])[0]
+    # of what is trained there are a gradient and two moments too
+    state = sum(weight.nbytes * (4 if weight.requires_grad else 1) for weight in root.parameters())
+    return copy_ranks(fsdp.fsdp_size, world.size, on_node, state, memory)
+
+
 def _mesh(size: int, world: World) -> DeviceMesh:
-    if size == -1 or size >= world.size:
+    if size == world.size:
         return init_device_mesh(world.device.type, (world.size,))
     assert world.size % size == 0, f"{world.size} ranks cannot hold copies of {size} ranks each"
     return init_device_mesh(world.device.type, (world.size // size, size), mesh_dim_names=("copies", "shards"))
