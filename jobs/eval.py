@@ -20,10 +20,11 @@ from hpcrl.config import Config
 from hpcrl.config.derive import max_input_length
 from hpcrl.controller.evaluation import by_source, evaluation_work, scores
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.vllm.server import Scratch, Server, server_options
+from hpcrl.rollout.vllm.server import Server, server_options
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import StatusWriter
+from hpcrl.runtime.scratch import Scratch
 from hpcrl.types import GroupMeta
 
 
@@ -34,7 +35,7 @@ def main(path: str) -> None:
     assert request is not None, directory.path
     status = StatusWriter(directory, "eval", 0)
     with ExitStack() as stack:
-        scratch = Scratch()
+        scratch = Scratch("engine")
         stack.callback(scratch.remove)
         status.write("starting engine")
         server = Server(server_options(directory, config), scratch.path, directory.log(0, "engine"))

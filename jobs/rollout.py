@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING
 from hpcrl.config import Config
 from hpcrl.config.derive import max_input_length, needs_baselines, surplus_groups
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.vllm.server import Scratch, Server, server_options
+from hpcrl.rollout.vllm.server import Server, server_options
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import FAILED, StatusWriter
+from hpcrl.runtime.scratch import Scratch
 
 if TYPE_CHECKING:
     from hpcrl.rollout.worker import WorkerOptions
@@ -51,7 +52,7 @@ def serve(run: Run, config: Config, attempt: int, replica: int, status: StatusWr
     """Start the engine, work with it until the run ends, and end it."""
     start_s = config.generator.inference_engine.start_timeout_seconds
     with ExitStack() as stack:
-        scratch = Scratch()
+        scratch = Scratch("engine")
         stack.callback(scratch.remove)
         server = Server(server_options(run, config), scratch.path, run.log(attempt, f"engine-{replica}"))
         stack.callback(server.stop)

@@ -35,6 +35,7 @@ from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.load import load_learner
 from hpcrl.trainer.metrics import PhaseTimer, describe_cost, describe_times
 from hpcrl.trainer.models.forward import DTYPES
+from hpcrl.trainer.network import check_all_reduce
 from hpcrl.trainer.profile import profiled
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.dump import Dumps
@@ -53,6 +54,7 @@ def main(run_dir: str) -> None:
         joined(trainer.deterministic, on_gpu=gpu_count(config.slurm) > 0) as world,
         profiled(trainer.profiler, run, attempt, world) as profile_step,
     ):
+        check_all_reduce(world)
         work(run, attempt, config, world, StopConsensus(world, STOP, heartbeat), profile_step)
         STOP.ignore()
 

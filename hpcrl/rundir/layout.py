@@ -10,7 +10,7 @@
   outcomes/<attempt>.json          how that attempt ended
   secrets/token                    0600; every HTTP request carries it
   endpoints/                       one process status file per process, and the rendezvous of each attempt
-  logs/<attempt>/<process>.log     and stacks/<process>.txt, what each thread did when somebody asked
+  logs/<attempt>/<process>.log     and stacks/<process>.txt, what each thread did when somebody asked; collectives/<rank>, what NCCL did
   weights/v000042/                 HF names, safetensors, manifest; committed by rename
   samples/<replica>/g….safetensors one file per finished group
   batches/s000042.json             which groups train step 42, in order, with the data cursor
@@ -177,6 +177,9 @@ class Run:
 
     def stacks(self, attempt: int, process: str) -> Path:
         return self.logs(attempt) / "stacks" / f"{process}.txt"
+
+    def collectives(self, attempt: int) -> Path:
+        return self.logs(attempt) / "collectives"
 
     def weights_of(self, version: int) -> Path:
         return self.weights / f"v{version:06d}"

@@ -121,7 +121,9 @@ def test_memory_of_a_rank() -> None:
 
 def test_memory_of_this_machines_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = tmp_path / "nvidia-smi"
-    shown.write_text('#!/bin/sh\necho "NVIDIA H100, 570.1, 81559 MiB"\necho "NVIDIA H100, 570.1, 71559 MiB"\n')
+    shown.write_text(
+        '#!/bin/sh\necho "0, GPU-1, NVIDIA H100, 570.1, 81559 MiB"\necho "1, GPU-2, NVIDIA H100, 570.1, 71559 MiB"\n'
+    )
     shown.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     size, source = memory_of_rank(config({"slurm.gpus_per_node": 2}))

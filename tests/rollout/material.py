@@ -14,7 +14,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import InferenceEngineConfig
-from hpcrl.rollout.vllm.server import Scratch, Server, ServerOptions
+from hpcrl.rollout.vllm.server import Server, ServerOptions
+from hpcrl.runtime.scratch import Scratch
 from tests.paths import CONFIGS
 
 QUICKSTART = CONFIGS / "quickstart" / "model"
@@ -106,7 +107,7 @@ def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
 
 @contextmanager
 def served(given: ServerOptions, log: Path) -> Iterator[Server]:
-    scratch = Scratch()
+    scratch = Scratch("engine")
     server = Server(given, scratch.path, log)
     try:
         server.wait_ready(START_S)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from hpcrl.trainer.batching import MicroBatchLimit, mini_batches
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.loss import build_objective, build_reduction
 from hpcrl.trainer.metrics import describe_updates
+from hpcrl.trainer.network import check_all_reduce
 from hpcrl.trainer.packing import MiniBatch, load_samples
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.publish import Publisher
@@ -334,7 +336,13 @@ class Dying(FsdpPolicy):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def summing(world: World, options: dict[str, Any]) -> None:
+    """The rank that is wrong about its number adds something else."""
+    check_all_reduce(replace(world, rank=7) if world.rank == options.get("wrong") else world)
+
+
 SCENARIOS = {
+    "summing": summing,
     "variants": variants,
     "poisoned": poisoned,
     "worth": worth,

@@ -33,7 +33,7 @@ from hpcrl.runtime.controller_client import Controller, read_token
 from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
 from hpcrl.types import GroupMeta, Prompt, Work
 from tests.paths import ROOT
-from tests.trainer.launcher import environment
+from tests.trainer.launcher import environment, run_ranks
 from tests.trainer.material import make_sample, torchrun
 from tests.trainer.scenarios import laid_over
 
@@ -345,3 +345,16 @@ def test_the_first_error_is_recorded(tmp_path: Path) -> None:
     assert "no-such-model" in message
     assert "trainer.policy.model.path" in message
     assert not broken.weights.exists()
+
+
+def test_ranks_begin_with_a_sum_over_their_network() -> None:
+    done = run_ranks(3, json.dumps([["summing", {}]]))
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"all-reduce of 1 MiB over 3 ranks: .* ms, bus bandwidth ([\d.]+) GB/s \(gloo\)", done.stderr)
+    assert [float(line) > 0 for line in lines] == [True], done.stderr
+    wrong = run_ranks(2, json.dumps([["summing", {"wrong": 0}]]))
+    assert wrong.returncode == 1
+    assert (
+        "DeviceError: rank 1 of 2: an all-reduce over the trainer's ranks gave 10.0 to 10.0, expected 3.0"
+        in wrong.stderr
+    )

@@ -20,10 +20,11 @@ from pathlib import Path
 from hpcrl.config import Config
 from hpcrl.errors import DeviceError, HpcrlError, RunError
 from hpcrl.launch.agent.child import Child, Restarts, concerns_the_run
-from hpcrl.launch.agent.devices import require_gpus
+from hpcrl.launch.agent.preflight import check_node
 from hpcrl.launch.agent.processes import NodeProcesses
 from hpcrl.launch.agent.start import NodeContext, await_attempt, listen, log_to
 from hpcrl.launch.agent.watchdog import Neighbours, Stall, Watchdog
+from hpcrl.launch.doctor.rooms import Sizes
 from hpcrl.launch.nodes import Node, make_plan, trainer_nodes
 from hpcrl.launch.requeue.epilogue import ended_before, settle
 from hpcrl.rundir.commit import read_json, write_json
@@ -61,8 +62,10 @@ class Agent:
         attempt: Attempt,
         signals: list[int],
         node: Node | None = None,
+        sizes: Sizes | None = None,
     ) -> None:
-        self._run, self._context, self._attempt = run, context, attempt.number
+        self._run, self._config, self._context, self._attempt = run, config, context, attempt.number
+        self._sizes = sizes
         plan = make_plan(config)
         self._node = node or plan[context.index]
         self._grace_s = config.slurm.signal_seconds - _MARGIN_S
@@ -86,11 +89,11 @@ class Agent:
 
         Raises:
             RunError: the run directory cannot be read or written for a minute.
-            DeviceError: the node lacks GPUs that the run is to use.
+            DeviceError: the node lacks what the run is to use.
         """
         trouble, clock = None, SuspendAwareClock(_TROUBLE_S)
         try:
-            require_gpus(self._node, self._context.local)
+            check_node(self._run, self._config, self._node, self._context, self._sizes)
             self._start()
             while True:
                 try:
@@ -231,7 +234,8 @@ class Agent:
             if self._stop_reason:
                 return
         blamed = not consequence and not concerns_the_run(child.poll() or 0)  # what users wrote fails on any node
-        self._report("failed", f"{error} on {self._context.hosts[self._context.index]}", blamed=blamed)
+        message = f"{error} on {self._context.hosts[self._context.index]}{self._processes.recorder.found()}"
+        self._report("failed", message, blamed=blamed)
 
     def _look_for_stalls(self) -> None:
         first = self._node.index * self._node.ranks
@@ -255,6 +259,7 @@ class Agent:
         time.sleep(_DUMP_S)
         where = self._run.stacks(self._attempt, stall.process)
         message = f"{stall} on {self._context.hosts[self._context.index]}; the stacks of all processes: {where.parent}"
+        message += self._processes.recorder.found()
         if self._stop_reason:
             self._report_stop(message)
         else:
@@ -270,12 +275,13 @@ class Agent:
                 self._report("failed", lost)
 
     def _show_stacks(self) -> None:
-        """Let this node's processes write down their stacks, if that was requested since the last look."""
+        """Let this node's processes write down their stacks, and what NCCL did, if that was requested since the last look."""
         request = read_json(self._run.stacks_request)
         if request != self._stacks_shown:
             self._stacks_shown = request
             if request and request["attempt"] == self._attempt:
                 self._watchdog.signal(signal.SIGUSR1)
+                self._processes.recorder.write()
 
     def _end(self) -> None:
         outcome = outcome_of(self._run, self._attempt)
@@ -284,8 +290,8 @@ class Agent:
         print(f"ended: {outcome.kind if outcome else 'no outcome'}", flush=True)
 
 
-def main(path: str) -> None:
-    """Run the agent of this node for the run at `path`; ends the process."""
+def main(path: str, sizes: Sizes | None = None) -> None:
+    """Run the agent of this node for the run at `path`, whose parts have about these sizes; ends the process."""
     signals = listen()
     run, context = Run(Path(path)), NodeContext.here()
     before = ended_before(run, context.job)
@@ -296,7 +302,7 @@ def main(path: str) -> None:
     log_to(run.log(attempt.number, f"agent-{context.index}"))
     message, host, agent = "the agent ended without an outcome; its log says why", "", None
     try:
-        agent = Agent(run, Config.from_toml([run.config]), context, attempt, signals)
+        agent = Agent(run, Config.from_toml([run.config]), context, attempt, signals, sizes=sizes)
         agent.supervise()
     except HpcrlError as error:
         message = f"{type(error).__name__}: {error}"

@@ -17,6 +17,7 @@ from hpcrl.errors import HpcrlError, SubmitError, UserCodeError
 from hpcrl.launch.agent.agent import Agent
 from hpcrl.launch.agent.child import Child
 from hpcrl.launch.agent.start import NodeContext, listen, log_to
+from hpcrl.launch.doctor.rooms import Sizes
 from hpcrl.launch.nodes import Node, make_plan
 from hpcrl.launch.requeue.elastic import AGAIN, current_attempt, unwanted
 from hpcrl.launch.scheduler import find_job, queue
@@ -33,11 +34,18 @@ class PoolAgent(Agent):
     """One replica of the pool in one attempt."""
 
     def __init__(
-        self, run: Run, config: Config, context: NodeContext, attempt: Attempt, signals: list[int], replica: int
+        self,
+        run: Run,
+        config: Config,
+        context: NodeContext,
+        attempt: Attempt,
+        signals: list[int],
+        replica: int,
+        sizes: Sizes | None = None,
     ) -> None:
         gpus = engine_gpus(config.generator.inference_engine) if gpu_count(config.slurm) else 0
         node = Node(len(make_plan(config)) + replica, "rollout", 0, (replica,), gpus, 0)
-        super().__init__(run, config, context, attempt, signals, node)
+        super().__init__(run, config, context, attempt, signals, node, sizes)
         self.left = False
 
     @property
@@ -67,19 +75,19 @@ class PoolAgent(Agent):
             print(lost, flush=True)
 
 
-def main(path: str, replica: int) -> None:
+def main(path: str, replica: int, sizes: Sizes | None = None) -> None:
     """Keep replica number `replica` of the run at `path` going; ends the process."""
     signals = listen()
     run, context = Run(Path(path)), NodeContext.here()
     try:
-        status = _serve(run, context, replica, signals)
+        status = _serve(run, context, replica, signals, sizes)
     except HpcrlError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         status = error.exit_code
     sys.exit(status)
 
 
-def _serve(run: Run, context: NodeContext, replica: int, signals: list[int]) -> int:
+def _serve(run: Run, context: NodeContext, replica: int, signals: list[int], sizes: Sizes | None) -> int:
     pool = os.environ["SLURM_ARRAY_JOB_ID"]
     idle, asked, lost = time.monotonic(), time.monotonic(), 0
     while not signals:
@@ -90,7 +98,7 @@ def _serve(run: Run, context: NodeContext, replica: int, signals: list[int]) -> 
         if attempt is not None and attempt.number != lost and outcome_of(run, attempt.number) is None:
             print(f"rollout-{replica} in attempt {attempt.number}", flush=True)
             log_to(run.log(attempt.number, f"agent-pool-{replica}"))
-            agent = PoolAgent(run, Config.from_toml([run.config]), context, attempt, signals, replica)
+            agent = PoolAgent(run, Config.from_toml([run.config]), context, attempt, signals, replica, sizes)
             agent.supervise()
             if agent.left:
                 break

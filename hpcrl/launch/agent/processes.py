@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import sys
-import tempfile
-from pathlib import Path
 
 from hpcrl.config import Config
 from hpcrl.launch.agent.child import Child
 from hpcrl.launch.agent.environment import Environments
 from hpcrl.launch.agent.network import choose_port, node_address
+from hpcrl.launch.agent.recorder import FlightRecorder
 from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.nodes import Node, make_plan, trainer_nodes
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.scratch import Scratch
 
 
 class NodeProcesses:
@@ -27,6 +26,7 @@ class NodeProcesses:
     Attributes:
         children: the processes that were started last, by name; what has ended stays in it.
         heartbeats: directory of their heartbeats.
+        recorder: of the collectives of the ranks.
         rendezvous: number of the rendezvous that torchrun was started for; 0: none yet.
     """
 
@@ -37,9 +37,10 @@ class NodeProcesses:
         self._trainer_nodes = trainer_nodes(make_plan(config))
         self._address = "127.0.0.1" if context.local else node_address(config.slurm.network_interface)
         interface = None if context.local else config.slurm.network_interface
-        self._scratch = Path(tempfile.mkdtemp(prefix="hpcrl-agent-"))
-        self.heartbeats = self._scratch / "heartbeats"
+        self._scratch = Scratch("agent")
+        self.heartbeats = self._scratch.path / "heartbeats"
         self.heartbeats.mkdir()
+        self.recorder = FlightRecorder(self._scratch.path / "collectives", run.collectives(attempt))
         self._environments = Environments(
             config, node, attempt, self._address, interface, self.heartbeats, context.local
         )
@@ -84,14 +85,14 @@ class NodeProcesses:
         if old := self.children.pop(name, None):
             old.end(0.0)
         command = [
-            sys.executable, "-m", "torch.distributed.run", f"--log-dir={self._scratch}", "--signals-to-handle=SIGHUP",
+            sys.executable, "-m", "torch.distributed.run", f"--log-dir={self._scratch.path}", "--signals-to-handle=SIGHUP",
             f"--nnodes={self._trainer_nodes}", f"--node-rank={self._node.index}", f"--nproc-per-node={self._node.ranks}",
             f"--master-addr={meeting['address']}", f"--master-port={meeting['port']}", "--max-restarts=0",
             self._job("train"), str(self._run.path),
         ]  # fmt: skip
         # The ranks get the stop request themselves. torchrun would end at the second SIGTERM, and they with it, while they save.
-        patience = str(round(self._grace_s))
-        self._spawn(name, command, signal.SIGHUP, ignore_sigterm=True, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=patience)
+        more = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(self._grace_s)), **self.recorder.prepare()}
+        self._spawn(name, command, signal.SIGHUP, ignore_sigterm=True, **more)
 
     def ended(self, name: str) -> bool:
         """Return whether a process was started and has ended."""
@@ -103,4 +104,4 @@ class NodeProcesses:
             child.request_stop()
         for name, child in self.children.items():
             child.end(10.0 if name.startswith("rollout") else patience_s)
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.remove()

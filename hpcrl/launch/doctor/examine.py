@@ -14,13 +14,13 @@ from typing import Any
 
 from hpcrl.launch.doctor.canary import VISIBLE_S, delays_of, of_delays, of_links
 from hpcrl.launch.doctor.cluster import of_cluster, of_partition, parse_config, parse_records
-from hpcrl.launch.doctor.facts import of_both, of_clock, of_node, of_place
+from hpcrl.launch.doctor.facts import Purpose, of_both, of_clock, of_node, of_place
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
 from hpcrl.launch.doctor.node import facts, place
 from hpcrl.launch.doctor.talk import Silent, Talk
 
 _ANSWER_S = 60.0
-_FACTS_S = 240.0
+_FACTS_S = 660.0  # torch may take long to import
 _PASSED_ON = ("partition", "account", "qos", "constraint")
 _BUSY = ("Requested nodes are busy", "Immediate execution impossible")
 
@@ -84,7 +84,7 @@ def _of_root(root: Path, directory: Path) -> Iterator[Finding]:
 def _of_this_machine(directory: Path) -> Iterator[Finding]:
     here = facts(directory)
     del here["places"]["root"]  # looked at already
-    yield from of_node(here, False)
+    yield from of_node(here, Purpose())
 
 
 def _slurm(*command: str) -> str:
@@ -119,7 +119,7 @@ def _of_compute_node(directory: Path, slurm: Mapping[str, Any], wait_s: int) -> 
     gpus = bool(slurm.get("gpus_per_node")) or _has_gpus(slurm["partition"])
     try:
         with Talk(_srun(canary, slurm, gpus, wait_s)) as node:
-            yield from _conversation(node, canary, wait_s, gpus)
+            yield from _conversation(node, canary, wait_s, int(bool(slurm.get("gpus_per_node"))))
     except Silent as silent:
         yield _no_node(str(silent), slurm["partition"], wait_s)
     finally:
@@ -156,13 +156,13 @@ def _no_node(said: str, partition: str, wait_s: int) -> Finding:
     return error("compute node", "; ".join(lines) or said, remedy)
 
 
-def _conversation(node: Talk, canary: Path, wait_s: int, gpus: bool) -> Iterator[Finding]:
+def _conversation(node: Talk, canary: Path, wait_s: int, needed: int) -> Iterator[Finding]:
     node.ask(wait_s + _ANSWER_S, verb="clock")  # the first answer takes as long as the start of the job
     before = time.time()
     there = node.ask(_ANSWER_S, verb="clock")["time"]
     after = time.time()
     delays, stranger = delays_of(node, canary, VISIBLE_S)
-    told = node.ask(_FACTS_S, verb="facts")
+    told = node.ask(_FACTS_S, verb="facts", gpus=str(needed))
     host = told["host"]
     yield of_delays(delays, canary.parent, host)
     yield of_links(canary)
@@ -172,4 +172,4 @@ def _conversation(node: Talk, canary: Path, wait_s: int, gpus: bool) -> Iterator
     yield of_clock(there - (before + after) / 2, (after - before) / 2, host)
     yield from of_both(facts(canary.parent), told)
     told["places"].pop("root", None)  # looked at from here
-    yield from of_node(told, gpus)
+    yield from of_node(told, Purpose(gpus=needed, requeues=True))

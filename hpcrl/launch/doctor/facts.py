@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
+from hpcrl.launch.doctor.gpus import of_gpus
+from hpcrl.launch.doctor.rooms import Room
+from hpcrl.units import readable_size
 
 _GB = 1e9
 _SHARED = {
@@ -29,17 +33,46 @@ _FEW_INODES = 100_000
 _FEW_FILES, _FEWER_FILES = 1024, 8192
 
 
-def of_node(facts: Mapping[str, Any], gpus_wanted: bool) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class Purpose:
+    """What a run wants of a node.
+
+    Attributes:
+        gpus: how many GPUs; 0: none.
+        engines: whether engines run there.
+        named: whether other nodes reach it by its name.
+        requeues: whether a job is requeued from there.
+        rooms: what it will write, by the name of the place, as far as that is known.
+    """
+
+    gpus: int = 0
+    engines: bool = True
+    named: bool = True
+    requeues: bool = False
+    rooms: Mapping[str, Room] = field(default_factory=dict)
+
+
+def of_node(facts: Mapping[str, Any], purpose: Purpose) -> Iterator[Finding]:
     """Say what is well and what is not on a node."""
     host = facts["host"]
-    yield from (of_place(name, place, host) for name, place in facts["places"].items())
+    yield from (of_place(name, place, host, purpose.rooms.get(name)) for name, place in facts["places"].items())
     yield from _limits(facts)
-    yield _network(facts)
-    yield from _gpus(facts, gpus_wanted)
+    if purpose.named:
+        yield _network(facts)
+    if purpose.requeues and not facts["scontrol"]:
+        remedy = "a preempted run requeues itself from its first node; have Slurm's client programs there, also in a container"
+        yield warning("scontrol", f"not on {host}", remedy)
+    if facts["abandoned"]:
+        yield ok("left over", f"removed on {host}, of processes that were killed: {', '.join(facts['abandoned'])}")
+    yield from of_gpus(facts, purpose.gpus, purpose.engines)
 
 
-def of_place(name: str, place: Mapping[str, Any], host: str) -> Finding:
-    """Say whether a directory has a fitting filesystem, room and inodes."""
+def of_place(name: str, place: Mapping[str, Any], host: str, needed: Room | None = None) -> Finding:
+    """Say whether a directory has a fitting filesystem, room and inodes.
+
+    Args:
+        needed: what a run will write there; None: not known.
+    """
     kind, room, inodes = place["type"], place["free_bytes"] / _GB, place["free_inodes"]
     subject = {"root": "slurm.root", "temporary": "temporary files", "memory": "shared memory"}[name]
     counted = "inodes not counted" if inodes is None else f"{inodes:,} inodes"
@@ -47,7 +80,13 @@ def of_place(name: str, place: Mapping[str, Any], host: str) -> Finding:
     if name == "memory":
         few = "torch and vLLM pass tensors through it; ask for more memory, or for a larger /dev/shm in the container"
         return warning(subject, found, few) if room < 1 else ok(subject, found)
-    if room < _SCARCE_GB:
+    if needed and place["free_bytes"] < needed.most:
+        found += (
+            f"; {needed.what} take about {readable_size(needed.least)}, all that is kept {readable_size(needed.most)}"
+        )
+        remedy = "make room (`hpcrl checkpoint ls` and `rm`, exports/), choose another place, or lower trainer.max_ckpts_to_keep"
+        return (error if place["free_bytes"] < needed.least else warning)(subject, found, remedy)
+    if needed is None and room < _SCARCE_GB:
         return error(subject, found, "make room, or choose another place: a checkpoint holds weights and optimizer")
     if inodes is not None and inodes < _FEW_INODES:
         return warning(
@@ -60,7 +99,7 @@ def of_place(name: str, place: Mapping[str, Any], host: str) -> Finding:
     if kind in _DOUBTFUL or kind.startswith("fuse"):
         remedy = "renames and locks may not be what checkpoints need; prefer a filesystem such as Lustre, GPFS or NFS"
         return warning(subject, found, remedy)
-    if room < _LITTLE_GB:
+    if needed is None and room < _LITTLE_GB:
         return warning(subject, found, "room for small models only; a checkpoint holds about 16 bytes per parameter")
     notes = "quotas do not show here: " + {"lustre": "`lfs quota -hu $USER`"}.get(kind, "`quota -s`")
     if kind == "lustre":
@@ -79,7 +118,7 @@ def _limits(facts: Mapping[str, Any]) -> Iterator[Finding]:
     else:
         yield ok(subject, found)
     locked = facts["locked_memory"]
-    if facts["gpus"] and 0 <= locked < 1 << 30:
+    if facts["torch"] and 0 <= locked < 1 << 30:
         remedy = "NCCL over InfiniBand needs it unlimited; ask the administrators (LimitMEMLOCK of slurmd)"
         yield warning("locked memory", f"{locked:,} bytes on {facts['host']}", remedy)
 
@@ -96,28 +135,6 @@ def _network(facts: Mapping[str, Any]) -> Finding:
             "network", found, "servers take ports below that range, and few are left; hpcrl uses 1024 and up"
         )
     return ok("network", found, f"servers choose free ports from 10000 to {first - 1}")
-
-
-def _gpus(facts: Mapping[str, Any], wanted: bool) -> Iterator[Finding]:
-    gpus, torch, host = facts["gpus"], facts["torch"], facts["host"]
-    if not gpus:
-        if wanted:
-            remedy = "its driver does not work, or these GPUs are not NVIDIA's; ask the administrators"
-            yield warning("GPU", f"{host} gave {facts['given_gpus']} GPU, but nvidia-smi shows none", remedy)
-        else:
-            yield ok("GPU", f"none on {host}", "runs there use the CPU (slurm.gpus_per_node = 0)")
-        return
-    one = gpus[0]
-    found = f"{len(gpus)} x {one['name']}, {one['memory']}, driver {one['driver']} on {host}"
-    if torch is None or "error" in torch:
-        yield error(
-            "GPU", f"{found}; torch: {torch['error'] if torch else 'not asked'}", "reinstall torch in this environment"
-        )
-    elif not torch["devices"]:
-        built = f"was built for CUDA {torch['cuda']}" if torch["cuda"] else "is a build for CPUs"
-        yield error("GPU", f"{found}; torch {built} and sees no device", "install a torch that fits the driver")
-    else:
-        yield ok("GPU", f"{found}; torch with CUDA {torch['cuda']}, NCCL {torch['nccl']}")
 
 
 def of_both(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[Finding]:
@@ -138,9 +155,6 @@ def of_both(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[Findi
         yield ok(
             "environment", f"{there['prefix']} is the same here and on {node}: Python {there['python']}, {versions}"
         )
-    if not there["scontrol"]:
-        remedy = "a preempted run requeues itself from its first node; have Slurm's client programs installed there"
-        yield error("scontrol", f"not on {node}", remedy)
 
 
 def of_clock(skew_s: float, uncertainty_s: float, node: str) -> Finding:

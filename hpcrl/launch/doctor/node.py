@@ -6,47 +6,48 @@ python -m hpcrl.launch.doctor.node DIRECTORY
 {"verb": "await", "name": "a", "content": "x",       {"sees": false}, and when the file has that content {"sees": true},
      "limit_s": "60"}                                    or {"sees": false} when the time is over
 {"verb": "write", "name": "b", "content": "y"}       {"uid": 1000}
-{"verb": "facts"}                                    see `facts`
+{"verb": "facts", "gpus": "1"}                       see `facts`
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import resource
 import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from hpcrl.rundir.commit import write_text
+from hpcrl.runtime.scratch import remove_abandoned
 
 PACKAGES = ("hpcrl", "torch", "vllm", "transformers", "safetensors", "submitit", "pydantic", "tensorboard", "numpy")
 _POLL_S = 0.02
-_TORCH_S = 120.0
-_TORCH = """
-import json, torch
-nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
-print(json.dumps({
-    "version": torch.__version__, "cuda": torch.version.cuda, "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
-    "nccl": nccl and ".".join(map(str, nccl)),
-}))
-"""
+_TORCH_S = 600.0  # to import it from a shared filesystem that many nodes read at the same time
 
 
-def facts(directory: Path) -> dict[str, Any]:
+def facts(directory: Path, gpus_needed: int = 0, devices: Sequence[str] | None = None) -> dict[str, Any]:
     """Return what is to be known about this node, as JSON values.
 
     Args:
         directory: where runs are, or will be; it exists.
+        gpus_needed: how many GPUs a run wants here.
+        devices: those that its processes get, as CUDA_VISIBLE_DEVICES names them; None: what that variable says, or the first ones.
     """
     gpus = gpus_here()
+    if devices is None:
+        listed = listed_gpus()
+        first = [gpu["index"] for gpu in gpus] if not gpus_needed else [str(index) for index in range(gpus_needed)]
+        devices = first if listed is None else listed
     places = {"root": directory, "temporary": Path(os.environ.get("TMPDIR", "/tmp")), "memory": Path("/dev/shm")}
     return {
         "host": socket.gethostname(),
@@ -59,8 +60,16 @@ def facts(directory: Path) -> dict[str, Any]:
         "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "ephemeral": [int(port) for port in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()],
         "gpus": gpus,
-        "given_gpus": len(listed_gpus() or []),
-        "torch": torch_here() if gpus else None,
+        "listed": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "devices": list(devices),
+        "torch": torch_here(devices) if gpus_needed or (gpus and devices) else None,
+        "gpu_processes": gpu_processes(gpus, devices),
+        "compiler": _compiler(),
+        "python_header": {
+            "path": (header := str(Path(sysconfig.get_paths()["include"]) / "Python.h")),
+            "there": os.path.exists(header),
+        },
+        "abandoned": [str(path) for path in remove_abandoned()],
         "scontrol": shutil.which("scontrol") is not None,
     }
 
@@ -104,14 +113,63 @@ def filesystem(path: Path, mountinfo: str) -> str:
 
 
 def gpus_here() -> list[dict[str, str]]:
-    """Return name, driver and memory of the GPUs that this process may use."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    """Return index, uuid, name, driver and memory of the GPUs that this process may use."""
+    names = ("index", "uuid", "name", "driver", "memory")
+    rows = [line.split(", ") for line in _nvidia_smi("gpu=index,uuid,name,driver_version,memory.total")]
+    return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
+
+
+def gpu_processes(gpus: Sequence[Mapping[str, str]], devices: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the processes that compute on these devices: gpu, pid, name, user, and memory in MiB, None where the driver does not say.
+
+    Args:
+        gpus: of `gpus_here`.
+        devices: as CUDA_VISIBLE_DEVICES names them, by index or by the beginning of the uuid. Those of a MIG device cannot be told.
+    """
+    mine = {
+        gpu["uuid"]: device
+        for gpu in gpus
+        for device in devices
+        if gpu["index"] == device or gpu["uuid"].startswith(device)
+    }
+    found = []
+    for line in _nvidia_smi("compute-apps=gpu_uuid,pid,used_memory,process_name"):
+        uuid, pid, memory, name = (*line.split(", ", 3), "", "", "")[:4]
+        if uuid in mine and pid.isdecimal():
+            size = re.fullmatch(r"(\d+) MiB", memory)
+            one = {
+                "gpu": mine[uuid],
+                "pid": int(pid),
+                "name": name,
+                "user": _owner(pid),
+                "memory": size and int(size[1]),
+            }
+            found.append(one)
+    return found
+
+
+def _nvidia_smi(query: str) -> list[str]:
     try:
-        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+        command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    rows = [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
-    return [dict(zip(("name", "driver", "memory"), row, strict=True)) for row in rows if len(row) == 3]
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def _owner(pid: str) -> str:
+    """Return the user of a process, as far as this one may see it: in a container, or with hidepid, it may not."""
+    try:
+        uid = os.stat(f"/proc/{pid}").st_uid
+        return pwd.getpwuid(uid).pw_name
+    except (OSError, KeyError):
+        return "somebody"
+
+
+def _compiler() -> str | None:
+    """Return the compiler that Triton takes."""
+    own = os.environ.get("CC")
+    return shutil.which(own) if own else shutil.which("gcc") or shutil.which("clang")
 
 
 def listed_gpus() -> list[str] | None:
@@ -120,14 +178,14 @@ def listed_gpus() -> list[str] | None:
     return None if listed is None else [device.strip() for device in listed.split(",") if device.strip()]
 
 
-def torch_here(limit_s: float = _TORCH_S) -> dict[str, Any]:
-    """Return what torch says of CUDA, or why it says nothing, from a process of its own: the import may take long, or crash."""
+def torch_here(devices: Sequence[str]) -> dict[str, Any]:
+    """Return what torch says of these devices (hpcrl/launch/doctor/torch_facts.py), or why it says nothing."""
+    command = [sys.executable, "-m", "hpcrl.launch.doctor.torch_facts"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _TORCH], capture_output=True, text=True, check=False, timeout=limit_s
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TORCH_S, env=environment)
     except subprocess.TimeoutExpired:
-        return {"error": f"import torch took more than {limit_s:.0f} s"}
+        return {"error": f"it took more than {_TORCH_S:.0f} s"}
     if done.returncode != 0:
         return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
     return json.loads(done.stdout.splitlines()[-1])
@@ -170,7 +228,7 @@ def _answer(directory: Path, request: Mapping[str, str]) -> None:
             write_text(path, request["content"])
             say({"uid": path.stat().st_uid})
         case "facts":
-            say(facts(directory))
+            say(facts(directory, int(request.get("gpus", "0"))))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import hpcrl
 from hpcrl.config import Config
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.agent import agent, pool
+from hpcrl.launch.doctor.rooms import Sizes
 from hpcrl.launch.requeue.elastic import cancel_pool
 from hpcrl.launch.submit.executors import (
     Element,
@@ -35,6 +36,7 @@ from hpcrl.launch.submit.executors import (
     slurm_executor,
     submit_with_retry,
 )
+from hpcrl.launch.submit.models import folder_of
 from hpcrl.launch.submit.sweep import run_names
 from hpcrl.rundir.commit import discard, write_json, write_text
 from hpcrl.rundir.layout import Run
@@ -142,10 +144,11 @@ def launch(submission: Submission, local: bool) -> None:
     write_json(submission.element_list, [str(run.path) for run in runs])
     executor = local_executor(submission) if local else slurm_executor(submission)
     paths, jobs = [str(run.path) for run in runs], list[Job[Any]]()
+    sizes = [Sizes.of(element.config, folder_of) for element in submission.elements]
     try:
         with submitit.helpers.clean_env(), _detached(submission.folder / "local.log") if local else nullcontext():
-            jobs = submit_with_retry(lambda: executor.map_array(agent.main, paths), submission.folder)
-            pools = [_start_pool(submission, at, job, jobs) for at, job in enumerate(list(jobs))]
+            jobs = submit_with_retry(lambda: executor.map_array(agent.main, paths, sizes), submission.folder)
+            pools = [_start_pool(submission, at, job, jobs, sizes[at]) for at, job in enumerate(list(jobs))]
         for run, element, job, pool_job in zip(runs, submission.elements, jobs, pools, strict=False):
             cancel_pool(run)  # of an earlier submission
             record = {
@@ -165,7 +168,9 @@ def launch(submission: Submission, local: bool) -> None:
         raise
 
 
-def _start_pool(submission: Submission, at: int, gang: Job[Any], jobs: list[Job[Any]]) -> str | None:
+def _start_pool(
+    submission: Submission, at: int, gang: Job[Any], jobs: list[Job[Any]], sizes: Sizes | None
+) -> str | None:
     """Submit the elastic pool of one run, if it has one, and return the id of its array; its elements are added to `jobs`."""
     run, config = submission.runs[at], submission.elements[at].config
     count = config.slurm.elastic.replicas
@@ -175,7 +180,7 @@ def _start_pool(submission: Submission, at: int, gang: Job[Any], jobs: list[Job[
     first = config.generator.inference_engine.num_engines
     replicas = range(first, first + count)
     elements = submit_with_retry(
-        lambda: executor.map_array(pool.main, [str(run.path)] * count, replicas), submission.folder
+        lambda: executor.map_array(pool.main, [str(run.path)] * count, replicas, [sizes] * count), submission.folder
     )
     jobs += elements
     return elements[0].job_id.partition("_")[0]

@@ -6,12 +6,10 @@ files, the sockets between its own processes included, lie there too.
 
 from __future__ import annotations
 
-import fcntl
 import getpass
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -265,51 +263,3 @@ def server_options(run: Run, config: Config) -> ServerOptions:
         rope_scaling=rope_scaling,
         rope_theta=rope_theta,
     )
-
-
-_SCRATCH_PREFIX = "hpcrl-"
-_SOCKET_PATH_MAX = 107
-_SOCKET_NAME = 37  # a slash and a UUID, as vLLM names its inner sockets
-
-
-class Scratch:
-    """A directory that only this user can enter, removed at the end or, after a SIGKILL, by the next worker on the node.
-
-    A lock tells whether its owner lives; it is taken before the directory gets the name by which others look for it.
-
-    Attributes:
-        path: short enough for unix sockets in it.
-    """
-
-    def __init__(self) -> None:
-        parent = Path(tempfile.gettempdir())
-        if len(str(parent)) + len(_SCRATCH_PREFIX) + 9 + _SOCKET_NAME > _SOCKET_PATH_MAX:
-            parent = Path("/tmp")
-        _remove_abandoned(parent)
-        try:
-            made = Path(tempfile.mkdtemp(prefix=f".{_SCRATCH_PREFIX}", dir=parent))
-        except OSError as error:
-            raise EngineError(f"no node-local directory for the engine: {error}; set TMPDIR to one") from error
-        self._lock = os.open(made / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.path = made.rename(parent / made.name.removeprefix("."))
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-
-
-def _remove_abandoned(parent: Path) -> None:
-    for path in parent.glob(f"{_SCRATCH_PREFIX}*/lock"):
-        try:
-            lock = os.open(path, os.O_RDWR)
-        except OSError:  # another user's, or just removed
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
-            shutil.rmtree(path.parent, ignore_errors=True)
-        finally:
-            os.close(lock)

@@ -196,3 +196,36 @@ def test_a_users_error_on_a_replica_ends_the_attempt(tmp_path: Path) -> None:
     outcome = supervise(make_run(tmp_path, rollout=program), node=1)
     assert outcome.kind == "failed"
     assert "rollout-0: hpcrl.errors.DataError: environment x: no answer" in outcome.message
+
+
+def test_a_hang_has_ranks_write_what_their_collectives_did(tmp_path: Path) -> None:
+    """The variables reach the ranks through torchrun; the job stands in for NCCL, which reads a named pipe and then writes a file."""
+    run = make_run(
+        tmp_path,
+        "slurm.patience.step_seconds=2",
+        train="""
+assert int(os.environ["TORCH_FR_BUFFER_SIZE"]) == int(os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0
+assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+rank = os.environ["RANK"]
+pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + rank + ".pipe"
+os.mkfifo(pipe)
+reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+Heartbeat(run, 1, "rank-0").beat("step")
+while not os.read(reader, 128):
+    time.sleep(0.1)
+Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + rank).write_text("all_reduce")
+time.sleep(60)
+""",
+        controller="""
+heartbeat = Heartbeat(run, 1, "controller")
+while True:
+    heartbeat.beat("serve")
+    time.sleep(0.2)
+""",
+    )
+    outcome = supervise(run)
+    assert outcome.kind == "hang"
+    assert outcome.message.endswith(
+        f"; the last collectives of the ranks: {run.collectives(1)} (torchfrtrace {run.collectives(1)})"
+    )
+    assert (run.collectives(1) / "rank0").read_text() == "all_reduce"

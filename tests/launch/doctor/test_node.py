@@ -11,8 +11,9 @@ import pytest
 
 from hpcrl import faults as fault
 from hpcrl.launch.doctor.canary import delays_of, of_delays, of_links
-from hpcrl.launch.doctor.facts import of_both, of_clock, of_node, of_place
+from hpcrl.launch.doctor.facts import Purpose, of_both, of_clock, of_node, of_place
 from hpcrl.launch.doctor.node import facts, filesystem
+from hpcrl.launch.doctor.rooms import Room
 from hpcrl.launch.doctor.talk import Silent, Talk
 
 MOUNTS = """\
@@ -91,7 +92,7 @@ def test_facts_of_this_machine_are_findings(tmp_path: Path) -> None:
     here = facts(tmp_path)
     assert here["packages"]["hpcrl"]
     assert here["places"]["root"]["path"] == str(tmp_path)
-    subjects = [one.subject for one in of_node(here, False)]
+    subjects = [one.subject for one in of_node(here, Purpose())]
     assert {"slurm.root", "open files", "network", "GPU"} <= set(subjects)
     assert [one.level for one in of_both(here, here) if one.subject == "environment"] == ["ok"]
 
@@ -103,10 +104,9 @@ def test_other_packages_there_are_an_error(tmp_path: Path) -> None:
         "host": "n1",
         "python": "3.9.1",
         "packages": {**here["packages"], "submitit": "0.1"},
-        "scontrol": False,
     }
     found = {one.subject: one for one in of_both(here, there)}
-    assert found["environment"].level == found["scontrol"].level == "error"
+    assert found["environment"].level == "error"
     assert f"submitit {here['packages']['submitit']} here, 0.1 on n1" in found["environment"].found
     assert "3.9.1 on n1" in found["environment"].found
 
@@ -133,26 +133,52 @@ def test_place_of_runs(changes: dict[str, Any], level: str, text: str) -> None:
     assert text in finding.found
 
 
-def levels(facts: dict[str, Any], gpus: bool = False) -> dict[str, str]:
-    return {one.subject: one.level for one in of_node(facts, gpus)}
+GB = 10**9
 
 
-def test_limits_network_and_gpus() -> None:
+@pytest.mark.parametrize(
+    ("name", "free", "level"),
+    [
+        ("root", 100 * GB, "ok"),
+        ("root", 30 * GB, "warning"),
+        ("root", 5 * GB, "error"),
+        ("temporary", 30 * GB, "warning"),
+    ],
+)
+def test_room_for_what_a_run_writes(name: str, free: int, level: str) -> None:
+    room = Room(0 if name == "temporary" else 10 * GB, 40 * GB, "a checkpoint")
+    finding = of_place(name, place(free_bytes=free), "n1", room)
+    assert finding.level == level
+    assert ("37.3 GiB" in finding.found) == (level != "ok")
+    assert of_place("root", place(free_bytes=GB), "n1", Room(GB // 10, GB // 2, "a checkpoint")).level == "ok", (
+        "a tiny model"
+    )
+
+
+ON_SLURM = Purpose(requeues=True)
+
+
+def levels(facts: dict[str, Any], purpose: Purpose = ON_SLURM) -> dict[str, str]:
+    return {one.subject: one.level for one in of_node(facts, purpose)}
+
+
+def test_limits_and_network() -> None:
     well: dict[str, Any] = {
         "host": "n1", "address": "10.0.0.1", "places": {}, "open_files": 65536, "locked_memory": -1, "ephemeral": [32768, 60999],
-        "gpus": [{"name": "NVIDIA H200", "driver": "570.1", "memory": "143771 MiB"}], "given_gpus": 1,
-        "torch": {"cuda": "12.8", "devices": 1, "nccl": "2.27.3"},
+        "gpus": [], "devices": [], "torch": None, "scontrol": True, "abandoned": [],
     }  # fmt: skip
-    assert set(levels(well, True).values()) == {"ok"}
+    assert set(levels(well).values()) == {"ok"}
     assert levels({**well, "open_files": 256})["open files"] == "error"
     assert levels({**well, "open_files": 4096})["open files"] == "warning"
-    assert levels({**well, "locked_memory": 65536})["locked memory"] == "warning"
+    on_gpu = {"torch": {"error": ""}, "locked_memory": 65536, "listed": None}
+    assert levels({**well, **on_gpu})["locked memory"] == "warning"
+    assert "locked memory" not in levels({**well, "locked_memory": 65536}), "a run on CPUs"
     assert levels({**well, "address": "127.0.1.1"})["network"] == "error"
+    assert "network" not in levels({**well, "address": "127.0.1.1"}, Purpose(named=False))
+    assert levels({**well, "scontrol": False})["scontrol"] == "warning"
+    assert "scontrol" not in levels({**well, "scontrol": False}, Purpose())
+    assert levels({**well, "abandoned": ["/tmp/hpcrl-agent-x"]})["left over"] == "ok"
     assert levels({**well, "ephemeral": [9000, 65535]})["network"] == "warning"
-    assert levels({**well, "torch": {"cuda": None, "devices": 0, "nccl": None}}, True)["GPU"] == "error"
-    assert levels({**well, "torch": {"error": "No module named torch"}}, True)["GPU"] == "error"
-    assert levels({**well, "gpus": [], "torch": None}, True)["GPU"] == "warning"
-    assert levels({**well, "gpus": [], "torch": None})["GPU"] == "ok"
 
 
 def test_clock() -> None:

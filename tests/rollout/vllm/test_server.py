@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from hpcrl.errors import EngineError
 from hpcrl.rollout.vllm.client import EngineClient
-from hpcrl.rollout.vllm.server import Scratch, Server
+from hpcrl.rollout.vllm.server import Server
 from hpcrl.runtime.controller_client import headers
+from hpcrl.runtime.scratch import Scratch
 from tests.rollout.material import RUN_NAME, START_S, TOKEN, children_of, group_of, options, wait_for
 
 
@@ -21,11 +22,11 @@ from tests.rollout.material import RUN_NAME, START_S, TOKEN, children_of, group_
 def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Scratch:
     # only to see that it works where paths are long: the directory goes to /tmp then
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 60)))
-    return Scratch()
+    return Scratch("engine")
 
 
 def test_a_model_that_is_missing_is_said(token_file: Path, tmp_path: Path) -> None:
-    scratch = Scratch()
+    scratch = Scratch("engine")
     server = Server(options(str(tmp_path / "no-model"), token_file), scratch.path, tmp_path / "engine.log")
     try:
         with pytest.raises(EngineError) as caught:
@@ -69,20 +70,3 @@ def test_bad_weights_and_a_core_that_hangs(
         server.stop()
         scratch.remove()
     wait_for(lambda: not group_of(server.pid), 2, "processes are left")
-
-
-def test_scratch_of_the_dead_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(short_path))
-    living = Scratch()
-    child = os.fork()
-    if child == 0:
-        (Scratch().path / "weights").mkdir()
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert len(list(short_path.iterdir())) == 2
-    mine = Scratch()
-    assert sorted(short_path.iterdir()) == sorted([living.path, mine.path])
-    assert mine.path.stat().st_mode & 0o077 == 0
-    living.remove()
-    mine.remove()
-    assert not list(short_path.iterdir())

@@ -1,0 +1,59 @@
+"""The node, looked at before anything is loaded on it: what `hpcrl doctor` says of one, with what this run wants of this node."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from hpcrl.config import Config
+from hpcrl.errors import DeviceError, RunError
+from hpcrl.launch.agent.devices import visible_devices
+from hpcrl.launch.agent.start import NodeContext
+from hpcrl.launch.doctor.facts import Purpose, of_node
+from hpcrl.launch.doctor.finding import Finding
+from hpcrl.launch.doctor.node import facts, gpu_processes
+from hpcrl.launch.doctor.rooms import Sizes, rooms
+from hpcrl.launch.nodes import Node
+from hpcrl.rundir.layout import Run
+
+_LEAVING_S, _POLL_S = 20.0, 2.0
+_SHARED = "slurm.root"
+
+
+def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes: Sizes | None) -> None:
+    """Print what is found, and refuse to begin where this node, or the filesystem of the run, lacks what the run needs.
+
+    It takes a second, and on a node with GPUs as long as importing torch in a process of its own.
+
+    Raises:
+        DeviceError: this node cannot do its part; the message says what was found and the remedy.
+        RunError: the run directory has too little room, which no other node has more of.
+    """
+    purpose = Purpose(
+        gpus=node.gpus,
+        engines=bool(node.replicas),
+        named=not (context.local or config.slurm.network_interface),
+        requeues=node.index == 0 and not context.local,
+        rooms=rooms(run, config, sizes, len(node.replicas)),
+    )
+    findings = list(of_node(_facts(run, node, context), purpose))
+    for finding in findings:
+        print(f"{finding.level}: {finding.subject}: {_line(finding)}", flush=True)
+    errors = [finding for finding in findings if finding.level == "error"]
+    if errors:
+        shared = all(finding.subject == _SHARED for finding in errors)
+        raise (RunError if shared else DeviceError)("; ".join(map(_line, errors)))
+
+
+def _line(finding: Finding) -> str:
+    return f"{finding.found}: {finding.remedy}" if finding.remedy else finding.found
+
+
+def _facts(run: Run, node: Node, context: NodeContext) -> dict[str, Any]:
+    """Return the facts of this node, once the processes of the job before this one have left its GPUs, or do not leave."""
+    devices = visible_devices(node, context.local) if node.gpus else []
+    found, deadline = facts(run.path, node.gpus, devices), time.monotonic() + _LEAVING_S
+    while found["gpu_processes"] and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        found["gpu_processes"] = gpu_processes(found["gpus"], devices)
+    return found

@@ -1,0 +1,113 @@
+"""What a node's GPUs mean for a run that is to use them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hpcrl.launch.doctor.finding import Finding, error, ok, warning
+
+_MUCH_MIB = 1024  # what is left of a GPU beside it is less than an engine or a trainer counts on
+_SLOW = 0.7
+
+
+def of_gpus(facts: Mapping[str, Any], needed: int, engines: bool) -> Iterator[Finding]:
+    """Say whether processes of a run can compute on the GPUs of a node.
+
+    Args:
+        needed: how many the run wants there; 0: it wants none, and what is there is only described.
+        engines: whether vLLM runs there.
+    """
+    gpus, torch, host = facts["gpus"], facts["torch"], facts["host"]
+    if torch is None:  # none is wanted, and none was found
+        if facts["devices"]:
+            remedy = "its driver does not work, or these GPUs are not NVIDIA's; ask the administrators"
+            yield warning("GPU", f"{host} gave {len(facts['devices'])} GPU, but nvidia-smi shows none", remedy)
+        else:
+            yield ok("GPU", f"none given on {host}", "runs there use the CPU (slurm.gpus_per_node = 0)")
+        return
+    if unusable := _unusable(facts, max(needed, 1)):
+        yield unusable
+        return
+    one = gpus[0] if gpus else {"name": "GPU", "memory": "memory unknown", "driver": "unknown"}
+    found = f"{torch['devices']} x {one['name']}, {one['memory']}, driver {one['driver']} on {host}"
+    yield ok("GPU", f"{found}; torch {torch['version']} with CUDA {torch['cuda']}, NCCL {torch['nccl']}")
+    yield _multiplication(facts)
+    yield from _others(facts)
+    if engines:
+        yield _compiler(facts)
+
+
+def _unusable(facts: Mapping[str, Any], needed: int) -> Finding | None:
+    torch, gpus, listed = facts["torch"], facts["gpus"], facts["listed"]
+    given = "CUDA_VISIBLE_DEVICES is not set" if listed is None else f"CUDA_VISIBLE_DEVICES={listed!r}"
+    wanted = f"{needed} GPU(s) are needed on this node"
+    if len(facts["devices"]) < needed:
+        remedy = "ask for them with slurm.gpus_per_node, or with slurm.extra where the site counts them by another name"
+        return error("GPU", f"{wanted}, and it was given {len(facts['devices'])} ({given})", remedy)
+    if "error" in torch:
+        found = f"torch cannot be imported on this node: {torch['error']}"
+        return error("GPU", found, "install it anew in this environment (docs/installation.md)")
+    if torch["devices"] >= needed:
+        return None
+    build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built without CUDA"
+    driver = f"driver {gpus[0]['driver']} with {len(gpus)} x {gpus[0]['name']}" if gpus else "nvidia-smi shows no GPU"
+    if not torch["cuda"]:
+        remedy = "install one that is built with CUDA (docs/installation.md)"
+    elif gpus:
+        remedy = "the driver may be too old for that CUDA: install a newer driver, or a torch for an older CUDA"
+    else:
+        remedy = "ask for nodes with GPUs (slurm.partition, slurm.constraint)"
+    found = f"{wanted}, and torch {torch['version']}, {build}, sees {torch['devices']} ({driver}; {given})"
+    return error("GPU", found, f"{remedy}; slurm.gpus_per_node=0 is a run on CPUs")
+
+
+def _multiplication(facts: Mapping[str, Any]) -> Finding:
+    done, devices, subject = facts["torch"]["matmul"], facts["devices"], "matrix product"
+    wrong = [
+        f"device {devices[index]}: {one.get('error', 'a wrong result')}"
+        for index, one in enumerate(done)
+        if not one["right"]
+    ]
+    if wrong:
+        remedy = "leave this node out (slurm.extra.exclude) and tell the administrators; `nvidia-smi -q` and dmesg may name the fault"
+        return error(subject, "; ".join(wrong), remedy)
+    speeds = [one["tflops"] for one in done]
+    found = f"right on {len(done)} GPU(s), {min(speeds):.0f} to {max(speeds):.0f} TFLOP/s in bfloat16"
+    if min(speeds) < _SLOW * max(speeds):
+        slow = devices[speeds.index(min(speeds))]
+        remedy = "every step waits for the slowest: look at its clocks and temperature (`nvidia-smi -q -d PERFORMANCE`)"
+        return warning(subject, f"{found}; device {slow} is the slowest", remedy)
+    return ok(subject, found)
+
+
+def _others(facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """Say which processes are on the GPUs that this run was given, before it has started any."""
+    by_gpu = defaultdict(list)
+    for process in facts["gpu_processes"]:
+        by_gpu[process["gpu"]].append(process)
+    for gpu, processes in by_gpu.items():
+        names = ", ".join(
+            f"{one['pid']} {one['name']} of {one['user']} ({one['memory']} MiB)" if one["memory"] is not None
+            else f"{one['pid']} {one['name']} of {one['user']}"
+            for one in processes
+        )  # fmt: skip
+        found = f"GPU {gpu} of {facts['host']} is used by {names}"
+        if sum(one["memory"] or 0 for one in processes) >= _MUCH_MIB:
+            remedy = "its memory is not this run's alone: end them if they are yours, tell the administrators if they are left over, or ask for whole nodes (slurm.exclusive)"
+            yield error("GPU processes", found, remedy)
+        else:
+            yield warning("GPU processes", found, "they take little memory; if they compute, both are slow")
+
+
+def _compiler(facts: Mapping[str, Any]) -> Finding:
+    compiler, header, host = facts["compiler"], facts["python_header"], facts["host"]
+    missing = [] if compiler else ["no C compiler (gcc, clang or what CC names)"]
+    missing += [] if header["there"] else [f"no {header['path']}"]
+    if missing:
+        remedy = 'load one in slurm.setup ("module load gcc"), and use a Python that has its headers (python3-devel, or one of conda or uv)'
+        return error(
+            "compiler", f"{' and '.join(missing)} on {host}: vLLM's kernels are built by Triton on the node", remedy
+        )
+    return ok("compiler", f"{compiler}, and {header['path']}")

@@ -1,0 +1,106 @@
+"""What a run will write where, from the headers of its models' files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcrl.config import Config
+from hpcrl.config.derive import model_paths
+from hpcrl.rundir.checkpoints import NEVER_DELETED
+from hpcrl.rundir.commit import committed
+from hpcrl.rundir.layout import Run, position_of, version_of
+
+_ADAM = 3  # the weights and two moments, in the same number type
+_HEADER_LIMIT = 100 << 20  # as the safetensors library has it
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that a run will write to a place.
+
+    Attributes:
+        least: without them it fails.
+        most: what it adds until it has all that it keeps.
+        what: what takes the least, in words.
+    """
+
+    least: int
+    most: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes that parts of a run take, about.
+
+    Attributes:
+        weights: one version of what the engines get.
+        checkpoint: one checkpoint.
+    """
+
+    weights: int
+    checkpoint: int
+
+    @classmethod
+    def of(cls, config: Config, folder_of: Callable[[str], Path | None]) -> Sizes | None:
+        """Return the sizes, or None where a model is not on this machine, or its files are no safetensors.
+
+        Args:
+            folder_of: a model's path -> its directory; None: it is not here.
+        """
+        trainer = config.trainer
+        trained = {role: path for role, path in model_paths(trainer).items() if role != "ref"}
+        counts = {role: _parameters(folder_of(path)) for role, path in trained.items()}
+        if not all(counts.values()):
+            return None
+        weight = 4 if config.generator.inference_engine.model_dtype == "float32" else 2
+        sections = {"policy": trainer.policy, "critic": trainer.critic}
+        master = {
+            role: 4 if sections[role].fsdp_config.mixed_precision.master_dtype == "fp32" else 2 for role in counts
+        }
+        checkpoint = sum(_ADAM * master[role] * count for role, count in counts.items())
+        return cls(weight * counts["policy"], checkpoint)
+
+
+def rooms(run: Run, config: Config, sizes: Sizes | None, replicas: int) -> dict[str, Room]:
+    """Return what a node and its run will write, by the places of hpcrl.launch.doctor.node.facts; nothing where it is not known.
+
+    Args:
+        replicas: engines on the node, each of which takes in its own copy of the weights.
+    """
+    if sizes is None:
+        return {}
+    trainer = config.trainer
+    saves = trainer.ckpt_interval > 0 or trainer.ckpt_interval_epochs is not None
+    checkpoint = sizes.checkpoint if saves else 0
+    kept, there = max(trainer.max_ckpts_to_keep, NEVER_DELETED), len(committed(run.checkpoints, position_of))
+    versions = trainer.fully_async.max_staleness_steps + 2 - len(committed(run.weights, version_of))
+    most = checkpoint * max(1, kept + 1 - there) + sizes.weights * max(1, versions)
+    found = {"root": Room(checkpoint + sizes.weights, most, "a checkpoint and the weights for the engines")}
+    if replicas:
+        copies = replicas * sizes.weights
+        found["temporary"] = Room(0, copies, f"the weights of {replicas} engine(s)")
+    return found
+
+
+def _parameters(folder: Path | None) -> int:
+    """Return the number of parameters in the safetensors files of a model; 0 where it has none, or they cannot be read."""
+    try:
+        files = sorted(folder.glob("*.safetensors")) if folder else []
+        return sum(map(_count, files))
+    except (OSError, ValueError):
+        return 0
+
+
+def _count(path: Path) -> int:
+    """Return the numbers in a safetensors file: eight bytes, the length of a JSON header of its tensors, then that header."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _HEADER_LIMIT:
+            raise ValueError(f"{path} is no safetensors file")
+        header = json.loads(file.read(length))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

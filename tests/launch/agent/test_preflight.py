@@ -1,0 +1,153 @@
+"""What an agent finds on its node, and what it refuses. The machine of these tests has no GPU; a program prints what nvidia-smi prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.errors import DeviceError, HpcrlError, RunError
+from hpcrl.launch.agent import preflight
+from hpcrl.launch.agent.preflight import check_node
+from hpcrl.launch.agent.start import NodeContext
+from hpcrl.launch.doctor.node import gpu_processes, gpus_here
+from hpcrl.launch.doctor.rooms import Sizes
+from hpcrl.launch.nodes import Node
+from hpcrl.rundir.commit import write_text
+from hpcrl.rundir.layout import Run
+from tests.paths import QUICKSTART
+
+CONFIG = Config.from_toml([QUICKSTART])
+ON_GPUS, ON_CPUS = Node(0, "trainer", 4, (), 4, 0), Node(1, "rollout", 0, (0, 1), 0, 0)
+UUIDS = [f"GPU-{index}932f937-d72c-4106-c12f-20bd9faed9f6" for index in range(4)]
+GPUS = [f"{index}, {uuid}, NVIDIA H100 80GB HBM3, 535.104.05, 81559 MiB" for index, uuid in enumerate(UUIDS)]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(preflight, "_LEAVING_S", 0.0)
+    return monkeypatch
+
+
+def nvidia_smi(machine: pytest.MonkeyPatch, folder: Path, processes: list[str] | None = None) -> None:
+    """Put an nvidia-smi first that knows four GPUs and these processes."""
+    write_text(folder / "gpus", "".join(f"{line}\n" for line in GPUS))
+    write_text(folder / "processes", "".join(f"{line}\n" for line in processes or []))
+    answers = f"--query-gpu=*) cat {folder}/gpus ;; --query-compute-apps=*) cat {folder}/processes ;; *) exit 2"
+    write_text(folder / "nvidia-smi", f'#!/bin/sh\ncase "$1" in {answers} ;; esac\n', mode=0o700)
+    machine.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def check(folder: Path, node: Node = ON_CPUS, sizes: Sizes | None = None) -> None:
+    run = Run(folder / "run")
+    run.path.mkdir()
+    check_node(run, CONFIG, node, NodeContext(node.index, ["here", "here"], "local-1", 0, True), sizes)
+
+
+def refused(folder: Path, node: Node, sizes: Sizes | None = None, kind: type[HpcrlError] = DeviceError) -> str:
+    with pytest.raises(kind) as caught:
+        check(folder, node, sizes)
+    return str(caught.value)
+
+
+def test_fewer_gpus_than_needed(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert refused(tmp_path, ON_GPUS) == (
+        "4 GPU(s) are needed on this node, and it was given 2 (CUDA_VISIBLE_DEVICES='0,1'): ask for them with "
+        "slurm.gpus_per_node, or with slurm.extra where the site counts them by another name"
+    )
+
+
+def test_torch_that_sees_none_names_driver_and_build(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvidia_smi(machine, tmp_path)
+    message = refused(tmp_path, ON_GPUS)
+    assert message.startswith("4 GPU(s) are needed on this node, and torch 2.")
+    assert "sees 0 (driver 535.104.05 with 4 x NVIDIA H100 80GB HBM3; CUDA_VISIBLE_DEVICES is not set): " in message
+    assert message.endswith("; slurm.gpus_per_node=0 is a run on CPUs")
+
+
+def test_torch_that_cannot_be_imported(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    machine.setenv("PYTHONPATH", str(tmp_path))
+    message = "torch cannot be imported on this node: OSError: libcudart.so.13: cannot open shared object file: "
+    assert refused(tmp_path, ON_GPUS).startswith(message)
+
+
+def test_a_run_on_cpus_asks_neither_torch_nor_driver(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError")
+    machine.setenv("PYTHONPATH", str(tmp_path))
+    nvidia_smi(machine, tmp_path, [f"{UUIDS[0]}, 1, 70000 MiB, python3"])
+    check(tmp_path)
+
+
+def test_processes_on_the_gpus_that_a_node_was_given(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mine = os.getpid()
+    lines = [
+        f"{UUIDS[1]}, {mine}, 30156 MiB, /usr/bin/python3, with a comma",
+        f"{UUIDS[2]}, 4194305, [N/A], nvidia-cuda-mps-server",
+        f"{UUIDS[3]}, 4194306, 500 MiB, [Not Found]",
+        "no running processes",
+    ]
+    nvidia_smi(machine, tmp_path, lines)
+    found = gpu_processes(gpus_here(), ["1", UUIDS[2][:12]])
+    user = os.environ.get("USER", "root") if os.geteuid() else "root"
+    assert found == [
+        {"gpu": "1", "pid": mine, "name": "/usr/bin/python3, with a comma", "user": user, "memory": 30156},
+        {"gpu": UUIDS[2][:12], "pid": 4194305, "name": "nvidia-cuda-mps-server", "user": "somebody", "memory": None},
+    ]
+    assert gpu_processes(gpus_here(), ["MIG-5c"]) == []
+
+
+Place = namedtuple("Place", "f_bavail f_frsize f_favail f_files")
+
+
+@pytest.fixture
+def nearly_full(machine: pytest.MonkeyPatch) -> None:
+    """A machine whose filesystems all have 1 GB left."""
+    machine.setattr(os, "statvfs", lambda _path: Place(10**6, 1000, 10**7, 10**8))
+
+
+@pytest.mark.usefixtures("nearly_full")
+def test_too_little_room_for_a_checkpoint_is_refused_and_blames_no_node(tmp_path: Path) -> None:
+    message = refused(tmp_path, ON_CPUS, Sizes(weights=10**8, checkpoint=10**9), RunError)
+    assert "1.0 GB free" in message
+    assert "a checkpoint and the weights for the engines take about 1.0 GiB" in message
+    assert "trainer.max_ckpts_to_keep" in message
+
+
+@pytest.mark.usefixtures("nearly_full")
+def test_room_for_one_checkpoint_alone_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check(tmp_path, ON_CPUS, Sizes(weights=10**8, checkpoint=5 * 10**8))
+    said = capsys.readouterr().out
+    assert "warning: slurm.root: " in said
+    assert "ok: temporary files: " in said, "two engines need 0.2 GB"
+
+
+def test_sizes_of_a_model(tmp_path: Path) -> None:
+    header = json.dumps(
+        {
+            "__metadata__": {"format": "pt"},
+            "a": {"dtype": "BF16", "shape": [10, 20], "data_offsets": [0, 400]},
+            "b": {"dtype": "BF16", "shape": [], "data_offsets": [400, 402]},
+        }
+    ).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    config = Config.from_toml([QUICKSTART], ["generator.inference_engine.model_dtype=bfloat16"])
+    assert Sizes.of(config, lambda _: tmp_path) == Sizes(weights=2 * 201, checkpoint=12 * 201)
+    assert Sizes.of(config, lambda _: None) is None
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
+    assert Sizes.of(config, lambda _: tmp_path) is None
+
+
+def test_torchs_part_runs_without_a_gpu() -> None:
+    command = [sys.executable, "-m", "hpcrl.launch.doctor.torch_facts"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    found = json.loads(done.stdout)
+    assert (found["devices"], found["matmul"]) == (0, [])

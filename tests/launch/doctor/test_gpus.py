@@ -1,0 +1,80 @@
+"""What is said of GPUs, of which the machine of these tests has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hpcrl.launch.doctor import torch_facts
+from hpcrl.launch.doctor.gpus import of_gpus
+
+RIGHT = {"right": True, "tflops": 700.0}
+WELL: dict[str, Any] = {
+    "host": "n1", "gpus": [{"index": "0", "uuid": "GPU-1", "name": "NVIDIA H200", "driver": "570.1", "memory": "143771 MiB"}],
+    "listed": "4,5", "devices": ["4", "5"], "gpu_processes": [], "compiler": "/usr/bin/gcc",
+    "python_header": {"path": "/usr/include/python3.11/Python.h", "there": True},
+    "torch": {"version": "2.13.0", "cuda": "13.0", "devices": 2, "nccl": "2.29.7", "matmul": [RIGHT, RIGHT]},
+}  # fmt: skip
+
+
+def levels(needed: int = 2, engines: bool = True, **changes: Any) -> dict[str, str]:
+    return {one.subject: one.level for one in of_gpus({**WELL, **changes}, needed, engines)}
+
+
+def with_torch(**changes: Any) -> dict[str, Any]:
+    return {**WELL["torch"], **changes}
+
+
+def process(memory: int | None) -> dict[str, Any]:
+    return {"gpu": "4", "pid": 77, "name": "python3", "user": "eve", "memory": memory}
+
+
+def test_gpus_of_a_healthy_node() -> None:
+    assert levels() == {"GPU": "ok", "matrix product": "ok", "compiler": "ok"}
+    assert levels(engines=False) == {"GPU": "ok", "matrix product": "ok"}
+
+
+def test_gpus_that_cannot_be_used() -> None:
+    assert levels(needed=3) == {"GPU": "error"}
+    assert levels(torch=with_torch(cuda=None, devices=0)) == {"GPU": "error"}
+    assert levels(torch=with_torch(devices=1)) == {"GPU": "error"}
+    assert levels(torch={"error": "No module named torch"}) == {"GPU": "error"}
+    assert levels(torch=None, gpus=[]) == {"GPU": "warning"}
+    assert levels(torch=None, gpus=[], devices=[]) == {"GPU": "ok"}
+
+
+def test_a_gpu_that_computes_wrongly_or_slowly() -> None:
+    found = {
+        one.subject: one
+        for one in of_gpus({**WELL, "torch": with_torch(matmul=[RIGHT, {"right": False, "tflops": 1.0}])}, 2, True)
+    }
+    assert found["matrix product"].level == "error"
+    assert "device 5: a wrong result" in found["matrix product"].found
+    failed = {"right": False, "tflops": 0.0, "error": "CUDA error: uncorrectable ECC error encountered"}
+    found = {one.subject: one for one in of_gpus({**WELL, "torch": with_torch(matmul=[failed, RIGHT])}, 2, True)}
+    assert "device 4: CUDA error: uncorrectable ECC" in found["matrix product"].found
+    assert levels(torch=with_torch(matmul=[RIGHT, {"right": True, "tflops": 300.0}]))["matrix product"] == "warning"
+
+
+def test_processes_on_them() -> None:
+    assert levels(gpu_processes=[process(30156)])["GPU processes"] == "error"
+    assert levels(gpu_processes=[process(600), process(600)])["GPU processes"] == "error"
+    assert levels(gpu_processes=[process(30)])["GPU processes"] == "warning"
+    assert levels(gpu_processes=[process(None)])["GPU processes"] == "warning"
+    found = {one.subject: one.found for one in of_gpus({**WELL, "gpu_processes": [process(30156)]}, 2, True)}
+    assert found["GPU processes"] == "GPU 4 of n1 is used by 77 python3 of eve (30156 MiB)"
+
+
+def test_what_triton_needs() -> None:
+    assert levels(compiler=None)["compiler"] == "error"
+    header = {"path": "/usr/include/python3.11/Python.h", "there": False}
+    found = {one.subject: one for one in of_gpus({**WELL, "python_header": header}, 2, True)}
+    assert found["compiler"].level == "error"
+    assert "no /usr/include/python3.11/Python.h on n1" in found["compiler"].found
+
+
+def test_a_matrix_product_that_is_known() -> None:
+    """On the CPU: what a GPU computes is compared with this."""
+    assert torch_facts.multiply(torch.device("cpu")) == {"right": True, "tflops": 0.0}
+    assert torch_facts.multiply(torch.device("meta"))["right"] is False

@@ -1,0 +1,77 @@
+"""Directories of processes that live, were killed, or belong to another node or user."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcrl.runtime.scratch import Scratch, remove_abandoned
+
+OWNER = (
+    "import time; from hpcrl.runtime.scratch import Scratch; print(Scratch('agent').path, flush=True); time.sleep(600)"
+)
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="scratch"))  # pytest's own are too long for a socket
+    monkeypatch.setattr("tempfile.tempdir", str(path))
+    monkeypatch.setenv("TMPDIR", str(path))
+    yield path
+    shutil.rmtree(path)
+
+
+def owner() -> tuple[subprocess.Popen[str], Path]:
+    process = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_only_what_killed_processes_left_is_removed(folder: Path) -> None:
+    (living, kept), (dead, left) = owner(), owner()
+    try:
+        (left / "heartbeats").mkdir()
+        dead.send_signal(signal.SIGKILL)
+        dead.wait()
+        assert kept.name.startswith("hpcrl-agent-")
+        assert remove_abandoned() == [left]
+        assert list(folder.iterdir()) == [kept]
+    finally:
+        living.kill()
+        living.wait()
+    mine = Scratch("engine")
+    assert list(folder.iterdir()) == [mine.path], "the next one removed it"
+    assert mine.path.stat().st_mode & 0o077 == 0
+    mine.remove()
+    assert not list(folder.iterdir())
+
+
+def test_what_another_node_or_user_made_is_left(folder: Path) -> None:
+    foreign = folder / "hpcrl-agent-there"
+    foreign.mkdir()
+    (foreign / "lock").write_text("another-node")
+    unmarked = folder / "hpcrl-replay-output"
+    unmarked.mkdir()
+    hostname = os.uname().nodename
+    linked = folder / "hpcrl-agent-linked"
+    linked.mkdir()
+    (folder / "elsewhere").write_text(hostname)
+    (linked / "lock").symlink_to(folder / "elsewhere")
+    stranger = folder / "hpcrl-agent-stranger"
+    stranger.mkdir()
+    (stranger / "lock").write_text(hostname)
+    if os.geteuid() == 0:
+        os.chown(stranger, 12345, 12345)
+    else:
+        shutil.rmtree(stranger)
+    before = sorted(folder.iterdir())
+    assert remove_abandoned() == []
+    assert sorted(folder.iterdir()) == before
