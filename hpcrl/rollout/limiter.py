@@ -21,12 +21,16 @@ class Load:
     Attributes:
         usage: share of the key-value cache that running requests hold.
         waiting: requests that wait for a place.
-        preemptions: requests that were preempted since the engine's start.
+        preemptions: requests that were preempted since the engine's start, those whose caches an update of the weights dropped included.
+        updates: of the weights since then.
+        dropped: requests whose caches the last of them dropped.
     """
 
     usage: float
     waiting: float
     preemptions: float
+    updates: int = 0
+    dropped: int = 0
 
 
 class ConcurrencyLimiter:
@@ -42,6 +46,7 @@ class ConcurrencyLimiter:
     def __init__(self, most: int) -> None:
         self._most = self.limit = most
         self._preemptions: float | None = None
+        self._updates, self._by_update = 0, 0.0
 
     def update(self, load: Load, running: int) -> bool:
         """Adapt the limit to what the engine reports, about once a second; return whether there is more room than before.
@@ -49,8 +54,7 @@ class ConcurrencyLimiter:
         Args:
             running: groups in flight.
         """
-        preempted = self._preemptions is not None and load.preemptions > self._preemptions
-        self._preemptions = load.preemptions
+        preempted = self._preempted(load)
         if preempted or (load.waiting > 0 and load.usage > _FULL):
             if running <= self.limit:  # else groups in flight have yet to come down to a limit that was lowered before
                 self.limit = max(1, int(running * _LESS))
@@ -58,3 +62,16 @@ class ConcurrencyLimiter:
         grows = running >= self.limit and self.limit < self._most and load.usage < _SPARE and not load.waiting
         self.limit += grows
         return grows
+
+    def _preempted(self, load: Load) -> bool:
+        """Return whether requests were preempted since the last look that no update preempted.
+
+        vLLM counts a request once it has gone on, which may be long after the update.
+        """
+        if load.updates != self._updates:
+            self._updates, self._by_update = load.updates, float(load.dropped)
+        more = 0.0 if self._preemptions is None else load.preemptions - self._preemptions
+        self._preemptions = load.preemptions
+        by_update = min(more, self._by_update)
+        self._by_update -= by_update
+        return more > by_update

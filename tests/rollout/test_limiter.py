@@ -74,3 +74,17 @@ def test_one_group_is_always_tried() -> None:
     for preemptions in range(9):
         limiter.update(Load(1.0, 5.0, preemptions), 1)
     assert limiter.limit == 1
+
+
+def test_what_an_update_preempts_is_no_pressure() -> None:
+    limiter = ConcurrencyLimiter(20)
+    limiter.update(Load(0.5, 0.0, 3.0), 20)
+    for preemptions in (3, 8, 8, 13):  # each is counted when it goes on
+        limiter.update(Load(0.5, 0.0, preemptions, updates=1, dropped=10), 20)
+    assert limiter.limit == 20
+    limiter.update(Load(1.0, 0.0, 14, updates=1, dropped=10), 20)
+    assert limiter.limit == 16, "an eleventh is one too many"
+    limiter.update(Load(1.0, 0.0, 15, updates=2, dropped=5), 16)
+    assert limiter.limit == 16
+    limiter.update(Load(1.0, 0.0, 25, updates=3, dropped=5), 16)
+    assert limiter.limit == 12, "what an earlier update might have preempted is forgotten"
