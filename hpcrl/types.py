@@ -40,6 +40,19 @@ class Prompt:
     data_source: str = "unknown"
 
 
+@dataclass(frozen=True)
+class SamplingMask:
+    """The tokens that each token of a row was sampled among, where sampling leaves tokens out (top_k, top_p, min_p, ...).
+
+    Attributes:
+        token_ids: [M] int32, those of one place after those of the place before; each has the sampled token itself.
+        counts: [T] int32, how many of them belong to a place; 0: the whole vocabulary.
+    """
+
+    token_ids: torch.Tensor
+    counts: torch.Tensor
+
+
 @dataclass
 class Sample:
     """One response to a prompt, with all its turns; with generator.step_wise_trajectories, one of these turns and all before it.
@@ -47,11 +60,12 @@ class Sample:
     Attributes:
         token_ids: [T] int64, prompt and response laid end to end.
         loss_mask: [T] float32, 1 where the policy chose the token and it is to be trained.
-        rollout_logprobs: [T] float32, of the engine at the sampling temperature; 0 where the policy did not choose.
+        rollout_logprobs: [T] float32, of the engine, under the distribution that it sampled from; 0 where the policy did not choose.
         versions: [T] int32, policy version that chose the token; -1 where the policy did not choose.
         rewards: [T] float32, each reward at the last token of the turn that earned it.
         stop_reason: why the last turn ended; "failed": its environment raised, or took too long.
         env_metrics: numbers that the environment reports.
+        sampling_mask: None where the policy chose among the whole vocabulary throughout.
     """
 
     token_ids: torch.Tensor
@@ -61,6 +75,7 @@ class Sample:
     rewards: torch.Tensor
     stop_reason: StopReason
     env_metrics: dict[str, float] = field(default_factory=dict)
+    sampling_mask: SamplingMask | None = None
 
 
 @dataclass(frozen=True)
@@ -188,6 +203,9 @@ class MicroBatch:
         nll_weights: [P] float32, the same for the mean over the tokens of samples with positive reward.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: [P] float32; the last three are None until computed.
         values, returns: [P] float32, what a critic expected before the token and what it should have; None without one.
+        current: [P] float32, 1 where the token is trained and was chosen by the version that the step begins with; None: nowhere.
+        sampling_mask: [P, K] int32, the tokens that the token was sampled among, padded with -1; all of a row -1: the whole vocabulary.
+            None: all rows are such.
     """
 
     token_ids: torch.Tensor
@@ -203,6 +221,8 @@ class MicroBatch:
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    current: torch.Tensor | None = None
+    sampling_mask: torch.Tensor | None = None
     cu_seqlens: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
 
     def __post_init__(self) -> None:

@@ -17,6 +17,8 @@ from hpcrl.config.sections.trainer import PlacementConfig, TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.errors import DataError
 
+MOST_KEPT = 256
+"""The largest sampling mask: each of its tokens is 4 bytes in the sample's file, and much more in the engine's answer."""
 _LEAST_TOKENS = 16384  # of a micro-batch on a GPU
 
 
@@ -35,6 +37,11 @@ def reward_weights(environment: EnvironmentConfig, kind: Literal["train", "eval"
 def uses_reward_service(environment: EnvironmentConfig, kind: Literal["train", "eval"]) -> bool:
     """Return whether a reward service scores samples of training or evaluation."""
     return environment.remote_reward.enable and not reward_weights(environment, kind)
+
+
+def mask_size(params: SamplingParams) -> int:
+    """Return how many tokens each token is sampled among at most, where sampling leaves tokens out; 0: it leaves none out."""
+    return max(0, params.top_k)
 
 
 def max_input_length(generator: GeneratorConfig, trainer: TrainerConfig) -> int:
@@ -187,6 +194,11 @@ def _ranks(placement: PlacementConfig, nodes: int | None, ranks_per_node: int | 
 def engine_gpus(engine: InferenceEngineConfig) -> int:
     """Return the GPUs of one replica."""
     return engine.tensor_parallel_size * engine.pipeline_parallel_size
+
+
+def runs_eagerly(engine: InferenceEngineConfig, *, on_cpu: bool) -> bool:
+    """Return whether engines run without compiled code and CUDA graphs; where it is not set: if there is no GPU."""
+    return on_cpu if engine.enforce_eager is None else engine.enforce_eager
 
 
 def engine_rope(config: ConfigTree) -> tuple[dict[str, Any], float | None]:

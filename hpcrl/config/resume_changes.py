@@ -206,6 +206,10 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         """,
     ),
     (
+        Effect("harmless", "it decides only what ends a run"),
+        "generator.max_logprob_mismatch generator.on_logprob_mismatch",
+    ),
+    (
         Effect("harmless", "it concerns how environments are called, not the rewards"),
         """
         environment.timeout_seconds environment.max_failed_ratio

@@ -1,8 +1,9 @@
 """The file in which a rollout worker hands a finished group to the trainer.
 
-One safetensors file per group: the tensors of all rows laid end to end, their lengths, and the GroupMeta as JSON in the header,
-which says how many rows each sample has: one, or with generator.step_wise_trajectories one for each of its turns. The controller needs
-only the header, people look at samples on login nodes: only `write_group` and `read_group` need torch.
+One safetensors file per group: the tensors of all rows laid end to end, their sampling masks where they have any, their lengths, and
+the GroupMeta as JSON in the header, which says how many rows each sample has: one, or with generator.step_wise_trajectories one for
+each of its turns. The controller needs only the header, people look at samples on login nodes: only `write_group` and `read_group`
+need torch.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.errors import DataError
 from hpcrl.rundir.commit import write_bytes
-from hpcrl.types import GroupMeta, Sample
+from hpcrl.types import GroupMeta, Sample, SamplingMask
 
 if TYPE_CHECKING:
     import numpy as np
 
 _DTYPES = {"I64": "<i8", "I32": "<i4", "F32": "<f4"}  # of the format -> of numpy
 _TENSORS = ("token_ids", "loss_mask", "rollout_logprobs", "versions", "rewards")
+_MASK_IDS, _MASK_COUNTS = "mask_token_ids", "mask_counts"  # of SamplingMask, where a row has one
 _META = "hpcrl_group"
 _MAX_HEADER = 100 << 20  # the format's own limit; a damaged length must not make us read a whole file
 
@@ -43,6 +45,12 @@ def write_group(path: Path, samples: Sequence[Sample], meta: GroupMeta) -> None:
     assert len(samples) == len(meta.owners), f"group {meta.group_id}: {len(samples)} rows, expected {len(meta.owners)}"
     tensors = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in _TENSORS}
     assert all(len(tensor) == sum(lengths) for tensor in tensors.values()), f"group {meta.group_id}: ragged samples"
+    if masks := [sample.sampling_mask for sample in samples if sample.sampling_mask is not None]:
+        counts = [
+            torch.zeros(length, dtype=torch.int32) if sample.sampling_mask is None else sample.sampling_mask.counts
+            for sample, length in zip(samples, lengths, strict=True)
+        ]
+        tensors |= {_MASK_IDS: torch.cat([mask.token_ids for mask in masks]), _MASK_COUNTS: torch.cat(counts)}
     tensors["lengths"] = torch.tensor(lengths)
     details = [{"stop_reason": sample.stop_reason, "env_metrics": sample.env_metrics} for sample in samples]
     write_bytes(path, save(tensors, {_META: json.dumps({"meta": meta.to_json(), "samples": details})}))
@@ -54,11 +62,13 @@ class Arrays:
 
     Attributes:
         columns: name of each tensor of `Sample` -> its values [T].
+        sampling_mask: token ids and counts of its SamplingMask; None where it has none.
     """
 
     columns: dict[str, np.ndarray]
     stop_reason: Any
     env_metrics: dict[str, float]
+    sampling_mask: tuple[np.ndarray, np.ndarray] | None = None
 
 
 def read_group(path: Path, indices: Sequence[int] | None = None, expected: Sequence[int] | None = None) -> list[Sample]:
@@ -77,6 +87,7 @@ def read_group(path: Path, indices: Sequence[int] | None = None, expected: Seque
             **{name: torch.from_numpy(values) for name, values in row.columns.items()},
             stop_reason=row.stop_reason,
             env_metrics=row.env_metrics,
+            sampling_mask=SamplingMask(*map(torch.from_numpy, row.sampling_mask)) if row.sampling_mask else None,
         )
         for row in read_arrays(path, expected, indices)
     ]
@@ -102,6 +113,7 @@ def read_arrays(
                 {name: columns.read(name, ends[at] - lengths[at], ends[at]) for name in _TENSORS},
                 details[at]["stop_reason"],
                 details[at]["env_metrics"],
+                columns.sampling_mask(ends[at] - lengths[at], ends[at]),
             )
             for at in (range(len(details)) if indices is None else indices)
         ]
@@ -133,6 +145,14 @@ class _Columns:
         if len(content) != wanted:
             raise _damaged(self._path, f"{name} ends after {len(content)} of {wanted} bytes")
         return np.frombuffer(bytearray(content), dtype)
+
+    def sampling_mask(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return token ids and counts of the places `start` to `end`; None where there are none."""
+        if _MASK_COUNTS not in self._header:
+            return None
+        counts = self.read(_MASK_COUNTS, 0, end)
+        first, size = int(counts[:start].sum()), int(counts[start:].sum())
+        return (self.read(_MASK_IDS, first, first + size), counts[start:].copy()) if size else None
 
     def _place(self, name: str) -> tuple[int, int, np.dtype[Any]]:
         import numpy as np

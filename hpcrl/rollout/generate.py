@@ -170,7 +170,7 @@ class GroupGenerator:
         baselines: bool = False,
     ) -> None:
         self._engine, self._config, self._baselines = engine, config, baselines
-        self._template = Template(tokenizer, config.chat_template_kwargs)
+        self._template, self._vocabulary = Template(tokenizer, config.chat_template_kwargs), len(tokenizer)
         gym = environment.skyrl_gym
         self._extras = common_extras(environment, config.max_turns)
         self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}
@@ -187,11 +187,11 @@ class GroupGenerator:
             EngineError: the engine failed.
         """
         started, version = time.monotonic(), self._engine.version
-        sampling = engine_sampling(self._params[work.kind])
+        sampling = engine_sampling(self._params[work.kind], work.kind, self._vocabulary)
         n, compared = work.n_samples, self._baselines and work.kind == "train"
         episodes = [_Episode(self._session(work), work.seed + i, sampling) for i in range(n)]
         if compared:
-            episodes.append(_Episode(self._session(work), work.seed, {**sampling, "temperature": 0.0}))
+            episodes.append(_Episode(self._session(work), work.seed, {**sampling, "temperature": 0.0, "logprobs": 0}))
         try:
             await asyncio.gather(*(self._open(episode, work) for episode in episodes))
             first = await self._together(episodes[:n])

@@ -17,7 +17,7 @@ from hpcrl.data.chat import prompt_ids
 from hpcrl.envs.base import Messages
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.vllm.client import Generation
-from hpcrl.types import Sample, StopReason
+from hpcrl.types import Sample, SamplingMask, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,6 +96,7 @@ class Transcript:
         self._mask = [0.0] * len(prompt)
         self._logprobs = [0.0] * len(prompt)
         self._versions = [-1] * len(prompt)
+        self._masks: list[Sequence[int]] = [()] * len(prompt)
         self._rewards: dict[int, float] = {}
 
     def add_response(self, said: Generation, length: int | None = None) -> None:
@@ -103,6 +104,7 @@ class Transcript:
         self.token_ids += said.token_ids[:length]
         self._logprobs += said.logprobs[:length]
         self._versions += said.versions[:length]
+        self._masks += (said.sampling_mask or [()] * len(said.token_ids))[:length]
         self._mask += [1.0] * (len(self.token_ids) - len(self._mask))
 
     def add_context(self, token_ids: Sequence[int]) -> None:
@@ -111,6 +113,7 @@ class Transcript:
         self._mask += [0.0] * len(token_ids)
         self._logprobs += [0.0] * len(token_ids)
         self._versions += [-1] * len(token_ids)
+        self._masks += [()] * len(token_ids)
 
     def add_reward(self, reward: float) -> None:
         """Add a reward at the newest token."""
@@ -129,7 +132,14 @@ class Transcript:
             rewards=rewards_T,
             stop_reason=stop_reason,
             env_metrics=env_metrics,
+            sampling_mask=self._sampling_mask(),
         )
+
+    def _sampling_mask(self) -> SamplingMask | None:
+        if not any(self._masks):
+            return None
+        kept = torch.tensor([token_id for mask in self._masks for token_id in mask], dtype=torch.int32)
+        return SamplingMask(kept, torch.tensor([len(mask) for mask in self._masks], dtype=torch.int32))
 
 
 HALF_A_CHARACTER = "\ufffd"  # what tokens decode to that end within a character

@@ -83,7 +83,8 @@ async def work(
     Args:
         model: HF directory or hub id of the tokenizer.
     """
-    engine = EngineClient(server.socket, headers(read_token(options.run), options.run.name, options.attempt))
+    calls, kept = headers(read_token(options.run), options.run.name, options.attempt), config.inference_engine
+    engine = EngineClient(server.socket, calls, keep_cache=kept.keep_cache_on_update)
     tokenizer = load_tokenizer(model, config.chat_template)
     generator = GroupGenerator(engine, tokenizer, config, environment, options.baselines)
     try:

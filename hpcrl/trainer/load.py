@@ -13,6 +13,7 @@ from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.backends.build import build_critic, build_policy
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.models.hf import policy_source
@@ -44,8 +45,9 @@ def load_learner(
     consensus("load.checkpoint")
     start = resume(policy, critic)
     dumps.resume(start.step)
+    mismatch = MismatchLimit(config.generator.max_logprob_mismatch, config.generator.on_logprob_mismatch)
     return Learner(
         run, world, trainer, policy, critic, limits=micro_batch_limits(trainer, micro_batch_tokens(config)),
         model_flops=ModelFlops.of(policy_source(trainer).empty(torch.float32, PACKED)), max_seq_len=max_seq_len(config),
-        dumps=dumps, consensus=consensus, start=start,
+        mismatch=mismatch, dumps=dumps, consensus=consensus, start=start,
     )  # fmt: skip

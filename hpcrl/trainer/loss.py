@@ -71,6 +71,8 @@ def build_objective(algorithm: AlgorithmConfig) -> Objective:
         ratio_P = ratio(tokens.logprobs, tokens.old_logprobs)
         metrics = {"ratio": masked_sum(ratio_P, mask_P), **metrics}
         difference_P = (tokens.old_logprobs - tokens.rollout_logprobs).abs()
+        current_P = torch.zeros_like(mask_P) if batch.current is None else batch.current
+        apart_P = (logprobs_P.detach() - batch.rollout_logprobs).abs()
         sums |= {f"{LOSS_METRICS}{name}": value for name, value in metrics.items()}
         sums |= {
             "tokens": mask_P.sum(),
@@ -80,6 +82,9 @@ def build_objective(algorithm: AlgorithmConfig) -> Objective:
             "entropy": masked_sum(entropies_P, mask_P),
             "abs_diff": masked_sum(difference_P, mask_P),
             "abs_diff_squared": masked_sum(difference_P.square(), mask_P),
+            "current_tokens": current_P.sum(),
+            "current_abs_diff": masked_sum(apart_P, current_P),
+            "current_abs_diff_squared": masked_sum(apart_P.square(), current_P),
         }
         return loss, {name: value.detach() for name, value in sums.items()}
 

@@ -89,9 +89,15 @@ def describe_mini_batches(minis: Sequence[MiniBatch]) -> dict[str, float]:
 
 
 def describe_updates(updates: Sequence[UpdateResult]) -> dict[str, float]:
-    """Return policy/* of each optimizer step, averaged over the optimizer steps: the loss as it was reduced, all else as means."""
+    """Return policy/* of each optimizer step, averaged over the optimizer steps: the loss as it was reduced, all else as means.
+
+    policy/logprob_mismatch is of the first one alone, and missing without tokens that trainer and engine computed with the same weights.
+    """
+    first = updates[0].sums
     each = [_describe_update(update) for update in updates]
     found = {name: combined(name, [values[name] for values in each]) for name in each[0]}
+    if first.get("current_tokens"):
+        found["policy/logprob_mismatch"] = first["current_abs_diff"] / first["current_tokens"]
     return found | {"policy/skipped_updates": float(sum(update.report.skipped for update in updates))}
 
 

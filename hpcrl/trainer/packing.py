@@ -29,7 +29,7 @@ from hpcrl.trainer.batching import (
     trained_groups,
 )
 from hpcrl.trainer.distributed import World
-from hpcrl.types import Batch, MicroBatch, Sample
+from hpcrl.types import Batch, MicroBatch, Sample, SamplingMask
 
 
 @dataclass
@@ -71,6 +71,8 @@ class PackedSamples:
         weights: of the loss of each trained token, by sample (hpcrl/algorithms/reductions.py).
         nll_weights: of the negative log-likelihood of each trained token, by sample; 0 without a positive reward.
         left_out: tokens that the policy chose but that are not trained, because they begin several responses of a group.
+        current: [P] float32, 1 where the token is trained and was chosen by the version that the step begins with.
+        sampling_mask: whose counts are [P]; None where all tokens were sampled among the whole vocabulary.
     """
 
     refs: list[SampleRef]
@@ -80,6 +82,8 @@ class PackedSamples:
     loss_mask: torch.Tensor
     rollout_logprobs: torch.Tensor
     rewards: torch.Tensor
+    current: torch.Tensor
+    sampling_mask: SamplingMask | None = None
     left_out: int = 0
     scores: Scores = field(default_factory=Scores)
     weights: list[float] = field(default_factory=list)
@@ -132,6 +136,8 @@ class PackedSamples:
             advantages=slice_of(scores.advantages),
             values=slice_of(scores.values),
             returns=slice_of(scores.returns),
+            current=self.current[tokens],
+            sampling_mask=None if self.sampling_mask is None else padded_mask(self.sampling_mask, tokens),
         )
 
     def whole(self) -> MicroBatch:
@@ -139,12 +145,28 @@ class PackedSamples:
         return self.micro_batch(range(len(self.lengths)))
 
 
-def pack(samples: Sequence[Sample], refs: Sequence[SampleRef] | None = None, left_out: int = 0) -> PackedSamples:
+def padded_mask(mask: SamplingMask, places: slice) -> torch.Tensor:
+    """Return the token ids of consecutive places as [P, K] int32, K the most that one has (at least 1), padded with -1."""
+    first = int(mask.counts[: places.start].sum())
+    counts_P = mask.counts[places]
+    width = max(1, int(counts_P.max()))
+    ids_PK = torch.full((len(counts_P), width), -1, dtype=torch.int32)
+    ids_PK[torch.arange(width) < counts_P[:, None]] = mask.token_ids[first : first + int(counts_P.sum())]
+    return ids_PK
+
+
+def pack(
+    samples: Sequence[Sample],
+    refs: Sequence[SampleRef] | None = None,
+    left_out: int = 0,
+    version: int | None = None,
+) -> PackedSamples:
     """Lay samples end to end and shift what speaks about tokens once: entry p speaks about the token that position p predicts.
 
     Args:
         refs: places of the samples in the batch; None: those of a group of its own.
         left_out: as of PackedSamples.
+        version: that the step begins with; None: no token is of that.
     """
     lengths = [len(sample.token_ids) for sample in samples]
     ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
@@ -156,16 +178,32 @@ def pack(samples: Sequence[Sample], refs: Sequence[SampleRef] | None = None, lef
         return values_P.roll(-1).index_fill_(0, ends, 0)
 
     token_ids = joined((sample.token_ids for sample in samples), torch.int64)
+    loss_mask = shifted(joined(sample.loss_mask for sample in samples))
+    versions = shifted(joined((sample.versions for sample in samples), torch.int32))
     return PackedSamples(
         refs=list(refs) if refs is not None else [SampleRef(0, at, length) for at, length in enumerate(lengths)],
         lengths=lengths,
         token_ids=token_ids,
         labels=shifted(token_ids),
-        loss_mask=shifted(joined(sample.loss_mask for sample in samples)),
+        loss_mask=loss_mask,
         rollout_logprobs=shifted(joined(sample.rollout_logprobs for sample in samples)),
         rewards=shifted(joined(sample.rewards for sample in samples)),
+        current=loss_mask * (versions == (-1 if version is None else version)),
+        sampling_mask=_joined_mask(samples),
         left_out=left_out,
     )
+
+
+def _joined_mask(samples: Sequence[Sample]) -> SamplingMask | None:
+    """Return the sampling masks of samples laid end to end, shifted as labels are."""
+    masks = [sample.sampling_mask for sample in samples]
+    found = [mask for mask in masks if mask is not None]
+    if not found:
+        return None
+    counts = [torch.zeros_like(s.versions) if s.sampling_mask is None else s.sampling_mask.counts for s in samples]
+    # nothing predicts a sample's first token, and no policy chose it, so that the ids keep their order
+    assert not any(count_T[:1].any() for count_T in counts)
+    return SamplingMask(torch.cat([mask.token_ids for mask in found]), torch.cat([c.roll(-1) for c in counts]))
 
 
 def idle_micro_batch() -> MicroBatch:
@@ -185,6 +223,7 @@ def idle_micro_batch() -> MicroBatch:
         advantages=zero,
         values=zero,
         returns=zero,
+        current=zero,
     )
 
 
@@ -311,6 +350,7 @@ def _gathered(minis: Sequence[MiniBatch], refs: Sequence[SampleRef]) -> PackedSa
         loss_mask=joined(lambda samples: samples.loss_mask),
         rollout_logprobs=joined(lambda samples: samples.rollout_logprobs),
         rewards=joined(lambda samples: samples.rewards),
+        current=joined(lambda samples: samples.current),
         scores=Scores(
             values=optional(lambda samples: samples.scores.values),
             returns=optional(lambda samples: samples.scores.returns),
@@ -374,7 +414,7 @@ def load_samples(run: Run, batch: Batch, refs: Sequence[SampleRef], least_prefix
             left_out += sum(int((found[index].loss_mask - masks[index]).sum()) for index in indices)
             found = [replace(found[index], loss_mask=masks[index]) for index in indices]
         samples |= {(group, index): sample for index, sample in zip(indices, found, strict=True)}
-    return pack([samples[ref.group, ref.index] for ref in refs], refs, left_out)
+    return pack([samples[ref.group, ref.index] for ref in refs], refs, left_out, batch.step - 1)
 
 
 def masks_without_prefixes(samples: Sequence[Sample], rewards: Sequence[float], least: int) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from hpcrl.trainer.critic import CRITIC_REDUCTION, build_critic_objective, descr
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective, build_reduction
 from hpcrl.trainer.metrics import PhaseTimer, describe_batch, describe_mini_batches, describe_updates
+from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.packing import MiniBatch, load_mini_batches, regrouped
 from hpcrl.trainer.rng import random_state, set_random_state
@@ -38,6 +39,7 @@ class Learner:
         limits: of micro-batches.
         model_flops: of the policy.
         max_seq_len: of the whole configuration, divisor of loss_reduction=seq_mean_token_sum_norm.
+        mismatch: how far engines and trainer may be apart.
         start: the checkpoint that training continues from.
 
     Attributes:
@@ -57,6 +59,7 @@ class Learner:
         limits: Limits,
         model_flops: ModelFlops,
         max_seq_len: int,
+        mismatch: MismatchLimit,
         dumps: Dumps,
         consensus: StopConsensus,
         start: ResumePoint,
@@ -67,6 +70,7 @@ class Learner:
         self.partial: PartialBatch | None = None
         self.flops, self._model_flops, self._limits = 0.0, model_flops, limits
         self._run, self._trainer, self._dumps, self._begun = run, trainer, dumps, start.mid_batch
+        self._mismatch = mismatch
         self._objective = build_objective(trainer.algorithm)
         self._critic_objective = build_critic_objective(trainer.algorithm.value_clip)
         self._reduction = build_reduction(trainer.algorithm, max_seq_len)
@@ -109,10 +113,13 @@ class Learner:
                 with timer(todo.phase):
                     for mini in (todo.minis * self._trainer.update_epochs_per_batch)[len(todo.done) :]:
                         micro_batches = mini.micro_batches(before=partial(self.consensus, "update.micro_batch"))
-                        sums = todo.engine.forward_backward(micro_batches, todo.objective)
+                        totals = todo.engine.forward_backward(micro_batches, todo.objective)
+                        sums = sum_over_ranks(totals, todo.engine.data)
+                        if todo.engine is self.policy and not todo.done:
+                            self._mismatch.check(batch.step, sums, speaks=self.world.first)
                         # without a trained token, momentum and weight decay alone would move the model
                         report = todo.engine.step() if mini.tokens else todo.engine.skip()
-                        todo.done.append(UpdateResult(sum_over_ranks(sums, todo.engine.data), report))
+                        todo.done.append(UpdateResult(sums, report))
                         self._random = random_state(self.world.device)
                         self.consensus.mark_progress()
         trained = [ref.length for mini in minis for share in mini.plan.shares for ref in share]

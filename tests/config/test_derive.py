@@ -26,15 +26,16 @@ def config(**sections: Any) -> Config:
 
 
 def test_evaluation_is_greedy_with_the_training_length_unless_set() -> None:
-    generator = config(generator={"sampling_params": {"max_generate_length": 7, "top_p": 0.5}}).generator
-    assert eval_sampling(generator) == SamplingParams(temperature=0.0, max_generate_length=7, top_p=0.5)
+    generator = config(generator={"sampling_params": {"max_generate_length": 7, "min_p": 0.5, "top_k": 9}}).generator
+    assert eval_sampling(generator) == SamplingParams(temperature=0.0, max_generate_length=7, min_p=0.5, top_k=9)
     chosen = replace(generator, eval_sampling_params=EvalSamplingParams(top_k=3))
-    assert eval_sampling(chosen) == SamplingParams(max_generate_length=7, top_p=0.5, top_k=3)
+    assert eval_sampling(chosen) == SamplingParams(max_generate_length=7, min_p=0.5, top_k=3)
 
 
 def test_temperature_follows_sampling_unless_set() -> None:
     assert temperature(config(generator={"sampling_params": {"temperature": 0.5}})) == 0.5
-    assert temperature(config(trainer={"algorithm": {"temperature": 0.25}})) == 0.25
+    same = {"algorithm": {"temperature": 0.25}}
+    assert temperature(config(trainer=same, generator={"sampling_params": {"temperature": 0.25}})) == 0.25
 
 
 def test_steps_drop_the_remainder_and_stop_at_max_steps() -> None:

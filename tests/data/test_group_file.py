@@ -4,7 +4,7 @@ import json
 import struct
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 
 from hpcrl.data.group_file import read_group, read_meta, write_group
 from hpcrl.errors import DataError
-from hpcrl.types import GroupMeta, Sample
+from hpcrl.types import GroupMeta, Sample, SamplingMask
 
 
 def sample(length: int, seed: int) -> Sample:
@@ -46,8 +46,19 @@ def meta(samples: list[Sample]) -> GroupMeta:
     )
 
 
+def masked(plain: Sample) -> Sample:
+    """Return it with sampling masks at every third token."""
+    counts = torch.arange(len(plain.token_ids), dtype=torch.int32) % 3
+    return replace(plain, sampling_mask=SamplingMask(torch.arange(int(counts.sum()), dtype=torch.int32), counts))
+
+
 def same(a: Sample, b: Sample) -> bool:
-    pairs = [(getattr(a, field.name), getattr(b, field.name)) for field in fields(Sample)]
+    names = [field.name for field in fields(Sample) if field.name != "sampling_mask"]
+    pairs = [(getattr(a, name), getattr(b, name)) for name in names]
+    if (a.sampling_mask is None) != (b.sampling_mask is None):
+        return False
+    if a.sampling_mask is not None:
+        pairs += zip(vars(a.sampling_mask).values(), vars(b.sampling_mask).values(), strict=True)
     return all(torch.equal(x, y) and x.dtype == y.dtype if isinstance(x, torch.Tensor) else x == y for x, y in pairs)
 
 
@@ -75,6 +86,14 @@ def test_part_of_a_group_in_the_order_asked_for(group):
     assert same(second, samples[0])
     assert first.token_ids.untyped_storage().nbytes() == 17 * 8  # it does not hold on to the rest of the group
     assert read_group(path, []) == []
+
+
+def test_sampling_masks_come_back(tmp_path):
+    samples = [masked(sample(7, 0)), sample(5, 1), masked(sample(4, 2)), masked(sample(9, 3))]
+    write_group(tmp_path / "g.safetensors", samples, meta(samples))
+    for indices in ([0, 1, 2, 3], [3], [2, 0], [1]):
+        found = read_group(tmp_path / "g.safetensors", indices)
+        assert all(same(one, samples[at]) for at, one in zip(indices, found, strict=True)), indices
 
 
 def test_meta_needs_no_torch(group):

@@ -25,7 +25,7 @@ from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, consecutive, spli
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.packing import MiniBatch, PackedSamples, load_mini_batches
 from hpcrl.trainer.step import sum_over_ranks
-from hpcrl.types import Batch, GroupMeta, Sample
+from hpcrl.types import Batch, GroupMeta, Sample, SamplingMask
 from tests.paths import CONFIGS
 
 VOCABULARY = 18
@@ -47,8 +47,26 @@ def make_sample(generator: torch.Generator, length: int, prompt: int) -> Sample:
     )
 
 
-def make_batch(run: Run, step: int, groups: int, size: int) -> Batch:
-    """Write random groups and their batch into the run directory; the same for the same step."""
+def with_mask(sample: Sample) -> Sample:
+    """Return it with what every second token was sampled among: a few tokens, itself one of them."""
+    draw = torch.Generator().manual_seed(len(sample.token_ids))
+    kept: list[list[int]] = []
+    for at, token_id in enumerate(sample.token_ids.tolist()):
+        others = torch.randperm(VOCABULARY, generator=draw)[: 1 + at % 5].tolist()
+        kept.append(sorted({token_id, *others}) if sample.versions[at] >= 0 and at % 2 else [])
+    counts = torch.tensor([len(ids) for ids in kept], dtype=torch.int32)
+    return replace(
+        sample,
+        sampling_mask=SamplingMask(torch.tensor([one for ids in kept for one in ids], dtype=torch.int32), counts),
+    )
+
+
+def make_batch(run: Run, step: int, groups: int, size: int, *, masked: bool = False) -> Batch:
+    """Write random groups and their batch into the run directory; the same for the same step.
+
+    Args:
+        masked: every second group has sampling masks.
+    """
     generator = torch.Generator().manual_seed(step)
     metas = []
     for number in range(groups):
@@ -57,6 +75,8 @@ def make_batch(run: Run, step: int, groups: int, size: int) -> Batch:
         samples = [make_sample(generator, length, prompt=3) for length in lengths]
         for sample, reward in zip(samples, rewards, strict=True):
             sample.rewards[-1] = reward
+        if masked and number % 2 == 0:
+            samples = [with_mask(sample) for sample in samples]
         meta = GroupMeta(
             group_id=f"g{step}-{number}",
             kind="train",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, assign_to_ranks, mini_batches, plan_mini_batch
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, Scores, load_samples, pack, set_loss_weights
-from hpcrl.types import Batch, Sample
+from hpcrl.types import Batch, Sample, SamplingMask
 from tests.trainer.material import load, make_batch, make_run, make_sample, views
 
 
@@ -55,6 +56,33 @@ def test_a_micro_batch_is_a_slice() -> None:
     for name in ("token_ids", "labels", "loss_mask", "rollout_logprobs"):
         assert getattr(batch, name).data_ptr() > getattr(samples, name).data_ptr(), "packed once, and not copied"
         assert getattr(batch, name).untyped_storage().data_ptr() == getattr(samples, name).untyped_storage().data_ptr()
+
+
+def test_sampling_masks_are_shifted_and_padded() -> None:
+    masked = replace(
+        sample([11, 12, 13, 14], [0, 1, 1, 1]),
+        sampling_mask=SamplingMask(torch.tensor([12, 9, 14]).int(), torch.tensor([0, 2, 0, 1]).int()),
+    )
+    other = replace(masked, sampling_mask=SamplingMask(torch.tensor([13]).int(), torch.tensor([0, 0, 1, 0]).int()))
+    samples = pack([masked, sample([14, 15], [0, 1]), other])
+    none = [-1, -1]
+    assert samples.whole().sampling_mask is not None
+    assert samples.whole().sampling_mask.tolist() == [
+        *([12, 9], none, [14, -1], none),
+        *(none, none),
+        *(none, [13, -1], none, none),
+    ]
+    last = samples.micro_batch(range(1, 3)).sampling_mask
+    assert last is not None
+    assert last.tolist() == [[-1], [-1], [-1], [13], [-1], [-1]]
+    assert pack([sample([14, 15], [0, 1])]).whole().sampling_mask is None
+
+
+def test_tokens_of_the_version_that_a_step_begins_with() -> None:
+    versions = torch.tensor([-1, 3, 4, 4, 4]).int()
+    mixed = replace(sample([1, 2, 3, 4, 5], [0, 1, 1, 0, 1]), versions=versions)
+    assert pack([mixed, mixed], version=4).whole().current.tolist() == [0, 1, 0, 1, 0] * 2
+    assert not pack([mixed]).current.any()
 
 
 def test_weights_are_those_of_the_sample_where_its_tokens_are_trained() -> None:

@@ -22,6 +22,7 @@ from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_policy_loss
 from hpcrl.trainer.metrics import PhaseTimer
+from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
@@ -33,6 +34,7 @@ from tests.trainer.material import make_batch, make_run
 from tests.trainer.scenarios import make_engine
 
 OWN = f"{__name__}:recorded"
+WARNED = MismatchLimit(0.3, "warn")  # samples are made up
 MOST_CALLS = 4
 stacks: list[list[str]] = []
 
@@ -55,7 +57,14 @@ def run(tmp_path: Path) -> Run:
     return make_run(tmp_path / "run")
 
 
-def learner(run: Run, world: World, model_path: Path, limits: tuple[int, int], algorithm: dict[str, Any]) -> Learner:
+def learner(
+    run: Run,
+    world: World,
+    model_path: Path,
+    limits: tuple[int, int],
+    algorithm: dict[str, Any],
+    mismatch: MismatchLimit = WARNED,
+) -> Learner:
     """Return what trains batches of two groups in two mini-batches; limits: samples in training and in scoring."""
     changes = {"algorithm": {"advantage_estimator": "grpo", **algorithm}, "train_batch_size": 2}
     sizes = {"policy_mini_batch_size": 1, "micro_train_batch_size_per_gpu": limits[0]}
@@ -65,7 +74,8 @@ def learner(run: Run, world: World, model_path: Path, limits: tuple[int, int], a
     consensus = StopConsensus(world, StopSignal(), Heartbeat(run, 1, "rank-0"))
     return Learner(
         run, world, trainer, engine, None,
-        limits=micro_batch_limits(trainer, None), model_flops=ModelFlops(1.0, 1), max_seq_len=40, dumps=Dumps(run, 1, world), consensus=consensus, start=ResumePoint(),
+        limits=micro_batch_limits(trainer, None), model_flops=ModelFlops(1.0, 1), max_seq_len=40, mismatch=mismatch,
+        dumps=Dumps(run, 1, world), consensus=consensus, start=ResumePoint(),
     )  # fmt: skip
 
 
@@ -89,6 +99,37 @@ def test_another_limit_in_scoring_changes_nothing(run: Run, alone: World, model_
     )
     for name, value in expected.items():
         assert found[name] == pytest.approx(value, abs=1e-5), name
+
+
+def test_log_probabilities_of_another_model_end_the_run_before_it_trains_on_them(
+    run: Run, alone: World, model_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"use_kl_loss": False}
+    first, second = (make_batch(run, step, groups=2, size=3) for step in (1, 2))
+    strict = learner(run, alone, model_path, (2, 2), settings, MismatchLimit(0.3))
+    with pytest.raises(
+        ConfigError, match=r"step 1: .* differ by \d.* version 0; generator.max_logprob_mismatch is 0\.3\."
+    ):
+        strict.train(first, PhaseTimer())
+    assert strict.policy.updates == 0
+    assert "policy/logprob_mismatch" not in strict.train(second, PhaseTimer()), "its tokens are older than the weights"
+    assert learner(run, alone, model_path, (2, 2), settings, MismatchLimit(9.0)).train(first, PhaseTimer())
+    assert not caplog.records
+    metrics = learner(run, alone, model_path, (2, 2), settings).train(first, PhaseTimer())
+    assert metrics["policy/logprob_mismatch"] > 0.3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_few_odd_tokens_are_no_other_model() -> None:
+    def sums(*apart: float) -> dict[str, float]:
+        squared = sum(value**2 for value in apart)
+        return {"current_tokens": len(apart), "current_abs_diff": sum(apart), "current_abs_diff_squared": squared}
+
+    limit = MismatchLimit(0.3)
+    limit.check(1, sums(9.0, *[0.01] * 9), speaks=True)
+    limit.check(1, sums(), speaks=True)
+    with pytest.raises(ConfigError, match=r"differ by 0\.5 on average over 2000 tokens"):
+        limit.check(1, sums(*[0.1, 0.9] * 1000), speaks=True)
 
 
 def algorithm_section(**changes: Any) -> AlgorithmConfig:

@@ -6,10 +6,12 @@ from typing import Any
 
 from hpcrl.config.derive import (
     eval_sampling,
+    gpu_count,
     max_input_length,
     max_seq_len,
     ref_model_path,
     replicas_per_node,
+    runs_eagerly,
     temperature,
 )
 from hpcrl.config.difference import value_as_toml
@@ -45,5 +47,8 @@ def _following(config: Config) -> dict[str, Any]:
         "trainer.algorithm.max_seq_len": max_seq_len(config),
         "generator.max_input_length": max_input_length(config.generator, config.trainer),
         **sampling,
+        "generator.inference_engine.enforce_eager": runs_eagerly(
+            config.generator.inference_engine, on_cpu=gpu_count(config.slurm) == 0
+        ),
         "slurm.replicas_per_node": replicas_per_node(config),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from hpcrl.config.derive import max_input_length
+from hpcrl.config.derive import MOST_KEPT, mask_size, max_input_length
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.algorithm import DynamicSamplingConfig
 from hpcrl.config.sections.generator import SamplingParams
@@ -14,6 +14,10 @@ from hpcrl.config.sections.tree import ConfigTree
 _TEMPLATES = ("qwen3_with_thinking", "qwen3_without_thinking")
 _SAMPLING_NAMES = {field.name: field.name for field in fields(SamplingParams)} | {"max_tokens": "max_generate_length"}
 _SAMPLING_OWN = {"n", "seed", "detokenize", "output_kind", "skip_special_tokens", "flat_logprobs"}
+_ENDINGS = {"stop_token_ids", "ignore_eos", "repetition_detection"}  # change when a response ends, not what is sampled
+_LEAVING_OUT = {"min_tokens", "bad_words", "allowed_token_ids", "structured_outputs"}
+_WEIGHING = {"presence_penalty", "frequency_penalty", "logit_bias"}
+_COLDEST = 0.01  # vLLM raises temperatures below to it
 
 
 def datasets(config: ConfigTree) -> Iterator[Problem]:
@@ -130,3 +134,49 @@ def sampling_parameters(config: ConfigTree) -> Iterator[Problem]:
                 yield Problem(
                     f"{path}.additional_kwargs.{name}", "hpcrl sets this sampling parameter itself; leave it out"
                 )
+
+
+def sampled_distribution(config: ConfigTree) -> Iterator[Problem]:
+    """The trainer can work out the probabilities that what is trained was sampled with; evaluation may sample in any way."""
+    path, sampling = "generator.sampling_params", config.generator.sampling_params
+    evaluation = "generator.eval_sampling_params may have it"
+    own = config.trainer.algorithm.temperature
+    if own is not None and own != sampling.temperature:
+        yield Problem(
+            "trainer.algorithm.temperature",
+            f"expected {path}.temperature ({sampling.temperature:g}), with which tokens are sampled, found {own:g}; leave it out",
+        )
+    if 0 < sampling.temperature < _COLDEST:
+        yield Problem(
+            f"{path}.temperature",
+            f"expected at least {_COLDEST}, the lowest at which vLLM samples, found {sampling.temperature:g}",
+        )
+    if sampling.repetition_penalty != 1:
+        yield Problem(
+            f"{path}.repetition_penalty",
+            f"changes probabilities in a way that the trainer does not compute; leave it out, {evaluation}",
+        )
+    if sampling.top_k > MOST_KEPT:
+        yield Problem(f"{path}.top_k", f"expected at most {MOST_KEPT}, or -1, found {sampling.top_k}; {evaluation}")
+    for name in sampling.additional_kwargs:
+        if name not in {*_ENDINGS, *_LEAVING_OUT, *_SAMPLING_OWN, *_SAMPLING_NAMES}:
+            why = "changes probabilities in a way" if name in _WEIGHING else "may change probabilities in a way"
+            yield Problem(
+                f"{path}.additional_kwargs.{name}",
+                f"{why} that the trainer does not compute; leave it out, {evaluation}",
+            )
+    for name in config.generator.inference_engine.engine_init_kwargs:
+        if name.replace("-", "_") == "logits_processors":
+            yield Problem(
+                f"generator.inference_engine.engine_init_kwargs.{name}",
+                "may change probabilities in a way that the trainer does not compute; leave it out",
+            )
+    leaving_out = {f"{path}.top_p": sampling.top_p < 1, f"{path}.min_p": sampling.min_p > 0} | {
+        f"{path}.additional_kwargs.{name}": name in sampling.additional_kwargs for name in sorted(_LEAVING_OUT)
+    }
+    for setting in (name for name, used in leaving_out.items() if used and not mask_size(sampling)):
+        yield Problem(
+            setting,
+            f"leaves tokens out, which the trainer has to know; set {path}.top_k from 1 to {MOST_KEPT} too, so that they can be "
+            f"recorded, or leave it out, {evaluation}",
+        )

@@ -162,6 +162,7 @@ RANGES: dict[str, Range] = {
     "top_p": _SHARE_ABOVE_0,
     "min_p": _SHARE,
     "repetition_penalty": _POSITIVE,
+    "max_logprob_mismatch": _POSITIVE,
     "buffer_length": _COUNT,
     "penalty_factor": _NOT_NEGATIVE,
     "remote_reward.batch_size": _COUNT,

@@ -47,13 +47,18 @@ class InferenceEngineConfig:
     """Reuse the key-value cache of equal prompt beginnings under the same weights."""
 
     enable_chunked_prefill: bool = True
-    """Let long prompts share a batch with decoding. Has no effect on a processor, where prompts are read whole."""
+    """Let long prompts share a batch with decoding, in parts. Has no effect on a processor, where prompts are read whole."""
 
     max_num_batched_tokens: int = 8192
-    """Tokens per forward pass of the engine; raised to the longest prompt and response together where it is less."""
+    """Tokens per forward pass of the engine; where prompts are read whole, raised to the longest prompt and response together."""
 
-    enforce_eager: bool = True
-    """Run without compiled graphs: faster start, slower generation."""
+    enforce_eager: bool | None = None
+    """Run without compiled code and CUDA graphs: faster start, slower generation; unset: only without GPUs."""
+
+    keep_cache_on_update: bool = False
+    """Keep the key-value caches of running requests when new weights arrive, instead of computing them anew. Saves that time, but is
+    biased: tokens that follow are sampled with keys and values of older weights, by no version of the policy, and the trainer's
+    probabilities for them are of another distribution than the engine's."""
 
     fully_sharded_loras: bool = False
     """Split adapters over the GPUs of a replica too."""
@@ -193,6 +198,14 @@ class GeneratorConfig:
 
     apply_overlong_filtering: bool = False
     """Samples that neither an end token nor a stop text ended are left out of the loss; their rewards still count in the group."""
+
+    max_logprob_mismatch: float = 0.3
+    """How far the log-probabilities of engines and trainer may be apart, as the mean absolute difference over tokens that both compute
+    with the same version, before the first optimizer step of a batch."""
+
+    on_logprob_mismatch: Literal["stop", "warn"] = "stop"
+    """What happens where they are farther apart, which says that they are different models: stop ends the run before it trains on that
+    batch, warn writes it into the trainer's log."""
 
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     """Scaling of rotary positions in the engines; empty: trainer.rope_scaling."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections import Counter
@@ -13,10 +14,11 @@ from typing import Any
 import httpx
 
 from hpcrl.config import SamplingParams
+from hpcrl.config.derive import mask_size
 from hpcrl.errors import EngineError
 from hpcrl.rollout.limiter import Load
 from hpcrl.rollout.vllm.middleware import PATH
-from hpcrl.types import StopReason
+from hpcrl.types import Kind, StopReason
 
 _TOKENS = "vllm:generation_tokens_total"
 _USAGE, _QUEUED = "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"
@@ -24,6 +26,8 @@ _PREEMPTED = "vllm:num_preemptions_total"
 _LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 _NAMED = "generate-tokens-"  # what vLLM puts before a request's id
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below
+_TOKEN_ID = "token_id:"  # how vLLM's answers name a token
+_LEFT_OUT = -9999.0  # what they have for the logarithm of 0
 
 
 @dataclass(frozen=True)
@@ -34,16 +38,25 @@ class Generation:
         token_ids: generated tokens, the end-of-sequence token included where it was sampled.
         logprobs: of each token under the distribution it was sampled from.
         versions: policy version that chose each token.
+        sampling_mask: for each token, the tokens that it was sampled among, itself one of them; None where sampling left none out.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     stop_reason: StopReason
     versions: list[int]
+    sampling_mask: list[list[int]] | None = None
 
 
-def engine_sampling(params: SamplingParams) -> dict[str, Any]:
-    """Return the configured sampling under vLLM's names."""
+def engine_sampling(params: SamplingParams, kind: Kind, vocabulary: int) -> dict[str, Any]:
+    """Return the configured sampling under vLLM's names.
+
+    Where sampling of what is trained leaves tokens out, it asks for the log-probabilities of as many tokens as it may keep: with
+    `processed_logprobs` those that were left out have none, so that the others are the sampling mask.
+
+    Args:
+        vocabulary: tokens that there are; vLLM cannot tell of more.
+    """
     return {
         **params.additional_kwargs,
         "max_tokens": params.max_generate_length,
@@ -53,6 +66,7 @@ def engine_sampling(params: SamplingParams) -> dict[str, Any]:
         "min_p": params.min_p,
         "repetition_penalty": params.repetition_penalty,
         "stop": params.stop or [],
+        "logprobs": min(mask_size(params), vocabulary) if kind == "train" else 0,
     }
 
 
@@ -79,19 +93,39 @@ class _Running:
         return (versions + [version] * count)[:count]
 
 
+def _generation(choice: Mapping[str, Any], running: _Running, *, masked: bool) -> Generation:
+    content = choice["logprobs"]["content"]
+    logprobs, masks = [token["logprob"] for token in content], None
+    if masked:
+        kept = [[top for top in token["top_logprobs"] if top["logprob"] > _LEFT_OUT] for token in content]
+        masks = [[int(top["token"].removeprefix(_TOKEN_ID)) for top in tops] for tops in kept]
+        # top_k keeps all tokens that share the last place, of which the answer may lack some: with its probability relative to those
+        # that it has, a token has the same here and in the trainer
+        totals = [math.log(math.fsum(math.exp(top["logprob"]) for top in tops)) for tops in kept]
+        logprobs = [logprob - total for logprob, total in zip(logprobs, totals, strict=True)]
+    return Generation(
+        token_ids=choice["token_ids"],
+        logprobs=logprobs,
+        stop_reason=choice["finish_reason"],
+        versions=running.versions(choice["index"], len(choice["token_ids"])),
+        sampling_mask=masks,
+    )
+
+
 class EngineClient:
     """Client of one engine.
 
     Args:
         socket: unix socket of the server.
         headers: sent with every request; they carry the token.
+        keep_cache: whether running requests keep their key-value caches over an update (generator.inference_engine.keep_cache_on_update).
 
     Attributes:
         version: policy version of the weights that the engine holds.
         answered: calls that have ended, well or not.
     """
 
-    def __init__(self, socket: Path, headers: Mapping[str, str], version: int = 0) -> None:
+    def __init__(self, socket: Path, headers: Mapping[str, str], version: int = 0, *, keep_cache: bool = False) -> None:
         # each request has a connection of its own, which costs next to nothing on a unix socket: the server closes one that was idle
         # for 5 s, and on a busy machine this process may notice only after it has sent the next request there, which is lost then
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -100,7 +134,8 @@ class EngineClient:
         self._http = httpx.AsyncClient(
             transport=transport, base_url="http://engine", headers=dict(headers), timeout=None
         )
-        self.version = version
+        self.version, self._keep_cache = version, keep_cache
+        self._updates = self._dropped = 0
         self.answered = 0
         self._waiting: Counter[str] = Counter()
         self._running: dict[str, _Running] = {}
@@ -128,9 +163,11 @@ class EngineClient:
         """
         greedy = sampling.get("temperature", 1.0) < _GREEDY  # the engine refuses to repeat itself
         asked = 1 if greedy else n_samples
-        params = {**sampling, "n": asked, "seed": seed, "logprobs": 0, "detokenize": bool(sampling.get("stop"))}
+        params = {"logprobs": 0, **sampling, "n": asked, "seed": seed, "detokenize": bool(sampling.get("stop"))}
         name = uuid.uuid4().hex
         request = {"request_id": name, "token_ids": list(prompt_ids), "sampling_params": params}
+        if self._keep_cache:  # caches of older weights are there too, which no request that begins now may find
+            request["cache_salt"] = f"v{self.version}"
         running = self._running[_NAMED + name] = _Running(self.version)
         try:
             answer = await self._call("POST", "/inference/v1/generate", json=request)
@@ -138,28 +175,20 @@ class EngineClient:
             del self._running[_NAMED + name]
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         assert len(choices) == asked, f"asked for {asked} samples, got {len(choices)}"
-        said = [
-            Generation(
-                token_ids=choice["token_ids"],
-                logprobs=[token["logprob"] for token in choice["logprobs"]["content"]],
-                stop_reason=choice["finish_reason"],
-                versions=running.versions(choice["index"], len(choice["token_ids"])),
-            )
-            for choice in choices
-        ]
+        said = [_generation(choice, running, masked=params["logprobs"] > 0) for choice in choices]
         return said * n_samples if greedy else said
 
     async def update_weights(self, directory: Path, version: int) -> float:
         """Load the safetensors files of a local directory as policy `version`; return the seconds that generation paused.
 
         Running requests go on with the new weights. Their key-value caches are dropped and computed again, as is the prefix
-        cache, so that each token's logprob belongs to exactly one version.
+        cache, so that each token's logprob belongs to exactly one version; unless they are to keep them.
 
         Raises:
             EngineError: the engine could not load them, or says that it holds others. It is unusable then.
         """
         started = time.monotonic()
-        await self._call("POST", "/pause", params={"mode": "keep"})
+        await self._call("POST", "/pause", params={"mode": "keep", "clear_cache": "false"})
         await self._call("POST", "/start_weight_update")
         await self._call("POST", "/update_weights", json={"update_info": {"path": str(directory), "version": version}})
         await self._call("POST", "/finish_weight_update", json={"weight_version": str(version)})
@@ -172,7 +201,10 @@ class EngineClient:
             had = {int(index): count for index, count in counts.get(name, {}).items()}
             running.changes.append((version, had))
         self.version = version
-        await self.reset_cache()
+        self._updates += 1
+        if not self._keep_cache:
+            self._dropped = sum(map(len, counts.values()))
+            await self.reset_cache()
         await self._call("POST", "/resume")
         return time.monotonic() - started
 
@@ -201,7 +233,9 @@ class EngineClient:
             EngineError: it does not say within seconds.
         """
         found = await self._metrics(_USAGE, _QUEUED, _PREEMPTED)
-        return Load(found[_USAGE], found[_QUEUED], found[_PREEMPTED]) if len(found) == 3 else None
+        if len(found) < 3:
+            return None
+        return Load(found[_USAGE], found[_QUEUED], found[_PREEMPTED], self._updates, self._dropped)
 
     async def _metrics(self, *names: str) -> dict[str, float]:
         """Return those of some metrics that the engine shows, each summed over its labels."""

@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 
 from hpcrl.config import Config, InferenceEngineConfig, engine_gpus, engine_rope, eval_sampling
-from hpcrl.config.derive import gpu_count, max_input_length, model_config_kwargs
+from hpcrl.config.derive import MOST_KEPT, gpu_count, max_input_length, model_config_kwargs, runs_eagerly
 from hpcrl.config.sections.model import rope_parameters
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.vllm.main import PARENT
@@ -159,6 +159,8 @@ class Server:
 
 def _command(options: ServerOptions, socket: Path) -> list[str]:
     engine = options.engine
+    # vLLM 0.31 sets a seeded request's random numbers back after each part of its prompt, which it cannot on a processor: the engine dies
+    chunked = engine.enable_chunked_prefill and not options.on_cpu
     arguments: dict[str, Any] = {
         "uds": str(socket),
         "middleware": "hpcrl.rollout.vllm.middleware.TokenRequired",
@@ -173,13 +175,13 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "pipeline-parallel-size": engine.pipeline_parallel_size,
         "attention-backend": "FLASHINFER" if engine.use_flashinfer else None,
         "enable-prefix-caching": engine.enable_prefix_caching,
-        # vLLM 0.31 sets a seeded request's random numbers back after each part of its prompt, which it cannot on a processor: the engine dies
-        "enable-chunked-prefill": engine.enable_chunked_prefill and not options.on_cpu,
-        "max-num-batched-tokens": max(engine.max_num_batched_tokens, options.max_model_len),
+        "enable-chunked-prefill": chunked,
+        "max-num-batched-tokens": max(engine.max_num_batched_tokens, 0 if chunked else options.max_model_len),
         "max-num-seqs": engine.max_num_seqs,
-        "enforce-eager": engine.enforce_eager,
+        "enforce-eager": runs_eagerly(engine, on_cpu=options.on_cpu),
         "gpu-memory-utilization": engine.gpu_memory_utilization,
-        "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from, temperature included
+        "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from: after temperature, top_k, top_p, ...
+        "max-logprobs": MOST_KEPT,
         "weight-transfer-config": {"backend": BACKEND},
     }
     if options.on_cpu:
@@ -243,7 +245,7 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
                 "0"  # the engine core runs the model itself: one process less
             )
-        if options.engine.enforce_eager:
+        if runs_eagerly(options.engine, on_cpu=True):
             environment["TORCHDYNAMO_DISABLE"] = "1"  # else the sampler is compiled at the first request, for seconds
     return environment
 

@@ -16,8 +16,30 @@ Entropy = Literal["trained", "metric", "none"]
 """What entropies are for: "trained", they are differentiable; "metric", they carry no gradient; "none", they are not computed, but 0."""
 
 Rows = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, float, torch.dtype, Entropy], tuple[torch.Tensor, torch.Tensor]
+    [torch.Tensor, torch.Tensor, torch.Tensor, float, torch.dtype, Entropy, torch.Tensor | None],
+    tuple[torch.Tensor, torch.Tensor],
 ]
+
+_LEFT_OUT = (
+    -3e4
+)  # of a token that is never drawn; a number in 16-bit types too: an infinity would make entropies undefined
+
+
+def among(logits_RV: torch.Tensor, mask_RK: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Return the logits, with those of tokens outside of their row's sampling mask so low that their probability is 0.
+
+    Args:
+        mask_RK: as of MicroBatch: token ids padded with -1; a row of -1 alone leaves no token out.
+        first: token of the first column.
+    """
+    size, own_RK = logits_RV.shape[1], mask_RK.long() - first
+    places_RK = torch.where(
+        (mask_RK >= 0) & (own_RK >= 0) & (own_RK < size), own_RK, size
+    )  # others in a column of their own
+    kept_RV = torch.zeros(len(logits_RV), size + 1, dtype=torch.bool, device=logits_RV.device)
+    kept_RV = kept_RV.scatter(1, places_RK, True)[:, :size]
+    whole_R = (mask_RK < 0).all(1)
+    return logits_RV.masked_fill(~(kept_RV | whole_R[:, None]), _LEFT_OUT)
 
 
 def plain_rows(
@@ -27,13 +49,17 @@ def plain_rows(
     temperature: float,
     dtype: torch.dtype,
     entropy: Entropy = "trained",
+    mask_RK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probabilities of the labels and entropies, [R] float32 each, with all logits at the same time.
 
     Args:
         dtype: of logits and log-probabilities; sums over the vocabulary are float32 in any case.
+        mask_RK: as of token_logprobs.
     """
     logits_RV = linear(hidden_RD, head_VD).to(dtype) / temperature
+    if mask_RK is not None:
+        logits_RV = among(logits_RV, mask_RK)
     if dtype == torch.float16 and logits_RV.device.type == "cpu":  # whose log_softmax adds up in float16, and overflows
         logprobs_RV = logits_RV.log_softmax(-1, dtype=torch.float32).to(dtype)
     else:
@@ -59,10 +85,12 @@ def token_logprobs(
     rows: Rows = plain_rows,
     dtype: torch.dtype = torch.float32,
     entropy: Entropy = "trained",
+    mask_PK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log pi(label), differentiable, and the entropy of pi at each row, both [P] float32.
 
-    pi = softmax(hidden head^T / temperature).
+    pi = softmax(hidden head^T / temperature), over the tokens of the row's sampling mask where it has one
+    (DeepSeek-V3.2, arXiv:2512.02556, section 3.1, "Keep Sampling Mask").
 
     Args:
         chunk_rows: rows whose logits exist at the same time.
@@ -70,13 +98,15 @@ def token_logprobs(
         dtype: in which logits become log-probabilities. In a 16-bit type those have 8 (bfloat16) or 11 significant bits, and
             float16 holds logits up to 65504.
         entropy: what entropies are for.
+        mask_PK: sampling masks, as of MicroBatch; the label is in its row's.
     """
     assert hidden_PD.ndim == 2, f"hidden states are [P, D], not {tuple(hidden_PD.shape)}"
     assert temperature > 0
     assert chunk_rows > 0
     if len(hidden_PD) <= chunk_rows:
-        return rows(hidden_PD, head_VD, labels_P, temperature, dtype, entropy)
-    found: Any = _Sliced.apply(hidden_PD, head_VD, labels_P, chunk_rows, rows, (temperature, dtype, entropy))
+        return rows(hidden_PD, head_VD, labels_P, temperature, dtype, entropy, mask_PK)
+    settings = temperature, dtype, entropy
+    found: Any = _Sliced.apply(hidden_PD, head_VD, labels_P, mask_PK, chunk_rows, rows, settings)
     return found
 
 
@@ -89,14 +119,18 @@ class _Sliced(torch.autograd.Function):
         hidden_PD: torch.Tensor,
         head_VD: torch.Tensor,
         labels_P: torch.Tensor,
+        mask_PK: torch.Tensor | None,
         chunk_rows: int,
         rows: Rows,
         settings: tuple[float, torch.dtype, Entropy],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(hidden_PD, head_VD, labels_P)
+        ctx.save_for_backward(hidden_PD, head_VD, labels_P, mask_PK)
         ctx.chunk_rows, ctx.rows, ctx.settings = chunk_rows, rows, settings
-        slices = zip(hidden_PD.split(chunk_rows), labels_P.split(chunk_rows), strict=True)
-        logprobs, entropies = zip(*(rows(hidden, head_VD, labels, *settings) for hidden, labels in slices), strict=True)
+        slices = [
+            rows(hidden_PD[part], head_VD, labels_P[part], *settings, None if mask_PK is None else mask_PK[part])
+            for part in _slices(len(hidden_PD), chunk_rows)
+        ]
+        logprobs, entropies = zip(*slices, strict=True)
         logprobs_P, entropies_P = torch.cat(logprobs), torch.cat(entropies)
         if settings[-1] != "trained":
             ctx.mark_non_differentiable(entropies_P)
@@ -104,18 +138,22 @@ class _Sliced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_logprobs_P: torch.Tensor, of_entropies_P: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden_PD, head_VD, labels_P = ctx.saved_tensors
+        hidden_PD, head_VD, labels_P, mask_PK = ctx.saved_tensors
         head_wanted, count = ctx.needs_input_grad[1], 2 if ctx.settings[-1] == "trained" else 1
         of_hidden_PD = torch.empty_like(hidden_PD)
         of_head_VD = torch.zeros_like(head_VD, dtype=torch.float32) if head_wanted else None
-        for start in range(0, len(hidden_PD), ctx.chunk_rows):
-            part = slice(start, start + ctx.chunk_rows)
+        for part in _slices(len(hidden_PD), ctx.chunk_rows):
             hidden = hidden_PD[part].detach().requires_grad_()
             head = head_VD.detach().requires_grad_(head_wanted)
+            mask = None if mask_PK is None else mask_PK[part]
             with torch.enable_grad():
-                outputs = ctx.rows(hidden, head, labels_P[part], *ctx.settings)[:count]
+                outputs = ctx.rows(hidden, head, labels_P[part], *ctx.settings, mask)[:count]
             torch.autograd.backward(outputs, (of_logprobs_P[part], of_entropies_P[part])[:count])
             of_hidden_PD[part] = hidden.grad
             if of_head_VD is not None:
                 of_head_VD += head.grad
-        return of_hidden_PD, None if of_head_VD is None else of_head_VD.to(head_VD.dtype), None, None, None, None
+        return of_hidden_PD, None if of_head_VD is None else of_head_VD.to(head_VD.dtype), *[None] * 5
+
+
+def _slices(total: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, total, size)]

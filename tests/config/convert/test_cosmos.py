@@ -113,7 +113,7 @@ def test_plain_grpo(tmp_path: Path) -> None:
     assert config.trainer.fully_async.max_staleness_steps == 4
     assert config.trainer.eval_interval == -1
     assert config.trainer.policy.optimizer_config.num_warmup_steps == 20
-    assert (config.trainer.algorithm.temperature, config.generator.sampling_params.temperature) == (0.9, 1.0)
+    assert (config.trainer.algorithm.temperature, config.generator.sampling_params.temperature) == (None, 1.0)
     (mapped, conflict) = entries(conversion, "train.train_policy.temperature")
     assert mapped.kind == "mapped"
     assert "0.9" in conflict.message

@@ -293,6 +293,14 @@ def test_flat_names_on_a_command_line_have_the_present_defaults() -> None:
     assert ALGORITHM + "loss_reduction" not in values
 
 
+def test_a_penalty_that_skyrl_never_hands_on_is_left_out(tmp_path: Path) -> None:
+    name = "generator.sampling_params.repetition_penalty"
+    conversion = command(f"{name}=1.2", "generator.eval_sampling_params.repetition_penalty=1.2")
+    assert kinds(conversion, name) == {"dropped"}
+    generator = load(conversion, tmp_path).generator
+    assert (generator.sampling_params.repetition_penalty, eval_sampling(generator).repetition_penalty) == (1.0, 1.2)
+
+
 def sampled_in_evaluation(conversion: Conversion, folder: Path) -> tuple[Any, ...]:
     sampling = eval_sampling(load(conversion, folder).generator)
     return sampling.temperature, sampling.top_p, sampling.max_generate_length, sampling.stop or None

@@ -67,7 +67,7 @@ def test_impossible_values(tmp_path: Path, overrides: list[str], path: str, word
         ["data.test_size=7", "data.val_data=[]", "trainer.eval_interval=0"],
         ["data.prompt_column=question", "data.response_column=answer"],
         ["trainer.fully_async.num_parallel_generation_workers=2048", "trainer.fully_async.max_staleness_steps=1"],
-        [f"{SAMPLING}.additional_kwargs={{min_tokens=3, presence_penalty=0.5}}"],
+        [f"{EVALUATION}.additional_kwargs={{min_tokens=3, presence_penalty=0.5}}"],
         [f"{EVALUATION}.include_stop_str_in_output=false"],
     ],
 )
@@ -86,9 +86,9 @@ def test_order_of_prompts_follows_the_seed_of_the_run_unless_set(tmp_path: Path)
 
 
 def test_evaluation_samples_as_training_where_it_is_not_set(tmp_path: Path) -> None:
-    training = [f"{SAMPLING}.include_stop_str_in_output=false", f"{SAMPLING}.additional_kwargs.min_tokens=3"]
+    training = [f"{SAMPLING}.include_stop_str_in_output=false", f"{SAMPLING}.additional_kwargs.ignore_eos=true"]
     same = eval_sampling(load(tmp_path, *training).generator)
-    assert (same.include_stop_str_in_output, same.additional_kwargs) == (False, {"min_tokens": 3})
+    assert (same.include_stop_str_in_output, same.additional_kwargs) == (False, {"ignore_eos": True})
     own = [f"{EVALUATION}.include_stop_str_in_output=true", f"{EVALUATION}.additional_kwargs={{}}"]
     other = eval_sampling(load(tmp_path, *training, *own).generator)
     assert (other.include_stop_str_in_output, other.additional_kwargs) == (True, {})

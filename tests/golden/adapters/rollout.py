@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ class Letters:
     """The tokenizer of the cases: a token per character."""
 
     eos_token_id = _EOS
+
+    def __len__(self) -> int:
+        return sys.maxunicode + 1
 
     def apply_chat_template(
         self, messages: Messages, *, tokenize: bool = True, add_generation_prompt: bool = True, **_: object
@@ -180,7 +184,7 @@ def overlong_filter(case: Case) -> dict[str, Any]:
 def sampling_params(case: Case) -> dict[str, Any]:
     settings = case.inputs["sampling_params"].items()
     given = {f"generator.sampling_params.{name}": value for name, value in settings if value is not None}
-    found = engine_sampling(skyrl(given, checked=False).generator.sampling_params)
+    found = engine_sampling(skyrl(given, checked=False).generator.sampling_params, "train", sys.maxunicode + 1)
     return {**{name: found[name] for name in case.outputs if name in found}, "stop": found["stop"] or None}
 
 

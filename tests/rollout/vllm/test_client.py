@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from hpcrl.errors import EngineError
+from hpcrl.rollout.limiter import ConcurrencyLimiter
 from hpcrl.rollout.vllm.client import EngineClient, Generation
+from hpcrl.rollout.vllm.server import Server
+from hpcrl.runtime.controller_client import headers
 from tests.rollout.conftest import WithEngine
-from tests.rollout.material import BATCHED_TOKENS, EOS, LONG_PROMPT, MAX_MODEL_LEN, PROMPT, logprobs
+from tests.rollout.material import BATCHED_TOKENS, EOS, LONG_PROMPT, MAX_MODEL_LEN, PROMPT, RUN_NAME, TOKEN, logprobs
 
 WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}
 
@@ -134,16 +137,29 @@ def test_new_weights_answer_the_same_prompt(with_engine: WithEngine[Any], models
     with_engine(play)
 
 
-def test_running_requests_go_on_under_new_weights(with_engine: WithEngine[Any], models: list[Path]) -> None:
+async def updated_while_running(engine: EngineClient, weights: Path) -> list[Generation]:
     sampling = {"temperature": 1.0, "max_tokens": 150, "ignore_eos": True}
+    begun = await counted(engine, "generation_tokens_total")
+    running = asyncio.create_task(engine.generate(LONG_PROMPT, 48, 9, sampling))
+    while await counted(engine, "generation_tokens_total") < begun + 48 * 10:
+        await asyncio.sleep(0.01)
+    await engine.update_weights(weights, 1)
+    return await running
 
+
+def test_running_requests_go_on_under_new_weights(with_engine: WithEngine[Any], models: list[Path]) -> None:
     async def play(engine: EngineClient) -> list[Generation]:
-        begun = await counted(engine, "generation_tokens_total")
-        running = asyncio.create_task(engine.generate(LONG_PROMPT, 48, 9, sampling))
-        while await counted(engine, "generation_tokens_total") < begun + 48 * 10:
-            await asyncio.sleep(0.01)
-        await engine.update_weights(models[1], 1)
-        return await running
+        limiter, before = ConcurrencyLimiter(9), await engine.load()
+        assert before is not None
+        said = await updated_while_running(engine, models[1])
+        after = await engine.load()
+        assert after is not None
+        assert (after.updates, after.dropped) == (before.updates + 1, 48)
+        assert 0 < after.preemptions - before.preemptions <= 48
+        for load in (before, after):
+            limiter.update(load, 9)
+        assert limiter.limit == 9, "an update is no pressure"
+        return said
 
     for said in with_engine(play):
         assert len(said.token_ids) == 150
@@ -156,3 +172,29 @@ def test_running_requests_go_on_under_new_weights(with_engine: WithEngine[Any], 
         assert 0 < switch < 150
         assert old[:switch].all()
         assert new[switch:].all()
+
+
+def test_running_requests_may_keep_their_caches(server: Server, models: list[Path]) -> None:
+    async def play() -> tuple[list[Generation], list[Generation]]:
+        engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1), keep_cache=True)
+        try:
+            await engine.update_weights(models[0], 0)
+            before = await counted(engine, "num_preemptions_total")
+            said = await updated_while_running(engine, models[1])
+            assert await counted(engine, "num_preemptions_total") == before
+            return said, await engine.generate(LONG_PROMPT, 2, 8, WHOLE)
+        finally:
+            await engine.close()
+
+    said, later = asyncio.run(play())
+    mixed = 0
+    for one in said:
+        given, switch = torch.tensor(one.logprobs), one.versions.count(0)
+        assert 0 < switch < 150
+        torch.testing.assert_close(
+            given[:switch], logprobs(models[0], LONG_PROMPT, one.token_ids)[:switch], atol=1e-3, rtol=0
+        )
+        mixed += bool((given - logprobs(models[1], LONG_PROMPT, one.token_ids))[switch:].abs().max() > 0.05)
+    assert mixed == 48, "new weights over keys and values of old ones: the bias that the setting names"
+    for one in later:  # which finds nothing of the old weights
+        assert_close(one, models[1], LONG_PROMPT)

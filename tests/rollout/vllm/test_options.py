@@ -22,7 +22,7 @@ from hpcrl.rollout.vllm.server import Server, ServerOptions, _command, server_op
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import headers
 from tests.paths import ROOT
-from tests.rollout.material import LONG_PROMPT, RUN_NAME, TOKEN, logprobs, options, served
+from tests.rollout.material import LONG_PROMPT, MAX_MODEL_LEN, RUN_NAME, TOKEN, logprobs, options, served
 
 SAMPLING = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
 
@@ -126,17 +126,27 @@ def test_vllm_knows_the_options_of_gpus_by_these_names(models: list[Path], token
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    def parsed(**engine: Any) -> AsyncEngineArgs:
-        given = options(str(models[0]), token_file)
+    def parsed(*, on_cpu: bool = True, **engine: Any) -> AsyncEngineArgs:
+        given = replace(options(str(models[0]), token_file), on_cpu=on_cpu)
         command = _command(replace(given, engine=replace(given.engine, **engine)), Path("socket"))
         arguments = command[command.index("hpcrl.rollout.vllm.main") + 1 :]
         return AsyncEngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(arguments))
+
+    def on_gpus(**engine: Any) -> AsyncEngineArgs:
+        return parsed(on_cpu=False, **engine)
 
     plain = parsed()
     assert (plain.attention_backend, plain.pipeline_parallel_size, plain.seed) == (None, 1, 1)
     chosen = AttentionConfig(backend=parsed(use_flashinfer=True).attention_backend)
     assert chosen.backend is AttentionBackendEnum.FLASHINFER
     assert parsed(pipeline_parallel_size=3).pipeline_parallel_size == 3
+    assert (plain.enforce_eager, parsed(enforce_eager=False).enforce_eager) == (True, False)
+    assert (on_gpus().enforce_eager, on_gpus(enforce_eager=True).enforce_eager) == (False, True)
+    few = {"max_num_seqs": 8, "max_num_batched_tokens": 16}
+    read_in_parts, read_whole, on_cpu = on_gpus(**few), on_gpus(**few, enable_chunked_prefill=False), parsed(**few)
+    assert (read_in_parts.enable_chunked_prefill, read_in_parts.max_num_batched_tokens) == (True, 16)
+    for whole in (read_whole, on_cpu):
+        assert (whole.enable_chunked_prefill, whole.max_num_batched_tokens) == (False, MAX_MODEL_LEN)
 
 
 def test_what_the_job_asks_of_the_server(token_file: Path) -> None:

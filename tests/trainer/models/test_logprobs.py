@@ -32,6 +32,40 @@ def test_equal_to_the_plain_computation(chunk_rows: int, temperature: float) -> 
     torch.testing.assert_close(gradients(*actual), gradients(*expected), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("chunk_rows", [1, 7, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_sampling_mask_leaves_the_other_tokens_without_probability(chunk_rows: int, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(3)
+    hidden, head = (torch.randn(n, 8, generator=draw).requires_grad_() for n in (32, 50))
+    mask = torch.stack([torch.randperm(50, generator=draw)[:6] for _ in range(32)]).int()
+    labels, weights = mask[:, 2].long(), torch.randn(2, 32, generator=draw)
+    mask[::3] = -1  # the whole vocabulary
+    mask[1::3, 4:] = -1  # padding
+    kept = torch.zeros(32, 51, dtype=torch.bool).scatter(1, torch.where(mask < 0, 50, mask).long(), True)[:, :50]
+    kept[::3] = True
+
+    def both(logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gradients = torch.autograd.grad((logprobs * weights[0] + entropy * weights[1]).sum(), (hidden, head))
+        return logprobs.detach(), entropy.detach(), *gradients
+
+    logits = hidden @ head.T / 0.6
+    plain = logits.where(kept, torch.tensor(-torch.inf)).log_softmax(-1)
+    entropy = -(plain.exp() * plain.where(kept, torch.tensor(0.0))).sum(-1)
+    expected = both(plain.gather(1, labels[:, None])[:, 0], entropy)
+    actual = both(*token_logprobs(hidden, head, labels, 0.6, chunk_rows, dtype=dtype, mask_PK=mask))
+    assert max(worst(actual, expected)) < 16 * torch.finfo(dtype).eps
+
+
+def test_sampling_masks_in_compiled_code() -> None:
+    draw = torch.Generator().manual_seed(4)
+    rows, head = compiled_rows(), torch.randn(50, 8, generator=draw)
+    for count, width in ((9, 4), (7, 3), (8, 6)):
+        hidden, mask = torch.randn(count, 8, generator=draw), torch.randint(0, 50, (count, width), generator=draw).int()
+        actual = token_logprobs(hidden, head, mask[:, 0].long(), 0.6, 99, rows, mask_PK=mask)
+        expected = token_logprobs(hidden, head, mask[:, 0].long(), 0.6, 99, mask_PK=mask)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
 def worst(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> list[float]:
     """Return the largest error of each tensor, against its largest value."""
     pairs = zip(actual, expected, strict=True)

@@ -164,11 +164,11 @@ def temperatures(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
         return
     path, own = f"{POLICY}.temperature", source[f"{POLICY}.temperature"]
     own, sampled = own if own > 1e-6 else 1.0, source["rollout.sampling_config.temperature"]
-    values[f"{_ALGORITHM}.temperature"] = None if own == sampled else own
+    values[f"{_ALGORITHM}.temperature"] = None
     if own != sampled:
         message = (
-            f"training divides logits by {own:g}, sampling by {sampled:g} (rollout.sampling_config.temperature); both stay as "
-            "they are, and the policy is not the one that was sampled from: make them equal unless that is intended"
+            f"training divides logits by {own:g}, sampling by {sampled:g} (rollout.sampling_config.temperature), so that the policy is "
+            f"not the one that was sampled from; here both divide by {sampled:g}"
         )
         yield Entry("conflict", path, f"{_ALGORITHM}.temperature", message)
 

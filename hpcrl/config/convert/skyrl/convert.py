@@ -67,7 +67,6 @@ _CRITICS = (
 )
 _ONE_TURN = ("generator.use_conversation_multi_turn", "generator.append_eos_token_after_stop_str_in_multi_turn")
 _REMARKS = {
-    _TRAIN + "repetition_penalty": "SkyRL never hands it to the engine; here it has its effect",
     _EVAL + "repetition_penalty": "SkyRL never hands it to the engine; here it has its effect",
     _ALGORITHM + "zero_variance_filter": "SkyRL's has no effect on rewards per token, its default; here it always has",
     _ENGINE + "enable_chunked_prefill": "SkyRL never hands it to the engine; here it has its effect",
@@ -179,6 +178,8 @@ def _without_effect(source: Source, path: str) -> str | None:
         and not (source[_TRAIN + "stop"] or source[_EVAL + "stop"] or source["generator.chat_template.name_or_path"])
     ):
         return "had no effect with one turn, without stop texts and with the model's own chat template"
+    if path == _TRAIN + "repetition_penalty":
+        return "SkyRL never hands it to the engine, and hpcrl refuses it in training"
     if path in _ONLY_COLOCATED:
         return "has an effect only where trainer and engines share GPUs"
     return None

@@ -57,7 +57,7 @@ class PackedModel(nn.Module):
     def run(self, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         """Return the outputs for a micro-batch on the model's device, [P] each."""
         sequences = PackedSequences.of(batch.lengths, batch.cu_seqlens)
-        return self(batch.token_ids, batch.positions, batch.labels, sequences)
+        return self(batch.token_ids, batch.positions, batch.labels, sequences, batch.sampling_mask)
 
 
 class PackedPolicy(PackedModel):
@@ -69,7 +69,12 @@ class PackedPolicy(PackedModel):
         self._rows = compiled_rows() if forward.compiled else plain_rows
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, sequences: PackedSequences
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        labels: torch.Tensor,
+        sequences: PackedSequences,
+        sampling_mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probabilities of the labels and entropies (ForwardConfig.entropy), both [P] float32."""
         hidden_PD, forward = self.hidden(token_ids, positions, sequences), self._forward_config
@@ -82,6 +87,7 @@ class PackedPolicy(PackedModel):
             self._rows,
             forward.dtype,
             forward.entropy,
+            sampling_mask,
         )
 
 
@@ -92,7 +98,12 @@ class PackedCritic(PackedModel):
         super().__init__(model, forward.packing)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, _labels: torch.Tensor, sequences: PackedSequences
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        _labels: torch.Tensor,
+        sequences: PackedSequences,
+        *_: object,
     ) -> tuple[torch.Tensor]:
         """Return the value at each position, [P] float32: what is expected before the next token is known."""
         hidden_PD = self.hidden(token_ids, positions, sequences)

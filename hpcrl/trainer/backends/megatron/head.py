@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
-from hpcrl.trainer.models.logprobs import Entropy
+from hpcrl.trainer.models.logprobs import Entropy, among
 
 _NOTHING = -1e30  # a logit whose token is never drawn; an infinity would make entropies undefined
 
@@ -38,17 +38,21 @@ class VocabularyShare:
         temperature: float,
         dtype: torch.dtype,
         entropy: Entropy = "trained",
+        mask_RK: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probabilities of the labels and entropies, [R] float32 each, the same on all ranks of the group.
 
         Args:
             head_VD: this rank's rows.
             dtype: to which logits are rounded; what follows is float32.
+            mask_RK: sampling masks, as of token_logprobs.
         """
         logits = (linear(hidden_RD, head_VD).to(dtype) / temperature).float()
         if self.first + self.size > self.end:
             padding = torch.arange(self.first, self.first + self.size, device=logits.device) >= self.end
             logits = logits.masked_fill(padding, _NOTHING)
+        if mask_RK is not None:
+            logits = among(logits, mask_RK, self.first)
         highest_R = logits.detach().amax(-1)
         dist.all_reduce(highest_R, dist.ReduceOp.MAX, self.group)
         logits = logits - highest_R[:, None]

@@ -95,7 +95,7 @@ class PolicyModel(StageModel):
 
     def outputs(self, hidden: torch.Tensor, packing: Packing, labels_P: torch.Tensor) -> torch.Tensor:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return packing.whole(self.output_layer(hidden, packing.share(labels_P), weight)).T
+        return packing.whole(self.output_layer(hidden, packing.share(labels_P), weight, packing.own_mask)).T
 
 
 class LogprobHead(ColumnParallelLinear):
@@ -118,8 +118,14 @@ class LogprobHead(ColumnParallelLinear):
         self._share = VocabularyShare.of(group, self.output_size_per_partition, vocabulary)
         self._forward_config = forward
 
-    def forward(self, hidden: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return log-probabilities and entropies [P_own, 2] of labels [P_own] for hidden states as `outputs` takes them."""
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | None, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return log-probabilities and entropies [P_own, 2] of labels [P_own] for hidden states as `outputs` takes them.
+
+        Args:
+            mask: sampling masks [P_own, K].
+        """
         forward, group = self._forward_config, self._share.group
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, True, group)
@@ -137,6 +143,7 @@ class LogprobHead(ColumnParallelLinear):
                 self._share.rows,
                 forward.dtype,
                 forward.entropy,
+                mask,
             ),
             -1,
         )

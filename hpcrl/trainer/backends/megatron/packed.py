@@ -27,12 +27,14 @@ class Packing(PackedSeqParams):
         order: [P_padded] int64, for each place of the padded micro-batch where it lies when all ranks' tokens are laid end to end.
         kept: [P] int64, places of the tokens that are no padding.
         sequences: the padded samples.
+        own_mask: [P_own, K] int32, sampling masks of this rank's tokens, as of MicroBatch; None without one.
     """
 
     own: torch.Tensor | None = None
     order: torch.Tensor | None = None
     kept: torch.Tensor | None = None
     sequences: PackedSequences | None = None
+    own_mask: torch.Tensor | None = None
 
     @classmethod
     def of(cls, batch: MicroBatch, least: int = 0) -> Packing:
@@ -51,7 +53,7 @@ class Packing(PackedSeqParams):
         order = torch.cat(shares).argsort()
         kept = [torch.arange(length) + start for length, start in zip(batch.lengths, starts.tolist(), strict=False)]
         bounds, longest = to_device(starts.int(), device), max(lengths)
-        return cls(
+        packing = cls(
             qkv_format="thd",
             cu_seqlens_q=bounds,
             cu_seqlens_kv=bounds,
@@ -65,13 +67,16 @@ class Packing(PackedSeqParams):
             kept=to_device(torch.cat(kept), device),
             sequences=PackedSequences.of(lengths, bounds),
         )
+        if batch.sampling_mask is not None:
+            packing.own_mask = packing.share(batch.sampling_mask + 1) - 1  # padding is -1
+        return packing
 
     def share(self, values_P: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part [P_own] of values [P], with zeros for padding."""
+        """Return this rank's part [P_own, ...] of values [P, ...], with zeros for padding."""
         assert self.own is not None
         assert self.order is not None
         assert self.kept is not None
-        return values_P.new_zeros(len(self.order)).index_copy(0, self.kept, values_P)[self.own]
+        return values_P.new_zeros(len(self.order), *values_P.shape[1:]).index_copy(0, self.kept, values_P)[self.own]
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
         """Return [P, ...] for what each rank has of its tokens [P_own, ...]; each rank then computes the same of it."""
