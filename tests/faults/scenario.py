@@ -308,7 +308,6 @@ param_dtype = "fp32"
 
 [generator]
 n_samples_per_prompt = {SAMPLES}
-
 on_logprob_mismatch = "warn"  # the stand-in's tokens and numbers are no policy's
 
 [generator.inference_engine]

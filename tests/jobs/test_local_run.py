@@ -17,6 +17,7 @@ from hpcrl.rundir.commit import committed, read_json
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.ledger import outcome_of, read_attempts, read_outcome
 from tests.jobs.small_run import (
+    MADE_UP,
     SMALL,
     curve,
     hpcrl,
@@ -56,7 +57,7 @@ def tensorboard_points(run: Run, tag: str) -> list[int]:
 @pytest.mark.usefixtures("stand_in_engine")
 def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     """SIGKILL of a trainer rank in the middle: the attempt ends within seconds, with its error, and resumes as if nothing had been."""
-    run = submit(place, "killed", f"trainer.max_steps={STEPS}", "trainer.eval_interval=10")
+    run = submit(place, "killed", f"trainer.max_steps={STEPS}", "trainer.eval_interval=10", MADE_UP)
     wait_for(lambda: committed(run.checkpoints, step_of), lambda: logs_of(run), 240)
     beside = hpcrl(
         "attach", "killed", "--role", "rollout", "--", "sh", "-c", "echo $HPCRL_ATTEMPT $HPCRL_REPLICA", cwd=place
