@@ -15,9 +15,10 @@ from hpcrl.config.validate import build
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.rollout.generate import Group, GroupGenerator
 from hpcrl.rollout.vllm.client import EngineClient
-from hpcrl.rollout.vllm.server import Scratch, Server, ServerOptions
+from hpcrl.rollout.vllm.server import Server, ServerOptions
 from hpcrl.rundir.commit import write_text
 from hpcrl.runtime.controller_client import headers
+from hpcrl.runtime.scratch import Scratch
 from hpcrl.types import Prompt, Work
 
 NAME, TOKEN = "alone", secrets.token_hex()
@@ -45,7 +46,7 @@ async def generate(server: Server, model: str, config: GeneratorConfig) -> Group
 
 def main(model: str) -> None:
     config = build(GeneratorConfig, GENERATOR)
-    scratch = Scratch()
+    scratch = Scratch("engine")
     with tempfile.TemporaryDirectory() as folder:
         token_file = Path(folder) / "token"
         write_text(token_file, TOKEN + "\n", mode=0o600)

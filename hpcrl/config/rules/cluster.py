@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from hpcrl.config.derive import engine_gpus, gpu_count, max_replicas, replicas_per_node
+from hpcrl.config.derive import engine_gpus, gpu_count, max_replicas, replicas_per_node, takes_whole_nodes
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.generator import InferenceEngineConfig
 from hpcrl.config.sections.slurm import ElasticConfig
@@ -97,6 +97,24 @@ def sbatch_options(config: ConfigTree) -> Iterator[Problem]:
                 yield Problem(f"{section}.extra.{name}", f"set {section}.{own} instead")
             elif name.replace("-", "_") in owned:
                 yield Problem(f"{section}.extra.{name}", "hpcrl sets this option of sbatch itself; leave it out")
+
+
+def container(config: ConfigTree) -> Iterator[Problem]:
+    container = config.slurm.container
+    if container.kind == "none" and container.image:
+        yield Problem("slurm.container.kind", 'set it to "apptainer" or "pyxis", or leave out slurm.container.image')
+    elif container.kind != "none" and not container.image:
+        yield Problem("slurm.container.image", f"set it: slurm.container.kind is {container.kind}")
+    for mount in container.mounts:
+        if not mount.startswith("/") or "," in mount or mount.count(":") > 2:
+            expected = "expected SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro with absolute paths without commas"
+            yield Problem("slurm.container.mounts", f"{expected}, found {mount!r}")
+
+
+def counted_gpus(config: ConfigTree) -> Iterator[Problem]:
+    slurm = config.slurm
+    if slurm.gpu_option == "none" and gpu_count(slurm) > 0 and not takes_whole_nodes(slurm):
+        yield Problem("slurm.gpu_option", 'with "none" a run needs whole nodes: set slurm.exclusive=true')
 
 
 def time_to_save(config: ConfigTree) -> Iterator[Problem]:

@@ -11,6 +11,8 @@ from hpcrl.config.errors import Problem
 from hpcrl.config.fields import Setting, values
 from hpcrl.config.import_path import misnamed
 from hpcrl.config.rules.cluster import (
+    container,
+    counted_gpus,
     engine_options,
     enough_replicas,
     flash_infer,
@@ -366,5 +368,7 @@ RULES: tuple[Rule, ...] = (
     enough_replicas,
     gpus_of_nodes,
     sbatch_options,
+    container,
+    counted_gpus,
     time_to_save,
 )

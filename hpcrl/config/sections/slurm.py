@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from hpcrl.config.fields import Location
 
@@ -55,13 +55,39 @@ class ElasticConfig:
     """Time limit of an element in minutes, after which it queues again; unset: that of the run."""
 
     cpus_per_task: int | None = None
-    """CPU cores asked for by each replica; unset: the cluster's default."""
+    """CPU cores asked for by each replica; unset: its share of slurm.cpus_per_task, or a whole node where the run takes whole nodes and a
+    replica all GPUs of one."""
 
     mem_gb: int | None = None
-    """Memory asked for by each replica in GB; 0: all of its node; unset: the cluster's default."""
+    """Memory asked for by each replica in GB; 0: all of its node; unset: as cpus_per_task, of slurm.mem_gb."""
 
     extra: dict[str, Any] = field(default_factory=dict)
     """Further sbatch options by their long names; true: an option without a value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerConfig:
+    """A container in which the run's processes run on the nodes. The image needs hpcrl with all that it depends on; docs/containers.md."""
+
+    kind: Literal["none", "apptainer", "pyxis"] = "none"
+    """What starts it: the program apptainer, or srun with the plugin Pyxis, over Enroot."""
+
+    image: Location | None = None
+    """Image: a .sif file or a .sqsh file, or what else the one or the other takes."""
+
+    mounts: list[str] = field(default_factory=list)
+    """Further directories of the node to be seen inside, SOURCE or SOURCE:TARGET or SOURCE:TARGET:ro; slurm.root, data, models and /tmp
+    are seen without."""
+
+    arguments: list[str] = field(default_factory=list)
+    """Further options: of `apptainer exec`, or of srun."""
+
+    python: str = "python3"
+    """Interpreter inside."""
+
+    host_python: str | None = None
+    """Interpreter on the nodes, outside, that ends the batch script and requeues its job: Python 3.10 or newer with hpcrl's dependencies
+    for login nodes. Unset: the one inside, where Slurm's scontrol has to be then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +113,9 @@ class SlurmConfig:
     gpus_per_node: int | str = 0
     """GPUs asked for on each node, of a type where the cluster has several: "h100:8"; 0: a run on CPU."""
 
+    gpu_option: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    """The option of sbatch that asks for them: --gpus-per-node; --gres=gpu:N; or none, where whole nodes are lent without counting GPUs."""
+
     gpu_memory_gb: float | None = None
     """Memory of each GPU in GB (2^30 bytes), with which `hpcrl plan` compares its estimate; unset: that of this machine's GPUs."""
 
@@ -110,6 +139,8 @@ class SlurmConfig:
     """How long a run goes on with fewer replicas than min_replicas, those whose engines start included."""
 
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
+
+    container: ContainerConfig = field(default_factory=ContainerConfig)
 
     setup: list[str] = field(default_factory=list)
     """Shell lines that the batch script runs first."""

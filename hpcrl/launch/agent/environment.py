@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from hpcrl.config import Config, engine_gpus
+from hpcrl.config.derive import of_each_replica
 from hpcrl.launch.agent.devices import visible_devices
 from hpcrl.launch.nodes import Node
 from hpcrl.runtime.heartbeat import DIRECTORY
@@ -33,7 +34,7 @@ class Environments:
         self._node, self._interface, self._shared = node, interface, shared
         engine = config.generator.inference_engine
         of_pool = any(replica >= engine.num_engines for replica in node.replicas)
-        self._cpus = (config.slurm.elastic if of_pool else config.slurm).cpus_per_task
+        self._cpus = of_each_replica(config)[0] if of_pool else config.slurm.cpus_per_task
         self._width = engine_gpus(engine)
         self._ordered = _wants_order(config)
         self._own = {"HPCRL_ATTEMPT": str(attempt), "HPCRL_ADDRESS": address, DIRECTORY: str(heartbeats)}

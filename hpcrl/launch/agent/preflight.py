@@ -33,7 +33,7 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
         gpus=node.gpus,
         engines=bool(node.replicas),
         named=not (context.local or config.slurm.network_interface),
-        requeues=node.index == 0 and not context.local,
+        requeues=node.index == 0 and not context.local and config.slurm.container.host_python is None,
         rooms=rooms(run, config, sizes, len(node.replicas)),
     )
     findings = list(of_node(_facts(run, node, context), purpose))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from hpcrl.config.derive import has_scarce_cores
+from hpcrl.config.sections.slurm import SlurmConfig
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
 
 _REQUEUE_WAIT_S = 120
@@ -141,3 +143,17 @@ def _preemption(config: Mapping[str, str], partition: Mapping[str, str]) -> Find
         return warning("preemption", found, remedy)
     signal = "USR2" if early else "TERM"
     return ok("preemption", found, f"a run gets {signal}, saves, and queues itself again")
+
+
+def of_request(slurm: SlurmConfig, scarce_pool: bool = False) -> Iterator[Finding]:
+    """Say what is doubtful in what runs ask of the cluster.
+
+    Args:
+        scarce_pool: whether the elements of an elastic pool ask for no cores.
+    """
+    remedy = "most clusters give such a job one core per node, whatever its GPUs: set it"
+    if has_scarce_cores(slurm):
+        found = "slurm.cpus_per_task is not set, and the run takes no whole nodes"
+        yield warning("cores", found, f"{remedy}, or slurm.exclusive=true")
+    if scarce_pool:
+        yield warning("cores", "slurm.elastic.cpus_per_task is not set, and an element takes no whole node", remedy)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hpcrl.config.derive import gpu_count
+from hpcrl.config.sections.slurm import ContainerConfig, SlurmConfig
+from hpcrl.config.validate import build
+from hpcrl.launch.container import Starter
 from hpcrl.launch.doctor.canary import VISIBLE_S, delays_of, of_delays, of_links
-from hpcrl.launch.doctor.cluster import of_cluster, of_partition, parse_config, parse_records
+from hpcrl.launch.doctor.cluster import of_cluster, of_partition, of_request, parse_config, parse_records
 from hpcrl.launch.doctor.facts import Purpose, of_both, of_clock, of_node, of_place
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
 from hpcrl.launch.doctor.node import facts, place
@@ -22,6 +27,7 @@ from hpcrl.launch.doctor.talk import Silent, Talk
 _ANSWER_S = 60.0
 _FACTS_S = 660.0  # torch may take long to import
 _PASSED_ON = ("partition", "account", "qos", "constraint")
+_GPU = {"gpus-per-node": "--gpus-per-node=1", "gres": "--gres=gpu:1", "none": "--exclusive"}
 _BUSY = ("Requested nodes are busy", "Immediate execution impossible")
 
 
@@ -30,10 +36,10 @@ def examine(root: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Findi
 
     Args:
         root: slurm.root.
-        slurm: the section `slurm` as far as it is known: partition, account, qos, constraint, time_minutes, gpus_per_node, setup.
+        slurm: the section `slurm` as far as it is known; what it lacks has its default.
         wait_s: how long to wait for a free compute node.
     """
-    directory = root.expanduser().absolute()
+    asked, directory = build(SlurmConfig, slurm), root.expanduser().absolute()
     while not directory.is_dir():
         directory = directory.parent
     yield from _of_root(root, directory)
@@ -52,7 +58,8 @@ def examine(root: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Findi
         yield from _of_this_machine(directory)
         return
     yield from of_cluster(config, _accounting())
-    wanted = slurm.get("partition")
+    yield from of_request(asked)
+    wanted = asked.partition
     partition = next(
         (one for one in partitions if one["PartitionName"] == wanted or (not wanted and one.get("Default") == "YES")),
         None,
@@ -63,7 +70,7 @@ def examine(root: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Findi
         yield error("partition", found, f"choose one of {names} (--partition, slurm.partition)")
         return
     yield from of_partition(config, partition, slurm.get("time_minutes"))
-    yield from _of_compute_node(directory, {**slurm, "partition": partition["PartitionName"]}, wait_s)
+    yield from _of_compute_node(directory, replace(asked, partition=partition["PartitionName"]), wait_s)
 
 
 def _of_root(root: Path, directory: Path) -> Iterator[Finding]:
@@ -110,18 +117,19 @@ def _accounting() -> str | None:
     return None
 
 
-def _of_compute_node(directory: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Finding]:
+def _of_compute_node(directory: Path, slurm: SlurmConfig, wait_s: int) -> Iterator[Finding]:
     canary = directory / f".hpcrl-doctor-{secrets.token_hex(4)}"
     try:
         canary.mkdir(mode=0o700)
     except OSError:  # said already
         return
-    gpus = bool(slurm.get("gpus_per_node")) or _has_gpus(slurm["partition"])
+    partition, needed = slurm.partition or "", min(1, gpu_count(slurm))
+    gpus = needed > 0 or _has_gpus(partition)
     try:
         with Talk(_srun(canary, slurm, gpus, wait_s)) as node:
-            yield from _conversation(node, canary, wait_s, int(bool(slurm.get("gpus_per_node"))))
+            yield from _conversation(node, canary, wait_s, needed, slurm.container)
     except Silent as silent:
-        yield _no_node(str(silent), slurm["partition"], wait_s)
+        yield _no_node(str(silent), partition, wait_s)
     finally:
         shutil.rmtree(canary, ignore_errors=True)
 
@@ -133,12 +141,15 @@ def _has_gpus(partition: str) -> bool:
         return False
 
 
-def _srun(canary: Path, slurm: Mapping[str, Any], gpus: bool, wait_s: int) -> Sequence[str]:
-    options = [f"--{name}={slurm[name]}" for name in _PASSED_ON if slurm.get(name)]
-    options += ["--gpus-per-node=1"] if gpus else []
-    command = [sys.executable, "-m", "hpcrl.launch.doctor.node", str(canary)]
-    if setup := slurm.get("setup"):
-        command = ["bash", "-c", "\n".join([*setup, 'exec "$@"']), "bash", *command]
+def _srun(canary: Path, slurm: SlurmConfig, gpus: bool, wait_s: int) -> Sequence[str]:
+    options = [f"--{name}={value}" for name in _PASSED_ON if (value := getattr(slurm, name))]
+    options += [_GPU[slurm.gpu_option]] if gpus else []
+    starter = Starter.of(slurm.container, [os.path.realpath(canary.parent)], gpus)
+    setup = (
+        [] if starter.srun else slurm.setup
+    )  # srun starts the container, in which the node's modules are not to be had
+    run = f"exec {starter.python} -m hpcrl.launch.doctor.node {shlex.quote(str(canary))}"
+    command = [*starter.srun, "bash", "-c", "\n".join([*setup, run])]
     job = ["--job-name=hpcrl-doctor", "--nodes=1", "--ntasks=1", "--time=10", f"--immediate={wait_s}", "--unbuffered"]
     return ["srun", *job, *options, *command]
 
@@ -156,7 +167,7 @@ def _no_node(said: str, partition: str, wait_s: int) -> Finding:
     return error("compute node", "; ".join(lines) or said, remedy)
 
 
-def _conversation(node: Talk, canary: Path, wait_s: int, needed: int) -> Iterator[Finding]:
+def _conversation(node: Talk, canary: Path, wait_s: int, needed: int, container: ContainerConfig) -> Iterator[Finding]:
     node.ask(wait_s + _ANSWER_S, verb="clock")  # the first answer takes as long as the start of the job
     before = time.time()
     there = node.ask(_ANSWER_S, verb="clock")["time"]
@@ -170,6 +181,6 @@ def _conversation(node: Talk, canary: Path, wait_s: int, needed: int) -> Iterato
         remedy = "the server maps users to others; a run's files must belong to you on all nodes"
         yield error("owner", f"what you write on {host} belongs to user {stranger} here", remedy)
     yield of_clock(there - (before + after) / 2, (after - before) / 2, host)
-    yield from of_both(facts(canary.parent), told)
+    yield from of_both(facts(canary.parent), told, contained=container.kind != "none")
     told["places"].pop("root", None)  # looked at from here
-    yield from of_node(told, Purpose(gpus=needed, requeues=True))
+    yield from of_node(told, Purpose(gpus=needed, requeues=container.host_python is None))

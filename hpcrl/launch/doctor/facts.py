@@ -31,6 +31,7 @@ _VOLATILE = {"tmpfs", "ramfs"}
 _SCARCE_GB, _LITTLE_GB = 2.0, 50.0
 _FEW_INODES = 100_000
 _FEW_FILES, _FEWER_FILES = 1024, 8192
+_EXCHANGED = ("hpcrl", "submitit")
 
 
 @dataclass(frozen=True)
@@ -137,23 +138,30 @@ def _network(facts: Mapping[str, Any]) -> Finding:
     return ok("network", found, f"servers choose free ports from 10000 to {first - 1}")
 
 
-def of_both(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[Finding]:
-    """Say whether this machine and a compute node have the same environment."""
+def of_both(here: Mapping[str, Any], there: Mapping[str, Any], contained: bool = False) -> Iterator[Finding]:
+    """Say whether this machine and a compute node have the same environment.
+
+    Args:
+        contained: the node's is that of a container, of which only what both sides exchange has to be the same.
+    """
     node = there["host"]
     differing = [
         f"{name} {here['packages'].get(name, 'missing')} here, {there['packages'].get(name, 'missing')} on {node}"
-        for name in sorted({*here["packages"], *there["packages"]})
+        for name in sorted(_EXCHANGED if contained else {*here["packages"], *there["packages"]})
         if here["packages"].get(name) != there["packages"].get(name)
     ]
-    if here["python"] != there["python"]:
+    if not contained and here["python"] != there["python"]:
         differing.insert(0, f"Python {here['python']} here, {there['python']} on {node}")
     if differing:
         remedy = "use one environment on a filesystem that all nodes share"
+        if contained:
+            remedy = "install the same versions in the image (docs/containers.md)"
         yield error("environment", "; ".join(differing), remedy)
     else:
         versions = ", ".join(f"{name} {found}" for name, found in there["packages"].items())
         yield ok(
-            "environment", f"{there['prefix']} is the same here and on {node}: Python {there['python']}, {versions}"
+            "environment",
+            f"{there['prefix']} {'in the container fits' if contained else 'is the same here and'} on {node}: Python {there['python']}, {versions}",
         )
 
 

@@ -35,7 +35,7 @@ def _scontrol(*words: str) -> bool:
     """Return whether scontrol did it; it is tried again while slurmctld does not answer."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
-        done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
+        done = _run("scontrol", *words)
         said = done.stderr.strip()
         print(f"scontrol {' '.join(words)}: {said or 'done'}", flush=True)
         if done.returncode == 0 or not is_away(said) or time.monotonic() > deadline:
@@ -80,9 +80,18 @@ def _avoided(job: str, exclude: Sequence[str]) -> str:
     return ",".join(sorted(avoided)) if _others_suffice(avoided) else ""
 
 
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of Slurm's; where it is missing, as in a container that lacks them, it fails as in a shell."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        remedy = "not on PATH here; mount Slurm's programs into the container, or set slurm.container.host_python"
+        return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {remedy}\n")
+
+
 def _shown(*what: str) -> list[str]:
     """Return the output of `scontrol show`, split at blanks; nothing where it fails."""
-    done = subprocess.run(["scontrol", "show", *what], capture_output=True, text=True, check=False)
+    done = _run("scontrol", "show", *what)
     return done.stdout.split() if done.returncode == 0 else []
 
 
@@ -98,5 +107,5 @@ def _others_suffice(exclude: Collection[str]) -> bool:
         "idle,alloc,mix,comp,resv",
         *(["-p", partition] if partition else []),
     ]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    done = _run(*asked)
     return len(set(done.stdout.split()) - set(exclude)) >= wanted

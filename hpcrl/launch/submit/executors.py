@@ -17,8 +17,9 @@ from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError, JobPaths
 
 from hpcrl.config import Config, ElasticConfig, SlurmConfig, engine_gpus
-from hpcrl.config.derive import gpu_count, takes_whole_nodes
+from hpcrl.config.derive import gpu_count, of_each_replica, takes_whole_nodes
 from hpcrl.errors import SubmitError
+from hpcrl.launch.container import Starter, seen_by
 from hpcrl.launch.doctor.node import listed_gpus
 from hpcrl.launch.nodes import make_plan, trainer_nodes
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
@@ -82,6 +83,7 @@ def _setup_lines(config: Config, folder: Path) -> list[str]:
     code = shlex.quote(str(folder / "code"))
     return [
         "umask 077",
+        *(["export PYTHONNOUSERSITE=1"] if config.slurm.container.kind != "none" else []),  # the home is seen inside
         *config.slurm.setup,
         f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1',
     ]
@@ -93,7 +95,9 @@ def slurm_executor(submission: Submission) -> ArrayExecutor:
     slurm, plan = config.slurm, make_plan(config)
     rollout_nodes = len(plan) - trainer_nodes(plan)
     survives = rollout_nodes > (0 if slurm.elastic.replicas else 1)  # the loss of a node that has some of the replicas
-    finish = f"{shlex.quote(sys.executable)} -m hpcrl.launch.requeue.epilogue {shlex.quote(str(submission.element_list))} $?; exit $?"
+    starter = _starter(config)
+    last = starter.outside_step(slurm.container)
+    finish = f"{last} -m hpcrl.launch.requeue.epilogue {shlex.quote(str(submission.element_list))} $?; exit $?"
     parameters = _common(config, submission.folder) | {
         "job_name": f"hpcrl-{submission.folder.name}",
         "comment": f"hpcrl:{submission.folder.name}",
@@ -109,11 +113,10 @@ def slurm_executor(submission: Submission) -> ArrayExecutor:
     }
     if takes_whole_nodes(slurm):
         parameters |= {"exclusive": True, "mem": "0"}
-    if gpu_count(slurm):
-        parameters["gpus_per_node"] = slurm.gpus_per_node
+    parameters |= _gpus(slurm, slurm.gpus_per_node)
     if slurm.array_parallelism is not None:
         parameters["array_parallelism"] = slurm.array_parallelism
-    return _executor(submission.folder, parameters, slurm)
+    return _executor(submission.folder, parameters, slurm, starter)
 
 
 def pool_executor(submission: Submission, run: Run, config: Config, gang: str) -> ArrayExecutor:
@@ -124,7 +127,9 @@ def pool_executor(submission: Submission, run: Run, config: Config, gang: str) -
     """
     slurm, elastic = config.slurm, config.slurm.elastic
     # the exit status of the agent, srun's own, decides; see launch/requeue/elastic.py
-    finish = f"{shlex.quote(sys.executable)} -m hpcrl.launch.requeue.elastic {shlex.quote(str(run.path))} $?; exit $?"
+    starter = _starter(config)
+    last = starter.outside_step(slurm.container)
+    finish = f"{last} -m hpcrl.launch.requeue.elastic {shlex.quote(str(run.path))} $?; exit $?"
     parameters = _common(config, submission.folder) | {
         "job_name": f"hpcrl-{run.name}-pool",
         "comment": f"hpcrl-pool:{run.name}",
@@ -136,12 +141,26 @@ def pool_executor(submission: Submission, run: Run, config: Config, gang: str) -
         "dependency": f"after:{gang}",
         "additional_parameters": {"requeue": True, **elastic.extra},
     }
-    if gpu_count(slurm):
-        kind, colon, _ = str(slurm.gpus_per_node).rpartition(":")
-        parameters["gpus_per_node"] = f"{kind}{colon}{engine_gpus(config.generator.inference_engine)}"
+    kind, colon, _ = str(slurm.gpus_per_node).rpartition(":")
+    parameters |= _gpus(slurm, f"{kind}{colon}{engine_gpus(config.generator.inference_engine)}")
+    cpus, memory, whole = of_each_replica(config)
+    if whole:
+        parameters["exclusive"] = True
     of_run = {"partition": slurm.partition, "account": slurm.account}
     wanted = {name: getattr(elastic, name) or value for name, value in of_run.items()}
-    return _executor(submission.folder, parameters, replace(elastic, **wanted))
+    asked = replace(elastic, **wanted, cpus_per_task=cpus, mem_gb=memory)
+    return _executor(submission.folder, parameters, asked, starter)
+
+
+def _gpus(slurm: SlurmConfig, wanted: int | str) -> dict[str, Any]:
+    """Return the parameter that asks for GPUs of each node."""
+    if gpu_count(slurm) == 0 or slurm.gpu_option == "none":
+        return {}
+    return {"gres": f"gpu:{wanted}"} if slurm.gpu_option == "gres" else {"gpus_per_node": wanted}
+
+
+def _starter(config: Config) -> Starter:
+    return Starter.of(config.slurm.container, seen_by(config), gpu_count(config.slurm) > 0)
 
 
 def _common(config: Config, folder: Path) -> dict[str, Any]:
@@ -154,7 +173,9 @@ def _common(config: Config, folder: Path) -> dict[str, Any]:
     }
 
 
-def _executor(folder: Path, parameters: dict[str, Any], asked: SlurmConfig | ElasticConfig) -> ArrayExecutor:
+def _executor(
+    folder: Path, parameters: dict[str, Any], asked: SlurmConfig | ElasticConfig, starter: Starter
+) -> ArrayExecutor:
     """Add what the run and its pool ask for by the same names."""
     for name in ("partition", "account", "qos", "constraint"):
         if (value := getattr(asked, name)) is not None:
@@ -166,9 +187,9 @@ def _executor(folder: Path, parameters: dict[str, Any], asked: SlurmConfig | Ela
         parameters["srun_args"] = [*parameters["srun_args"], f"--cpus-per-task={asked.cpus_per_task}"]
     # submitit's own names begin with a directory that it makes once sbatch has answered; Slurm fails a job that starts before that
     log = f"{folder}/%A_%a_%t.out"
-    parameters["srun_args"] = [f"--output={log}", *parameters["srun_args"]]
+    parameters["srun_args"] = [f"--output={log}", *parameters["srun_args"], *starter.srun]
     parameters["additional_parameters"] = {"output": log.replace("%t", "batch"), **parameters["additional_parameters"]}
-    executor = ArrayExecutor(folder=folder / "%j")
+    executor = ArrayExecutor(folder=folder / "%j", python=starter.python)
     executor.update_parameters(**parameters)
     return executor
 

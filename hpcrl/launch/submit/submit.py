@@ -24,8 +24,10 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 import hpcrl
 from hpcrl.config import Config
+from hpcrl.config.derive import pool_has_scarce_cores
 from hpcrl.errors import RunError, SubmitError
 from hpcrl.launch.agent import agent, pool
+from hpcrl.launch.doctor.cluster import of_request
 from hpcrl.launch.doctor.rooms import Sizes
 from hpcrl.launch.requeue.elastic import cancel_pool
 from hpcrl.launch.submit.executors import (
@@ -141,6 +143,13 @@ def launch(submission: Submission, local: bool) -> None:
             "slurm.elastic.replicas: this machine has no partitions; with --local, set it to 0 and generator.inference_engine."
             "num_engines higher"
         )
+    config = submission.elements[0].config
+    if local and config.slurm.container.kind != "none":
+        raise SubmitError(
+            'slurm.container: with --local the agents run as they are here; set slurm.container.kind = "none"'
+        )
+    for finding in [] if local else of_request(config.slurm, pool_has_scarce_cores(config)):
+        print(f"hpcrl: {finding.found}: {finding.remedy}", file=sys.stderr)
     write_json(submission.element_list, [str(run.path) for run in runs])
     executor = local_executor(submission) if local else slurm_executor(submission)
     paths, jobs = [str(run.path) for run in runs], list[Job[Any]]()

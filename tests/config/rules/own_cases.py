@@ -373,6 +373,26 @@ OURS = [
         {"slurm.elastic.extra": {"reservation": "x"}},
     ),
     Case(
+        "a container has a kind",
+        {"slurm.container.image": "/h.sif"}, "slurm.container.kind", 'set it to "apptainer" or "pyxis"',
+        {"slurm.container.image": "/h.sif", "slurm.container.kind": "apptainer"},
+    ),
+    Case(
+        "a container has an image",
+        {"slurm.container.kind": "pyxis"}, "slurm.container.image", "slurm.container.kind is pyxis",
+        {"slurm.container.image": "/h.sqsh", "slurm.container.kind": "pyxis"},
+    ),
+    Case(
+        "mounts of a container",
+        {"slurm.container.mounts": ["data"]}, "slurm.container.mounts", "found 'data'",
+        {"slurm.container.mounts": ["/data", "/a:/b", "/c:/d:ro"]},
+    ),
+    Case(
+        "GPUs that are not counted are those of whole nodes",
+        {"slurm.gpus_per_node": 4, "slurm.gpu_option": "none", "slurm.cpus_per_task": 8}, "slurm.gpu_option", "set slurm.exclusive=true",
+        {"slurm.gpus_per_node": 4, "slurm.gpu_option": "none", "slurm.cpus_per_task": 8, "slurm.exclusive": True},
+    ),
+    Case(
         "FlashInfer needs GPUs",
         {f"{ENGINE}.use_flashinfer": True}, f"{ENGINE}.use_flashinfer", "set it to false",
         {f"{ENGINE}.use_flashinfer": True, "slurm.gpus_per_node": 1},

@@ -36,3 +36,12 @@ def test_what_a_job_avoids(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     assert requeue._avoided("7", ["n1"]) == avoided
+
+
+def test_a_container_without_slurms_programs_is_told_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not requeue._scontrol("requeue", "7_0")
+    assert "scontrol: not on PATH here; mount Slurm's programs into the container" in capsys.readouterr().out
+    assert requeue._avoided("7", ["n1"]) == ""

@@ -1,0 +1,94 @@
+"""The container of a run: how commands on the nodes are started in it, and what of the nodes is seen inside."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config
+from hpcrl.config.fields import settings
+from hpcrl.config.sections.slurm import ContainerConfig
+
+_ENVIRONMENT = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONNOUSERSITE")
+_TEMPORARY = "/tmp"
+
+
+@dataclass(frozen=True)
+class Starter:
+    """How Python is started on the nodes: in a container, or as here.
+
+    Attributes:
+        python: the interpreter, and what starts it, for a shell on a node.
+        srun: options of srun that belong to it.
+    """
+
+    python: str
+    srun: list[str]
+
+    @classmethod
+    def of(cls, container: ContainerConfig, seen: Sequence[str], gpus: bool) -> Starter:
+        """Return how it is started.
+
+        Args:
+            seen: directories and files of the nodes that are to be seen inside, at the same place.
+            gpus: whether it needs the node's GPUs.
+        """
+        if container.kind == "none":
+            return cls(shlex.quote(sys.executable), [])
+        image, mounts = container.image or "", [*seen, *container.mounts]
+        if container.kind == "pyxis":
+            pairs = [mount if ":" in mount else f"{mount}:{mount}" for mount in [_TEMPORARY, *mounts]]
+            options = [f"--container-image={image}", f"--container-mounts={','.join(pairs)}"]
+            # a variable that the image sets as well would be the image's
+            options += [f"--container-env={','.join(_ENVIRONMENT)}", *container.arguments]
+            return cls(shlex.quote(container.python), options)
+        binds = [f"--bind={shlex.quote(mount)}" for mount in mounts]
+        binds.append(f'--bind="${{TMPDIR:-{_TEMPORARY}}}"')  # of the node, which its shell knows
+        more = [*(["--nv"] if gpus else []), *map(shlex.quote, container.arguments)]
+        return cls(
+            " ".join(["apptainer", "exec", *more, *binds, shlex.quote(image), shlex.quote(container.python)]), []
+        )
+
+    def outside_step(self, container: ContainerConfig) -> str:
+        """Return the interpreter for the batch script itself, which runs on the first node, outside the steps of srun."""
+        if container.kind != "none" and container.host_python:
+            return shlex.quote(container.host_python)
+        if not self.srun:
+            return self.python
+        step = ["--overlap", "--nodes=1", "--ntasks=1", "--unbuffered", *self.srun]
+        return f'srun --nodelist="$SLURMD_NODENAME" {shlex.join(step)} {self.python}'
+
+
+def seen_by(config: Config) -> list[str]:
+    """Return the directories and files that a run needs and that are here: its root, and all that its configuration names.
+
+    Of a path with symbolic links also what it leads to.
+    """
+    paths = [str(Path(config.slurm.root).expanduser().absolute()), *_named(config), *_hub()]
+    there = {form for path in paths for form in (path, os.path.realpath(path)) if os.path.exists(form)}
+    there.add(paths[0])  # is made before the job is submitted
+    return [
+        path for path in sorted(there) if not any(path != other and Path(path).is_relative_to(other) for other in there)
+    ]
+
+
+def _named(config: Config) -> list[str]:
+    """Return the paths among the settings that are locations; the others are names on a hub."""
+    found = list[str]()
+    for setting in settings(type(config)):
+        if setting.location and setting.path != "slurm.container.image":
+            value: Any = reduce(getattr, setting.path.split("."), config)
+            found += value if isinstance(value, list) else [value or ""]
+    return [path for path in (os.path.expanduser(text) for text in found) if path.startswith("/")]
+
+
+def _hub() -> list[str]:
+    """Return where models and datasets of the hub are kept."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    return [os.path.expanduser(path) for path in (home, os.environ.get("HF_HUB_CACHE", "")) if path]

@@ -1,0 +1,182 @@
+"""What sbatch and srun are asked for: by the example sites, for a pool's elements, and in containers."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.config.derive import pool_has_scarce_cores
+from hpcrl.launch.doctor.cluster import of_request
+from hpcrl.launch.nodes import describe_plan, make_plan
+from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
+from tests.paths import QUICKSTART, ROOT
+
+SITES = ROOT / "slurm" / "sites"
+RECIPE = ROOT / "configs" / "recipes" / "gsm8k_1.5b.toml"
+ENGINE = "generator.inference_engine"
+
+
+def scripts(folder: Path, config: Config) -> list[str]:
+    return batch_scripts(Submission(folder / "project" / ".slurm" / "mine", [Element("mine", config, [])]))
+
+
+def options(script: str) -> dict[str, str | None]:
+    return {name: value or None for name, value in re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", script, re.MULTILINE)}
+
+
+def last(script: str) -> str:
+    return script.splitlines()[-1]
+
+
+@pytest.mark.parametrize("site", sorted(path.name for path in SITES.glob("*.toml")))
+def test_every_site_is_planned_with_an_experiment(tmp_path: Path, site: str) -> None:
+    experiment = QUICKSTART if site == "devcluster.toml" else RECIPE
+    config = Config.from_toml([experiment, SITES / site])
+    assert len(describe_plan(make_plan(config))) == int(options(scripts(tmp_path, config)[0])["nodes"] or 0)
+    assert not list(of_request(config.slurm))
+
+
+@pytest.mark.parametrize(
+    ("site", "asked"),
+    [
+        ("gres.toml", {"gres": "gpu:a100:8", "cpus-per-task": "64", "mem": "900GB"}),
+        ("exclusive.toml", {"exclusive": None, "mem": "0"}),
+        ("example.toml", {"gpus-per-node": "8", "exclusive": None, "mem": "0"}),
+    ],
+)
+def test_what_sites_ask_for(tmp_path: Path, site: str, asked: dict[str, str | None]) -> None:
+    found = options(scripts(tmp_path, Config.from_toml([RECIPE, SITES / site]))[0])
+    names = ("gpus-per-node", "gres", "exclusive", "cpus-per-task", "mem")
+    assert {name: found[name] for name in names if name in found} == asked
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        (
+            ["slurm.gpus_per_node=8", "slurm.cpus_per_task=96", "slurm.mem_gb=800"],
+            {"cpus-per-task": "24", "mem": "200GB"},
+        ),
+        (["slurm.gpus_per_node=2"], {"exclusive": None, "mem": "0"}),
+        (["slurm.gpus_per_node=8"], {}),
+        (["slurm.gpus_per_node=8", "slurm.cpus_per_task=96", "slurm.elastic.cpus_per_task=7"], {"cpus-per-task": "7"}),
+        (["slurm.gpus_per_node=2", "slurm.elastic.mem_gb=7"], {"mem": "7GB"}),
+        (["slurm.cpus_per_task=5"], {"cpus-per-task": "5"}),
+        (["slurm.cpus_per_task=5", "slurm.replicas_per_node=2", "slurm.mem_gb=0"], {"cpus-per-task": "2"}),
+        ([], {}),
+    ],
+)
+def test_an_element_of_a_pool_asks_for_its_share(
+    tmp_path: Path, settings: list[str], asked: dict[str, str | None]
+) -> None:
+    """A replica has two GPUs here; its share used to be the cluster's default, one core."""
+    config = Config.from_toml([QUICKSTART], [*settings, "slurm.elastic.replicas=3", f"{ENGINE}.tensor_parallel_size=2"])
+    found = options(scripts(tmp_path, config)[1])
+    assert {name: found[name] for name in ("exclusive", "cpus-per-task", "mem") if name in found} == asked
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        (["slurm.gpus_per_node=8", "slurm.exclusive=false"], True),
+        (["slurm.gpus_per_node=8", "slurm.mem_gb=900"], True),
+        (["slurm.gpus_per_node=8", "slurm.mem_gb=900", "slurm.extra.cpus-per-gpu=8"], False),
+        (["slurm.gpus_per_node=8", "slurm.cpus_per_task=64"], False),
+        (["slurm.gpus_per_node=8"], False),
+        ([], False),
+    ],
+)
+def test_a_run_on_gpus_that_would_get_one_core_is_warned(settings: list[str], warned: bool) -> None:
+    found = [one.found for one in of_request(Config.from_toml([QUICKSTART], settings).slurm)]
+    assert found == ["slurm.cpus_per_task is not set, and the run takes no whole nodes"] * warned
+
+
+def test_a_pool_on_a_part_of_a_whole_node_is_warned() -> None:
+    settings = ["slurm.gpus_per_node=8", "slurm.elastic.replicas=2"]
+    assert pool_has_scarce_cores(Config.from_toml([QUICKSTART], settings))
+    for more in (
+        "slurm.elastic.cpus_per_task=8",
+        "slurm.cpus_per_task=64",
+        f"{ENGINE}.tensor_parallel_size=8",
+        "slurm.gpus_per_node=0",
+    ):
+        assert not pool_has_scarce_cores(Config.from_toml([QUICKSTART], [*settings, more]))
+
+
+def contained(tmp_path: Path, kind: str, *settings: str) -> list[str]:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train.jsonl").write_text("{}")
+    (tmp_path / "link.jsonl").symlink_to(data / "train.jsonl")
+    (tmp_path / "model").mkdir()
+    config = Config.from_toml(
+        [QUICKSTART],
+        [
+            f"slurm.root={tmp_path}/runs", f"data.train_data=['{tmp_path}/link.jsonl']", f"data.val_data=['{tmp_path}/link.jsonl']",
+            f"trainer.policy.model.path={tmp_path}/model", f"slurm.container.kind={kind}", "slurm.container.image=/images/h.sif",
+            "slurm.container.python=/opt/env/bin/python", "slurm.container.mounts=['/local','/site:/opt/site:ro']", "slurm.elastic.replicas=1",
+            *settings,
+        ],
+    )  # fmt: skip
+    return scripts(tmp_path / "runs", config)
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", "/nowhere")
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+
+
+def seen(tmp_path: Path) -> list[str]:
+    """The example rows of the quickstart are the only thing that lies elsewhere."""
+    return [str(tmp_path / name) for name in ("data/train.jsonl", "link.jsonl", "model", "runs")]
+
+
+def test_apptainer_starts_agents_and_the_end_of_the_batch_script(tmp_path: Path) -> None:
+    binds = [f"--bind={path}" for path in [*seen(tmp_path), "/local", "/site:/opt/site:ro"]]
+    command = f'apptainer exec --nv {" ".join(binds)} --bind="${{TMPDIR:-/tmp}}" /images/h.sif /opt/env/bin/python'
+    run, pool = contained(tmp_path, "apptainer", "slurm.gpus_per_node=1")
+    for script, module in ((run, "epilogue"), (pool, "elastic")):
+        assert f" {command} -u -m submitit.core._submit " in script
+        assert last(script).startswith(f"{command} -m hpcrl.launch.requeue.{module} ")
+        assert last(script).endswith(" $?; exit $?")
+        assert script.index("export PYTHONNOUSERSITE=1") < script.index("export PYTHONPATH=")
+
+
+def test_apptainer_without_gpus_and_with_a_python_outside(tmp_path: Path) -> None:
+    settings = ("slurm.container.arguments=['--no-home']", "slurm.container.host_python=/env/bin/python")
+    run, _ = contained(tmp_path, "apptainer", *settings)
+    assert " apptainer exec --no-home --bind=" in run
+    assert last(run).startswith("/env/bin/python -m hpcrl.launch.requeue.epilogue ")
+
+
+def test_pyxis_is_options_of_srun(tmp_path: Path) -> None:
+    run, pool = contained(
+        tmp_path, "pyxis", "slurm.gpus_per_node=1", "slurm.container.arguments=['--no-container-mount-home']"
+    )
+    mounts = ",".join(f"{path}:{path}" for path in ["/tmp", *seen(tmp_path), "/local"]) + ",/site:/opt/site:ro"
+    wanted = [
+        "--container-image=/images/h.sif",
+        f"--container-mounts={mounts}",
+        "--container-env=PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED,PYTHONNOUSERSITE",
+        "--no-container-mount-home",
+    ]
+    for script, module in ((run, "epilogue"), (pool, "elastic")):
+        words = shlex.split(next(line for line in script.splitlines() if "submitit.core._submit" in line))
+        at = words.index(wanted[0])
+        assert words[at : at + 5] == [*wanted, "/opt/env/bin/python"]
+        end = shlex.split(last(script).removesuffix(" $?; exit $?"))
+        step = ["srun", "--nodelist=$SLURMD_NODENAME", "--overlap", "--nodes=1", "--ntasks=1", "--unbuffered"]
+        assert end[:-1] == [*step, *wanted, "/opt/env/bin/python", "-m", f"hpcrl.launch.requeue.{module}"]
+
+
+def test_without_a_container_it_is_the_interpreter_of_the_submitter(tmp_path: Path) -> None:
+    script = scripts(tmp_path, Config.from_toml([QUICKSTART]))[0]
+    assert f" {shlex.quote(sys.executable)} -u -m submitit.core._submit " in script
+    assert last(script).startswith(f"{shlex.quote(sys.executable)} -m hpcrl.launch.requeue.epilogue ")
+    assert "PYTHONNOUSERSITE" not in script
