@@ -237,9 +237,10 @@ def of_each_replica(config: ConfigTree) -> tuple[int | None, int | None, bool]:
     Where they are not set they are the run's, divided among the replicas of a node. None: the cluster's default.
     """
     slurm, elastic, share = config.slurm, config.slurm.elastic, replicas_per_node(config)
+    uncounted = gpu_count(slurm) > 0 and slurm.gpu_option == "none"  # two elements on a node would take the same GPUs
     if elastic.cpus_per_task is not None or elastic.mem_gb is not None:
-        return elastic.cpus_per_task, elastic.mem_gb, False
-    if takes_whole_nodes(slurm) and share == 1:
+        return elastic.cpus_per_task, elastic.mem_gb, uncounted
+    if takes_whole_nodes(slurm) and (share == 1 or uncounted):
         return slurm.cpus_per_task, slurm.mem_gb or 0, True
     cpus = None if slurm.cpus_per_task is None else max(1, slurm.cpus_per_task // share)
     memory = slurm.mem_gb // share if slurm.mem_gb else slurm.mem_gb if share == 1 else None

@@ -65,12 +65,13 @@ class Starter:
         return f'srun --nodelist="$SLURMD_NODENAME" {shlex.join(step)} {self.python}'
 
 
-def seen_by(config: Config) -> list[str]:
-    """Return the directories and files that a run needs and that are here: its root, and all that its configuration names.
+def seen_by(configs: Sequence[Config]) -> list[str]:
+    """Return the directories and files that runs of one root need and that are here: the root, and all that the configurations name.
 
     Of a path with symbolic links also what it leads to.
     """
-    paths = [str(Path(config.slurm.root).expanduser().absolute()), *_named(config), *_hub()]
+    named = [path for config in configs for path in _named(config)]
+    paths = [str(Path(configs[0].slurm.root).expanduser().absolute()), *named, *_hub()]
     there = {form for path in paths for form in (path, os.path.realpath(path)) if os.path.exists(form)}
     there.add(paths[0])  # is made before the job is submitted
     return [

@@ -145,9 +145,7 @@ def _srun(canary: Path, slurm: SlurmConfig, gpus: bool, wait_s: int) -> Sequence
     options = [f"--{name}={value}" for name in _PASSED_ON if (value := getattr(slurm, name))]
     options += [_GPU[slurm.gpu_option]] if gpus else []
     starter = Starter.of(slurm.container, [os.path.realpath(canary.parent)], gpus)
-    setup = (
-        [] if starter.srun else slurm.setup
-    )  # srun starts the container, in which the node's modules are not to be had
+    setup = [] if starter.srun else slurm.setup  # what srun starts in a container has no place outside to run it
     run = f"exec {starter.python} -m hpcrl.launch.doctor.node {shlex.quote(str(canary))}"
     command = [*starter.srun, "bash", "-c", "\n".join([*setup, run])]
     job = ["--job-name=hpcrl-doctor", "--nodes=1", "--ntasks=1", "--time=10", f"--immediate={wait_s}", "--unbuffered"]

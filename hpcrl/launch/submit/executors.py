@@ -95,7 +95,7 @@ def slurm_executor(submission: Submission) -> ArrayExecutor:
     slurm, plan = config.slurm, make_plan(config)
     rollout_nodes = len(plan) - trainer_nodes(plan)
     survives = rollout_nodes > (0 if slurm.elastic.replicas else 1)  # the loss of a node that has some of the replicas
-    starter = _starter(config)
+    starter = _starter(submission)
     last = starter.outside_step(slurm.container)
     finish = f"{last} -m hpcrl.launch.requeue.epilogue {shlex.quote(str(submission.element_list))} $?; exit $?"
     parameters = _common(config, submission.folder) | {
@@ -127,7 +127,7 @@ def pool_executor(submission: Submission, run: Run, config: Config, gang: str) -
     """
     slurm, elastic = config.slurm, config.slurm.elastic
     # the exit status of the agent, srun's own, decides; see launch/requeue/elastic.py
-    starter = _starter(config)
+    starter = _starter(submission)
     last = starter.outside_step(slurm.container)
     finish = f"{last} -m hpcrl.launch.requeue.elastic {shlex.quote(str(run.path))} $?; exit $?"
     parameters = _common(config, submission.folder) | {
@@ -159,8 +159,9 @@ def _gpus(slurm: SlurmConfig, wanted: int | str) -> dict[str, Any]:
     return {"gres": f"gpu:{wanted}"} if slurm.gpu_option == "gres" else {"gpus_per_node": wanted}
 
 
-def _starter(config: Config) -> Starter:
-    return Starter.of(config.slurm.container, seen_by(config), gpu_count(config.slurm) > 0)
+def _starter(submission: Submission) -> Starter:
+    configs = [element.config for element in submission.elements]
+    return Starter.of(configs[0].slurm.container, seen_by(configs), gpu_count(configs[0].slurm) > 0)
 
 
 def _common(config: Config, folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hpcrl.launch.agent.environment import Environments
 from hpcrl.launch.nodes import Node
 from tests.paths import QUICKSTART
 
-SETTINGS = ("slurm.cpus_per_task=32", "slurm.elastic.replicas=2", "generator.inference_engine.num_engines=4")
+SETTINGS = ("slurm.cpus_per_task=32", "slurm.replicas_per_node=2", "slurm.elastic.replicas=2", "generator.inference_engine.num_engines=4")
 
 
 @pytest.mark.parametrize(
@@ -20,13 +20,13 @@ SETTINGS = ("slurm.cpus_per_task=32", "slurm.elastic.replicas=2", "generator.inf
         (Node(0, "trainer", 8, (), 0, 0), 12, "4"),
         (Node(1, "rollout", 0, (2, 3), 0, 0), 12, "16"),
         (Node(7, "rollout", 0, (5,), 0, 0), 12, "12"),
-        (Node(7, "rollout", 0, (5,), 0, 0), None, None),
+        (Node(7, "rollout", 0, (5,), 0, 0), None, "16"),
     ],
 )
 def test_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: Node, pool: int | None, threads: str | None
 ) -> None:
-    """A replica of the pool has the cores of its own job, not those of the run's nodes."""
+    """A replica of the pool has the cores of its own job, which are its share of a node of the run's where nothing else is said."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     of_pool = [f"slurm.elastic.cpus_per_task={pool}"] if pool else []
     config = Config.from_toml([QUICKSTART], [*SETTINGS, *of_pool])

@@ -66,6 +66,7 @@ def test_what_sites_ask_for(tmp_path: Path, site: str, asked: dict[str, str | No
         (["slurm.gpus_per_node=8"], {}),
         (["slurm.gpus_per_node=8", "slurm.cpus_per_task=96", "slurm.elastic.cpus_per_task=7"], {"cpus-per-task": "7"}),
         (["slurm.gpus_per_node=2", "slurm.elastic.mem_gb=7"], {"mem": "7GB"}),
+        (["slurm.gpus_per_node=8", "slurm.gpu_option=none"], {"exclusive": None, "mem": "0"}),
         (["slurm.cpus_per_task=5"], {"cpus-per-task": "5"}),
         (["slurm.cpus_per_task=5", "slurm.replicas_per_node=2", "slurm.mem_gb=0"], {"cpus-per-task": "2"}),
         ([], {}),
@@ -146,6 +147,21 @@ def test_apptainer_starts_agents_and_the_end_of_the_batch_script(tmp_path: Path)
         assert last(script).startswith(f"{command} -m hpcrl.launch.requeue.{module} ")
         assert last(script).endswith(" $?; exit $?")
         assert script.index("export PYTHONNOUSERSITE=1") < script.index("export PYTHONPATH=")
+
+
+def test_a_sweep_sees_the_data_of_all_its_elements(tmp_path: Path) -> None:
+    elements = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        settings = [
+            f"slurm.root={tmp_path}/runs",
+            f"trainer.policy.model.path={tmp_path}/{name}",
+            "slurm.container.kind=apptainer",
+        ]
+        config = Config.from_toml([QUICKSTART], [*settings, "slurm.container.image=/h.sif"])
+        elements.append(Element(name, config, []))
+    (script,) = batch_scripts(Submission(tmp_path / "runs" / "project" / ".slurm" / "mine", elements))
+    assert all(f"--bind={tmp_path}/{name} " in script for name in ("one", "two", "runs"))
 
 
 def test_apptainer_without_gpus_and_with_a_python_outside(tmp_path: Path) -> None:
