@@ -40,8 +40,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     if not files:
         raise ConfigError("no configuration file given; expected hpcrl plan FILE.toml [FILE.toml ...] [KEY=VALUE ...]")
     config = Config.from_toml([Path(file) for file in files], overrides)
-    print("\n".join(plan_lines(config)))
+    print("\n".join([*plan_lines(config), *_notes(config)]))
     return 0
+
+
+def _notes(config: Config) -> Iterator[str]:
+    from hpcrl.launch.submit.preflight import look
+
+    problems, warnings = look(config)
+    if problems or warnings:
+        yield ""
+    yield from (f"hpcrl submit would refuse this: {problem.path}: {problem.message}" for problem in problems)
+    yield from (f"note: {warning}" for warning in warnings)
 
 
 def plan_lines(config: Config) -> Iterator[str]:
@@ -50,13 +60,13 @@ def plan_lines(config: Config) -> Iterator[str]:
     Raises:
         DataError: Megatron's ranks cannot share the model, or it cannot be loaded.
     """
+    from hpcrl.config.errors import raise_together
     from hpcrl.errors import DataError
     from hpcrl.launch.nodes import describe_plan, describe_pool, make_plan
     from hpcrl.launch.submit.models import check_layouts
     from hpcrl.planning.rank_groups import describe_ranks
 
-    if problems := list(check_layouts(config)):
-        raise DataError("\n".join(problems))
+    raise_together(list(check_layouts(config)), lambda _: None, DataError)
     yield from describe_plan(make_plan(config))
     yield from describe_pool(config)
     yield ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _submit(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import ConfigError
     from hpcrl.launch.submit import submit
-    from hpcrl.launch.submit.models import unchecked_layouts
     from hpcrl.launch.submit.preflight import check_checkpoint, check_files
     from hpcrl.launch.submit.sweep import elements, load_elements
 
@@ -49,9 +49,8 @@ def _submit(arguments: argparse.Namespace) -> int:
         )
     warnings = dict[str, None]()
 
-    def check(config: Config) -> None:
-        check_files(config)
-        warnings.update(dict.fromkeys([*unchecked_layouts(config), *check_checkpoint(config)]))
+    def check(config: Config, source_of: Callable[[str], str | None]) -> None:
+        warnings.update(dict.fromkeys([*check_files(config, source_of), *check_checkpoint(config)]))
 
     varied = elements(arguments.sweep, arguments.seeds, arguments.sweep_file)
     configs = load_elements(files, overrides, varied, check)

@@ -61,6 +61,13 @@ def longest_sample(config: ConfigTree) -> int:
     return max_input_length(config.generator, config.trainer) + config.generator.sampling_params.max_generate_length
 
 
+def max_model_len(config: ConfigTree) -> int:
+    """Return the tokens that an engine must hold of a sample at most, of training or evaluation."""
+    generator = config.generator
+    longest = max(generator.sampling_params.max_generate_length, eval_sampling(generator).max_generate_length)
+    return max_input_length(generator, config.trainer) + longest
+
+
 def largest_micro_batch(config: ConfigTree) -> int:
     """Return the tokens of a forward and backward pass at most, padding not counted."""
     longest, tokens = longest_sample(config), micro_batch_tokens(config)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from hpcrl.config.fields import Setting
-from hpcrl.errors import ConfigError, similar
+from hpcrl.errors import ConfigError, HpcrlError, similar
 
 _MOST_SHOWN = 3
 _MOST_LISTED = 20
@@ -31,17 +31,19 @@ class Problem:
     message: str
 
 
-def raise_together(problems: Sequence[Problem], source_of: Callable[[str], str | None]) -> None:
+def raise_together(
+    problems: Sequence[Problem], source_of: Callable[[str], str | None], kind: type[HpcrlError] = ConfigError
+) -> None:
     """Raise one error with a line per problem, or return if there is none.
 
     Args:
         source_of: file or override that set a dotted path; None for a default.
 
     Raises:
-        ConfigError: there are problems.
+        HpcrlError: of this kind, if there are problems.
     """
     if problems:
-        raise ConfigError("\n".join(_line(problem, source_of(problem.path)) for problem in problems))
+        raise kind("\n".join(_line(problem, source_of(problem.path)) for problem in problems))
 
 
 def _line(problem: Problem, source: str | None) -> str:

@@ -13,6 +13,8 @@ from hpcrl.errors import ConfigError, did_you_mean
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+WRITTEN_WRONGLY = (SyntaxError, TypeError, ValueError, NameError, AttributeError)
+"""What a module with a mistake raises while it is imported; anything else is shown with its traceback."""
 
 
 def imported(subject: str, name: str) -> Any:
@@ -22,15 +24,19 @@ def imported(subject: str, name: str) -> Any:
         subject: what names it, for errors.
 
     Raises:
-        ConfigError: the module cannot be imported.
+        ConfigError: the module cannot be imported. Its cause is a ModuleNotFoundError only where another module is missing that
+            this one imports.
     """
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
+    except ImportError as error:
+        itself = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
         raise ConfigError(
             f"{subject}: cannot import {module_name!r} ({error}). Install it, or name the folder that holds it in python_path"
-        ) from error
+        ) from (None if itself else error)
+    except WRITTEN_WRONGLY as error:
+        raise ConfigError(f"{subject}: cannot import {module_name!r}: {type(error).__name__}: {error}") from error
     return getattr(module, attribute, None)
 
 

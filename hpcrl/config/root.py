@@ -15,6 +15,7 @@ import tomli_w
 
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.fields import values
+from hpcrl.config.import_path import WRITTEN_WRONGLY
 from hpcrl.config.load import Merged, nested, read
 from hpcrl.config.rules.combinations import alone, check
 from hpcrl.config.sections.algorithm import AlgorithmConfig
@@ -92,6 +93,11 @@ class Config(ConfigTree):
         return tomli_w.dumps(nested(changed) if only_changed else _set_values(asdict(self)))
 
 
+def source_of(paths: Sequence[Path | str], overrides: Sequence[str], path: str) -> str | None:
+    """Return which of these files, with the line, or overrides sets a path; None: none of them."""
+    return read(paths, overrides, Config).source_of(path)
+
+
 def _elsewhere(path: str) -> str | None:
     from hpcrl.config.convert.correspondence import elsewhere  # reads two long tables, which only an unknown name needs
 
@@ -123,8 +129,6 @@ def _replaced(section: Any, name: str, cls: type) -> Any:
     return make_dataclass(section.__name__, [spec], bases=(section,), frozen=True, kw_only=True)
 
 
-# What a module with a mistake raises while it is imported; anything else is shown with its traceback.
-_WRITTEN_WRONGLY = (SyntaxError, TypeError, ValueError, NameError, AttributeError)
 _CLASS_NAME = re.compile(r"\w+(\.\w+)*:\w+")
 _WHERE = 'Install it, or name the folder that holds it: python_path = ["."] is the folder of the TOML file'
 
@@ -144,7 +148,7 @@ def _subclass(name: str, source_of: Callable[[str], str | None]) -> type[Config]
             module = importlib.import_module(module_name)
         except ImportError as error:
             why = f"; {error}. {_WHERE}"
-        except _WRITTEN_WRONGLY as error:
+        except WRITTEN_WRONGLY as error:
             why = f"; {module_name} cannot be imported: {type(error).__name__}: {error}"
         else:
             found, why = getattr(module, class_name, None), f"; see {module.__file__}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
-from hpcrl.errors import ConfigError
+from hpcrl.errors import ConfigError, DataError
 from hpcrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -99,12 +99,19 @@ def load_tokenizer(model: str, template: ChatTemplateConfig) -> PreTrainedTokeni
 
     Raises:
         ConfigError: as `chat_template`, or the template is not valid Jinja.
+        DataError: there is no such model, here or on the hub.
     """
     from jinja2 import TemplateSyntaxError
     from transformers import AutoTokenizer
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    tokenizer, text = AutoTokenizer.from_pretrained(model), chat_template(template)
+    try:
+        tokenizer, text = AutoTokenizer.from_pretrained(model), chat_template(template)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"trainer.policy.model.path: the tokenizer of {model!r} cannot be loaded: {' '.join(str(error).split())} If nodes have no network, "
+            f"put the model where they find it: `hf download {model}`, with HF_HOME on a filesystem that they share"
+        ) from error
     if text is None:
         return tokenizer
     try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from hpcrl.config import DataConfig, EnvironmentConfig
 from hpcrl.config.derive import reward_weights, uses_reward_service
 from hpcrl.data.prompts import load_prompts
-from hpcrl.envs.registry import common_extras, make_environment
+from hpcrl.envs.base import user_code
+from hpcrl.envs.registry import common_extras, environment_class
 from hpcrl.envs.rewards.response import truth_of
 from hpcrl.envs.rewards.weighted import GROUND_TRUTHS
 from hpcrl.types import Kind, Prompt
@@ -21,6 +23,7 @@ def load_dataset(
     environment: EnvironmentConfig,
     max_turns: int,
     first: int | None = None,
+    own: bool = False,
 ) -> list[Prompt]:
     """Return the rows of some files, in order.
 
@@ -29,23 +32,26 @@ def load_dataset(
         kinds: what the rows serve: training, evaluation or both.
         max_turns: generator.max_turns.
         first: rows of each file that are read at most; unset: all.
+        own: as of `row_requirements`.
 
     Raises:
         DataError: a file is missing, unreadable or empty, or a row lacks what a prompt, its reward or its environment needs.
     """
-    requirements = row_requirements(environment, kinds, max_turns)
+    requirements = row_requirements(environment, kinds, max_turns, own)
     columns = environment.env_class, data.prompt_column, data.response_column
     return load_prompts(sources, *columns, first=first, **requirements)
 
 
-def row_requirements(environment: EnvironmentConfig, kinds: Sequence[Kind], max_turns: int) -> dict[str, Any]:
+def row_requirements(
+    environment: EnvironmentConfig, kinds: Sequence[Kind], max_turns: int, own: bool = False
+) -> dict[str, Any]:
     """Return what rows must have that serve training, evaluation or both, as arguments of `load_prompts`.
 
-    Rows that an environment of hpcrl's own plays are tried on it. A user's own is not, for where the rows are first read it may
-    not be installed.
+    Rows that an environment of hpcrl's own plays are tried on it.
 
     Args:
         max_turns: generator.max_turns, which environments can read.
+        own: try the rows of a user's own environments too. A run's controller does not: it would import what only replicas need.
     """
     weights = [reward_weights(environment, kind) for kind in kinds]
     reads = dict.fromkeys(GROUND_TRUTHS[name] for rewards in weights for name in rewards if name in GROUND_TRUTHS)
@@ -55,7 +61,9 @@ def row_requirements(environment: EnvironmentConfig, kinds: Sequence[Kind], max_
     def check(env_class: str, extras: Mapping[str, Any]) -> None:
         for read in reads:
             read(truth_of(extras))
-        if played and ":" not in env_class:
-            make_environment(env_class, {**extras_of_all, **extras})
+        if played and (own or ":" not in env_class):
+            made = environment_class(env_class)
+            with user_code(f"environment {env_class!r}") if ":" in env_class else nullcontext():
+                made({**extras_of_all, **extras})
 
     return {"env_class_required": played, "check": check}

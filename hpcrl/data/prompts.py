@@ -9,15 +9,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from hpcrl.errors import ConfigError, DataError
+from hpcrl.errors import ConfigError, DataError, UserCodeError
 from hpcrl.types import Prompt
 
 _ROWS_AT_ONCE = 1024
+_COUNTED_BYTES = 256 << 20
 
 
 def load_prompts(
@@ -42,7 +45,7 @@ def load_prompts(
         response_column: reference answer, which becomes `reward_spec.ground_truth` where the row has none.
         env_class_required: whether each row must have an environment; otherwise `Prompt.env_class` may be empty.
         check: is called with a row's env_class, which may be empty, and its extras; raises DataError or ConfigError where what uses
-            the rows cannot use this one.
+            the rows cannot use this one, or UserCodeError where that is a user's and fails.
         first: rows of each file that are read at most; unset: all.
 
     Raises:
@@ -53,6 +56,28 @@ def load_prompts(
         prompt_column, response_column, default_env_class, env_class_required, check, source_names(sources)
     )
     return [columns.prompt(row, str(index), source) for index, (source, row) in enumerate(rows)]
+
+
+def count_rows(source: str) -> int | None:
+    """Return the rows of a file; None: that is not quickly known, for it is a large text file or parquet without pyarrow.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    path = Path(source)
+    if path.suffix == ".parquet":
+        if find_spec("pyarrow") is None:
+            return None
+        import pyarrow.parquet as pq
+
+        with _readable_parquet(path):
+            return pq.ParquetFile(path).metadata.num_rows
+    if path.stat().st_size > _COUNTED_BYTES:
+        return None
+    if path.suffix == ".jsonl":
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    return sum(1 for _ in _read_json(path))
 
 
 def source_names(paths: Iterable[str]) -> dict[str, str]:
@@ -79,10 +104,16 @@ def set_aside(prompts: Sequence[Prompt], test_size: float) -> tuple[list[Prompt]
     Raises:
         DataError: nothing is left to train.
     """
-    count = max(1, round(test_size * len(prompts))) if test_size < 1 else int(test_size)
-    if count >= len(prompts):
-        raise DataError(f"data.test_size = {test_size} leaves none of the {len(prompts)} prompts to train; lower it")
+    count = count_aside(len(prompts), test_size)
     return list(prompts[count:]), list(prompts[:count])
+
+
+def count_aside(n_prompts: int, test_size: float) -> int:
+    """Return how many of the prompts `set_aside` takes for evaluation; arguments and errors as there."""
+    count = max(1, round(test_size * n_prompts)) if test_size < 1 else int(test_size)
+    if count >= n_prompts:
+        raise DataError(f"data.test_size = {test_size} leaves none of the {n_prompts} prompts to train; lower it")
+    return count
 
 
 def drop_long(prompts: Sequence[Prompt], count_tokens: Callable[[Prompt], int], max_prompt_length: int) -> list[Prompt]:
@@ -121,12 +152,19 @@ def _rows(source: str) -> Iterator[Any]:
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    with _readable_parquet(path):
         for batch in pq.ParquetFile(path).iter_batches(_ROWS_AT_ONCE):
             yield from batch.to_pylist()
+
+
+@contextmanager
+def _readable_parquet(path: Path) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"dataset {path} cannot be read as parquet: {error}") from error
 
@@ -189,7 +227,7 @@ class _Columns:
         if self.check is not None:
             try:
                 self.check(env_class or "", extras)
-            except (ConfigError, DataError) as error:
+            except (ConfigError, DataError, UserCodeError) as error:
                 raise DataError(f"{place}: {error}") from error
         _check_json(extras, place)
         return Prompt(

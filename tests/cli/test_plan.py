@@ -273,3 +273,11 @@ def test_a_recipe_repeats_no_default(path: Path) -> None:
         for part in setting.path.split("."):
             entry = entry.get(part) if isinstance(entry, dict) else None
         assert entry is None or setting.required or entry != setting.default, f"{setting.path} is the default"
+
+
+def test_what_submit_would_refuse_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ['data.train_data=["nowhere.jsonl"]', "trainer.max_steps=400"]
+    assert main(["plan", str(QUICKSTART), *given]) == 0
+    assert "hpcrl submit would refuse this: data.train_data: no file nowhere.jsonl" in capsys.readouterr().out
+    assert main(["plan", str(QUICKSTART), "trainer.max_steps=100000"]) == 0
+    assert "note: trainer.max_steps: 100000 steps are asked for, and the data end at" in capsys.readouterr().out

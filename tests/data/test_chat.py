@@ -131,3 +131,10 @@ print(torch.ones(2).sum().item())
     done = subprocess.run([sys.executable, "-c", code, str(MODEL)], capture_output=True, text=True, check=True)
     ids = prompt_ids(load_tokenizer(str(MODEL), ChatTemplateConfig()), [{"role": "user", "content": "sort: cba"}], {})
     assert (done.stdout, done.stderr) == (f"{len(ids)} False\n2.0\n", "")
+
+
+def test_a_model_that_is_not_there_is_named_with_its_setting(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=rf"trainer.policy.model.path: the tokenizer of '{tmp_path}/none' cannot be loaded"
+    ):
+        load_tokenizer(str(tmp_path / "none"), ChatTemplateConfig())

@@ -167,6 +167,12 @@ class _View:
         if outcome.kind in ("interrupted", "lost"):
             kind = "cancelled" if self.job.name == "CANCELLED" else outcome.kind
             return kind, decision.why if decision else outcome.message, resume
+        if decision and decision.repeats:
+            return (
+                outcome.kind,
+                outcome.message,
+                f"put that right first, another attempt would end the same way; then {resume}",
+            )
         decision = decision if self.submission.get("executor") == "slurm" else None
         if decision and decision.held:
             return "held", decision.why, f"hpcrl logs {self.run.name} shows it; {resume}"

@@ -27,12 +27,14 @@ class RequeueDecision:
         why: one sentence for people.
         exclude: hosts that the next attempt should avoid.
         held: the crash budget is spent.
+        repeats: another attempt ends the same way, until somebody changes a file that the run reads.
     """
 
     requeue: bool
     why: str
     exclude: tuple[str, ...] = ()
     held: bool = False
+    repeats: bool = False
 
 
 def decide(
@@ -56,7 +58,7 @@ def decide(
     if last.kind not in _CRASHES:
         return RequeueDecision(True, last.message, exclude)
     if _REPEATS.search(last.message):
-        return RequeueDecision(False, f"{last.message}; another attempt would end the same way")
+        return RequeueDecision(False, f"{last.message}; another attempt would end the same way", repeats=True)
     jobs = {attempt.number: attempt.job_id for attempt in attempts}
     crashes = [
         outcome

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, uses_reference
-from hpcrl.config.derive import model_config_kwargs, ref_model_path
+from hpcrl.config.derive import model_config_kwargs, model_paths, ref_model_path
+from hpcrl.config.errors import Problem
 from hpcrl.config.rules.model_fit import misfits
 from hpcrl.config.sections.trainer import TrainerConfig
 
@@ -47,24 +48,33 @@ def entries_of(path: str) -> Mapping[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def check_layouts(config: Config) -> Iterator[str]:
-    """Yield what Megatron's ranks cannot share of the models, one line each."""
+def check_layouts(config: Config) -> Iterator[Problem]:
+    """Yield what Megatron's ranks cannot share of the models."""
     for path, changes, section, whose in _models(config.trainer):
         entries = entries_of(path)
         if entries is not None:
             sizes = getattr(config.trainer, section).megatron_config
-            for found in misfits(f"trainer.{section}.megatron_config", sizes, {**entries, **changes}, whose):
-                yield f"{found.path}: {found.message}"
+            yield from misfits(f"trainer.{section}.megatron_config", sizes, {**entries, **changes}, whose)
 
 
-def unchecked_layouts(config: Config) -> list[str]:
-    """Return the models whose layout only the job can check, one line each."""
-    paths = dict.fromkeys(path for path, *_ in _models(config.trainer))
-    return [
-        f"{path} is not on this machine, so whether Megatron's ranks can share its heads, layers and experts shows when the job starts"
-        for path in paths
-        if entries_of(path) is None
-    ]
+def unchecked_models(config: Config) -> Iterator[str]:
+    """Yield a line for each model that only the job can check, because it is not on this machine."""
+    shared = {path for path, *_ in _models(config.trainer)}
+    for path in dict.fromkeys(model_paths(config.trainer).values()):
+        if is_local(path) or _has_weights(path):
+            continue
+        shows = "" if entries_of(path) else ", so how many tokens it takes shows when the job starts"
+        if shows and path in shared:
+            shows = ", so how many tokens it takes, and whether Megatron's ranks can share its heads, layers and experts, shows when the job starts"
+        yield (
+            f"{path} is not on this machine{shows}; a node without a network cannot download it: `hf download {path}` puts it into the "
+            "cache (HF_HOME, on a filesystem that the nodes share)"
+        )
+
+
+def _has_weights(path: str) -> bool:
+    folder = folder_of(path)
+    return folder is not None and any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
 
 
 def _models(trainer: TrainerConfig) -> Iterator[tuple[str, dict[str, Any], str, str]]:

@@ -1,22 +1,27 @@
-"""What can be known to fail before anything is queued: files that a run needs, models that its ranks cannot share, and the checkpoint that
-it starts from."""
+"""What can be known to fail before anything is queued: files that a run needs, its own code, models that its ranks or engines cannot use, and
+the checkpoint that it starts from."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config
+from hpcrl.config import Config, total_steps
+from hpcrl.config.derive import steps_per_epoch
+from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.resume_changes import Change, changes_from_path
 from hpcrl.data.chat import chat_template
 from hpcrl.data.datasets import load_dataset
+from hpcrl.data.prompts import count_aside, count_rows
 from hpcrl.envs.registry import environment_class
 from hpcrl.errors import ConfigError, DataError
-from hpcrl.launch.submit.models import MODEL_FILE, check_layouts, folder_of, is_local
+from hpcrl.launch.submit.engine import check_engine
+from hpcrl.launch.submit.models import MODEL_FILE, check_layouts, folder_of, is_local, unchecked_models
+from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
 from hpcrl.rundir.commit import is_committed
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.types import Kind
@@ -25,37 +30,61 @@ _MODEL_PATHS = ("trainer.policy.model.path", "trainer.critic.model.path")
 _OF_SHAPE = re.compile(r"model_type|tie_word_embeddings|num_\w+|\w+_(size|dim|rank)")
 
 
-def check_files(config: Config) -> None:
-    """Look at every file that the configuration names, but for the checkpoint that a first attempt may start from.
+def check_files(config: Config, source_of: Callable[[str], str | None] = lambda _: None) -> list[str]:
+    """Look at everything that the configuration names, but for the checkpoint that a first attempt may start from.
 
-    A model that is here must be one that Megatron's ranks can share.
+    Args:
+        source_of: which file and line, or override, sets a path, for errors.
+
+    Returns:
+        Warnings: what cannot be known on this machine, and a last step that is not the one that was asked for.
+
+    Raises:
+        DataError: lists everything that is missing, or cannot be used.
+    """
+    problems, warnings = look(config)
+    raise_together([*problems, *check_layouts(config)], source_of, DataError)
+    return [*warnings, *unchecked_models(config)]
+
+
+def look(config: Config) -> tuple[list[Problem], list[str]]:
+    """Return what would end a run, and what cannot be known on this machine; layouts of Megatron's ranks are left out.
 
     Of a dataset the first row is looked at, which mostly tells whether its columns are those that are wanted. A .json file is read
     whole for that, and one of an evaluation that never happens not at all.
-
-    Raises:
-        DataError: lists everything that is missing, or cannot be shared.
     """
-    problems = []
-    for folder in config.python_path:
-        if not Path(folder).is_dir():
-            problems.append(f"python_path: no folder {folder}")
-    problems += _of_datasets(config)
+    problems = [
+        Problem("python_path", f"no folder {folder}") for folder in config.python_path if not Path(folder).is_dir()
+    ]
+    of_code, warnings = check_own_code(config)
+    of_data, warnings_of_data = _of_datasets(config)
+    problems += [*of_code, *of_data, *_of_environments(config), *_of_models(config), *check_engine(config)]
     try:
         chat_template(config.generator.chat_template)
     except ConfigError as error:
-        problems.append(str(error))
-    name = config.environment.env_class
-    if name and ":" not in name:  # one's own is imported by the job: here its packages may be missing
+        problems.append(_problem(error))
+    return problems, [*warnings, *warnings_of_data]
+
+
+def _problem(error: ConfigError) -> Problem:
+    path, _, message = str(error).partition(": ")
+    return Problem(path, message)
+
+
+def _of_environments(config: Config) -> Iterator[Problem]:
+    name, gym = config.environment.env_class, config.environment.skyrl_gym
+    if name and ":" not in name:
         try:
             environment_class(name)
         except ConfigError as error:
-            problems.append(f"environment.env_class: {error}")
-    gym = config.environment.skyrl_gym
+            yield Problem("environment.env_class", str(error))
     if gym.text2sql.db_path and not Path(gym.text2sql.db_path).is_dir():
-        problems.append(f"environment.skyrl_gym.text2sql.db_path: no folder {gym.text2sql.db_path}")
+        yield Problem("environment.skyrl_gym.text2sql.db_path", f"no folder {gym.text2sql.db_path}")
     if gym.search.corpus and not Path(gym.search.corpus).is_file():
-        problems.append(f"environment.skyrl_gym.search.corpus: no file {gym.search.corpus}")
+        yield Problem("environment.skyrl_gym.search.corpus", f"no file {gym.search.corpus}")
+
+
+def _of_models(config: Config) -> Iterator[Problem]:
     models = {
         "trainer.policy.model.path": config.trainer.policy.model.path,
         "trainer.ref.model.path": config.trainer.ref.model.path,
@@ -63,28 +92,54 @@ def check_files(config: Config) -> None:
     }
     for name, path in models.items():
         if path and is_local(path) and not folder_of(path):
-            problems.append(f"{name}: {path} is no model directory (it has no {MODEL_FILE})")
-    problems += check_layouts(config)
-    if problems:
-        raise DataError("\n".join(problems))
+            yield Problem(name, f"{path} is no model directory (it has no {MODEL_FILE})")
 
 
-def _of_datasets(config: Config) -> Iterator[str]:
-    training: tuple[Kind, ...] = ("train",) if config.data.test_size is None else ("train", "eval")
-    readable = (".json", ".jsonl", *([".parquet"] if find_spec("pyarrow") else []))
+def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
+    data, problems, warnings = config.data, list[Problem](), list[str]()
+    training: tuple[Kind, ...] = ("train",) if data.test_size is None else ("train", "eval")
     sources: tuple[tuple[str, list[str], tuple[Kind, ...]], ...] = (
-        ("data.train_data", config.data.train_data, training),
-        ("data.val_data", config.data.val_data if config.trainer.eval_interval > 0 else [], ("eval",)),
+        ("data.train_data", data.train_data, training),
+        ("data.val_data", data.val_data if config.trainer.eval_interval > 0 else [], ("eval",)),
     )
     for name, paths, kinds in sources:
         for path in paths:
             if not Path(path).expanduser().is_file():
-                yield f"{name}: no file {path}"
-            elif path.endswith(readable):
-                try:
-                    load_dataset([path], kinds, config.data, config.environment, config.generator.max_turns, first=1)
-                except DataError as error:
-                    yield f"{name}: {error}"
+                problems.append(Problem(name, f"no file {path}"))
+                continue
+            try:
+                load_dataset([path], kinds, data, config.environment, config.generator.max_turns, first=1, own=True)
+            except (DataError, ModuleNotFoundError) as error:  # of parquet: pyarrow
+                if package := missing_package(error):
+                    warnings.append(f"{name}: the first row of {path} {not_tried(package)}")
+                else:
+                    problems.append(Problem(name, str(error)))
+    if not problems:
+        try:
+            warnings += _of_the_end(config)
+        except DataError as error:
+            problems.append(Problem("data.train_data", str(error).removeprefix("data.train_data ")))
+    return problems, warnings
+
+
+def _of_the_end(config: Config) -> Iterator[str]:
+    """Yield a line if the data end before the last step that was asked for.
+
+    Raises:
+        DataError: they do not fill one step.
+    """
+    data, trainer, counts = config.data, config.trainer, [count_rows(path) for path in config.data.train_data]
+    rows = sum(count or 0 for count in counts)
+    if None in counts:
+        return
+    prompts = rows - (0 if data.test_size is None else count_aside(rows, data.test_size))
+    last, asked = total_steps(prompts, trainer), trainer.max_steps
+    if asked is not None and last < asked:
+        epoch = steps_per_epoch(prompts, trainer.train_batch_size)
+        yield (
+            f"trainer.max_steps: {asked} steps are asked for, and the data end at step {last}: {prompts:,} prompts are {epoch} steps of "
+            f"{trainer.train_batch_size}, and trainer.epochs is {trainer.epochs}; raise it to {math.ceil(asked / epoch)}"
+        )
 
 
 def check_checkpoint(config: Config) -> list[str]:

@@ -6,9 +6,11 @@ import itertools
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from hpcrl.config import Config
+from hpcrl.config.root import source_of
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.nodes import make_plan
 
@@ -101,13 +103,17 @@ def elements(sweeps: Sequence[str], seeds: str | None, file: Path | None = None)
 
 
 def load_elements(
-    files: Sequence[Path], overrides: Sequence[str], varied: Sequence[list[str]], check: Callable[[Config], object]
+    files: Sequence[Path],
+    overrides: Sequence[str],
+    varied: Sequence[list[str]],
+    check: Callable[[Config, Callable[[str], str | None]], object],
 ) -> list[Config]:
     """Return the configuration of each element.
 
     Args:
         varied: the overrides of each element, as `elements` returns them.
-        check: looks at what a configuration names, and raises ConfigError or DataError.
+        check: looks at what a configuration names, and raises ConfigError or DataError; its second argument says which file and line, or
+            override, sets a path.
 
     Raises:
         ConfigError: names everything that is wrong in any element, and the element where it is not wrong in all.
@@ -117,7 +123,7 @@ def load_elements(
     for index, element in enumerate(varied):
         try:
             configs[index] = Config.from_toml(files, [*overrides, *element])
-            check(configs[index])
+            check(configs[index], partial(source_of, files, [*overrides, *element]))
         except (ConfigError, DataError) as error:
             kind = ConfigError if isinstance(error, ConfigError) else kind
             for line in str(error).splitlines():

@@ -23,8 +23,8 @@ from typing import Any
 
 import httpx
 
-from hpcrl.config import Config, InferenceEngineConfig, engine_gpus, engine_rope, eval_sampling
-from hpcrl.config.derive import MOST_KEPT, gpu_count, max_input_length, model_config_kwargs, runs_eagerly
+from hpcrl.config import Config, InferenceEngineConfig, engine_gpus, engine_rope
+from hpcrl.config.derive import MOST_KEPT, gpu_count, max_model_len, model_config_kwargs, runs_eagerly
 from hpcrl.config.sections.model import rope_parameters
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.vllm.main import PARENT
@@ -252,12 +252,11 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
 
 def server_options(run: Run, config: Config) -> ServerOptions:
     generator, (rope_scaling, rope_theta) = config.generator, engine_rope(config)
-    longest = max(generator.sampling_params.max_generate_length, eval_sampling(generator).max_generate_length)
     return ServerOptions(
         model=config.trainer.policy.model.path,
         engine=generator.inference_engine,
         seed=config.trainer.seed if generator.inference_engine.seed is None else generator.inference_engine.seed,
-        max_model_len=max_input_length(generator, config.trainer) + longest,
+        max_model_len=max_model_len(config),
         on_cpu=gpu_count(config.slurm) == 0,
         run_name=run.name,
         token_file=run.token,

@@ -170,3 +170,16 @@ def test_array_that_was_cancelled_before_it_began(run: Run, tmp_path: Path, monk
     assert state(run).kind == "cancelled"
     squeue(monkeypatch, tmp_path, "7|PENDING|N/A|Priority|")
     assert state(run).kind == "lost", "this element is no longer among those that wait"
+
+
+def test_what_no_further_attempt_can_help_is_not_advised_to_be_resumed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(run)
+    open_attempt(run, "7.0", ["n1"])
+    report_outcome(run, 1, "failed", "controller: DataError: the tokenizer of 'no/model' cannot be loaded", "agent-0")
+    squeue(monkeypatch, tmp_path)
+    assert state(run).kind == "failed"
+    assert state(run).advice.startswith(
+        "put that right first, another attempt would end the same way; then hpcrl resume"
+    )

@@ -12,8 +12,9 @@ from hpcrl.config import Config
 from hpcrl.config.load import nested
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
-from hpcrl.launch.submit.models import check_layouts, entries_of, folder_of, unchecked_layouts
+from hpcrl.launch.submit.models import check_layouts, entries_of, folder_of, unchecked_models
 from hpcrl.launch.submit.preflight import check_files
+from tests.paths import CONFIGS
 
 POLICY, REF = "trainer.policy.megatron_config", "trainer.ref.megatron_config"
 TWO = {f"{POLICY}.tensor_model_parallel_size": 2, f"{REF}.tensor_model_parallel_size": 2}
@@ -22,7 +23,8 @@ THREE = {f"{POLICY}.tensor_model_parallel_size": 3, f"{REF}.tensor_model_paralle
 
 def config(model: Path | str, settings: dict[str, Any]) -> Config:
     """Return a configuration for Megatron, which no file may name yet."""
-    base = {"data.train_data": [], "data.val_data": [], "trainer.strategy": "megatron"}
+    data = {"data.train_data": [str(CONFIGS / "quickstart" / "data" / "train.parquet")], "data.val_data": []}
+    base = {**data, "environment.env_class": "format", "trainer.train_batch_size": 8, "trainer.strategy": "megatron"}
     return build(Config, nested({**base, "trainer.policy.model.path": str(model), **settings}))
 
 
@@ -54,10 +56,10 @@ def test_reference_and_critic_are_told_apart(tmp_path: Path) -> None:
     policy, ref, critic = (model(tmp_path / str(heads), num_attention_heads=heads) for heads in (4, 5, 7))
     named = {"trainer.ref.model.path": str(ref), "trainer.critic.model.path": str(critic)}
     first, second = check_layouts(config(policy, {**TWO, **named}))
-    assert first.startswith(
-        f"{REF}.tensor_model_parallel_size: 2 does not divide the reference model's 5 attention heads"
-    )
-    assert second.startswith(f"{POLICY}.tensor_model_parallel_size: 2 does not divide the critic's 7 attention heads")
+    assert first.path == f"{REF}.tensor_model_parallel_size"
+    assert first.message.startswith("2 does not divide the reference model's 5 attention heads")
+    assert second.path == f"{POLICY}.tensor_model_parallel_size"
+    assert second.message.startswith("2 does not divide the critic's 7 attention heads")
     assert list(check_layouts(config(policy, {**TWO, **named, "trainer.strategy": "fsdp2"}))) == []
 
 
@@ -65,9 +67,12 @@ def test_a_model_that_is_not_here_is_named_and_not_checked(tmp_path: Path, monke
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     away = config("some/model", THREE)
     assert list(check_layouts(away)) == []
-    (line,) = unchecked_layouts(away)
+    (line,) = unchecked_models(away)
     assert line.startswith("some/model is not on this machine")
-    assert unchecked_layouts(config("some/model", {"trainer.strategy": "fsdp2"})) == []
+    assert "Megatron's ranks" in line
+    (line,) = unchecked_models(config("some/model", {"trainer.strategy": "fsdp2"}))
+    assert "`hf download some/model`" in line
+    assert "Megatron" not in line
 
 
 def test_a_model_in_the_cache_of_the_hub_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +84,10 @@ def test_a_model_in_the_cache_of_the_hub_is_here(tmp_path: Path, monkeypatch: py
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("1234\n")
     assert folder_of("some/model") == folder
-    assert unchecked_layouts(config("some/model", THREE)) == []
+    (line,) = unchecked_models(config("some/model", THREE))
+    assert line.startswith("some/model is not on this machine; a node without a network"), "config.json alone"
+    (folder / "model.safetensors").touch()
+    assert list(unchecked_models(config("some/model", THREE))) == []
     assert len(list(check_layouts(config("some/model", THREE)))) == 1
     (folder / "config.json").write_text("no json")
     assert entries_of("some/model") is None

@@ -96,7 +96,6 @@ def test_an_environment_that_nobody_knows_is_told_before_anything_is_queued() ->
         DataError, match=r"environment.env_class: unknown environment 'sort_leters'; did you mean sort_letters"
     ):
         check_files(Config.from_toml([QUICKSTART], ["environment.env_class=sort_leters"]))
-    check_files(Config.from_toml([QUICKSTART], ["environment.env_class=mine.envs:Mine"]))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +113,7 @@ def test_an_environment_that_nobody_knows_is_told_before_anything_is_queued() ->
         ({"prompt": "2+2"}, ["environment.reward_function={format=1}"], None),
         ({"prompt": "2+2", "env_class": "arithmetic"}, [], r"row uid 0: the row needs a ground truth"),
         ({"prompt": "2+2", "env_class": "arithmetics"}, [], r"row uid 0: .* did you mean arithmetic"),
-        ({"prompt": "2+2", "env_class": "mine.envs:Mine"}, [], None),
+        ({"prompt": "2+2", "env_class": "mine.envs:Mine"}, [], r"row uid 0: .* cannot import 'mine.envs'"),
     ],
 )
 def test_the_first_row_of_a_dataset_is_looked_at(
@@ -129,6 +128,8 @@ def test_the_first_row_of_a_dataset_is_looked_at(
             "data.val_data=[]",
             "trainer.eval_interval=0",
             "environment.env_class=",
+            "trainer.train_batch_size=1",
+            "trainer.policy_mini_batch_size=1",
             *overrides,
         ],
     )
@@ -149,3 +150,32 @@ def test_data_of_an_evaluation_that_never_happens_is_not_looked_at(tmp_path: Pat
         check_files(Config.from_toml([QUICKSTART], [f'data.val_data=["{path}"]', "trainer.eval_interval=0"]))
         with pytest.raises(DataError, match=told):
             check_files(Config.from_toml([QUICKSTART], [f'data.val_data=["{path}"]', "trainer.eval_interval=1"]))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_data_that_end_before_the_last_step_are_told(tmp_path: Path, kind: str) -> None:
+    file, rows = tmp_path / f"rows.{kind}", [{"prompt": "2+2"}] * 100
+    if kind == "parquet":
+        pytest.importorskip("pyarrow").parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), file)
+    else:
+        file.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)) + "\n\n")
+    given = [
+        f'data.train_data=["{file}"]',
+        "data.val_data=[]",
+        "trainer.eval_interval=0",
+        "environment.env_class=format",
+    ]
+    given += ["trainer.train_batch_size=20", "trainer.policy_mini_batch_size=20", "trainer.epochs=2"]
+
+    def warnings(*more: str) -> list[str]:
+        return check_files(Config.from_toml([QUICKSTART], [*given, *more]))
+
+    assert warnings("trainer.max_steps=10") == []
+    (line,) = warnings("trainer.max_steps=11")
+    assert "the data end at step 10: 100 prompts are 5 steps of 20, and trainer.epochs is 2; raise it to 3" in line
+    (line,) = warnings("trainer.max_steps=10", "data.test_size=0.3", "trainer.eval_interval=1")
+    assert "at step 6: 70 prompts are 3 steps" in line
+    with pytest.raises(
+        DataError, match=r"data.train_data: has 100 usable prompts, fewer than trainer.train_batch_size"
+    ):
+        warnings("trainer.train_batch_size=120", "trainer.policy_mini_batch_size=120")

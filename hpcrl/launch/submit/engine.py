@@ -1,0 +1,100 @@
+"""What an engine would refuse when it starts: samples longer than the model takes, options that vLLM does not have."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config, engine_rope
+from hpcrl.config.derive import max_input_length, max_model_len, model_config_kwargs
+from hpcrl.config.errors import Problem
+from hpcrl.config.rules.model_fit import text_entries
+from hpcrl.errors import did_you_mean
+from hpcrl.launch.submit.models import entries_of
+
+_LENGTHS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
+    *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
+)
+_SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default")
+_OPTIONS = (("engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")),)
+_OPTIONS += (("entrypoints/launchers/cli_args.py", ("BaseFrontendArgs", "FrontendArgs")),)
+
+
+def check_engine(config: Config) -> Iterator[Problem]:
+    """Yield what the engines of a run would refuse, as far as the model and vLLM are on this machine."""
+    entries = entries_of(config.trainer.policy.model.path)
+    if entries is not None:
+        yield from _lengths(config, entries)
+    given = config.generator.inference_engine.engine_init_kwargs
+    known = vllm_options() if given else frozenset[str]()
+    for name in given if known else ():
+        own = name.replace("-", "_").partition(".")[0]
+        if own not in known and own.removeprefix("no_") not in known:
+            path = f"generator.inference_engine.engine_init_kwargs.{name}"
+            yield Problem(path, f"the vLLM that is installed here has no option {name!r}{did_you_mean(own, known)}")
+
+
+def _lengths(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
+    generator = config.generator
+    changes = model_config_kwargs(config.trainer.policy)
+    overrides = generator.inference_engine.engine_init_kwargs.get("hf_overrides", {})
+    rope, _ = engine_rope(config)
+    most = position_limit({**entries, **changes, **overrides}, rope)
+    wanted = max_model_len(config)
+    if most is None or wanted <= most:
+        return
+    before = max_input_length(generator, config.trainer)
+    name = "trainer.max_prompt_length" if generator.max_input_length is None else "generator.max_input_length"
+    yield Problem(
+        name,
+        f"{before} tokens before a turn and {wanted - before} of max_generate_length are {wanted}, more than the {most} that the model at "
+        f"{config.trainer.policy.model.path} takes (its config.json); lower {name} or generator.sampling_params.max_generate_length",
+    )
+
+
+def position_limit(entries: Mapping[str, Any], rope: Mapping[str, Any] | None = None) -> int | None:
+    """Return the tokens that a model takes at most, as vLLM 0.31 derives them (`_get_and_verify_max_len`); None: its config.json does not say.
+
+    Args:
+        entries: of config.json.
+        rope: scaling of the rotary positions in the place of the model's own; empty: that.
+    """
+    own = text_entries(entries)
+    limits = [own[name] for name in _LENGTHS if isinstance(own.get(name), int)]
+    if not limits:
+        return None
+    scaling = rope or own.get("rope_parameters") or own.get("rope_scaling") or {}
+    kinds = scaling.values() if all(isinstance(kind, Mapping) for kind in scaling.values()) else [scaling]
+    factors = [kind.get("factor") or 1.0 for kind in kinds if _type_of(kind) not in _SCALED_ALREADY]
+    scaled = factors and "gemma3" not in str(own.get("model_type", ""))
+    length = own["model_max_length"] if isinstance(own.get("model_max_length"), int) else min(limits)
+    return int(length * factors[-1]) if scaled else length
+
+
+def _type_of(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type") or "default")
+
+
+@cache
+def vllm_options() -> frozenset[str]:
+    """Return the names of the options of vLLM's server, read from its source without importing it; empty where there is none."""
+    spec = find_spec("vllm")
+    found = set[str]()
+    for place in spec.submodule_search_locations or () if spec else ():
+        for file, classes in _OPTIONS:
+            path = Path(place, file)
+            if not path.is_file():  # another version: not known
+                return frozenset()
+            text = path.read_text(encoding="utf-8")
+            for node in ast.parse(text).body:
+                if isinstance(node, ast.ClassDef) and node.name in classes:
+                    fields = (field.target for field in node.body if isinstance(field, ast.AnnAssign))
+                    found |= {field.id for field in fields if isinstance(field, ast.Name)}
+            found |= {name.replace("-", "_") for name in re.findall(r'"--([a-z][a-z0-9-]+)"', text)}
+    return frozenset(found)

@@ -1,0 +1,78 @@
+"""What engines would refuse when they start is refused at submit: lengths beyond the model's, options that vLLM does not have."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.errors import DataError
+from hpcrl.launch.submit.engine import position_limit, vllm_options
+from hpcrl.launch.submit.preflight import check_files
+from tests.paths import QUICKSTART
+
+KWARGS = "generator.inference_engine.engine_init_kwargs"
+
+
+def test_samples_longer_than_the_model_takes_are_refused() -> None:
+    given = ["trainer.max_prompt_length=100"]
+    check_files(Config.from_toml([QUICKSTART], [*given, "generator.sampling_params.max_generate_length=156"]))
+    with pytest.raises(DataError, match=r"trainer.max_prompt_length: 100 .* and 157 .* are 257, more than the 256"):
+        check_files(Config.from_toml([QUICKSTART], [*given, "generator.sampling_params.max_generate_length=157"]))
+    with pytest.raises(DataError, match=r"are 300, more than the 256"):  # evaluation counts
+        check_files(Config.from_toml([QUICKSTART], [*given, "generator.eval_sampling_params.max_generate_length=200"]))
+
+
+@pytest.mark.parametrize(
+    ("entries", "rope", "limit"),
+    [
+        ({"max_position_embeddings": 4096}, {}, 4096),
+        ({"n_positions": 1024}, {}, 1024),
+        ({"hidden_size": 8}, {}, None),
+        ({"text_config": {"max_position_embeddings": 512}}, {}, 512),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 2.0}}, {}, 8192),
+        ({"max_position_embeddings": 4096}, {"rope_type": "dynamic", "factor": 4.0}, 16384),
+        ({"max_position_embeddings": 4096, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, {}, 4096),
+        ({"max_position_embeddings": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, {}, 64),
+        ({"max_position_embeddings": 4096, "model_max_length": 8192}, {}, 8192),
+    ],
+)
+def test_limits_of_models(entries: dict[str, Any], rope: dict[str, Any], limit: int | None) -> None:
+    assert position_limit(entries, rope) == limit
+
+
+def test_changed_entries_of_the_model_count() -> None:
+    given = ["generator.sampling_params.max_generate_length=1000"]
+    with pytest.raises(DataError, match="more than the 256"):
+        check_files(Config.from_toml([QUICKSTART], given))
+    check_files(
+        Config.from_toml([QUICKSTART], [*given, "trainer.policy.model_config_kwargs.max_position_embeddings=4096"])
+    )
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_options_that_vllm_does_not_have_are_refused_without_importing_it() -> None:
+    known = [f"{KWARGS}.max-logprobs=5", f"{KWARGS}.no_async_scheduling=true"]
+    check_files(Config.from_toml([QUICKSTART], known))
+    with pytest.raises(
+        DataError, match=rf"{KWARGS}\.max_logprob: .* no option 'max_logprob'; did you mean max_logprobs"
+    ):
+        check_files(Config.from_toml([QUICKSTART], [f"{KWARGS}.max_logprob=5"]))
+    assert {"max_model_len", "quantization", "chat_template"} <= vllm_options()
+
+
+def test_a_vllm_with_other_files_refuses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    vllm_options.cache_clear()
+    try:
+        check_files(Config.from_toml([QUICKSTART], [f"{KWARGS}.nosuch=1"]))
+    finally:
+        vllm_options.cache_clear()
+    assert "vllm" not in sys.modules
