@@ -34,7 +34,8 @@ def named_run(arguments: argparse.Namespace) -> Run:
     Raises:
         RunError: none, or several, match.
     """
-    from hpcrl.launch.manage.registry import default_root, find_run
+    from hpcrl.launch.manage.registry import find_run
+    from hpcrl.rundir.layout import default_root
 
     return find_run(arguments.run, arguments.root or default_root())
 
@@ -59,7 +60,8 @@ def each_run(arguments: argparse.Namespace, act: Callable[[Run], None], at_once:
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    from hpcrl.launch.manage.registry import default_root, find_runs
+    from hpcrl.launch.manage.registry import find_runs
+    from hpcrl.rundir.layout import default_root
 
     runs = find_runs(arguments.run, arguments.root or default_root())
     if len(runs) == 1:
@@ -103,7 +105,7 @@ def announce(run: Run) -> None:
 
 def short_name(run: Run) -> str:
     """Return how a command line may name a run: by its name where runs are looked for, else by its path."""
-    from hpcrl.launch.manage.registry import default_root
+    from hpcrl.rundir.layout import default_root
 
     known = run.path.parent.parent == default_root().absolute()
     return run.name if known else str(run.path)

@@ -156,7 +156,8 @@ def _text(path: Path) -> str:
 def _load(words: list[str], root: Path | None) -> Config:
     """Return the configuration of files or of one run, and overrides."""
     from hpcrl.config import Config
-    from hpcrl.launch.manage.registry import default_root, find_run
+    from hpcrl.launch.manage.registry import find_run
+    from hpcrl.rundir.layout import default_root
 
     files, overrides = split(words)
     if len(files) == 1 and not Path(files[0]).is_file() and Path(files[0]).suffix != ".toml":

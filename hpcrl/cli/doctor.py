@@ -27,14 +27,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from hpcrl.config import Config
     from hpcrl.config.load import read
     from hpcrl.launch.doctor.examine import examine
-    from hpcrl.launch.manage.registry import default_root
+    from hpcrl.rundir.layout import default_root
 
     files, overrides = split(arguments.settings)
     slurm = read(files, overrides, Config).tree.get("slurm", {})
     if arguments.partition:
         slurm["partition"] = arguments.partition
     findings = []
-    for finding in examine(arguments.root or Path(slurm.get("root", default_root())), slurm, arguments.wait):
+    for finding in examine(arguments.root or Path(slurm.get("root") or default_root()), slurm, arguments.wait):
         findings.append(finding)
         if not arguments.json:
             print(f"{finding.level:8} {finding.subject:18} {finding.found}", flush=True)

@@ -40,8 +40,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     from hpcrl.launch.local.evaluate import configured, default_place, evaluate, find_subject
     from hpcrl.launch.local.foreground import to_stderr
-    from hpcrl.launch.manage.registry import default_root
-    from hpcrl.rundir.layout import Run
+    from hpcrl.rundir.layout import Run, default_root
 
     data, settings = split(arguments.data)
     settings += arguments.settings

@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _status(arguments: argparse.Namespace) -> int:
     from json import dumps
 
-    from hpcrl.launch.manage.registry import all_runs, default_root, find_runs, known_states
+    from hpcrl.launch.manage.registry import all_runs, find_runs, known_states
+    from hpcrl.rundir.layout import default_root
 
     root = arguments.root or default_root()
     named = dict.fromkeys(run for name in arguments.runs for run in find_runs(name, root))

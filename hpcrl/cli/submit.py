@@ -39,7 +39,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import ConfigError
     from hpcrl.launch.submit import submit
     from hpcrl.launch.submit.preflight import check_checkpoint, check_files
-    from hpcrl.launch.submit.sweep import elements, load_elements
+    from hpcrl.launch.submit.sweep import elements, load_elements, name_after
 
     names, overrides = split(arguments.settings)
     files = [Path(name) for name in names]
@@ -56,7 +56,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     configs = load_elements(files, overrides, varied, check)
     for warning in warnings:
         print(f"hpcrl: {warning}", file=sys.stderr)
-    name = configs[0].trainer.run_name or f"{files[0].stem}-{time.strftime('%m%d-%H%M%S')}"
+    name = configs[0].trainer.run_name or name_after(files[0], time.strftime("%m%d-%H%M%S"))
     submission = submit.prepare(name, list(zip(configs, varied, strict=True)))
     if arguments.dry_run:
         _show_dry_run(submission)

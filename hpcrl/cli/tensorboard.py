@@ -20,8 +20,9 @@ def _tensorboard(arguments: argparse.Namespace) -> int:
     from shlex import join
     from socket import gethostname
 
-    from hpcrl.launch.manage.registry import default_root, find_runs
+    from hpcrl.launch.manage.registry import find_runs
     from hpcrl.observe.tensorboard import rebuild
+    from hpcrl.rundir.layout import default_root
 
     root = arguments.root or default_root()
     runs = list(dict.fromkeys(run for name in arguments.runs for run in find_runs(name, root)))

@@ -29,6 +29,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,11 @@ from hpcrl.errors import RunError
 _STEP = re.compile(r"s(\d{6,})")
 _POSITION = re.compile(r"s(\d{6,})(?:u([1-9]\d*))?")
 _VERSION = re.compile(r"v(\d{6,})")
+
+
+def default_root() -> Path:
+    """Return where runs are made and looked for if nothing else says: $HPCRL_ROOT, else ./runs."""
+    return Path(os.environ.get("HPCRL_ROOT") or "runs").expanduser()
 
 
 @dataclass(frozen=True)

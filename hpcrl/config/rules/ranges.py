@@ -210,7 +210,9 @@ RANGES: dict[str, Range] = {
 _MINUS_1_OR_COUNT = {"sampling_params.top_k", "eval_sampling_params.top_k", "fsdp_size"}
 _DIRECTORY_NAMES = ("trainer.project_name", "trainer.run_name")
 _TYPED_GPUS = re.compile(r"[A-Za-z][A-Za-z0-9._-]*:[1-9][0-9]*")
-_DIRECTORY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_DIRECTORY_NAME = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+)  # a sweep makes longer names of it, and a filesystem takes 255
 
 
 def range_of(path: str) -> Range | None:
@@ -236,7 +238,10 @@ def _wrong(path: str, value: Any) -> str | None:
     if path == "generator.sampling_params.temperature" and value == 0:
         return "0 makes all samples of a group equal, so that there is nothing to learn from; expected more than 0"
     if path in _DIRECTORY_NAMES and not _DIRECTORY_NAME.fullmatch(value):
-        return f"expected a directory name of letters, digits, '.', '_' and '-' that starts with a letter or digit, found {value!r}"
+        return (
+            "expected a directory name of at most 128 letters, digits, '.', '_' and '-' that starts with a letter or digit, found "
+            f"{value!r:.140}"
+        )
     if path == "slurm.gpus_per_node" and isinstance(value, str) and not _TYPED_GPUS.fullmatch(value):
         return f'expected a number, or type and number such as "h100:8", found {value!r}'
     if path.endswith(".reshard_after_forward") and type(value) is int and value < 1:

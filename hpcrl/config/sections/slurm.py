@@ -92,8 +92,8 @@ class ContainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
-    root: Location = "runs"
-    """Directory on a filesystem that all nodes share; a run is <root>/<project>/<run>."""
+    root: Location | None = None
+    """Directory on a filesystem that all nodes share; a run is <root>/<project>/<run>. Unset: $HPCRL_ROOT, else ./runs, where commands look for runs too."""
 
     partition: str | None = None
     """Partition; unset: the cluster's default."""

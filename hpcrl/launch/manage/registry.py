@@ -20,11 +20,6 @@ from hpcrl.rundir.ledger import read_outcome
 _MOST_LISTED = 8
 
 
-def default_root() -> Path:
-    """Return where runs are looked for: $HPCRL_ROOT, else ./runs, the default of slurm.root."""
-    return Path(os.environ.get("HPCRL_ROOT", "runs"))
-
-
 def all_runs(root: Path) -> list[Run]:
     """Return every run under `root`, by project and name."""
     return [Run(path.parent.absolute()) for path in sorted(root.glob("*/[!.]*/config.toml"))]

@@ -41,7 +41,7 @@ from hpcrl.launch.submit.executors import (
 from hpcrl.launch.submit.models import folder_of
 from hpcrl.launch.submit.sweep import run_names
 from hpcrl.rundir.commit import discard, write_json, write_text
-from hpcrl.rundir.layout import Run
+from hpcrl.rundir.layout import Run, default_root
 
 
 def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submission:
@@ -53,9 +53,12 @@ def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submissi
 
     Raises:
         RunError: a run directory of that name exists.
+        SubmitError: runs cannot be made under slurm.root.
     """
     first = elements[0][0]
-    project = (Path(first.slurm.root).expanduser() / first.trainer.project_name).absolute()
+    root = Path(first.slurm.root).expanduser() if first.slurm.root else default_root()
+    project = (root / first.trainer.project_name).absolute()
+    _require_writable(project)
     names = run_names(name, [overrides for _, overrides in elements])
     named = [Element(own, config, overrides) for own, (config, overrides) in zip(names, elements, strict=True)]
     submission = Submission(project / ".slurm" / name, named)
@@ -67,6 +70,20 @@ def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submissi
     if submission.folder.exists():
         raise RunError(f"{submission.folder} exists from an earlier submission; choose another trainer.run_name")
     return submission
+
+
+def _require_writable(folder: Path) -> None:
+    place = folder
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():
+        raise SubmitError(
+            f"slurm.root: {folder} cannot be made, because {place} is no directory; choose another slurm.root"
+        )
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise SubmitError(
+            f"slurm.root: {folder} cannot be made, because you cannot write into {place}; choose another slurm.root"
+        )
 
 
 def code_sources() -> dict[str, Path]:
@@ -86,6 +103,8 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, mode=0o700)  # what lies in it is executed by the job
     except FileExistsError:
         raise RunError(f"{folder} exists from another submission; choose another trainer.run_name") from None
+    except OSError as error:
+        raise SubmitError(f"slurm.root: {folder} cannot be made: {error.strerror}; choose another slurm.root") from None
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "_jobs")
     for name, source in code_sources().items():
         shutil.copytree(source, folder / "code" / name, ignore=ignore)

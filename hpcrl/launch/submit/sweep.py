@@ -159,6 +159,11 @@ def _misfits(configs: dict[int, Config]) -> Iterator[tuple[int, str]]:
             yield index, f"the same run as element {other}; leave one of them out"
 
 
+def name_after(file: Path, moment: str) -> str:
+    """Return the name of a run that has none: of its first file, in the letters of directory names, and of the moment."""
+    return f"{_NOT_IN_NAMES.sub('-', file.stem).lstrip('-._')[:_LONGEST_NAME] or 'run'}-{moment}"
+
+
 def run_names(name: str, varied: Sequence[list[str]]) -> list[str]:
     """Return the name of each run: `name` alone, or with the element's index and the values that set it apart.
 

@@ -71,6 +71,39 @@ def test_run_directory_that_exists_is_not_touched(tmp_path: Path) -> None:
     assert os.listdir(taken) == ["keep"]
 
 
+def test_runs_are_made_where_they_are_looked_for(tmp_path: Path) -> None:
+    """$HPCRL_ROOT means the same to submit and to status; slurm.root goes before it."""
+    shared = str(tmp_path / "shared")
+    done = hpcrl("submit", QUICKSTART, "--dry-run", "trainer.run_name=mine", cwd=tmp_path, HPCRL_ROOT=shared)
+    assert f"\n{shared}/quickstart/mine\n" in done.stdout, done.stderr
+    assert f"no runs under {shared}" in hpcrl("status", cwd=tmp_path, HPCRL_ROOT=shared).stdout
+    own = ["trainer.run_name=mine", f"slurm.root={tmp_path}/own"]
+    done = hpcrl("submit", QUICKSTART, "--dry-run", *own, cwd=tmp_path, HPCRL_ROOT=shared)
+    assert f"\n{tmp_path}/own/quickstart/mine\n" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("mode", ["--dry-run", "--local"])
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("slurm.root=/dev/null/runs", "slurm.root: /dev/null/runs/quickstart cannot be made, because /dev/null is no"),
+        (f"trainer.run_name={'x' * 300}", "trainer.run_name: expected a directory name of at most 128"),
+    ],
+)
+def test_a_place_that_cannot_be_is_told_without_a_traceback(tmp_path: Path, setting: str, told: str, mode: str) -> None:
+    done = hpcrl("submit", QUICKSTART, mode, setting, cwd=tmp_path)
+    assert done.returncode in (2, 3)
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_root_that_the_system_refuses_is_told(tmp_path: Path) -> None:
+    done = hpcrl("submit", QUICKSTART, "--local", "slurm.root=/sys/runs", cwd=tmp_path)
+    assert done.returncode == 3
+    assert "slurm.root: /sys/runs/quickstart" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_without_slurm_the_remedy_is_named(tmp_path: Path) -> None:
     done = hpcrl("submit", QUICKSTART, cwd=tmp_path, PATH=str(tmp_path))
     assert done.returncode == 3
