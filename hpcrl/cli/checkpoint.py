@@ -173,6 +173,8 @@ def _rm(arguments: argparse.Namespace) -> int:
     from hpcrl.launch.manage.registry import states_of
     from hpcrl.rundir.checkpoints import find_checkpoint, line_of, needed
     from hpcrl.rundir.commit import discard
+    from hpcrl.rundir.ledger import read_attempts
+    from hpcrl.rundir.starts import note
 
     run = named_run(arguments)
     newest = needed(line_of(run))
@@ -189,6 +191,8 @@ def _rm(arguments: argparse.Namespace) -> int:
             raise RunError(
                 f"{run.name} is {state.kind} and may need {_names(wanted or paths)}; `hpcrl cancel` it first"
             )
+    if wanted:
+        note(run, {"attempt": len(read_attempts(run)), "removed": [path.name for path in wanted]})
     for path in paths:
         discard(path)
         print(f"deleted {path.name}")

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcrl.config.sections.trainer import TrainerConfig
-from hpcrl.errors import CommitError, RunError
+from hpcrl.errors import CommitError, DataError, RunError
 from hpcrl.faults import fault
 from hpcrl.rundir.commit import Fence, committed, committed_by, discard, is_committed, read_json, unfenced, verify
 from hpcrl.rundir.layout import Run, position_of, step_of
+from hpcrl.rundir.ledger import read_outcomes
 from hpcrl.rundir.starts import Line, failed_loads, given_up_by, last_started, read_starts
 
 NEVER_DELETED = 2  # the newest may turn out to be damaged when it is needed
@@ -117,6 +118,20 @@ def steps_left(run: Run) -> list[int]:
         if by is None or not given_up_by(lines, run.checkpoint(step), by):
             left.append(step)
     return left
+
+
+def require_checkpoints(run: Run) -> None:
+    """Raise DataError if the run had a checkpoint and there is none: it does not begin anew by itself.
+
+    What `hpcrl checkpoint rm` deleted may be gone.
+    """
+    removed = max((line["attempt"] for line in read_starts(run) if "removed" in line), default=0)
+    had = max((outcome.step for outcome in read_outcomes(run) if outcome.attempt > removed), default=0)
+    if had and not _named(run):
+        raise DataError(
+            f"{run.name} had a checkpoint of step {had}, and {run.checkpoints} holds none any more, so training would begin anew. Put it back "
+            "from a backup, or submit a new run"
+        )
 
 
 def _named(run: Run) -> list[Path]:

@@ -18,21 +18,29 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, eval_sampling
 from hpcrl.config.derive import gpu_count
+from hpcrl.config.errors import raise_together
+from hpcrl.config.root import source_of
+from hpcrl.config.sections.generator import SamplingParams
+from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.datasets import load_dataset
 from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.local.foreground import job, run_here
 from hpcrl.launch.manage.registry import find_run
-from hpcrl.launch.submit.models import MODEL_FILE, folder_of
+from hpcrl.launch.submit.engine import check_engine, position_limit
+from hpcrl.launch.submit.models import MODEL_FILE, entries_of, folder_of
 from hpcrl.rundir.checkpoints import find_checkpoint, line_of
 from hpcrl.rundir.commit import is_committed, read_json, verify, write_json, write_text
 from hpcrl.rundir.layout import Run, position_of
 
 _EXPORT, _PROCESS = "export", "eval"
+_LENGTHS = ("trainer.max_prompt_length", "generator.sampling_params.max_generate_length")
+_LENGTHS += ("generator.max_input_length", "generator.eval_sampling_params.max_generate_length")
 
 
 @dataclass(frozen=True)
@@ -134,7 +142,11 @@ def configured(
     if n_samples is not None:
         ours.append(f"generator.eval_n_samples_per_prompt={n_samples}")
     base = [] if subject.run is None else [subject.run.config]
+    if subject.run is None:
+        ours += _fitting(subject.model, files, settings)
     config = Config.from_toml([*base, *files], [*ours, *settings])
+    problems = list(check_engine(config)) if subject.checkpoint is None else []  # whose model may be made only yet
+    raise_together(problems, partial(source_of, [*base, *files], [*ours, *settings]))
     n = config.generator.eval_n_samples_per_prompt
     if n > 1 and eval_sampling(config.generator).temperature == 0:
         raise ConfigError(
@@ -142,6 +154,16 @@ def configured(
             "add generator.eval_sampling_params.temperature=1.0, or leave it at 1"
         )
     return config
+
+
+def _fitting(model: str, files: Sequence[Path], settings: Sequence[str]) -> list[str]:
+    """Return lengths that a model takes, for those that nobody chose: a third of what it takes for the prompt, the rest for the response."""
+    most = position_limit(entries_of(model) or {})
+    prompt, response = TrainerConfig.max_prompt_length, SamplingParams.max_generate_length
+    chosen = [name for name in _LENGTHS if source_of(files, settings, name)]
+    if most is None or prompt + response <= most or chosen:
+        return []
+    return [f"{_LENGTHS[0]}={most // 3}", f"{_LENGTHS[1]}={most - most // 3}"]
 
 
 def default_place(subject: Subject) -> Path:

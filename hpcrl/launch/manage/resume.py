@@ -19,7 +19,7 @@ from hpcrl.launch.manage.registry import RunState, states_of
 from hpcrl.launch.submit.executors import Element, Submission
 from hpcrl.launch.submit.preflight import check_files
 from hpcrl.launch.submit.submit import launch
-from hpcrl.rundir.checkpoints import line_of, lost_with
+from hpcrl.rundir.checkpoints import line_of, lost_with, require_checkpoints
 from hpcrl.rundir.commit import committed, write_text
 from hpcrl.rundir.layout import Run, position_of, step_of
 
@@ -40,7 +40,7 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
     Raises:
         RunError: the run is active, has finished, never continues, or is being resumed by somebody else.
         ConfigError: the overrides are wrong, or change what a run or an interrupted step must keep; then nothing has happened.
-        DataError: they name files that are not there.
+        DataError: they name files that are not there, or the checkpoints of the run are gone.
     """
     if not run.submission.exists():
         states_of([run])  # finds a job whose submission was cut short, and records it
@@ -56,6 +56,7 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
                 f"{run.name} never continues a checkpoint (trainer.resume_mode is none): submit a new run, or resume this one "
                 "with trainer.resume_mode=latest"
             )
+        require_checkpoints(run)
         _check_end(run, config)
         _check_step(run, config)
         if found:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hpcrl.errors import CommitError, RunError
-from hpcrl.rundir.checkpoints import newest_usable, size_of, steps_left
+from hpcrl.rundir.checkpoints import newest_usable, require_checkpoints, size_of, steps_left
 from hpcrl.rundir.commit import verify
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.space import explained
@@ -73,6 +73,7 @@ def find_checkpoint(
             f"{run.checkpoints} has checkpoints of steps {damaged}, but none of them is whole any more. Restore "
             "one, or submit a new run"
         )
+    require_checkpoints(run)
     return _from_path(path) if mode == "from_path" else None
 
 

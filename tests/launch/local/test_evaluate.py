@@ -12,6 +12,7 @@ from hpcrl.errors import ConfigError, DataError, RunError
 from hpcrl.launch.local.evaluate import Subject, configured, default_place, evaluate, find_subject
 from hpcrl.rundir.commit import committed_directory, write_text
 from hpcrl.rundir.layout import Run
+from tests.paths import CONFIGS
 
 SAMPLED = "generator.eval_sampling_params.temperature=1.0"
 
@@ -119,3 +120,18 @@ def test_data_that_is_not_there_is_found_before_anything_is_made(data: str, tmp_
     place.path.mkdir()
     with pytest.raises(RunError, match="out exists"):
         evaluate(subject, configured(subject, [data], None, [], ["environment.env_class=sort_letters"]), place, print)
+
+
+def test_lengths_that_nobody_chose_fit_the_model(data: str, tmp_path: Path) -> None:
+    """A model of 256 positions is evaluated as documented, without a configuration."""
+    model = str(CONFIGS / "quickstart" / "model")
+    subject = find_subject(model, None, tmp_path)
+
+    def lengths(*settings: str) -> tuple[int, int]:
+        config = configured(subject, [data], None, [], ["environment.env_class=sort_letters", *settings])
+        return config.trainer.max_prompt_length, config.generator.sampling_params.max_generate_length
+
+    assert lengths() == (85, 171)
+    assert lengths("trainer.max_prompt_length=56", "generator.sampling_params.max_generate_length=200") == (56, 200)
+    with pytest.raises(ConfigError, match=r"override: trainer.max_prompt_length: 56 tokens .* more than the 256"):
+        lengths("trainer.max_prompt_length=56")

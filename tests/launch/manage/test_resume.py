@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hpcrl.cli.main import main
 from hpcrl.config import Config
 from hpcrl.errors import ConfigError, DataError, RunError, SubmitError
 from hpcrl.launch.manage.registry import states_of
 from hpcrl.launch.manage.resume import resume
-from hpcrl.rundir.checkpoints import FACTS, settings_of
+from hpcrl.rundir.checkpoints import FACTS, require_checkpoints, settings_of
 from hpcrl.rundir.commit import begin, committed_directory, discard, finish, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Kind, open_attempt, report_outcome
@@ -260,3 +262,27 @@ def test_the_checkpoint_that_it_once_started_from_is_no_longer_needed(tmp_path: 
     program(bin_path, "sbatch", "echo Submitted batch job 9")
     (change,) = resume(run, ["trainer.ckpt_interval=3"])
     assert change.kind == "harmless"
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(
+    tmp_path: Path, bin_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ended(tmp_path)
+    checkpoint(run, 3)
+    open_attempt(run, "7_0.1", ["n1"])
+    report_outcome(run, 2, "interrupted", "saved", "agent-0")
+    require_checkpoints(run)
+    shutil.copytree(run.checkpoints, tmp_path / "copy")
+    shutil.rmtree(run.checkpoints)
+    program(bin_path, "squeue", "exit 0")
+    before = contents(run)
+    with pytest.raises(
+        DataError, match=r"mine had a checkpoint of step 3, and .*/checkpoints holds none any more.* backup"
+    ):
+        resume(run)
+    assert contents(run) == before
+    shutil.copytree(tmp_path / "copy", run.checkpoints)
+    require_checkpoints(run)
+    assert main(["checkpoint", "rm", str(run.path), "3", "--force"]) == 0
+    assert "deleted s000003" in capsys.readouterr().out
+    require_checkpoints(run)  # by hpcrl's own command it may

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from hpcrl.errors import CommitError, RunError
+from hpcrl.errors import CommitError, DataError, RunError
 from hpcrl.rundir.checkpoints import Retention, set_aside_after
 from hpcrl.rundir.commit import committed, unfenced, verify, write_text
 from hpcrl.rundir.layout import Run, step_of, version_of
+from hpcrl.rundir.ledger import report_outcome
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from tests.trainer import scenarios
@@ -220,6 +221,12 @@ def test_where_training_starts(lives: Path, tmp_path: Path, alone: World, caplog
     write_text(fresh.checkpoint(2) / "rng-0.safetensors", "damaged")
     with pytest.raises(RunError, match=r"steps \[2, 4\], but none of them is whole"):
         checkpoints.find("latest", None)
+
+    report_outcome(fresh, 1, "failed", "why", "agent-0")
+    shutil.rmtree(fresh.checkpoints)
+    for mode in ("latest", "from_path"):
+        with pytest.raises(DataError, match=r"had a checkpoint of step 4, and .* holds none any more"):
+            checkpoints.find(mode, str(whole.checkpoint(2)))
 
 
 def test_attempt_that_never_continues_trains_from_step_0_again(
