@@ -33,7 +33,7 @@ from hpcrl.trainer.backends.schedule import is_due
 from hpcrl.trainer.controller_client import PROCESS, ControllerClient
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.load import load_learner
-from hpcrl.trainer.metrics import PhaseTimer, describe_cost, describe_times
+from hpcrl.trainer.metrics import PhaseTimer, describe_cost, describe_times, step_line
 from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.network import check_all_reduce
 from hpcrl.trainer.profile import profiled
@@ -42,6 +42,8 @@ from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.trainer.step import Learner
 from hpcrl.trainer.stop import StopConsensus, Stopping
+
+log = logging.getLogger("train")
 
 
 @record
@@ -108,6 +110,8 @@ def train(
             learner.reset_reference(step, epoch, timer)
             metrics |= checkpoints.settle() | describe_cost(batch, timer.lap(), learner.world, learner.flops)
             controller.measured(step, metrics)  # before the commit: none may be missing
+            if learner.world.first:
+                log.info(step_line(step, total, metrics))
             consensus("save")
             if is_due(save_interval, step, total):
                 with timer("save_checkpoints"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -108,7 +109,7 @@ def short_name(run: Run) -> str:
     from hpcrl.rundir.layout import default_root
 
     known = run.path.parent.parent == default_root().absolute()
-    return run.name if known else str(run.path)
+    return run.name if known else shlex.quote(str(run.path))
 
 
 def follow(runs: list[Run]) -> int:
@@ -121,7 +122,8 @@ def follow(runs: list[Run]) -> int:
         for run in runs:
             view.follow(run, RunPoller(run, known_states).over)
     except KeyboardInterrupt:
-        print(f"\nThe run goes on. hpcrl cancel {short_name(runs[0])} ends it.")
+        name = short_name(runs[0])
+        print(f"\nThe run goes on. hpcrl follow {name} shows it again, hpcrl cancel {name} ends it.")
         return 0
     states = states_of(runs)
     for state in states:

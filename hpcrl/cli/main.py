@@ -21,6 +21,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "watch": {
         "status": ("hpcrl.cli.status", "say in what state runs are, why, and how far"),
+        "follow": ("hpcrl.cli.follow", "show a run while it goes on, and what it achieved"),
         "logs": ("hpcrl.cli.logs", "print the logs of a run"),
         "tensorboard": ("hpcrl.cli.tensorboard", "print the command that shows the curves of runs"),
         "stacks": ("hpcrl.cli.stacks", "show what every process of a run is doing now"),

@@ -99,12 +99,16 @@ def _models(config: Config) -> Iterator[str]:
 
     from hpcrl.config.derive import model_paths
     from hpcrl.errors import DataError
-    from hpcrl.launch.submit.models import folder_of
+    from hpcrl.launch.submit.models import fetch_entries, folder_of
 
     paths = model_paths(config.trainer)
-    away = {role: path for role, path in paths.items() if folder_of(path) is None}
+    here = {path: fetch_entries(path) for path in dict.fromkeys(paths.values())}
+    away = {role: path for role, path in paths.items() if not here[path]}
     for role, path in away.items():
-        yield f"{_NAMES[role]}: {path} is not on this machine, so parameters and memory are not known"
+        yield (
+            f"{_NAMES[role]}: {path} is not on this machine, and the hub does not answer or has no such model, so parameters and memory are "
+            "not known; its config.json alone would do"
+        )
     if away:
         return
     if not (find_spec("torch") and find_spec("transformers")):
@@ -180,7 +184,7 @@ def _memory(config: Config, found: Estimate) -> Iterator[str]:
     )
     yield from _table(found.needs, unit)
     resident = sum(need.resident for need in found.needs.values())
-    yield f"  in all {found.total / unit:,.2f}: {resident / unit:,.2f} at any time, the rest while one of the models is computed"
+    yield f"  in all {found.total / unit:,.2f}: {resident / unit:,.2f} stay all the time, {(found.total - resident) / unit:,.2f} more while the model that needs most is computed"
     device, source = memory_of_rank(config)
     if device is None:
         yield f"  memory of the device: unknown ({source})"

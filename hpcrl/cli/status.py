@@ -11,6 +11,8 @@ from hpcrl.cli._common import RUNS, add_root
 if TYPE_CHECKING:
     from hpcrl.launch.manage.state import RunState
 
+_ACHIEVED = ("eval score", "reward", "steps", "time")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_root(parser)
@@ -37,13 +39,26 @@ def _status(arguments: argparse.Namespace) -> int:
     else:
         for state in states:
             name = f"{state.run.project}/{state.run.name}"
-            print(f"{name:40} {state.kind:12} job {state.submission.get('job_id', '-'):10} {state.detail}")
+            print(f"{name:40} {state.kind:12} job {state.submission.get('job_id', '-'):10} {_detail(state)}")
     return 0
 
 
+def _detail(state: RunState) -> str:
+    from hpcrl.observe.summary import headline, summarise
+
+    achieved = headline(summarise(state.run))
+    if state.kind == "done":
+        return achieved or state.detail
+    return " · ".join(part for part in (state.detail, achieved) if part)
+
+
 def _show(state: RunState) -> None:
+    from hpcrl.observe.summary import summarise
+    from hpcrl.observe.view import summary_rows
+
     progress, submission = state.progress, state.submission
-    print(f"{state.run.name}: {state.kind}" + (f": {state.detail}" if state.detail else ""))
+    detail = _detail(state) if state.kind == "done" else state.detail
+    print(f"{state.run.name}: {state.kind}" + (f": {detail}" if detail else ""))
     if state.advice:
         print(f"  next        {state.advice}")
     print(f"  directory   {state.run.path}")
@@ -55,13 +70,18 @@ def _show(state: RunState) -> None:
     print(f"  checkpoint  {progress.checkpoint or 'none'}")
     if submission.get("overrides"):
         print(f"  overrides   {' '.join(submission['overrides'])}")
-    for status in state.statuses:
+    for name, value in summary_rows(summarise(state.run)):
+        if name in _ACHIEVED:
+            print(f"  {name:11} {value}")
+    for status in state.statuses if not state.over else ():
         age = max(0.0, time.time() - status.renewed)
         print(f"  {status.process:11} {status.state} ({status.host}, {age:.0f} s ago)")
 
 
 def _as_json(state: RunState) -> dict[str, Any]:
     from dataclasses import asdict
+
+    from hpcrl.observe.summary import summarise
 
     job = state.job
     return {
@@ -78,5 +98,6 @@ def _as_json(state: RunState) -> dict[str, Any]:
         "attempt": state.attempt,
         "outcome": asdict(state.outcome) if state.outcome else None,
         "progress": {**asdict(state.progress), "eta": state.progress.eta},
+        "summary": {name: value for name, value in asdict(summarise(state.run)).items() if name != "outcome"},
         "processes": [asdict(status) for status in state.statuses],
     }

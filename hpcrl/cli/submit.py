@@ -74,7 +74,7 @@ def _show_dry_run(submission: Submission) -> None:
     from hpcrl.launch.submit.executors import batch_scripts
 
     config = submission.elements[0].config
-    print("# configuration\n" + config.to_toml())
+    print("# configuration: what is not the default\n" + config.to_toml(only_changed=True))
     for title, script in zip(
         ("batch script", "batch script of the elastic pool"), batch_scripts(submission), strict=False
     ):

@@ -9,6 +9,7 @@ from statistics import fmean
 from hpcrl.observe.metrics import Record, read_metrics
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, Outcome, read_attempts, read_outcome
+from hpcrl.units import duration
 
 REWARD = "reward/avg_raw_reward"
 EVAL_SCORE = "eval/all/avg_score"
@@ -77,6 +78,20 @@ def summarise(run: Run) -> Summary:
         seconds=sum(_seconds(attempt, records, outcome) for attempt in attempts),
         outcome=outcome,
     )
+
+
+def headline(summary: Summary) -> str:
+    """Return steps, reward, evaluation and duration in one line; empty for a run that has trained nothing."""
+    if not summary.steps:
+        return ""
+    parts = [f"{summary.steps} step{'s' * (summary.steps > 1)}"]
+    for name, first, last in (
+        ("reward", summary.reward_first, summary.reward_last),
+        ("eval", summary.eval_first, summary.eval_last),
+    ):
+        if first and last:
+            parts.append(f"{name} {last[1]:.3f}" if first == last else f"{name} {first[1]:.3f} → {last[1]:.3f}")
+    return " · ".join([*parts, duration(summary.seconds)])
 
 
 def _curve(records: Iterable[Record], name: str) -> dict[int, float]:

@@ -16,6 +16,9 @@ from hpcrl.units import duration
 
 _SILENT_S = 60.0
 _PACE_STEPS = 5
+_LASTING_S = 5.0
+_SLOW = ("starting engine", "loading model", "loading data")
+_LEFT = ("finished", "stopped")
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,13 @@ class Watch:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._heard: dict[str, tuple[float, float]] = {}
+        self._since: dict[str, tuple[str, float]] = {}
         self._forget()
 
     def _forget(self) -> None:
         self._reader = MetricsReader(self._run)
         self._pace: deque[float] = deque(maxlen=_PACE_STEPS)
+        self._begun: set[int] = set()
         self._done: int | None = None
         self._reward: float | None = None
         self._scores: dict[int, float] = {}
@@ -57,7 +62,9 @@ class Watch:
             records, _ = self._reader.poll()
         for record in sorted(records, key=lambda record: record.step):
             if STEP_SECONDS in record.metrics:
-                self._pace.append(record.metrics[STEP_SECONDS])
+                if record.attempt in self._begun:  # the first step of an attempt waits for engines to start
+                    self._pace.append(record.metrics[STEP_SECONDS])
+                self._begun.add(record.attempt)
                 self._done = record.step
             if EVAL_SCORE in record.metrics:
                 self._scores[record.step] = record.metrics[EVAL_SCORE]
@@ -71,8 +78,10 @@ class Watch:
     def _row(self, status: ProcessStatus) -> ProcessRow:
         parts, share = [status.state], None
         if status.process == "trainer":
-            parts += self._trainer()
             total = status.facts.get("total")
+            if total and "/" not in status.state and status.state not in _LEFT:
+                parts.append(f"step {status.facts.get('step', 0)}/{total}")
+            parts += self._trainer()
             if total and self._done is not None:
                 share = self._done / total
                 if self._pace and self._done < total:
@@ -81,6 +90,9 @@ class Watch:
             parts += self._evaluation()
         elif "version" in status.facts:
             parts.append(f"version {status.facts['version']}")
+        lasting = self._lasting(status)
+        if status.state in _SLOW and lasting >= _LASTING_S:
+            parts.append(f"for {duration(lasting)}")
         silence = self._silence(status)
         if silence > _SILENT_S:
             parts.append(f"silent for {duration(silence)}")
@@ -96,6 +108,14 @@ class Watch:
         first, last = min(self._scores), max(self._scores)
         scores = [f"{self._scores[step]:.2f} (step {step})" for step in sorted({first, last})]
         return [f"eval {' → '.join(scores)}"]
+
+    def _lasting(self, status: ProcessStatus) -> float:
+        """Return for how long a process has been in its state, as far as that was watched."""
+        state, since = self._since.get(status.process, ("", 0.0))
+        if state != status.state:
+            since = time.monotonic()
+        self._since[status.process] = (status.state, since)
+        return time.monotonic() - since
 
     def _silence(self, status: ProcessStatus) -> float:
         """Return for how long a process status has not been renewed, by the clock of this machine alone."""

@@ -52,7 +52,7 @@ def _copies(trainer: TrainerConfig, ranks: int) -> dict[str, Groups]:
     size = copy_ranks(trainer.policy.fsdp_config.fsdp_size, ranks, trainer.placement.policy_num_gpus_per_node)
     return {
         "one copy of the parameters": [tuple(range(first, first + size)) for first in range(0, ranks, size)],
-        "the same part of it": [tuple(range(first, ranks, size)) for first in range(size)],
+        "ranks with the same part": [tuple(range(first, ranks, size)) for first in range(size)],
     }
 
 

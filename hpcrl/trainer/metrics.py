@@ -30,6 +30,7 @@ class PhaseTimer:
 
     def __init__(self) -> None:
         self._pace: float | None = None
+        self._first = True
         self._seconds: dict[str, float] = defaultdict(float)
         self._began = time.monotonic()
 
@@ -52,7 +53,9 @@ class PhaseTimer:
     def lap(self) -> dict[str, float]:
         """Return seconds by phase, and of the whole step under "step", and begin the next step."""
         whole = time.monotonic() - self._began
-        self._pace = whole if self._pace is None else 0.8 * self._pace + 0.2 * whole
+        if not self._first:  # the first one waits for engines to start
+            self._pace = whole if self._pace is None else 0.8 * self._pace + 0.2 * whole
+        self._first = False
         return {**self.between(), _STEP: whole}
 
     def between(self) -> dict[str, float]:
@@ -63,7 +66,7 @@ class PhaseTimer:
         return seconds
 
     def pace(self) -> dict[str, float]:
-        """Return the running mean of a step's seconds, for people; empty before the first step."""
+        """Return the running mean of a step's seconds, for people, without the first step; empty before there is another."""
         return {} if self._pace is None else {"seconds_per_step": self._pace}
 
 
@@ -170,3 +173,10 @@ def describe_cost(batch: Batch, seconds: dict[str, float], world: World, flops: 
 
 def describe_times(seconds: dict[str, float]) -> dict[str, float]:
     return {f"timing/{phase}": value for phase, value in seconds.items()}
+
+
+def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
+    """Return what a log says of a trained step: the mean reward that it trained, after penalties, its loss, its seconds."""
+    named = {"reward": "loss/avg_final_rewards", "loss": "policy/final_loss", "grad norm": "policy/grad_norm"}
+    parts = [f"{name} {metrics[metric]:.4g}" for name, metric in named.items() if metric in metrics]
+    return f"step {step}/{total}: {', '.join(parts)}, {metrics['timing/step']:.1f} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from hpcrl.config.validate import build
 from hpcrl.errors import DataError
 from hpcrl.planning.devices import memory_of_rank
 from hpcrl.planning.rank_groups import describe_ranks
+from tests import hub as stand_in
 from tests.paths import CONFIGS, ROOT
 
 QUICKSTART, MODEL = CONFIGS / "quickstart.toml", CONFIGS / "quickstart" / "model"
@@ -50,11 +52,11 @@ def test_ranks_of_fsdp2() -> None:
     assert describe_ranks(config({**SIXTEEN, "trainer.policy.fsdp_config.fsdp_size": 8}).trainer) == [
         "16 trainer rank(s), 8 on each of 2 node(s), fsdp2",
         "  one copy of the parameters  2 x 8: 0-7 (node 0), 8-15 (node 1)",
-        "  the same part of it         8 x 2: 0 8 (nodes 0 1), 1 9 (nodes 0 1), 2 10 (nodes 0 1), …, 7 15 (nodes 0 1)",
+        "  ranks with the same part    8 x 2: 0 8 (nodes 0 1), 1 9 (nodes 0 1), 2 10 (nodes 0 1), …, 7 15 (nodes 0 1)",
     ]
     assert describe_ranks(config({}).trainer)[1:] == [
         "  one copy of the parameters  each rank alone",
-        "  the same part of it         each rank alone",
+        "  ranks with the same part    each rank alone",
     ]
 
 
@@ -190,7 +192,10 @@ def test_a_model_that_is_elsewhere_costs_no_import() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "node 0: trainer" in done.stdout
-    assert "policy: some/model is not on this machine, so parameters and memory are not known" in done.stdout
+    assert (
+        "policy: some/model is not on this machine, and the hub does not answer or has no such model, so parameters"
+        in done.stdout
+    )
 
 
 EXPERIMENTS = sorted(CONFIGS.rglob("*.toml"))
@@ -281,3 +286,28 @@ def test_what_submit_would_refuse_is_said(capsys: pytest.CaptureFixture[str]) ->
     assert "hpcrl submit would refuse this: data.train_data: no file nowhere.jsonl" in capsys.readouterr().out
     assert main(["plan", str(QUICKSTART), "trainer.max_steps=100000"]) == 0
     assert "note: trainer.max_steps: 100000 steps are asked for, and the data end at" in capsys.readouterr().out
+
+
+def test_config_json_of_a_model_on_the_hub_is_enough(tmp_path: Path) -> None:
+    published = tmp_path / "hub" / "org" / "small"
+    published.mkdir(parents=True)
+    (published / "config.json").write_text((MODEL / "config.json").read_text())
+    with stand_in.hub(tmp_path / "hub") as address:
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": address,
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": "0",
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "hpcrl.cli.main",
+            "plan",
+            str(QUICKSTART),
+            "trainer.policy.model.path=org/small",
+        ]
+        found = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=ROOT).stdout
+    assert "policy: Qwen2ForCausalLM of org/small, 84,928 parameters" in found
+    assert "note" not in found
+    assert [path.name for path in (tmp_path / "cache").rglob("snapshots/*/*")] == ["config.json"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.cli._common import short_name
 from hpcrl.cli.main import main
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rundir.commit import write_json, write_text
@@ -122,3 +123,28 @@ def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None
         main(["sumbit", "configs/quickstart.toml"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith("hpcrl: error: there is no command 'sumbit'; did you mean submit?\n")
+
+
+def test_status_tells_what_was_learned(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(root / "p" / "single")
+    with MetricsWriter(run, "controller", 1, 0) as writer:
+        writer.write(0, {"eval/all/avg_score": 0.25})
+        for step in (1, 2):
+            writer.write(step, {"reward/avg_raw_reward": step / 4})
+        writer.write(2, {"eval/all/avg_score": 0.75})
+    with MetricsWriter(run, "trainer", 1, 0) as writer:
+        writer.write(2, {"timing/step": 3.0})
+    (line,) = [line for line in said(capsys, "status", "--root", str(root)).splitlines() if "p/single" in line]
+    assert "2 steps · reward 0.250 → 0.500 · eval 0.250 → 0.750 · " in line
+    assert "finished" not in line
+    one = said(capsys, "status", "single", "--root", str(root))
+    assert one.startswith("single: done: 2 steps · reward")
+    assert "\n  eval score  0.250 (step 0) → 0.750 (step 2)\n" in one
+    (value,) = json.loads(said(capsys, "status", "single", "--json", "--root", str(root)))
+    assert value["summary"]["reward_last"] == [2, 0.5]
+    followed = said(capsys, "follow", "single", "--root", str(root))
+    assert "0.250 (step 0) → 0.750 (step 2)" in followed
+
+
+def test_a_path_with_spaces_is_quoted_in_commands(tmp_path: Path) -> None:
+    assert short_name(Run(tmp_path / "my runs" / "p" / "one")) == f"'{tmp_path}/my runs/p/one'"

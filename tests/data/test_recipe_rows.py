@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.data.prompts import load_prompts
 from hpcrl.launch.submit.preflight import check_files
+from tests.hub import hub
 from tests.paths import CONFIGS
 
 RECIPES = CONFIGS / "recipes"
@@ -37,6 +39,9 @@ PUBLISHED: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
 }
 """Kind: rows as they are published, and the recipes that use such rows."""
 
+COPIES = 1024
+"""Of each row: enough for a step of any recipe."""
+
 
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_rows_of_published_datasets(kind: str, tmp_path: Path) -> None:
@@ -44,7 +49,7 @@ def test_rows_of_published_datasets(kind: str, tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(published), tmp_path / "published.parquet")
     command = [sys.executable, str(RECIPES / "rows.py"), kind, str(tmp_path / "published.parquet")]
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    (tmp_path / "rows.jsonl").write_text(found)
+    (tmp_path / "rows.jsonl").write_text(found * COPIES)
     for recipe in recipes:
         files = [
             f"data.{name}={[str(tmp_path / 'rows.jsonl')]}".replace("'", '"') for name in ("train_data", "val_data")
@@ -54,5 +59,24 @@ def test_rows_of_published_datasets(kind: str, tmp_path: Path) -> None:
         prompts = load_prompts(
             config.data.train_data, config.environment.env_class, env_class_required=bool(config.environment.env_class)
         )
-        assert len(prompts) == (1 if kind == "dapo" else len(published))
+        assert len(prompts) == COPIES * (1 if kind == "dapo" else len(published))
         assert prompts[0].data_source == "rows"
+
+
+def test_gsm8k_is_downloaded_and_becomes_rows(tmp_path: Path) -> None:
+    """From a server that answers like the hub: the real one is not reached by tests."""
+    published = tmp_path / "hub" / "openai" / "gsm8k" / "main"
+    published.mkdir(parents=True)
+    (question, *_), _ = PUBLISHED["gsm8k"]
+    for split, count in (("train", 3), ("test", 2)):
+        pq.write_table(pa.Table.from_pylist([question] * count), published / f"{split}-00000-of-00001.parquet")
+    with hub(tmp_path / "hub") as address:
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, str(RECIPES / "gsm8k.py"), str(tmp_path / "rows")]
+        said = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    assert said.splitlines()[0] == f"{tmp_path}/rows/train.jsonl: 3 rows"
+    for split, count in (("train", 3), ("test", 2)):
+        prompts = load_prompts([str(tmp_path / "rows" / f"{split}.jsonl")], "gsm8k")
+        assert len(prompts) == count
+        assert prompts[0].messages[0]["content"].startswith(question["question"])
+        assert prompts[0].extras["reward_spec"]["ground_truth"] == question["answer"]

@@ -106,6 +106,29 @@ def test_rows_tell_what_each_process_does(run: Run) -> None:
     assert rollout.text == "generating · version 6"
 
 
+def test_the_first_step_of_an_attempt_is_not_its_pace(run: Run) -> None:
+    """It waits for engines to start: with it, the time that is left would come out many times too long."""
+    open_attempt(run, "1.0", ["a"])
+    StatusWriter(run, "trainer", 1).write("waiting for batch", step=1, total=9)
+    with MetricsWriter(run, "trainer", 1, 0) as trainer:
+        watch = Watch(run)
+        trainer.write(1, {"timing/step": 88.7})
+        assert [row.text for row in watch.look()] == ["waiting for batch · step 1/9"]
+        trainer.write(2, {"timing/step": 7.0})
+        assert [row.text for row in watch.look()] == ["waiting for batch · step 1/9 · 7.0 s/step · ETA 49 s"]
+
+
+def test_a_slow_start_shows_its_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_LASTING_S", 0.05)
+    open_attempt(run, "1.0", ["a"])
+    StatusWriter(run, "rollout-0", 1).write("starting engine")
+    watch = Watch(run)
+    assert watch.look()[0].text == "starting engine"
+    time.sleep(0.1)
+    (row,) = watch.look()
+    assert (row.state, row.text) == ("starting engine", "starting engine · for 0 s")
+
+
 def test_rows_follow_the_newest_attempt(run: Run) -> None:
     watch = Watch(run)
     open_attempt(run, "1.0", ["a"])

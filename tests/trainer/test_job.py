@@ -214,6 +214,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Run:
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 0, output
     assert said(run, 2) == "finished"
+    assert output.count(f"step {STEPS}/{STEPS}: reward ") == 1, "rank 0 logs each step in a line"
     return run
 
 

@@ -21,7 +21,7 @@ from hpcrl.trainer.advantages import KlRewardPenalty
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_policy_loss
-from hpcrl.trainer.metrics import PhaseTimer
+from hpcrl.trainer.metrics import PhaseTimer, step_line
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.saving.checkpoint import ResumePoint
@@ -178,3 +178,23 @@ def test_a_loss_of_ones_own_has_its_settings() -> None:
     assert found.keywords == {"surprise": 0.25}
     with pytest.raises(ConfigError, match=r"misspelt.*parameter 'surprize' is no setting.*did you mean 'surprise'"):
         build_policy_loss(Surprising(policy_loss_type=f"{__name__}:misspelt"))
+
+
+def test_a_step_in_the_log() -> None:
+    metrics = {
+        "loss/avg_final_rewards": 0.4125,
+        "policy/final_loss": -0.00312,
+        "policy/grad_norm": 1.5,
+        "timing/step": 7.84,
+    }
+    assert step_line(12, 128, metrics) == "step 12/128: reward 0.4125, loss -0.00312, grad norm 1.5, 7.8 s"
+
+
+def test_the_pace_leaves_out_the_first_step() -> None:
+    timer = PhaseTimer()
+    timer.resume({"step": 88.7})
+    assert timer.lap()["step"] == pytest.approx(88.7, abs=1)
+    assert timer.pace() == {}
+    timer.resume({"step": 7.0})
+    timer.lap()
+    assert timer.pace()["seconds_per_step"] == pytest.approx(7.0, abs=1)

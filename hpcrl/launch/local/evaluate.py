@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import sys
 import time
@@ -33,7 +32,7 @@ from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.local.foreground import job, run_here
 from hpcrl.launch.manage.registry import find_run
 from hpcrl.launch.submit.engine import check_engine, position_limit
-from hpcrl.launch.submit.models import MODEL_FILE, entries_of, folder_of
+from hpcrl.launch.submit.models import MODEL_FILE, entries_of, folder_of, on_hub
 from hpcrl.rundir.checkpoints import find_checkpoint, line_of
 from hpcrl.rundir.commit import is_committed, read_json, verify, write_json, write_text
 from hpcrl.rundir.layout import Run, position_of
@@ -81,7 +80,7 @@ def find_subject(name: str, checkpoint: str | None, root: Path) -> Subject:
     try:
         run = find_run(name, root)
     except RunError as error:
-        if _on_hub(name):
+        if folder_of(name) is not None or on_hub(name):
             return _model(name, name, checkpoint)
         raise RunError(
             f"{error}; nor is it a directory with a model, or the id of one in the hub's cache or on the hub"
@@ -101,21 +100,6 @@ def _model(name: str, path: str, checkpoint: str | None) -> Subject:
     if checkpoint is not None:
         raise RunError(f"{name} is a model, which has no checkpoints; leave out --checkpoint, or name the run")
     return Subject(None, None, path)
-
-
-def _on_hub(name: str) -> bool:
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return False
-    if folder_of(name) is not None:
-        return True
-    import httpx
-    from huggingface_hub import file_exists
-    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
-
-    try:
-        return file_exists(name, MODEL_FILE)
-    except (httpx.HTTPError, HFValidationError, OfflineModeIsEnabled):  # a node without a network
-        return False
 
 
 def configured(

@@ -100,7 +100,11 @@ def _ended(run: Run) -> RunState:
     if not state.over:
         raise RunError(f"{run.name} is {state.kind}; there is nothing to resume")
     if state.kind == "done":
-        raise RunError(f"{run.name} is done; to train on, submit a run with trainer.resume_mode=from_path")
+        last = line_of(run)[-1] if line_of(run) else "a checkpoint of it"
+        raise RunError(
+            f"{run.name} is done; a new run trains on from it: hpcrl submit {run.config} trainer.run_name={run.name}-2 "
+            f"trainer.resume_mode=from_path trainer.resume_path={last}, with a higher trainer.max_steps or trainer.epochs"
+        )
     return state
 
 

@@ -104,6 +104,12 @@ class _View:
             return "ending", f"{self.outcome.kind}: {self.outcome.message}" if self.outcome else "its job ends", ""
         if reason := stop_asked(self.run, self.attempt.number):
             return "saving", f"asked to stop ({reason}); {self.progress}", ""
+        if self.progress.activity == "finished":
+            return (
+                "running",
+                "all steps are trained; the last evaluation and the end of its processes may still go on",
+                "",
+            )
         return "saving" if self.progress.activity.startswith("saving") else "running", str(self.progress), ""
 
     @property
@@ -239,7 +245,8 @@ def explain(job: JobState, number: str) -> str:
     )
     if meaning is None and is_held(job):
         meaning = "somebody held it: `scontrol release {job}` lets it go"
-    parts = [f"{job.reason or job.name}" + (f": {meaning.format(job=number)}" if meaning else "")]
+    unnamed = "Slurm has given no reason yet" if job.name == "PENDING" else job.name
+    parts = [f"{job.reason or unnamed}" + (f": {meaning.format(job=number)}" if meaning else "")]
     if start := started(job):
         eligible = "may start" if job.reason == "BeginTime" else "Slurm expects it to start"
         if start > datetime.now().timestamp():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,29 @@ def _cached(name: str) -> Path | None:
         return model / "snapshots" / (model / "refs" / "main").read_text().strip()
     except OSError:
         return None
+
+
+def on_hub(name: str) -> bool:
+    """Return whether the hub, asked once, has a model of this name; False where it cannot be reached."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return False
+    import httpx
+    from huggingface_hub import file_exists
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+
+    try:
+        return file_exists(name, MODEL_FILE)
+    except (httpx.HTTPError, HFValidationError, OfflineModeIsEnabled):  # a node without a network
+        return False
+
+
+def fetch_entries(name: str) -> bool:
+    """Download the config.json of a model, and nothing else, into the cache of the hub's library; return whether it is here now."""
+    if folder_of(name) is None and not is_local(name) and on_hub(name):
+        from huggingface_hub import hf_hub_download
+
+        hf_hub_download(name, MODEL_FILE)
+    return folder_of(name) is not None
 
 
 def entries_of(path: str) -> Mapping[str, Any] | None:

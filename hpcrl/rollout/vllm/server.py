@@ -239,6 +239,7 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
     }
     compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # torch's default, outside what is removed
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
+    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if options.on_cpu:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         if engine_gpus(options.engine) == 1:

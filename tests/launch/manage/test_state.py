@@ -183,3 +183,16 @@ def test_what_no_further_attempt_can_help_is_not_advised_to_be_resumed(
     assert state(run).advice.startswith(
         "put that right first, another attempt would end the same way; then hpcrl resume"
     )
+
+
+def test_words_that_contradict_each_other_are_not_said(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(run)
+    squeue(monkeypatch, tmp_path, "7|PENDING|N/A||")
+    assert (state(run).kind, state(run).detail) == ("pending", "Slurm has given no reason yet")
+    squeue(monkeypatch, tmp_path, f"7|RUNNING|{PAST}|None|")
+    open_attempt(run, "7.0", ["n1"])
+    StatusWriter(run, "trainer", 1).write("finished", step=9, total=9)
+    assert state(run).kind == "running"
+    assert state(run).detail.startswith("all steps are trained")
