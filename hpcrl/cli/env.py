@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "An action is ended by an empty line or by the end of the input; a line with nothing but \\ stands for an empty line within it. "
         "The exit code is 1 if the input ends before the environment does."
     )
-    play.add_argument("name", metavar="NAME", help="a name that ls shows, or package.module:Class")
+    play.add_argument(
+        "name",
+        metavar="NAME",
+        help="a name that ls shows, or package.module:Class, which is looked for in python_path of --config, else in the working directory",
+    )
     play.add_argument(
         "--data", metavar="FILE", help="dataset (default: the first of data.train_data, else example rows)"
     )
@@ -59,6 +64,8 @@ def _try(arguments: argparse.Namespace) -> int:
     from hpcrl.envs.registry import common_extras, environment_class
 
     config = Config.from_toml([arguments.config]) if arguments.config else None
+    if config is None:
+        sys.path.append(os.getcwd())
     made = environment_class(arguments.name)
     max_turns = config.generator.max_turns if config else _TURNS
     prompt = _prompt(arguments, config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -53,8 +54,8 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
 """By what a person wants: the commands, each with its module, whose `add_arguments` gets the command's parser, and its help."""
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser of this command line: of the commands only the one that it names has its arguments."""
+def _parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Return the parser of this command line, and that of its command, which alone has its arguments."""
     parser = argparse.ArgumentParser(
         prog="hpcrl",
         usage="hpcrl [-h] [--version] COMMAND ...",
@@ -68,12 +69,14 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     known = [name for group in COMMANDS.values() for name in group]
     if named is not None and named not in known:
         parser.error(f"there is no command {named!r}{did_you_mean(named, known)}")
+    chosen = parser
     for group in COMMANDS.values():
         for name, (module, text) in group.items():
             command = commands.add_parser(name, description=text[0].upper() + text[1:] + ".")
             if name == named:
                 importlib.import_module(module).add_arguments(command)
-    return parser
+                chosen = command
+    return parser, chosen
 
 
 def _overview() -> str:
@@ -86,11 +89,14 @@ def _overview() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = _parser(argv)
+    parser, chosen = _parser(argv)
     command = argv[argv.index("--") + 1 :] if "--" in argv else []  # of the user's own, after those of hpcrl
     argv = argv[: argv.index("--")] if command else argv
     arguments, rest = parser.parse_known_args(argv)
     settings = getattr(arguments, "settings", None)
+    unknown = next((word.partition("=")[0] for word in rest if word.startswith("--")), "")
+    if near := did_you_mean(unknown, re.findall(r"--[a-z][a-z-]+", chosen.format_help())) if unknown else "":
+        chosen.error(f"there is no option {unknown}{near}")
     if settings is None or any(word.startswith("-") for word in rest):
         arguments = parser.parse_args(argv)  # says what is wrong
     else:

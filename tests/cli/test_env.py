@@ -168,3 +168,11 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     os.close(outside)
     assert process.returncode == 0
     assert b"\n> reward 0\n\ndone after 1 turn, total reward 0\n" in out
+
+
+def test_an_environment_of_the_working_directory_needs_no_configuration(own: Path) -> None:
+    (own / "prompts.jsonl").write_text('{"prompt": "say"}\n')
+    command = [str(Path(sys.executable).with_name("hpcrl")), "env", "try", "echoing:Echo", "--data", "prompts.jsonl"]
+    done = subprocess.run(command, input="end\n\n", capture_output=True, text=True, check=False, cwd=own, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "total reward 0.25" in done.stdout

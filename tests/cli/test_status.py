@@ -148,3 +148,14 @@ def test_status_tells_what_was_learned(root: Path, capsys: pytest.CaptureFixture
 
 def test_a_path_with_spaces_is_quoted_in_commands(tmp_path: Path) -> None:
     assert short_name(Run(tmp_path / "my runs" / "p" / "one")) == f"'{tmp_path}/my runs/p/one'"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"), [(["submit", "x.toml", "--locall"], "--local"), (["status", "--jsn"], "--json")]
+)
+def test_a_misspelt_option_is_told_with_the_nearest(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert f"there is no option {words[-1]}; did you mean {told}?" in capsys.readouterr().err

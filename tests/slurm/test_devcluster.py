@@ -34,6 +34,12 @@ def wait_until(condition: Callable[[], bool], what: str, limit: float = 30) -> N
 # ---- what jobs see
 
 
+def test_the_directory_may_come_before_or_after_the_verb(tmp_path: Path) -> None:
+    for words in (["--dir", str(tmp_path), "status"], ["status", "--dir", str(tmp_path)]):
+        done = subprocess.run([str(DEVCLUSTER), *words], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (1, f"down: no cluster in {tmp_path}\n"), done.stderr
+
+
 def test_nodes_have_names_addresses_and_reach_each_other(cluster: DevCluster) -> None:
     lines = cluster.ask(["srun", "-N4", sys.executable, str(HERE / "meet.py")]).splitlines()
     told = sorted((json.loads(line) for line in lines), key=lambda node: node["name"])
