@@ -10,6 +10,7 @@ from hpcrl.cli._common import RUNS, add_root
 
 if TYPE_CHECKING:
     from hpcrl.launch.manage.state import RunState
+    from hpcrl.observe.summary import Summary
 
 _ACHIEVED = ("eval score", "reward", "steps", "time")
 
@@ -43,17 +44,24 @@ def _status(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _detail(state: RunState) -> str:
-    from hpcrl.observe.summary import headline, summarise
+def _summary(state: RunState) -> Summary | None:
+    """Return what a run has achieved; None where its files may be damaged."""
+    from hpcrl.observe.summary import summarise
 
-    achieved = headline(summarise(state.run))
+    return summarise(state.run) if state.kind != "unknown" else None
+
+
+def _detail(state: RunState) -> str:
+    from hpcrl.observe.summary import headline
+
+    summary = _summary(state)
+    achieved = headline(summary) if summary else ""
     if state.kind == "done":
         return achieved or state.detail
     return " · ".join(part for part in (state.detail, achieved) if part)
 
 
 def _show(state: RunState) -> None:
-    from hpcrl.observe.summary import summarise
     from hpcrl.observe.view import summary_rows
 
     progress, submission = state.progress, state.submission
@@ -70,7 +78,8 @@ def _show(state: RunState) -> None:
     print(f"  checkpoint  {progress.checkpoint or 'none'}")
     if submission.get("overrides"):
         print(f"  overrides   {' '.join(submission['overrides'])}")
-    for name, value in summary_rows(summarise(state.run)):
+    summary = _summary(state)
+    for name, value in summary_rows(summary) if summary and summary.steps else ():
         if name in _ACHIEVED:
             print(f"  {name:11} {value}")
     for status in state.statuses if not state.over else ():
@@ -81,9 +90,7 @@ def _show(state: RunState) -> None:
 def _as_json(state: RunState) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from hpcrl.observe.summary import summarise
-
-    job = state.job
+    job, summary = state.job, _summary(state)
     return {
         "run": state.run.name,
         "project": state.run.project,
@@ -98,6 +105,6 @@ def _as_json(state: RunState) -> dict[str, Any]:
         "attempt": state.attempt,
         "outcome": asdict(state.outcome) if state.outcome else None,
         "progress": {**asdict(state.progress), "eta": state.progress.eta},
-        "summary": {name: value for name, value in asdict(summarise(state.run)).items() if name != "outcome"},
+        "summary": {name: value for name, value in asdict(summary).items() if name != "outcome"} if summary else None,
         "processes": [asdict(status) for status in state.statuses],
     }

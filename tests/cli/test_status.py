@@ -159,3 +159,16 @@ def test_a_misspelt_option_is_told_with_the_nearest(
     with pytest.raises(SystemExit):
         main(words)
     assert f"there is no option {words[-1]}; did you mean {told}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["submission.json", "outcomes/1.json", "config.toml", "attempts.jsonl"])
+@pytest.mark.parametrize("content", ["", "{", "[1]"])
+def test_one_damaged_file_does_not_hide_the_other_runs(
+    root: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
+) -> None:
+    (root / "p" / "single" / name).write_text(content)
+    lines = said(capsys, "status", "--root", str(root)).splitlines()
+    assert len(lines) == 12
+    assert sum("done" in line for line in lines) >= 11
+    assert len(json.loads(said(capsys, "status", "--json", "--root", str(root)))) == 12
+    said(capsys, "status", "single", "--root", str(root))

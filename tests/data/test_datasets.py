@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from hpcrl.data.datasets import load_dataset, row_requirements
 from hpcrl.envs.rewards.response import Response
 from hpcrl.envs.rewards.weighted import GROUND_TRUTHS, REWARDS
 from hpcrl.errors import DataError
+from tests.paths import ROOT
 
 
 def fails(environment: EnvironmentConfig, truth: Any, kind: Any = "train") -> bool:
@@ -82,3 +86,16 @@ def test_rows_are_tried_on_their_environment(tmp_path: Path, row: dict[str, Any]
     else:
         with pytest.raises(DataError, match=told):
             load(EnvironmentConfig())
+
+
+def test_rows_of_the_page_on_data(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    row, program = (
+        re.findall(rf"^```{kind}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0] for kind in ("json", "python")
+    )
+    (tmp_path / "row.jsonl").write_text(row)
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+    files = [str(tmp_path / "row.jsonl"), str(tmp_path / "train.jsonl")]
+    rows = load_dataset(files, ("train",), DataConfig(train_data=[]), EnvironmentConfig(), 1)
+    assert [prompt.extras["reward_spec"]["ground_truth"] for prompt in rows] == ["42", "42", "42"]
+    assert {prompt.env_class for prompt in rows} == {"gsm8k"}

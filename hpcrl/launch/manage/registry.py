@@ -132,7 +132,10 @@ def _submission(run: Run) -> dict[str, Any] | None:
 
 
 def _is_final(run: Run) -> bool:
-    outcome = read_outcome(run)
+    try:
+        outcome = read_outcome(run)
+    except (ValueError, TypeError):  # damaged, which its state tells
+        return False
     return outcome is not None and outcome.final
 
 

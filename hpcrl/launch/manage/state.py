@@ -58,12 +58,21 @@ class RunState:
 
 
 def state_of(run: Run, submission: dict[str, Any], job: JobState, found: bool = False) -> RunState:
-    """Return the state of a run.
+    """Return the state of a run; one with a damaged file is unknown, and keeps nobody from seeing others.
 
     Args:
         submission: the record of its last job.
         job: state of that job.
     """
+    try:
+        return _state_of(run, submission, job, found)
+    except (ValueError, KeyError, TypeError) as error:  # what cut-off or foreign JSON and TOML lead to
+        nothing = Progress("", None, None, None, 0, None, None, None, None)
+        detail = f"a file in {run.path} is damaged ({type(error).__name__}: {error})"
+        return RunState(run, submission, job, 0, None, [], nothing, "unknown", detail, "restore it, or remove the run")
+
+
+def _state_of(run: Run, submission: dict[str, Any], job: JobState, found: bool) -> RunState:
     attempts = read_attempts(run)
     attempt = attempts[-1] if attempts else None
     number = attempt.number if attempt else 0
