@@ -21,19 +21,23 @@ class Unimplemented:
     Attributes:
         feature: what they belong to, which is not implemented yet.
         works: the values that work already, beside the default.
+        result: whether a run without it would learn something else, see something else, or leave something else behind. The converter
+            writes such a setting as it is, so that the file is refused; others are left out with a remark.
     """
 
     feature: str
     works: tuple[Any, ...] = ()
+    result: bool = True
 
 
-_ALGORITHMS = Unimplemented("the algorithm library")
 _DATA = Unimplemented("datasets on a hub and other columns")
 _LORA = Unimplemented("LoRA")
 _PARALLEL = Unimplemented("sequence parallelism")
 _SFT = Unimplemented("supervised fine-tuning")
-_SPEED = Unimplemented("compiled, offloaded and low-precision training")
-_TRACKING = Unimplemented("trackers, profiles and uploads")
+_LOADING = Unimplemented("further processes that read datasets", result=False)
+_PRECISION = Unimplemented("low-precision training")
+_SPEED = Unimplemented("compiled and offloaded training", result=False)
+_TRACKING = Unimplemented("trackers and profiles", result=False)
 _ENGINE = Unimplemented("further engine options")
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
@@ -43,9 +47,9 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "data.val_revision": _DATA,
     "data.local_dir": _DATA,
     "data.conversation_column": _SFT,
-    "data.cache": _DATA,
-    "data.num_workers": _DATA,
-    "data.prefetch_factor": _DATA,
+    "data.cache": _LOADING,
+    "data.num_workers": _LOADING,
+    "data.prefetch_factor": _LOADING,
     "data.drop_last": _DATA,
     "trainer.mode": _SFT,
     "trainer.max_length": _SFT,
@@ -64,7 +68,7 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.policy.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.policy.megatron_config.lora_type": _LORA,
-    "trainer.policy.low_precision": _SPEED,
+    "trainer.policy.low_precision": _PRECISION,
     "trainer.policy.diffusers": Unimplemented("diffusion models"),
     "trainer.policy.sequence_parallel_size": _PARALLEL,
     "trainer.policy.compile_model": _SPEED,
@@ -79,8 +83,8 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.critic.sequence_parallel_size": _PARALLEL,
     "trainer.distillation": Unimplemented("distillation"),
     "trainer.profiler.enable_nsys": _TRACKING,
-    "trainer.upload": _TRACKING,
-    "trainer.flash_attn_version": Unimplemented("a choice between versions of FlashAttention"),
+    "trainer.upload": Unimplemented("uploads"),
+    "trainer.flash_attn_version": Unimplemented("a choice between versions of FlashAttention", result=False),
     "generator.inference_engine.quantization": Unimplemented("engines that quantize weights as they arrive"),
     "generator.inference_engine.pipeline_parallel_size": Unimplemented("replicas that share their layers among GPUs"),
     "generator.inference_engine.data_parallel_size": _ENGINE,

@@ -14,6 +14,9 @@ Section = TypeVar("Section")
 
 Given = list[tuple[Setting, Any]]
 
+UNCONVERTED = "unconverted"
+"""The table in which `hpcrl config convert` writes what the source has and a file cannot say; each of its lines is an error."""
+
 _LARGEST_INT = 2**63
 
 
@@ -59,7 +62,7 @@ class _Reader:
 
     def section(self, cls: type[Section], tree: Mapping[str, Any], prefix: str) -> Section:
         here = {setting.name: setting for setting in section_settings(cls, prefix)}
-        self.problems += [self._unknown(str(name), prefix) for name in tree if name not in here]
+        self.problems += [problem for name in tree if name not in here for problem in self._unknown(name, tree, prefix)]
         values: dict[str, Any] = {}
         for name, setting in here.items():
             given = tree.get(name)
@@ -81,13 +84,18 @@ class _Reader:
                 self.problems.append(Problem(prefix.rstrip("."), str(error)))
         return None  # type: ignore[return-value]  # build raises
 
-    def _unknown(self, name: str, prefix: str) -> Problem:
-        if "." in name:
-            return Problem(
+    def _unknown(self, key: Any, tree: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
+        name = str(key)
+        if not prefix and name == UNCONVERTED and isinstance(tree[key], Mapping):
+            for source, message in tree[key].items():
+                yield Problem(f"{name}.{source}", f"{message}; settle it, then delete this line")
+        elif "." in name:
+            yield Problem(
                 prefix + name,
                 "a dot in a quoted name, or in a key below the top of a dict, does not separate names; write tables instead",
             )
-        return unknown(prefix + name, self.known, self.elsewhere)
+        else:
+            yield unknown(prefix + name, self.known, self.elsewhere)
 
     def _value(self, setting: Setting, given: Any) -> Any:
         value, misfits = coerce(given, setting.annotation, setting.path)

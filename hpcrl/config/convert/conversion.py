@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, get_args
+
+import tomli_w
 
 from hpcrl.config.difference import value_as_toml
 from hpcrl.config.errors import Problem
@@ -15,7 +18,7 @@ from hpcrl.config.load import nested
 from hpcrl.config.rules.combinations import impossible
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.unimplemented import Unimplemented, unimplemented_at
-from hpcrl.config.validate import build
+from hpcrl.config.validate import UNCONVERTED, build
 from hpcrl.errors import ConfigError
 
 Kind = Literal["mapped", "dropped", "translated", "unimplemented", "unknown", "conflict"]
@@ -25,6 +28,7 @@ _FILES = (".parquet", ".json", ".jsonl")
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _MOST_NAMED = 4
+_WIDTH = 140
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,12 @@ class Entry:
     message: str = ""
 
     def __str__(self) -> str:
-        return self.of([self.source])
+        return self.of([self.source], 1)
 
-    def of(self, sources: list[str]) -> str:
-        """Return the line for several settings that have the same target and message."""
-        more = len(sources) - _MOST_NAMED
-        names = ", ".join(sources[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    def of(self, sources: list[str], most: int) -> str:
+        """Return the line for several settings that have the same target and message; it names the first `most`."""
+        more = len(sources) - most
+        names = ", ".join(sources[:most]) + (f" and {more} more" if more > 0 else "")
         arrow = "" if self.target in ("", names) else f" -> {self.target}"
         return f"{self.kind:13} {names}{arrow}" + (f": {self.message}" if self.message else "")
 
@@ -63,11 +67,15 @@ class Conversion:
         origin: what was converted, for the first line of the TOML.
         values: dotted paths here to values, unimplemented ones included.
         entries: the report, in the order of the source.
+        unconverted: settings of the source, or what else it has, to why the file cannot say it; where there is one, it is refused.
+        ignores_unknown: whether the source's program ignores what it does not know, so that nothing is lost with it.
     """
 
     origin: str
     values: dict[str, Any] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
+    unconverted: dict[str, str] = field(default_factory=dict)
+    ignores_unknown: bool = False
 
     def note(self, kind: Kind, source: str, target: str = "", message: str = "") -> None:
         self.entries.append(Entry(kind, source, target, message))
@@ -82,11 +90,20 @@ class Conversion:
         changed = self._changed()
         for setting, value in changed:
             if missing := self._unimplemented(setting, value):
-                self.note("unimplemented", setting.path, "", f"not implemented yet ({missing.feature})")
+                left_out = "" if missing.result else "; left out, which changes nothing that is trained"
+                self.note("unimplemented", setting.path, "", f"not implemented yet ({missing.feature}){left_out}")
             if setting.location:
                 self._check_location(setting.path, value)
-        reported = {entry.target for entry in self.entries if entry.kind == "conflict"}
-        for problem in _problems({setting.path: value for setting, value in changed}):
+        problems = _problems({setting.path: value for setting, value in changed if not self._left_out(setting, value)})
+        refused, reported = {problem.path for problem in problems}, set[str]()
+        for entry in self.entries:
+            if entry.kind == "conflict":
+                reported.add(entry.target)
+            lost = entry.kind == "conflict" or (entry.kind == "unknown" and not self.ignores_unknown)
+            if lost and not {entry.source, entry.target} & refused:
+                before = self.unconverted.get(entry.source)
+                self.unconverted[entry.source] = f"{before}; {entry.message}" if before else entry.message
+        for problem in problems:
             if problem.path not in reported:
                 self.note("conflict", problem.path, "", problem.message)
 
@@ -109,38 +126,66 @@ class Conversion:
             every: a line for each setting, in the order of the source; otherwise unchanged settings are left out, settings with the
                 same message share a line, and what needs attention comes last.
         """
+        lines = [str(entry) for entry in self.entries] if every else self._remarks(_MOST_NAMED)
+        return "\n".join([*lines, self._counts()]) + "\n"
+
+    def _remarks(self, most: int) -> list[str]:
+        """Return a line for all settings that have become of the same kind with the same message; it names the first `most`."""
         kinds: tuple[Kind, ...] = get_args(Kind)
-        if every:
-            lines = [str(entry) for entry in self.entries]
-        else:
-            alike: dict[tuple[Kind, str, str], list[Entry]] = {}
-            for entry in self.entries:
-                if entry.kind != "mapped" or entry.message:
-                    alike.setdefault((entry.kind, entry.target, entry.message), []).append(entry)
-            ordered = sorted(alike.values(), key=lambda entries: kinds.index(entries[0].kind))
-            lines = [entries[0].of([entry.source for entry in entries]) for entries in ordered]
+        alike: dict[tuple[Kind, str, str], list[Entry]] = {}
+        for entry in self.entries:
+            if entry.kind != "mapped" or entry.message:
+                alike.setdefault((entry.kind, entry.target, entry.message), []).append(entry)
+        ordered = sorted(alike.values(), key=lambda entries: kinds.index(entries[0].kind))
+        return [entries[0].of([entry.source for entry in entries], most) for entries in ordered]
+
+    def _counts(self) -> str:
+        kinds: tuple[Kind, ...] = get_args(Kind)
         count = Counter(entry.kind for entry in self.entries)
-        return "\n".join([*lines, ", ".join(f"{count[kind]} {kind}" for kind in kinds if count[kind])]) + "\n"
+        return ", ".join(f"{count[kind]} {kind}" for kind in kinds if count[kind])
 
     def to_toml(self) -> str:
-        """Return TOML with the settings that differ from the defaults; unimplemented ones are comments, each in its table."""
+        """Return TOML with the settings that differ from the defaults.
+
+        A comment at its top says what became of everything that is not as it was. What is not implemented yet is written as it is, so
+        that the file is refused, and what no setting can say stands in a table that is refused. Only what changes nothing that is
+        trained is a comment, in its table.
+        """
         tables: dict[str, list[str]] = {}
         for setting, value in self._changed():
             line = f"{setting.name} = {value_as_toml(value)}"
-            if missing := self._unimplemented(setting, value):
-                line = f"# {line}  # not implemented yet: {missing.feature}"
+            if self._left_out(setting, value):
+                line = f"# {line}  # not implemented yet"
             tables.setdefault(setting.path.rpartition(".")[0], []).append(line)
-        parts = [f"# converted by `hpcrl config convert` from {self.origin}"]
-        for table in ["", *(setting.path for setting in settings(ConfigTree) if setting.subsection)]:
+        parts = [self._header(), *(["\n".join(tables.pop(""))] if "" in tables else [])]
+        if self.unconverted:
+            parts.append(tomli_w.dumps({UNCONVERTED: self.unconverted}).rstrip("\n"))
+        for table in (setting.path for setting in settings(ConfigTree) if setting.subsection):
             if table in tables:
-                parts.append("\n".join([f"[{table}]", *tables[table]] if table else tables[table]))
+                parts.append("\n".join([f"[{table}]", *tables[table]]))
         return "\n\n".join(parts) + "\n"
+
+    def _header(self) -> str:
+        lines = [f"converted by `hpcrl config convert` from {self.origin}"]
+        if remarks := self._remarks(len(self.entries)):
+            lines += [f"{self._counts()}; what is mapped without a remark is not listed", *remarks]
+        printable = ("".join(letter if letter.isprintable() else " " for letter in line) for line in lines)
+        comment = {"initial_indent": "# ", "subsequent_indent": "#" + " " * 15, "break_on_hyphens": False}
+        return "\n".join(
+            wrapped
+            for line in printable
+            for wrapped in textwrap.wrap(line, _WIDTH, break_long_words=False, **comment)  # type: ignore[arg-type]
+        )
 
     def _changed(self) -> list[tuple[Setting, Any]]:
         """Return the settings that are not at their defaults, in the order of the tree."""
         tree = nested(self.values)
         found = ((setting, _at(tree, setting.path)) for setting in leaves(ConfigTree))
         return [(setting, value) for setting, value in found if value is not None and not setting.is_default(value)]
+
+    def _left_out(self, setting: Setting, value: Any) -> bool:
+        missing = self._unimplemented(setting, value)
+        return missing is not None and not missing.result
 
     @staticmethod
     def _unimplemented(setting: Setting, value: Any) -> Unimplemented | None:

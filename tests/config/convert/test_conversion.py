@@ -1,11 +1,17 @@
-"""The TOML that a conversion writes: what is not implemented yet is a comment that becomes the setting when its mark is taken away."""
+"""The TOML that a conversion writes: what it cannot say or hpcrl cannot do yet makes it refused; its header says what has changed."""
 
 import re
+from pathlib import Path
 
+import pytest
 import tomli
 
+from hpcrl.config import Config
 from hpcrl.config.convert.conversion import Conversion
+from hpcrl.config.convert.skyrl.convert import convert_overrides
 from hpcrl.config.load import nested
+from hpcrl.errors import ConfigError
+from tests.config.convert.skyrl_material import load
 
 VALUES = {
     "config_class": "mine:Config",
@@ -21,14 +27,48 @@ VALUES = {
 }
 
 
-def test_what_is_not_implemented_yet_is_a_comment_in_its_table() -> None:
+def test_what_is_not_implemented_yet_is_written_unless_it_changes_nothing_that_is_trained() -> None:
     conversion = Conversion("somewhere", dict(VALUES))
     text = conversion.to_toml()
     assert tomli.loads(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)) == nested(VALUES)
     active = tomli.loads(text)
     assert active["trainer"]["profiler"] == {}
-    assert active["trainer"]["policy"]["low_precision"] == {}
+    assert active["trainer"]["policy"]["low_precision"] == {"fp8": True}
     assert text.index("[generator]") < text.index("[generator.inference_engine]")
+
+
+def test_what_is_not_implemented_yet_is_refused(tmp_path: Path) -> None:
+    words = ["data.train_data=[t.parquet]", "trainer.policy.model.path=m", "trainer.policy.model.lora.rank=32"]
+    message = _refusal(
+        convert_overrides([*words, "trainer.logger=wandb", "trainer.eval_interval=-1"], "a command"), tmp_path
+    )
+    assert "trainer.policy.model.lora.rank: 32 (whole number) is not implemented yet (LoRA)" in message
+    assert "trainer.logger" not in message
+
+
+def test_what_no_setting_can_say_is_refused_until_its_line_is_deleted(tmp_path: Path) -> None:
+    conversion = Conversion(
+        "somewhere", {"data.train_data": ["t"], "trainer.policy.model.path": "m", "trainer.eval_interval": 0}
+    )
+    conversion.note("unknown", "a.b\nc", "", "no such setting")
+    conversion.note("conflict", "d", "trainer.epochs", "left out")
+    conversion.note("conflict", "d", "", "and more")
+    conversion.finish()
+    message = _refusal(conversion, tmp_path)
+    assert "unconverted.d: left out; and more; settle it, then delete this line" in message
+    assert re.search(r"converted\.toml:\d+: unconverted\.a\.b", message)
+    text = (tmp_path / "converted.toml").read_text()
+    header, _, rest = text.partition("\n\n")
+    assert "unknown       a.b c: no such setting" in header
+    assert "conflict      d -> trainer.epochs: left out" in header
+    (tmp_path / "settled.toml").write_text(rest.partition("\n\n")[2])
+    Config.from_toml([tmp_path / "settled.toml"])
+
+
+def _refusal(conversion: Conversion, folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(conversion, folder)
+    return str(caught.value)
 
 
 def test_a_result_that_cannot_work_is_reported() -> None:

@@ -38,7 +38,7 @@ def convert_toml(text: str, origin: str) -> Conversion:
 
 
 def _converted(source: Resolved, origin: str) -> Conversion:
-    conversion = Conversion(origin)
+    conversion = Conversion(origin, ignores_unknown=True)
     unused = without_effect(source)
     for path, value in source.values.items():
         target = TARGETS.get(path)

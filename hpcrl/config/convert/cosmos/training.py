@@ -170,7 +170,7 @@ def temperatures(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
             f"training divides logits by {own:g}, sampling by {sampled:g} (rollout.sampling_config.temperature), so that the policy is "
             f"not the one that was sampled from; here both divide by {sampled:g}"
         )
-        yield Entry("conflict", path, f"{_ALGORITHM}.temperature", message)
+        yield Entry("translated", path, f"{_ALGORITHM}.temperature", message)
 
 
 def optimizer(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
