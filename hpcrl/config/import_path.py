@@ -40,16 +40,17 @@ def imported(subject: str, name: str) -> Any:
     return getattr(module, attribute, None)
 
 
-def misnamed(path: str, name: str, known: Collection[str], expected: str) -> Iterator[Problem]:
+def misnamed(path: str, name: str, known: Collection[str], expected: str, kind: str = "function") -> Iterator[Problem]:
     """Yield a problem if a setting names neither a known function nor, by its form, a user's own.
 
     Args:
         expected: how the message begins, such as "one of".
+        kind: what a user's own is, function or Class.
     """
     if name not in known and not IMPORT_PATH.fullmatch(name):
         yield Problem(
             path,
-            f'expected {expected} {", ".join(known)}, or your own as "package.module:function", found "{name}"{did_you_mean(name, known)}',
+            f'expected {expected} {", ".join(known)}, or your own as "package.module:{kind}", found "{name}"{did_you_mean(name, known)}',
         )
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import pytest
 
 from hpcrl.config import EnvironmentConfig, make_config
+from hpcrl.config.sections import environment as section
 from hpcrl.envs.base import Turn
-from hpcrl.envs.registry import common_extras, make_environment
+from hpcrl.envs.registry import ENVIRONMENTS, common_extras, make_environment
 from hpcrl.envs.rewards.response import Response
 from hpcrl.envs.rewards.weighted import WeightedRewards
 from hpcrl.envs.tasks.sort_letters import SortLetters
@@ -114,3 +115,7 @@ def test_users_own_class_and_reward_read_settings_of_their_own():
     assert environment.step("abc").reward == 16.0
     rewards = WeightedRewards("environment.reward_function", {"shouting_env:pay": 1.0}, section)
     assert rewards(Response(text="abcd")).reward == 8.0
+
+
+def test_the_configuration_knows_every_environment() -> None:
+    assert set(section.ENVIRONMENTS) == set(ENVIRONMENTS)

@@ -388,10 +388,14 @@ def last_step_without_validation(case: Case) -> bool:
     return case.params["step"] == case.params["total_steps"] and not case.params["validation_enabled"]
 
 
+def begins_afresh(case: Case) -> bool:
+    return case.inputs.get("resume_mode") in (None, "none")
+
+
 CONDITIONS: dict[str, Callable[[Case], bool]] = {
     function.__name__: function
     for function in (
-        alone, beyond_longest, divisor_shrinks, empty_sample, engines_of_others, equal_lengths_apart, fetches_beyond_bound,
+        alone, begins_afresh, beyond_longest, divisor_shrinks, empty_sample, engines_of_others, equal_lengths_apart, fetches_beyond_bound,
         fewer_than_two_trained, has_rollout_logprobs, last_reward_misleads, last_step_without_validation, masks_differ,
         more_under_way_than_bound, no_cap, no_logprobs, nothing_trained, old_keys_missing, padding_moves_mean,
         partial_micro_batch, ratio_beyond_clamp, reference_of_default_size, refused, reward_outside, rewards_cut_off,

@@ -100,7 +100,7 @@ class Conversion:
             if entry.kind == "conflict":
                 reported.add(entry.target)
             lost = entry.kind == "conflict" or (entry.kind == "unknown" and not self.ignores_unknown)
-            if lost and not {entry.source, entry.target} & refused:
+            if lost and entry.target not in refused:
                 before = self.unconverted.get(entry.source)
                 self.unconverted[entry.source] = f"{before}; {entry.message}" if before else entry.message
         for problem in problems:

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from hpcrl.config.derive import eval_sampling, reward_weights, uses_reward_service
 from hpcrl.config.errors import Problem
 from hpcrl.config.import_path import misnamed
-from hpcrl.config.sections.environment import REWARDS, OverlongRewardConfig, RemoteRewardConfig, SearchConfig
+from hpcrl.config.sections.environment import (
+    ENVIRONMENTS,
+    REWARDS,
+    OverlongRewardConfig,
+    RemoteRewardConfig,
+    SearchConfig,
+)
 from hpcrl.config.sections.tree import ConfigTree
 
 _WEIGHTS = ("reward_function", "eval_reward_function")
@@ -115,6 +121,8 @@ def remote_reward(config: ConfigTree) -> Iterator[Problem]:
 def environments(config: ConfigTree) -> Iterator[Problem]:
     """What the environment of rows that name none needs; rows that name theirs are checked when they are rolled out."""
     gym, path, name = config.environment.skyrl_gym, "environment.skyrl_gym", config.environment.env_class
+    if name is not None:
+        yield from misnamed("environment.env_class", name, ENVIRONMENTS, "one of", "Class")
     if name == "text2sql" and gym.text2sql.db_path is None:
         yield Problem(f"{path}.text2sql.db_path", "required by text2sql: the folder of the databases")
     if name == "llm_as_a_judge" and gym.llm_as_a_judge.model is None:

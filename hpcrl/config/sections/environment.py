@@ -13,6 +13,28 @@ COMPARING_REWARDS = ("single_choice", "boxed_math", "gsm8k", "direct_math")
 REWARDS = (*COMPARING_REWARDS, "format", "overlong")
 
 
+ENVIRONMENTS = (
+    "arithmetic",
+    "calculator",
+    "count_letters",
+    "countdown",
+    "direct_math",
+    "format",
+    "gsm8k",
+    "gsm8k_multi_turn",
+    "guess_number",
+    "llm_as_a_judge",
+    "math",
+    "python_tool",
+    "reverse_word",
+    "search",
+    "single_choice",
+    "sort_letters",
+    "text2sql",
+)
+"""The environments of hpcrl, by name; hpcrl/envs/registry.py says where each is."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Text2SQLConfig:
     db_path: Location | None = None

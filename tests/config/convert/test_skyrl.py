@@ -159,7 +159,7 @@ def test_what_an_environment_needs_is_written_out_where_skyrl_has_a_default() ->
                 "trainer.policy.model.lora.exclude_modules": "lm_head",
             },
         ),
-        (["trainer.resume_mode=null"], {"trainer.resume_mode": "none"}),
+        (["trainer.resume_mode=null"], {"trainer.resume_mode": "latest"}),
         (
             ["trainer.policy.fsdp_config.reshard_after_forward=false"],
             {"trainer.policy.fsdp_config.reshard_after_forward": False},

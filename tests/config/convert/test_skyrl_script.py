@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.convert.skyrl.convert import convert_script
-from hpcrl.config.convert.skyrl.script import command_words
+from hpcrl.config.convert.skyrl.script import command_of
 from hpcrl.errors import ConfigError
 
 SCRIPT = r"""#!/usr/bin/env bash
@@ -44,13 +44,12 @@ def test_the_words_are_those_of_a_real_shell(tmp_path: Path) -> None:
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/home/somebody"}
     subprocess.run(["bash", "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True, check=False)
     real = (tmp_path / "words").read_text().split("\0")[:-1]
-    found, others = command_words(SCRIPT, "run.sh")
-    assert others == ["trainer.epochs=7"]
-    assert found[:2] == ["CUDA_VISIBLE_DEVICES=0", "uv"]
-    ran = {"$HOME": "/home/somebody", "$((4 * NUM_GPUS))": "16", '$(echo "true")': "true"}
-    for text, result in ran.items():
-        found = [word.replace(text, result) for word in found]
-    assert found[2:] == real
+    found = command_of(SCRIPT, "run.sh")
+    assert found.others == ["trainer.epochs=7"]
+    assert found.words[:2] == ["CUDA_VISIBLE_DEVICES=0", "uv"]
+    assert found.unknown == {"trainer.dump_data_batch": ['$(echo "true")']}
+    real.remove("trainer.dump_data_batch=true")
+    assert [word.replace("$HOME", "/home/somebody") for word in found.words[2:]] == real
 
 
 def test_a_script_is_converted() -> None:
@@ -60,34 +59,34 @@ def test_a_script_is_converted() -> None:
     assert conversion.values["generator.sampling_params.stop"] == ["</sql>", "</a b>"]
     assert conversion.values["trainer.run_name"] == "first-second"
     assert conversion.values["environment.env_class"] == "a b"
+    assert conversion.values["trainer.eval_batch_size"] == 16
     wrong = {entry.source: entry.message for entry in conversion.entries if entry.kind in ("unknown", "conflict")}
-    assert wrong.keys() == {"trainer.epochs=7", "trainer.eval_batch_size", "trainer.dump_data_batch"}
+    assert wrong.keys() == {"trainer.epochs=7", "trainer.dump_data_batch", "environment.env_class"}
     assert "another command" in wrong["trainer.epochs=7"]
-    assert "$((4 * NUM_GPUS))" in wrong["trainer.eval_batch_size"]
+    assert '$(echo "true") is known only where the script runs' in wrong["trainer.dump_data_batch"]
 
 
 def test_one_line_and_windows_line_ends() -> None:
-    assert command_words("python -m x a.b=1 c.d='e f'", "f")[0] == ["python", "-m", "x", "a.b=1", "c.d=e f"]
-    assert command_words("x \\\r\n  a.b=1 \\\r\n  c.d=2\r\n", "f")[0] == ["x", "a.b=1", "c.d=2"]
+    assert command_of("python -m x a.b=1 c.d='e f'", "f").words == ["python", "-m", "x", "a.b=1", "c.d=e f"]
+    assert command_of("x \\\r\n  a.b=1 \\\r\n  c.d=2\r\n", "f").words == ["x", "a.b=1", "c.d=2"]
 
 
 def test_a_variable_that_is_not_set_stays() -> None:
     script = "x data.train_data=[$WHERE/a.parquet]"
-    assert command_words(script, "f") == (script.split(), [])
-    (entry,) = [entry for entry in convert_script(script, "f").entries if entry.kind == "conflict"]
-    assert "$WHERE" in entry.message
+    assert command_of(script, "f").unknown == {"data.train_data": ["$WHERE"]}
+    assert "$WHERE is known only where" in convert_script(script, "f").unconverted["data.train_data"]
 
 
 def test_a_comment_leaves_the_end_of_its_line() -> None:
-    assert command_words("N=4 # don't\npython a.b=$N\n", "f") == (["python", "a.b=4"], [])
+    assert command_of("N=4 # don't\npython a.b=$N\n", "f").words == ["python", "a.b=4"]
 
 
 def test_a_comment_ends_a_continued_command() -> None:
     script = "x a.b=1 \\\n  # c.d=2 \\\n  e.f=3\n"
-    assert command_words(script, "f") == (["x", "a.b=1"], ["e.f=3"])
+    assert (command_of(script, "f").words, command_of(script, "f").others) == (["x", "a.b=1"], ["e.f=3"])
 
 
 @pytest.mark.parametrize("text", ["", "echo hello", "x a.b='open", "NAME=value", "a=1"])
 def test_what_holds_no_command_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^run\.sh: "):
-        command_words(text, "run.sh")
+        command_of(text, "run.sh")

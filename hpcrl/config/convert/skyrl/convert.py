@@ -22,8 +22,9 @@ from typing import Any, get_origin
 
 from hpcrl.config.convert.conversion import Conversion, known
 from hpcrl.config.convert.mapping import Dropped, Target, To
-from hpcrl.config.convert.skyrl.fields import HARMLESS, OLD_DEFAULTS, SKYRL_DEFAULTS, TARGETS
-from hpcrl.config.convert.skyrl.script import command_words
+from hpcrl.config.convert.skyrl.fields import HARMLESS, OLD_DEFAULTS, RENAMED, SKYRL_DEFAULTS, TARGETS
+from hpcrl.config.convert.skyrl.program import note_program
+from hpcrl.config.convert.skyrl.script import Command, command_of
 from hpcrl.config.convert.skyrl.source import Source, read_overrides, read_yaml
 from hpcrl.config.convert.skyrl.translate import (
     TRANSLATIONS,
@@ -34,6 +35,7 @@ from hpcrl.config.convert.skyrl.translate import (
     left_out_cap,
     location,
     other_placement,
+    overlong,
 )
 from hpcrl.config.difference import value_as_toml
 
@@ -53,6 +55,7 @@ _SAMPLING = (
     "stop",
     "additional_kwargs",
 )
+_NAMES = ("trainer.project_name", "trainer.run_name")
 _TABLES = ("transformer_config_kwargs", "optimizer_config_kwargs")
 _OFFLOADED = (
     "trainer.policy.optimizer_config.offload_after_step",
@@ -106,17 +109,57 @@ def convert_script(text: str, origin: str) -> Conversion:
     Raises:
         ConfigError: there is none, or a value of it is not YAML.
     """
-    words, others = command_words(text, origin)
-    conversion = convert_overrides(words, origin)
-    for word in others:
+    command = command_of(text, origin)
+    conversion = Conversion(origin)
+    _note_script(command, conversion)
+    source = read_overrides(command.words, conversion)
+    for name, waits_for in command.unknown.items():
+        reason = f"{', '.join(waits_for)} is known only where the script runs; write the value out"
+        if name in _NAMES:
+            conversion.note(
+                "translated", name, "", f"{reason}, or leave it to hpcrl, which names projects and runs itself"
+            )
+        elif name in TARGETS:
+            present = RENAMED.get(name, name)
+            source.unread[present], source.names[present] = reason, name
+        else:
+            conversion.note("unknown", name, "", reason)
+    return _convert(source, conversion)
+
+
+def _note_script(command: Command, conversion: Conversion) -> None:
+    """Note what of the script is not in the command's words."""
+    if command.condition:
+        message = "decides whether the command is started at all; convert what you want to run"
+        conversion.note("conflict", command.condition, "", message)
+    for word in command.others:
         conversion.note("conflict", word, "", "belongs to another command of the script, which is not converted")
-    return conversion
+    for name in command.assumed:
+        conversion.note(
+            "translated",
+            f"${name}",
+            "",
+            "as where the environment does not set it: what the script has for that case counts",
+        )
+    for line in command.unread:
+        conversion.note("dropped", line, "", "is not run here; what it sets counts as not set")
 
 
 def _convert(source: Source, conversion: Conversion) -> Conversion:
+    if source.program is not None:
+        note_program(source.program, conversion)
     for path in source.names:
         _convert_setting(source, conversion, path)
-    for complete in (_left_out, _old_loss, _placement, left_out_cap, _eval_sampling, _fully_async, _gpus_per_node):
+    for complete in (
+        _left_out,
+        _old_loss,
+        _placement,
+        left_out_cap,
+        _eval_sampling,
+        _fully_async,
+        overlong,
+        _gpus_per_node,
+    ):
         complete(source, conversion)
     order = {name: index for index, name in enumerate(source.names.values())}
     conversion.entries.sort(key=lambda entry: order.get(entry.source, len(order)))
@@ -186,7 +229,9 @@ def _without_effect(source: Source, path: str) -> str | None:
 
 
 def _left_out(source: Source, conversion: Conversion) -> None:
-    wanted = ["data.train_data", "trainer.policy.model.path", "environment.env_class"]
+    wanted = ["data.train_data", "trainer.policy.model.path"]
+    if source.program is None or not source.program.is_custom:  # another program may set or replace environments
+        wanted.append("environment.env_class")
     interval = source["trainer.eval_interval"]
     if isinstance(interval, int) and interval > 0:
         wanted.append("data.val_data")
@@ -262,6 +307,8 @@ def _eval_sampling(source: Source, conversion: Conversion) -> None:
 
 
 def _fully_async(source: Source, conversion: Conversion) -> None:
+    if source.program is not None and source.program.last == "main_async":
+        conversion.values["trainer.fully_async.max_staleness_steps"] = 1
     if is_fully_async(source):
         for path in ("trainer.fully_async.max_staleness_steps", "trainer.fully_async.num_parallel_generation_workers"):
             if path not in source.names:

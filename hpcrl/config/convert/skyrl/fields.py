@@ -61,6 +61,9 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     _ENGINE + "enable_http_endpoint": (False,),
 }
 
+# Settings that one of SkyRL's examples adds, for a penalty on long responses, which has a place here.
+OVERLONG = ("trainer.algorithm.overlong_buffer_len", "trainer.algorithm.overlong_buffer_penalty_factor")
+
 # Every setting of SkyRL, by its name in either layout.
 TARGETS: dict[str, Target] = {row["path"]: target_of(row) for row in _ROWS}
 TARGETS |= {old: TARGETS[new] for old, new in RENAMED.items() if new in TARGETS}

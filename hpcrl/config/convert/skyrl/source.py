@@ -15,12 +15,14 @@ from hpcrl.config.convert.conversion import Conversion
 from hpcrl.config.convert.skyrl.fields import (
     OLD_DEFAULTS,
     ONLY_OLD,
+    OVERLONG,
     REFUSED,
     RENAMED,
     SECTIONS,
     SKYRL_DEFAULTS,
     TARGETS,
 )
+from hpcrl.config.convert.skyrl.program import Program, program_of
 from hpcrl.config.errors import nearest
 from hpcrl.errors import ConfigError
 
@@ -41,14 +43,16 @@ class Source:
         unread: settings whose value cannot be read, by their present paths, with the reason.
         names: present path, of both, to the path that the source uses.
         old: whether it is of the old layout, whose defaults count where it leaves a setting out.
-        fully_async: whether its command starts fully asynchronous training; None where there is no command.
+        program: what its command starts; None where there is no command, or it names no program.
+        overlong: what it sets of `fields.OVERLONG`.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     old: bool = False
-    fully_async: bool | None = None
+    program: Program | None = None
+    overlong: dict[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, path: str) -> Any:
         """Return a setting by its present path, its default where it is left out or could not be read."""
@@ -81,14 +85,11 @@ def read_overrides(words: Sequence[str], conversion: Conversion) -> Source:
         ConfigError: a value is not YAML; names the word.
     """
     tree: dict[str, Any] = {}
-    source, started = Source(), False
-    for word in words:
+    program = program_of(words)
+    source, started = Source(program=program if program.name else None), bool(program.name)
+    for word in program.arguments:
         match = _OVERRIDE.fullmatch(word)
         if match is None or (_ENVIRONMENT.match(word) and not started):
-            if "fully_async" in word:
-                source.fully_async = True
-            elif source.fully_async is None and (word.endswith(".py") or "entrypoints" in word):
-                source.fully_async = False
             if started and not word.startswith("-"):
                 conversion.note("unknown", word, "", "expected name=value")
             continue
@@ -259,6 +260,9 @@ def _fill_section(source: Source, path: str, keys: Keys, value: Any, resolved: A
 
 
 def _fill_setting(source: Source, path: str, keys: Keys, resolved: Any, conversion: Conversion) -> None:
+    if path in OVERLONG:
+        source.overlong[path] = _resolve(resolved, keys)
+        return
     if path not in TARGETS:
         near = nearest(path, [*TARGETS, *sorted(SECTIONS)])
         hint = f"; did you mean {' or '.join(near)}?" if near else ""

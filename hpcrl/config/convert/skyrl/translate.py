@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcrl.config.convert.conversion import Conversion, directory_name
+from hpcrl.config.convert.skyrl.fields import OVERLONG
 from hpcrl.config.convert.skyrl.source import Source
 
 _PLACEMENT = "trainer.placement."
@@ -14,6 +15,7 @@ _ALGORITHM = "trainer.algorithm."
 _CORRECTION = _ALGORITHM + "off_policy_correction."
 _ENGINE = "generator.inference_engine."
 _CRITIC = "trainer.critic.model.path"
+_ALSO_REWARDS = ("gsm8k",)  # environments of SkyRL that are rewards here too
 _HOME = re.compile(r"\$(?:HOME|\{HOME\})(?=/|$)")
 
 Translation = Callable[[Source, Conversion, str], None]
@@ -32,8 +34,8 @@ def is_fully_async(source: Source) -> bool:
 
     A YAML file does not say which program reads it. One that names these settings and fits that program is taken to be meant for it.
     """
-    if source.fully_async is not None:
-        return source.fully_async
+    if source.program is not None:
+        return "fully_async" in source.program.name
     named = any(path.startswith("trainer.fully_async.") for path in source.given)
     one_mini_batch = source["trainer.train_batch_size"] == source["trainer.policy_mini_batch_size"]
     return named and not source[_PLACEMENT + "colocate_all"] and one_mini_batch
@@ -68,6 +70,36 @@ def logger(source: Source, conversion: Conversion, path: str) -> None:
     for tracker in trackers[1:]:
         message = f"{tracker} beside {trackers[0]}: one tracker at a time; metrics are in tensorboard/ of the run directory in any case"
         conversion.note("conflict", name, path, message)
+
+
+def overlong(source: Source, conversion: Conversion) -> None:
+    """Give the penalty of SkyRL's DAPO example its place, where what scores has a name among hpcrl's rewards."""
+    if not source.overlong:
+        return
+    length, factor = (source.overlong.get(path) for path in OVERLONG)
+    env_class, target = source["environment.env_class"], "environment.overlong_reward.buffer_length"
+    found = {"buffer_length": length, "penalty_factor": factor}
+    if (
+        isinstance(length, int)
+        and isinstance(factor, int | float)
+        and env_class in _ALSO_REWARDS
+        and source["generator.max_turns"] == 1
+    ):
+        conversion.values.pop("environment.env_class", None)
+        conversion.values["environment.reward_function"] = {env_class: 1.0, "overlong": 1.0}
+        conversion.values |= {f"environment.overlong_reward.{name}": value for name, value in found.items()}
+        message = f'{env_class} and overlong score as environment.reward_function, in place of environment.env_class = "{env_class}"'
+        conversion.note("translated", OVERLONG[0], target, message)
+        conversion.note("mapped", OVERLONG[1], "environment.overlong_reward.penalty_factor")
+        return
+    message = (
+        f"a penalty on the last {length} tokens of long responses, {factor} at most: environment.overlong_reward is that, beside a reward that "
+        f"environment.reward_function names; the environment {env_class} is none of them, so that the penalty is left out (docs/rewards.md)"
+    )
+    first, *others = source.overlong
+    conversion.note("conflict", first, "", message)
+    for path in others:
+        conversion.note("dropped", path, "", f"see {first}")
 
 
 def _instead(old: str, new: str) -> Translation:
@@ -228,8 +260,12 @@ def resume_mode(source: Source, conversion: Conversion, path: str) -> None:
             f"{checkpoint} is a checkpoint of SkyRL, which hpcrl cannot read; name an export of it as trainer.policy.model.path",
         )
         return
-    conversion.values[path] = "none" if value is None else value
-    conversion.note("mapped", name, path, "null: none" if value is None else "")
+    conversion.values[path] = "latest" if value in (None, "none") else value
+    if value in (None, "none"):
+        message = f"{value or 'null'}: latest. A run here begins afresh in any case, and continues itself after a time limit, which it does not with none"
+        conversion.note("translated", name, path, message)
+    else:
+        conversion.note("mapped", name, path)
 
 
 def resume_path(source: Source, conversion: Conversion, path: str) -> None:
