@@ -353,10 +353,6 @@ def _warm_up(case: Case) -> int:
     return round(steps * total) if isinstance(steps, float) and steps <= 1 else int(steps)
 
 
-def warm_up_steps(case: Case) -> list[str]:
-    return [str(at) for at in range(min(_warm_up(case), len(case.outputs.get("factor", []))))]
-
-
 def warm_up_to_the_end(case: Case) -> bool:
     return _warm_up(case) >= case.params["training_steps"]
 
@@ -410,7 +406,7 @@ PLACES: dict[str, Callable[[Case], list[str]]] = {
     for function in (
         added_end, added_rows, after_turn, after_turns, before_added_end, cells_beyond_clamp, cells_of_another_mask,
         end_of_message, groups_of_unequal_rewards,
-        rows_with_rewards_cut_off, rows_with_steps_beside, untrained_cells, warm_up_steps,
+        rows_with_rewards_cut_off, rows_with_steps_beside, untrained_cells,
     )
 }  # fmt: skip
 """Paths below an output; entries of lists count from 0."""

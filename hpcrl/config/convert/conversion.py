@@ -21,7 +21,7 @@ from hpcrl.config.unimplemented import Unimplemented, unimplemented_at
 from hpcrl.config.validate import UNCONVERTED, build
 from hpcrl.errors import ConfigError
 
-Kind = Literal["mapped", "dropped", "translated", "unimplemented", "unknown", "conflict"]
+Kind = Literal["mapped", "dropped", "translated", "differs", "unimplemented", "unknown", "conflict"]
 _INCOMPLETE: tuple[Kind, ...] = ("unimplemented", "unknown", "conflict")
 _DATASETS = ("data.train_data", "data.val_data")
 _FILES = (".parquet", ".json", ".jsonl")
@@ -37,7 +37,7 @@ class Entry:
 
     Attributes:
         kind: mapped (as it was, perhaps under another name), translated (written in another way), dropped (not supported, or without
-            effect), unimplemented (yet), unknown (the source does not know it either), conflict (something is wrong with it).
+            effect), differs (a number comes out otherwise than in the source's run), unimplemented (yet), unknown (the source does not know it either), conflict (something is wrong with it).
         source: dotted path in the source.
         target: dotted path here; empty where there is none.
         message: why, and what to do.

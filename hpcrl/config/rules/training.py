@@ -67,11 +67,13 @@ def schedule(config: ConfigTree) -> Iterator[Problem]:
                 yield Problem(
                     f"{path}.{setting}", f"has no effect with {path}.scheduler=constant_with_warmup, which never falls"
                 )
-        if optimizer.warmup_start_factor and not (optimizer.num_warmup_steps or optimizer.warmup_ratio):
-            yield Problem(
-                f"{path}.warmup_start_factor",
-                f"has no effect without a warm-up; set {path}.num_warmup_steps or {path}.warmup_ratio",
-            )
+        for setting, default in (("warmup_start_factor", 0.0), ("warmup_shape", "between")):
+            rises = optimizer.num_warmup_steps or optimizer.warmup_ratio
+            if getattr(optimizer, setting) != default and not rises:
+                yield Problem(
+                    f"{path}.{setting}",
+                    f"has no effect without a warm-up; set {path}.num_warmup_steps or {path}.warmup_ratio",
+                )
 
 
 def recomputation(config: ConfigTree) -> Iterator[Problem]:

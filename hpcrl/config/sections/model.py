@@ -24,6 +24,7 @@ def rope_parameters(own: dict[str, Any], scaling: dict[str, Any], theta: float |
     return parameters if theta is None else parameters | {"rope_theta": theta}
 
 
+WarmupShape = Literal["between", "to_lr", "from_start"]
 Scheduler = Literal["constant_with_warmup", "linear", "cosine", "sqrt"]
 
 
@@ -121,7 +122,10 @@ class OptimizerConfig:
     """The same as a share of all optimizer steps of the run, rounded, instead of num_warmup_steps."""
 
     warmup_start_factor: float = 0.0
-    """Share of lr from which the warm-up rises; its first step already lies one part of the way above, so that 0 moves too."""
+    """Share of lr from which the warm-up rises."""
+
+    warmup_shape: WarmupShape = "between"
+    """Where step t (from 0) of a warm-up of w steps lies on the way from warmup_start_factor to lr: between, (t + 1) / (w + 1), so that every step moves, and with less than lr; to_lr, (t + 1) / w, so that the last has lr, as in Cosmos-RL of January 2026; from_start, t / (w - 1), so that the first has warmup_start_factor too, as in Cosmos-RL since."""
 
     scheduler: Scheduler = "constant_with_warmup"
     """Learning rate after the warm-up: constant, or falling linearly, as a half cosine, or as 1 - sqrt(progress of the decay)."""

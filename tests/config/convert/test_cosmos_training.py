@@ -1,10 +1,13 @@
 """Cosmos-RL's settings of training converted: batches, losses, parallelism, optimizer, checkpoints."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpcrl.config import Config
 from hpcrl.errors import ConfigError
+from hpcrl.trainer.backends.schedule import lr_factor
 from tests.config.convert.cosmos_material import conflicts, converted, entries, of, one_replica
 
 
@@ -178,13 +181,29 @@ def test_a_warm_up_counts_the_optimizer_steps_that_there_are() -> None:
     assert values["trainer.policy.optimizer_config.num_warmup_steps"] == 5 * 4 * 2
 
 
-@pytest.mark.parametrize(("steps", "setting"), [(5, "num_warmup_steps = 5"), (0.1, "warmup_ratio = 0.1"), (0, None)])
-def test_a_warm_up_that_reaches_the_full_rate_a_step_later_is_said(steps: float, setting: str | None) -> None:
-    conversion = of({"train": {"optm_warmup_steps": steps}})
-    found = [entry for entry in conversion.entries if entry.source == "train.optm_warmup_steps"]
-    said = [entry for entry in found if "full rate is reached one step later" in entry.message]
-    assert [entry.kind for entry in said] == (["translated"] if setting else [])
-    assert setting is None or setting in conversion.to_toml()
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"optm_warmup_steps": 5}, "of January 2026"),
+        ({"optm_warmup_steps": 0.1, "optm_warmup_start_factor": 0.2}, "since optm_warmup_start_factor"),
+        ({"optm_warmup_steps": 0}, None),
+    ],
+)
+def test_the_version_whose_warm_up_counts_is_said(settings: dict[str, float], said: str | None) -> None:
+    conversion = of({"train": settings})
+    (entry,) = entries(conversion, "train.optm_warmup_steps")
+    assert entry.kind == ("mapped" if said is None else "translated")
+    assert (said or "") in entry.message
+
+
+def test_numbers_that_come_out_otherwise_are_said() -> None:
+    conversion = of({"train": {"train_policy": {"type": "grpo", "entropy_coeff": 0.1}}, "rollout": {"n_generation": 2}})
+    told = {entry.source.rpartition(".")[2]: entry.message for entry in conversion.entries if entry.kind == "differs"}
+    assert told.keys() == {"unbiased_advantage", "entropy_coeff"}
+    assert "0.707 times" in told["unbiased_advantage"]
+    assert "differs       train.train_policy.entropy_coeff" in conversion.to_toml()
+    quiet = of({"train": {"train_policy": {"type": "grpo", "unbiased_advantage": True}}})
+    assert not [entry for entry in quiet.entries if entry.kind == "differs"]
 
 
 def test_what_trainers_of_robots_do_not_read() -> None:
@@ -227,3 +246,24 @@ def test_the_reference_is_spread_as_the_policy() -> None:
     assert ref.items() <= policy.items()
     assert policy.keys() - ref.keys() == {"pipeline_dynamic_shape"}  # a choice of each model
     assert ref["pipeline_schedule"] == "Interleaved1F1B"
+
+
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ({"optm_warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0]),
+        ({"optm_warmup_steps": 1}, [1.0, 1.0, 1.0, 1.0, 1.0]),
+        ({"optm_warmup_steps": 0}, [1.0, 1.0, 1.0, 1.0, 1.0]),
+        ({"optm_warmup_steps": 0.4}, [0.25, 0.5, 0.75, 1.0, 1.0]),
+        ({"optm_warmup_steps": 4, "optm_warmup_start_factor": 0.0}, [0.0, 1 / 3, 2 / 3, 1.0, 1.0]),
+        ({"optm_warmup_steps": 4, "optm_warmup_start_factor": 0.25}, [0.25, 0.5, 0.75, 1.0, 1.0]),
+        ({"optm_warmup_steps": 2, "optm_decay_type": "linear"}, [0.5, 1.0, 1.0, 0.875, 0.75]),
+    ],
+)
+def test_a_converted_file_has_the_rate_of_its_source_at_every_step(
+    settings: dict[str, float], rates: list[float], tmp_path: Path
+) -> None:
+    (tmp_path / "converted.toml").write_text(of({"train": settings, "policy": one_replica()}).to_toml())
+    optimizer = Config.from_toml([tmp_path / "converted.toml"]).trainer.policy.optimizer_config
+    assert [lr_factor(optimizer, step, 10) for step in range(5)] == pytest.approx(rates)
+    assert optimizer.lr == 1e-6

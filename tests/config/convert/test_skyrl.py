@@ -113,7 +113,13 @@ def test_a_yaml_of_the_present_layout_with_every_default_loads(tmp_path: Path) -
             table = table.setdefault(name, {})
         table[last] = value
     conversion = convert_yaml(json.dumps(tree), "dump")
-    assert {entry.kind for entry in conversion.entries} <= {"mapped", "translated", "dropped", "unimplemented"}
+    assert {entry.kind for entry in conversion.entries} <= {
+        "mapped",
+        "translated",
+        "dropped",
+        "differs",
+        "unimplemented",
+    }
     config = load(conversion, tmp_path)
     assert (
         config.trainer.fully_async.max_staleness_steps == 0
@@ -397,3 +403,30 @@ def test_every_setting_is_reported_and_carried_at_its_default(path: str) -> None
     conversion = command(f"{path}={json.dumps(value)}")
     assert entries(conversion, path), "the report leaves it out"
     assert not {entry.kind for entry in conversion.entries} & {"unknown", "conflict"}
+
+
+@pytest.mark.parametrize(
+    ("words", "differing"),
+    [
+        ([ALGORITHM + "use_kl_loss=false", ALGORITHM + "loss_reduction=sequence_mean"], set()),
+        ([], {"use_kl_loss", "loss_reduction"}),
+        ([ALGORITHM + "policy_loss_type=cross_entropy", ALGORITHM + "use_entropy_loss=true"], {"policy_loss_type"}),
+        (
+            [ALGORITHM + "policy_loss_type=importance_sampling", ALGORITHM + "use_entropy_loss=true"],
+            {"policy_loss_type", "use_kl_loss", "use_entropy_loss"},
+        ),
+        (
+            ["trainer.policy.optimizer_config.num_warmup_steps=4", ALGORITHM + "use_kl_loss=false"],
+            {"num_warmup_steps", "loss_reduction"},
+        ),
+    ],
+)
+def test_numbers_that_come_out_otherwise_are_said(words: list[str], differing: set[str]) -> None:
+    conversion = command("trainer.epochs=2", *words)
+    told = {entry.source.rpartition(".")[2] for entry in conversion.entries if entry.kind == "differs"}
+    assert told == differing
+    assert all(
+        f"differs       {entry.source}" in conversion.to_toml()
+        for entry in conversion.entries
+        if entry.kind == "differs"
+    )

@@ -49,6 +49,10 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {f"{OPTIMIZER}.decay_ratio": 0.0},
     ),
     (
+        {f"{OPTIMIZER}.warmup_shape": "to_lr"}, f"{OPTIMIZER}.warmup_shape", "without a warm-up",
+        {f"{OPTIMIZER}.warmup_shape": "to_lr", f"{OPTIMIZER}.num_warmup_steps": 1},
+    ),
+    (
         {f"{OPTIMIZER}.warmup_start_factor": 0.1}, f"{OPTIMIZER}.warmup_start_factor", "without a warm-up",
         {f"{OPTIMIZER}.warmup_start_factor": 0.1, f"{OPTIMIZER}.warmup_ratio": 0.1},
     ),

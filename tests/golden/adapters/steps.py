@@ -17,7 +17,7 @@ from tests.golden.case import Case
 
 
 def learning_rate(case: Case) -> dict[str, Any]:
-    """The settings go through the converter, which leaves a warm-up as long as it was."""
+    """The settings go through the converter, which takes optm_warmup_start_factor for a sign of the later version."""
     total = case.params["training_steps"]
     settings = {f"train.{name}": value for name, value in case.params.items() if name.startswith("optm_")}
     optimizer = cosmos(settings).trainer.policy.optimizer_config

@@ -63,3 +63,12 @@ def test_a_decay_begins_after_the_warm_up_and_ends_with_the_run() -> None:
 @pytest.mark.parametrize(("interval", "steps"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
 def test_what_is_due_every_few_steps(interval: int, steps: list[int]) -> None:
     assert [step for step in range(1, 6) if is_due(interval, step, 5)] == steps
+
+
+def test_a_warm_up_has_the_shape_that_is_set() -> None:
+    assert factors(num_warmup_steps=4, warmup_shape="to_lr")[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert factors(num_warmup_steps=4, warmup_shape="from_start")[:5] == pytest.approx([0.0, 1 / 3, 2 / 3, 1.0, 1.0])
+    later = factors(num_warmup_steps=3, warmup_shape="from_start", warmup_start_factor=0.5)
+    assert later[:4] == pytest.approx([0.5, 0.75, 1.0, 1.0])
+    assert factors(num_warmup_steps=1, warmup_shape="from_start")[0] == 1.0
+    assert factors(num_warmup_steps=1000, warmup_shape="to_lr")[-1] == 1.0  # cut to the run

@@ -10,6 +10,7 @@ from hpcrl.config.convert.cosmos import generation as cosmos_generation
 from hpcrl.config.convert.cosmos import training as cosmos_training
 from hpcrl.config.convert.cosmos.conditions import without_effect
 from hpcrl.config.convert.cosmos.fields import TARGETS
+from hpcrl.config.convert.cosmos.numbers import numbers
 from hpcrl.config.convert.cosmos.resolve import Resolved, resolve
 from hpcrl.config.convert.mapping import Dropped, To, Translated
 from hpcrl.config.difference import value_as_toml
@@ -51,6 +52,7 @@ def _converted(source: Resolved, origin: str) -> Conversion:
             _note(conversion, path, source, unused.get(path))
         conversion.entries += own
     conversion.entries += [entry for entry in reported if entry.source not in source.given and entry.kind == "conflict"]
+    conversion.entries += numbers(source)
     for path, explanation in source.unknown.items():
         conversion.note("unknown", path, "", explanation)
     conversion.finish()

@@ -185,22 +185,28 @@ def optimizer(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     if len(set(names)) > 1:
         message = f"{kinds!r}: all parameters have one here; {names[0]} is kept"
         yield Entry("conflict", "train.optm_impl", f"{_OPTIMIZER}.implementation", message)
-    warm_up = source["train.optm_warmup_steps"]
-    if isinstance(warm_up, float) and warm_up <= 1:
-        target = f"{_OPTIMIZER}.warmup_ratio"
-        values[target] = warm_up
-    else:
-        target = f"{_OPTIMIZER}.num_warmup_steps"
-        per_step = values["trainer.train_batch_size"] // values["trainer.policy_mini_batch_size"]
-        values[target] = int(warm_up) * per_step * values.get("trainer.update_epochs_per_batch", 1)
-    if warm_up:
-        message = (
-            f"{values[target]:g}; of w steps step t (from 0) has (t + 1) / (w + 1) of the rate here, in the source (t + 1) / w or, "
-            "in later versions, t / (w - 1): the full rate is reached one step later"
-        )
-        yield Entry("translated", "train.optm_warmup_steps", target, message)
+    yield from _warm_up(source, values)
     kind = source["train.optm_decay_type"]
     values[f"{_OPTIMIZER}.scheduler"] = _SCHEDULERS.get(kind, kind)
+
+
+def _warm_up(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
+    """The versions of Cosmos-RL rise differently; the setting optm_warmup_start_factor came with the later shape."""
+    path, warm_up = "train.optm_warmup_steps", source["train.optm_warmup_steps"]
+    is_share = isinstance(warm_up, float) and warm_up <= 1
+    target = f"{_OPTIMIZER}.{'warmup_ratio' if is_share else 'num_warmup_steps'}"
+    per_step = values["trainer.train_batch_size"] // values["trainer.policy_mini_batch_size"]
+    per_step *= values.get("trainer.update_epochs_per_batch", 1)
+    values[target] = warm_up if is_share else int(warm_up) * per_step
+    later = "train.optm_warmup_start_factor" in source.given
+    if not warm_up:
+        return
+    values[f"{_OPTIMIZER}.warmup_shape"] = "from_start" if later else "to_lr"
+    shape = f'warmup_shape = "{"from_start" if later else "to_lr"}", as in Cosmos-RL '
+    shape += "since optm_warmup_start_factor" if later else 'of January 2026; "from_start" for later versions'
+    if per_step > 1:
+        shape += f"; the rate rises with each of the {per_step} optimizer steps per step, in the source once a step"
+    yield Entry("translated", path, target, f"{values[target]:g} ({shape})")
 
 
 def placement(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:

@@ -23,6 +23,7 @@ from typing import Any, get_origin
 from hpcrl.config.convert.conversion import Conversion, known
 from hpcrl.config.convert.mapping import Dropped, Target, To
 from hpcrl.config.convert.skyrl.fields import HARMLESS, OLD_DEFAULTS, RENAMED, SKYRL_DEFAULTS, TARGETS
+from hpcrl.config.convert.skyrl.numbers import note_numbers
 from hpcrl.config.convert.skyrl.program import note_program
 from hpcrl.config.convert.skyrl.script import Command, command_of
 from hpcrl.config.convert.skyrl.source import Source, read_overrides, read_yaml
@@ -161,6 +162,7 @@ def _convert(source: Source, conversion: Conversion) -> Conversion:
         _gpus_per_node,
     ):
         complete(source, conversion)
+    note_numbers(source, conversion)
     order = {name: index for index, name in enumerate(source.names.values())}
     conversion.entries.sort(key=lambda entry: order.get(entry.source, len(order)))
     conversion.finish()

@@ -1,0 +1,27 @@
+"""Where a converted run calculates otherwise than Cosmos-RL: said in report and header."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from hpcrl.config.convert.conversion import Entry
+from hpcrl.config.convert.cosmos.conditions import POLICY, is_diffusion, is_grpo, is_language
+from hpcrl.config.convert.cosmos.resolve import Resolved
+
+
+def numbers(source: Resolved) -> Iterator[Entry]:
+    """Yield an entry for each number that comes out otherwise, with the reason."""
+    if not is_grpo(source) or is_diffusion(source):
+        return
+    size = source["rollout.n_generation"]
+    if not source[f"{POLICY}.unbiased_advantage"] and size > 1:
+        smaller = math.sqrt((size - 1) / size)
+        message = (
+            f"advantages are divided by the deviation of a sample (n - 1), in the source by that of a population (n): with {size} responses to a prompt "
+            f"they are {smaller:.3g} times as large"
+        )
+        yield Entry("differs", f"{POLICY}.unbiased_advantage", "", message)
+    if source[f"{POLICY}.entropy_coeff"] and is_language(source):
+        message = "the entropy has a gradient here; in the source it only changes the number that is reported"
+        yield Entry("differs", f"{POLICY}.entropy_coeff", "", message)
