@@ -65,13 +65,13 @@ class Starter:
         return f'srun --nodelist="$SLURMD_NODENAME" {shlex.join(step)} {self.python}'
 
 
-def seen_by(configs: Sequence[Config]) -> list[str]:
-    """Return the directories and files that runs of one root need and that are here: the root, and all that the configurations name.
+def seen_by(root: Path, configs: Sequence[Config]) -> list[str]:
+    """Return the directories and files that the runs of a root need and that are here: the root, and all that the configurations name.
 
     Of a path with symbolic links also what it leads to.
     """
     named = [path for config in configs for path in _named(config)]
-    paths = [str(Path(configs[0].slurm.root).expanduser().absolute()), *named, *_hub()]
+    paths = [str(root.absolute()), *named, *_hub()]
     there = {form for path in paths for form in (path, os.path.realpath(path)) if os.path.exists(form)}
     there.add(paths[0])  # is made before the job is submitted
     return [

@@ -161,7 +161,8 @@ def _gpus(slurm: SlurmConfig, wanted: int | str) -> dict[str, Any]:
 
 def _starter(submission: Submission) -> Starter:
     configs = [element.config for element in submission.elements]
-    return Starter.of(configs[0].slurm.container, seen_by(configs), gpu_count(configs[0].slurm) > 0)
+    root = submission.folder.parents[2]
+    return Starter.of(configs[0].slurm.container, seen_by(root, configs), gpu_count(configs[0].slurm) > 0)
 
 
 def _common(config: Config, folder: Path) -> dict[str, Any]:

@@ -11,7 +11,12 @@ from hpcrl.launch.agent.environment import Environments
 from hpcrl.launch.nodes import Node
 from tests.paths import QUICKSTART
 
-SETTINGS = ("slurm.cpus_per_task=32", "slurm.replicas_per_node=2", "slurm.elastic.replicas=2", "generator.inference_engine.num_engines=4")
+SETTINGS = (
+    "slurm.cpus_per_task=32",
+    "slurm.replicas_per_node=2",
+    "slurm.elastic.replicas=2",
+    "generator.inference_engine.num_engines=4",
+)
 
 
 @pytest.mark.parametrize(
