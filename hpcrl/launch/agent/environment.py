@@ -45,9 +45,8 @@ class Environments:
         if self._interface:
             environment["GLOO_SOCKET_IFNAME"] = self._interface
             environment.setdefault("NCCL_SOCKET_IFNAME", self._interface)  # a site's own may list several
-        environment.setdefault(
-            "TORCH_CPP_LOG_LEVEL", "ERROR"
-        )  # c10d warns of names that it cannot resolve, and goes on
+        # c10d warns of names that it cannot resolve, and goes on
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if self._cpus:
             processes = max(1, node.ranks + len(node.replicas))
             environment["OMP_NUM_THREADS"] = str(max(1, self._cpus // processes))
