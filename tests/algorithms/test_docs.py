@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Collection, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -17,6 +19,7 @@ from hpcrl.algorithms.kl import KL_ESTIMATORS
 from hpcrl.algorithms.losses import POLICY_LOSSES
 from hpcrl.config import AlgorithmConfig, Config, EnvironmentConfig
 from hpcrl.config.fields import leaves
+from hpcrl.config.rules.idle import READ_BY_LOSSES
 from hpcrl.config.sections.algorithm import ADVANTAGE_ESTIMATORS
 from hpcrl.config.sections.algorithm import POLICY_LOSSES as LOSS_NAMES
 from hpcrl.config.sections.environment import REWARDS as REWARD_NAMES
@@ -140,3 +143,11 @@ def test_ones_own_environment_and_reward(own: Config) -> None:
     assert EnvironmentConfig(**weights).reward_function == {"my_rl:brevity": 1.0}
     pay = WeightedRewards("environment.reward_function", weights["reward_function"], own.environment)
     assert pay(Response(text="", n_tokens=3, max_tokens=4)).reward == 0.25
+
+
+def test_a_number_is_refused_where_the_loss_does_not_read_it() -> None:
+    read = {name: set(inspect.signature(loss).parameters) for name, loss in POLICY_LOSSES.items()}
+    for setting, losses in READ_BY_LOSSES.items():
+        section = getattr(AlgorithmConfig(), setting)
+        names = set(vars(section)) if is_dataclass(section) else {setting}
+        assert {name for name, parameters in read.items() if names & parameters} == set(losses), setting

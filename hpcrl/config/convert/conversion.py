@@ -16,6 +16,7 @@ from hpcrl.config.errors import Problem
 from hpcrl.config.fields import Setting, leaves, settings
 from hpcrl.config.load import nested
 from hpcrl.config.rules.combinations import impossible
+from hpcrl.config.rules.idle import not_switched_on
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.unimplemented import Unimplemented, unimplemented_at
 from hpcrl.config.validate import UNCONVERTED, build
@@ -87,6 +88,7 @@ class Conversion:
 
     def finish(self) -> None:
         """Note what is not implemented yet, and everything that is wrong with the result or missing in it."""
+        self._drop_idle()
         changed = self._changed()
         for setting, value in changed:
             if missing := self._unimplemented(setting, value):
@@ -106,6 +108,15 @@ class Conversion:
         for problem in problems:
             if problem.path not in reported:
                 self.note("conflict", problem.path, "", problem.message)
+
+    def _drop_idle(self) -> None:
+        """Leave out what another setting would have to switch on; the source did nothing with it either."""
+        for problem in _idle(self.values):
+            self.values.pop(problem.path, None)
+            found = [entry for entry in self.entries if entry.target == problem.path]
+            for entry in found:
+                message = problem.message.partition(";")[0]
+                self.entries[self.entries.index(entry)] = Entry("dropped", entry.source, "", message)
 
     def _check_location(self, path: str, value: Any) -> None:
         for item in value if isinstance(value, list) else [value]:
@@ -202,6 +213,15 @@ def known() -> dict[str, Setting]:
 def directory_name(text: str) -> str | None:
     """Return a name of a project or a run that resembles a text, or None where nothing of it can be in one."""
     return _NOT_IN_NAMES.sub("-", text).strip("-._") or None
+
+
+def _idle(values: dict[str, Any]) -> list[Problem]:
+    """Return what has no effect among settings; nothing where they are no configuration, which is told elsewhere."""
+    required = {"data.train_data": ["t"], "trainer.policy.model.path": "m"}
+    try:
+        return list(not_switched_on(build(ConfigTree, nested(values | required))))
+    except ConfigError:
+        return []
 
 
 def _problems(values: dict[str, Any]) -> list[Problem]:

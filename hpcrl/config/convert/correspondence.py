@@ -26,13 +26,13 @@ def paths_of(target: Target) -> tuple[str, ...]:
 
 
 def state_of(target: Target) -> State:
-    """Return whether a source's field works here; one that decides about several settings does if one of them works."""
+    """Return whether a source's field works here; one that decides about several settings does if all of them work."""
     paths = paths_of(target)
     if not paths:
         return "not supported"
     return (
         "works"
-        if any(unimplemented_at(leaf) is None for path in paths for leaf in _leaves(path))
+        if all(unimplemented_at(leaf) is None for path in paths for leaf in _leaves(path))
         else "not implemented yet"
     )
 

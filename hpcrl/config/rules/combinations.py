@@ -30,6 +30,7 @@ from hpcrl.config.rules.generation import (
     step_wise,
     turns,
 )
+from hpcrl.config.rules.idle import not_switched_on
 from hpcrl.config.rules.megatron_layouts import expert_sizes, pipeline, reference_layout
 from hpcrl.config.rules.ranges import out_of_range
 from hpcrl.config.rules.ranks import (
@@ -345,6 +346,7 @@ RULES: tuple[Rule, ...] = (
     _reference,
     _off_policy,
     _bounds,
+    not_switched_on,
     _staleness,
     _checkpoints,
     lengths,

@@ -109,3 +109,12 @@ def test_what_is_not_implemented_yet_takes_part_in_the_check_of_the_result() -> 
         ("unimplemented", "trainer.distillation.enable"),
         ("conflict", "trainer.distillation.model_path"),  # required with it
     ]
+
+
+def test_what_no_switch_turns_on_is_dropped(tmp_path: Path) -> None:
+    words = ["data.train_data=[t.parquet]", "trainer.policy.model.path=m", "trainer.eval_interval=-1"]
+    conversion = convert_overrides(
+        [*words, "trainer.algorithm.clip_ratio_c=10", "trainer.algorithm.kl_cov.ppo_kl_coef=2"], "a command"
+    )
+    assert {entry.source: entry.kind for entry in conversion.entries}["trainer.algorithm.clip_ratio_c"] == "dropped"
+    assert load(conversion, tmp_path).trainer.algorithm.clip_ratio_c == 3.0

@@ -138,6 +138,51 @@ COSMOS = [
 
 
 OURS = [
+    Case(
+        "a number of a loss wants that loss, or one of the user's own",
+        {f"{ALGORITHM}.clip_ratio_c": 10.0},
+        f"{ALGORITHM}.clip_ratio_c", "has no effect without trainer.algorithm.policy_loss_type=dual_clip",
+        {f"{ALGORITHM}.clip_ratio_c": 10.0, f"{ALGORITHM}.policy_loss_type": "mine:loss"},
+    ),
+    Case(
+        "a section of a loss wants that loss",
+        {f"{ALGORITHM}.clip_cov.clip_ratio": 0.1},
+        f"{ALGORITHM}.clip_cov.clip_ratio", "policy_loss_type=clip_cov",
+        {f"{ALGORITHM}.clip_cov.clip_ratio": 0.1, f"{ALGORITHM}.policy_loss_type": "clip_cov"},
+    ),
+    Case(
+        "sapo does not clip",
+        {f"{ALGORITHM}.eps_clip_high": 0.3, f"{ALGORITHM}.policy_loss_type": "sapo"},
+        f"{ALGORITHM}.eps_clip_high", "regular or dual_clip or gspo",
+        {f"{ALGORITHM}.eps_clip_high": 0.3},
+    ),
+    Case(
+        "a weight of the entropy wants the entropy",
+        {f"{ALGORITHM}.entropy_loss_coef": 0.1},
+        f"{ALGORITHM}.entropy_loss_coef", "use_entropy_loss=true",
+        {f"{ALGORITHM}.entropy_loss_coef": 0.1, f"{ALGORITHM}.use_entropy_loss": True},
+    ),
+    Case(
+        "a target of the KL divergence wants a weight that adapts",
+        {f"{ALGORITHM}.kl_ctrl.kl_target": 0.3},
+        f"{ALGORITHM}.kl_ctrl.kl_target", 'kl_ctrl.type="adaptive"',
+        {
+            f"{ALGORITHM}.kl_ctrl.kl_target": 0.3, f"{ALGORITHM}.kl_ctrl.type": "adaptive",
+            f"{ALGORITHM}.use_kl_in_reward": True, f"{ALGORITHM}.use_kl_loss": False,
+        },
+    ),
+    Case(
+        "bounds of a mask want that mask",
+        {f"{CORRECTION}.geo_mask_high": 1.1},
+        f"{CORRECTION}.geo_mask_high", 'sequence_mask_metric="geometric"',
+        {f"{CORRECTION}.geo_mask_high": 1.1, f"{CORRECTION}.sequence_mask_metric": "geometric"},
+    ),
+    Case(
+        "a longest sample wants the reduction that divides by it",
+        {f"{ALGORITHM}.max_seq_len": 9},
+        f"{ALGORITHM}.max_seq_len", "seq_mean_token_sum_norm",
+        {f"{ALGORITHM}.max_seq_len": 9, f"{ALGORITHM}.loss_reduction": "seq_mean_token_sum_norm"},
+    ),
     Case("training needs data", {"data.train_data": []}, "data.train_data", "expected at least one dataset", {}),
     Case(
         "evaluation needs data",
@@ -228,8 +273,9 @@ OURS = [
     ),
     Case(
         "bounds of ratios have an order",
-        {f"{CORRECTION}.geo_mask_low": 1.02}, f"{CORRECTION}.geo_mask_low", "expected at most geo_mask_high (1.01), found 1.02",
-        {f"{CORRECTION}.geo_mask_low": 1.01},
+        {f"{CORRECTION}.geo_mask_low": 1.02, f"{CORRECTION}.sequence_mask_metric": "geometric"},
+        f"{CORRECTION}.geo_mask_low", "expected at most geo_mask_high (1.01), found 1.02",
+        {f"{CORRECTION}.geo_mask_low": 1.01, f"{CORRECTION}.sequence_mask_metric": "geometric"},
     ),
     Case(
         "dppo has its own importance ratio",
@@ -245,8 +291,9 @@ OURS = [
     ),
     Case(
         "bounds of covariances have an order",
-        {f"{ALGORITHM}.clip_cov.clip_cov_lb": 5.0}, f"{ALGORITHM}.clip_cov.clip_cov_lb", "expected less than clip_cov_ub (5.0)",
-        {f"{ALGORITHM}.clip_cov.clip_cov_lb": 4.0},
+        {f"{ALGORITHM}.clip_cov.clip_cov_lb": 5.0, f"{ALGORITHM}.policy_loss_type": "clip_cov"},
+        f"{ALGORITHM}.clip_cov.clip_cov_lb", "expected less than clip_cov_ub (5.0)",
+        {f"{ALGORITHM}.clip_cov.clip_cov_lb": 4.0, f"{ALGORITHM}.policy_loss_type": "clip_cov"},
     ),
     Case(
         "bounds of rewards have an order",

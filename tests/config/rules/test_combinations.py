@@ -16,7 +16,7 @@ from hpcrl.config.fields import leaves
 from hpcrl.config.load import nested
 from hpcrl.config.rules import cluster as site
 from hpcrl.config.rules import combinations as rules
-from hpcrl.config.rules import generation, ranks, training
+from hpcrl.config.rules import generation, idle, ranks, training
 from hpcrl.config.rules import megatron_layouts as layouts
 from hpcrl.config.rules import rewards as scoring
 from hpcrl.config.rules.combinations import impossible
@@ -31,7 +31,7 @@ def found(settings: dict[str, Any]) -> list[Problem]:
     return impossible(build(Config, nested({**BASE, **settings})))
 
 
-MODULES = (rules, ranks, layouts, generation, scoring, site, training)
+MODULES = (rules, idle, ranks, layouts, generation, scoring, site, training)
 
 
 CASES = [*SKYRL, *COSMOS, *OURS]
