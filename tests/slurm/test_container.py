@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import outcome_of
 from tests.jobs.small_run import HPCRL, SMALL, logs_of, wait_for
-from tests.paths import QUICKSTART
+from tests.paths import QUICKSTART, ROOT
 from tests.processes import processes_of
 from tests.slurm.conftest import DevCluster
 from tests.slurm.test_runs import SITE, ask
@@ -29,11 +30,11 @@ assert arguments.pop(0) == "exec", sys.argv
 binds = []
 while arguments[0].startswith("--"):
     option, _, value = arguments.pop(0).partition("=")
-    assert option == "--bind", sys.argv  # a run on CPUs: no --nv
-    binds += [Path(value)]
+    assert option in ("--bind", "--nv"), sys.argv
+    binds += [Path(value)] if value else []
 image, *command = arguments
 with open({log!r}, "a") as file:
-    file.write(json.dumps([str(bind) for bind in binds] + [image] + command) + "\\n")
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
 root = tempfile.mkdtemp()
 lines = ["set -e", "mount --make-rprivate /", f"mount -t tmpfs none {{root}}"]
 for path in [Path(one) for one in json.load(open(image))] + binds:
@@ -46,6 +47,7 @@ for path in [Path(one) for one in json.load(open(image))] + binds:
 lines.append(f'mkdir -p {{root}}/tmp; exec chroot {{root}} "$@"')
 os.execvp("unshare", ["unshare", "--mount", "bash", "-c", "\\n".join(lines), "apptainer", *command])
 """
+OF_QUICKSTART = ["data/train.parquet", "data/validation.parquet", "model"]
 SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/dev", "/proc", "/sys", "/var", "/run"]
 
 
@@ -53,30 +55,56 @@ def prepare(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     """Return the log of the stand-in, and the environment in which it is found."""
     log, image = tmp_path / "calls.jsonl", tmp_path / "image.sif"
     packages = [path for path in sys.path if path.endswith("site-packages")]
-    image.write_text(json.dumps([*SYSTEM, *{sys.base_prefix, sys.prefix, *packages}]))
+    image.write_text(json.dumps([*SYSTEM, *{sys.base_prefix, sys.prefix, *packages, str(ROOT / "hpcrl")}]))
     program = tmp_path / "bin" / "apptainer"
     write_text(program, APPTAINER.format(python=sys.executable, log=str(log)), mode=0o755)
     (tmp_path / "local").mkdir()
     return log, {"PATH": f"{program.parent}:", "TMPDIR": str(tmp_path / "local")}
 
 
-def test_a_run_and_its_pool_live_requeue_and_end_in_a_container(cluster: DevCluster, tmp_path: Path) -> None:
-    log, environment = prepare(tmp_path)
-    of_container = [
+def container(tmp_path: Path) -> list[str]:
+    return [
         "slurm.container.kind=apptainer",
         f"slurm.container.image={tmp_path}/image.sif",
         f"slurm.container.python={sys.executable}",
+    ]
+
+
+def hpcrl(cluster: DevCluster, cwd: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    """Run hpcrl on the login node; what it submits inherits the environment."""
+    values = {name: shlex.quote(value) for name, value in environment.items()}
+    exports = f"export HF_HOME=/nowhere TMPDIR={values['TMPDIR']} PATH={values['PATH']}$PATH"
+    return cluster.run(["bash", "-c", f"{exports}; {shlex.join([HPCRL, *words])}"], cwd=cwd)
+
+
+def test_doctor_looks_into_the_container(cluster: DevCluster, tmp_path: Path) -> None:
+    log, environment = prepare(tmp_path)
+    root = tmp_path / "runs"
+    root.mkdir()
+    done = hpcrl(cluster, tmp_path, environment, "doctor", SITE, "--root", str(root), "--json", *container(tmp_path))
+    found = {one["subject"]: one for one in json.loads(done.stdout)}
+    assert [one for one in found.values() if one["level"] == "error"] == []
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "seen on n" in found["shared filesystem"]["found"]
+    assert "in the container" in found["environment"]["found"]
+    assert "scontrol" not in found, "it is in the image"
+    (call,) = [json.loads(line) for line in log.read_text().splitlines()]
+    binds = [f"--bind={root}", f"--bind={environment['TMPDIR']}"]
+    assert call[:6] == ["exec", "--nv", *binds, f"{tmp_path}/image.sif", sys.executable], "its partition has GPUs"
+
+
+def test_a_run_and_its_pool_live_requeue_and_end_in_a_container(cluster: DevCluster, tmp_path: Path) -> None:
+    log, environment = prepare(tmp_path)
+    of_container = [
+        *container(tmp_path),
         "slurm.exclusive=true",
         "slurm.elastic.extra={exclusive=true}",
         "generator.inference_engine.num_engines=0",
         "slurm.elastic.replicas=1",
     ]
     steps = [*SMALL, "trainer.max_steps=2000", "trainer.eval_interval=0", "trainer.ckpt_interval=1000"]
-    words = [HPCRL, "submit", str(QUICKSTART), SITE, "trainer.run_name=contained", *steps, *of_container]
-    exports = " ".join(
-        f"export {name}={shlex.quote(value)}{'$PATH' if name == 'PATH' else ''};" for name, value in environment.items()
-    )
-    done = cluster.run(["bash", "-c", f"{exports} {shlex.join(words)}"], cwd=tmp_path)
+    words = ["submit", str(QUICKSTART), SITE, "trainer.run_name=contained", *steps, *of_container]
+    done = hpcrl(cluster, tmp_path, environment, *words)
     assert done.returncode == 0, done.stderr
     run = Run.open(tmp_path / "runs" / "quickstart" / "contained")
 
@@ -107,10 +135,13 @@ def test_a_run_and_its_pool_live_requeue_and_end_in_a_container(cluster: DevClus
     assert outcome.kind == "cancelled", said()
 
     calls = [json.loads(line) for line in log.read_text().splitlines()]
-    binds, at = [str(tmp_path / "runs"), str(tmp_path / "local")], calls[0].index(f"{tmp_path}/image.sif")
-    for call in calls:
-        assert set(binds) < set(call[:at])
-        assert call[at + 1] == sys.executable
+    seen = [
+        run.path.parent.parent,
+        *(QUICKSTART.parent / "quickstart" / name for name in OF_QUICKSTART),
+        tmp_path / "local",
+    ]
+    begin = ["exec", *(f"--bind={path}" for path in seen), f"{tmp_path}/image.sif", sys.executable]
+    assert [call[: len(begin)] for call in calls] == [begin] * len(calls)
     modules = [call[call.index("-m") + 1] for call in calls]
     assert modules.count("hpcrl.launch.requeue.epilogue") == 2, "it requeued the job, and did not the second time"
     assert modules.count("submitit.core._submit") >= 3

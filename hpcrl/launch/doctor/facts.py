@@ -161,7 +161,7 @@ def of_both(here: Mapping[str, Any], there: Mapping[str, Any], contained: bool =
         versions = ", ".join(f"{name} {found}" for name, found in there["packages"].items())
         yield ok(
             "environment",
-            f"{there['prefix']} {'in the container fits' if contained else 'is the same here and'} on {node}: Python {there['python']}, {versions}",
+            f"{there['prefix']} {'in the container' if contained else 'is the same here and'} on {node}: Python {there['python']}, {versions}",
         )
 
 
