@@ -15,7 +15,6 @@ import signal
 import sys
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.config import Config
@@ -59,7 +58,7 @@ def serve(run: Run, config: Config, attempt: int, replica: int, status: StatusWr
         # torch and transformers take seconds to import, while the engine starts
         from hpcrl.rollout.worker import work
 
-        options = worker_options(run, config, attempt, replica, scratch.path)
+        options = worker_options(run, config, attempt, replica)
         server.wait_ready(start_s, lambda: status.write("starting engine"))
         heartbeat.beat("serve")
         controller = stack.enter_context(closing(Controller(run, attempt)))
@@ -68,20 +67,22 @@ def serve(run: Run, config: Config, attempt: int, replica: int, status: StatusWr
         asyncio.run(work(options, server, config.trainer.policy.model.path, generator, config.environment, status))
 
 
-def worker_options(run: Run, config: Config, attempt: int, replica: int, scratch: Path) -> WorkerOptions:
+def worker_options(run: Run, config: Config, attempt: int, replica: int) -> WorkerOptions:
     from hpcrl.rollout.worker import WorkerOptions
 
+    engine = config.generator.inference_engine
     return WorkerOptions(
         run=run,
         attempt=attempt,
         replica=replica,
-        scratch=scratch,
         capacity=capacity(config),
         n_samples=config.generator.n_samples_per_prompt,
         dump_evals=config.trainer.dump_eval_results,
         baselines=needs_baselines(config.trainer.algorithm),
-        stall_s=config.generator.inference_engine.stall_timeout_seconds,
-        load_s=config.generator.inference_engine.start_timeout_seconds,
+        stall_s=engine.stall_timeout_seconds,
+        load_s=engine.start_timeout_seconds,
+        engine_dtype=engine.model_dtype,
+        probe_tolerance=engine.probe_tolerance,
     )
 
 

@@ -26,7 +26,7 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
-from hpcrl.config.derive import checkpoint_interval, gpu_count, publishes
+from hpcrl.config.derive import checkpoint_interval, gpu_count, longest_sample, publishes
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.trainer.backends.schedule import is_due
@@ -72,7 +72,8 @@ def work(
         checkpoints = Checkpoints.of(trainer, run, attempt, world, controller.committed)
         resume = partial(checkpoints.resume, mode=trainer.resume_mode, path=trainer.resume_path)
         learner = load_learner(run, config, world, consensus, resume, Dumps(run, attempt, world))
-        publisher = Publisher(run, attempt, world, dtype, trainer.fully_async.max_staleness_steps)
+        staleness = trainer.fully_async.max_staleness_steps
+        publisher = Publisher(run, attempt, world, dtype, staleness, longest=longest_sample(config))
         publisher.resume(learner.policy, learner.start.step)
         train(config, learner, checkpoints, publisher, controller, profile_step)
     except Stopping:
@@ -105,7 +106,7 @@ def train(
             step = batch.step
             if publishes(trainer, step, total) and not consensus.asked("publish"):  # else the next attempt does it
                 with timer("sync_weights"):
-                    publisher.publish(policy, step)
+                    metrics |= publisher.publish(policy, step)
                     controller.published(step)
             learner.reset_reference(step, epoch, timer)
             metrics |= checkpoints.settle() | describe_cost(batch, timer.lap(), learner.world, learner.flops)

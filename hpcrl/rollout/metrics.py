@@ -29,6 +29,10 @@ class RolloutMetrics:
         self._idle = 0.0
         self.tokens = 0
 
+    def add(self, known: Mapping[str, float]) -> None:
+        """Report further metrics of the change to this version."""
+        self._known |= known
+
     def set_busy(self, busy: bool) -> None:
         """Whether there is work from here on."""
         self._settle()

@@ -11,12 +11,10 @@ Running training groups go on under the new weights; running evaluation is waite
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
@@ -47,9 +45,9 @@ class WorkerOptions:
     """What a worker is started with.
 
     Attributes:
-        scratch: node-local directory for weights on their way in.
         capacity: training groups of n_samples each that are in flight at most; fewer while the engine's cache is full.
         stall_s, load_s: how long the engine may show no progress, and while it takes in weights.
+        engine_dtype, probe_tolerance: the engine's number type, and generator.inference_engine.probe_tolerance.
         dump_evals: whether texts and scores of evaluation samples are written.
         baselines: whether training groups get the reward of a greedy response.
     """
@@ -57,13 +55,14 @@ class WorkerOptions:
     run: Run
     attempt: int
     replica: int
-    scratch: Path
     capacity: int
     n_samples: int
     dump_evals: bool
     baselines: bool = False
     stall_s: float = 300.0
     load_s: float = 1800.0
+    engine_dtype: str = "bfloat16"
+    probe_tolerance: float | None = None
 
     @property
     def name(self) -> str:
@@ -84,7 +83,7 @@ async def work(
         model: HF directory or hub id of the tokenizer.
     """
     calls, kept = headers(read_token(options.run), options.run.name, options.attempt), config.inference_engine
-    engine = EngineClient(server.socket, calls, keep_cache=kept.keep_cache_on_update)
+    engine = EngineClient(server.socket, calls, replica=options.name, keep_cache=kept.keep_cache_on_update)
     tokenizer = load_tokenizer(model, config.chat_template)
     generator = GroupGenerator(engine, tokenizer, config, environment, options.baselines)
     try:
@@ -113,6 +112,7 @@ class Worker:
         self._rollout_metrics = RolloutMetrics()
         self._limiter = ConcurrencyLimiter(options.capacity)
         self._newest = 0
+        self._unproven = False
         self._stop: str | None = None
         self._news = asyncio.Event()
 
@@ -146,7 +146,8 @@ class Worker:
             if not behind and claim is None and free > 0:
                 claim = asyncio.create_task(self._claim(free))
             news = asyncio.create_task(self._news.wait())
-            waited = [task for task in (news, claim, update, *self._flight) if task is not None]
+            flight = [task for task in self._flight if not (self._unproven and task.done())]
+            waited = [task for task in (news, claim, update, *flight) if task is not None]
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             news.cancel()
             self._news.clear()
@@ -209,6 +210,8 @@ class Worker:
         return meta
 
     async def _hand_over(self) -> None:
+        if self._unproven:  # nothing leaves that weights may have chosen which are not the version's
+            return
         done = [task for task in self._flight if task.done()]
         groups = [task.result().to_json() for task in done if not task.cancelled()]
         for task in done:
@@ -218,19 +221,23 @@ class Worker:
             await self._call("complete", groups=groups)
 
     async def _update(self, version: int) -> None:
-        started, local = time.monotonic(), self._options.scratch / "weights"
+        started, options = time.monotonic(), self._options
         try:
-            await in_thread(fetch, self._options.run.weights_of(version), local)
+            weights = await in_thread(fetch, options.run.weights_of(version))
         except CommitError:
             self._note_answer(await self._call("report", version=self._engine.version, state="fetching weights"))
             if self._newest == version:
                 raise
             return  # so slow that the version was retired meanwhile: on to the newest
-        fetched = time.monotonic() - started
+        known = {"weights/fetch_seconds": time.monotonic() - started, "weights/load_gib": weights.size / 2**30}
         self._write_metrics()
-        pause = await self._engine.update_weights(local, version)
-        await in_thread(shutil.rmtree, local)
-        self._rollout_metrics.start({"weights/fetch_seconds": fetched, "weights/pause_seconds": pause})
+        self._unproven = True
+        known |= await self._engine.update_weights(weights)
+        self._rollout_metrics.start(known)
+        differs = await self._engine.probe(weights, options.engine_dtype, options.probe_tolerance)
+        self._unproven = False
+        if differs is not None:
+            self._rollout_metrics.add({"weights/probe_difference": differs})
 
     def _write_metrics(self) -> None:
         if self._metrics and self._rollout_metrics.tokens:  # a version that generated nothing has no metrics

@@ -208,22 +208,27 @@ def _joined_mask(samples: Sequence[Sample]) -> SamplingMask | None:
 
 def idle_micro_batch() -> MicroBatch:
     """Return one token that counts for nothing."""
-    zero, none = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    return untrained_micro_batch([0])
+
+
+def untrained_micro_batch(token_ids: Sequence[int]) -> MicroBatch:
+    """Return one sample of which nothing is trained."""
+    ids, zeros = torch.tensor(token_ids), torch.zeros(len(token_ids))
     return MicroBatch(
-        token_ids=none,
-        positions=none,
-        lengths=[1],
-        labels=none,
-        loss_mask=zero,
-        weights=zero,
-        nll_weights=zero,
-        rollout_logprobs=zero,
-        old_logprobs=zero,
-        ref_logprobs=zero,
-        advantages=zero,
-        values=zero,
-        returns=zero,
-        current=zero,
+        token_ids=ids,
+        positions=torch.arange(len(ids)),
+        lengths=[len(ids)],
+        labels=ids.roll(-1).index_fill_(0, torch.tensor(len(ids) - 1), 0),
+        loss_mask=zeros,
+        weights=zeros,
+        nll_weights=zeros,
+        rollout_logprobs=zeros,
+        old_logprobs=zeros,
+        ref_logprobs=zeros,
+        advantages=zeros,
+        values=zeros,
+        returns=zeros,
+        current=zeros,
     )
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
@@ -20,6 +19,7 @@ from tests.faults.history import assert_nothing_lost, last_saved, last_trained
 from tests.faults.scenario import STEPS, Scenario
 from tests.jobs.small_run import curve
 from tests.processes import send
+from tests.trainer.material import load_weights
 
 pytestmark = pytest.mark.nodes(3)
 
@@ -87,7 +87,7 @@ def test_rank_is_killed(scenario: Scenario, rank: int) -> None:
     assert [len(attempt.hosts) for attempt in read_attempts(run)] == [3, 3]
     exported = scenario.path / "exported"
     assert str(exported) in scenario.told("checkpoint", "export", "run", "-o", str(exported))
-    by_run, by_hand = (load_file(path / "model-00001.safetensors") for path in (run.export(STEPS), exported))
+    by_run, by_hand = (load_weights(path) for path in (run.export(STEPS), exported))
     assert by_run.keys() == by_hand.keys()
     assert all(torch.equal(by_run[name], by_hand[name]) for name in by_run)
 

@@ -14,7 +14,7 @@ from hpcrl.rollout.vllm.client import EngineClient
 from hpcrl.rollout.vllm.server import Server
 from hpcrl.rundir.commit import write_text
 from hpcrl.runtime.controller_client import headers
-from tests.rollout.material import RUN_NAME, TOKEN, make_model, options, served
+from tests.rollout.material import RUN_NAME, TOKEN, as_version, make_model, options, served
 
 R = TypeVar("R")
 WithEngine = Callable[[Callable[[EngineClient], Coroutine[Any, Any, R]]], R]
@@ -48,7 +48,7 @@ def with_engine(server: Server, models: list[Path]) -> WithEngine[Any]:
         async def main() -> R:
             engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1))
             try:
-                await engine.update_weights(models[0], 0)
+                await engine.update_weights(as_version(models[0], 0))
                 return await play(engine)
             finally:
                 await engine.close()

@@ -6,7 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import InferenceEngineConfig
+from hpcrl.data.weight_files import Probe, PublishedWeights, WeightFile, WeightReader, weight_facts
 from hpcrl.rollout.vllm.server import Server, ServerOptions
+from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.runtime.scratch import Scratch
 from tests.paths import CONFIGS
 
@@ -30,7 +32,7 @@ START_S = 420.0  # of an engine, while other tests have the cores
 LONG_PROMPT = [4 + (7 * i + i * i) % 13 for i in range(100)]  # fills three blocks of the prefix cache
 
 
-def make_model(path: Path, seed: int) -> Path:
+def make_model(path: Path, seed: int, kv_heads: int = 1) -> Path:
     """Write a random model with sharp preferences, and the tokenizer of the quickstart."""
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -39,7 +41,7 @@ def make_model(path: Path, seed: int) -> Path:
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=MAX_MODEL_LEN,
         tie_word_embeddings=False,
         initializer_range=0.2,
@@ -51,6 +53,33 @@ def make_model(path: Path, seed: int) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (path / name).write_bytes((QUICKSTART / name).read_bytes())
     return path
+
+
+def publish(
+    model: Path, target: Path, version: int, attempt: int = 1, *, probe: Probe | None = None
+) -> PublishedWeights:
+    """Commit a model's weights as the trainer does."""
+    with closing(WeightReader(model)) as reader:
+        tensors = {name: tensor for name, tensor, _ in reader}
+    directory = begin(target, attempt)
+    file = WeightFile(
+        directory / "model-00001.safetensors", {name: tensor.to("meta") for name, tensor in tensors.items()}
+    )
+    digests = {name: file.write(name, tensor) for name, tensor in tensors.items()}
+    file.close()
+    finish(target, attempt, version=version, **weight_facts(digests, probe))
+    return PublishedWeights.read(target)
+
+
+def as_version(model: Path, version: int) -> PublishedWeights:
+    """Return a model's weights as a version that was published, beside the model."""
+    target = model.parent / "published" / f"{model.name}-v{version:06d}"
+    return PublishedWeights.read(target) if is_committed(target) else publish(model, target, version)
+
+
+def probe_of(model: Path) -> Probe:
+    """Return the probe that a trainer of this model publishes."""
+    return Probe(LONG_PROMPT[:16], logprobs(model, LONG_PROMPT[:1], LONG_PROMPT[1:16]).tolist(), "float32")
 
 
 def options(model: str, token_file: Path) -> ServerOptions:

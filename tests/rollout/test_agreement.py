@@ -42,7 +42,7 @@ from hpcrl.trainer.step import Learner
 from hpcrl.trainer.stop import StopConsensus
 from hpcrl.types import Batch, Prompt, Work
 from tests.rollout.conftest import WithEngine
-from tests.rollout.material import QUICKSTART, VOCABULARY, distribution
+from tests.rollout.material import QUICKSTART, VOCABULARY, as_version, distribution
 from tests.trainer.material import make_run, world_of_one
 
 TOKENIZER = AutoTokenizer.from_pretrained(QUICKSTART)
@@ -125,7 +125,7 @@ def test_tokens_that_share_the_last_place(with_engine: WithEngine[Any], models: 
     save_file(weights, tied / "model.safetensors", {"format": "pt"})
 
     async def play(engine: EngineClient) -> Group:
-        await engine.update_weights(tied, 1)
+        await engine.update_weights(as_version(tied, 1))
         return await group_of(engine, replace(SAMPLING, top_k=4))
 
     samples = packed(with_engine(play), tmp_path)

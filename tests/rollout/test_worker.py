@@ -24,16 +24,27 @@ from hpcrl.observe.metrics import merged
 from hpcrl.rollout.vllm.client import EngineClient
 from hpcrl.rollout.vllm.server import Server
 from hpcrl.rollout.worker import WorkerOptions, work
-from hpcrl.rundir.commit import committed_directory, write_text
+from hpcrl.rundir.commit import COMMIT, MANIFEST, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import headers
 from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
 from hpcrl.types import Kind, Prompt, Work
 from tests.paths import ROOT
+from tests.rollout import material
 from tests.rollout.conftest import WithEngine
 from tests.rollout.controller import FakeController
 from tests.rollout.environments import Stuck
-from tests.rollout.material import QUICKSTART, RUN_NAME, START_S, TOKEN, children_of, logprobs, processes, wait_for
+from tests.rollout.material import (
+    QUICKSTART,
+    RUN_NAME,
+    START_S,
+    TOKEN,
+    children_of,
+    logprobs,
+    probe_of,
+    processes,
+    wait_for,
+)
 
 LENGTH = 40
 GENERATOR = GeneratorConfig(sampling_params=SamplingParams(max_generate_length=LENGTH))
@@ -61,10 +72,7 @@ def controller(run: Run) -> Iterator[FakeController]:
 
 
 def publish(run: Run, version: int, model: Path) -> Path:
-    path = run.weights_of(version)
-    with committed_directory(path, ATTEMPT, version=version) as directory:
-        (directory / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
-    return path
+    return material.publish(model, run.weights_of(version), version, ATTEMPT, probe=probe_of(model)).path
 
 
 def start(
@@ -75,8 +83,7 @@ def start(
     async def nothing(_engine: EngineClient) -> None: ...
 
     with_engine(nothing)  # version 0 again
-    options = WorkerOptions(run, ATTEMPT, 5, run.path / "scratch", capacity, n_samples=4, dump_evals=True)
-    options.scratch.mkdir()
+    options = WorkerOptions(run, ATTEMPT, 5, capacity, n_samples=4, dump_evals=True, engine_dtype="float32")
     failed: list[BaseException] = []
 
     def main() -> None:
@@ -145,7 +152,10 @@ def test_groups_of_each_version(
     assert 0 < metrics[1]["weights/pause_seconds/rollout-5"] < 5
     assert metrics[1]["weights/fetch_seconds/rollout-5"] > 0
     assert metrics[0]["generate/tokens_per_second/rollout-5"] > 0
-    assert not list((run.path / "scratch").iterdir())
+    assert 0 < metrics[1]["weights/load_seconds/rollout-5"] < metrics[1]["weights/pause_seconds/rollout-5"]
+    size = sum(path.stat().st_size for path in run.weights_of(1).iterdir() if path.name not in (MANIFEST, COMMIT))
+    assert metrics[1]["weights/load_gib/rollout-5"] == pytest.approx(size / 2**30)
+    assert 0 < metrics[1]["weights/probe_difference/rollout-5"] < 1e-4
     (process_status,) = [
         process_status
         for process_status in read_process_statuses(run, ATTEMPT)
@@ -247,7 +257,7 @@ def test_evaluation_is_not_interrupted_by_new_weights(
 def test_damaged_weights_end_the_worker_before_the_pause(
     run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any], models: list[Path]
 ) -> None:
-    file = publish(run, 1, models[1]) / "model.safetensors"
+    file = publish(run, 1, models[1]) / "model-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     thread, failed = start(run, server, with_engine)
     controller.version = 1

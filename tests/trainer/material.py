@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.algorithms.reductions import Reduction
@@ -30,6 +31,11 @@ from tests.paths import CONFIGS
 
 VOCABULARY = 18
 QUICKSTART = CONFIGS / "quickstart" / "model"
+
+
+def load_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of all files of published weights or of an export."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def make_sample(generator: torch.Generator, length: int, prompt: int) -> Sample:

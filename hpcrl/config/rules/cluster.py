@@ -13,7 +13,13 @@ from hpcrl.config.sections.tree import ConfigTree
 
 _ENGINE_NAMES = {field.name: field.name for field in fields(InferenceEngineConfig)} | {"dtype": "model_dtype"}
 _ENGINE_OWN = {"uds", "host", "port", "middleware", "model", "max_model_len", "logprobs_mode", "api_key"}
-_ENGINE_OWN |= {"weight_transfer_config", "enable_scale_out", "served_model_name", "max_logprobs"}
+_ENGINE_OWN |= {
+    "weight_transfer_config",
+    "enable_scale_out",
+    "served_model_name",
+    "max_logprobs",
+    "worker_extension_cls",
+}
 _SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
 _SBATCH_OWN |= {"requeue", "no_requeue", "no_kill"}
 _OF_ELASTIC = {field.name for field in fields(ElasticConfig)}

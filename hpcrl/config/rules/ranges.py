@@ -151,6 +151,7 @@ RANGES: dict[str, Range] = {
     "max_input_length": _COUNT,
     "rope_theta": _POSITIVE,
     "weight_transfer_threshold_cuda_ipc_GB": _POSITIVE,
+    "probe_tolerance": _POSITIVE,
     "max_num_batched_tokens": _COUNT,
     "max_num_seqs": _COUNT,
     "gpu_memory_utilization": _SHARE_ABOVE_0,

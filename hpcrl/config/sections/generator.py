@@ -75,6 +75,11 @@ class InferenceEngineConfig:
     engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further options of the vLLM server, by their names there."""
 
+    probe_tolerance: float | None = None
+    """How far the log-probabilities of a few tokens, which the trainer publishes with each version of the weights, may be from the engine's,
+    as the mean of absolute differences; more ends the replica. Unset: 0.3 where trainer or engine compute in bfloat16, 0.1 with float16,
+    0.01 with float32."""
+
     start_timeout_seconds: int = 1800
     """How long an engine may take until it answers, and later to take in new weights; then it counts as failed."""
 

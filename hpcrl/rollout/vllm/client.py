@@ -15,9 +15,11 @@ import httpx
 
 from hpcrl.config import SamplingParams
 from hpcrl.config.derive import mask_size
+from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
 from hpcrl.rollout.limiter import Load
 from hpcrl.rollout.vllm.middleware import PATH
+from hpcrl.rollout.vllm.proof import METHOD, check_probe, check_ranks, difference, tolerance
 from hpcrl.types import Kind, StopReason
 
 _TOKENS = "vllm:generation_tokens_total"
@@ -119,13 +121,17 @@ class EngineClient:
         socket: unix socket of the server.
         headers: sent with every request; they carry the token.
         keep_cache: whether running requests keep their key-value caches over an update (generator.inference_engine.keep_cache_on_update).
+        replica: name in errors.
 
     Attributes:
         version: policy version of the weights that the engine holds.
         answered: calls that have ended, well or not.
     """
 
-    def __init__(self, socket: Path, headers: Mapping[str, str], version: int = 0, *, keep_cache: bool = False) -> None:
+    def __init__(
+        self, socket: Path, headers: Mapping[str, str], version: int = 0, *, replica: str = "", keep_cache: bool = False
+    ) -> None:
+        self._who = f"the inference engine of {replica}" if replica else "the inference engine"
         # each request has a connection of its own, which costs next to nothing on a unix socket: the server closes one that was idle
         # for 5 s, and on a busy machine this process may notice only after it has sent the next request there, which is lost then
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -178,24 +184,27 @@ class EngineClient:
         said = [_generation(choice, running, masked=params["logprobs"] > 0) for choice in choices]
         return said * n_samples if greedy else said
 
-    async def update_weights(self, directory: Path, version: int) -> float:
-        """Load the safetensors files of a local directory as policy `version`; return the seconds that generation paused.
+    async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
+        """Load a published version; return metrics: seconds of the pause, and of loading in it.
 
         Running requests go on with the new weights. Their key-value caches are dropped and computed again, as is the prefix
         cache, so that each token's logprob belongs to exactly one version; unless they are to keep them.
 
         Raises:
-            EngineError: the engine could not load them, or says that it holds others. It is unusable then.
+            EngineError: the engine could not load them, or a rank of it holds others. It is unusable then.
         """
+        version = weights.version
         started = time.monotonic()
         await self._call("POST", "/pause", params={"mode": "keep", "clear_cache": "false"})
+        loading = time.monotonic()
         await self._call("POST", "/start_weight_update")
-        await self._call("POST", "/update_weights", json={"update_info": {"path": str(directory), "version": version}})
+        await self._call("POST", "/update_weights", json={"update_info": {"path": str(weights.path)}})
         await self._call("POST", "/finish_weight_update", json={"weight_version": str(version)})
+        loaded = time.monotonic() - loading
         if (held := await self.weight_version()) != str(version):
-            raise EngineError(
-                f"the inference engine was given the weights of version {version} and says that it holds {held!r}"
-            )
+            raise EngineError(f"{self._who} was given the weights of version {version} and says that it holds {held!r}")
+        proofs = await self._call("POST", "/collective_rpc", json={"method": METHOD})
+        check_ranks(proofs["results"], weights, self._who)
         counts = await self._call("GET", PATH)
         for name, running in self._running.items():
             had = {int(index): count for index, count in counts.get(name, {}).items()}
@@ -206,7 +215,26 @@ class EngineClient:
             self._dropped = sum(map(len, counts.values()))
             await self.reset_cache()
         await self._call("POST", "/resume")
-        return time.monotonic() - started
+        return {"weights/pause_seconds": time.monotonic() - started, "weights/load_seconds": loaded}
+
+    async def probe(self, weights: PublishedWeights, dtype: str, allowed: float | None) -> float | None:
+        """Return how far the engine is from the trainer with a version that it has loaded: see `proof.difference`. None: there is no probe.
+
+        Args:
+            dtype: of the engine's computation.
+            allowed: None: as `proof.tolerance` has it.
+
+        Raises:
+            EngineError: it is too far, or the engine failed.
+        """
+        if weights.probe is None:
+            return None
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        request = {"token_ids": weights.probe.token_ids, "sampling_params": params}
+        answer = await self._call("POST", "/inference/v1/generate", json=request)
+        found = difference(weights.probe, answer["prompt_logprobs"])
+        check_probe(found, tolerance(weights.probe, dtype, allowed), weights.version, self._who)
+        return found
 
     async def reset_cache(self) -> None:
         """Drop the prefix cache and the caches of running requests, which are computed again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 BACKEND = "shared_fs"
+WORKER_EXTENSION = "hpcrl.rollout.vllm.weight_engine.WeightProof"
 
 
 @functools.cache  # vLLM may load plugins twice in one process

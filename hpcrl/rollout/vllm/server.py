@@ -29,7 +29,7 @@ from hpcrl.config.sections.model import rope_parameters
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.vllm.main import PARENT
 from hpcrl.rollout.vllm.middleware import RUN_NAME, TOKEN_FILE
-from hpcrl.rollout.vllm.plugin import BACKEND
+from hpcrl.rollout.vllm.plugin import BACKEND, WORKER_EXTENSION
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import headers, read_token_file
 from hpcrl.runtime.heartbeat import SuspendAwareClock
@@ -183,6 +183,7 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from: after temperature, top_k, top_p, ...
         "max-logprobs": MOST_KEPT,
         "weight-transfer-config": {"backend": BACKEND},
+        "worker-extension-cls": WORKER_EXTENSION,
     }
     if options.on_cpu:
         arguments["kv-cache-memory-bytes"] = _CPU_CACHE_BYTES

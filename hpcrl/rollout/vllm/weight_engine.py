@@ -1,16 +1,16 @@
-"""The weight engine `shared_fs`: loads a local directory of safetensors files with HF names into a running vLLM worker.
+"""The weight engine `shared_fs`: loads a published version from the run directory into a running vLLM worker, and says what it has loaded.
 
-Imported inside vLLM's workers only, by the name that `plugin.register` gives.
+Imported inside vLLM's workers only, by the names that `plugin.register` and the server's options give.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -18,8 +18,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from hpcrl.data.weight_files import PublishedWeights, WeightReader, whole_digest
+
 if TYPE_CHECKING:
     import torch
+
+_MOST_NAMED = 8
 
 
 @dataclass
@@ -32,55 +36,74 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """Where the new weights are.
 
     Attributes:
-        path: directory on this node that holds the safetensors files.
-        version: policy version of these weights.
+        path: a committed version, weights/v<k> of the run directory.
     """
 
     path: str
-    version: int
 
 
 class SharedFilesystemEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Replaces all weights by those of one directory.
+    """Replaces all weights by those of one version.
 
     Layers are put back into their checkpoint form before loading and processed again afterwards: CPU and quantised layers are
     repacked at first load and could not be written otherwise.
+
+    Attributes:
+        held: version and digest of what was loaded by the last update that was finished; None before the first.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+    held: dict[str, Any] | None = None
+    _given: dict[str, Any] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        self.held = self._given = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class then synchronises an accelerator; loading from files is synchronous, and a CPU has none.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        weights = PublishedWeights.read(Path(update_info.path))
         expected = {name for name, _ in self.model.named_parameters()}
-        loaded = cast(Any, self.model).load_weights(_tensors(Path(update_info.path)))
+        given: dict[str, str] = {}
+        with closing(WeightReader(weights.path, list(weights.tensors))) as reader:
+            initialize_layerwise_reload(self.model)
+            loaded = cast(Any, self.model).load_weights(_noting(reader, given))
         missing = sorted(expected - (loaded or expected))
         if missing:
-            raise ValueError(
-                f"weights of version {update_info.version} in {update_info.path} lack {', '.join(missing[:8])}"
-            )
+            raise ValueError(f"{weights.path} lacks {', '.join(missing[:_MOST_NAMED])}")
+        names = weights.tensors.keys() | given.keys()
+        wrong = sorted(name for name in names if weights.tensors.get(name) != given.get(name))
+        self._given = {"version": weights.version, "digest": whole_digest(given), "wrong": wrong[:_MOST_NAMED]}
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        if self._given is not None:
+            finalize_layerwise_reload(self.model, self.model_config)
+        self.held = self._given
 
     def shutdown(self) -> None:
         pass
 
 
-def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{directory} holds no safetensors file")
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                yield name, file.get_tensor(name)
+class WeightProof:
+    """What vLLM's workers can do beside what vLLM gives them."""
+
+    def weight_proof(self) -> dict[str, Any]:
+        """Return this rank, how many there are, and what it holds."""
+        worker = cast(Any, self)
+        return {
+            "rank": worker.rank,
+            "of": worker.parallel_config.world_size,
+            **(worker.weight_transfer_engine.held or {}),
+        }
+
+
+def _noting(reader: WeightReader, given: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor, digest in reader:
+        given[name] = digest
+        yield name, tensor

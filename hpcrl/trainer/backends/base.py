@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -103,8 +103,32 @@ class Engine(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class ExportPiece:
+    """Tensors of an exported policy that are gathered together.
+
+    Attributes:
+        tensors: by Hugging Face's names, without values (on the meta device).
+        ranks: those that can have them whole.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    ranks: Sequence[int]
+
+
 class PolicyEngine(Engine, Protocol):
-    """A policy in training, and maybe its frozen reference."""
+    """A policy in training, and maybe its frozen reference.
+
+    Attributes:
+        vocabulary: token ids that it knows.
+        dtype: in which it computes.
+    """
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
         """Yield [P] log-probabilities of the labels, of the policy or of the reference, without gradient."""
@@ -118,8 +142,22 @@ class PolicyEngine(Engine, Protocol):
         """
         ...
 
-    def export_weights(self, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the policy piece by piece under Hugging Face names: whole CPU tensors on rank 0, nothing on other ranks."""
+    def probe(self, token_ids: Sequence[int]) -> list[float]:
+        """Return log-probabilities at temperature 1 of each token but the first, given those before it."""
+        ...
+
+    def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
+        """Return what the policy is exported in, in the order of its layers; the same on every rank."""
+        ...
+
+    def export_weights(self, dtype: torch.dtype, owners: Sequence[int]) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the pieces of `export_pieces`: whole CPU tensors on the rank that owns the piece, nothing on others.
+
+        All ranks exhaust the iterator.
+
+        Args:
+            owners: one of its ranks for each piece.
+        """
         ...
 
     def export_config(self, directory: Path, dtype: torch.dtype) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -47,6 +50,20 @@ class ForwardConfig:
         if not torch.is_grad_enabled():
             return "none"
         return "trained" if self.entropy_loss else "metric"
+
+
+class HasForwardConfig(Protocol):
+    forward_config: ForwardConfig
+
+
+@contextmanager
+def at_temperature(head: HasForwardConfig, temperature: float) -> Iterator[None]:
+    """Compute log-probabilities at another temperature for a while."""
+    kept, head.forward_config = head.forward_config, replace(head.forward_config, temperature=temperature)
+    try:
+        yield
+    finally:
+        head.forward_config = kept
 
 
 def forward_config(trainer: TrainerConfig, temperature: float = 1.0) -> ForwardConfig:

@@ -1,41 +1,50 @@
 """The policy as a model that others load: weights/v<k> for the inference engines, exports/s<k> for people.
 
-Both are the same files, safetensors under Hugging Face names; an export adds configuration and tokenizer.
+Both are the same files, safetensors under Hugging Face names, to which every rank writes its part; an export adds configuration and
+tokenizer, weights add what proves to engines that they hold them: a digest of each tensor, and a probe.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.weight_files import Probe, weight_facts
 from hpcrl.errors import HpcrlError
-from hpcrl.rundir.commit import committed, committed_by, committed_directory, discard, is_committed
+from hpcrl.rundir.commit import abandon, begin, committed, committed_by, discard, finish, is_committed, listing, staging
 from hpcrl.rundir.layout import Run, step_of, version_of
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.rundir.space import explained
 from hpcrl.trainer.backends.base import PolicyEngine
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.saving.committer import save_tensors
+from hpcrl.trainer.saving.shards import ShardPlan, ShardWriter
 
-SHARD_BYTES = 2 << 30
+_INDEX = "model.safetensors.index.json"
+_PROBE_TOKENS = 32
 
 
 class Publisher:
-    """Writes what the policy is after a step. Every method is called by all ranks; rank 0 alone touches files.
+    """Writes what the policy is after a step. Every method is called by all ranks; each writes its tensors, rank 0 commits.
 
     Args:
         dtype: of the written tensors, generator.inference_engine.model_dtype.
         max_staleness: steps that a sample may be old; it decides how many versions must stay readable.
+        longest: tokens that an engine takes at most; fewer than two: versions get no probe.
     """
 
-    def __init__(self, run: Run, attempt: int, world: World, dtype: torch.dtype, max_staleness: int) -> None:
+    def __init__(
+        self, run: Run, attempt: int, world: World, dtype: torch.dtype, max_staleness: int, longest: int = 0
+    ) -> None:
         self._run, self._attempt, self._world, self._dtype = run, attempt, world, dtype
         self._kept_versions = max_staleness + 2
+        self._probe_tokens = min(_PROBE_TOKENS, longest - 1)  # an engine says one more
 
     def resume(self, engine: PolicyEngine, step: int) -> None:
         """Make weights/ fit a training that continues after `step`: version `step` is there, and none above it."""
@@ -54,17 +63,25 @@ class Publisher:
 
         self._world.rank0_broadcast(forget)
 
-    def publish(self, engine: PolicyEngine, version: int) -> None:
-        """Commit weights/v<version>; what this attempt has committed is being read and stays as it is.
+    def publish(self, engine: PolicyEngine, version: int) -> dict[str, float]:
+        """Commit weights/v<version>, and return metrics; what this attempt has committed is being read and stays as it is.
 
         Raises:
             CommitError: on every rank: they could not be written, or a newer attempt has begun.
         """
         target = self._run.weights_of(version)
         if self._world.rank0_broadcast(lambda: committed_by(target)) == self._attempt:
-            return
-        self._write(engine, target, version=version)
+            return {}
+        began = time.monotonic()
+        size = self._write(engine, target, probe=self._probe(engine), version=version)
         self._world.rank0_broadcast(self._retire)
+        return {"weights/publish_seconds": time.monotonic() - began, "weights/publish_gib": size / 2**30}
+
+    def _probe(self, engine: PolicyEngine) -> Probe | None:
+        if self._probe_tokens < 2:
+            return None
+        token_ids = [(31 + 7919 * place * place) % engine.vocabulary for place in range(self._probe_tokens)]
+        return Probe(token_ids, engine.probe(token_ids), str(engine.dtype).removeprefix("torch."))
 
     def _retire(self) -> None:
         for old in committed(self._run.weights, version_of)[: -self._kept_versions]:
@@ -104,53 +121,57 @@ class Publisher:
         return step is not None and not self._world.rank0_broadcast(lambda: is_committed(self._run.export(step)))
 
     def _write(
-        self, engine: PolicyEngine, target: Path, complete: Callable[[Path], None] = lambda _: None, **facts: int
+        self,
+        engine: PolicyEngine,
+        target: Path,
+        complete: Callable[[Path], None] = lambda _: None,
+        probe: Probe | None = None,
+        **facts: Any,
+    ) -> int:
+        """Commit the policy at `target`; return the bytes of its tensors."""
+        world, pieces = self._world, engine.export_pieces(self._dtype)
+        plan = ShardPlan.of(pieces, world.size)
+        try:
+            world.rank0_broadcast(lambda: self._begin(target))
+            writer = ShardWriter(staging(target, self._attempt), plan, world.rank)
+            for piece in engine.export_weights(self._dtype, plan.owners):
+                writer.put(piece)
+            parts = world.all_gather(lambda: self._written(target, plan, writer))
+            digests = {name: digest for part in parts for name, digest in part["tensors"].items()}
+            ordered = {name: digests[name] for piece in pieces for name in piece.tensors}
+            facts |= weight_facts(ordered, probe) | {
+                "files": {name: entry for part in parts for name, entry in part["files"].items()}
+            }
+            world.rank0_broadcast(lambda: self._finish(target, plan, complete, **facts))
+        except HpcrlError:
+            if world.first:
+                abandon(target, self._attempt, self._fence)
+            raise
+        return sum(shard.size for shard in plan.shards)
+
+    def _begin(self, target: Path) -> None:
+        self._fence()
+        with explained(target):
+            begin(target, self._attempt)
+
+    def _written(self, target: Path, plan: ShardPlan, writer: ShardWriter) -> dict[str, Any]:
+        """Return what this rank has written: digests by tensor, and files without checksums, which those digests are in their place."""
+        with explained(target):
+            tensors, directory = writer.finish(), staging(target, self._attempt)
+            files = {name: {"size": (directory / name).stat().st_size} for name in plan.files_of(self._world.rank)}
+            return {"tensors": tensors, "files": files}
+
+    def _finish(
+        self,
+        target: Path,
+        plan: ShardPlan,
+        complete: Callable[[Path], None],
+        files: dict[str, dict[str, Any]],
+        **facts: Any,
     ) -> None:
-        pieces, failure = engine.export_weights(self._dtype), None
-
-        def write() -> None:
-            with explained(target), committed_directory(target, self._attempt, fence=self._fence, **facts) as directory:
-                write_safetensors(directory, pieces, SHARD_BYTES)
-                complete(directory)
-
-        if self._world.first:
-            try:
-                write()
-            except HpcrlError as error:
-                failure = error
-        for _ in pieces:  # gathering takes all ranks, also when the first has given up
-            pass
-
-        def conclude() -> None:
-            if failure is not None:
-                raise failure
-
-        self._world.rank0_broadcast(conclude)
-
-
-def write_safetensors(directory: Path, pieces: Iterator[dict[str, torch.Tensor]], shard_bytes: int) -> None:
-    """Write tensors into files of at most `shard_bytes` (a single larger tensor gets a file alone) and an index.
-
-    Only one file's tensors are in memory at a time.
-    """
-    places: dict[str, str] = {}
-    shard: dict[str, torch.Tensor] = {}
-    total = files = 0
-
-    def flush() -> None:
-        nonlocal files
-        files += 1
-        name = f"model-{files:05d}.safetensors"
-        save_tensors(shard, directory / name, {"format": "pt"})
-        places.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    for piece in pieces:
-        for name, tensor in piece.items():
-            if shard and sum(held.nbytes for held in shard.values()) + tensor.nbytes > shard_bytes:
-                flush()
-            shard[name] = tensor.contiguous()
-            total += tensor.nbytes
-    flush()
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        directory = staging(target, self._attempt)
+        with explained(target):
+            (directory / _INDEX).write_text(json.dumps(plan.index))
+            complete(directory)
+            others = listing(directory, lambda path: path.name not in files)
+            finish(target, self._attempt, fence=self._fence, files=files | others, **facts)

@@ -15,7 +15,17 @@ from hpcrl.rollout.vllm.client import EngineClient, Generation
 from hpcrl.rollout.vllm.server import Server
 from hpcrl.runtime.controller_client import headers
 from tests.rollout.conftest import WithEngine
-from tests.rollout.material import BATCHED_TOKENS, EOS, LONG_PROMPT, MAX_MODEL_LEN, PROMPT, RUN_NAME, TOKEN, logprobs
+from tests.rollout.material import (
+    BATCHED_TOKENS,
+    EOS,
+    LONG_PROMPT,
+    MAX_MODEL_LEN,
+    PROMPT,
+    RUN_NAME,
+    TOKEN,
+    as_version,
+    logprobs,
+)
 
 WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}
 
@@ -124,8 +134,8 @@ def test_refused_request_tells_the_servers_reason(with_engine: WithEngine[Any]) 
 def test_new_weights_answer_the_same_prompt(with_engine: WithEngine[Any], models: list[Path]) -> None:
     async def play(engine: EngineClient) -> None:
         for version, model in enumerate([models[0], models[1], models[2], models[0]]):
-            pause = await engine.update_weights(model, version)
-            assert 0 < pause < 5
+            seconds = await engine.update_weights(as_version(model, version))
+            assert 0 < seconds["weights/load_seconds"] < seconds["weights/pause_seconds"] < 5
             assert engine.version == version
             assert await engine.weight_version() == str(version)
             hits = await counted(engine, "prefix_cache_hits_total")
@@ -143,7 +153,7 @@ async def updated_while_running(engine: EngineClient, weights: Path) -> list[Gen
     running = asyncio.create_task(engine.generate(LONG_PROMPT, 48, 9, sampling))
     while await counted(engine, "generation_tokens_total") < begun + 48 * 10:
         await asyncio.sleep(0.01)
-    await engine.update_weights(weights, 1)
+    await engine.update_weights(as_version(weights, 1))
     return await running
 
 
@@ -178,7 +188,7 @@ def test_running_requests_may_keep_their_caches(server: Server, models: list[Pat
     async def play() -> tuple[list[Generation], list[Generation]]:
         engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1), keep_cache=True)
         try:
-            await engine.update_weights(models[0], 0)
+            await engine.update_weights(as_version(models[0], 0))
             before = await counted(engine, "num_preemptions_total")
             said = await updated_while_running(engine, models[1])
             assert await counted(engine, "num_preemptions_total") == before

@@ -1,4 +1,4 @@
-"""Weights are checked before the engine is asked to pause."""
+"""Weights are found, whole, before the engine is asked to pause."""
 
 from __future__ import annotations
 
@@ -10,41 +10,45 @@ import pytest
 from hpcrl.errors import CommitError
 from hpcrl.rollout.vllm.fetch import fetch
 from hpcrl.rundir.commit import COMMIT, committed_directory
+from tests.rollout.material import make_model, probe_of, publish
 
 
 @pytest.fixture
 def published(tmp_path: Path) -> Path:
-    path = tmp_path / "weights" / "v000001"
-    with committed_directory(path, 1, version=1) as directory:
-        (directory / "model.safetensors").write_bytes(b"0123456789" * 100)
-    return path
+    model = make_model(tmp_path / "model", 3)
+    return publish(model, tmp_path / "weights" / "v000001", 1, probe=probe_of(model)).path
 
 
-def test_a_copy_is_complete(published: Path, tmp_path: Path) -> None:
-    target = tmp_path / "local"
-    for _ in range(2):  # over an old copy too
-        fetch(published, target)
-        assert (target / "model.safetensors").read_bytes() == b"0123456789" * 100
+def test_a_version_is_read_where_it_was_published(published: Path) -> None:
+    found = fetch(published)
+    assert (found.path, found.version) == (published, 1)
+    assert "model.embed_tokens.weight" in found.tensors
+    assert found.probe is not None
+    assert len(found.probe.logprobs) == len(found.probe.token_ids) - 1
 
 
-def test_damage_is_refused(published: Path, tmp_path: Path) -> None:
-    file, target = published / "model.safetensors", tmp_path / "local"
+def test_damage_is_refused(published: Path) -> None:
+    (file,) = published.glob("*.safetensors")
+    size = file.stat().st_size
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CommitError, match="expected 1000 bytes, found 999"):
-        fetch(published, target)
-    file.write_bytes(b"x" * 1000)
-    with pytest.raises(CommitError, match=r"v000001 could not be copied .*checksum"):
-        fetch(published, target)
+    with pytest.raises(CommitError, match=f"expected {size} bytes, found {size - 1}"):
+        fetch(published)
     file.unlink()
     with pytest.raises(CommitError, match="found no file"):
-        fetch(published, target)
-    assert not target.exists()
+        fetch(published)
 
 
-def test_what_was_never_committed_is_refused(published: Path, tmp_path: Path) -> None:
+def test_what_was_never_committed_is_refused(published: Path) -> None:
     (published / COMMIT).unlink()
     with pytest.raises(CommitError, match="never committed"):
-        fetch(published, tmp_path / "local", patience_s=0.3)
+        fetch(published, patience_s=0.3)
     shutil.rmtree(published.parent)
     with pytest.raises(CommitError, match="never committed"):
-        fetch(published, tmp_path / "local", patience_s=0.3)
+        fetch(published, patience_s=0.3)
+
+
+def test_weights_without_digests_are_refused(tmp_path: Path) -> None:
+    with committed_directory(tmp_path / "v000002", 1, version=2) as directory:
+        (directory / "model.safetensors").write_bytes(b"0123456789")
+    with pytest.raises(CommitError, match="another version of hpcrl"):
+        fetch(tmp_path / "v000002")

@@ -22,7 +22,7 @@ from hpcrl.rollout.vllm.server import Server, ServerOptions, _command, server_op
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import headers
 from tests.paths import ROOT
-from tests.rollout.material import LONG_PROMPT, MAX_MODEL_LEN, RUN_NAME, TOKEN, logprobs, options, served
+from tests.rollout.material import LONG_PROMPT, MAX_MODEL_LEN, RUN_NAME, TOKEN, as_version, logprobs, options, served
 
 SAMPLING = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
 
@@ -32,7 +32,7 @@ def said_by(server: Server, weights: Path | None = None) -> list[Generation]:
         engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1))
         try:
             if weights:
-                await engine.update_weights(weights, 1)
+                await engine.update_weights(as_version(weights, 1))
             return await engine.generate(LONG_PROMPT, 4, 3, SAMPLING)
         finally:
             await engine.close()
@@ -185,7 +185,7 @@ def test_greedy_responses_take_room_in_the_engine(token_file: Path) -> None:
     plain, remax = config("grpo"), config("remax")
     assert (job["capacity"](plain), job["capacity"](remax)) == (5, 4)
     assert server_options(run, plain) == server_options(run, remax), "they are requests like others"
-    found = [job["worker_options"](run, chosen, 1, 0, Path("scratch")) for chosen in (plain, remax)]
+    found = [job["worker_options"](run, chosen, 1, 0) for chosen in (plain, remax)]
     assert [(options.baselines, options.capacity, options.n_samples) for options in found] == [
         (False, 5, 4),
         (True, 4, 4),

@@ -15,7 +15,7 @@ from hpcrl.rollout.vllm.client import EngineClient
 from hpcrl.rollout.vllm.server import Server
 from hpcrl.runtime.controller_client import headers
 from hpcrl.runtime.scratch import Scratch
-from tests.rollout.material import RUN_NAME, START_S, TOKEN, children_of, group_of, options, wait_for
+from tests.rollout.material import RUN_NAME, START_S, TOKEN, children_of, group_of, options, publish, wait_for
 
 
 @pytest.fixture
@@ -51,19 +51,21 @@ def test_bad_weights_and_a_core_that_hangs(
         server.wait_ready(START_S)
         tensors = load_file(models[1] / "model.safetensors")
         del tensors["model.norm.weight"]
-        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "less").mkdir()
+        save_file(tensors, tmp_path / "less" / "model.safetensors")
+        less = publish(tmp_path / "less", tmp_path / "v000001", 1)
 
         async def update() -> None:
             engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1))
             try:
-                await engine.update_weights(tmp_path, 1)
+                await engine.update_weights(less)
             finally:
                 assert engine.version == 0
                 await engine.close()
 
         with pytest.raises(EngineError, match="/update_weights"):
             asyncio.run(update())
-        assert "lack model.norm.weight" in str(server.failure("refused new weights"))
+        assert "lacks model.norm.weight" in str(server.failure("refused new weights"))
         (core,) = [pid for pid in children_of(server.pid) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         os.kill(core, signal.SIGSTOP)
     finally:

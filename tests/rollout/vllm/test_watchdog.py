@@ -17,7 +17,7 @@ from hpcrl.rollout.vllm.client import EngineClient
 from hpcrl.rollout.vllm.server import Server
 from hpcrl.rollout.vllm.watchdog import watch_progress
 from tests.rollout.conftest import WithEngine
-from tests.rollout.material import LONG_PROMPT, PROMPT, children_of
+from tests.rollout.material import LONG_PROMPT, PROMPT, as_version, children_of
 
 LONG: dict[str, Any] = {"temperature": 1.0, "max_tokens": 150, "ignore_eos": True}
 
@@ -50,7 +50,7 @@ def test_one_that_hangs_when_it_is_to_take_in_weights(
 ) -> None:
     async def play(engine: EngineClient) -> None:
         with stopped(server):
-            update = asyncio.create_task(engine.update_weights(models[1], 1))
+            update = asyncio.create_task(engine.update_weights(as_version(models[1], 1)))
             with pytest.raises(EngineError, match="while /pause wait"):
                 await asyncio.wait_for(watch_progress(engine, 2.0, 60.0), 20)
         await update
@@ -67,7 +67,7 @@ def test_an_engine_that_works_or_waits_is_left_alone(with_engine: WithEngine[Any
         while asyncio.get_running_loop().time() < end:
             version += 1
             generating = asyncio.gather(*(engine.generate(LONG_PROMPT, 16, seed, LONG) for seed in range(4)))
-            await engine.update_weights(models[version % 2], version)
+            await engine.update_weights(as_version(models[version % 2], version))
             await generating
         assert not watching.done()
         watching.cancel()
@@ -88,7 +88,7 @@ def test_weights_take_as_long_as_a_start_may(with_engine: WithEngine[Any], serve
             with pytest.raises(EngineError, match="for 6 s, while /start_weight_update wait"):
                 await asyncio.wait_for(watching, 20)
         await loading
-        info = {"path": str(models[0]), "version": 0}
+        info = {"path": str(as_version(models[0], 0).path)}
         await engine._call("POST", "/update_weights", json={"update_info": info})
         await engine._call("POST", "/finish_weight_update", json={"weight_version": "0"})
         await engine._call("POST", "/resume")
@@ -106,7 +106,7 @@ def test_an_engine_that_holds_other_weights_than_it_was_given(with_engine: WithE
     async def play(engine: EngineClient) -> None:
         engine.__class__ = Mistaken
         with pytest.raises(EngineError, match="the weights of version 7 and says that it holds '6'"):
-            await engine.update_weights(models[0], 7)
+            await engine.update_weights(as_version(models[0], 7))
         assert engine.version == 0
         await engine._call("POST", "/resume")
 

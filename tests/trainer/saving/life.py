@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hpcrl import faults as fault
 from hpcrl.errors import CommitError
 from hpcrl.rundir.checkpoints import Retention
@@ -19,6 +21,7 @@ from hpcrl.rundir.layout import Run, step_of
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.committer import CheckpointContent, Committer
+from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.types import Batch
 from tests.trainer.scenarios import make_engine, train_steps
 
@@ -126,6 +129,21 @@ def behind(world: World, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def published(world: World, options: dict[str, Any]) -> dict[str, Any]:
+    """Each rank writes its part of the weights, unless it cannot, or the first one cannot commit."""
+    life, found = Life(world, options, "published"), {}
+    publisher = Publisher(life.run, 1, world, torch.float32, max_staleness=0, longest=20)
+    metrics = publisher.publish(life.engine, 1)
+    found["metrics"] = sorted(metrics)
+    for rank, point in enumerate(["weights.manifest:raise=EIO", "weights.shard:raise=ENOSPC"]):
+        with failing(world, rank, point):
+            said = life._tried(lambda: publisher.publish(life.engine, 2))
+        world.barrier()
+        found[point] = [said, sorted(path.name for path in life.run.weights.iterdir())]
+        world.barrier()
+    return found
+
+
 def full(world: World, options: dict[str, Any]) -> dict[str, Any]:
     """A real filesystem that is too small for a second checkpoint."""
     found = {}
@@ -169,6 +187,7 @@ def together(world: World, options: dict[str, Any]) -> None:
         "one rank fails": one_rank_fails(world, options),
         "behind": behind(world, options),
         "passing names": passing_names(world, options),
+        "published": published(world, options),
     }
     if options["full"]:
         found["full"] = full(world, options)

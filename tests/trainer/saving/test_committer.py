@@ -7,16 +7,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
 from hpcrl import faults as fault
 from hpcrl.config import Config
+from hpcrl.data.weight_files import PublishedWeights, WeightReader
 from hpcrl.errors import CommitError, RunError
 from hpcrl.rundir.checkpoints import Retention
 from hpcrl.rundir.commit import committed_by, verify, write_text
@@ -86,6 +88,43 @@ def test_what_one_rank_cannot_write_fails_on_all(told: dict[str, Any]) -> None:
 
 def test_what_another_rank_still_writes_is_not_listed(told: dict[str, Any]) -> None:
     assert told["passing names"] == ["rng-0.safetensors", "rng-1.safetensors"]
+
+
+def test_each_rank_writes_its_part_of_the_weights(told: dict[str, Any], model_path: Path) -> None:
+    found = told["published"]
+    assert found["metrics"] == ["weights/publish_gib", "weights/publish_seconds"]
+    run = Run(told["path"] / "published")
+    weights, whole = PublishedWeights.read(run.weights_of(1)), load_file(model_path / "model.safetensors")
+    sizes = [
+        sum(tensor.nbytes for tensor in load_file(path).values())
+        for path in run.weights_of(1).glob("model-*.safetensors")
+    ]
+    assert len(sizes) == 2
+    assert max(sizes) < 0.6 * sum(sizes), "they share by bytes"
+    assert list(weights.tensors) == [
+        name for name, _ in Qwen2ForCausalLM.from_pretrained(model_path).named_parameters()
+    ]
+    with closing(WeightReader(weights.path)) as reader:
+        for name, tensor, digest in reader:
+            assert torch.equal(tensor, whole[name])
+            assert digest == weights.tensors[name]
+    assert weights.probe is not None
+    ids = torch.tensor([weights.probe.token_ids])
+    logits = Qwen2ForCausalLM.from_pretrained(model_path, dtype=torch.float32)(ids).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(
+        torch.tensor(weights.probe.logprobs), expected, atol=1e-4, rtol=0, msg="at temperature 1"
+    )
+
+
+def test_weights_that_one_rank_cannot_write_are_nowhere(told: dict[str, Any]) -> None:
+    for point, why in (
+        ("weights.manifest:raise=EIO", "Input/output error"),
+        ("weights.shard:raise=ENOSPC", "No space left"),
+    ):
+        said, left = told["published"][point]
+        assert f"v000002 could not be written: {why}" in said
+        assert left == ["v000001"]
 
 
 def test_the_last_one_must_succeed_even_if_others_need_not(told: dict[str, Any]) -> None:

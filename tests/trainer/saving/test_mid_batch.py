@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from hpcrl.config import Config
 from hpcrl.observe.metrics import MetricsReader, merged, read_metrics, values_of
@@ -26,7 +26,7 @@ from hpcrl.trainer.saving import mid_batch
 from hpcrl.trainer.saving.mid_batch import unusable
 from hpcrl.types import Batch, Prompt, Sample, Work
 from tests.trainer.launcher import run_ranks
-from tests.trainer.material import expect_same_metrics
+from tests.trainer.material import expect_same_metrics, load_weights
 from tests.trainer.test_job import STEPS, children, controller, finish, make_run, said, trainer
 
 CRITIC = {
@@ -102,10 +102,9 @@ def assert_same(run: Run, whole: Run, tolerance: float) -> None:
     assert curve(run).keys() == curve(whole).keys() == set(range(1, STEPS + 1))
     for step, metrics in curve(whole).items():
         expect_same_metrics(curve(run)[step], metrics, absolute=tolerance)
-    for file in sorted(whole.weights_of(STEPS).glob("*.safetensors")):
-        expected, found = load_file(file), load_file(run.weights_of(STEPS) / file.name)
-        for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, atol=tolerance, rtol=0)
+    found = load_weights(run.weights_of(STEPS))
+    for name, tensor in load_weights(whole.weights_of(STEPS)).items():
+        torch.testing.assert_close(found[name], tensor, atol=tolerance, rtol=0)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from hpcrl import faults as fault
 from hpcrl.config import (
     AlgorithmConfig,
     FSDPConfig,
@@ -24,11 +25,13 @@ from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.errors import DataError
 from hpcrl.rundir.commit import committed, is_committed
 from hpcrl.rundir.layout import Run, version_of
+from hpcrl.trainer.backends.base import ExportPiece
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.hf import policy_source, reference_source
 from hpcrl.trainer.packing import PackedSamples, pack
-from hpcrl.trainer.saving.publish import Publisher, write_safetensors
+from hpcrl.trainer.saving.publish import Publisher
+from hpcrl.trainer.saving.shards import ShardPlan, ShardWriter
 from tests.trainer.material import make_run, make_sample
 
 
@@ -122,16 +125,42 @@ def test_versions(run: Run, alone: World, engine: FsdpPolicy) -> None:
 
 def test_shards(tmp_path: Path) -> None:
     tensors = {f"t{number}": torch.full((100,), float(number)) for number in range(5)} | {"big": torch.zeros(1000)}
-    write_safetensors(tmp_path, ({name: tensor} for name, tensor in tensors.items()), shard_bytes=800)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    pieces = [ExportPiece({name: tensor.to("meta")}, [0]) for name, tensor in tensors.items()]
+    plan = ShardPlan.of(pieces, 1, shard_bytes=800)
+    writer = ShardWriter(tmp_path, plan, 0)
+    for name, tensor in tensors.items():
+        writer.put({name: tensor})
+    assert writer.finish().keys() == tensors.keys()
+    index: dict[str, Any] = plan.index
     assert index["metadata"]["total_size"] == 6000
-    files = {
-        name: [t for t, file in index["weight_map"].items() if file == name] for name in index["weight_map"].values()
-    }
-    assert list(files.values()) == [["t0", "t1"], ["t2", "t3"], ["t4"], ["big"]]
+    assert [list(shard.tensors) for shard in plan.shards] == [["t0", "t1"], ["t2", "t3"], ["t4"], ["big"]]
     for name, file in index["weight_map"].items():
         with safe_open(tmp_path / file, "pt") as shard:
             assert torch.equal(shard.get_tensor(name), tensors[name])
+
+
+def test_pieces_are_divided_by_bytes_among_the_ranks_that_can_have_them() -> None:
+    sizes, everyone = [90, 10, 20, 30, 40, 50], [0, 1, 2]
+    pieces = [ExportPiece({f"t{n}": torch.empty(n, device="meta")}, everyone) for n in sizes]
+    plan = ShardPlan.of(pieces, 3)
+    loads = [sum(n for n, owner in zip(sizes, plan.owners, strict=True) if owner == rank) for rank in everyone]
+    assert sorted(loads) == [70, 80, 90]
+    stages = [ExportPiece({f"s{n}": torch.empty(n, device="meta")}, [n % 2, n % 2 + 2]) for n in [*sizes, 1, 1, 1]]
+    assert all(owner in piece.ranks for owner, piece in zip(ShardPlan.of(stages, 4).owners, stages, strict=True))
+
+
+def test_a_writer_keeps_no_more_than_a_shard_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the disk is."""
+    monkeypatch.setattr("hpcrl.trainer.saving.shards.SHARD_BYTES", 100)
+    monkeypatch.setenv("HPCRL_FAULT", "weights.shard@1:sleep=0.5")
+    fault._passed.clear()
+    pieces = [ExportPiece({f"t{n}": torch.empty(10, device="meta")}, [0]) for n in range(8)]
+    writer, held = ShardWriter(tmp_path, ShardPlan.of(pieces, 1, 100), 0), list[int]()
+    for piece in pieces:
+        writer.put({name: torch.zeros(10) for name in piece.tensors})
+        held.append(sum(not future.done() for future in writer._written))
+    writer.finish()
+    assert max(held) == 2, "40 bytes each"
 
 
 def test_fused_experts_are_exported_under_their_names_on_the_hub(run: Run, alone: World, tmp_path: Path) -> None:

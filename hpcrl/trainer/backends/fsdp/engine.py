@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from hpcrl.config.derive import ref_sharding, uses_reference
 from hpcrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
-from hpcrl.trainer.backends.base import MicroBatches, Objective, StepReport, Writer, merge
+from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer, merge
 from hpcrl.trainer.backends.fsdp.model import PackedCritic, PackedModel, PackedPolicy, free_gathered, load_model
 from hpcrl.trainer.backends.fsdp.sharding import one_copy
 from hpcrl.trainer.backends.reference import (
@@ -39,8 +39,9 @@ from hpcrl.trainer.backends.reference import (
 )
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.forward import forward_config
+from hpcrl.trainer.models.forward import DTYPES, at_temperature, forward_config
 from hpcrl.trainer.models.hf import critic_source, export_config, policy_source, reference_source
+from hpcrl.trainer.packing import untrained_micro_batch
 
 log = logging.getLogger(__name__)
 
@@ -174,6 +175,7 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
             if follows_policy(trainer):
                 require_same_shape(self._reference, model)
         self._reference_moved = False
+        self.dtype = DTYPES[section.fsdp_config.mixed_precision.param_dtype]
 
     def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
         model = self._reference if reference else self._model
@@ -206,20 +208,48 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
             set_model_state_dict(self._reference, state)
             self._reference_moved = True
 
-    def export_weights(self, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-        model = self._model.model
+    @property
+    def vocabulary(self) -> int:
+        return self._model.head.out_features
+
+    def probe(self, token_ids: Sequence[int]) -> list[float]:
+        with at_temperature(self._model, 1.0):
+            (logprobs_P,) = self.logprobs([untrained_micro_batch(token_ids)])
+        return logprobs_P[:-1].tolist()
+
+    def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
+        everyone, model = range(self._world.size), self._model.model
+        pieces = [
+            {name: torch.empty(parameter.shape, dtype=dtype, device="meta")}
+            for name, parameter in model.named_parameters()
+        ]
+        return [ExportPiece(self._named_on_the_hub(piece), everyone) for piece in pieces] + [
+            ExportPiece({name: buffer.to("meta")}, everyone) for name, buffer in self._saved_buffers()
+        ]
+
+    def export_weights(self, dtype: torch.dtype, owners: Sequence[int]) -> Iterator[dict[str, torch.Tensor]]:
         free_gathered(self._model)
-        # transformers fuses experts and the like at load; files keep the names of the hub
-        converted = bool(get_model_conversion_mapping(model, add_legacy=False))
-        for name, parameter in model.named_parameters():
+        remaining = iter(owners)
+        for name, parameter in self._model.model.named_parameters():
             # cast first: what is gathered is then no larger than what is written
             cast = parameter.detach().to(dtype)
             assert isinstance(cast, DTensor)
             whole = cast.full_tensor()
-            piece = {name: whole.cpu()} if self._world.first else {}
-            yield revert_weight_conversion(model, piece) if converted and piece else piece
-        kept = model.state_dict().keys() if self._world.first else ()
-        yield {name: buffer.cpu() for name, buffer in model.named_buffers() if name in kept}
+            yield self._named_on_the_hub({name: whole.cpu()}) if next(remaining) == self._world.rank else {}
+        for name, buffer in self._saved_buffers():
+            yield {name: buffer.cpu()} if next(remaining) == self._world.rank else {}
+
+    def _named_on_the_hub(self, piece: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        # transformers fuses experts and the like at load; files keep the names of the hub
+        model = self._model.model
+        return (
+            revert_weight_conversion(model, piece) if get_model_conversion_mapping(model, add_legacy=False) else piece
+        )
+
+    def _saved_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        model = self._model.model
+        kept = model.state_dict().keys()
+        return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
 
     def export_config(self, directory: Path, dtype: torch.dtype) -> None:
         if not self._world.first:

@@ -65,7 +65,7 @@ class PackedPolicy(PackedModel):
 
     def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
         super().__init__(model, forward.packing)
-        self._forward_config = forward
+        self.forward_config = forward
         self._rows = compiled_rows() if forward.compiled else plain_rows
 
     def forward(
@@ -77,7 +77,7 @@ class PackedPolicy(PackedModel):
         sampling_mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probabilities of the labels and entropies (ForwardConfig.entropy), both [P] float32."""
-        hidden_PD, forward = self.hidden(token_ids, positions, sequences), self._forward_config
+        hidden_PD, forward = self.hidden(token_ids, positions, sequences), self.forward_config
         return token_logprobs(
             hidden_PD,
             self.head.weight,

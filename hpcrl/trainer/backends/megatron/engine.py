@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -18,7 +19,7 @@ from hpcrl.config.derive import uses_reference
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import CriticConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
-from hpcrl.trainer.backends.base import MicroBatches, Objective, StepReport, Writer
+from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer
 from hpcrl.trainer.backends.megatron import shims
 from hpcrl.trainer.backends.megatron.architecture import Architecture, architecture_of
 from hpcrl.trainer.backends.megatron.layers import uses_transformer_engine
@@ -28,11 +29,11 @@ from hpcrl.trainer.backends.megatron.pipeline import Pipeline
 from hpcrl.trainer.backends.megatron.process_groups import join_groups
 from hpcrl.trainer.backends.megatron.settings import ddp_config, optimizer_config, transformer_config, virtual_stages
 from hpcrl.trainer.backends.megatron.state import ShardedState
-from hpcrl.trainer.backends.megatron.weights import export, load
+from hpcrl.trainer.backends.megatron.weights import export, export_pieces, load
 from hpcrl.trainer.backends.reference import REFERENCE, follows_policy, forget_moments, require_same_shape
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.forward import ForwardConfig, forward_config
+from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, at_temperature, forward_config
 from hpcrl.trainer.models.hf import (
     CriticSource,
     ModelSource,
@@ -41,6 +42,7 @@ from hpcrl.trainer.models.hf import (
     policy_source,
     reference_source,
 )
+from hpcrl.trainer.packing import untrained_micro_batch
 
 Model = TypeVar("Model", bound=StageModel)
 
@@ -177,6 +179,7 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
             if follows_policy(trainer):
                 self._require_same_shape()
         self._reference_moved = False
+        self.dtype = DTYPES[section.megatron_config.dtype]
 
     def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
         if not reference:
@@ -226,9 +229,24 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
     def _of_reference(self, chunks: list[PolicyModel]) -> ShardedState:
         return ShardedState(chunks, None, reshardable=True)
 
-    def export_weights(self, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+    @property
+    def vocabulary(self) -> int:
+        return self._architecture.vocab_size
+
+    def probe(self, token_ids: Sequence[int]) -> list[float]:
+        with ExitStack() as stack:
+            for chunk in self._chunks:
+                if chunk.post_process:
+                    stack.enter_context(at_temperature(chunk.output_layer, 1.0))
+            (logprobs_P,) = self.logprobs([untrained_micro_batch(token_ids)])
+        return logprobs_P[:-1].tolist()
+
+    def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
+        return export_pieces(self._chunks, self._architecture, dtype, self._world)
+
+    def export_weights(self, dtype: torch.dtype, owners: Sequence[int]) -> Iterator[dict[str, torch.Tensor]]:
         self._gather()
-        return export(self._chunks, self._architecture, lambda parameter: parameter.data, dtype, self._world)
+        return export(self._chunks, self._architecture, lambda parameter: parameter.data, dtype, owners)
 
     def export_config(self, directory: Path, dtype: torch.dtype) -> None:
         if self._world.first:

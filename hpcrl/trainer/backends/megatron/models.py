@@ -116,7 +116,7 @@ class LogprobHead(ColumnParallelLinear):
             tp_group=group,
         )
         self._share = VocabularyShare.of(group, self.output_size_per_partition, vocabulary)
-        self._forward_config = forward
+        self.forward_config = forward
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | None, mask: torch.Tensor | None
@@ -126,7 +126,7 @@ class LogprobHead(ColumnParallelLinear):
         Args:
             mask: sampling masks [P_own, K].
         """
-        forward, group = self._forward_config, self._share.group
+        forward, group = self.forward_config, self._share.group
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, True, group)
         else:

@@ -1,4 +1,4 @@
-"""Weights from Hugging Face files into Megatron-core's parameters, and back: each rank reads its share, rank 0 gets them whole."""
+"""Weights from Hugging Face files into Megatron-core's parameters, and back: each rank reads its share, and gets the pieces whole that it writes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from hpcrl.errors import DataError
+from hpcrl.trainer.backends.base import ExportPiece
 from hpcrl.trainer.backends.megatron.architecture import Architecture
 from hpcrl.trainer.backends.megatron.names import (
     EMBEDDING,
@@ -28,12 +29,7 @@ from hpcrl.trainer.backends.megatron.names import (
     local_weights,
     slots,
 )
-from hpcrl.trainer.backends.megatron.process_groups import (
-    expert_tensor_group,
-    experts_group,
-    pipeline_group,
-    tensor_group,
-)
+from hpcrl.trainer.backends.megatron.process_groups import expert_tensor_group, experts_group, tensor_group
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.hf import CriticSource, ModelSource
 
@@ -183,35 +179,50 @@ def _share(slot: Slot) -> tuple[int, int]:
     return group.rank(), group.size()
 
 
+def export_pieces(
+    chunks: Sequence[GPTModel], architecture: Architecture, dtype: torch.dtype, world: World
+) -> list[ExportPiece]:
+    """Return the pieces of `export`: what lies in one parameter, or in one expert of each rank that has other experts.
+
+    A piece can be had by the ranks of its pipeline stage.
+    """
+    table, here = slots(architecture), [part.name for part in local_weights(chunks, architecture) if not part.copy]
+    places = world.all_gather(lambda: sorted({_place(name) for name in here}))
+    pieces = []
+    for names in _pieces(table, architecture):
+        shapes = {name: shape for slot in names for name, shape in table[slot].tensors.items()}
+        ranks = [rank for rank, held_there in enumerate(places) if _place(names[0]) in held_there]
+        tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        pieces.append(ExportPiece(tensors, ranks))
+    return pieces
+
+
 def export(
     chunks: Sequence[GPTModel],
     architecture: Architecture,
     value: Callable[[nn.Parameter], torch.Tensor],
     dtype: torch.dtype,
-    world: World,
+    owners: Sequence[int],
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the model piece by piece under Hugging Face names: whole CPU tensors on rank 0, nothing on other ranks.
+    """Yield the model piece by piece under Hugging Face names: whole CPU tensors on the owner, nothing on other ranks.
 
-    A piece is what lies in one parameter, or in one expert of each rank that has other experts. All ranks exhaust the iterator.
+    All ranks exhaust the iterator.
 
     Args:
         chunks: this rank's pipeline stages, bare: without wrappers.
         value: what is exported of a parameter, of its shape: its data, or its gradient.
         dtype: to which it is cast before it is sent.
+        owners: one of its ranks for each piece of `export_pieces`.
     """
     table = slots(architecture)
     here = {part.name: part for part in local_weights(chunks, architecture) if not part.copy}
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    places = world.all_gather(lambda: [stage, sorted({_place(name) for name in here})])
-    stages = {place: stage for stage, held_there in places for place in held_there}
-    for names in _pieces(table, architecture):
-        parts = [table[name] for name in names]
-        whole: dict[str, torch.Tensor] = {}
-        if stages[_place(names[0])] == stage:
-            mine = next((here[name] for name in names if name in here), None)
-            assert mine is not None, names
-            whole = _gather(parts, lambda mine=mine: mine.within(value(mine.parameter)).detach().to(dtype))
-        yield _to_first(parts, whole, stages[_place(names[0])], dtype, world)
+    for names, owner in zip(_pieces(table, architecture), owners, strict=True):
+        parts, mine = [table[name] for name in names], next((here[name] for name in names if name in here), None)
+        if mine is None:
+            yield {}
+        else:
+            whole = _gather(parts, lambda mine=mine: mine.within(value(mine.parameter)).detach().to(dtype), owner)
+            yield {name: tensor.cpu() for name, tensor in whole.items()}
 
 
 def _place(name: str) -> str:
@@ -232,30 +243,24 @@ def _pieces(table: dict[str, Slot], architecture: Architecture) -> Iterator[list
             yield [name.replace(first, f".experts.{slot.expert + rank * each}.") for rank in range(ranks)]
 
 
-def _gather(parts: list[Slot], value: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return whole tensors on the first rank of the pipeline stage, nothing on others.
+def _gather(parts: list[Slot], value: Callable[[], torch.Tensor], owner: int) -> dict[str, torch.Tensor]:
+    """Return whole tensors on the owner, nothing on others.
 
     Args:
         parts: slots whose shares lie one after the other on the ranks of their group.
         value: gives this rank's share; only called where it is needed.
     """
     _, ranks = _share(parts[0])
-    if parts[0].expert is None:
-        group = tensor_group()
-        copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    else:
-        group = experts_group()
-        copy = parallel_state.get_expert_data_parallel_rank()
-    count, first = ranks * len(parts), group.rank() == 0
-    if copy != 0 or (count == 1 and not first):
+    group = tensor_group() if parts[0].expert is None else experts_group()
+    count, owns = ranks * len(parts), dist.get_rank() == owner
+    if count == 1:
+        return _joined(parts, [value()]) if owns else {}
+    if owner not in dist.get_process_group_ranks(group):  # it has a copy of these from ranks of its own
         return {}
     # gloo silently misreads what is not contiguous
     share = value().contiguous()
-    shares = [torch.empty_like(share) for _ in range(count)] if first else None
-    if count == 1:
-        shares = [share]
-    else:
-        dist.gather(share, shares, dst=dist.get_global_rank(group, 0), group=group)
+    shares = [torch.empty_like(share) for _ in range(count)] if owns else None
+    dist.gather(share, shares, dst=owner, group=group)
     return _joined(parts, shares) if shares else {}
 
 
@@ -270,20 +275,3 @@ def _joined(parts: list[Slot], shares: list[torch.Tensor]) -> dict[str, torch.Te
             whole[block.name].narrow(slot.dim, block.start, length).copy_(share.narrow(slot.dim, at, length))
             at += length
     return whole
-
-
-def _to_first(
-    parts: list[Slot], whole: dict[str, torch.Tensor], stage: int, dtype: torch.dtype, world: World
-) -> dict[str, torch.Tensor]:
-    """Return on rank 0, on the CPU, what the first rank of a pipeline stage has; nothing on other ranks."""
-    group = pipeline_group()
-    shapes = {name: shape for slot in parts for name, shape in slot.tensors.items()}
-    if world.first:
-        if stage != 0:
-            whole = {name: torch.empty(shape, dtype=dtype, device=world.device) for name, shape in shapes.items()}
-            for name in shapes:
-                dist.recv(whole[name], src=dist.get_global_rank(group, stage), group=group)
-        return {name: whole[name].cpu() for name in shapes}
-    for name in shapes if whole and stage != 0 else ():
-        dist.send(whole[name], dst=0, group=group)
-    return {}

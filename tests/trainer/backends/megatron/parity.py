@@ -25,7 +25,6 @@ from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.backends.base import Objective, UpdateResult
 from hpcrl.trainer.backends.build import build_critic, build_policy
 from hpcrl.trainer.backends.megatron.engine import MegatronEngine
-from hpcrl.trainer.backends.megatron.weights import export
 from hpcrl.trainer.batching import MicroBatchLimit
 from hpcrl.trainer.critic import CRITIC_REDUCTION, build_critic_objective
 from hpcrl.trainer.distributed import World
@@ -33,6 +32,7 @@ from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.packing import MiniBatch, regrouped
 from hpcrl.types import Batch
 from tests.trainer.backends.megatron.leave import leave_groups
+from tests.trainer.backends.megatron.weights_scenarios import whole as whole_export
 from tests.trainer.material import load, score, train, views
 from tests.trainer.scenarios import ALGORITHM, laid_over, loaded
 
@@ -259,7 +259,8 @@ def weights(engine: Any, world: World) -> Values:
         engine._gather()
         return _exported(engine, world, lambda parameter: parameter.data)
     if hasattr(engine, "export_weights"):
-        return {name: value for piece in engine.export_weights(torch.float32) for name, value in piece.items()}
+        owners = [0] * len(engine.export_pieces(torch.float32))
+        return {name: value for piece in engine.export_weights(torch.float32, owners) for name, value in piece.items()}
     return _named(
         _whole({name: parameter.detach() for name, parameter in engine._model.model.named_parameters()}), engine
     )
@@ -297,8 +298,7 @@ def _complete(group: Any) -> None:
 
 
 def _exported(engine: Any, world: World, value: Callable[[Any], torch.Tensor]) -> Values:
-    pieces = export(engine._chunks, engine._architecture, value, torch.float32, world)
-    return {name: tensor.clone() for piece in pieces for name, tensor in piece.items()}
+    return whole_export(engine._chunks, engine._architecture, value, world)
 
 
 def _whole(tensors: dict[str, Any]) -> Values:

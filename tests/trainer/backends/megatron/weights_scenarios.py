@@ -16,9 +16,10 @@ from hpcrl.errors import DataError
 from hpcrl.trainer.backends.megatron import shims
 from hpcrl.trainer.backends.megatron.architecture import Architecture, architecture_of
 from hpcrl.trainer.backends.megatron.names import freeze, hf_names
-from hpcrl.trainer.backends.megatron.weights import export, load
+from hpcrl.trainer.backends.megatron.weights import export, export_pieces, load
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.hf import CriticSource, ModelSource
+from hpcrl.trainer.saving.shards import ShardPlan
 from tests.trainer.backends.megatron.material import CONFIGS, VOCABULARY, build, config_of, named, start
 from tests.trainer.scenarios import main
 
@@ -41,12 +42,32 @@ def on_disk(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def exported(pieces: Any) -> dict[str, torch.Tensor]:
-    whole: dict[str, torch.Tensor] = {}
-    for piece in pieces:
-        assert not piece.keys() & whole.keys()
-        whole |= piece
-    return whole
+def exported(
+    chunks: Any, name: str, value: Any, dtype: torch.dtype, world: World, path: Path
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return what this rank gets to write, and what it should get of the files at `path`."""
+    pieces, found, expected = export_pieces(chunks, architecture(name), dtype, world), {}, {}
+    owners = ShardPlan.of(pieces, world.size).owners
+    given = export(chunks, architecture(name), value, dtype, owners)
+    there = on_disk(path)
+    assert sorted(there) == sorted(name for piece in pieces for name in piece.tensors)
+    assert set(owners) == set(range(world.size)), "each rank writes"
+    for piece, owner, got in zip(pieces, owners, given, strict=True):
+        assert not got.keys() & found.keys()
+        assert all(tensor.device.type == "cpu" and tensor.dtype == dtype for tensor in got.values())
+        found |= got
+        expected |= {name: there[name] for name in piece.tensors} if owner == world.rank else {}
+    return found, expected
+
+
+def whole(chunks: Any, model: Architecture, value: Any, world: World) -> dict[str, torch.Tensor]:
+    """Return all that is exported, in float32, on rank 0."""
+    owners = [piece.ranks[0] for piece in export_pieces(chunks, model, torch.float32, world)]
+    pieces = export(chunks, model, value, torch.float32, owners)
+    mine = {name: tensor.clone() for piece in pieces for name, tensor in piece.items()}
+    everyones: list[Any] = [None] * world.size
+    torch.distributed.all_gather_object(everyones, mine, world.control)
+    return {name: tensor for found in everyones for name, tensor in found.items()} if world.first else {}
 
 
 def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
@@ -65,8 +86,7 @@ def round_trip(world: World, options: dict[str, Any]) -> None:
         for name in chosen(layout):
             chunks, path = build(architecture(name), layout), Path(options["models"]) / name
             load(chunks, architecture(name), source_of(path), world)
-            pieces = export(chunks, architecture(name), lambda parameter: parameter.data, torch.float32, world)
-            found, expected = exported(pieces), on_disk(path) if world.first else {}
+            found, expected = exported(chunks, name, lambda parameter: parameter.data, torch.float32, world, path)
             told[f"{layout} {name}"] = differing(found, expected) + padding(chunks, layout)
     everywhere = world.sum([float(len(found)) for found in told.values()])
     if world.first:
@@ -91,9 +111,8 @@ def cast(world: World, options: dict[str, Any]) -> None:
     chunks = build(architecture("qwen2-tied"), options["layout"])
     path = Path(options["models"]) / "qwen2-tied"
     load(chunks, architecture("qwen2-tied"), source_of(path), world)
-    pieces = export(chunks, architecture("qwen2-tied"), lambda parameter: 2 * parameter.data, torch.bfloat16, world)
-    found = exported(pieces)
-    expected = {name: (2 * value).bfloat16() for name, value in on_disk(path).items()} if world.first else {}
+    found, there = exported(chunks, "qwen2-tied", lambda parameter: 2 * parameter.data, torch.bfloat16, world, path)
+    expected = {name: (2 * value).bfloat16() for name, value in there.items()}
     if world.first:
         Path(options["out"]).write_text(json.dumps(differing(found, expected)))
 
@@ -130,7 +149,7 @@ def critic(world: World, options: dict[str, Any]) -> None:
             model = replace(architecture("qwen2-tied"), tied=False, value_head="score")
             chunks = build(model, layout)
             load(chunks, model, source, world)
-            found = exported(export(chunks, model, lambda parameter: parameter.data, torch.float32, world))
+            found = whole(chunks, model, lambda parameter: parameter.data, world)
             if world.first:
                 body = {
                     f"model.{name.removeprefix('model.')}": value

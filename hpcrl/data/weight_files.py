@@ -1,0 +1,229 @@
+"""Weights on their way from the trainer to the engines: safetensors files, written and read tensor by tensor, with a digest of each tensor.
+
+Names, types and shapes are known before the first tensor is, so each goes to its place in the file as soon as it is there. Digests are
+made of the bytes that are written, and of those that are loaded: nothing is read for a digest alone. The digest is CRC-32, at several
+GB/s: it finds what goes wrong by accident, such as a tensor of another version, and is no protection against anybody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpcrl.errors import CommitError
+from hpcrl.rundir.commit import verify
+
+SUFFIX = ".safetensors"
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+_AHEAD = 4  # tensors that are read at the same time
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the trainer thinks of a few tokens, for engines to agree with.
+
+    Attributes:
+        logprobs: of each token but the first, given those before it, at temperature 1.
+        dtype: of the trainer's computation, such as "bfloat16".
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """A committed version.
+
+    Attributes:
+        tensors: digest by name, in the order of the model.
+        size: bytes of its files.
+        probe: None where the trainer gave none.
+    """
+
+    path: Path
+    version: int
+    tensors: dict[str, str]
+    size: int
+    probe: Probe | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> PublishedWeights:
+        """Return what is committed at `path`, after comparing the sizes of its files with the manifest.
+
+        Raises:
+            CommitError: nothing is, or a file is missing or cut short.
+        """
+        manifest = verify(path, checksums=False)
+        if "tensors" not in manifest:
+            raise CommitError(f"{path} has no digests of its tensors: another version of hpcrl published it")
+        size = sum(entry["size"] for entry in manifest["files"].values())
+        probe = Probe(**manifest["probe"]) if manifest.get("probe") else None
+        return cls(path, manifest["version"], manifest["tensors"], size, probe)
+
+    @property
+    def digest(self) -> str:
+        return whole_digest(self.tensors)
+
+
+def weight_facts(tensors: Mapping[str, str], probe: Probe | None) -> dict[str, Any]:
+    """Return what the manifest of a version says beside its number."""
+    return {"tensors": dict(tensors), "probe": asdict(probe) if probe else None}
+
+
+def whole_digest(tensors: Mapping[str, str]) -> str:
+    """Return one digest of names and digests, whatever their order."""
+    return hashlib.blake2b(json.dumps(sorted(tensors.items())).encode(), digest_size=16).hexdigest()
+
+
+class WeightFile:
+    """A file that is being written.
+
+    Args:
+        tensors: what it will hold, without values (on the meta device).
+
+    Raises:
+        OSError: here and in all methods.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._places: dict[str, int] = {}
+        self._tensors, at = dict(tensors), 0
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        # larger types first, so that each tensor is aligned in memory too
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+            self._places[name] = at
+            offsets = [at, at + tensor.nbytes]
+            header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+            at += tensor.nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._start = 8 + len(text)
+        self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        _write_at(self._file, memoryview(struct.pack("<Q", len(text)) + text), 0)
+
+    def write(self, name: str, tensor: torch.Tensor) -> str:
+        """Write a CPU tensor to its place; return its digest."""
+        assert self._file is not None, "it is closed"
+        expected = self._tensors.pop(name)
+        assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape), (name, tensor.dtype, tensor.shape)
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        _write_at(self._file, data, self._start + self._places[name])
+        return _digest(data)
+
+    @property
+    def complete(self) -> bool:
+        return not self._tensors
+
+    def close(self) -> None:
+        """Return once it is on the disk."""
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+
+
+class WeightReader:
+    """The tensors of all files of a directory.
+
+    The files are open from the start: on most filesystems they can then be read to the end though the version be retired meanwhile.
+
+    Args:
+        order: names that come first, in this order: engines need little memory where what belongs together comes together.
+
+    Raises:
+        OSError, ValueError: there are none, or they are no safetensors files.
+    """
+
+    def __init__(self, directory: Path, order: Sequence[str] = ()) -> None:
+        self._files: list[int] = []
+        self._places: dict[str, tuple[int, dict[str, Any], int]] = {}
+        try:
+            for path in sorted(directory.glob(f"*{SUFFIX}")):
+                self._open(path)
+            if not self._files:
+                raise ValueError(f"{directory} holds no safetensors file")
+        except BaseException:
+            self.close()
+            raise
+        self._names = [name for name in order if name in self._places]
+        self._names += [name for name in self._places if name not in set(self._names)]
+
+    def _open(self, path: Path) -> None:
+        file = os.open(path, os.O_RDONLY)
+        self._files.append(file)
+        try:
+            (length,) = struct.unpack("<Q", _read_at(file, 8, 0))
+            header = json.loads(bytes(_read_at(file, min(length, os.fstat(file).st_size), 8)))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} is no safetensors file: {error}") from error
+        header.pop("__metadata__", None)
+        self._places |= {name: (file, entry, 8 + length) for name, entry in header.items()}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor, str]]:
+        """Yield name, tensor and digest; a few tensors are read ahead.
+
+        Raises:
+            OSError: the files cannot be read to their end.
+        """
+        names = iter(self._names)
+        with ThreadPoolExecutor(_AHEAD, "weights") as pool:
+            begun = deque[Future[tuple[str, torch.Tensor, str]]]()
+            begun.extend(pool.submit(self._read, name) for name in islice(names, _AHEAD))
+            while begun:
+                found = begun.popleft().result()
+                begun.extend(pool.submit(self._read, name) for name in islice(names, 1))
+                yield found
+
+    def _read(self, name: str) -> tuple[str, torch.Tensor, str]:
+        file, entry, start = self._places[name]
+        begin, end = entry["data_offsets"]
+        data = _read_at(file, end - begin, start + begin)
+        tensor = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+        return name, tensor.view(_TYPES[entry["dtype"]]).view(entry["shape"]), _digest(memoryview(data))
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
+        self._files.clear()
+
+
+def _digest(data: memoryview) -> str:
+    return f"{zlib.crc32(data):08x}"
+
+
+def _write_at(file: int, data: memoryview, at: int) -> None:
+    while data:
+        count = os.pwrite(file, data, at)
+        data, at = data[count:], at + count
+
+
+def _read_at(file: int, length: int, at: int) -> bytearray:
+    found = bytearray(length)
+    rest = memoryview(found)
+    while rest:
+        count = os.preadv(file, [rest], at)
+        if count == 0:
+            raise OSError(f"it ends {len(rest)} bytes early")
+        rest, at = rest[count:], at + count
+    return found

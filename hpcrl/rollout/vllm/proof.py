@@ -1,0 +1,67 @@
+"""Whether an engine holds the version that it was given: what each of its ranks has loaded, and what it thinks of the trainer's probe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hpcrl.data.weight_files import Probe, PublishedWeights
+from hpcrl.errors import EngineError
+
+METHOD = "weight_proof"
+"""Of vLLM's workers (weight_engine.WeightProof)."""
+
+TOLERANCES = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
+"""Mean differences of log-probabilities that come from rounding alone, with room, by the coarser number type of the two."""
+
+
+def check_ranks(proofs: Sequence[dict[str, Any]], weights: PublishedWeights, who: str) -> None:
+    """Look at what each rank of an engine says that it has loaded.
+
+    Args:
+        proofs: the answers to `METHOD`.
+        who: the engine, in errors.
+
+    Raises:
+        EngineError: a rank is missing, has loaded nothing or something else.
+    """
+    given = f"{who} was given the weights of version {weights.version}"
+    ranks = {proof["rank"] for proof in proofs}
+    for proof in proofs:
+        rank = f"rank {proof['rank']} of {proof['of']}"
+        if ranks != set(range(proof["of"])):
+            raise EngineError(f"{given}, but only ranks {sorted(ranks)} of {proof['of']} say what they hold")
+        if proof.get("version") is None:
+            raise EngineError(f"{given}, but its {rank} has loaded nothing")
+        if (proof["version"], proof["digest"]) != (weights.version, weights.digest):
+            others = f", other tensors than were published: {', '.join(proof['wrong'])}" if proof["wrong"] else ""
+            raise EngineError(f"{given}, but its {rank} holds version {proof['version']}{others}")
+
+
+def tolerance(probe: Probe, engine_dtype: str, own: float | None) -> float:
+    """Return how much an engine of a number type may differ from the trainer: `own`, or by the coarser type of the two."""
+    return max(TOLERANCES[probe.dtype], TOLERANCES[engine_dtype]) if own is None else own
+
+
+def difference(probe: Probe, answer: Sequence[dict[str, dict[str, float]] | None]) -> float:
+    """Return the mean of |engine's - trainer's| log-probabilities over the tokens of a probe but the first.
+
+    Args:
+        answer: vLLM's prompt_logprobs: by token id, at each place.
+    """
+    said = [(place or {})[str(token)]["logprob"] for token, place in zip(probe.token_ids[1:], answer[1:], strict=True)]
+    return sum(abs(one - other) for one, other in zip(said, probe.logprobs, strict=True)) / len(said)
+
+
+def check_probe(found: float, limit: float, version: int, who: str) -> None:
+    """Raise EngineError if log-probabilities differ by more than `limit`, or are no numbers.
+
+    Raises:
+        EngineError: they do.
+    """
+    if not found <= limit:
+        raise EngineError(
+            f"{who} does not compute what the trainer does with the weights of version {version}: log-probabilities of the probe differ by "
+            f"{found:.4g} in the mean, and {limit:g} is allowed (generator.inference_engine.probe_tolerance). Has it the model's "
+            "configuration of the trainer, such as rotary positions and replaced entries?"
+        )

@@ -1,0 +1,201 @@
+"""An engine that does not hold the version that it was given is found at once, whatever went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hpcrl.data.weight_files import Probe, PublishedWeights
+from hpcrl.errors import EngineError
+from hpcrl.rollout.vllm.client import EngineClient
+from hpcrl.rollout.vllm.proof import check_ranks, difference, tolerance
+from hpcrl.rollout.vllm.server import Server
+from hpcrl.runtime.controller_client import headers
+from tests.rollout.conftest import WithEngine
+from tests.rollout.material import (
+    LONG_PROMPT,
+    RUN_NAME,
+    TOKEN,
+    as_version,
+    logprobs,
+    make_model,
+    options,
+    probe_of,
+    publish,
+    served,
+)
+
+LAST = "model.layers.1.mlp.down_proj.weight"
+
+
+def rewritten(weights: PublishedWeights, change: Callable[[dict[str, torch.Tensor]], Any]) -> PublishedWeights:
+    """Change the file of a version, whose digests stay as they were published; its size is right all the same."""
+    (file,) = weights.path.glob("*.safetensors")
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    manifest = json.loads((weights.path / "manifest.json").read_text())
+    manifest["files"][file.name]["size"] = file.stat().st_size
+    return recommitted(weights, manifest)
+
+
+def recommitted(weights: PublishedWeights, manifest: dict[str, Any]) -> PublishedWeights:
+    from hashlib import blake2b
+
+    text = json.dumps(manifest)
+    (weights.path / "manifest.json").write_text(text)
+    mark = {"attempt": 1, "manifest": blake2b(text.encode(), digest_size=16).hexdigest()}
+    (weights.path / "COMMIT").write_text(json.dumps(mark))
+    return PublishedWeights.read(weights.path)
+
+
+def test_what_was_published_is_proven(with_engine: WithEngine[Any], models: list[Path], tmp_path: Path) -> None:
+    async def play(engine: EngineClient) -> None:
+        weights = publish(models[1], tmp_path / "v000001", 1, probe=probe_of(models[1]))
+        await engine.update_weights(weights)
+        found = await engine.probe(weights, "float32", None)
+        assert found is not None
+        assert 0 < found < 1e-4
+        assert await engine.probe(as_version(models[1], 1), "float32", None) is None, "there was no probe"
+
+    with_engine(play)
+
+
+def test_a_tensor_that_is_withheld(with_engine: WithEngine[Any], models: list[Path], tmp_path: Path) -> None:
+    """vLLM itself takes k_proj to be there where q_proj is: they are one parameter."""
+    name = "model.layers.1.self_attn.k_proj.weight"
+    weights = rewritten(publish(models[1], tmp_path / "v000001", 1), lambda tensors: tensors.pop(name))
+
+    async def play(engine: EngineClient) -> None:
+        engine._who = "the inference engine of rollout-5"
+        with pytest.raises(EngineError, match=rf"rollout-5 was given .* version 1, but its rank 0 of 1 holds .*{name}"):
+            await engine.update_weights(weights)
+        assert engine.version == 0
+
+    with_engine(play)
+
+
+def test_a_tensor_that_even_the_trainer_forgot(
+    with_engine: WithEngine[Any], models: list[Path], tmp_path: Path
+) -> None:
+    """Digests agree, since it was not published; what the model computes does not."""
+    name = "model.layers.1.self_attn.k_proj.weight"
+    weights = publish(models[1], tmp_path / "v000001", 1, probe=probe_of(models[1]))
+    weights = rewritten(weights, lambda tensors: tensors.pop(name))
+    manifest = json.loads((weights.path / "manifest.json").read_text())
+    del manifest["tensors"][name]
+    weights = recommitted(weights, manifest)
+
+    async def play(engine: EngineClient) -> None:
+        engine._who = "the inference engine of rollout-5"
+        await engine.update_weights(weights)
+        with pytest.raises(EngineError, match=r"rollout-5 .* version 1: .* differ by [\d.]+ in the mean, and 0\.01 is"):
+            await engine.probe(weights, "float32", None)
+        assert (await engine.probe(weights, "float32", 1e6) or 0) > 0.01, "the setting decides"
+
+    with_engine(play)
+
+
+def test_a_file_of_the_version_before(with_engine: WithEngine[Any], models: list[Path], tmp_path: Path) -> None:
+    weights = publish(models[1], tmp_path / "v000002", 2)
+    (new,), (old,) = weights.path.glob("*.safetensors"), as_version(models[0], 0).path.glob("*.safetensors")
+    new.write_bytes(old.read_bytes())
+
+    async def play(engine: EngineClient) -> None:
+        with pytest.raises(
+            EngineError, match=r"version 2, but its rank 0 of 1 holds version 2, other tensors than were"
+        ):
+            await engine.update_weights(weights)
+
+    with_engine(play)
+
+
+def test_a_single_bit(with_engine: WithEngine[Any], models: list[Path], tmp_path: Path) -> None:
+    weights = publish(models[1], tmp_path / "v000002", 2)
+    (file,) = weights.path.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+    async def play(engine: EngineClient) -> None:
+        with pytest.raises(EngineError, match=r"other tensors than were published: \S+$"):
+            await engine.update_weights(weights)
+
+    with_engine(play)
+
+
+def test_ranks_that_do_not_answer_or_have_nothing(models: list[Path], tmp_path: Path) -> None:
+    weights = publish(models[1], tmp_path / "v000003", 3)
+    good = {"of": 2, "version": 3, "digest": weights.digest, "wrong": []}
+    check_ranks([{"rank": 0, **good}, {"rank": 1, **good}], weights, "it")
+    for proofs, said in (
+        ([{"rank": 0, **good}], r"only ranks \[0\] of 2"),
+        ([{"rank": 0, **good}, {"rank": 1, "of": 2}], "rank 1 of 2 has loaded nothing"),
+        ([{"rank": 0, **good}, {"rank": 1, **good, "version": 2}], "rank 1 of 2 holds version 2"),
+    ):
+        with pytest.raises(EngineError, match=said):
+            check_ranks(proofs, weights, "it")
+
+
+def test_differences_and_what_is_allowed() -> None:
+    probe = Probe([4, 7, 9], [-1.0, -2.0], "float32")
+    answer = [None, {"7": {"logprob": -1.5}, "3": {"logprob": 0.0}}, {"9": {"logprob": -2.1}}]
+    assert difference(probe, answer) == pytest.approx(0.3)
+    assert tolerance(probe, "float32", None) < tolerance(probe, "bfloat16", None)
+    assert tolerance(replace(probe, dtype="bfloat16"), "float32", None) == tolerance(probe, "bfloat16", None)
+    assert tolerance(probe, "float32", 0.7) == 0.7
+
+
+@pytest.fixture(scope="module")
+def two_ranks(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, list[Path]]]:
+    """An engine of two tensor parallel ranks, and models that it can be."""
+    folder = tmp_path_factory.mktemp("two")
+    models = [make_model(folder / str(seed), seed, kv_heads=2) for seed in (0, 2)]
+    given = options(str(models[0]), token_file)
+    given = replace(given, engine=replace(given.engine, tensor_parallel_size=2))
+    with served(given, folder / "engine.log") as server:
+        yield server, models
+
+
+def test_each_of_two_ranks_proves_what_it_has_loaded(two_ranks: tuple[Server, list[Path]], tmp_path: Path) -> None:
+    server, models = two_ranks
+
+    class OneBehind(EngineClient):
+        """Gives the second rank what `others` says."""
+
+        others: str
+
+        async def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+            if path == "/update_weights":
+                info = request["json"]["update_info"]
+                request["json"] = {"update_info": [info, {"path": self.others}]}
+            return await super()._call(method, path, **request)
+
+    async def main() -> None:
+        engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1), replica="rollout-5")
+        try:
+            weights = publish(models[1], tmp_path / "v000001", 1, probe=probe_of(models[1]))
+            await engine.update_weights(weights)
+            found = await engine.probe(weights, "float32", None)
+            assert found is not None
+            assert 0 < found < 1e-4
+            (said,) = await engine.generate(LONG_PROMPT, 1, 3, {"temperature": 1.0, "max_tokens": 8})
+            expected = logprobs(models[1], LONG_PROMPT, said.token_ids)
+            torch.testing.assert_close(torch.tensor(said.logprobs), expected, atol=1e-3, rtol=0)
+            engine.__class__ = OneBehind
+            assert isinstance(engine, OneBehind)
+            engine.others = str(as_version(models[0], 0).path)
+            with pytest.raises(EngineError, match=r"rollout-5 .* version 2, but its rank 1 of 2 holds version 0"):
+                await engine.update_weights(as_version(models[1], 2))
+        finally:
+            await engine.close()
+
+    asyncio.run(main())
