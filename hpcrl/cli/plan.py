@@ -63,7 +63,8 @@ def plan_lines(config: Config) -> Iterator[str]:
     from hpcrl.config.errors import raise_together
     from hpcrl.errors import DataError
     from hpcrl.launch.nodes import describe_plan, describe_pool, make_plan
-    from hpcrl.launch.submit.models import check_layouts
+    from hpcrl.launch.submit.models import check_layouts, folder_of
+    from hpcrl.planning.disk import describe_disk
     from hpcrl.planning.rank_groups import describe_ranks
 
     raise_together(list(check_layouts(config)), lambda _: None, DataError)
@@ -75,6 +76,8 @@ def plan_lines(config: Config) -> Iterator[str]:
         yield from _layers(config)
     yield ""
     yield from _models(config)
+    yield ""
+    yield from describe_disk(config, folder_of)
 
 
 def _layers(config: Config) -> Iterator[str]:

@@ -38,8 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _submit(arguments: argparse.Namespace) -> int:
     from hpcrl.errors import ConfigError
     from hpcrl.launch.submit import submit
+    from hpcrl.launch.submit.models import folder_of
     from hpcrl.launch.submit.preflight import check_checkpoint, check_files
     from hpcrl.launch.submit.sweep import elements, load_elements, name_after
+    from hpcrl.planning.disk import describe_disk
 
     names, overrides = split(arguments.settings)
     files = [Path(name) for name in names]
@@ -63,6 +65,7 @@ def _submit(arguments: argparse.Namespace) -> int:
         return 0
     if not arguments.local:
         submit.require_slurm()
+    print("\n".join(describe_disk(configs[0], folder_of)))
     runs = submit.submit(submission, arguments.local)
     for run in runs:
         announce(run)
@@ -72,6 +75,8 @@ def _submit(arguments: argparse.Namespace) -> int:
 def _show_dry_run(submission: Submission) -> None:
     from hpcrl.launch.nodes import describe_plan, describe_pool, make_plan
     from hpcrl.launch.submit.executors import batch_scripts
+    from hpcrl.launch.submit.models import folder_of
+    from hpcrl.planning.disk import describe_disk
 
     config = submission.elements[0].config
     print("# configuration: what is not the default\n" + config.to_toml(only_changed=True))
@@ -82,5 +87,5 @@ def _show_dry_run(submission: Submission) -> None:
     print("# plan")
     for run, element in zip(submission.runs, submission.elements, strict=True):
         print(f"{run.path}  {' '.join(element.overrides)}".rstrip())
-    print("\n".join([*describe_plan(make_plan(config)), *describe_pool(config)]))
+    print("\n".join([*describe_plan(make_plan(config)), *describe_pool(config), *describe_disk(config, folder_of)]))
     print("dry run: nothing was submitted")

@@ -144,6 +144,7 @@ DIFFERENT_DEFAULTS: dict[str, str] = {
     "trainer.placement.ref_num_gpus_per_node": _AS_POLICY,
     "trainer.fully_async.max_staleness_steps": "one training loop serves both kinds, and is on-policy by default; SkyRL reads its 4 only in its fully asynchronous trainer",
     "trainer.fully_async.num_parallel_generation_workers": "unset: computed from batch size and staleness; SkyRL's 768 fits one batch size only",
+    "trainer.max_ckpts_to_keep": "SkyRL's -1 keeps all, which fills a quota: a checkpoint of a model of 8 billion parameters has 96 GB",
     "trainer.project_name": "it names a directory of hpcrl's runs",
     "trainer.run_name": "a run is a directory, so two runs cannot share SkyRL's one name",
     "trainer.logger": "needs neither an account nor a network",

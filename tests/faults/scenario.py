@@ -299,6 +299,8 @@ max_prompt_length = 16
 gradient_checkpointing = false
 eval_interval = 0
 ckpt_interval = 3
+ckpt_mode = "sync"
+max_ckpts_to_keep = -1
 
 [trainer.policy.optimizer_config]
 lr = 1e-3

@@ -212,6 +212,16 @@ def weighed(world: World, options: dict[str, Any]) -> None:
         Path(options["out"]).write_text(json.dumps(found))
 
 
+def unreadable(world: World, options: dict[str, Any]) -> None:
+    """Tell what each rank hears of a model that rank 0 cannot read."""
+    said = ""
+    try:
+        make_engine(world, options["model"], {})
+    except DataError as error:
+        said = str(error)
+    Path(options["out"]).with_suffix(f".{world.rank}").write_text(json.dumps(said))
+
+
 def lifetime(world: World, options: dict[str, Any]) -> None:
     """Resume, train up to a step, save where asked, maybe die while saving; publish and export at the end."""
     engine = make_engine(world, options["model"], options)

@@ -177,7 +177,7 @@ class TrainerConfig:
     resume_path: Location | None = None
     """Checkpoint directory (checkpoints/sNNNNNN) of any run, for resume_mode from_path."""
 
-    max_ckpts_to_keep: int = -1
+    max_ckpts_to_keep: int = 3
     """Newest checkpoints after a whole step that are kept, never fewer than two; negative: all. The newest two inside a step stay until
     the next one after a step."""
 
@@ -196,7 +196,7 @@ class TrainerConfig:
     ckpt_interval_epochs: int | None = None
     """Passes over the training prompts between checkpoints, instead of ckpt_interval, with one more after the last step; a pass has as many steps as the dataset has full batches."""
 
-    ckpt_mode: Literal["sync", "async"] = "sync"
+    ckpt_mode: Literal["sync", "async"] = "async"
     """Whether training waits until a checkpoint is written (sync), or only until it is copied to host memory (async), which needs as much of that as the checkpoint is large."""
 
     ckpt_on_error: Literal["stop", "continue"] = "stop"

@@ -26,11 +26,11 @@ def check_ranks(proofs: Sequence[dict[str, Any]], weights: PublishedWeights, who
         EngineError: a rank is missing, has loaded nothing or something else.
     """
     given = f"{who} was given the weights of version {weights.version}"
-    ranks = {proof["rank"] for proof in proofs}
+    ranks = sorted(proof["rank"] for proof in proofs)
+    if not proofs or ranks != list(range(proofs[0]["of"])):
+        raise EngineError(f"{given}, but of its ranks only {ranks} say what they hold")
     for proof in proofs:
         rank = f"rank {proof['rank']} of {proof['of']}"
-        if ranks != set(range(proof["of"])):
-            raise EngineError(f"{given}, but only ranks {sorted(ranks)} of {proof['of']} say what they hold")
         if proof.get("version") is None:
             raise EngineError(f"{given}, but its {rank} has loaded nothing")
         if (proof["version"], proof["digest"]) != (weights.version, weights.digest):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -119,6 +123,22 @@ class ModelSource:
         self.expect_all(missing)
         return model
 
+    def stored_dtype(self) -> torch.dtype | None:
+        """Return a number type that holds all that the model's safetensors files have, without loss; None: it has no such files.
+
+        Raises:
+            DataError: they cannot be read.
+        """
+        try:
+            local = Path(self.path).is_dir()
+            folder = Path(
+                self.path if local else snapshot_download(self.path, allow_patterns=["*.safetensors", "*.json"])
+            )
+            found = {tensor.dtype for file in folder.glob("model*.safetensors") for tensor in _contents(file)}
+        except (OSError, ValueError, SafetensorError) as error:
+            raise self.not_a_model(error) from error
+        return reduce(torch.promote_types, found) if found else None
+
     def _read(self, model_class: Any, dtype: torch.dtype, attention: str) -> tuple[PreTrainedModel, list[str]]:
         """Return the model, and the parameters for which it has no weights on disk."""
         disable_progress_bar()  # of no use in a log file
@@ -178,8 +198,7 @@ class CriticSource(ModelSource):
         if name in missing:
             head = model.get_output_embeddings()
             assert isinstance(head, nn.Linear)
-            with torch.no_grad():
-                head.weight.copy_(self.drawn_head(head.in_features))
+            head.weight = nn.Parameter(self.drawn_head(head.in_features))  # whatever type the files have
         return model
 
     def drawn_head(self, width: int) -> torch.Tensor:
@@ -204,6 +223,16 @@ class CriticSource(ModelSource):
                 return self.get_submodule(name)
 
         return ValueModel
+
+
+def _contents(path: Path) -> Iterator[torch.Tensor]:
+    """Yield an empty tensor of the type of each floating-point tensor of a file."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            part = file.get_slice(name)
+            first = part[:0] if part.get_shape() else file.get_tensor(name)
+            if first.is_floating_point():
+                yield first
 
 
 def logit_changes(config: PreTrainedConfig) -> list[str]:

@@ -139,12 +139,12 @@ SKYRL = [
     ),
     Case(
         "where all checkpoints are kept, some more cannot be",
-        {"trainer.ckpt_keep_every": 100}, "trainer.ckpt_keep_every", "set trainer.max_ckpts_to_keep",
+        {"trainer.ckpt_keep_every": 100, "trainer.max_ckpts_to_keep": -1}, "trainer.ckpt_keep_every", "set trainer.max_ckpts_to_keep",
         {"trainer.ckpt_keep_every": 100, "trainer.max_ckpts_to_keep": 3},
     ),
     Case(
         "where all checkpoints are kept, the best one is",
-        {"trainer.ckpt_keep_best": "reward"}, "trainer.ckpt_keep_best", "set trainer.max_ckpts_to_keep",
+        {"trainer.ckpt_keep_best": "reward", "trainer.max_ckpts_to_keep": -1}, "trainer.ckpt_keep_best", "set trainer.max_ckpts_to_keep",
         {"trainer.ckpt_keep_best": "reward", "trainer.max_ckpts_to_keep": 3},
     ),
     Case(

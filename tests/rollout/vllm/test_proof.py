@@ -137,7 +137,8 @@ def test_ranks_that_do_not_answer_or_have_nothing(models: list[Path], tmp_path: 
     good = {"of": 2, "version": 3, "digest": weights.digest, "wrong": []}
     check_ranks([{"rank": 0, **good}, {"rank": 1, **good}], weights, "it")
     for proofs, said in (
-        ([{"rank": 0, **good}], r"only ranks \[0\] of 2"),
+        ([], r"only \[\] say"),
+        ([{"rank": 0, **good}], r"of its ranks only \[0\] say"),
         ([{"rank": 0, **good}, {"rank": 1, "of": 2}], "rank 1 of 2 has loaded nothing"),
         ([{"rank": 0, **good}, {"rank": 1, **good, "version": 2}], "rank 1 of 2 holds version 2"),
     ):

@@ -3,13 +3,13 @@ critic gives values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
@@ -121,7 +121,7 @@ def load_model(
     world: World,
     trained: PolicyConfig | CriticConfig | None = None,
 ) -> Packed:
-    """Return the model of `source`, sharded; rank 0 reads it and each rank receives its shards.
+    """Return the model of `source`, sharded; rank 0 reads it, in the type of its files, and each rank casts its shards.
 
     Args:
         packed: PackedPolicy or PackedCritic.
@@ -133,7 +133,15 @@ def load_model(
     precision = fsdp.mixed_precision
     dtype = DTYPES[precision.param_dtype if trained is None else precision.master_dtype]
     attention = PACKED if forward.flash else PADDED
-    whole = source.whole(dtype, attention) if world.first else None
+    stored: list[PreTrainedModel] = []
+
+    def read() -> dict[str, str]:
+        whole = source.whole(source.stored_dtype() or dtype, attention)
+        stored.append(whole)
+        return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in whole.state_dict().items()}
+
+    # the others wait with the patience of control messages, which is longer than a collective's
+    types = world.rank0_broadcast(read)
     empty = source.empty(dtype, attention)
     model = packed(empty, forward).train(trained is not None).requires_grad_(trained is not None)
     if isinstance(trained, PolicyConfig):
@@ -145,18 +153,35 @@ def load_model(
     offloaded = fsdp.cpu_offload and world.device.type == "cuda"
     model.to_empty(device="cpu" if offloaded else world.device)
     empty.tie_weights()  # to_empty gave tied parameters a storage each
-    _fill(model, whole, world)
+    _fill(model, next(iter(stored), None), types, world)
     return model
 
 
-def _fill(model: PackedModel, whole: PreTrainedModel | None, world: World) -> None:
-    state = {f"model.{name}": tensor for name, tensor in whole.state_dict().items()} if whole is not None else {}
-    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+@torch.no_grad()
+def _fill(model: PackedModel, whole: PreTrainedModel | None, types: Mapping[str, str], world: World) -> None:
+    """Give each parameter its values, one after the other, and let go of what rank 0 has read of it.
+
+    Args:
+        types: of what rank 0 has read, by name.
+    """
+    for name, parameter in model.model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        if whole is not None:
+            held = whole.get_parameter(name)
+            tensor, held.data = held.detach().to(world.device).contiguous(), torch.empty(0, dtype=held.dtype)
+        else:
+            tensor = torch.empty(parameter.shape, dtype=getattr(torch, types[name]), device=world.device)
+        torch.distributed.broadcast(tensor, src=0)
+        # every rank has the whole then: nothing needs to be sent
+        parts = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(parts.to_local())
     # buffers outside the state dict (rotary frequencies) are computed at construction, which the meta device made void;
     # FSDP leaves buffers where they are, so they go to the computing device also where parameters are offloaded
     sources = dict(whole.named_buffers()) if whole is not None else {}
     for name, empty in list(model.model.named_buffers()):
-        buffer = sources[name].to(world.device) if world.first else torch.empty_like(empty, device=world.device)
+        buffer = (
+            sources[name].to(world.device, empty.dtype) if world.first else torch.empty_like(empty, device=world.device)
+        )
         torch.distributed.broadcast(buffer, src=0)
         owner, _, leaf = name.rpartition(".")
         setattr(model.model.get_submodule(owner), leaf, buffer)

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("megatron.core")
 
+from tests.trainer.backends.megatron.parity import PROBE
 from tests.trainer.backends.megatron.seam import MODELS, Seam, Told, Way, expect_same, megatron
 from tests.trainer.scenarios import laid_over
 
@@ -327,6 +329,11 @@ def test_exports_are_models_for_both_engines(seam: Seam):
         writing = seam.way(f"exporting-{kind}", model, options, [("train", 1), ("export", out)])
         seam.play(2, [writing])
         expected = {name: value for name, value in seam.told(writing).tensors.items() if name.startswith("weights.")}
+        ids = torch.tensor([PROBE])
+        with torch.no_grad():
+            logits = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)(ids).logits[0, :-1]
+        said = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(seam.told(writing).tensors["probe"], said, atol=1e-4, rtol=0)
         readers = [
             seam.way(f"reading-{kind}-{number}", f"exported-{kind}", other, [("keep", "weights")])
             for number, other in enumerate(({}, megatron(**PP2)))
