@@ -113,7 +113,7 @@ def test_rm(run: Run, capsys: Output) -> None:
     assert "s000050: the run goes on from the newest" in err
     assert there(run) == ["s000030", "s000040", "s000050"], "all or nothing"
     assert called(capsys, "rm", "one", "30", "50", "--force")[0] == 0
-    assert there(run) == ["s000040"]
+    assert there(run) == ["s000040", "starts.jsonl"], "which tells that a person did it"
     assert called(capsys, "rm", "one", "40")[0] == 5
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +130,11 @@ def _of_the_end(config: Config) -> Iterator[str]:
     Raises:
         DataError: they do not fill one step.
     """
-    data, trainer, counts = config.data, config.trainer, [count_rows(path) for path in config.data.train_data]
+    data, trainer, counts = (
+        config.data,
+        config.trainer,
+        [_count(path, os.stat(path).st_mtime_ns) for path in config.data.train_data],
+    )
     rows = sum(count or 0 for count in counts)
     if None in counts:
         return
@@ -140,6 +146,11 @@ def _of_the_end(config: Config) -> Iterator[str]:
             f"trainer.max_steps: {asked} steps are asked for, and the data end at step {last}: {prompts:,} prompts are {epoch} steps of "
             f"{trainer.train_batch_size}, and trainer.epochs is {trainer.epochs}; raise it to {math.ceil(asked / epoch)}"
         )
+
+
+@lru_cache(maxsize=64)
+def _count(path: str, changed: int) -> int | None:  # noqa: ARG001 - elements of a sweep mostly have the same files
+    return count_rows(path)
 
 
 def check_checkpoint(config: Config) -> list[str]:
