@@ -93,6 +93,9 @@ def nearest(path: str, known: Sequence[str]) -> list[str]:
         if own in alike:
             beside = other.rpartition(".")[0] == parent
             scores[other] = SequenceMatcher(None, name, own).ratio() + (0.5 if beside else 0.0)
+    if "." in parent and any(other.startswith(parent + ".") for other in known):
+        # another section's name that only resembles it would lead away from this one
+        scores = {other: scores[other] for other in scores if other.startswith(parent + ".") or names[other] == name}
     best = max(scores.values(), default=0.0)
     likely = [other for other in scores if scores[other] > best - 0.5]
     return sorted(likely, key=lambda other: -scores[other])[:_MOST_SHOWN]

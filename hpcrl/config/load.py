@@ -21,6 +21,7 @@ from hpcrl.config.fields import Setting, settings
 from hpcrl.errors import ConfigError
 
 _OPENING = ("[", "{", '"', "'")
+_BARE_LIST = re.compile(r"\[([^\[\]{}\"']*)\]")
 _DEEPEST = 64
 _NOTHING_NEW = "new settings cannot be added from outside; declare them in a subclass of hpcrl.config.Config and choose it by config_class"
 
@@ -216,17 +217,31 @@ def _apply(merged: Merged, override: str, known: Sequence[Setting], elsewhere: C
             raise _Unreadable(unknown(path, known, elsewhere).message)
         merged.unset(names)
         return
+    if text.strip() == "null":
+        _check_null(path, known)
+        merged.unset(names)
+        return
     tree: Any = _value(text)
     for part in reversed(names):
         tree = {part: tree}
     merged.merge(_located(tree, Path.cwd(), known), "override")
 
 
+def _check_null(path: str, known: Sequence[Setting]) -> None:
+    """Take SkyRL's null for what is unset; it means nothing where a value counts that is none."""
+    default = next((setting.default for setting in known if setting.path == path and not setting.subsection), None)
+    if default not in (None, [], {}):
+        shown = f"{default!r}" if not isinstance(default, str) else f'"{default}"'
+        raise _Unreadable(f"null has no meaning here; {path}= goes back to the default, {shown}")
+
+
 def _value(text: str) -> Any:
-    """Return the value of an override: TOML, or the text itself where it is none."""
+    """Return the value of an override: TOML, a list of bare words as SkyRL takes it, or the text itself where it is none."""
     try:
         parsed = _toml(f"value = {text.strip()}")
     except tomli.TOMLDecodeError as error:
+        if bare := _BARE_LIST.fullmatch(text.strip()):
+            return [_value(item) for item in map(str.strip, bare[1].split(",")) if item]
         if text.strip().startswith(_OPENING):
             raise _Unreadable(f"not a TOML value: {error}; quote the whole argument for the shell") from None
         return text

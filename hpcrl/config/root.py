@@ -24,6 +24,7 @@ from hpcrl.config.sections.generator import GeneratorConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.validate import build
+from hpcrl.errors import ConfigError
 
 _C = TypeVar("_C", bound="Config")
 
@@ -65,6 +66,22 @@ class Config(ConfigTree):
         """
         merged = Merged(tree=nested(tree))
         return cls._chosen(merged)._checked(merged)
+
+    @classmethod
+    def from_dict_config(cls: type[_C], tree: Mapping[str, Any]) -> _C:
+        """Return the checked configuration of OmegaConf's DictConfig, interpolations resolved; as SkyRL's method of this name.
+
+        Raises:
+            ConfigError: as in `from_toml`; also where an interpolation leads nowhere.
+        """
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        try:
+            plain: Any = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[call-overload]
+        except OmegaConfBaseException as error:
+            raise ConfigError(str(error).partition("\n")[0]) from None
+        return cls.from_dict(plain)
 
     @classmethod
     def _chosen(cls: type[_C], merged: Merged) -> type[_C]:

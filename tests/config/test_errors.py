@@ -283,3 +283,14 @@ def test_possible_combinations_are_accepted(tmp_path: Path, overrides: list[str]
     path = tmp_path / "good.toml"
     path.write_text(GOOD)
     Config.from_toml([path], overrides)
+
+
+def test_a_name_that_no_section_has_leads_to_its_own_section(tmp_path: Path) -> None:
+    (found,) = problems(tmp_path, "trainer.fully_async.enabled=true")
+    assert "trainer.fully_async.enabled: unknown setting; expected one of max_staleness_steps" in found
+
+
+def test_what_is_not_implemented_yet_is_not_explained_any_further(tmp_path: Path) -> None:
+    found = problems(tmp_path, "trainer.placement.colocate_all=true", "generator.inference_engine.num_engines=3")
+    (told,) = [line for line in found if "trainer.placement.colocate_all: " in line]
+    assert "not implemented yet (colocated engines)" in told

@@ -6,6 +6,7 @@ from typing import Any, get_args, get_origin
 
 import pytest
 import tomli
+from omegaconf import OmegaConf
 
 from hpcrl.config import Config, SamplingParams, eval_sampling
 from hpcrl.config.fields import Setting, alternatives, leaves, values
@@ -75,7 +76,7 @@ def test_files_merge_from_left_to_right_and_overrides_come_last(experiment: Path
         ('slurm.extra."a.b".c=1', "slurm", "extra", {"a.b": {"c": 1}}),
         ("slurm.extra.spread-job=true", "slurm", "extra", {"spread-job": True}),
         ("trainer.run_name=", "trainer", "run_name", None),
-        ('environment.env_class=""', "environment", "env_class", ""),
+        ('slurm.account=""', "slurm", "account", ""),
     ],
 )
 def test_override_values(experiment: Path, override: str, section: str, name: str, expected: object) -> None:
@@ -286,3 +287,30 @@ def test_malformed_overrides(experiment: Path, override: str) -> None:
 def test_an_empty_override_of_an_unknown_name_is_an_error(experiment: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean trainer\.max_steps"):
         Config.from_toml([experiment], ["trainer.max_step="])
+
+
+def test_overrides_may_be_written_as_in_skyrl() -> None:
+    words = ["data.train_data=[a.parquet, b.parquet]", "trainer.policy.model.path=m", "trainer.eval_interval=0"]
+    config = Config.from_cli_overrides([*words, "generator.sampling_params.stop=null", "trainer.max_steps=null"])
+    assert config.data.train_data == ["a.parquet", "b.parquet"]
+    assert not config.generator.sampling_params.stop
+    assert config.trainer.max_steps is None
+
+
+def test_null_where_a_value_counts_names_the_default() -> None:
+    with pytest.raises(
+        ConfigError, match=r"null has no meaning here; trainer\.resume_mode= goes back to the default, \"latest\""
+    ):
+        Config.from_cli_overrides(["trainer.resume_mode=null"])
+
+
+def test_a_dict_config_is_taken_with_its_lists_and_interpolations() -> None:
+    tree = {
+        "data": {"train_data": ["t.parquet"]},
+        "trainer": {"policy": {"model": {"path": "${trainer.ref.model.path}"}}},
+    }
+    tree["trainer"] |= {"ref": {"model": {"path": "m"}}, "eval_interval": 0}
+    config = Config.from_dict_config(OmegaConf.create(tree))
+    assert (config.data.train_data, config.trainer.policy.model.path) == (["t.parquet"], "m")
+    with pytest.raises(ConfigError, match="nowhere"):
+        Config.from_dict_config(OmegaConf.create({"data": {"train_data": "${nowhere}"}}))

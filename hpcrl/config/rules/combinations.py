@@ -71,7 +71,9 @@ _COUNTED = re.compile(r"(_size|_nodes|_per_node|_per_prompt|_engines|_steps|\.re
 
 def check(config: ConfigTree) -> list[Problem]:
     """Return everything that cannot work, and everything that cannot work yet, in a configuration of the right types."""
-    return [*impossible(config), *unimplemented_values(values(config))]
+    waiting = list(unimplemented_values(values(config)))
+    paths = {problem.path for problem in waiting}  # what else is wrong with them is of no use yet
+    return [*(problem for problem in impossible(config) if problem.path not in paths), *waiting]
 
 
 def alone(given: Iterable[tuple[Setting, Any]]) -> list[Problem]:

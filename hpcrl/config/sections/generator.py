@@ -11,7 +11,7 @@ from hpcrl.config.fields import Location
 @dataclass(frozen=True, kw_only=True)
 class InferenceEngineConfig:
     backend: Literal["vllm"] = "vllm"
-    """Implementation of the engine."""
+    """Implementation of the engine; vllm is the only one."""
 
     model_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number type of weights and activations in the engine; weights are cast to it on arrival."""

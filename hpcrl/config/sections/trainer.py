@@ -203,7 +203,7 @@ class TrainerConfig:
     """What follows when a checkpoint cannot be written, because the disk is full or fails: the attempt ends as failed, or goes on with a warning until the next one is due. The last one of an attempt must succeed."""
 
     hf_save_interval: int = -1
-    """Steps between exports in Hugging Face format, with one more after the last step; 0 or less: none at all."""
+    """Steps between exports of the policy in Hugging Face format, with one more after the last step; 0 or less: none at all."""
 
     epochs: int = 1
     """Passes over the training prompts."""
