@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ def _cached(name: str) -> Path | None:
 
 
 def on_hub(name: str) -> bool:
-    """Return whether the hub, asked once, has a model of this name; False where it cannot be reached."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    """Return whether the hub, asked once, has a model of this name; False where it cannot be reached, or its library is not installed."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or find_spec("huggingface_hub") is None:
         return False
     import httpx
     from huggingface_hub import file_exists

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hpcrl.config import Config
 from hpcrl.config.load import nested
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
-from hpcrl.launch.submit.models import check_layouts, entries_of, folder_of, unchecked_models
+from hpcrl.launch.submit.models import check_layouts, entries_of, fetch_entries, folder_of, unchecked_models
 from hpcrl.launch.submit.preflight import check_files
 from tests.paths import CONFIGS
 
@@ -91,3 +92,10 @@ def test_a_model_in_the_cache_of_the_hub_is_here(tmp_path: Path, monkeypatch: py
     assert len(list(check_layouts(config("some/model", THREE)))) == 1
     (folder / "config.json").write_text("no json")
     assert entries_of("some/model") is None
+
+
+def test_without_the_library_of_the_hub_nothing_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a login node that has only what commands need."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # what importlib takes for "there is none"
+    assert not fetch_entries("org/model")
