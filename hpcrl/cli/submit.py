@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from hpcrl.errors import ConfigError
     from hpcrl.launch.submit import submit
     from hpcrl.launch.submit.models import folder_of
     from hpcrl.launch.submit.preflight import check_checkpoint, check_files
@@ -45,10 +44,6 @@ def _submit(arguments: argparse.Namespace) -> int:
 
     names, overrides = split(arguments.settings)
     files = [Path(name) for name in names]
-    if not files:
-        raise ConfigError(
-            "no configuration file given; expected hpcrl submit FILE.toml [FILE.toml ...] [KEY=VALUE ...]"
-        )
     warnings = dict[str, None]()
 
     def check(config: Config, source_of: Callable[[str], str | None]) -> None:
@@ -58,7 +53,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     configs = load_elements(files, overrides, varied, check)
     for warning in warnings:
         print(f"hpcrl: {warning}", file=sys.stderr)
-    name = configs[0].trainer.run_name or name_after(files[0], time.strftime("%m%d-%H%M%S"))
+    name = configs[0].trainer.run_name or name_after(files[0] if files else Path("run"), time.strftime("%m%d-%H%M%S"))
     submission = submit.prepare(name, list(zip(configs, varied, strict=True)))
     if arguments.dry_run:
         _show_dry_run(submission)

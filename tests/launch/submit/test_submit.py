@@ -127,6 +127,16 @@ def test_dry_run_shows_everything_and_makes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_run_needs_no_file(tmp_path: Path) -> None:
+    (tmp_path / "t.parquet").write_bytes(
+        (Path(QUICKSTART).parent / "quickstart" / "data" / "train.parquet").read_bytes()
+    )
+    words = ["data.train_data=[t.parquet]", "trainer.policy.model.path=org/m", "trainer.eval_interval=0"]
+    done = hpcrl("submit", "--dry-run", *words, "environment.env_class=sort_letters", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "t.parquet" in done.stdout
+
+
 def least_work(count: int, *arguments: str, cwd: Path) -> float:
     """The fewest CPU seconds of several calls: the clock on the wall also tells what else the machine does."""
     times = []
