@@ -142,7 +142,7 @@ def test_vllm_knows_the_options_of_gpus_by_these_names(models: list[Path], token
     assert parsed(pipeline_parallel_size=3).pipeline_parallel_size == 3
     assert (plain.enforce_eager, parsed(enforce_eager=False).enforce_eager) == (True, False)
     assert (on_gpus().enforce_eager, on_gpus(enforce_eager=True).enforce_eager) == (False, True)
-    few = {"max_num_seqs": 8, "max_num_batched_tokens": 16}
+    few: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 16}
     read_in_parts, read_whole, on_cpu = on_gpus(**few), on_gpus(**few, enable_chunked_prefill=False), parsed(**few)
     assert (read_in_parts.enable_chunked_prefill, read_in_parts.max_num_batched_tokens) == (True, 16)
     for whole in (read_whole, on_cpu):
