@@ -21,7 +21,8 @@ from hpcrl.config.rules import megatron_layouts as layouts
 from hpcrl.config.rules import rewards as scoring
 from hpcrl.config.rules.combinations import impossible
 from hpcrl.config.validate import build
-from tests.config.rules.own_cases import COSMOS, OURS
+from tests.config.rules.cosmos_cases import COSMOS
+from tests.config.rules.own_cases import OURS
 from tests.config.rules.skyrl_cases import ALGORITHM, BASE, COLOCATED, CRITIC, ENGINE, PLACEMENT, SKYRL, Case
 from tests.config.rules.test_megatron_layouts import CASES as LAYOUTS
 from tests.config.rules.test_training import CASES as TRAINER

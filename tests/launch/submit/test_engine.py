@@ -56,12 +56,10 @@ def test_changed_entries_of_the_model_count() -> None:
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_options_that_vllm_does_not_have_are_refused_without_importing_it() -> None:
-    known = [f"{KWARGS}.max-logprobs=5", f"{KWARGS}.no_async_scheduling=true"]
+    known = [f"{KWARGS}.block-size=16", f"{KWARGS}.no_async_scheduling=true"]
     check_files(Config.from_toml([QUICKSTART], known))
-    with pytest.raises(
-        DataError, match=rf"{KWARGS}\.max_logprob: .* no option 'max_logprob'; did you mean max_logprobs"
-    ):
-        check_files(Config.from_toml([QUICKSTART], [f"{KWARGS}.max_logprob=5"]))
+    with pytest.raises(DataError, match=rf"{KWARGS}\.block_siz: .* no option 'block_siz'; did you mean block_size"):
+        check_files(Config.from_toml([QUICKSTART], [f"{KWARGS}.block_siz=16"]))
     assert {"max_model_len", "quantization", "chat_template"} <= vllm_options()
 
 

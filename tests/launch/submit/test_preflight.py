@@ -91,13 +91,6 @@ def test_folders_of_ones_own_modules_must_be_there(tmp_path: Path) -> None:
         check_files(Config.from_toml([QUICKSTART], [f'python_path=["{tmp_path}/nowhere", "{tmp_path}"]']))
 
 
-def test_an_environment_that_nobody_knows_is_told_before_anything_is_queued() -> None:
-    with pytest.raises(
-        DataError, match=r"environment.env_class: unknown environment 'sort_leters'; did you mean sort_letters"
-    ):
-        check_files(Config.from_toml([QUICKSTART], ["environment.env_class=sort_leters"]))
-
-
 @pytest.mark.parametrize(
     ("row", "overrides", "told"),
     [

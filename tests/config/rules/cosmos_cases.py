@@ -1,0 +1,132 @@
+"""Combinations that Cosmos-RL refuses."""
+
+from __future__ import annotations
+
+from tests.config.rules.skyrl_cases import (
+    ALGORITHM,
+    CORRECTION,
+    DIFFUSERS,
+    DISTILLATION,
+    LORA,
+    NO_KL,
+    OPTIMIZER,
+    Case,
+)
+
+# spec/cosmos, section 14 and the rules of its schema, where they apply here.
+COSMOS = [
+    Case(
+        "strictly on-policy training gets weights at each step",
+        {"trainer.fully_async.sync_weight_interval": 2},
+        "trainer.fully_async.max_staleness_steps", "expected at least 1, because engines get weights every 2 steps",
+        {"trainer.fully_async.sync_weight_interval": 2, "trainer.fully_async.max_staleness_steps": 1},
+    ),
+    Case(
+        "rollout log-probabilities as the old policy exclude a correction between the two",
+        {f"{ALGORITHM}.use_rollout_logprobs_for_loss": True, f"{CORRECTION}.tis_ratio_type": "token"},
+        f"{CORRECTION}.tis_ratio_type", "leave one of them out",
+        {f"{CORRECTION}.tis_ratio_type": "token"},
+    ),
+    Case(
+        "dropped tokens belong to weights of tokens",
+        {f"{CORRECTION}.token_tis_ratio_drop_high": 2.0}, f"{CORRECTION}.token_tis_ratio_drop_high", 'tis_ratio_type="token"; set it',
+        {f"{CORRECTION}.token_tis_ratio_drop_high": 2.0, f"{CORRECTION}.tis_ratio_type": "token"},
+    ),
+    Case(
+        "asynchronous tensor parallelism needs compilation",
+        {"trainer.policy.async_tensor_parallel": True}, "trainer.policy.async_tensor_parallel", "needs trainer.policy.compile_model=true",
+        {"trainer.policy.async_tensor_parallel": True, "trainer.policy.compile_model": True},
+    ),
+    Case(
+        "LoRA is not compiled",
+        {f"{LORA}.rank": 8, "trainer.policy.compile_model": True}, "trainer.policy.compile_model", "set it to false",
+        {f"{LORA}.rank": 8},
+    ),
+    Case(
+        "beside adapters the map only freezes",
+        {f"{LORA}.rank": 8, "trainer.policy.trainable_map": {"lm_head": True}},
+        "trainer.policy.trainable_map.lm_head", "trainer.policy.model.lora.modules_to_save",
+        {f"{LORA}.rank": 8, "trainer.policy.trainable_map": {"lm_head": False}},
+    ),
+    Case(
+        "S3 needs a bucket",
+        {"trainer.upload.s3": "all"}, "trainer.upload.s3_bucket", "required with trainer.upload.s3",
+        {"trainer.upload.s3": "all", "trainer.upload.s3_bucket": "b"},
+    ),
+    Case(
+        "the hub needs a repository",
+        {"trainer.upload.hf": True}, "trainer.upload.hf_repo_name", "required with trainer.upload.hf",
+        {"trainer.upload.hf": True, "trainer.upload.hf_repo_name": "me/model"},
+    ),
+    Case(
+        "prefetching needs workers",
+        {"data.prefetch_factor": 4}, "data.prefetch_factor", "leave it out, or set both",
+        {"data.prefetch_factor": 4, "data.num_workers": 1},
+    ),
+    Case(
+        "one reset of the reference is enough",
+        {f"{ALGORITHM}.reference_reset_interval": 5, "trainer.update_ref_every_epoch": True},
+        "trainer.update_ref_every_epoch", "leave one of them out",
+        {f"{ALGORITHM}.reference_reset_interval": 5},
+    ),
+    Case(
+        "only a divergence in the loss has a gradient",
+        {f"{ALGORITHM}.kl_importance_weighted": True, **NO_KL, f"{ALGORITHM}.use_kl_in_reward": True},
+        f"{ALGORITHM}.kl_importance_weighted", "has no effect without trainer.algorithm.use_kl_loss",
+        {f"{ALGORITHM}.kl_importance_weighted": True},
+    ),
+    Case(
+        "an optimizer is only reset with the reference",
+        {f"{ALGORITHM}.reset_optimizer_with_reference": False},
+        f"{ALGORITHM}.reset_optimizer_with_reference", "has no effect without trainer.algorithm.reference_reset_interval",
+        {f"{ALGORITHM}.reset_optimizer_with_reference": False, f"{ALGORITHM}.reference_reset_interval": 5},
+    ),
+    Case(
+        "a reset needs a reference",
+        {f"{ALGORITHM}.reference_reset_interval": 5, **NO_KL},
+        f"{ALGORITHM}.reference_reset_interval", "set one of them, or leave this out",
+        {f"{ALGORITHM}.reference_reset_interval": 5, **NO_KL, f"{ALGORITHM}.use_kl_in_reward": True},
+    ),
+    Case(
+        "the constant divisor belongs to one reduction",
+        {f"{ALGORITHM}.unbiased_loss_max_tokens": 99}, f"{ALGORITHM}.unbiased_loss_max_tokens", "set seq_mean_token_mean or leave it out",
+        {f"{ALGORITHM}.unbiased_loss_max_tokens": 99, f"{ALGORITHM}.loss_reduction": "seq_mean_token_mean"},
+    ),
+    Case(
+        "distillation needs a teacher",
+        {f"{DISTILLATION}.enable": True}, f"{DISTILLATION}.model_path", "required with trainer.distillation.enable",
+        {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"},
+    ),
+    Case(
+        "the solvers of ODEs need deterministic sampling",
+        {f"{DIFFUSERS}.enable": True}, f"{DIFFUSERS}.sample.deterministic_sampling", "set it to true",
+        {f"{DIFFUSERS}.enable": True, f"{DIFFUSERS}.sample.solver": "flow"},
+    ),
+    Case(
+        "one low precision at a time",
+        {"trainer.policy.low_precision.fp8": True, "trainer.policy.low_precision.fp4": True},
+        "trainer.policy.low_precision.fp4", "set one of them to false",
+        {"trainer.policy.low_precision.fp8": True},
+    ),
+    Case(
+        "a reward service is asked for something",
+        {"environment.remote_reward.enable": True}, "environment.remote_reward.reward_function", "with their weights",
+        {"environment.remote_reward.enable": True, "environment.remote_reward.reward_function": {"ocr": 1.0}},
+    ),
+    Case(
+        "warm-up is given once",
+        {f"{OPTIMIZER}.warmup_ratio": 0.1, f"{OPTIMIZER}.num_warmup_steps": 5}, f"{OPTIMIZER}.warmup_ratio", "set num_warmup_steps=0",
+        {f"{OPTIMIZER}.warmup_ratio": 0.1},
+    ),
+    Case(
+        "warm-up and decay fit into the steps",
+        {f"{OPTIMIZER}.scheduler": "linear", f"{OPTIMIZER}.warmup_ratio": 0.6, f"{OPTIMIZER}.decay_ratio": 0.5},
+        f"{OPTIMIZER}.decay_ratio", "lower one of them",
+        {f"{OPTIMIZER}.scheduler": "linear", f"{OPTIMIZER}.warmup_ratio": 0.5, f"{OPTIMIZER}.decay_ratio": 0.5},
+    ),
+    Case(
+        "evaluation has one source",
+        {"data.test_size": 0.1}, "data.test_size", "leave one of them out",
+        {"data.test_size": 0.1, "data.val_data": []},
+    ),
+]  # fmt: skip
