@@ -141,7 +141,10 @@ def test_what_an_environment_needs_is_written_out_where_skyrl_has_a_default() ->
     [
         ([ALGORITHM + "ppo_loss_type=dual_clip"], {ALGORITHM + "policy_loss_type": "dual_clip"}),
         ([ALGORITHM + "init_kl_coef=0.1"], {ALGORITHM + "kl_loss_coef": 0.1}),
-        ([ALGORITHM + "kl_target=0.3"], {ALGORITHM + "kl_ctrl.kl_target": 0.3}),
+        (
+            [ALGORITHM + "kl_target=0.3", ALGORITHM + "kl_ctrl.type=adaptive"],
+            {ALGORITHM + "kl_ctrl.kl_target": 0.3},
+        ),
         ([ALGORITHM + "use_kl_estimator_k3=true"], {ALGORITHM + "kl_estimator_type": "k3"}),
         ([ALGORITHM + "use_kl_estimator_k3=false"], {ALGORITHM + "kl_estimator_type": "k1"}),
         ([ALGORITHM + "use_abs_kl=true"], {ALGORITHM + "kl_estimator_type": "abs"}),
