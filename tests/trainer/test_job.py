@@ -71,6 +71,7 @@ def make_run(path: Path, model: Path, changes: dict[str, Any] | None = None) -> 
                     "max_tokens_per_micro_batch": 30,
                     "dump_data_batch": True,
                     "ckpt_interval": 2,
+                    "max_ckpts_to_keep": -1,
                     "ckpt_mode": "async",
                     "hf_save_interval": STEPS,
                     "eval_interval": -1,

@@ -75,7 +75,7 @@ class Publisher:
         began = time.monotonic()
         size = self._write(engine, target, probe=self._probe(engine), version=version)
         self._world.rank0_broadcast(self._retire)
-        return {"weights/publish_seconds": time.monotonic() - began, "weights/publish_gib": size / 2**30}
+        return {"timing/publish_weights": time.monotonic() - began, "throughput/published_gib": size / 2**30}
 
     def _probe(self, engine: PolicyEngine) -> Probe | None:
         if self._probe_tokens < 2:

@@ -93,7 +93,7 @@ def test_what_another_rank_still_writes_is_not_listed(told: dict[str, Any]) -> N
 
 def test_each_rank_writes_its_part_of_the_weights(told: dict[str, Any], model_path: Path) -> None:
     found = told["published"]
-    assert found["metrics"] == ["weights/publish_gib", "weights/publish_seconds"]
+    assert found["metrics"] == ["throughput/published_gib", "timing/publish_weights"]
     run = Run(told["path"] / "published")
     weights, whole = PublishedWeights.read(run.weights_of(1)), load_file(model_path / "model.safetensors")
     sizes = [
