@@ -1,4 +1,5 @@
-"""Finds published weights in the run directory, from where the engines of all replicas read them, before any is asked to pause."""
+"""Finds published weights in the run directory, from where the engines of all replicas read them, and brings them to this node before any
+engine is asked to pause."""
 
 from __future__ import annotations
 
@@ -7,23 +8,35 @@ import time
 from pathlib import Path
 
 from hpcrl.data.weight_files import PublishedWeights
+from hpcrl.errors import CommitError
 from hpcrl.rundir.commit import is_committed
 
 _POLL_S = 0.2
+_PART = 8 << 20
 
 
 def fetch(source: Path, patience_s: float = 60.0) -> PublishedWeights:
-    """Return a committed version once this node sees all of it; what its files hold is compared where they are loaded.
+    """Return a committed version once this node has all of it in its page cache; what its files hold is compared where they are loaded.
+
+    The replicas of a node share that cache: what one has read, the others do not read from the shared filesystem again.
 
     Args:
         patience_s: how long `source` may stay invisible: the news of it can be faster than a network filesystem.
 
     Raises:
-        CommitError: it did not appear, or a file is missing or cut short.
+        CommitError: it did not appear, or a file is missing, cut short or cannot be read.
     """
     deadline = time.monotonic() + patience_s
     while not is_committed(source) and time.monotonic() < deadline:
         if source.parent.is_dir():
             os.listdir(source.parent)  # a fresh listing makes NFS drop what it remembers of the directory
         time.sleep(_POLL_S)
-    return PublishedWeights.read(source)
+    weights, buffer = PublishedWeights.read(source), bytearray(_PART)
+    try:
+        for file in sorted(source.glob("*.safetensors")):
+            with file.open("rb", buffering=0) as opened:
+                while opened.readinto(buffer):
+                    pass
+    except OSError as error:  # retired meanwhile
+        raise CommitError(f"{source}: {error}") from error
+    return weights
