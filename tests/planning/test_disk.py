@@ -53,5 +53,5 @@ def test_sizes(model: Path, settings: dict[str, Any], parts: list[str]) -> None:
 def test_a_model_that_is_elsewhere(tmp_path: Path) -> None:
     for folder in (None, tmp_path):
         said = told(folder, {})
-        assert "not known, since a/model has no safetensors files" in said
+        assert "not known, since not all models have safetensors files" in said
         assert "the newest 3 stay" in said

@@ -34,7 +34,7 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
         engines=bool(node.replicas),
         named=not (context.local or config.slurm.network_interface),
         requeues=node.index == 0 and not context.local and config.slurm.container.host_python is None,
-        rooms=rooms(run, config, sizes, len(node.replicas)),
+        rooms=rooms(run, config, sizes),
     )
     findings = list(of_node(_facts(run, node, context), purpose))
     for finding in findings:

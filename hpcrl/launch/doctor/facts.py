@@ -87,14 +87,15 @@ def of_place(name: str, place: Mapping[str, Any], host: str, needed: Room | None
         )
         remedy = "make room (`hpcrl checkpoint ls` and `rm`, exports/), choose another place, or lower trainer.max_ckpts_to_keep"
         return (error if place["free_bytes"] < needed.least else warning)(subject, found, remedy)
+    if name == "temporary":
+        remedy = "make room, or set TMPDIR to another place: caches of compiled kernels and sockets lie there"
+        return warning(subject, found, remedy) if room < _SCARCE_GB else ok(subject, found)
     if needed is None and room < _SCARCE_GB:
         return error(subject, found, "make room, or choose another place: a checkpoint holds weights and optimizer")
     if inodes is not None and inodes < _FEW_INODES:
         return warning(
             subject, found, "remove old runs, or choose another place: a run keeps a file per group of samples"
         )
-    if name == "temporary":
-        return ok(subject, found)
     if kind in _VOLATILE:
         return warning(subject, found, "it is lost with the machine; choose a disk")
     if kind in _DOUBTFUL or kind.startswith("fuse"):

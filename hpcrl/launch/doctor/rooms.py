@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hpcrl.config import Config
 from hpcrl.config.derive import model_paths
+from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.rundir.checkpoints import NEVER_DELETED
 from hpcrl.rundir.commit import committed
 from hpcrl.rundir.layout import Run, position_of, version_of
@@ -58,20 +59,19 @@ class Sizes:
         if not all(counts.values()):
             return None
         weight = 4 if config.generator.inference_engine.model_dtype == "float32" else 2
-        sections = {"policy": trainer.policy, "critic": trainer.critic}
-        master = {
-            role: 4 if sections[role].fsdp_config.mixed_precision.master_dtype == "fp32" else 2 for role in counts
-        }
-        checkpoint = sum(_ADAM * master[role] * count for role, count in counts.items())
-        return cls(weight * counts["policy"], checkpoint)
+        return cls(weight * counts["policy"], sum(_saved(trainer, role) * count for role, count in counts.items()))
 
 
-def rooms(run: Run, config: Config, sizes: Sizes | None, replicas: int) -> dict[str, Room]:
-    """Return what a node and its run will write, by the places of hpcrl.launch.doctor.node.facts; nothing where it is not known.
+def _saved(trainer: TrainerConfig, role: str) -> int:
+    """Return the bytes that a checkpoint has of a parameter: the weights, and the master weights and moments that training has of it."""
+    if trainer.strategy == "megatron":
+        return 4 * _ADAM + (2 if trainer.policy.megatron_config.dtype != "fp32" else 0)
+    sharding = trainer.critic.fsdp_config if role == "critic" else trainer.policy.fsdp_config
+    return _ADAM * (4 if sharding.mixed_precision.master_dtype == "fp32" else 2)
 
-    Args:
-        replicas: engines on the node, each of which takes in its own copy of the weights.
-    """
+
+def rooms(run: Run, config: Config, sizes: Sizes | None) -> dict[str, Room]:
+    """Return what a run will write, by the places of hpcrl.launch.doctor.node.facts; nothing where it is not known."""
     if sizes is None:
         return {}
     trainer = config.trainer
@@ -80,11 +80,7 @@ def rooms(run: Run, config: Config, sizes: Sizes | None, replicas: int) -> dict[
     kept, there = max(trainer.max_ckpts_to_keep, NEVER_DELETED), len(committed(run.checkpoints, position_of))
     versions = trainer.fully_async.max_staleness_steps + 2 - len(committed(run.weights, version_of))
     most = checkpoint * max(1, kept + 1 - there) + sizes.weights * max(1, versions)
-    found = {"root": Room(checkpoint + sizes.weights, most, "a checkpoint and the weights for the engines")}
-    if replicas:
-        copies = replicas * sizes.weights
-        found["temporary"] = Room(0, copies, f"the weights of {replicas} engine(s)")
-    return found
+    return {"root": Room(checkpoint + sizes.weights, most, "a checkpoint and the weights for the engines")}
 
 
 def _parameters(folder: Path | None) -> int:
