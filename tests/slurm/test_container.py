@@ -135,11 +135,8 @@ def test_a_run_and_its_pool_live_requeue_and_end_in_a_container(cluster: DevClus
     assert outcome.kind == "cancelled", said()
 
     calls = [json.loads(line) for line in log.read_text().splitlines()]
-    seen = [
-        run.path.parent.parent,
-        *(QUICKSTART.parent / "quickstart" / name for name in OF_QUICKSTART),
-        tmp_path / "local",
-    ]
+    named = [QUICKSTART.parent / "quickstart" / name for name in OF_QUICKSTART]
+    seen = [*sorted([run.path.parent.parent, *named]), tmp_path / "local"]
     begin = ["exec", *(f"--bind={path}" for path in seen), f"{tmp_path}/image.sif", sys.executable]
     assert [call[: len(begin)] for call in calls] == [begin] * len(calls)
     modules = [call[call.index("-m") + 1] for call in calls]
