@@ -166,8 +166,7 @@ class WeightReader:
         except BaseException:
             self.close()
             raise
-        self._names = [name for name in order if name in self._places]
-        self._names += [name for name in self._places if name not in set(self._names)]
+        self._names = list(dict.fromkeys([*(name for name in order if name in self._places), *self._places]))
 
     def _open(self, path: Path) -> None:
         file = os.open(path, os.O_RDONLY)
