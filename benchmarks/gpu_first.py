@@ -28,9 +28,13 @@ from backends import make_batch, make_model, peak_memory
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpcrl.config import AlgorithmConfig, TrainerConfig
+from hpcrl.config import AlgorithmConfig, Config, TrainerConfig
+from hpcrl.config.load import nested
 from hpcrl.config.validate import build
 from hpcrl.errors import DeviceError
+from hpcrl.planning.estimate import estimate
+from hpcrl.planning.shapes import model_shapes
+from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import Objective, PolicyEngine
 from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.distributed import World, joined
@@ -38,6 +42,7 @@ from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.models.attention import PackedSequences, attend
 from hpcrl.trainer.models.flops import ModelFlops, peak_tflops
 from hpcrl.trainer.models.logprobs import compiled_rows, plain_rows, token_logprobs
+from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.types import MicroBatch
 
 _ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -272,6 +277,36 @@ def checkpoint(machine: Machine) -> Found:
     return found
 
 
+def publish(machine: Machine) -> Found:
+    """Seconds and GiB of publishing weights for engines."""
+    with joined() as world, tempfile.TemporaryDirectory() as place:
+        policy = machine.engine(world)
+        return Publisher(Run(Path(place)), 0, world, torch.bfloat16, 0, longest=64).publish(policy, 1)
+
+
+def memory(machine: Machine) -> Found:
+    """GiB of a step as `hpcrl plan` estimates it, and as torch's allocator saw it."""
+    tokens, sample = (256, 64) if machine.tiny else (16384, 2048)
+    settings = {
+        "data.train_data": ["t"],
+        "data.val_data": ["v"],
+        "slurm.gpus_per_node": 1,
+        "trainer.policy.model.path": str(machine.model),
+        "trainer.algorithm.use_kl_loss": False,
+        "trainer.max_tokens_per_micro_batch": tokens,
+        "trainer.max_prompt_length": sample // 2,
+        "generator.sampling_params.max_generate_length": sample // 2,
+    }
+    config = build(Config, nested(settings))
+    planned = estimate(config, model_shapes(config.trainer, Path)).total / 2**30
+    with joined() as world:
+        policy, objective = machine.engine(world), build_objective(AlgorithmConfig(use_kl_loss=False))
+        if machine.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        _step(policy, [machine.batch(tokens, sample)] * 2, objective)
+        return {"planned": round(planned, 3), "peak": round(peak_memory(machine.device) / 2**30, 3)}
+
+
 def no_gpu(_machine: Machine) -> Found:
     """A rank that is to have a GPU, and sees none, ends."""
     try:
@@ -283,7 +318,19 @@ def no_gpu(_machine: Machine) -> Found:
 
 CHECKS: dict[str, Callable[[Machine], Found]] = {
     check.__name__: check
-    for check in (versions, attention, attention_speed, head, engine, waits, throughput, checkpoint, no_gpu)
+    for check in (
+        versions,
+        attention,
+        attention_speed,
+        head,
+        engine,
+        waits,
+        throughput,
+        checkpoint,
+        publish,
+        memory,
+        no_gpu,
+    )
 }
 
 
