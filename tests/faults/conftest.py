@@ -63,7 +63,8 @@ class Scenarios:
     def _taken(self, count: int) -> Iterator[tuple[DevCluster, list[str]]]:
         with self._changed:
             self._changed.wait_for(lambda: len(self._free) >= count or self.ended.is_set())
-            taken, self._free = self._free[:count], self._free[count:]
+            # in the order in which Slurm lists them, whatever order they came back in
+            taken, self._free = sorted(self._free[:count], key=lambda name: int(name[1:])), self._free[count:]
         try:
             yield self._cluster, taken
         finally:
