@@ -301,6 +301,11 @@ def publishes(trainer: TrainerConfig, step: int, total: int) -> bool:
     return evaluated or step == total or step % trainer.fully_async.sync_weight_interval == 0
 
 
+def saves_checkpoints(trainer: TrainerConfig) -> bool:
+    """Return whether there are checkpoints at all."""
+    return trainer.ckpt_interval > 0 or trainer.ckpt_interval_epochs is not None
+
+
 def checkpoint_interval(trainer: TrainerConfig, epoch: int) -> int:
     """Return the steps between checkpoints; 0 or less: there are none.
 

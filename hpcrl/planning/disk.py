@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hpcrl.config import Config
+from hpcrl.config.derive import saves_checkpoints
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.launch.doctor.rooms import Sizes
 from hpcrl.rundir.checkpoints import NEVER_DELETED
@@ -33,7 +34,7 @@ def describe_disk(config: Config, folder_of: Callable[[str], Path | None]) -> It
 
 
 def _kept(trainer: TrainerConfig) -> str:
-    if trainer.ckpt_interval <= 0 and trainer.ckpt_interval_epochs is None:
+    if not saves_checkpoints(trainer):
         return "none is saved"
     if trainer.max_ckpts_to_keep < 0:
         return "all are kept (trainer.max_ckpts_to_keep)"
@@ -44,7 +45,7 @@ def _kept(trainer: TrainerConfig) -> str:
 
 def _at_most(trainer: TrainerConfig, size: int) -> str:
     unbounded = trainer.max_ckpts_to_keep < 0 or trainer.ckpt_keep_every
-    if unbounded or (trainer.ckpt_interval <= 0 and trainer.ckpt_interval_epochs is None):
+    if unbounded or not saves_checkpoints(trainer):
         return ""
     at_once = _newest(trainer) + bool(trainer.ckpt_keep_best) + 1
     return f": with the one on its way {readable_size(size * at_once)}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.derive import model_paths
+from hpcrl.config.derive import model_paths, saves_checkpoints
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.rundir.checkpoints import NEVER_DELETED
 from hpcrl.rundir.commit import committed
@@ -75,8 +75,7 @@ def rooms(run: Run, config: Config, sizes: Sizes | None) -> dict[str, Room]:
     if sizes is None:
         return {}
     trainer = config.trainer
-    saves = trainer.ckpt_interval > 0 or trainer.ckpt_interval_epochs is not None
-    checkpoint = sizes.checkpoint if saves else 0
+    checkpoint = sizes.checkpoint if saves_checkpoints(trainer) else 0
     kept, there = max(trainer.max_ckpts_to_keep, NEVER_DELETED), len(committed(run.checkpoints, position_of))
     versions = trainer.fully_async.max_staleness_steps + 2 - len(committed(run.weights, version_of))
     most = checkpoint * max(1, kept + 1 - there) + sizes.weights * max(1, versions)

@@ -7,6 +7,7 @@ causal, as in T. Dao, arXiv:2307.08691, section 4.1).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ _PEAK_TFLOPS = {  # dense bf16, from the makers' data sheets; more particular na
     "H200": 989.0,
     "H800": 989.0,
     "B200": 2250.0,
+    "GB200": 2250.0,
     "A100": 312.0,
     "A800": 312.0,
     "L40S": 362.0,
@@ -78,4 +80,4 @@ def describe_flops(flops: float, seconds: float, ranks: int, device: torch.devic
 
 def peak_tflops(name: str) -> float | None:
     """Return the bf16 peak of a GPU by its name, such as "NVIDIA H100 80GB HBM3"; None: it is not known."""
-    return next((peak for known, peak in _PEAK_TFLOPS.items() if known in name), None)
+    return next((peak for known, peak in _PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)

@@ -20,9 +20,8 @@ Rows = Callable[
     tuple[torch.Tensor, torch.Tensor],
 ]
 
-_LEFT_OUT = (
-    -3e4
-)  # of a token that is never drawn; a number in 16-bit types too: an infinity would make entropies undefined
+# logit of a token that is never drawn; a number in 16-bit types too: an infinity would make entropies undefined
+_LEFT_OUT = -3e4
 
 
 def among(logits_RV: torch.Tensor, mask_RK: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -33,9 +32,8 @@ def among(logits_RV: torch.Tensor, mask_RK: torch.Tensor, first: int = 0) -> tor
         first: token of the first column.
     """
     size, own_RK = logits_RV.shape[1], mask_RK.long() - first
-    places_RK = torch.where(
-        (mask_RK >= 0) & (own_RK >= 0) & (own_RK < size), own_RK, size
-    )  # others in a column of their own
+    # others in a column of their own
+    places_RK = torch.where((mask_RK >= 0) & (own_RK >= 0) & (own_RK < size), own_RK, size)
     kept_RV = torch.zeros(len(logits_RV), size + 1, dtype=torch.bool, device=logits_RV.device)
     kept_RV = kept_RV.scatter(1, places_RK, True)[:, :size]
     whole_R = (mask_RK < 0).all(1)

@@ -49,3 +49,5 @@ def test_a_token_goes_to_some_experts_only() -> None:
 def test_rates() -> None:
     assert describe_flops(8e12, 2.0, 4, torch.device("cpu")) == {"throughput/train_tflops_per_second_per_rank": 1.0}
     assert [peak_tflops(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "Tesla T4")] == [989, 756, None]
+    assert [peak_tflops(name) for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA GB200", "NVIDIA A40")] == [312, 2250, 149.7]
+    assert peak_tflops("NVIDIA RTX A4000") is None, "no A40"
