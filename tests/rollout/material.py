@@ -23,7 +23,7 @@ from tests.paths import CONFIGS
 QUICKSTART = CONFIGS / "quickstart" / "model"
 RUN_NAME, TOKEN = "tested", "a-token-of-the-tests"
 VOCABULARY, EOS = 18, 1
-MAX_MODEL_LEN, BATCHED_TOKENS = 256, 2048
+MAX_MODEL_LEN, BATCHED_TOKENS = 768, 2048
 ENGINE = InferenceEngineConfig(
     model_dtype="float32", max_num_seqs=64, max_num_batched_tokens=BATCHED_TOKENS, engine_init_kwargs={"block_size": 32}
 )

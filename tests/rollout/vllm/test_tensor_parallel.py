@@ -11,7 +11,7 @@ import torch
 from hpcrl.rollout.vllm.client import EngineClient, Generation
 from hpcrl.runtime.controller_client import headers
 from tests.rollout.material import LONG_PROMPT, RUN_NAME, TOKEN, logprobs, options, served
-from tests.rollout.vllm.test_client import assert_close, updated_while_running
+from tests.rollout.vllm.test_client import LENGTH, assert_close, updated_while_running
 
 WHOLE = {"temperature": 1.0, "max_tokens": 24}
 
@@ -39,8 +39,8 @@ def test_two_workers_share_the_weights(models: list[Path], token_file: Path, tmp
             assert_close(one, model, LONG_PROMPT)
     for one in running:
         given_T, switch = torch.tensor(one.logprobs), one.versions.count(0)
-        assert one.versions == [0] * switch + [1] * (150 - switch)
-        assert 0 < switch < 150
+        assert one.versions == [0] * switch + [1] * (LENGTH - switch)
+        assert 0 < switch < LENGTH
         for part, model in ((slice(None, switch), models[0]), (slice(switch, None), models[1])):
             expected = logprobs(model, LONG_PROMPT, one.token_ids)[part]
             torch.testing.assert_close(given_T[part], expected, atol=1e-3, rtol=0)
