@@ -25,9 +25,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import AlgorithmConfig, InferenceEngineConfig, ModelConfig, PolicyConfig, TrainerConfig
-from hpcrl.rollout.vllm.client import EngineClient
-from hpcrl.rollout.vllm.fetch import fetch
-from hpcrl.rollout.vllm.server import Scratch, Server, ServerOptions
+from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.rollout.engines.vllm.server import Scratch, Server, ServerOptions
+from hpcrl.rollout.fetch import fetch
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import headers

@@ -12,7 +12,6 @@ import asyncio
 import signal
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +19,11 @@ from hpcrl.config import Config
 from hpcrl.config.derive import max_input_length
 from hpcrl.controller.evaluation import by_source, evaluation_work, scores
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.vllm.server import Server, server_options
+from hpcrl.rollout.engines.base import Launched
+from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import StatusWriter
-from hpcrl.runtime.scratch import Scratch
 from hpcrl.types import GroupMeta
 
 
@@ -34,13 +33,9 @@ def main(path: str) -> None:
     config, request = Config.from_toml([directory.config]), read_json(directory.path / "evaluation.json")
     assert request is not None, directory.path
     status = StatusWriter(directory, "eval", 0)
-    with ExitStack() as stack:
-        scratch = Scratch("engine")
-        stack.callback(scratch.remove)
-        status.write("starting engine")
-        server = Server(server_options(directory, config), scratch.path, directory.log(0, "engine"))
-        stack.callback(server.stop)
-        groups, facts = evaluate(directory, config, request["version"], server, status)
+    status.write("starting engine")
+    with launched(directory, config, directory.log(0, "engine")) as engine:
+        groups, facts = evaluate(directory, config, request["version"], engine, status)
     results = {
         "prompts": {name: len(members) for name, members in by_source(groups).items()},
         "failures": [failure for group in groups for failure in group.failures],
@@ -51,7 +46,7 @@ def main(path: str) -> None:
 
 
 def evaluate(
-    directory: Run, config: Config, version: int, server: Server, status: StatusWriter
+    directory: Run, config: Config, version: int, engine: Launched, status: StatusWriter
 ) -> tuple[list[GroupMeta], dict[str, Any]]:
     """Return the finished groups, and the results beside the scores: prompts that were too long, seconds."""
     # torch and transformers take seconds to import, while the engine starts
@@ -66,14 +61,14 @@ def evaluate(
     count_tokens = token_counter(model, generator.chat_template, generator.chat_template_kwargs)
     kept = drop_long(prompts, count_tokens, trainer.max_prompt_length)
     work = evaluation_work(kept, version, generator.eval_n_samples_per_prompt, trainer.seed)
-    server.wait_ready(generator.inference_engine.start_timeout_seconds, lambda: status.write("starting engine"))
+    engine.wait_ready(generator.inference_engine.start_timeout_seconds, lambda: status.write("starting engine"))
     began = time.monotonic()
 
     def on_finished(finished: int) -> None:
         if finished * 10 // len(work) != (finished - 1) * 10 // len(work):
             status.write(f"{finished} of {len(work)} prompts")
 
-    groups = asyncio.run(evaluate(directory, server, model, work, version, generator, config.environment, on_finished))
+    groups = asyncio.run(evaluate(directory, engine, model, work, version, generator, config.environment, on_finished))
     return groups, {"too_long": len(prompts) - len(kept), "seconds": time.monotonic() - began}
 
 

@@ -13,19 +13,18 @@ import asyncio
 import os
 import signal
 import sys
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpcrl.config import Config
 from hpcrl.config.derive import max_input_length, needs_baselines, surplus_groups
 from hpcrl.errors import HpcrlError
-from hpcrl.rollout.vllm.server import Server, server_options
+from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import FAILED, StatusWriter
-from hpcrl.runtime.scratch import Scratch
 
 if TYPE_CHECKING:
     from hpcrl.rollout.worker import WorkerOptions
@@ -50,21 +49,21 @@ def main(path: str) -> None:
 def serve(run: Run, config: Config, attempt: int, replica: int, status: StatusWriter, heartbeat: Heartbeat) -> None:
     """Start the engine, work with it until the run ends, and end it."""
     start_s = config.generator.inference_engine.start_timeout_seconds
-    with ExitStack() as stack:
-        scratch = Scratch("engine")
-        stack.callback(scratch.remove)
-        server = Server(server_options(run, config), scratch.path, run.log(attempt, f"engine-{replica}"))
-        stack.callback(server.stop)
+    with launched(run, config, run.log(attempt, f"engine-{replica}")) as engine:
         # torch and transformers take seconds to import, while the engine starts
         from hpcrl.rollout.worker import work
 
         options = worker_options(run, config, attempt, replica)
-        server.wait_ready(start_s, lambda: status.write("starting engine"))
+        engine.wait_ready(start_s, lambda: status.write("starting engine"))
         heartbeat.beat("serve")
-        controller = stack.enter_context(closing(Controller(run, attempt)))
-        stack.callback(controller.leave, options.name)
         generator = replace(config.generator, max_input_length=max_input_length(config.generator, config.trainer))
-        asyncio.run(work(options, server, config.trainer.policy.model.path, generator, config.environment, status))
+        with closing(Controller(run, attempt)) as controller:
+            try:
+                asyncio.run(
+                    work(options, engine, config.trainer.policy.model.path, generator, config.environment, status)
+                )
+            finally:
+                controller.leave(options.name)
 
 
 def worker_options(run: Run, config: Config, attempt: int, replica: int) -> WorkerOptions:

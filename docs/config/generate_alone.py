@@ -13,9 +13,9 @@ from hpcrl.config.sections.environment import EnvironmentConfig
 from hpcrl.config.sections.generator import GeneratorConfig
 from hpcrl.config.validate import build
 from hpcrl.data.chat import load_tokenizer
+from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rollout.generate import Group, GroupGenerator
-from hpcrl.rollout.vllm.client import EngineClient
-from hpcrl.rollout.vllm.server import Server, ServerOptions
 from hpcrl.rundir.commit import write_text
 from hpcrl.runtime.controller_client import headers
 from hpcrl.runtime.scratch import Scratch

@@ -11,12 +11,10 @@ from pathlib import Path
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
 from hpcrl.data.chat import decoder, load_tokenizer
 from hpcrl.data.rollouts import Decode, segments_of
+from hpcrl.rollout.engines.base import Launched
+from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.generate import Group, GroupGenerator, sample_reward
-from hpcrl.rollout.vllm.client import EngineClient
-from hpcrl.rollout.vllm.server import Server
-from hpcrl.rollout.vllm.watchdog import run_watched
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import headers, read_token
 from hpcrl.types import GroupMeta, Work
 
 _REPLICA = 0
@@ -24,7 +22,7 @@ _REPLICA = 0
 
 async def evaluate(
     directory: Run,
-    server: Server,
+    launched: Launched,
     model: str,
     work: Sequence[Work],
     version: int,
@@ -36,16 +34,16 @@ async def evaluate(
 
     Args:
         directory: of the evaluation, laid out as a run.
-        server: one that is ready.
+        launched: an engine that is ready.
         model: HF directory or hub id of the tokenizer.
-        version: of the weights that the server holds.
+        version: of the weights that it holds.
         on_finished: called with the number of groups that are finished, after each of them.
 
     Raises:
         EngineError: the engine failed.
         HpcrlError: an environment or a reward failed.
     """
-    engine = EngineClient(server.socket, headers(read_token(directory), directory.name, 0), version)
+    engine = launched.connect(version=version)
     tokenizer, dump = load_tokenizer(model, generator.chat_template), directory.eval_dump(version, _REPLICA)
     decode, groups = decoder(tokenizer), GroupGenerator(engine, tokenizer, generator, environment)
     settings, finished = generator.inference_engine, 0
@@ -65,7 +63,7 @@ async def evaluate(
 
     stall_s, load_s = settings.stall_timeout_seconds, settings.start_timeout_seconds
     try:
-        return await run_watched(server, engine, [generate_all()], stall_s, load_s)
+        return await run_watched(launched, engine, [generate_all()], stall_s, load_s)
     finally:
         await engine.close()
 

@@ -28,9 +28,9 @@ from hpcrl.envs.rewards.remote import RemoteRewards
 from hpcrl.envs.rewards.response import Scorer
 from hpcrl.envs.rewards.weighted import WeightedRewards
 from hpcrl.errors import ServiceError, UserCodeError
+from hpcrl.rollout.engines.base import Engine, Generation, engine_sampling
 from hpcrl.rollout.env_session import EnvSession, Limits
 from hpcrl.rollout.transcript import HALF_A_CHARACTER, Template, Transcript, cut_at_stop
-from hpcrl.rollout.vllm.client import EngineClient, Generation, engine_sampling
 from hpcrl.types import GroupMeta, Kind, Sample, StopReason, Work
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class GroupGenerator:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
         config: GeneratorConfig,
         environment: EnvironmentConfig,

@@ -16,7 +16,7 @@ import torch
 from hpcrl.data.chat import prompt_ids
 from hpcrl.envs.base import Messages
 from hpcrl.errors import ConfigError
-from hpcrl.rollout.vllm.client import Generation
+from hpcrl.rollout.engines.base import Generation
 from hpcrl.types import Sample, SamplingMask, StopReason
 
 if TYPE_CHECKING:

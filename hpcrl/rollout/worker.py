@@ -23,17 +23,16 @@ from hpcrl.data.group_file import write_group
 from hpcrl.data.rollouts import Decode
 from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.rollout.engines.base import Engine, Launched
+from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.env_session import in_thread
 from hpcrl.rollout.evaluate import append_evaluated
+from hpcrl.rollout.fetch import fetch
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.limiter import ConcurrencyLimiter
 from hpcrl.rollout.metrics import RolloutMetrics
-from hpcrl.rollout.vllm.client import EngineClient
-from hpcrl.rollout.vllm.fetch import fetch
-from hpcrl.rollout.vllm.server import Server
-from hpcrl.rollout.vllm.watchdog import run_watched
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import Controller, headers, read_token
+from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
 from hpcrl.types import GroupMeta, Work
 
@@ -71,23 +70,22 @@ class WorkerOptions:
 
 async def work(
     options: WorkerOptions,
-    server: Server,
+    launched: Launched,
     model: str,
     config: GeneratorConfig,
     environment: EnvironmentConfig,
     process_status: StatusWriter,
 ) -> None:
-    """Work with a server that is ready until the controller says stop; as `Worker.run`.
+    """Work with an engine that is ready until the controller says stop; as `Worker.run`.
 
     Args:
         model: HF directory or hub id of the tokenizer.
     """
-    calls, kept = headers(read_token(options.run), options.run.name, options.attempt), config.inference_engine
-    engine = EngineClient(server.socket, calls, replica=options.name, keep_cache=kept.keep_cache_on_update)
+    engine = launched.connect(replica=options.name)
     tokenizer = load_tokenizer(model, config.chat_template)
     generator = GroupGenerator(engine, tokenizer, config, environment, options.baselines)
     try:
-        await Worker(options, server, engine, generator, process_status, decoder(tokenizer)).run()
+        await Worker(options, launched, engine, generator, process_status, decoder(tokenizer)).run()
     finally:
         await engine.close()
 
@@ -98,13 +96,13 @@ class Worker:
     def __init__(
         self,
         options: WorkerOptions,
-        server: Server,
-        engine: EngineClient,
+        launched: Launched,
+        engine: Engine,
         generator: GroupGenerator,
         process_status: StatusWriter,
         decode: Decode,
     ) -> None:
-        self._options, self._server, self._engine, self._generator = options, server, engine, generator
+        self._options, self._launched, self._engine, self._generator = options, launched, engine, generator
         self._decode = decode
         self._status, self._controller = process_status, Controller(options.run, options.attempt)
         self._flight: dict[asyncio.Task[GroupMeta], Work] = {}
@@ -126,7 +124,7 @@ class Worker:
         options = self._options
         try:
             loops = [self._work(), self._report(), self._adapt_limit()]
-            await run_watched(self._server, self._engine, loops, options.stall_s, options.load_s)
+            await run_watched(self._launched, self._engine, loops, options.stall_s, options.load_s)
         finally:
             await asyncio.gather(*self._flight, return_exceptions=True)  # they are cancelled, or have failed as well
             if self._metrics:

@@ -136,7 +136,7 @@ def test_worker_is_killed(scenario: Scenario) -> None:
 def test_signal_while_the_engine_starts(scenario: Scenario) -> None:
     run = scenario.submit(stand_in=False)
     scenario.wait(
-        lambda: scenario.processes(run, "hpcrl.rollout.vllm.main"), "the engine is being started", START_S, run
+        lambda: scenario.processes(run, "hpcrl.rollout.engines.vllm.main"), "the engine is being started", START_S, run
     )
     scenario.slurm("scancel", "--signal=USR2", scenario.job_of(run))
     assert scenario.outcome(run, 1, 60).kind == "interrupted"

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from hpcrl.rollout.vllm.client import EngineClient
-from hpcrl.rollout.vllm.server import Server
+from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rundir.commit import write_text
 from hpcrl.runtime.controller_client import headers
 from tests.rollout.material import RUN_NAME, TOKEN, as_version, make_model, options, served

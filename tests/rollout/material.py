@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import InferenceEngineConfig
 from hpcrl.data.weight_files import Probe, PublishedWeights, WeightFile, WeightReader, weight_facts
-from hpcrl.rollout.vllm.server import Server, ServerOptions
+from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.runtime.scratch import Scratch
 from tests.paths import CONFIGS

@@ -27,8 +27,8 @@ from hpcrl.config import (
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.data.group_file import read_group, write_group
 from hpcrl.errors import ConfigError
+from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.generate import Group, GroupGenerator
-from hpcrl.rollout.vllm.client import EngineClient
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.signals import StopSignal
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy

@@ -16,9 +16,9 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.controller.evaluation import evaluation_work
 from hpcrl.data.rollouts import evaluated_samples
 from hpcrl.errors import EngineError
+from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rollout.evaluate import evaluate
-from hpcrl.rollout.vllm.client import EngineClient
-from hpcrl.rollout.vllm.server import Server
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.types import GroupMeta, Prompt

@@ -17,9 +17,9 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.environment import SkyRLGymConfig
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.errors import ConfigError
+from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.generate import Group, GroupGenerator
 from hpcrl.rollout.transcript import cut_at_stop
-from hpcrl.rollout.vllm.client import EngineClient
 from hpcrl.types import Prompt, Work
 from tests.rollout import environments
 from tests.rollout.conftest import WithEngine

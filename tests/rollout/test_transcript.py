@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.errors import ConfigError
+from hpcrl.rollout.engines.base import Generation
 from hpcrl.rollout.generate import Group, GroupGenerator
 from hpcrl.rollout.transcript import Template
-from hpcrl.rollout.vllm.client import Generation
 from hpcrl.types import Prompt, Sample, Work
 
 TEMPLATES = Path(__file__).with_name("templates")

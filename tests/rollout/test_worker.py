@@ -21,8 +21,8 @@ from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingPar
 from hpcrl.data.group_file import read_group
 from hpcrl.errors import CommitError, ConfigError, EngineError, HpcrlError
 from hpcrl.observe.metrics import merged
-from hpcrl.rollout.vllm.client import EngineClient
-from hpcrl.rollout.vllm.server import Server
+from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rollout.worker import WorkerOptions, work
 from hpcrl.rundir.commit import COMMIT, MANIFEST, write_text
 from hpcrl.rundir.layout import Run

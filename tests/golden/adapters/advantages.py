@@ -11,8 +11,8 @@ from hpcrl.algorithms.advantages import ESTIMATORS, AdvantageInputs, is_per_toke
 from hpcrl.algorithms.filters import varied
 from hpcrl.config import AlgorithmConfig
 from hpcrl.controller.metrics import batch_metrics
+from hpcrl.rollout.engines.base import Generation
 from hpcrl.rollout.transcript import Transcript
-from hpcrl.rollout.vllm.client import Generation
 from hpcrl.trainer.advantages import KlRewardPenalty, build_estimator, estimate_advantages
 from hpcrl.trainer.batching import SampleRef, trained_groups
 from hpcrl.trainer.metrics import describe_batch

@@ -12,9 +12,9 @@ import torch
 from hpcrl.config import GeneratorConfig
 from hpcrl.controller.metrics import batch_metrics
 from hpcrl.envs.base import Messages, Turn
+from hpcrl.rollout.engines.base import Generation, engine_sampling
 from hpcrl.rollout.generate import Group, GroupGenerator, apply_stop_reason
 from hpcrl.rollout.transcript import Transcript
-from hpcrl.rollout.vllm.client import Generation, engine_sampling
 from hpcrl.types import Batch, Prompt, Sample, Work
 from tests.golden.adapters.converted import skyrl
 from tests.golden.case import Case

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from hpcrl.errors import EngineError
+from hpcrl.rollout.engines.base import Generation
+from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rollout.limiter import ConcurrencyLimiter
-from hpcrl.rollout.vllm.client import EngineClient, Generation
-from hpcrl.rollout.vllm.server import Server
 from hpcrl.runtime.controller_client import headers
 from tests.rollout.conftest import WithEngine
 from tests.rollout.material import (

@@ -8,9 +8,6 @@ from typing import Any
 from hpcrl.data.weight_files import Probe, PublishedWeights
 from hpcrl.errors import EngineError
 
-METHOD = "weight_proof"
-"""Of vLLM's workers (weight_engine.WeightProof)."""
-
 TOLERANCES = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
 """Mean differences of log-probabilities that come from rounding alone, with room, by the coarser number type of the two."""
 
@@ -19,7 +16,7 @@ def check_ranks(proofs: Sequence[dict[str, Any]], weights: PublishedWeights, who
     """Look at what each rank of an engine says that it has loaded.
 
     Args:
-        proofs: the answers to `METHOD`.
+        proofs: of each rank its number, how many there are, and what it holds.
         who: the engine, in errors.
 
     Raises:
@@ -43,13 +40,12 @@ def tolerance(probe: Probe, engine_dtype: str, own: float | None) -> float:
     return max(TOLERANCES[probe.dtype], TOLERANCES[engine_dtype]) if own is None else own
 
 
-def difference(probe: Probe, answer: Sequence[dict[str, dict[str, float]] | None]) -> float:
+def difference(probe: Probe, said: Sequence[float]) -> float:
     """Return the mean of |engine's - trainer's| log-probabilities over the tokens of a probe but the first.
 
     Args:
-        answer: vLLM's prompt_logprobs: by token id, at each place.
+        said: the engine's, of those tokens.
     """
-    said = [(place or {})[str(token)]["logprob"] for token, place in zip(probe.token_ids[1:], answer[1:], strict=True)]
     return sum(abs(one - other) for one, other in zip(said, probe.logprobs, strict=True)) / len(said)
 
 

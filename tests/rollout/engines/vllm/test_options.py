@@ -17,8 +17,9 @@ import torch
 
 from hpcrl.config import Config
 from hpcrl.errors import ConfigError
-from hpcrl.rollout.vllm.client import EngineClient, Generation
-from hpcrl.rollout.vllm.server import Server, ServerOptions, _command, server_options
+from hpcrl.rollout.engines.base import Generation
+from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.rollout.engines.vllm.server import Server, ServerOptions, _command, server_options
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import headers
 from tests.paths import ROOT
@@ -129,7 +130,7 @@ def test_vllm_knows_the_options_of_gpus_by_these_names(models: list[Path], token
     def parsed(*, on_cpu: bool = True, **engine: Any) -> AsyncEngineArgs:
         given = replace(options(str(models[0]), token_file), on_cpu=on_cpu)
         command = _command(replace(given, engine=replace(given.engine, **engine)), Path("socket"))
-        arguments = command[command.index("hpcrl.rollout.vllm.main") + 1 :]
+        arguments = command[command.index("hpcrl.rollout.engines.vllm.main") + 1 :]
         return AsyncEngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(arguments))
 
     def on_gpus(**engine: Any) -> AsyncEngineArgs:

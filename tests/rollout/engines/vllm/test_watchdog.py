@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from hpcrl.errors import EngineError
-from hpcrl.rollout.vllm.client import EngineClient
-from hpcrl.rollout.vllm.server import Server
-from hpcrl.rollout.vllm.watchdog import watch_progress
+from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.rollout.engines.vllm.server import Server
+from hpcrl.rollout.engines.watchdog import watch_progress
 from tests.rollout.conftest import WithEngine
 from tests.rollout.material import LONG_PROMPT, PROMPT, as_version, children_of
 

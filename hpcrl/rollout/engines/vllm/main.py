@@ -1,4 +1,4 @@
-"""Main module of the vLLM server process: `python -m hpcrl.rollout.vllm.main <options of vLLM's API server>`.
+"""Main module of the vLLM server process: `python -m hpcrl.rollout.engines.vllm.main <options of vLLM's API server>`.
 
 It exists for one reason: no process of the engine may outlive the worker. The engine's processes are made by multiprocessing's
 spawn, which imports the main module before anything else, so the line below runs first in each of them, seconds before

@@ -27,9 +27,10 @@ from hpcrl.config import Config, InferenceEngineConfig, engine_gpus, engine_rope
 from hpcrl.config.derive import MOST_KEPT, gpu_count, max_model_len, model_config_kwargs, runs_eagerly
 from hpcrl.config.sections.model import rope_parameters
 from hpcrl.errors import ConfigError, EngineError
-from hpcrl.rollout.vllm.main import PARENT
-from hpcrl.rollout.vllm.middleware import RUN_NAME, TOKEN_FILE
-from hpcrl.rollout.vllm.plugin import BACKEND, WORKER_EXTENSION
+from hpcrl.rollout.engines.base import Engine, Launched
+from hpcrl.rollout.engines.vllm.main import PARENT
+from hpcrl.rollout.engines.vllm.middleware import RUN_NAME, TOKEN_FILE
+from hpcrl.rollout.engines.vllm.plugin import BACKEND, WORKER_EXTENSION
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import headers, read_token_file
 from hpcrl.runtime.heartbeat import SuspendAwareClock
@@ -69,7 +70,7 @@ class ServerOptions:
     rope_theta: float | None = None
 
 
-class Server:
+class Server(Launched):
     """A running vLLM server. Call from the main thread: the server dies with the thread that started it.
 
     Args:
@@ -81,7 +82,7 @@ class Server:
     """
 
     def __init__(self, options: ServerOptions, directory: Path, log: Path) -> None:
-        self._log = log
+        self._log, self._keep_cache = log, options.engine.keep_cache_on_update
         self.socket = directory / "http"
         self._headers = headers(read_token_file(options.token_file), options.run_name, 0)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -105,14 +106,6 @@ class Server:
         return self._process.poll() is None
 
     def wait_ready(self, timeout_s: float, still_waiting: Callable[[], object] = lambda: None) -> None:
-        """Return when the server answers.
-
-        Args:
-            still_waiting: called several times per second.
-
-        Raises:
-            EngineError: it ended, or did not answer in time; with its first error and the end of its log.
-        """
         clock = SuspendAwareClock(2 * _ANSWER_S)
         with httpx.Client(
             transport=httpx.HTTPTransport(uds=str(self.socket)), headers=self._headers, timeout=_ANSWER_S
@@ -131,8 +124,15 @@ class Server:
             f"did not answer within {timeout_s:.0f} s (generator.inference_engine.start_timeout_seconds)"
         )
 
+    def connect(self, *, version: int = 0, replica: str = "") -> Engine:
+        from hpcrl.rollout.engines.vllm.client import (
+            EngineClient,  # torch, which takes seconds to import, while the server starts
+        )
+
+        return EngineClient(self.socket, self._headers, version, replica=replica, keep_cache=self._keep_cache)
+
     def failure(self, what: str) -> EngineError:
-        """Return the error that says why the engine failed, from its log."""
+        """Return the error that its log shows first, and the end of the log."""
         status = self._process.poll()
         ended = "" if status is None else f" (exit status {status})"
         lines = [line for line in self._said().splitlines() if line.strip()]
@@ -142,7 +142,6 @@ class Server:
         return EngineError(f"the inference engine {what}{ended}: {first}\n{tail}\n  whole log: {self._log}")
 
     def stop(self) -> None:
-        """End the server and all its processes, also those that hang."""
         if self.alive():
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -163,7 +162,7 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
     chunked = engine.enable_chunked_prefill and not options.on_cpu
     arguments: dict[str, Any] = {
         "uds": str(socket),
-        "middleware": "hpcrl.rollout.vllm.middleware.TokenRequired",
+        "middleware": "hpcrl.rollout.engines.vllm.middleware.TokenRequired",
         "enable-scale-out": True,  # the token-in token-out route
         "disable-uvicorn-access-log": True,
         "uvicorn-log-level": "warning",
@@ -196,7 +195,7 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "hpcrl.rollout.vllm.main",
+        "hpcrl.rollout.engines.vllm.main",
         *(text for item in arguments.items() for text in _argument(*item)),
     ]
 

@@ -13,63 +13,22 @@ from typing import Any
 
 import httpx
 
-from hpcrl.config import SamplingParams
-from hpcrl.config.derive import mask_size
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
+from hpcrl.rollout.engines.base import Engine, Generation
+from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
+from hpcrl.rollout.engines.vllm.middleware import PATH
 from hpcrl.rollout.limiter import Load
-from hpcrl.rollout.vllm.middleware import PATH
-from hpcrl.rollout.vllm.proof import METHOD, check_probe, check_ranks, difference, tolerance
-from hpcrl.types import Kind, StopReason
 
 _TOKENS = "vllm:generation_tokens_total"
 _USAGE, _QUEUED = "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"
 _PREEMPTED = "vllm:num_preemptions_total"
+_PROOF = "weight_proof"  # of vLLM's workers (weight_engine.WeightProof)
 _LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 _NAMED = "generate-tokens-"  # what vLLM puts before a request's id
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below
 _TOKEN_ID = "token_id:"  # how vLLM's answers name a token
 _LEFT_OUT = -9999.0  # what they have for the logarithm of 0
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One response.
-
-    Attributes:
-        token_ids: generated tokens, the end-of-sequence token included where it was sampled.
-        logprobs: of each token under the distribution it was sampled from.
-        versions: policy version that chose each token.
-        sampling_mask: for each token, the tokens that it was sampled among, itself one of them; None where sampling left none out.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    stop_reason: StopReason
-    versions: list[int]
-    sampling_mask: list[list[int]] | None = None
-
-
-def engine_sampling(params: SamplingParams, kind: Kind, vocabulary: int) -> dict[str, Any]:
-    """Return the configured sampling under vLLM's names.
-
-    Where sampling of what is trained leaves tokens out, it asks for the log-probabilities of as many tokens as it may keep: with
-    `processed_logprobs` those that were left out have none, so that the others are the sampling mask.
-
-    Args:
-        vocabulary: tokens that there are; vLLM cannot tell of more.
-    """
-    return {
-        **params.additional_kwargs,
-        "max_tokens": params.max_generate_length,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "stop": params.stop or [],
-        "logprobs": min(mask_size(params), vocabulary) if kind == "train" else 0,
-    }
 
 
 @dataclass
@@ -114,7 +73,7 @@ def _generation(choice: Mapping[str, Any], running: _Running, *, masked: bool) -
     )
 
 
-class EngineClient:
+class EngineClient(Engine):
     """Client of one engine.
 
     Args:
@@ -122,10 +81,6 @@ class EngineClient:
         headers: sent with every request; they carry the token.
         keep_cache: whether running requests keep their key-value caches over an update (generator.inference_engine.keep_cache_on_update).
         replica: name in errors.
-
-    Attributes:
-        version: policy version of the weights that the engine holds.
-        answered: calls that have ended, well or not.
     """
 
     def __init__(
@@ -148,25 +103,15 @@ class EngineClient:
 
     @property
     def waiting(self) -> list[str]:
-        """Paths of the calls that the engine has yet to answer."""
         return sorted(+self._waiting)
 
     @property
     def loading(self) -> bool:
-        """Whether the engine takes in weights, which may take it as long as a start."""
         return any(self._waiting[path] for path in _LOADING)
 
     async def generate(
         self, prompt_ids: Sequence[int], n_samples: int, seed: int | None, sampling: Mapping[str, Any]
     ) -> list[Generation]:
-        """Return `n_samples` responses to one prompt; sample i depends on the weights, the prompt, `sampling` and seed + i.
-
-        Args:
-            sampling: fields of vLLM's SamplingParams.
-
-        Raises:
-            EngineError: the engine refused the request or failed.
-        """
         greedy = sampling.get("temperature", 1.0) < _GREEDY  # the engine refuses to repeat itself
         asked = 1 if greedy else n_samples
         params = {"logprobs": 0, **sampling, "n": asked, "seed": seed, "detokenize": bool(sampling.get("stop"))}
@@ -185,14 +130,6 @@ class EngineClient:
         return said * n_samples if greedy else said
 
     async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
-        """Load a published version; return metrics: seconds of the pause, and of loading in it.
-
-        Running requests go on with the new weights. Their key-value caches are dropped and computed again, as is the prefix
-        cache, so that each token's logprob belongs to exactly one version; unless they are to keep them.
-
-        Raises:
-            EngineError: the engine could not load them, or a rank of it holds others. It is unusable then.
-        """
         version = weights.version
         started = time.monotonic()
         await self._call("POST", "/pause", params={"mode": "keep", "clear_cache": "false"})
@@ -203,7 +140,7 @@ class EngineClient:
         loaded = time.monotonic() - loading
         if (held := await self.weight_version()) != str(version):
             raise EngineError(f"{self._who} was given the weights of version {version} and says that it holds {held!r}")
-        proofs = await self._call("POST", "/collective_rpc", json={"method": METHOD})
+        proofs = await self._call("POST", "/collective_rpc", json={"method": _PROOF})
         check_ranks(proofs["results"], weights, self._who)
         counts = await self._call("GET", PATH)
         for name, running in self._running.items():
@@ -218,21 +155,13 @@ class EngineClient:
         return {"weights/pause_seconds": time.monotonic() - started, "weights/load_seconds": loaded}
 
     async def probe(self, weights: PublishedWeights, dtype: str, allowed: float | None) -> float | None:
-        """Return how far the engine is from the trainer with a version that it has loaded: see `proof.difference`. None: there is no probe.
-
-        Args:
-            dtype: of the engine's computation.
-            allowed: None: as `proof.tolerance` has it.
-
-        Raises:
-            EngineError: it is too far, or the engine failed.
-        """
         if weights.probe is None:
             return None
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         request = {"token_ids": weights.probe.token_ids, "sampling_params": params}
         answer = await self._call("POST", "/inference/v1/generate", json=request)
-        found = difference(weights.probe, answer["prompt_logprobs"])
+        places = zip(weights.probe.token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+        found = difference(weights.probe, [(place or {})[str(token)]["logprob"] for token, place in places])
         check_probe(found, tolerance(weights.probe, dtype, allowed), weights.version, self._who)
         return found
 
@@ -247,19 +176,9 @@ class EngineClient:
         return (await self._call("GET", "/weight_info"))["weight_version"]
 
     async def tokens(self) -> float | None:
-        """Return how many tokens the engine says it has generated; None where it does not count them.
-
-        Raises:
-            EngineError: it does not say within seconds.
-        """
         return (await self._metrics(_TOKENS)).get(_TOKENS)
 
     async def load(self) -> Load | None:
-        """Return how full the engine says it is; None where it does not say.
-
-        Raises:
-            EngineError: it does not say within seconds.
-        """
         found = await self._metrics(_USAGE, _QUEUED, _PREEMPTED)
         if len(found) < 3:
             return None

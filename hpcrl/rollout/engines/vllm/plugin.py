@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 BACKEND = "shared_fs"
-WORKER_EXTENSION = "hpcrl.rollout.vllm.weight_engine.WeightProof"
+WORKER_EXTENSION = "hpcrl.rollout.engines.vllm.weight_engine.WeightProof"
 
 
 @functools.cache  # vLLM may load plugins twice in one process
@@ -13,4 +13,6 @@ def register() -> None:
     """Register the engine by name only. This runs in every vLLM process of this environment, also in those of other programs."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    WeightTransferEngineFactory.register_engine(BACKEND, "hpcrl.rollout.vllm.weight_engine", "SharedFilesystemEngine")
+    WeightTransferEngineFactory.register_engine(
+        BACKEND, "hpcrl.rollout.engines.vllm.weight_engine", "SharedFilesystemEngine"
+    )

@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from hpcrl.errors import EngineError
-from hpcrl.rollout.vllm.client import EngineClient
-from hpcrl.rollout.vllm.server import Server
+from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.runtime.controller_client import headers
 from hpcrl.runtime.scratch import Scratch
 from tests.rollout.material import RUN_NAME, START_S, TOKEN, children_of, group_of, options, publish, wait_for

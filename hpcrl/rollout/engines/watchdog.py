@@ -11,8 +11,7 @@ from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 from hpcrl.errors import EngineError
-from hpcrl.rollout.vllm.client import EngineClient
-from hpcrl.rollout.vllm.server import Server
+from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.runtime.heartbeat import SuspendAwareClock
 
 R = TypeVar("R")
@@ -23,7 +22,7 @@ _LONGEST_S = 10.0  # between two polls, one of which may wait for an answer
 
 
 async def run_watched(
-    server: Server, engine: EngineClient, loops: Sequence[Coroutine[Any, Any, R]], stall_s: float, load_s: float
+    launched: Launched, engine: Engine, loops: Sequence[Coroutine[Any, Any, R]], stall_s: float, load_s: float
 ) -> R:
     """Run coroutines that use an engine until the first of them returns, and return what it returned.
 
@@ -37,7 +36,7 @@ async def run_watched(
     """
     running = [asyncio.create_task(loop) for loop in loops]
     watching: list[asyncio.Task[NoReturn]] = [
-        asyncio.create_task(_watch_process(server)),
+        asyncio.create_task(_watch_process(launched)),
         asyncio.create_task(watch_progress(engine, stall_s, load_s)),
     ]
     try:
@@ -45,9 +44,9 @@ async def run_watched(
         results = [task.result() for task in (*running, *watching) if task.done()]
         return results[0]
     except EngineError as error:
-        if server.alive() and await engine.healthy():
+        if launched.alive() and await engine.healthy():
             raise
-        raise server.failure("died") from error
+        raise launched.failure("died") from error
     finally:
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
@@ -56,13 +55,13 @@ async def run_watched(
         await asyncio.gather(*left, *running, *watching, return_exceptions=True)
 
 
-async def _watch_process(server: Server) -> NoReturn:
-    while server.alive():
+async def _watch_process(launched: Launched) -> NoReturn:
+    while launched.alive():
         await asyncio.sleep(_POLL_PROCESS_S)
     raise EngineError("the inference engine ended")
 
 
-async def watch_progress(engine: EngineClient, stall_s: float, load_s: float) -> NoReturn:
+async def watch_progress(engine: Engine, stall_s: float, load_s: float) -> NoReturn:
     """Watch an engine until it hangs. It makes progress as long as it answers calls or generates tokens, or has nothing to do.
 
     Args:

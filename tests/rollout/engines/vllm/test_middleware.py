@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from hpcrl.rollout.vllm.middleware import RUN_NAME as RUN_NAME_VARIABLE
-from hpcrl.rollout.vllm.middleware import TOKEN_FILE, TokenRequired
-from hpcrl.rollout.vllm.server import Server
+from hpcrl.rollout.engines.vllm.middleware import RUN_NAME as RUN_NAME_VARIABLE
+from hpcrl.rollout.engines.vllm.middleware import TOKEN_FILE, TokenRequired
+from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.runtime.controller_client import headers
 from tests.rollout.material import RUN_NAME, TOKEN, group_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from hpcrl.rollout.vllm.client import EngineClient
+from hpcrl.rollout.engines.vllm.client import EngineClient
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 

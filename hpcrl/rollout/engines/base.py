@@ -1,0 +1,179 @@
+"""What a rollout engine does: tokens in; tokens, their log-probabilities and the version that chose each out; and new weights, also in between.
+
+An engine is launched, says when it is ready, and is then called from one event loop. All that knows vLLM is in `vllm/`, the engine that runs
+in the worker's own process is in `embedded/`; `launch.py` chooses. Whatever is here both of them do, and the same tests run on both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hpcrl.config import SamplingParams
+from hpcrl.config.derive import mask_size
+from hpcrl.errors import EngineError
+from hpcrl.rollout.limiter import Load
+
+if TYPE_CHECKING:  # both import torch, for which no engine waits to be launched
+    from hpcrl.data.weight_files import PublishedWeights
+    from hpcrl.types import Kind, StopReason
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response.
+
+    Attributes:
+        token_ids: generated tokens, the end-of-sequence token included where it was sampled.
+        logprobs: of each token under the distribution it was sampled from.
+        versions: policy version that chose each token.
+        sampling_mask: for each token, the tokens that it was sampled among, itself one of them; None where sampling left none out.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    stop_reason: StopReason
+    versions: list[int]
+    sampling_mask: list[list[int]] | None = None
+
+
+def engine_sampling(params: SamplingParams, kind: Kind, vocabulary: int) -> dict[str, Any]:
+    """Return the configured sampling under vLLM's names, which all engines take.
+
+    Where sampling of what is trained leaves tokens out, it asks for the log-probabilities of as many tokens as it may keep: those that
+    were left out have none, so that the others are the sampling mask.
+
+    Args:
+        vocabulary: tokens that there are; vLLM cannot tell of more.
+    """
+    return {
+        **params.additional_kwargs,
+        "max_tokens": params.max_generate_length,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "stop": params.stop or [],
+        "logprobs": min(mask_size(params), vocabulary) if kind == "train" else 0,
+    }
+
+
+class Engine(ABC):
+    """One replica's engine.
+
+    Attributes:
+        version: policy version of the weights that it holds.
+        answered: calls that have ended, well or not.
+    """
+
+    version: int
+    answered: int
+
+    @property
+    @abstractmethod
+    def waiting(self) -> list[str]:
+        """What it was asked and has yet to answer, for messages."""
+
+    @property
+    @abstractmethod
+    def loading(self) -> bool:
+        """Whether it takes in weights, which may take it as long as a start."""
+
+    @abstractmethod
+    async def generate(
+        self, prompt_ids: Sequence[int], n_samples: int, seed: int | None, sampling: Mapping[str, Any]
+    ) -> list[Generation]:
+        """Return `n_samples` responses to one prompt; sample i depends on the weights, the prompt, `sampling` and seed + i.
+
+        Args:
+            sampling: as `engine_sampling` names it.
+
+        Raises:
+            EngineError: the engine refused the request or failed.
+        """
+
+    @abstractmethod
+    async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
+        """Load a published version; return metrics: seconds of the pause, and of loading in it.
+
+        Running requests go on with the new weights. Their key-value caches are dropped and computed again, so that each token's logprob
+        belongs to exactly one version; unless they are to keep them.
+
+        Raises:
+            EngineError: the engine could not load them, or a rank of it holds others. It is unusable then.
+        """
+
+    @abstractmethod
+    async def probe(self, weights: PublishedWeights, dtype: str, allowed: float | None) -> float | None:
+        """Return how far the engine is from the trainer with a version that it has loaded: see `proof.difference`. None: there is no probe.
+
+        Args:
+            dtype: of the engine's computation.
+            allowed: None: as `proof.tolerance` has it.
+
+        Raises:
+            EngineError: it is too far, or the engine failed.
+        """
+
+    @abstractmethod
+    async def tokens(self) -> float | None:
+        """Return how many tokens it has generated; None where it does not count them.
+
+        Raises:
+            EngineError: it does not say within seconds.
+        """
+
+    @abstractmethod
+    async def load(self) -> Load | None:
+        """Return how full it is; None where it does not say.
+
+        Raises:
+            EngineError: it does not say within seconds.
+        """
+
+    @abstractmethod
+    async def healthy(self) -> bool:
+        """Return whether it answers."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Call it no more."""
+
+
+class Launched(ABC):
+    """An engine that is being started. Whoever launched it ends it with `stop`, also where it never got ready."""
+
+    @abstractmethod
+    def wait_ready(self, timeout_s: float, still_waiting: Callable[[], object] = lambda: None) -> None:
+        """Return when it answers.
+
+        Args:
+            still_waiting: called several times per second.
+
+        Raises:
+            EngineError: it ended, or did not answer in time; with its first error.
+        """
+
+    @abstractmethod
+    def connect(self, *, version: int = 0, replica: str = "") -> Engine:
+        """Return the engine, which is ready.
+
+        Args:
+            version: of the weights that it was started with.
+            replica: name in errors.
+        """
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """Return whether what computes is still there."""
+
+    @abstractmethod
+    def failure(self, what: str) -> EngineError:
+        """Return the error that says why it failed."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End it and all that it started, also what hangs."""

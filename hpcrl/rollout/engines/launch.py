@@ -1,0 +1,28 @@
+"""Launches the engine that a configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from hpcrl.config import Config
+from hpcrl.rollout.engines.base import Launched
+from hpcrl.rollout.engines.vllm.server import Server, server_options
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.scratch import Scratch
+
+
+@contextmanager
+def launched(run: Run, config: Config, log: Path) -> Iterator[Launched]:
+    """Have the engine of one replica, which is being started, within the `with` statement.
+
+    Args:
+        log: file of what the engine's own processes say.
+    """
+    with ExitStack() as stack:
+        scratch = Scratch("engine")
+        stack.callback(scratch.remove)
+        engine = Server(server_options(run, config), scratch.path, log)
+        stack.callback(engine.stop)
+        yield engine
