@@ -10,8 +10,9 @@ from hpcrl.config.fields import Location
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceEngineConfig:
-    backend: Literal["vllm"] = "vllm"
-    """Implementation of the engine; vllm is the only one."""
+    backend: Literal["vllm", "transformers"] = "vllm"
+    """The engine: vllm, a server on its own; or transformers, in the process of the rollout worker, for trying, for machines without vLLM and
+    for models that it does not know."""
 
     model_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Number type of weights and activations in the engine; weights are cast to it on arrival."""

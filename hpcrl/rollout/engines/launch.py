@@ -8,7 +8,6 @@ from pathlib import Path
 
 from hpcrl.config import Config
 from hpcrl.rollout.engines.base import Launched
-from hpcrl.rollout.engines.vllm.server import Server, server_options
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch
 
@@ -21,8 +20,15 @@ def launched(run: Run, config: Config, log: Path) -> Iterator[Launched]:
         log: file of what the engine's own processes say.
     """
     with ExitStack() as stack:
-        scratch = Scratch("engine")
-        stack.callback(scratch.remove)
-        engine = Server(server_options(run, config), scratch.path, log)
+        if config.generator.inference_engine.backend == "transformers":
+            from hpcrl.rollout.engines.embedded.launch import Embedded, embedded_options
+
+            engine = Embedded(embedded_options(config))
+        else:
+            from hpcrl.rollout.engines.vllm.server import Server, server_options
+
+            scratch = Scratch("engine")
+            stack.callback(scratch.remove)
+            engine = Server(server_options(run, config), scratch.path, log)
         stack.callback(engine.stop)
         yield engine

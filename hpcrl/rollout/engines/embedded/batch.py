@@ -1,0 +1,299 @@
+"""Rows that are generated together: they join while others are under way, and go when they end (continuous batching).
+
+All rows end in the same column, that of the newest token; what has a shorter prompt, or came later, begins further to the right. The samples of
+a prompt share its forward pass. What a row says depends on its own tokens and seed alone, but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hpcrl.rollout.engines.base import Generation
+from hpcrl.rollout.engines.embedded.cache import ColumnCache, Columns
+from hpcrl.rollout.engines.embedded.sampling import Choice, RowSampling, Sampling, choose, penalised
+from hpcrl.types import StopReason
+
+_AHEAD = 64  # columns that there is room for before the rows are laid out anew
+_OF_A_CHARACTER = 4  # tokens that a character may consist of
+_GONE = 0.25  # share of rows that have ended at which the others are laid out without them
+
+
+@dataclass
+class Request:
+    """Samples of one prompt.
+
+    Attributes:
+        limit: tokens of each response at most.
+        done: called with the responses when all have ended.
+    """
+
+    prompt: list[int]
+    seeds: list[int]
+    sampling: Sampling
+    limit: int
+    done: Callable[[list[Generation]], object]
+    _found: dict[int, Generation] = field(default_factory=dict)
+
+    def end(self, number: int, said: Generation) -> None:
+        """Note a response, and call `done` after the last."""
+        self._found[number] = said
+        if len(self._found) == len(self.seeds):
+            self.done([self._found[at] for at in range(len(self.seeds))])
+
+    @property
+    def longest(self) -> int:
+        return len(self.prompt) + self.limit
+
+
+@dataclass
+class _Row:
+    """One sample under way.
+
+    Attributes:
+        begin: place of the prompt's first token. A place is a column, with columns counted from where they were at first.
+        masks: for each token so far, what it was sampled among; None where the request does not ask.
+    """
+
+    request: Request
+    number: int
+    begin: int
+    masks: list[list[int]] | None
+
+    @property
+    def said_from(self) -> int:
+        return self.begin + len(self.request.prompt)
+
+    @property
+    def end(self) -> int:
+        """The place after the last token that it may say."""
+        return self.said_from + self.request.limit
+
+
+class Batch:
+    """The rows and their caches.
+
+    Args:
+        end_tokens: ids that end a response.
+        decode: token ids to text, for stop texts.
+        prefill_tokens: of one forward pass over prompts at most; a longer prompt has one of its own.
+
+    Attributes:
+        tokens: sampled so far by all rows that ever were.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, end_tokens: Sequence[int], decode: Callable[[list[int]], str], prefill_tokens: int
+    ) -> None:
+        self._model, self._decode, self._prefill_tokens = model, decode, prefill_tokens
+        self._device, self._end = model.device, torch.tensor(sorted(end_tokens), device=model.device)
+        self._layers = model.config.get_text_config().num_hidden_layers
+        self._rows: list[_Row | None] = []
+        self._columns: Columns | None = None
+        self._offset = 0  # of places against columns
+        self.tokens = 0
+
+    @property
+    def living(self) -> list[_Row]:
+        """Rows that have not ended."""
+        return [row for row in self._rows if row is not None]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """How many rows have not ended, and the tokens that the longest of them may have."""
+        living = self.living
+        return len(living), max((row.request.longest for row in living), default=0)
+
+    @torch.inference_mode()
+    def join(self, requests: Sequence[Request], version: int) -> None:
+        """Take in requests and sample the first token of each of their rows.
+
+        Args:
+            version: of the weights.
+        """
+        parts, logits_RV = list[tuple[Columns, torch.Tensor]](), list[torch.Tensor]()
+        for some in self._together(requests):
+            columns, logits_QV = self._read_prompts(some)
+            counts = torch.tensor([len(request.seeds) for request in some], device=self._device)
+            which = torch.arange(len(some), device=self._device).repeat_interleave(counts)
+            parts.append((columns, which))
+            logits_RV.append(logits_QV[which])
+        width = max(columns.width for columns in [*(part for part, _ in parts), self._columns] if columns)
+        before = len(self.living)
+        self._lay_out(width, [request for request in requests for _ in request.seeds], parts)
+        self._take(before, torch.cat(logits_RV), version)
+
+    @torch.inference_mode()
+    def step(self, version: int) -> None:
+        """Sample a token for each row, of which there is one at least."""
+        columns = self._columns
+        assert columns is not None
+        if columns.width == columns.capacity or self._rows.count(None) >= _GONE * len(self._rows):
+            columns = self._lay_out(columns.width + self._offset - min(row.begin for row in self.living))
+        last = columns.tokens[:, columns.width - 1 : columns.width]
+        logits_RV = self._forward(last, self._begins, columns.cache)
+        self._take(0, logits_RV, version)
+
+    @torch.inference_mode()
+    def recompute(self) -> None:
+        """Compute the caches anew, with the weights that the model has now."""
+        columns = self._columns
+        if columns is None:
+            return
+        width, cache = columns.width - 1, columns.cache
+        cache.use(0)
+        at_once = max(1, self._prefill_tokens // width)
+        for at in range(0, len(self._rows), at_once):
+            part = slice(at, at + at_once)
+            self._forward(columns.tokens[part, :width], self._begins[part], cache.rows(part))
+        cache.use(width)
+
+    def _together(self, requests: Sequence[Request]) -> list[list[Request]]:
+        """Return the requests by forward passes over their prompts."""
+        passes, longest = list[list[Request]](), 0
+        for request in requests:
+            longest = max(longest, len(request.prompt))
+            if not passes or longest * (len(passes[-1]) + 1) > self._prefill_tokens:
+                passes.append([])
+                longest = len(request.prompt)
+            passes[-1].append(request)
+        return passes
+
+    def _read_prompts(self, requests: Sequence[Request]) -> tuple[Columns, torch.Tensor]:
+        """Return the columns of prompts, with an empty one for the next token, and the logits for it, [Q, V]."""
+        width = max(len(request.prompt) for request in requests)
+        missing = [width - len(request.prompt) for request in requests]
+        padded = [[0] * short + request.prompt + [0] for short, request in zip(missing, requests, strict=True)]
+        tokens = torch.tensor(padded, device=self._device)
+        cache = ColumnCache(self._layers, width)
+        logits_QV = self._forward(tokens[:, :-1], torch.tensor(missing, device=self._device), cache)
+        return Columns(tokens, torch.zeros_like(tokens, dtype=torch.float32), tokens.int(), cache), logits_QV
+
+    def _forward(self, tokens_RQ: torch.Tensor, begins: torch.Tensor, cache: ColumnCache) -> torch.Tensor:
+        """Return the logits [R, V] after tokens that follow what the cache has."""
+        columns = torch.arange(cache.length + tokens_RQ.shape[1], device=self._device)
+        answer = self._model(
+            input_ids=tokens_RQ,
+            attention_mask=columns >= begins[:, None],
+            position_ids=(columns[cache.length :] - begins[:, None]).clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return answer.logits[:, -1]
+
+    def _lay_out(
+        self, width: int, joining: Sequence[Request] = (), prompts: Sequence[tuple[Columns, torch.Tensor]] = ()
+    ) -> Columns:
+        """Leave out rows that have ended, and put rows that join below the others; return the columns.
+
+        Args:
+            width: columns afterwards.
+            joining: the request of each row that joins.
+            prompts: their columns, and which row of them each row that joins has.
+        """
+        parts = []
+        if self._columns is not None and self.living:
+            kept = [at for at, row in enumerate(self._rows) if row is not None]
+            parts = [(self._columns, torch.tensor(kept, device=self._device))]
+            self._offset += self._columns.width - width
+        rows, numbers = self.living, dict[int, int]()
+        for request in joining:
+            number = numbers[id(request)] = numbers.get(id(request), -1) + 1
+            begin = width - 1 - len(request.prompt) + self._offset
+            rows.append(_Row(request, number, begin, [] if request.sampling.logprobs else None))
+        capacity = min(width + _AHEAD, max(row.end for row in rows) - self._offset)
+        self._columns, self._rows = Columns.of([*parts, *prompts], width, capacity), list(rows)
+        self._note(rows)
+        return self._columns
+
+    def _note(self, rows: Sequence[_Row]) -> None:
+        """Put what rows are asked for into vectors, [R] each."""
+
+        def vector(values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=self._device)
+
+        asked = [row.request.sampling for row in rows]
+        self._begins = vector([row.begin - self._offset for row in rows])
+        self._said_from = vector([row.said_from - self._offset for row in rows])
+        self._ends = vector([row.end - self._offset for row in rows])
+        self._ends_early = vector([not sampling.ignore_eos for sampling in asked], torch.bool)
+        least = [sampling.min_tokens for sampling in asked]
+        self._least = vector(least) if any(least) else None
+        penalties = [sampling.repetition_penalty for sampling in asked]
+        self._penalties = vector(penalties, torch.float32) if set(penalties) != {1.0} else None
+        seeds = [row.request.seeds[row.number] for row in rows]
+        self._sampling = RowSampling.of(list(zip(asked, seeds, strict=True)), self._device)
+
+    def _take(self, first: int, logits_RV: torch.Tensor, version: int) -> None:
+        """Sample a token for each row from `first` on, into the last column, and see which rows have ended."""
+        columns = self._columns
+        assert columns is not None
+        at, count = columns.width - 1, len(self._rows)
+        said = at - self._said_from[first:]
+        if self._penalties is not None:
+            used = columns.tokens[first:, :at]
+            used = torch.where(torch.arange(at, device=self._device) >= self._begins[first:, None], used, used[:, -1:])
+            logits_RV = penalised(logits_RV, used, self._penalties[first:])
+        if self._least is not None:
+            early = (said < self._least[first:])[:, None]
+            logits_RV = logits_RV.index_fill(1, self._end, -torch.inf).where(early, logits_RV)
+        choice = choose(logits_RV, self._sampling.part(first, count), said)
+        columns.tokens[first:, at], columns.logprobs[first:, at] = choice.tokens, choice.logprobs
+        columns.versions[first:, at] = version
+        self._keep_masks(first, choice)
+        stopped = torch.isin(choice.tokens, self._end) & self._ends_early[first:]
+        over = stopped | (at + 1 >= self._ends[first:])
+        self._end_rows(first, stopped.tolist(), over.tolist())
+
+    def _keep_masks(self, first: int, choice: Choice) -> None:
+        wanted = [number for number, row in enumerate(self._rows[first:]) if row and row.masks is not None]
+        if choice.kept is None or not wanted:
+            return
+        kept = choice.kept[torch.tensor(wanted, device=self._device)]
+        tokens = iter(kept.nonzero()[:, 1].split(kept.sum(-1).tolist()))
+        for number, mask in zip(wanted, tokens, strict=True):
+            row = self._rows[first + number]
+            assert row is not None
+            assert row.masks is not None
+            row.masks.append(mask.tolist())
+
+    def _end_rows(self, first: int, stopped: list[bool], over: list[bool]) -> None:
+        """Hand over the rows that have ended with the token that was sampled last."""
+        ended = dict[int, StopReason]()
+        for at, (stop, full) in enumerate(zip(stopped, over, strict=True), first):
+            row = self._rows[at]
+            if row is None:
+                continue
+            self.tokens += 1
+            if stop or (row.request.sampling.stop and self._says_stop(at, row)):
+                ended[at] = "stop"
+            elif full:
+                ended[at] = "length"
+        if not ended:
+            return
+        columns, index = self._columns, list(ended)
+        assert columns is not None
+        grids = [grid[index].tolist() for grid in (columns.tokens, columns.logprobs, columns.versions)]
+        for (at, reason), tokens, logprobs, versions in zip(ended.items(), *grids, strict=True):
+            row, self._rows[at] = self._rows[at], None
+            assert row is not None
+            said = slice(row.said_from - self._offset, columns.width)
+            row.request.end(row.number, Generation(tokens[said], logprobs[said], reason, versions[said], row.masks))
+        if not self.living:
+            self._rows, self._columns, self._offset = [], None, 0
+
+    def _says_stop(self, at: int, row: _Row) -> bool:
+        """Return whether the newest token of a row completes one of its stop texts."""
+        assert self._columns is not None
+        sampling, width = row.request.sampling, self._columns.width
+        longest = max(map(len, sampling.stop)) + _OF_A_CHARACTER
+        begin = max(row.said_from - self._offset, width - longest)
+        if width - (row.said_from - self._offset) < sampling.min_tokens:
+            return False
+        text = self._decode(self._columns.tokens[at, begin:width].tolist())
+        return any(stop in text for stop in sampling.stop)

@@ -1,0 +1,179 @@
+"""Key-value caches of rows that end in the same column, so that a token of all of them is written by one assignment and read without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from hpcrl.errors import EngineError
+
+_KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+
+Part = tuple[torch.Tensor, torch.Tensor, int]
+"""A tensor, the rows to take of it, and how many of its columns are in use."""
+
+
+def aligned(parts: Sequence[Part], width: int, capacity: int, dim: int) -> torch.Tensor:
+    """Return rows of several tensors under each other, their last columns in column `width - 1`; what is left of them is 0.
+
+    Args:
+        capacity: columns of what is returned, those after `width` included.
+        dim: of the columns; that of the rows is 0.
+    """
+    shape = list(parts[0][0].shape)
+    shape[0], shape[dim] = sum(len(index) for _, index, _ in parts), capacity
+    found, at = parts[0][0].new_zeros(shape), 0
+    for tensor, index, used in parts:
+        length = min(used, width)
+        place = found.narrow(0, at, len(index)).narrow(dim, width - length, length)
+        place.copy_(tensor.narrow(dim, used - length, length).index_select(0, index))
+        at += len(index)
+    return found
+
+
+def expect_attention_only(config: PreTrainedConfig) -> None:
+    """Raise EngineError if a model has layers whose state is not a key and a value per token.
+
+    Raises:
+        EngineError: it has.
+    """
+    text = config.get_text_config()
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - _KINDS)
+    if others:
+        raise EngineError(
+            f"the embedded engine keeps keys and values of attention only, and {type(config).__name__} has layers of another kind: "
+            f"{', '.join(others)}; set generator.inference_engine.backend to vllm"
+        )
+
+
+class _Layer(CacheLayerMixin):
+    """Keys and values [R, H, C, D], of which the first `length` columns are in use."""
+
+    is_sliding = False  # masks do what a window does; all columns stay
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity, self.length = capacity, 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        rows, heads, _, width = key_states.shape
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = key_states.new_zeros(rows, heads, self.capacity, width)
+        self.values = value_states.new_zeros(*value_states.shape[:2], self.capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        begin, self.length = self.length, self.length + key_states.shape[2]
+        self.keys[:, :, begin : self.length] = key_states
+        self.values[:, :, begin : self.length] = value_states
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+
+class ColumnCache(Cache):
+    """Caches of all layers of a model.
+
+    Args:
+        layers: of the model.
+        capacity: columns that there is room for.
+    """
+
+    layers: list[_Layer]
+
+    def __init__(self, layers: int, capacity: int) -> None:
+        super().__init__(layers=[_Layer(capacity) for _ in range(layers)])
+
+    @property
+    def length(self) -> int:
+        """Columns in use."""
+        return self.layers[0].length
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[ColumnCache, torch.Tensor]], width: int, capacity: int) -> ColumnCache:
+        """Return a cache of some rows of others, which are empty afterwards; their last columns are in column `width - 1`."""
+        found = cls(len(parts[0][0].layers), capacity)
+        for number, layer in enumerate(found.layers):
+            olds = [(cache.layers[number], index) for cache, index in parts]
+            keys = [(old.keys, index, old.length) for old, index in olds if old.keys is not None]
+            values = [(old.values, index, old.length) for old, index in olds if old.values is not None]
+            layer.keys, layer.values = aligned(keys, width, capacity, 2), aligned(values, width, capacity, 2)
+            layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
+            layer.length, layer.is_initialized = width, True
+            for old, _ in olds:  # gone before the next layer's are made
+                old.keys = old.values = None
+        return found
+
+    def rows(self, part: slice) -> ColumnCache:
+        """Return the cache of some rows, which shares their memory."""
+        found = ColumnCache(len(self.layers), self.layers[0].capacity)
+        for layer, own in zip(found.layers, self.layers, strict=True):
+            assert own.keys is not None
+            assert own.values is not None
+            layer.keys, layer.values, layer.length = own.keys[part], own.values[part], own.length
+            layer.dtype, layer.device, layer.is_initialized = own.dtype, own.device, True
+        return found
+
+    def use(self, length: int) -> None:
+        """Say how many columns are in use; what was in others counts no more."""
+        for layer in self.layers:
+            layer.length = length
+
+
+@dataclass
+class Columns:
+    """What rows have in their columns, [R, C] each, and the caches of all columns in use but the last.
+
+    Attributes:
+        tokens: int64; prompts and what was said.
+        logprobs: float32, of what was said.
+        versions: int32, that chose it.
+    """
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    versions: torch.Tensor
+    cache: ColumnCache
+
+    @property
+    def width(self) -> int:
+        """Columns in use."""
+        return self.cache.length + 1
+
+    @property
+    def capacity(self) -> int:
+        return self.tokens.shape[1]
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Columns, torch.Tensor]], width: int, capacity: int) -> Columns:
+        """Return rows of others under each other, whose last columns are in column `width - 1`.
+
+        Args:
+            parts: others, and which of their rows to take; they are empty afterwards.
+        """
+
+        def grid(name: str) -> torch.Tensor:
+            found = [(getattr(part, name), index, part.width) for part, index in parts]
+            return aligned(found, width, capacity, 1)
+
+        tokens, logprobs, versions = grid("tokens"), grid("logprobs"), grid("versions")
+        cache = ColumnCache.of([(part.cache, index) for part, index in parts], width - 1, capacity)
+        return cls(tokens, logprobs, versions, cache)

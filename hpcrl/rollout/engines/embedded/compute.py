@@ -1,0 +1,151 @@
+"""The thread that computes: one token of all rows after the other, and between two tokens whatever else touches the model."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hpcrl.rollout.engines.base import Generation
+from hpcrl.rollout.engines.embedded.batch import Batch, Request
+from hpcrl.rollout.engines.embedded.sampling import Sampling
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What there is room for.
+
+    Attributes:
+        rows: that are generated together at most.
+        places: tokens that there are caches for at most: rows times the longest of them.
+        length: tokens of a prompt and its response together at most.
+    """
+
+    rows: int
+    places: int
+    length: int
+
+
+class Compute:
+    """The thread and its work.
+
+    Attributes:
+        version: of the weights.
+        failure: why the thread has ended; None while it has not.
+    """
+
+    def __init__(self, batch: Batch, limits: Limits, version: int = 0) -> None:
+        self._batch, self._limits, self.version = batch, limits, version
+        self._requests = deque[Request]()
+        self._orders = deque[Callable[[], None]]()
+        self._pending = set[Future[list[Generation]]]()
+        self._news, self._ending = threading.Condition(), False
+        self.failure: BaseException | None = None
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+
+    @property
+    def tokens(self) -> int:
+        """Generated so far."""
+        return self._batch.tokens
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not begun."""
+        return len(self._requests)
+
+    @property
+    def usage(self) -> float:
+        """Share of the room that is taken."""
+        rows, longest = self._batch.size
+        return max(rows / self._limits.rows, rows * longest / self._limits.places)
+
+    def generate(self, prompt: list[int], seeds: list[int], sampling: Sampling) -> Future[list[Generation]]:
+        """Generate a response for each seed.
+
+        Args:
+            prompt: shorter than `Limits.length`.
+        """
+        future: Future[list[Generation]] = Future()
+        limit = min(sampling.max_tokens, self._limits.length - len(prompt))
+        with self._news:
+            if self._unable(future):
+                return future
+            self._pending.add(future)
+            self._requests.append(Request(prompt, seeds, sampling, limit, lambda said: self._hand_over(future, said)))
+            self._news.notify()
+        return future
+
+    def between_tokens(self, function: Callable[[], R]) -> Future[R]:
+        """Call a function when no token is being computed; the future has what it returns or raises."""
+        future: Future[R] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001  it is raised again by whoever waits
+                future.set_exception(error)
+
+        with self._news:
+            if not self._unable(future):
+                self._orders.append(run)
+                self._news.notify()
+        return future
+
+    def recompute(self) -> None:
+        """Compute the caches of all rows anew; call it between tokens only."""
+        self._batch.recompute()
+
+    def end(self) -> None:
+        """Compute no more."""
+        with self._news:
+            self._ending = True
+            self._news.notify()
+
+    def _unable(self, future: Future[R]) -> bool:
+        if self.failure is not None:
+            future.set_exception(self.failure)
+        return self.failure is not None
+
+    def _hand_over(self, future: Future[list[Generation]], said: list[Generation]) -> None:
+        self._pending.discard(future)
+        future.set_result(said)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._news:
+                    self._news.wait_for(
+                        lambda: self._ending or self._orders or self._requests or self._batch.size[0] > 0
+                    )
+                    if self._ending:
+                        return
+                    orders, requests = list(self._orders), self._admitted()
+                    self._orders.clear()
+                for order in orders:
+                    order()
+                if requests:
+                    self._batch.join(requests, self.version)
+                elif self._batch.size[0]:
+                    self._batch.step(self.version)
+        except BaseException as error:  # noqa: BLE001  it is raised again by whoever waits
+            with self._news:
+                self.failure = error
+                for future in self._pending:
+                    future.set_exception(error)
+
+    def _admitted(self) -> list[Request]:
+        """Take the requests that there is room for; one at least, where nothing else is under way."""
+        found = list[Request]()
+        rows, longest = self._batch.size
+        while self._requests:
+            request = self._requests[0]
+            rows, longest = rows + len(request.seeds), max(longest, request.longest)
+            if rows > len(request.seeds) and (rows > self._limits.rows or rows * longest > self._limits.places):
+                break
+            found.append(self._requests.popleft())
+        return found

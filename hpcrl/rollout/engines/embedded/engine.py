@@ -1,0 +1,123 @@
+"""An engine in the worker's own process, on a model of transformers: for trying, for tests, for machines without vLLM and models that it does not know."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hpcrl.data.weight_files import Probe, PublishedWeights
+from hpcrl.errors import EngineError
+from hpcrl.rollout.engines.base import Engine, Generation
+from hpcrl.rollout.engines.embedded.compute import Compute
+from hpcrl.rollout.engines.embedded.model import read_tensors, replace_weights
+from hpcrl.rollout.engines.embedded.sampling import Sampling
+from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
+from hpcrl.rollout.env_session import in_thread
+from hpcrl.rollout.limiter import Load
+
+_UPDATE = "update_weights"
+
+
+class EmbeddedEngine(Engine):
+    """The engine.
+
+    Args:
+        model: only ever touched between two tokens.
+        length: tokens of a prompt and its response together at most.
+        keep_cache: whether running requests keep their key-value caches over an update (generator.inference_engine.keep_cache_on_update).
+        replica: name in errors.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, compute: Compute, length: int, *, keep_cache: bool = False, replica: str = ""
+    ) -> None:
+        self._model, self._compute, self._length, self._keep_cache = model, compute, length, keep_cache
+        self._who = f"the inference engine of {replica}" if replica else "the inference engine"
+        self._waiting, self.answered = Counter[str](), 0
+        self.version = compute.version
+
+    @property
+    def waiting(self) -> list[str]:
+        return sorted(+self._waiting)
+
+    @property
+    def loading(self) -> bool:
+        return self._waiting[_UPDATE] > 0
+
+    @contextmanager
+    def _asked(self, what: str) -> Iterator[None]:
+        self._waiting[what] += 1
+        try:
+            yield
+        except (RuntimeError, ValueError, IndexError, OSError) as error:  # torch's and transformers'
+            raise EngineError(f"{self._who} failed in {what}: {type(error).__name__}: {error}") from error
+        finally:
+            self._waiting[what] -= 1
+            self.answered += 1
+
+    async def generate(
+        self, prompt_ids: Sequence[int], n_samples: int, seed: int | None, sampling: Mapping[str, Any]
+    ) -> list[Generation]:
+        asked = Sampling.of({name: value for name, value in sampling.items() if name != "seed"})
+        if not 0 < len(prompt_ids) < self._length:
+            raise EngineError(
+                f"{self._who} refuses a prompt of {len(prompt_ids)} tokens: with a response it has room for {self._length}"
+            )
+        first = secrets.randbits(31) if seed is None else seed
+        seeds = [first + number for number in range(1 if asked.greedy else n_samples)]
+        with self._asked("generate"):
+            said = await asyncio.wrap_future(self._compute.generate(list(prompt_ids), seeds, asked))
+        return said * n_samples if asked.greedy else said
+
+    async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
+        def take() -> dict[str, float]:
+            started = time.monotonic()
+            replace_weights(self._model, tensors, weights.path)
+            loaded = time.monotonic()
+            self._compute.version = weights.version
+            if not self._keep_cache:
+                self._compute.recompute()
+            return {"weights/pause_seconds": time.monotonic() - started, "weights/load_seconds": loaded - started}
+
+        with self._asked(_UPDATE):
+            tensors, proof = await in_thread(read_tensors, weights)
+            check_ranks([proof], weights, self._who)
+            metrics = await asyncio.wrap_future(self._compute.between_tokens(take))
+        self.version = weights.version
+        return metrics
+
+    async def probe(self, weights: PublishedWeights, dtype: str, allowed: float | None) -> float | None:
+        probe = weights.probe
+        if probe is None:
+            return None
+        with self._asked("probe"):
+            said = await asyncio.wrap_future(self._compute.between_tokens(lambda: self._logprobs(probe)))
+        found = difference(probe, said)
+        check_probe(found, tolerance(probe, dtype, allowed), weights.version, self._who)
+        return found
+
+    @torch.inference_mode()
+    def _logprobs(self, probe: Probe) -> list[float]:
+        tokens = torch.tensor([probe.token_ids], device=self._model.device)
+        logits_TV = self._model(input_ids=tokens, use_cache=False).logits[0, :-1]
+        return torch.log_softmax(logits_TV.float(), -1).gather(1, tokens[0, 1:, None])[:, 0].tolist()
+
+    async def tokens(self) -> float | None:
+        return float(self._compute.tokens)
+
+    async def load(self) -> Load | None:
+        return Load(self._compute.usage, float(self._compute.waiting), 0.0)
+
+    async def healthy(self) -> bool:
+        return self._compute.failure is None
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,122 @@
+"""Starts the embedded engine: loads the model and finds out how many rows it has room for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Thread
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from hpcrl.config import Config, InferenceEngineConfig, engine_rope
+from hpcrl.config.derive import gpu_count, max_model_len, model_config_kwargs
+from hpcrl.errors import EngineError, HpcrlError
+from hpcrl.rollout.engines.base import Engine, Launched
+from hpcrl.rollout.engines.embedded.batch import Batch
+from hpcrl.rollout.engines.embedded.compute import Compute, Limits
+from hpcrl.rollout.engines.embedded.engine import EmbeddedEngine
+from hpcrl.rollout.engines.embedded.model import ModelOptions, end_tokens, load_model
+
+_CPU_CACHE_BYTES = 1 << 30
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class EmbeddedOptions:
+    """What one replica runs.
+
+    Attributes:
+        max_model_len: tokens of prompt and response together at most.
+        on_cpu: whether it has no GPU.
+    """
+
+    model: ModelOptions
+    engine: InferenceEngineConfig
+    max_model_len: int
+    on_cpu: bool
+
+
+class Embedded(Launched):
+    """The embedded engine of this process."""
+
+    def __init__(self, options: EmbeddedOptions) -> None:
+        self._options = options
+        self._loaded: Future[tuple[PreTrainedModel, Compute]] = Future()
+        Thread(target=self._load, name="load", daemon=True).start()
+
+    def wait_ready(self, timeout_s: float, still_waiting: Callable[[], object] = lambda: None) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self._loaded.done():
+            still_waiting()
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"the model at {self._options.model.path} was not loaded within {timeout_s:.0f} s "
+                    "(generator.inference_engine.start_timeout_seconds)"
+                )
+            time.sleep(_POLL_S)
+        self._loaded.result()
+
+    def connect(self, *, version: int = 0, replica: str = "") -> Engine:
+        model, compute = self._loaded.result()
+        compute.version = version
+        keep = self._options.engine.keep_cache_on_update
+        return EmbeddedEngine(model, compute, self._options.max_model_len, keep_cache=keep, replica=replica)
+
+    def alive(self) -> bool:
+        return self._loaded.done() and self._loaded.exception() is None and self._loaded.result()[1].failure is None
+
+    def failure(self, what: str) -> EngineError:
+        _, compute = self._loaded.result()
+        return EngineError(f"the inference engine {what}: {type(compute.failure).__name__}: {compute.failure}")
+
+    def stop(self) -> None:
+        if self.alive():
+            self._loaded.result()[1].end()
+
+    def _load(self) -> None:
+        options, device = self._options, torch.device("cpu" if self._options.on_cpu else "cuda")
+        try:
+            model = load_model(options.model, device)
+            tokenizer = AutoTokenizer.from_pretrained(options.model.path)
+            ends = end_tokens(model, tokenizer.eos_token_id)
+            batch = Batch(model, sorted(ends), tokenizer.decode, options.engine.max_num_batched_tokens)
+            limits = Limits(
+                options.engine.max_num_seqs, places(model, options.engine.gpu_memory_utilization), options.max_model_len
+            )
+            self._loaded.set_result((model, Compute(batch, limits)))
+        except BaseException as error:  # noqa: BLE001  it is raised again by whoever waits
+            self._loaded.set_exception(
+                error if isinstance(error, HpcrlError) else EngineError(f"the inference engine did not start: {error}")
+            )
+
+
+def places(model: PreTrainedModel, share: float) -> int:
+    """Return the tokens whose keys and values fit beside the model.
+
+    Args:
+        share: of a GPU's memory for model and caches together.
+    """
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    of_a_token = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
+    room = _CPU_CACHE_BYTES
+    if model.device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(model.device)
+        room = int(total * share) - torch.cuda.memory_allocated(model.device)
+    return max(1, room // of_a_token)
+
+
+def embedded_options(config: Config) -> EmbeddedOptions:
+    engine, (rope_scaling, rope_theta) = config.generator.inference_engine, engine_rope(config)
+    model = ModelOptions(
+        path=config.trainer.policy.model.path,
+        dtype=engine.model_dtype,
+        config_kwargs=model_config_kwargs(config.trainer.policy),
+        rope_scaling=rope_scaling,
+        rope_theta=rope_theta,
+    )
+    return EmbeddedOptions(model, engine, max_model_len(config), gpu_count(config.slurm) == 0)
