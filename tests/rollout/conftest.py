@@ -1,4 +1,4 @@
-"""One real vLLM server for all tests of this folder: its start takes longer than they do."""
+"""One real vLLM server for all tests of this folder, whose start takes longer than they do, and one embedded engine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.rollout.engines.base import Engine, Launched
+from hpcrl.rollout.engines.embedded.launch import Embedded
 from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rundir.commit import write_text
-from hpcrl.runtime.controller_client import headers
-from tests.rollout.material import RUN_NAME, TOKEN, as_version, make_model, options, served
+from tests.rollout.material import START_S, TOKEN, as_version, embedded_options, make_model, options, served
 
 R = TypeVar("R")
-WithEngine = Callable[[Callable[[EngineClient], Coroutine[Any, Any, R]]], R]
+WithEngine = Callable[[Callable[[Any], Coroutine[Any, Any, R]]], R]
 
 
 @pytest.fixture(scope="session")
@@ -40,15 +40,22 @@ def server(models: list[Path], token_file: Path, tmp_path_factory: pytest.TempPa
         yield server
 
 
-@pytest.fixture
-def with_engine(server: Server, models: list[Path]) -> WithEngine[Any]:
-    """Run a coroutine function on a client of the server, which holds the first model as version 0."""
+@pytest.fixture(scope="session")
+def embedded(models: list[Path]) -> Iterator[Embedded]:
+    engine = Embedded(embedded_options(models[0]))
+    engine.wait_ready(START_S)
+    yield engine
+    engine.stop()
 
-    def run(play: Callable[[EngineClient], Coroutine[Any, Any, R]]) -> R:
+
+def runner(launched: Launched, model: Path) -> WithEngine[Any]:
+    """Return what runs a coroutine function on an engine, which holds the model as version 0."""
+
+    def run(play: Callable[[Engine], Coroutine[Any, Any, R]]) -> R:
         async def main() -> R:
-            engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1))
+            engine = launched.connect()
             try:
-                await engine.update_weights(as_version(models[0], 0))
+                await engine.update_weights(as_version(model, 0))
                 return await play(engine)
             finally:
                 await engine.close()
@@ -56,6 +63,24 @@ def with_engine(server: Server, models: list[Path]) -> WithEngine[Any]:
         return asyncio.run(main())
 
     return run
+
+
+@pytest.fixture
+def with_engine(server: Server, models: list[Path]) -> WithEngine[Any]:
+    """Run a coroutine function on a client of the server, which holds the first model as version 0."""
+    return runner(server, models[0])
+
+
+@pytest.fixture(params=["vllm", "transformers"])
+def launched(request: pytest.FixtureRequest) -> Launched:
+    """Each of the engines."""
+    return request.getfixturevalue("server" if request.param == "vllm" else "embedded")
+
+
+@pytest.fixture
+def with_each_engine(launched: Launched, models: list[Path]) -> WithEngine[Any]:
+    """The same on each of the engines."""
+    return runner(launched, models[0])
 
 
 @pytest.fixture

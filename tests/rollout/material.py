@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import InferenceEngineConfig
 from hpcrl.data.weight_files import Probe, PublishedWeights, WeightFile, WeightReader, weight_facts
+from hpcrl.rollout.engines.embedded.launch import EmbeddedOptions
+from hpcrl.rollout.engines.embedded.model import ModelOptions
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.runtime.scratch import Scratch
@@ -84,6 +87,12 @@ def probe_of(model: Path) -> Probe:
 
 def options(model: str, token_file: Path) -> ServerOptions:
     return ServerOptions(model, ENGINE, 1, MAX_MODEL_LEN, True, RUN_NAME, token_file)
+
+
+def embedded_options(model: Path, **engine: Any) -> EmbeddedOptions:
+    """Return the same for the embedded engine."""
+    own = replace(ENGINE, engine_init_kwargs={}, **engine)
+    return EmbeddedOptions(ModelOptions(path=str(model), dtype=own.model_dtype), own, MAX_MODEL_LEN, True)
 
 
 @functools.cache

@@ -20,6 +20,12 @@ _ENGINE_OWN |= {
     "max_logprobs",
     "worker_extension_cls",
 }
+_OF_VLLM = (
+    *("tensor_parallel_size", "enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "use_flashinfer"),
+    "engine_init_kwargs",
+)
+EMBEDDED_SAMPLING = ("ignore_eos", "min_tokens")
+"""Sampling parameters beside those of the configuration that the embedded engine has."""
 _SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
 _SBATCH_OWN |= {"requeue", "no_requeue", "no_kill"}
 _OF_ELASTIC = {field.name for field in fields(ElasticConfig)}
@@ -54,6 +60,24 @@ def engine_options(config: ConfigTree) -> Iterator[Problem]:
             yield Problem(
                 f"{path}.engine_init_kwargs.{name}", "hpcrl sets this option of the server itself; leave it out"
             )
+
+
+def embedded_engine(config: ConfigTree) -> Iterator[Problem]:
+    """What vLLM alone has is refused with the embedded engine, because a file should not promise what does not happen."""
+    path, generator = "generator.inference_engine", config.generator
+    engine = generator.inference_engine
+    if engine.backend != "transformers":
+        return
+    for name in _OF_VLLM:
+        if getattr(engine, name) != getattr(InferenceEngineConfig(), name):
+            yield Problem(f"{path}.{name}", f'has no effect with {path}.backend="transformers"; leave it out')
+    for section in ("sampling_params", "eval_sampling_params"):
+        for name in getattr(generator, section).additional_kwargs or {}:
+            if name not in EMBEDDED_SAMPLING:
+                yield Problem(
+                    f"generator.{section}.additional_kwargs.{name}",
+                    f'{path}.backend="transformers" has only {" and ".join(EMBEDDED_SAMPLING)}; leave it out, or use vllm',
+                )
 
 
 def flash_infer(config: ConfigTree) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from hpcrl.config.import_path import misnamed
 from hpcrl.config.rules.cluster import (
     container,
     counted_gpus,
+    embedded_engine,
     engine_options,
     enough_replicas,
     flash_infer,
@@ -367,6 +368,7 @@ RULES: tuple[Rule, ...] = (
     overlong,
     remote_reward,
     environments,
+    embedded_engine,
     engine_options,
     flash_infer,
     enough_replicas,

@@ -31,7 +31,14 @@ def check_engine(config: Config) -> Iterator[Problem]:
     entries = entries_of(config.trainer.policy.model.path)
     if entries is not None:
         yield from _lengths(config, entries)
-    given = config.generator.inference_engine.engine_init_kwargs
+    engine = config.generator.inference_engine
+    # where torch is missing too, this is a login node, of which nothing follows for the nodes; nor does it from outside of a container
+    if engine.backend == "vllm" and config.slurm.container.kind == "none" and find_spec("torch") and not find_spec("vllm"):
+        yield Problem(
+            "generator.inference_engine.backend",
+            "vllm is not installed here; install it (docs/installation.md), or set transformers, an engine that needs nothing else",
+        )
+    given = engine.engine_init_kwargs
     known = vllm_options() if given else frozenset[str]()
     for name in given if known else ():
         own = name.replace("-", "_").partition(".")[0]

@@ -21,6 +21,18 @@ OURS = [
         {f"{ALGORITHM}.clip_ratio_c": 10.0, f"{ALGORITHM}.policy_loss_type": "mine:loss"},
     ),
     Case(
+        "options of vLLM want vLLM",
+        {f"{ENGINE}.backend": "transformers", f"{ENGINE}.engine_init_kwargs": {"swap_space": 1}},
+        f"{ENGINE}.engine_init_kwargs", 'has no effect with generator.inference_engine.backend="transformers"',
+        {f"{ENGINE}.backend": "transformers"},
+    ),
+    Case(
+        "the embedded engine has few further sampling parameters",
+        {f"{ENGINE}.backend": "transformers", "generator.sampling_params.additional_kwargs": {"stop_token_ids": [3]}},
+        "generator.sampling_params.additional_kwargs.stop_token_ids", "has only ignore_eos and min_tokens",
+        {f"{ENGINE}.backend": "transformers", "generator.sampling_params.additional_kwargs": {"ignore_eos": True}},
+    ),
+    Case(
         "a section of a loss wants that loss",
         {f"{ALGORITHM}.clip_cov.clip_ratio": 0.1},
         f"{ALGORITHM}.clip_cov.clip_ratio", "policy_loss_type=clip_cov",

@@ -41,7 +41,9 @@ class ModelOptions:
         config = AutoConfig.from_pretrained(self.path)
         entries = dict(self.config_kwargs)
         if self.rope_scaling or self.rope_theta is not None:
-            entries["rope_parameters"] = rope_parameters(config.rope_parameters, self.rope_scaling, self.rope_theta)
+            entries["rope_parameters"] = rope_parameters(
+                config.rope_parameters, dict(self.rope_scaling), self.rope_theta
+            )
         if not entries:
             return config
         own, _ = PreTrainedConfig.get_config_dict(self.path)
@@ -65,7 +67,7 @@ def load_model(options: ModelOptions, device: torch.device) -> PreTrainedModel:
         )
     except (OSError, ValueError, RuntimeError, AttributeError) as error:
         raise EngineError(f"the model at {options.path} cannot be loaded: {error}") from error
-    return cast(PreTrainedModel, model).to(device).eval()
+    return cast(Any, model).to(device).eval()
 
 
 def end_tokens(model: PreTrainedModel, tokenizer_end: int | None) -> set[int]:
@@ -107,12 +109,11 @@ def replace_weights(model: PreTrainedModel, tensors: dict[str, torch.Tensor], so
     Raises:
         EngineError: they are not those of this model.
     """
-    answer = type(model).from_pretrained(
-        None, config=model.config, state_dict=tensors, dtype=model.dtype, output_loading_info=True
-    )
+    options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    answer = type(model).from_pretrained(None, config=model.config, state_dict=tensors, dtype=model.dtype, **options)
     newer, loaded = cast("tuple[PreTrainedModel, dict[str, Any]]", answer)
-    missing = sorted([*loaded["missing_keys"], *map(str, loaded["mismatched_keys"])])
+    missing = sorted([*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])])
     if missing:
-        raise EngineError(f"{source} lacks {', '.join(missing[:_MOST_NAMED])}")
+        raise EngineError(f"{source} lacks {', '.join(missing[:_MOST_NAMED])}, or has them in another shape")
     for mine, other in zip(model.parameters(), newer.parameters(), strict=True):
         mine.copy_(other)

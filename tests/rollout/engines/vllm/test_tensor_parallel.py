@@ -11,7 +11,7 @@ import torch
 from hpcrl.rollout.engines.base import Generation
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.runtime.controller_client import headers
-from tests.rollout.engines.vllm.test_client import LENGTH, assert_close, updated_while_running
+from tests.rollout.engines.test_contract import LENGTH, assert_close, updated_while_running
 from tests.rollout.material import LONG_PROMPT, RUN_NAME, TOKEN, logprobs, options, served
 
 WHOLE = {"temperature": 1.0, "max_tokens": 24}

@@ -1,0 +1,171 @@
+"""What each engine does: tokens in, tokens and logprobs out, checked against transformers; new weights under idle and running engines."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpcrl.errors import EngineError
+from hpcrl.rollout.engines.base import Engine, Generation
+from hpcrl.rollout.limiter import ConcurrencyLimiter
+from tests.rollout.conftest import WithEngine
+from tests.rollout.material import (
+    BATCHED_TOKENS,
+    EOS,
+    LONG_PROMPT,
+    MAX_MODEL_LEN,
+    PROMPT,
+    as_version,
+    logprobs,
+)
+
+WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}
+RUNNING, LENGTH = 16, 600  # samples that an update meets, long enough for it to come in time on a busy machine
+
+
+def assert_close(said: Generation, model: Path, prompt: list[int], temperature: float = 1.0) -> None:
+    expected = logprobs(model, prompt, said.token_ids, temperature)
+    torch.testing.assert_close(torch.tensor(said.logprobs), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_transformers(
+    with_each_engine: WithEngine[Any], models: list[Path], temperature: float
+) -> None:
+    sampling = {**WHOLE, "temperature": temperature}
+    for said in with_each_engine(lambda engine: engine.generate(PROMPT, 4, 3, sampling)):
+        assert_close(said, models[0], PROMPT, temperature)
+
+
+def test_seeds_reproduce(with_each_engine: WithEngine[Any]) -> None:
+    async def play(engine: Engine) -> None:
+        first, noise, second = await asyncio.gather(
+            engine.generate(PROMPT, 6, 11, WHOLE),
+            engine.generate(PROMPT, 6, 50, WHOLE),
+            engine.generate(PROMPT, 6, 11, WHOLE),
+        )
+        assert [said.token_ids for said in first] == [said.token_ids for said in second]
+        assert [said.token_ids for said in first] != [said.token_ids for said in noise]
+        assert len({tuple(said.token_ids) for said in first}) > 1
+        (alone,) = await engine.generate(PROMPT, 1, 13, WHOLE)
+        assert alone.token_ids == first[2].token_ids  # sample i is that of seed + i
+
+    with_each_engine(play)
+
+
+def test_more_prompts_than_a_batch_has_room_for(with_each_engine: WithEngine[Any]) -> None:
+    prompts = [
+        [4 + number % 13, 4 + number // 13, *LONG_PROMPT] for number in range(2 * BATCHED_TOKENS // len(LONG_PROMPT))
+    ]
+
+    async def play(engine: Engine) -> None:
+        said = await asyncio.gather(*(engine.generate(prompt, 1, 3, WHOLE) for prompt in prompts))
+        for number in (0, -1):
+            (alone,) = await engine.generate(prompts[number], 1, 3, WHOLE)
+            assert said[number][0].token_ids == alone.token_ids
+
+    with_each_engine(play)
+
+
+def test_a_response_ends_with_its_end_token(with_each_engine: WithEngine[Any]) -> None:
+    sampling = {"temperature": 1.0, "max_tokens": 200}
+    said = with_each_engine(lambda engine: engine.generate(PROMPT, 32, 5, sampling))
+    stopped = [generation for generation in said if generation.stop_reason == "stop"]
+    assert stopped
+    for generation in stopped:
+        assert generation.token_ids[-1] == EOS
+        assert EOS not in generation.token_ids[:-1]
+    assert all(len(g.token_ids) == len(g.logprobs) for g in said)
+
+
+def test_sampling_options_reach_the_engine(with_each_engine: WithEngine[Any]) -> None:
+    async def ids(engine: Engine, **options: Any) -> list[list[int]]:
+        said = await engine.generate(PROMPT, 8, 21, {**WHOLE, "ignore_eos": True, **options})
+        return [generation.token_ids for generation in said]
+
+    async def play(engine: Engine) -> None:
+        greedy = (await ids(engine, temperature=0.0))[0]
+        plain = await ids(engine)
+        assert any(one != greedy for one in plain)
+        for options in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+            assert all(one == greedy for one in await ids(engine, **options)), options
+        assert all(len(one) == 3 for one in await ids(engine, max_tokens=3))
+        varied = await ids(engine, repetition_penalty=5.0)
+        assert sum(len(set(one)) for one in varied) > sum(len(set(one)) for one in plain)
+        long = await ids(engine, ignore_eos=False, min_tokens=20)
+        assert all(len(one) >= 20 for one in long)
+
+    with_each_engine(play)
+
+
+def test_stop_strings_end_a_response(with_each_engine: WithEngine[Any]) -> None:
+    async def play(engine: Engine) -> None:
+        letters = {**WHOLE, "max_tokens": 100, "ignore_eos": True, "seed": None}
+        (plain,) = await engine.generate(PROMPT, 1, 2, letters)
+        assert plain.stop_reason == "length"
+        stops = await engine.generate(PROMPT, 8, 2, {**letters, "stop": ["c"]})
+        assert {said.stop_reason for said in stops} == {"stop"}
+        assert len({said.token_ids[-1] for said in stops}) == 1
+        assert all(said.token_ids[-1] not in said.token_ids[:-1] for said in stops)
+
+    with_each_engine(play)
+
+
+def test_refused_request_tells_the_servers_reason(with_each_engine: WithEngine[Any]) -> None:
+    with pytest.raises(EngineError, match=str(MAX_MODEL_LEN)):
+        with_each_engine(lambda engine: engine.generate([4] * (MAX_MODEL_LEN + 1), 1, 0, WHOLE))
+    with pytest.raises(EngineError, match="top_p"):
+        with_each_engine(lambda engine: engine.generate(PROMPT, 1, 0, {"top_p": 7.0}))
+
+
+def test_new_weights_answer_the_same_prompt(with_each_engine: WithEngine[Any], models: list[Path]) -> None:
+    async def play(engine: Engine) -> None:
+        for version, model in enumerate([models[0], models[1], models[2], models[0]]):
+            seconds = await engine.update_weights(as_version(model, version))
+            assert 0 < seconds["weights/load_seconds"] < seconds["weights/pause_seconds"] < 5
+            assert engine.version == version
+            for _ in range(2):  # the second may find the prompt in a cache
+                for said in await engine.generate(LONG_PROMPT, 2, 8, WHOLE):
+                    assert_close(said, model, LONG_PROMPT)
+
+    with_each_engine(play)
+
+
+async def updated_while_running(engine: Engine, weights: Path) -> list[Generation]:
+    newer = as_version(weights, 1)
+    sampling = {"temperature": 1.0, "max_tokens": LENGTH, "ignore_eos": True}
+    begun = await engine.tokens() or 0
+    running = asyncio.create_task(engine.generate(LONG_PROMPT, RUNNING, 9, sampling))
+    while (await engine.tokens() or 0) < begun + RUNNING * 10:
+        await asyncio.sleep(0.01)
+    await engine.update_weights(newer)
+    return await running
+
+
+def test_running_requests_go_on_under_new_weights(with_each_engine: WithEngine[Any], models: list[Path]) -> None:
+    async def play(engine: Engine) -> list[Generation]:
+        limiter, before = ConcurrencyLimiter(9), await engine.load()
+        assert before is not None
+        said = await updated_while_running(engine, models[1])
+        after = await engine.load()
+        assert after is not None
+        for load in (before, after):
+            limiter.update(load, 9)
+        assert limiter.limit == 9, "an update is no pressure"
+        return said
+
+    for said in with_each_engine(play):
+        assert len(said.token_ids) == LENGTH
+        given = torch.tensor(said.logprobs)
+        old = (given - logprobs(models[0], LONG_PROMPT, said.token_ids)).abs() < 1e-3
+        new = (given - logprobs(models[1], LONG_PROMPT, said.token_ids)).abs() < 1e-3
+        # every token belongs to exactly one version, the older one first
+        switch = said.versions.count(0)
+        assert said.versions == [0] * switch + [1] * (LENGTH - switch)
+        assert 0 < switch < LENGTH
+        assert old[:switch].all()
+        assert new[switch:].all()
