@@ -1,4 +1,4 @@
-# make demo    install what is needed and run the quickstart on this machine
+# make demo    install what is needed and run the quickstart on this machine; ENGINE=vllm: with vLLM instead of the embedded engine
 # make test    install what is needed (with Slurm, where this is root on Debian or Ubuntu) and run all tests
 # make learn   each family of algorithms learns the quickstart's task: whole training runs, minutes each
 # make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: an hour
@@ -10,14 +10,14 @@
 PYTHON    ?= python3
 VENV      ?= .venv
 BIN       := $(VENV)/bin
-LOCK      := requirements-cpu.lock
-TORCH     := $(shell grep '^torch==' $(LOCK))
+ENGINE    ?= transformers
+TORCH     := $(shell grep '^torch==' requirements.lock)
 TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 PIP       := $(BIN)/pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test learn faults soak check format slurm
-demo: $(VENV)/installed
-	$(BIN)/hpcrl submit configs/quickstart.toml --local --follow
+demo: $(VENV)/$(if $(filter vllm,$(ENGINE)),installed,embedded)
+	$(BIN)/hpcrl submit configs/quickstart.toml generator.inference_engine.backend=$(ENGINE) --local --follow
 
 # Three at a time: the tests of Slurm mostly wait. tests/conftest.py says which share a process.
 test: $(VENV)/installed slurm
@@ -41,7 +41,7 @@ format: $(VENV)/installed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-$(VENV)/installed: $(LOCK) pyproject.toml
+$(VENV)/embedded: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 10) <= v < (3, 15) else \
 	  "hpcrl needs Python 3.10 to 3.14, and $(PYTHON) is %d.%d; set PYTHON to another: PYTHON=python3.12 make demo" % v[:2])'
 	$(PYTHON) -m venv $(VENV)
@@ -49,10 +49,14 @@ $(VENV)/installed: $(LOCK) pyproject.toml
 	  $(PIP) --no-deps $(TORCH)+cpu --index-url $(TORCH_CPU) --timeout 10 --retries 1 2> /dev/null || { \
 	  echo "no CPU build of $(TORCH) on this machine's package indexes or $(TORCH_CPU):"; \
 	  echo "taking the CUDA build, which works on CPUs too; 4.7 GB with what it needs"; \
-	  $(PIP) $(TORCH) -c $(LOCK); }
-	$(PIP) --no-deps -r $(LOCK)
+	  $(PIP) $(TORCH) -c requirements.lock -c requirements-cpu.lock; }
+	$(PIP) --no-deps -r requirements.lock
 	$(PIP) --no-deps --no-build-isolation -e .
 	@$(BIN)/python -c 'import torch; print("torch", torch.__version__)'
+	touch $@
+
+$(VENV)/installed: $(VENV)/embedded requirements-cpu.lock
+	$(PIP) --no-deps -r requirements-cpu.lock
 	touch $@
 
 slurm:

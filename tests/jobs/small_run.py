@@ -26,7 +26,6 @@ SMALL = [
     "trainer.ckpt_interval=2",
     "trainer.max_steps=4",
 ]
-MADE_UP = "generator.on_logprob_mismatch=warn"  # the stand-in engine's tokens and numbers are no policy's
 
 
 def hpcrl(*arguments: str, cwd: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:

@@ -1,5 +1,5 @@
 """Every family of algorithms learns the quickstart's task, in 30 steps each, asynchronous training learns as much as synchronous, and
-several turns are learned, as whole samples and each on its own: real vLLM, real training.
+several turns are learned, as whole samples and each on its own; with the embedded engine, and some of it with vLLM.
 
 Slow; see docs/development.md.
 """
@@ -46,24 +46,24 @@ FAMILIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_family_learns_to_sort(place: Path, family: str) -> None:
-    run = quickstart(place, family, *FAMILIES[family])
+@pytest.mark.parametrize(("family", "engine"), [*((family, "transformers") for family in FAMILIES), ("grpo", "vllm")])
+def test_family_learns_to_sort(place: Path, family: str, engine: str) -> None:
+    run = quickstart(place, family, f"generator.inference_engine.backend={engine}", *FAMILIES[family])
     before, after = (eval_score(run, version) for version in (0, STEPS))
-    print(f"{family}: {before:.3f} -> {after:.3f}")
+    print(f"{family}, {engine}: {before:.3f} -> {after:.3f}")
     assert before < 0.5
     assert after >= 0.9
 
 
 @pytest.mark.slow
-def test_stale_samples_teach_what_fresh_ones_do(place: Path) -> None:
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_stale_samples_teach_what_fresh_ones_do(place: Path, engine: str) -> None:
     """Two steps of staleness at most, which are used, and truncated importance sampling."""
     correction = f"{ALGORITHM}off_policy_correction.tis_ratio_type=token"
     found = {}
     for staleness in (0, 2):
-        run = quickstart(
-            place, f"stale-{staleness}", f"trainer.fully_async.max_staleness_steps={staleness}", correction
-        )
+        settings = [f"trainer.fully_async.max_staleness_steps={staleness}", correction]
+        run = quickstart(place, f"stale-{staleness}", *settings, f"generator.inference_engine.backend={engine}")
         found[staleness] = after = eval_score(run, STEPS)
         stale = curve(run, "async/staleness_max")
         mean = fmean(curve(run, "async/staleness_mean").values())
@@ -74,11 +74,12 @@ def test_stale_samples_teach_what_fresh_ones_do(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step_wise", [False, True])
-def test_several_turns_are_learned(place: Path, step_wise: bool) -> None:
+@pytest.mark.parametrize(("step_wise", "engine"), [(False, "vllm"), (True, "transformers")])
+def test_several_turns_are_learned(place: Path, step_wise: bool, engine: str) -> None:
     """From the stubborn start model to one that finds its number by what it was answered."""
     config = QUICKSTART.with_name("guess_number.toml")
-    settings = ["trainer.run_name=learns", f"generator.step_wise_trajectories={str(step_wise).lower()}"]
+    settings = ["trainer.run_name=learns", f"generator.inference_engine.backend={engine}"]
+    settings += [f"generator.step_wise_trajectories={str(step_wise).lower()}"]
     done = hpcrl("submit", str(config), "--local", "--follow", *settings, cwd=place, timeout=1800)
     run = Run(place / "runs" / "guess_number" / "learns")
     assert done.returncode == 0, done.stderr + logs_of(run)

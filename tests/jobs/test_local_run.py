@@ -1,4 +1,4 @@
-"""Whole runs on this machine: real vLLM, real torchrun, as a user types it."""
+"""Whole runs on this machine: real engines, real torchrun, as a user types it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from hpcrl.rundir.commit import committed, read_json
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.ledger import outcome_of, read_attempts, read_outcome
 from tests.jobs.small_run import (
-    MADE_UP,
     SMALL,
     curve,
     hpcrl,
@@ -54,10 +53,9 @@ def tensorboard_points(run: Run, tag: str) -> list[int]:
     return [event.step for event in events.Scalars(tag)]
 
 
-@pytest.mark.usefixtures("stand_in_engine")
 def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     """SIGKILL of a trainer rank in the middle: the attempt ends within seconds, with its error, and resumes as if nothing had been."""
-    run = submit(place, "killed", f"trainer.max_steps={STEPS}", "trainer.eval_interval=10", MADE_UP)
+    run = submit(place, "killed", f"trainer.max_steps={STEPS}", "trainer.eval_interval=10")
     wait_for(lambda: committed(run.checkpoints, step_of), lambda: logs_of(run), 240)
     beside = hpcrl(
         "attach", "killed", "--role", "rollout", "--", "sh", "-c", "echo $HPCRL_ATTEMPT $HPCRL_REPLICA", cwd=place
@@ -98,12 +96,14 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     assert "killed is done" in hpcrl("resume", "killed", cwd=place).stderr
 
 
-def test_turns_that_are_trained_on_their_own(place: Path) -> None:
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_turns_that_are_trained_on_their_own(place: Path, engine: str) -> None:
     """Samples of one to three turns: rows that two ranks cannot share equally, from engine to optimizer steps, and as a person sees them."""
     settings = [
         "generator.step_wise_trajectories=true",
         "trainer.placement.policy_num_gpus_per_node=2",
         "trainer.max_steps=2",
+        f"generator.inference_engine.backend={engine}",
     ]
     config = str(QUICKSTART.with_name("guess_number.toml"))
     done = hpcrl("submit", config, "--local", "--follow", "trainer.run_name=turns", *SMALL, *settings, cwd=place)

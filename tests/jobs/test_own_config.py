@@ -13,7 +13,7 @@ import pytest
 import tomli
 
 from hpcrl.rundir.layout import Run
-from tests.jobs.small_run import MADE_UP, SMALL, curve, hpcrl, logs_of
+from tests.jobs.small_run import SMALL, curve, hpcrl, logs_of
 from tests.paths import QUICKSTART
 
 CONFIG = '''
@@ -99,10 +99,9 @@ def study(tmp_path: Path) -> Path:
     return tmp_path / "study" / "study.toml"
 
 
-@pytest.mark.usefixtures("stand_in_engine")
 def test_run_of_a_users_own_class_trains(study: Path, tmp_path: Path) -> None:
     """The environment pays what the new settings say: the worker has loaded the class that declares them."""
-    settings = [*SMALL, MADE_UP, "trainer.max_steps=2", "trainer.eval_interval=0", "trainer.run_name=paid"]
+    settings = [*SMALL, "trainer.max_steps=2", "trainer.eval_interval=0", "trainer.run_name=paid"]
     done = hpcrl("submit", str(QUICKSTART), str(study), "--local", "--follow", *settings, cwd=tmp_path)
     run = Run.open(tmp_path / "runs" / "study" / "paid")
     assert done.returncode == 0, done.stdout + done.stderr + logs_of(run)

@@ -33,7 +33,12 @@ def check_engine(config: Config) -> Iterator[Problem]:
         yield from _lengths(config, entries)
     engine = config.generator.inference_engine
     # where torch is missing too, this is a login node, of which nothing follows for the nodes; nor does it from outside of a container
-    if engine.backend == "vllm" and config.slurm.container.kind == "none" and find_spec("torch") and not find_spec("vllm"):
+    if (
+        engine.backend == "vllm"
+        and config.slurm.container.kind == "none"
+        and find_spec("torch")
+        and not find_spec("vllm")
+    ):
         yield Problem(
             "generator.inference_engine.backend",
             "vllm is not installed here; install it (docs/installation.md), or set transformers, an engine that needs nothing else",
