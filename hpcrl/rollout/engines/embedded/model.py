@@ -109,7 +109,7 @@ def replace_weights(model: PreTrainedModel, tensors: dict[str, torch.Tensor], so
     Raises:
         EngineError: they are not those of this model.
     """
-    options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    options: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     answer = type(model).from_pretrained(None, config=model.config, state_dict=tensors, dtype=model.dtype, **options)
     newer, loaded = cast("tuple[PreTrainedModel, dict[str, Any]]", answer)
     missing = sorted([*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])])
