@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import InferenceEngineConfig
 from hpcrl.data.weight_files import Probe, PublishedWeights, WeightFile, WeightReader, weight_facts
-from hpcrl.rollout.engines.embedded.launch import EmbeddedOptions
+from hpcrl.rollout.engines.embedded.launch import Embedded, EmbeddedOptions
 from hpcrl.rollout.engines.embedded.model import ModelOptions
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rundir.commit import begin, finish, is_committed
@@ -93,6 +93,16 @@ def embedded_options(model: Path, **engine: Any) -> EmbeddedOptions:
     """Return the same for the embedded engine."""
     own = replace(ENGINE, engine_init_kwargs={}, **engine)
     return EmbeddedOptions(ModelOptions(path=str(model), dtype=own.model_dtype), own, MAX_MODEL_LEN, True)
+
+
+@contextmanager
+def started(model: Path, **engine: Any) -> Iterator[Embedded]:
+    found = Embedded(embedded_options(model, **engine))
+    try:
+        found.wait_ready(START_S)
+        yield found
+    finally:
+        found.stop()
 
 
 @functools.cache

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,13 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.controller.evaluation import evaluation_work
 from hpcrl.data.rollouts import evaluated_samples
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.server import Server
+from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.evaluate import evaluate
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.types import GroupMeta, Prompt
 from tests.rollout.conftest import WithEngine
-from tests.rollout.material import ENGINE, QUICKSTART, RUN_NAME, TOKEN, options, served
+from tests.rollout.material import ENGINE, QUICKSTART, RUN_NAME, TOKEN, VOCABULARY, started
 
 PROMPTS = [
     Prompt(str(row), [{"role": "user", "content": f"sort: {letters}"}], "sort_letters", {"reward_spec": {"ground_truth": letters}}, "a/b")
@@ -43,19 +40,21 @@ def place(path: Path) -> Run:
     return run
 
 
-def played(place: Run, server: Server, told: list[int]) -> list[GroupMeta]:
+def played(place: Run, launched: Launched, told: list[int]) -> list[GroupMeta]:
     work = evaluation_work(PROMPTS, 3, 2, seed=5)
-    asked = place, server, str(QUICKSTART), work, 3, GENERATOR, EnvironmentConfig(), told.append
+    asked = place, launched, str(QUICKSTART), work, 3, GENERATOR, EnvironmentConfig(), told.append
     return asyncio.run(evaluate(*asked))
 
 
-def test_each_prompt_is_played_and_dumped(server: Server, with_engine: WithEngine[Any], tmp_path: Path) -> None:
-    async def nothing(_engine: EngineClient) -> None: ...
+def test_each_prompt_is_played_and_dumped(
+    launched: Launched, with_each_engine: WithEngine[Any], tmp_path: Path
+) -> None:
+    async def nothing(_engine: Engine) -> None: ...
 
-    with_engine(nothing)  # the first model again
+    with_each_engine(nothing)  # the first model again
     told: list[int] = []
     first, again = place(tmp_path / "first"), place(tmp_path / "again")
-    groups = played(first, server, told)
+    groups = played(first, launched, told)
     assert told == [1, 2, 3]
     assert [group.group_id for group in groups] == [f"e000003-{row:08d}" for row in range(3)]
     assert all(len(group.rewards) == 2 and group.oldest_version == group.newest_version == 3 for group in groups)
@@ -68,12 +67,15 @@ def test_each_prompt_is_played_and_dumped(server: Server, with_engine: WithEngin
         assert "sort: " in prompt.text
     lines = [json.loads(line) for line in first.eval_dump(3, 0).read_text().splitlines()]
     assert {line["data_source"] for line in lines} == {"a/b"}
-    played(again, server, told)
+    played(again, launched, told)
     assert [sample.parts for sample in evaluated_samples(again, 3)[1]] == [sample.parts for sample in samples]
 
 
-def test_an_engine_that_dies_ends_the_evaluation(models: list[Path], token_file: Path, tmp_path: Path) -> None:
-    with served(options(str(models[0]), token_file), tmp_path / "engine.log") as server:
-        os.kill(server.pid, signal.SIGKILL)
-        with pytest.raises(EngineError, match="the inference engine died"):
-            played(place(tmp_path), server, [])
+def test_an_engine_that_dies_ends_the_evaluation(models: list[Path], tmp_path: Path) -> None:
+    with started(models[0]) as engine:
+        with pytest.raises(EngineError):
+            asyncio.run(
+                engine.connect().generate([VOCABULARY], 1, 1, {})
+            )  # which it has not: the thread that computes ends
+        with pytest.raises(EngineError, match="the inference engine died: IndexError"):
+            played(place(tmp_path), engine, [])

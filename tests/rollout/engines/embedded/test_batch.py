@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +21,16 @@ from transformers import (
 
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation
-from hpcrl.rollout.engines.embedded.launch import Embedded
 from tests.rollout.material import (
     EOS,
     LONG_PROMPT,
     MAX_MODEL_LEN,
     PROMPT,
     QUICKSTART,
-    START_S,
     VOCABULARY,
-    embedded_options,
     logprobs,
     publish,
+    started,
 )
 
 LONG: dict[str, Any] = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
@@ -52,16 +48,6 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": EOS,
 }
-
-
-@contextmanager
-def started(model: Path, **engine: Any) -> Iterator[Embedded]:
-    found = Embedded(embedded_options(model, **engine))
-    try:
-        found.wait_ready(START_S)
-        yield found
-    finally:
-        found.stop()
 
 
 def saved(model: PreTrainedModel, path: Path) -> Path:

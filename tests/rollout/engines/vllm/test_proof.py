@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,11 @@ from hpcrl.data.weight_files import Probe, PublishedWeights
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.proof import check_ranks, difference, tolerance
 from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.server import Server
-from hpcrl.runtime.controller_client import headers
 from tests.rollout.conftest import WithEngine
 from tests.rollout.material import (
-    LONG_PROMPT,
-    RUN_NAME,
-    TOKEN,
     as_version,
-    logprobs,
-    make_model,
-    options,
     probe_of,
     publish,
-    served,
 )
 
 LAST = "model.layers.1.mlp.down_proj.weight"
@@ -152,50 +142,3 @@ def test_differences_and_what_is_allowed() -> None:
     assert tolerance(probe, "float32", None) < tolerance(probe, "bfloat16", None)
     assert tolerance(replace(probe, dtype="bfloat16"), "float32", None) == tolerance(probe, "bfloat16", None)
     assert tolerance(probe, "float32", 0.7) == 0.7
-
-
-@pytest.fixture(scope="module")
-def two_ranks(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, list[Path]]]:
-    """An engine of two tensor parallel ranks, and models that it can be."""
-    folder = tmp_path_factory.mktemp("two")
-    models = [make_model(folder / str(seed), seed, kv_heads=2) for seed in (0, 2)]
-    given = options(str(models[0]), token_file)
-    given = replace(given, engine=replace(given.engine, tensor_parallel_size=2))
-    with served(given, folder / "engine.log") as server:
-        yield server, models
-
-
-def test_each_of_two_ranks_proves_what_it_has_loaded(two_ranks: tuple[Server, list[Path]], tmp_path: Path) -> None:
-    server, models = two_ranks
-
-    class OneBehind(EngineClient):
-        """Gives the second rank what `others` says."""
-
-        others: str
-
-        async def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
-            if path == "/update_weights":
-                info = request["json"]["update_info"]
-                request["json"] = {"update_info": [info, {"path": self.others}]}
-            return await super()._call(method, path, **request)
-
-    async def main() -> None:
-        engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1), replica="rollout-5")
-        try:
-            weights = publish(models[1], tmp_path / "v000001", 1, probe=probe_of(models[1]))
-            await engine.update_weights(weights)
-            found = await engine.probe(weights, "float32", None)
-            assert found is not None
-            assert 0 < found < 1e-4
-            (said,) = await engine.generate(LONG_PROMPT, 1, 3, {"temperature": 1.0, "max_tokens": 8})
-            expected = logprobs(models[1], LONG_PROMPT, said.token_ids)
-            torch.testing.assert_close(torch.tensor(said.logprobs), expected, atol=1e-3, rtol=0)
-            engine.__class__ = OneBehind
-            assert isinstance(engine, OneBehind)
-            engine.others = str(as_version(models[0], 0).path)
-            with pytest.raises(EngineError, match=r"rollout-5 .* version 2, but its rank 1 of 2 holds version 0"):
-                await engine.update_weights(as_version(models[1], 2))
-        finally:
-            await engine.close()
-
-    asyncio.run(main())

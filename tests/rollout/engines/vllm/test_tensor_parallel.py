@@ -1,40 +1,59 @@
-"""A replica whose weights are shared by two workers, as on two GPUs: what it says, and new weights while it says it."""
+"""A replica whose weights are shared by two workers, as on two GPUs: what it says, new weights while it says it, and what each worker proves."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
-from hpcrl.rollout.engines.base import Generation
+from hpcrl.errors import EngineError
+from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.runtime.controller_client import headers
+from tests.rollout.conftest import runner
 from tests.rollout.engines.test_contract import LENGTH, assert_close, updated_while_running
-from tests.rollout.material import LONG_PROMPT, RUN_NAME, TOKEN, logprobs, options, served
+from tests.rollout.material import (
+    LONG_PROMPT,
+    RUN_NAME,
+    TOKEN,
+    as_version,
+    logprobs,
+    make_model,
+    options,
+    probe_of,
+    publish,
+    served,
+)
 
 WHOLE = {"temperature": 1.0, "max_tokens": 24}
 
 
-def test_two_workers_share_the_weights(models: list[Path], token_file: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def two_ranks(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, list[Path]]]:
+    """An engine of two tensor parallel ranks, and models that it can be."""
+    folder = tmp_path_factory.mktemp("two")
+    models = [make_model(folder / str(seed), seed, kv_heads=2) for seed in (0, 2)]
     given = options(str(models[0]), token_file)
     given = replace(given, engine=replace(given.engine, tensor_parallel_size=2))
+    with served(given, folder / "engine.log") as server:
+        yield server, models
 
-    async def play(socket: Path) -> tuple[list[Generation], list[Generation], list[Generation]]:
-        engine = EngineClient(socket, headers(TOKEN, RUN_NAME, 1))
-        try:
-            first = await engine.generate(LONG_PROMPT, 4, 3, WHOLE)
-            return (
-                first,
-                await updated_while_running(engine, models[1]),
-                await engine.generate(LONG_PROMPT, 4, 3, WHOLE),
-            )
-        finally:
-            await engine.close()
 
-    with served(given, tmp_path / "engine.log") as server:
-        first, running, later = asyncio.run(play(server.socket))
+def test_two_workers_share_the_weights(two_ranks: tuple[Server, list[Path]]) -> None:
+    server, models = two_ranks
+
+    async def play(engine: Engine) -> tuple[list[Generation], list[Generation], list[Generation]]:
+        first = await engine.generate(LONG_PROMPT, 4, 3, WHOLE)
+        running = await updated_while_running(engine, models[1])
+        return first, running, await engine.generate(LONG_PROMPT, 4, 3, WHOLE)
+
+    first, running, later = runner(server, models[0])(play)
     for said, model in ((first, models[0]), (later, models[1])):
         for one in said:
             assert_close(one, model, LONG_PROMPT)
@@ -45,3 +64,39 @@ def test_two_workers_share_the_weights(models: list[Path], token_file: Path, tmp
         for part, model in ((slice(None, switch), models[0]), (slice(switch, None), models[1])):
             expected = logprobs(model, LONG_PROMPT, one.token_ids)[part]
             torch.testing.assert_close(given_T[part], expected, atol=1e-3, rtol=0)
+
+
+def test_each_of_two_ranks_proves_what_it_has_loaded(two_ranks: tuple[Server, list[Path]], tmp_path: Path) -> None:
+    server, models = two_ranks
+
+    class OneBehind(EngineClient):
+        """Gives the second rank what `others` says."""
+
+        others: str
+
+        async def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+            if path == "/update_weights":
+                info = request["json"]["update_info"]
+                request["json"] = {"update_info": [info, {"path": self.others}]}
+            return await super()._call(method, path, **request)
+
+    async def main() -> None:
+        engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1), replica="rollout-5")
+        try:
+            weights = publish(models[1], tmp_path / "v000001", 1, probe=probe_of(models[1]))
+            await engine.update_weights(weights)
+            found = await engine.probe(weights, "float32", None)
+            assert found is not None
+            assert 0 < found < 1e-4
+            (said,) = await engine.generate(LONG_PROMPT, 1, 3, {"temperature": 1.0, "max_tokens": 8})
+            expected = logprobs(models[1], LONG_PROMPT, said.token_ids)
+            torch.testing.assert_close(torch.tensor(said.logprobs), expected, atol=1e-3, rtol=0)
+            engine.__class__ = OneBehind
+            assert isinstance(engine, OneBehind)
+            engine.others = str(as_version(models[0], 0).path)
+            with pytest.raises(EngineError, match=r"rollout-5 .* version 2, but its rank 1 of 2 holds version 0"):
+                await engine.update_weights(as_version(models[1], 2))
+        finally:
+            await engine.close()
+
+    asyncio.run(main())
