@@ -7,6 +7,7 @@ a prompt share its forward pass. What a row says depends on its own tokens and s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,21 +30,23 @@ class Request:
 
     Attributes:
         limit: tokens of each response at most.
-        done: called with the responses when all have ended.
+        responses: set when all have ended.
+        abandoned: whether nobody waits for them any more.
     """
 
     prompt: list[int]
     seeds: list[int]
     sampling: Sampling
     limit: int
-    done: Callable[[list[Generation]], object]
+    responses: Future[list[Generation]] = field(default_factory=Future)
+    abandoned: bool = False
     _found: dict[int, Generation] = field(default_factory=dict)
 
     def end(self, number: int, said: Generation) -> None:
-        """Note a response, and call `done` after the last."""
+        """Note a response."""
         self._found[number] = said
         if len(self._found) == len(self.seeds):
-            self.done([self._found[at] for at in range(len(self.seeds))])
+            self.responses.set_result([self._found[at] for at in range(len(self.seeds))])
 
     @property
     def longest(self) -> int:
@@ -263,19 +266,25 @@ class Batch:
             row.masks.append(mask.tolist())
 
     def _end_rows(self, first: int, stopped: list[bool], over: list[bool]) -> None:
-        """Hand over the rows that have ended with the token that was sampled last."""
+        """Hand over the rows that have ended with the token that was sampled last, and leave out those that nobody waits for."""
         ended = dict[int, StopReason]()
         for at, (stop, full) in enumerate(zip(stopped, over, strict=True), first):
             row = self._rows[at]
             if row is None:
                 continue
             self.tokens += 1
-            if stop or (row.request.sampling.stop and self._says_stop(at, row)):
+            if row.request.abandoned:
+                self._rows[at] = None
+            elif stop or (row.request.sampling.stop and self._says_stop(at, row)):
                 ended[at] = "stop"
             elif full:
                 ended[at] = "length"
-        if not ended:
-            return
+        if ended:
+            self._hand_over(ended)
+        if not self.living:
+            self._rows, self._columns, self._offset = [], None, 0
+
+    def _hand_over(self, ended: dict[int, StopReason]) -> None:
         columns, index = self._columns, list(ended)
         assert columns is not None
         grids = [grid[index].tolist() for grid in (columns.tokens, columns.logprobs, columns.versions)]
@@ -284,8 +293,6 @@ class Batch:
             assert row is not None
             said = slice(row.said_from - self._offset, columns.width)
             row.request.end(row.number, Generation(tokens[said], logprobs[said], reason, versions[said], row.masks))
-        if not self.living:
-            self._rows, self._columns, self._offset = [], None, 0
 
     def _says_stop(self, at: int, row: _Row) -> bool:
         """Return whether the newest token of a row completes one of its stop texts."""

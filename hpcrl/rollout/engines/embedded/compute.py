@@ -64,21 +64,20 @@ class Compute:
         rows, longest = self._batch.size
         return max(rows / self._limits.rows, rows * longest / self._limits.places)
 
-    def generate(self, prompt: list[int], seeds: list[int], sampling: Sampling) -> Future[list[Generation]]:
+    def generate(self, prompt: list[int], seeds: list[int], sampling: Sampling) -> Request:
         """Generate a response for each seed.
 
         Args:
             prompt: shorter than `Limits.length`.
         """
-        future: Future[list[Generation]] = Future()
-        limit = min(sampling.max_tokens, self._limits.length - len(prompt))
+        request = Request(prompt, seeds, sampling, min(sampling.max_tokens, self._limits.length - len(prompt)))
         with self._news:
-            if self._unable(future):
-                return future
-            self._pending.add(future)
-            self._requests.append(Request(prompt, seeds, sampling, limit, lambda said: self._hand_over(future, said)))
-            self._news.notify()
-        return future
+            if not self._unable(request.responses):
+                self._pending.add(request.responses)
+                request.responses.add_done_callback(self._pending.discard)
+                self._requests.append(request)
+                self._news.notify()
+        return request
 
     def between_tokens(self, function: Callable[[], R]) -> Future[R]:
         """Call a function when no token is being computed; the future has what it returns or raises."""
@@ -107,13 +106,10 @@ class Compute:
             self._news.notify()
 
     def _unable(self, future: Future[R]) -> bool:
+        future.set_running_or_notify_cancel()  # who waits for it may be cancelled, and it must still take a result
         if self.failure is not None:
             future.set_exception(self.failure)
         return self.failure is not None
-
-    def _hand_over(self, future: Future[list[Generation]], said: list[Generation]) -> None:
-        self._pending.discard(future)
-        future.set_result(said)
 
     def _run(self) -> None:
         try:
@@ -135,7 +131,7 @@ class Compute:
         except BaseException as error:  # noqa: BLE001  it is raised again by whoever waits
             with self._news:
                 self.failure = error
-                for future in self._pending:
+                for future in list(self._pending):
                     future.set_exception(error)
 
     def _admitted(self) -> list[Request]:
@@ -144,6 +140,9 @@ class Compute:
         rows, longest = self._batch.size
         while self._requests:
             request = self._requests[0]
+            if request.abandoned:
+                self._requests.popleft()
+                continue
             rows, longest = rows + len(request.seeds), max(longest, request.longest)
             if rows > len(request.seeds) and (rows > self._limits.rows or rows * longest > self._limits.places):
                 break

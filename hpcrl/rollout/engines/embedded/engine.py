@@ -74,7 +74,12 @@ class EmbeddedEngine(Engine):
         first = secrets.randbits(31) if seed is None else seed
         seeds = [first + number for number in range(1 if asked.greedy else n_samples)]
         with self._asked("generate"):
-            said = await asyncio.wrap_future(self._compute.generate(list(prompt_ids), seeds, asked))
+            request = self._compute.generate(list(prompt_ids), seeds, asked)
+            try:
+                said = await asyncio.wrap_future(request.responses)
+            except asyncio.CancelledError:
+                request.abandoned = True
+                raise
         return said * n_samples if asked.greedy else said
 
     async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:

@@ -136,6 +136,28 @@ def test_a_request_that_has_no_room_waits(models: list[Path]) -> None:
         asyncio.run(play(launched.connect()))
 
 
+def test_a_request_that_nobody_waits_for_is_given_up(models: list[Path]) -> None:
+    async def play(engine: Engine) -> None:
+        kept = asyncio.create_task(engine.generate(PROMPT, 2, 1, {**LONG, "max_tokens": 300}))
+        under_way = asyncio.create_task(engine.generate(PROMPT, 30, 9, {**LONG, "max_tokens": 600}))
+        waits = asyncio.create_task(engine.generate(PROMPT, 30, 9, {**LONG, "max_tokens": 600}))
+        while (await engine.tokens() or 0) < 100:
+            await asyncio.sleep(0)
+        for task in (under_way, waits):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert [len(said.token_ids) for said in await kept] == [300, 300]
+        assert engine.waiting == []
+        assert await engine.healthy()
+        tokens = await engine.tokens()
+        assert tokens is not None
+        assert tokens < 30 * 300, "those rows went on"
+
+    with started(models[0], max_num_seqs=40) as launched:
+        asyncio.run(play(launched.connect()))
+
+
 def gemma(path: Path, seed: int) -> Path:
     torch.manual_seed(seed)
     kinds = ["sliding_attention", "full_attention"]
