@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from hpcrl.config import Config, max_replicas, order_seed, total_steps
+from hpcrl.config import Config, max_replicas, order_seed, sampling_seed, total_steps
 from hpcrl.config.derive import needs_baselines, surplus_groups
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.dynamic_sampling import DynamicSampling
@@ -77,7 +77,7 @@ def schedule(config: Config, n_prompts: int) -> Schedule:
         n_samples=generator.n_samples_per_prompt,
         staleness=trainer.fully_async.max_staleness_steps,
         total_steps=total_steps(n_prompts, trainer),
-        seed=trainer.seed,
+        seed=sampling_seed(generator.inference_engine, trainer),
         eval_interval=trainer.eval_interval,
         eval_before_train=trainer.eval_before_train,
         eval_n_samples=generator.eval_n_samples_per_prompt,

@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from hpcrl.config import Config
+from hpcrl.config import Config, sampling_seed
 from hpcrl.config.derive import max_input_length
 from hpcrl.controller.evaluation import by_source, evaluation_work, scores
 from hpcrl.errors import HpcrlError
@@ -60,7 +60,8 @@ def evaluate(
     prompts = load_dataset(data.val_data, ("eval",), data, config.environment, generator.max_turns)
     count_tokens = token_counter(model, generator.chat_template, generator.chat_template_kwargs)
     kept = drop_long(prompts, count_tokens, trainer.max_prompt_length)
-    work = evaluation_work(kept, version, generator.eval_n_samples_per_prompt, trainer.seed)
+    seed = sampling_seed(generator.inference_engine, trainer)
+    work = evaluation_work(kept, version, generator.eval_n_samples_per_prompt, seed)
     engine.wait_ready(generator.inference_engine.start_timeout_seconds, lambda: status.write("starting engine"))
     began = time.monotonic()
 

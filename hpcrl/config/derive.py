@@ -97,6 +97,11 @@ def order_seed(data: DataConfig, trainer: TrainerConfig) -> int | None:
     return trainer.seed if data.shuffle_seed is None else data.shuffle_seed
 
 
+def sampling_seed(engine: InferenceEngineConfig, trainer: TrainerConfig) -> int:
+    """Return the seed from which those of samples are made; where it is not set: trainer.seed."""
+    return trainer.seed if engine.seed is None else engine.seed
+
+
 def temperature(config: ConfigTree) -> float:
     """Return what divides the logits in training; where it is not set: the sampling temperature."""
     own = config.trainer.algorithm.temperature

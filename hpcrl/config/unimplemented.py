@@ -164,7 +164,6 @@ DIFFERENT_DEFAULTS: dict[str, str] = {
     "generator.eval_sampling_params.top_k": _AS_TRAINING,
     "generator.eval_sampling_params.min_p": _AS_TRAINING,
     "generator.eval_sampling_params.repetition_penalty": _AS_TRAINING,
-    "generator.eval_sampling_params.logprobs": _AS_TRAINING,
     "environment.env_class": "no environment fits every run; the rows or the user name it",
     "environment.skyrl_gym.text2sql.db_path": "the user names the folder; SkyRL's default is a path in its container image",
     "environment.skyrl_gym.llm_as_a_judge.model": "the user names the judge",

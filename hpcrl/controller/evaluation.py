@@ -28,7 +28,7 @@ def evaluation_work(
 ) -> list[Work]:
     """Return the work of evaluating `rows` of a validation set, all of them if unset.
 
-    Ids and seeds depend on row, version and `seed` (`trainer.seed`) alone, so that an evaluation outside of training generates the
+    Ids and seeds depend on row, version and `seed` alone, so that an evaluation outside of training generates the
     same groups as that of the run.
     """
     return [

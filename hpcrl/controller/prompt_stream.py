@@ -39,7 +39,7 @@ class PromptStream:
     Attributes:
         n_prompts: rows of the dataset.
         batch_size: prompts per step.
-        seed: `trainer.seed`.
+        seed: from which those of samples are made.
         order_seed: of the order in each epoch; None keeps the dataset's own.
 
     Raises:

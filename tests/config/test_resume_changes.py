@@ -61,6 +61,7 @@ def test_no_verdict_covers_settings_that_have_little_in_common() -> None:
         ("trainer.policy.megatron_config.ddp_config.grad_reduce_in_fp32", "warning", "harmless"),
         ("generator.inference_engine.gpu_memory_utilization", "harmless", "harmless"),
         ("generator.inference_engine.quantization", "warning", "harmless"),
+        ("generator.inference_engine.seed", "warning", "harmless"),
         ("trainer.ckpt_interval", "harmless", "harmless"),
         ("slurm.extra.nice", "harmless", "harmless"),
         ("slurm.setup", "warning", "harmless"),

@@ -13,7 +13,7 @@ from hpcrl.config.sections.tree import ConfigTree
 
 _TEMPLATES = ("qwen3_with_thinking", "qwen3_without_thinking")
 _SAMPLING_NAMES = {field.name: field.name for field in fields(SamplingParams)} | {"max_tokens": "max_generate_length"}
-_SAMPLING_OWN = {"n", "seed", "detokenize", "output_kind", "skip_special_tokens", "flat_logprobs"}
+_SAMPLING_OWN = {"n", "seed", "logprobs", "detokenize", "output_kind", "skip_special_tokens", "flat_logprobs"}
 _ENDINGS = {"stop_token_ids", "ignore_eos", "repetition_detection"}  # change when a response ends, not what is sampled
 _LEAVING_OUT = {"min_tokens", "bad_words", "allowed_token_ids", "structured_outputs"}
 _WEIGHING = {"presence_penalty", "frequency_penalty", "logit_bias"}

@@ -57,12 +57,7 @@ def pipeline(config: ConfigTree) -> Iterator[Problem]:
     if config.trainer.strategy != "megatron":
         return
     stages, layers = sizes.pipeline_model_parallel_size, sizes.pipeline_layers_per_stage
-    if sizes.pipeline_schedule == "GPipe":
-        yield Problem(
-            schedule,
-            'Megatron-core has no GPipe; set "1F1B": the same gradients, with fewer activations kept at a time',
-        )
-    elif sizes.pipeline_schedule == "Interleaved1F1B" and stages == 1:
+    if sizes.pipeline_schedule == "Interleaved1F1B" and stages == 1:
         yield Problem(schedule, f'needs {_PATH}.pipeline_model_parallel_size above 1; raise that, or set "1F1B"')
     elif sizes.pipeline_schedule == "Interleaved1F1B" and layers is None:
         yield Problem(

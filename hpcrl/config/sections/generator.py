@@ -36,7 +36,7 @@ class InferenceEngineConfig:
     """GPUs that share one replica's experts; 1 or data_parallel_size * tensor_parallel_size."""
 
     seed: int | None = None
-    """Seed of what an engine draws outside of requests; unset: trainer.seed. Each sample has its own seed, made from trainer.seed."""
+    """Seed of what is sampled, in training and evaluation; unset: trainer.seed. Each sample has a seed of its own, made from it."""
 
     weight_sync_backend: Literal["filesystem", "nccl", "gloo"] = "filesystem"
     """How new weights reach the engines: as files that they read, or pushed by a rank of the trainer over NCCL or gloo."""
@@ -109,9 +109,6 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Above 1: tokens that already occurred become less probable."""
 
-    logprobs: Literal[0, 1] = 1
-    """The engine returns the log-probability of each sampled token; 0 and 1 mean the same."""
-
     stop: list[str] | None = None
     """Texts that end a response; unset: none beside the end-of-sequence tokens."""
 
@@ -141,9 +138,6 @@ class EvalSamplingParams:
 
     repetition_penalty: float | None = None
     """Above 1: tokens that already occurred become less probable; unset: as in training."""
-
-    logprobs: Literal[0, 1] | None = None
-    """The engine returns the log-probability of each sampled token; 0 and 1 mean the same; unset: as in training."""
 
     stop: list[str] | None = None
     """Texts that end a response; unset: as in training."""

@@ -44,8 +44,8 @@ class MegatronModelConfig:
     expert_tensor_parallel_size: int | None = None
     """Ranks that share each expert's matrices; unset: tensor_model_parallel_size. Fewer than those need expert_model_parallel_size above 1."""
 
-    pipeline_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "1F1B"
-    """Order of forward and backward passes in the pipeline; Megatron-core has no GPipe, so it is refused."""
+    pipeline_schedule: Literal["1F1B", "Interleaved1F1B"] = "1F1B"
+    """Order of forward and backward passes in the pipeline: each rank has one stage, or (Interleaved1F1B) several."""
 
     pipeline_layers_per_stage: int | None = None
     """Layers per virtual stage, of which each rank has several; with Interleaved1F1B, which needs it, only."""

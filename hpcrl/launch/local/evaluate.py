@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config, eval_sampling
+from hpcrl.config import Config, eval_sampling, sampling_seed
 from hpcrl.config.derive import gpu_count
 from hpcrl.config.errors import raise_together
 from hpcrl.config.root import source_of
@@ -182,7 +182,7 @@ def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str
         "model": subject.model,
         "data": config.data.val_data,
         "n_samples": config.generator.eval_n_samples_per_prompt,
-        "seed": config.trainer.seed,
+        "seed": sampling_seed(config.generator.inference_engine, config.trainer),
         "sampling": asdict(eval_sampling(config.generator)),
     }
     write_json(place.path / "evaluation.json", asked)

@@ -383,3 +383,11 @@ def test_what_is_not_implemented_yet_counts_when_the_result_is_checked() -> None
     policy = {"model_name_or_path": "m", **one_replica(tp_size=8)}  # eight ranks share each sample
     fits = of({"train": {"train_batch_per_replica": 4}, "policy": policy, "rollout": {"n_generation": 4}})
     assert conflicts(fits) == {}
+
+
+def test_a_table_of_ones_own_says_who_reads_it() -> None:
+    conversion = of({"custom": {"bonus": 0.5}})
+    assert conversion.values["environment.custom"] == {"bonus": 0.5}
+    header = " ".join(conversion.to_toml().split())
+    assert "mapped custom -> environment.custom: environments and rewards get it" in header
+    assert not entries(of({}), "custom")

@@ -206,9 +206,15 @@ def test_a_cap_that_would_turn_the_loss_around_is_not_taken(cap: list[str]) -> N
     assert any("fault" in entry.message for entry in entries(conversion, ALGORITHM + "tis_imp_ratio_cap"))
 
 
-def test_logprobs_that_are_not_wanted_are_returned_all_the_same() -> None:
-    conversion = command("generator.sampling_params.logprobs=null")
-    assert conversion.values["generator.sampling_params.logprobs"] == 1
+@pytest.mark.parametrize(
+    ("value", "kind"), [("null", "dropped"), ("0", "dropped"), ("1", "dropped"), ("5", "conflict")]
+)
+def test_logprobs_are_always_returned(value: str, kind: str) -> None:
+    name = "generator.sampling_params.logprobs"
+    conversion = command(f"{name}={value}")
+    (entry,) = entries(conversion, name)
+    assert (entry.kind, entry.target) == (kind, "")
+    assert f"{kind:13} {name}" in conversion.to_toml()
 
 
 @pytest.mark.parametrize(

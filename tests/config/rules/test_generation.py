@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrl.config import Config, eval_sampling, order_seed
+from hpcrl.config import Config, eval_sampling, order_seed, sampling_seed
 from hpcrl.config.derive import engine_gpus, engine_rope, replicas_per_node
 from hpcrl.config.sections.generator import InferenceEngineConfig
 from hpcrl.errors import ConfigError
@@ -83,6 +83,15 @@ def test_order_of_prompts_follows_the_seed_of_the_run_unless_set(tmp_path: Path)
     assert seed() == 7
     assert seed("data.shuffle_seed=0") == 0
     assert seed("data.shuffle=false") is None
+
+
+def test_samples_follow_the_seed_of_the_run_unless_set(tmp_path: Path) -> None:
+    def seed(*overrides: str) -> int:
+        config = load(tmp_path, "trainer.seed=7", *overrides)
+        return sampling_seed(config.generator.inference_engine, config.trainer)
+
+    assert seed() == 7
+    assert seed("generator.inference_engine.seed=0") == 0
 
 
 def test_evaluation_samples_as_training_where_it_is_not_set(tmp_path: Path) -> None:

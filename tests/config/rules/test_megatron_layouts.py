@@ -41,10 +41,6 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         },
     ),
     (
-        {**PIPELINE, f"{POLICY}.pipeline_schedule": "GPipe"}, f"{POLICY}.pipeline_schedule", 'set "1F1B": the same gradients',
-        PIPELINE,
-    ),
-    (
         {**EIGHT, **INTERLEAVED, f"{POLICY}.pipeline_layers_per_stage": 2}, f"{POLICY}.pipeline_schedule",
         "needs trainer.policy.megatron_config.pipeline_model_parallel_size above 1",
         {**PIPELINE, **INTERLEAVED, f"{POLICY}.pipeline_layers_per_stage": 2},

@@ -168,6 +168,13 @@ def logging(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
         yield Entry("conflict", "logging.logger", "trainer.logger", f"Cosmos-RL has no logger {', '.join(others)}")
 
 
+def custom(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
+    values["environment.custom"] = source["custom"]
+    if source["custom"]:
+        message = "environments and rewards get it; plugins of models and trainers, which read it in Cosmos-RL too, are not here"
+        yield Entry("mapped", "custom", "environment.custom", message)
+
+
 RULES: tuple[Rule, ...] = (
     kind_of_run,
     datasets,
@@ -178,4 +185,5 @@ RULES: tuple[Rule, ...] = (
     distillation,
     names,
     logging,
+    custom,
 )

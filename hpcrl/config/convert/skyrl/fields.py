@@ -59,6 +59,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     _ENGINE + "external_proxy_url": (None,),
     _ENGINE + "external_server_urls": (None, []),
     _ENGINE + "enable_http_endpoint": (False,),
+    "generator.sampling_params.logprobs": (None, 0, 1),
+    "generator.eval_sampling_params.logprobs": (None, 0, 1),
 }
 
 # Settings that one of SkyRL's examples adds, for a penalty on long responses, which has a place here.

@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from hpcrl.config import Config, InferenceEngineConfig, engine_gpus, engine_rope
+from hpcrl.config import Config, InferenceEngineConfig, engine_gpus, engine_rope, sampling_seed
 from hpcrl.config.derive import MOST_KEPT, gpu_count, max_model_len, model_config_kwargs, runs_eagerly
 from hpcrl.config.sections.model import rope_parameters
 from hpcrl.errors import ConfigError, EngineError
@@ -256,7 +256,7 @@ def server_options(run: Run, config: Config) -> ServerOptions:
     return ServerOptions(
         model=config.trainer.policy.model.path,
         engine=generator.inference_engine,
-        seed=config.trainer.seed if generator.inference_engine.seed is None else generator.inference_engine.seed,
+        seed=sampling_seed(generator.inference_engine, config.trainer),
         max_model_len=max_model_len(config),
         on_cpu=gpu_count(config.slurm) == 0,
         run_name=run.name,

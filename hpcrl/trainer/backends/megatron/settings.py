@@ -79,7 +79,9 @@ def transformer_config(
 def virtual_stages(architecture: Architecture, megatron: MegatronModelConfig) -> int | None:
     """Return the parts of each pipeline stage; None: it has one."""
     each = megatron.pipeline_layers_per_stage
-    return each and architecture.transformer["num_layers"] // (megatron.pipeline_model_parallel_size * each)
+    if megatron.pipeline_schedule != "Interleaved1F1B" or each is None:
+        return None
+    return architecture.transformer["num_layers"] // (megatron.pipeline_model_parallel_size * each)
 
 
 def optimizer_config(optimizer: own.OptimizerConfig, megatron: MegatronConfig, role: str) -> OptimizerConfig:

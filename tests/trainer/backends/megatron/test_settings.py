@@ -62,7 +62,10 @@ OF_LAYERS: dict[str, list[tuple[Table, Table]]] = {
             {"expert_tensor_parallel_size": 1},
         ),
     ],
-    "pipeline_schedule": [(INTERLEAVED, {"virtual_pipeline_model_parallel_size": 2})],
+    "pipeline_schedule": [
+        (INTERLEAVED, {"virtual_pipeline_model_parallel_size": 2}),
+        ({**INTERLEAVED, "pipeline_schedule": "1F1B"}, {"virtual_pipeline_model_parallel_size": None}),
+    ],
     "pipeline_layers_per_stage": [
         ({**INTERLEAVED, "pipeline_layers_per_stage": 2}, {"virtual_pipeline_model_parallel_size": 1}),
         ({"pipeline_model_parallel_size": 2}, {"virtual_pipeline_model_parallel_size": None}),

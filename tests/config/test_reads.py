@@ -1,0 +1,62 @@
+"""A setting that works is read by something that runs, not only by what checks it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config.fields import leaves
+from hpcrl.config.root import Config
+from hpcrl.config.unimplemented import unimplemented_at
+from tests.config.reads import is_read, read_by_name, read_in
+from tests.paths import ROOT
+
+# These look at settings without doing anything with them; algorithms/settings.py hands out all of a section by name.
+ONLY_LOOKS = (
+    *(f"hpcrl/config/{name}/" for name in ("rules", "docs", "convert", "sections")),
+    *(f"hpcrl/config/{name}.py" for name in ("unimplemented", "resume_changes")),
+    "hpcrl/algorithms/settings.py",
+)
+EXCEPTIONS = {
+    "config_class": "read before there is a class: Config.from_toml takes it from the tables of the files",
+    "slurm.crash_budget": "read from config.toml without its class: launch/requeue/policy.py, after a job has ended",
+    "generator.inference_engine.backend": "has one value, which says that there is one engine",
+}
+
+
+def _is_looked_at(path: Path) -> bool:
+    return not str(path.relative_to(ROOT)).startswith(ONLY_LOOKS)
+
+
+def test_every_setting_that_works_is_read() -> None:
+    modules = [path for folder in ("hpcrl", "jobs") for path in (ROOT / folder).rglob("*.py") if _is_looked_at(path)]
+    found = read_in(path.read_text() for path in modules) | read_by_name()
+    working = [setting for setting in leaves(Config) if unimplemented_at(setting.path) is None]
+    assert {setting.path for setting in working if not is_read(setting, found)} == EXCEPTIONS.keys()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(engine: InferenceEngineConfig): return engine.seed",
+        "def f(config: Config | None): return [e.seed for e in [config.generator.inference_engine]]",
+        "class A:\n  def __init__(self, config: Config): self._g = config.generator\n  def b(self): return self._g.inference_engine.seed",
+        "def f(engine: InferenceEngineConfig): return [getattr(engine, name) for name in ('seed', 'dtype')]",
+        "def f(generator: GeneratorConfig): return vars(generator.inference_engine)",
+    ],
+)
+def test_a_read_of_a_section_is_found(source: str) -> None:
+    assert ("InferenceEngineConfig", "seed") in read_in([source])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(trainer: TrainerConfig): return trainer.seed",
+        "def f(engine): return engine.seed",
+        "def f(engine: InferenceEngineConfig): engine.seed = 1",
+    ],
+)
+def test_another_attribute_of_the_name_is_none(source: str) -> None:
+    assert ("InferenceEngineConfig", "seed") not in read_in([source])
