@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.set_defaults(action=action)
         return command
 
-    show = command("show", "print the whole configuration of files and overrides, or of a run, as TOML", _show)
+    show = command("show", "print the whole configuration of files and overrides, or of a run", _show)
     show.add_argument("settings", nargs="+", metavar="FILE|RUN|KEY=VALUE", help="files or one run, then overrides")
     show.add_argument("--changed", action="store_true", help="only what differs from the defaults")
     diff = command("diff", "print each setting that differs; exit code 1 if there is one", _diff)
@@ -48,15 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|KEY=VALUE",
         help="one file (.toml, .yaml, .sh), or the words of a SkyRL command",
     )
-    convert.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the TOML here (default: print it)")
+    convert.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the result here (default: print it)")
     convert.add_argument("--all", action="store_true", help="report what is as it was too, a line for each setting")
+    for parser in (show, convert):
+        parser.add_argument(
+            "--yaml", action="store_true", help="YAML instead of TOML, to compare; a run reads TOML alone"
+        )
     convert.add_argument("--from", dest="source", choices=("skyrl", "cosmos"), help="default: by the file's suffix")
 
 
 def _show(arguments: argparse.Namespace) -> int:
     from hpcrl.config.docs.show import show
 
-    print(show(_load(arguments.settings, arguments.root), arguments.changed), end="")
+    print(show(_load(arguments.settings, arguments.root), arguments.changed, arguments.yaml), end="")
     return 0
 
 
@@ -111,10 +115,11 @@ def _convert(arguments: argparse.Namespace) -> int:
     if arguments.output and arguments.output.exists():
         raise ConfigError(f"{arguments.output} exists; move it away, or choose another --output")
     conversion = _converted(arguments.settings, arguments.source)
+    text = conversion.to_yaml() if arguments.yaml else conversion.to_toml()
     if arguments.output:
-        arguments.output.write_text(conversion.to_toml())
+        arguments.output.write_text(text)
     else:
-        print(conversion.to_toml(), end="", flush=True)
+        print(text, end="", flush=True)
     print(conversion.report(arguments.all), end="", file=sys.stderr)
     return int(conversion.incomplete)
 

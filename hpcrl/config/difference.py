@@ -53,6 +53,13 @@ def value_as_toml(value: Any) -> str:
     return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")
 
 
+def as_yaml(tree: Mapping[str, Any]) -> str:
+    """Return tables as YAML in ASCII, in their order; None is null."""
+    import yaml  # which takes longer to import than a configuration to load
+
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
 def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         path = prefix + _key(key)

@@ -100,14 +100,17 @@ class Config(ConfigTree):
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def changed(self) -> dict[str, Any]:
+        """Return the tables of the settings that do not have their defaults."""
+        return nested({setting.path: value for setting, value in values(self) if not setting.is_default(value)})
+
     def to_toml(self, only_changed: bool = False) -> str:
         """Return TOML text; `from_toml` gives this configuration back.
 
         Args:
             only_changed: leave out what has its default.
         """
-        changed = {setting.path: value for setting, value in values(self) if not setting.is_default(value)}
-        return tomli_w.dumps(nested(changed) if only_changed else _set_values(asdict(self)))
+        return tomli_w.dumps(self.changed() if only_changed else _set_values(asdict(self)))
 
 
 def source_of(paths: Sequence[Path | str], overrides: Sequence[str], path: str) -> str | None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import tomli
+import yaml
+from omegaconf import OmegaConf
 
 from hpcrl.cli.main import main
 from hpcrl.config import Config
@@ -52,6 +54,35 @@ def test_show_prints_what_loads_again(tmp_path: Path, capsys: Output) -> None:
     assert comments["generator.eval_sampling_params.max_generate_length"] == "8"
     main(["config", "show", QUICKSTART, "trainer.algorithm.temperature=1.0"])
     assert "# trainer.algorithm.temperature" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [[], ["--changed"]])
+def test_show_prints_yaml_that_gives_the_same_configuration(options: list[str], capsys: Output) -> None:
+    assert main(["config", "show", QUICKSTART, "trainer.seed=7", "--yaml", *options]) == 0
+    text = capsys.readouterr().out
+    expected = Config.from_toml([Path(QUICKSTART)], ["trainer.seed=7"])
+    assert Config.from_dict_config(OmegaConf.create(text)) == expected
+    assert Config.from_dict(yaml.safe_load(text)) == expected
+    if not options:
+        assert "  temperature: null\n" in text
+        assert "# generator.max_input_length: 16\n" in text
+
+
+def test_a_converted_script_in_yaml_says_the_same_as_in_toml(tmp_path: Path, capsys: Output) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("python -m skyrl_train.entrypoints.main_base trainer.epochs=4 trainer.ckpt_path=/c +x.y=1\n")
+    assert main(["config", "convert", str(path), "--yaml"]) == 1
+    text = capsys.readouterr().out
+    main(["config", "convert", str(path)])
+    assert yaml.safe_load(text) == tomli.loads(capsys.readouterr().out)
+    assert "unconverted:" in text
+    assert "\n# dropped       trainer.ckpt_path" in text
+
+
+def test_toml_needs_no_yaml() -> None:
+    code = f"import sys; from hpcrl.cli.main import main\nmain(['config', 'show', {QUICKSTART!r}])\nprint('yaml' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False"
 
 
 def test_show_changed_leaves_out_the_defaults(capsys: Output) -> None:

@@ -11,10 +11,13 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 import tomli
 import tomli_w
+import yaml
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from hpcrl.config import Config
+from hpcrl.config.difference import as_yaml
+from hpcrl.config.docs.show import show
 from hpcrl.config.fields import Setting, alternatives, leaves
 from hpcrl.config.fields import settings as settings_of
 from hpcrl.config.load import nested, read
@@ -73,6 +76,14 @@ def test_from_toml_to_configuration_to_toml_is_the_identity(tree: dict[str, Any]
     assert loaded(config.to_toml()).to_toml() == config.to_toml()
     assert loaded(config.to_toml(only_changed=True)) == config
     assert build(Config, nested(config.to_dict())) == config
+
+
+@given(trees())
+@settings(max_examples=30, deadline=None)
+def test_from_configuration_to_yaml_to_configuration_is_the_identity(tree: dict[str, Any]) -> None:
+    config = build(Config, tree)
+    for text in (show(config, in_yaml=True), as_yaml(config.changed())):
+        assert build(Config, yaml.safe_load(text)) == config
 
 
 @given(st.sampled_from(ALL), st.data())

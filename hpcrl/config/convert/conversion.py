@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import tomli_w
 
-from hpcrl.config.difference import value_as_toml
+from hpcrl.config.difference import as_yaml, value_as_toml
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import Setting, leaves, settings
 from hpcrl.config.load import nested
@@ -175,6 +175,12 @@ class Conversion:
             if table in tables:
                 parts.append("\n".join([f"[{table}]", *tables[table]]))
         return "\n\n".join(parts) + "\n"
+
+    def to_yaml(self) -> str:
+        """Return what `to_toml` has, as YAML; what changes nothing that is trained stands in the comment alone."""
+        kept = {setting.path: value for setting, value in self._changed() if not self._left_out(setting, value)}
+        refused = {UNCONVERTED: self.unconverted} if self.unconverted else {}
+        return f"{self._header()}\n{as_yaml(refused | nested(kept))}"
 
     def _header(self) -> str:
         lines = [f"converted by `hpcrl config convert` from {self.origin}"]

@@ -1,7 +1,8 @@
-"""A configuration as TOML for people: its settings, and as comments the values that follow where nothing is set."""
+"""A configuration as TOML or YAML for people: its settings, and as comments the values that follow where nothing is set."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from hpcrl.config.derive import (
@@ -14,23 +15,23 @@ from hpcrl.config.derive import (
     runs_eagerly,
     temperature,
 )
-from hpcrl.config.difference import value_as_toml
+from hpcrl.config.difference import as_yaml, value_as_toml
 from hpcrl.config.fields import values
 from hpcrl.config.root import Config
 
 
-def show(config: Config, only_changed: bool = False) -> str:
-    """Return TOML that `Config.from_toml` reads as the same configuration.
+def show(config: Config, only_changed: bool = False, in_yaml: bool = False) -> str:
+    """Return TOML that `Config.from_toml` reads as the same configuration, or YAML whose tables `Config.from_dict` does.
 
     Args:
         only_changed: leave out what has its default, and the comments.
     """
-    text = config.to_toml(only_changed)
     if only_changed:
-        return text
+        return as_yaml(config.changed()) if in_yaml else config.to_toml(only_changed)
+    text = as_yaml(config.to_dict()) if in_yaml else config.to_toml()
     unset = {setting.path for setting, value in values(config) if value is None}
     lines = [
-        f"# {path} = {value_as_toml(value)}"
+        f"# {path}: {json.dumps(value)}" if in_yaml else f"# {path} = {value_as_toml(value)}"
         for path, value in _following(config).items()
         if path in unset and value is not None
     ]
