@@ -30,6 +30,7 @@ LIKE_BASH = {
     "exit": 'if [[ "x" == "y" ]]; then exit 1; fi\nrun a.b=1\nexit 0\nrun a.b=2',
     "heredoc": "cat <<EOF > /dev/null\nrun a.b=1 'not closed\nEOF\nrun a.b=2 2>&1",
     "while": "while [ $# -gt 0 ]; do shift; done\nrun a.b=$#",
+    "arguments": 'set -- a.b=1 "c.d=2 3"\nset -x\nrun "$@"',
     "numbers": "N=8\nif (( N % 2 == 0 )); then E=even; fi\nrun a.b=$E",
     "continued": "run a.b=1 \\\n  c.d=2 \\\n  \"e.f=long \\\ntext\"",
     "environment of a command": "N=2\nCUDA_VISIBLE_DEVICES=$N X=1 run a.b=1",
@@ -73,6 +74,9 @@ UNKNOWN = {
         {"a.b": ["$((2 ** 70))"], "c.d": ["$((1 / 0))"], "e.f": ["$((010))"]},
         "",
     ),
+    "a loop that is left": ("for N in 1 2; do A=$N; [ -f x ] && break; done\nrun a.b=$A", {"a.b": ["$A"]}, ""),
+    "text of printf": ("A=1\nprintf -v A %s x\nrun a.b=$A", {"a.b": ["$A"]}, ""),
+    "a sum that is declared": ("declare -i A=2*3\nrun a.b=$A", {"a.b": ["$A"]}, ""),
     "further words": ("run a.b=1 $(more)", {"$(more)": ["$(more)"]}, ""),
     "braces": ("run a.b={1,2}", {"a.b": ["{1,2}"]}, ""),
     "the last word counts": ("run a.b=$(x) a.b=2 c.d=1 c.d=$(y)", {"c.d": ["$(y)"]}, ""),
@@ -93,6 +97,7 @@ def test_what_the_environment_may_set_is_told() -> None:
     assert found.words == ["run", "a.b=4"]
     assert found.assumed == ["EXTRA", "N", "WANDB_API_KEY"]
     assert found.unread == ["source .venv/bin/activate"]
+    assert command_of("export $(cat .env)\nrun a.b=1", "run.sh").unread == ["export $(cat .env)"]
 
 
 def test_nothing_is_run(tmp_path: Path) -> None:
@@ -102,21 +107,26 @@ def test_nothing_is_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "where", "line"),
     [
-        "if true; then run a.b=1",
-        "run a.b=1 )",
-        "run a.b=${X",
-        "run a.b=$(x",
-        "for; do",
-        "case x in",
-        "(" * 5000,
-        "a=" + "${a:-" * 3000,
+        ("if true; then run a.b=1", ":1", "if true; then run a.b=1"),
+        ("A=1\n\n  run a.b=1 )\n", ":3", "run a.b=1 )"),
+        ("cat <<E\nx\nE\nrun \\\n a.b=${X", ":5", "a.b=${X"),
+        ("A=1\r\nrun a.b=$(x\r\n", ":2", "run a.b=$(x"),
+        ("run a.b='1\n c.d=2", ":1", "run a.b='1"),
+        ("A=1\nfor; do\n", ":2", "for; do"),
+        ("case x in\n  a) run a.b=1", ":2", "a) run a.b=1"),
+        ("A=(1\n2; 3)", ":2", "2; 3)"),
+        ("run a.b=${X:-'1}", "", ""),
+        ("(" * 5000, "", ""),
+        ("a=" + "${a:-" * 3000, ":1", ""),
     ],
 )
-def test_what_is_no_script_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^run\.sh: "):
+def test_what_is_no_script_is_refused_with_its_line(text: str, where: str, line: str) -> None:
+    with pytest.raises(ConfigError) as error:
         command_of(text, "run.sh")
+    assert str(error.value).startswith(f"run.sh{where}: not a shell script that can be read: ")
+    assert str(error.value).endswith(line)
 
 
 def test_growing_text_has_an_end() -> None:

@@ -88,5 +88,5 @@ def test_a_comment_ends_a_continued_command() -> None:
 
 @pytest.mark.parametrize("text", ["", "echo hello", "x a.b='open", "NAME=value", "a=1"])
 def test_what_holds_no_command_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^run\.sh: "):
+    with pytest.raises(ConfigError, match=r"^run\.sh(:1)?: "):
         command_of(text, "run.sh")

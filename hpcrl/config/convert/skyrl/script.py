@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from hpcrl.config.convert.skyrl.shell.lexer import NotUnderstood
 from hpcrl.config.convert.skyrl.shell.run import follow
 from hpcrl.config.convert.skyrl.shell.state import shown, unknown_parts
 from hpcrl.errors import ConfigError
@@ -48,6 +49,9 @@ def command_of(text: str, origin: str) -> Command:
     """
     try:
         script = follow(text)
+    except NotUnderstood as error:
+        line = text.splitlines()[error.line - 1].strip()
+        raise ConfigError(f"{origin}:{error.line}: not a shell script that can be read: {error}: {line:.100}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{origin}: not a shell script that can be read: {error}") from None
     found = [one for one in script.started if any(_OVERRIDE.fullmatch(word) for word in one.words)]

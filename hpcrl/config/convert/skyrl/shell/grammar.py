@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcrl.config.convert.skyrl.shell.lexer import Piece, Token, Word, tokens
+from hpcrl.config.convert.skyrl.shell.lexer import NotUnderstood, Piece, Token, Word, tokens
 
 _ENDS = {"then", "elif", "else", "fi", "do", "done", "esac", "}", ")", ";;"}
 _DECLARING = {"declare", "local", "export", "readonly", "typeset"}
@@ -61,7 +61,7 @@ class If:
 
 @dataclass(frozen=True)
 class For:
-    """A loop over words; None: over the arguments, or counted as in C."""
+    """A loop over words; None: over the arguments, counted as in C, or left early."""
 
     name: str
     words: tuple[Word, ...] | None
@@ -110,12 +110,12 @@ def parse(text: str) -> Commands:
     """Return the commands of a script, in their order.
 
     Raises:
-        ValueError: it is no shell script, or uses what is not understood here; names the place.
+        NotUnderstood: it is no shell script, or uses what is not understood here.
     """
     parser = _Parser(tokens(text))
     found = parser.sequence()
     if parser.place < len(parser.tokens):
-        raise ValueError(f"{parser.tokens[parser.place].source!r} was not expected there")
+        raise parser.unexpected(f"{parser.tokens[parser.place].source!r} was not expected there")
     return found
 
 
@@ -138,9 +138,14 @@ class _Parser:
         token = self.tokens[self.place]
         return token.operator or plain(token.word)
 
+    def unexpected(self, message: str) -> NotUnderstood:
+        """Return the error at the token that is next, or at the last one."""
+        at = self.tokens[min(self.place, len(self.tokens) - 1)]
+        return NotUnderstood(message, at.line)
+
     def take(self) -> Token:
         if self.place >= len(self.tokens):
-            raise ValueError("it ends inside a command")
+            raise self.unexpected("it ends inside a command")
         self.place += 1
         return self.tokens[self.place - 1]
 
@@ -148,7 +153,7 @@ class _Parser:
         found = self.keyword()
         if found not in words:
             at = self.tokens[self.place].source if self.place < len(self.tokens) else "the end"
-            raise ValueError(f"expected {' or '.join(words)}, found {at!r}")
+            raise self.unexpected(f"expected {' or '.join(words)}, found {at!r}")
         self.place += 1
         return found
 
@@ -230,7 +235,10 @@ class _Parser:
             words = []
             while self.operator() == "" and self.place < len(self.tokens):
                 words.append(self.take().word)
-        return For(name, None if words is None else tuple(words), self._body())
+        start, body = self.place, self._body()
+        if any(plain(token.word) in ("break", "continue") for token in self.tokens[start : self.place]):
+            words = None
+        return For(name, None if words is None else tuple(words), body)
 
     def _while(self) -> Node:
         until = self.expect("while", "until") == "until"
@@ -299,14 +307,15 @@ class _Parser:
                 ):
                     return self._array(name, append)
                 if len(words) > 1 or plain(words[0]) is None:
-                    raise ValueError(f"a bracket in {self.source(start)!r} was not expected there")
+                    raise self.unexpected(f"a bracket in {self.source(start)!r} was not expected there")
                 return self._defined(plain(words[0]) or "")
             elif operator:
                 break
             else:
                 words.append(self.take().word)
         if not words:
-            raise ValueError(f"{self.take().source!r} was not expected there")
+            token = self.take()
+            raise NotUnderstood(f"{token.source!r} was not expected there", token.line)
         return Simple(tuple(words), self.source(start))
 
     def _array(self, name: str, append: bool) -> Node:
@@ -315,7 +324,7 @@ class _Parser:
         while self.operator() != ")":
             token = self.take()
             if token.operator not in ("", "\n"):
-                raise ValueError(f"{token.source!r} was not expected in an array")
+                raise NotUnderstood(f"{token.source!r} was not expected in an array", token.line)
             words += [] if token.operator else [token.word]
         self.take()
         return Array(name, append, tuple(words))

@@ -37,26 +37,47 @@ Word = tuple[Piece, ...]
 
 @dataclass(frozen=True)
 class Token:
-    """A word, or an operator, which has none of it; `((` is one with its expression. `glued`: no blank stands before it."""
+    """A word, or an operator, which has none of it; `((` is one with its expression.
+
+    Attributes:
+        glued: no blank stands before it.
+        line: in which it begins, counted from 1.
+    """
 
     operator: str
     word: Word
     source: str
     glued: bool
+    line: int
+
+
+class NotUnderstood(ValueError):
+    """A script that cannot be followed; `line`: where, counted from 1."""
+
+    def __init__(self, message: str, line: int) -> None:
+        super().__init__(message)
+        self.line = line
 
 
 def tokens(text: str) -> list[Token]:
     """Return the tokens of a script.
 
     Raises:
-        ValueError: a quote or a bracket is not closed.
+        NotUnderstood: a quote or a bracket is not closed.
     """
     return _Lexer(text.replace("\r\n", "\n")).run()
 
 
 def word_of(text: str) -> Word:
-    """Return a text in which everything but expansions and quotes stands for itself, such as the default in ${NAME:-default}."""
-    return tuple(_Lexer(text).pieces(stop=""))
+    """Return a text in which everything but expansions and quotes stands for itself, such as the default in ${NAME:-default}.
+
+    Raises:
+        ValueError: a quote or a bracket in it is not closed.
+    """
+    try:
+        return tuple(_Lexer(text).pieces(stop=""))
+    except NotUnderstood as error:  # its line is of this text, not of the script
+        raise ValueError(f"{text!r}: {error}") from None
 
 
 class _Lexer:
@@ -84,16 +105,19 @@ class _Lexer:
         return found
 
     def _token(self, glued: bool) -> Token:
-        start = self.place
+        start, line = self.place, self._line(self.place)
         if self.text.startswith("((", start) and (end := self._arithmetic_end(start + 2)) is not None:
             inner, self.place = self.text[start + 2 : end], end + 2
             source = self.text[start : self.place]
-            return Token("((", (Piece("arithmetic", inner, True, source),), source, glued)
+            return Token("((", (Piece("arithmetic", inner, True, source),), source, glued, line)
         if operator := _OPERATOR.match(self.text, start):
             self.place = operator.end()
-            return Token(operator[0], (), operator[0], glued)
+            return Token(operator[0], (), operator[0], glued, line)
         word = tuple(self.pieces(stop=" \t\n;|&()<>"))
-        return Token("", word, self.text[start : self.place], glued)
+        return Token("", word, self.text[start : self.place], glued, line)
+
+    def _line(self, place: int) -> int:
+        return self.text.count("\n", 0, place) + 1
 
     def _skip_documents(self) -> None:
         for end in self.documents:
@@ -132,7 +156,7 @@ class _Lexer:
         while end < len(self.text) and self.text[end] != "'":
             end += 2 if escapes and self.text[end] == "\\" else 1
         if end >= len(self.text):
-            raise ValueError("a quote ' is not closed")
+            raise NotUnderstood("a quote ' is not closed", self._line(start))
         self.place = end + 1
         text = self.text[start + (2 if escapes else 1) : end]
         if escapes:
@@ -154,7 +178,7 @@ class _Lexer:
             text += letter
             self.place += 1
         if self.place >= len(self.text):
-            raise ValueError('a quote " is not closed')
+            raise NotUnderstood('a quote " is not closed', self._line(start))
         self.place += 1
         return [*found, Piece("text", text, True, text)] if text or not found else found
 
@@ -163,7 +187,7 @@ class _Lexer:
         if self.text[start] == "`":
             end = self.text.find("`", start + 1)
             if end < 0:
-                raise ValueError("a quote ` is not closed")
+                raise NotUnderstood("a quote ` is not closed", self._line(start))
             self.place = end + 1
             return Piece("command", self.text[start + 1 : end], quoted, self.text[start : self.place])
         if self.text.startswith("$((", start) and (end := self._arithmetic_end(start + 3)) is not None:
@@ -207,4 +231,4 @@ class _Lexer:
             if depth == 0:
                 return place
             place += 1
-        raise ValueError(f"a bracket {opening} is not closed")
+        raise NotUnderstood(f"a bracket {opening} is not closed", self._line(start))

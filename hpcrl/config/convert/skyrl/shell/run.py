@@ -74,7 +74,8 @@ def follow(text: str) -> Script:
     """Return what a script starts.
 
     Raises:
-        ValueError: it is no shell script, or has what is not understood.
+        NotUnderstood: it is no shell script, or has what is not understood.
+        ValueError: what stands inside ${...} is not understood.
     """
     runner = _Runner(Script())
     state = State(assumed=runner.script.assumed)
@@ -214,6 +215,8 @@ class _Runner:
             return True
         name = plain(words[0]) or ""
         if name in _DECLARING:
+            if any(not assignment(word)[0] and plain(word) is None for word in words[1:]):
+                self.script.unread.append(node.source)  # export $(cat .env)
             self._declare(words[1:], state)
             return True
         if name in ("[", "test"):
@@ -226,6 +229,8 @@ class _Runner:
 
     def _command(self, own: tuple[Word, ...], texts: list[str], state: State) -> bool | None:
         name, *arguments = texts or [""]
+        if name == "set" and "--" in arguments:
+            state.arguments = arguments[arguments.index("--") + 1 :]
         if name in ("true", ":", "set", "false", ""):
             return name != "false"
         if name in ("exit", "return"):
@@ -236,7 +241,7 @@ class _Runner:
                 state.arrays.pop(variable, None)
         elif name == "shift":
             state.arguments = state.arguments[1:]
-        elif name in _ASSIGNING:
+        elif name in _ASSIGNING or (name == "printf" and "-v" in arguments):
             for variable in (shown(argument).partition("=")[0] for argument in arguments):
                 if variable.isidentifier():
                     state.forget(variable)
@@ -251,7 +256,9 @@ class _Runner:
     def _declare(self, words: tuple[Word, ...], state: State) -> None:
         for word in words:
             name, value, append = assignment(word)
-            if name:
+            if name and "-i" in map(plain, words):
+                state.forget(name)  # a sum
+            elif name:
                 state.assign(name, state.text(value), append)
 
     def _call(self, body: Node, arguments: list[str], state: State) -> bool | None:
