@@ -23,7 +23,7 @@ from hpcrl.config.sections.environment import EnvironmentConfig
 from hpcrl.config.sections.generator import GeneratorConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
-from hpcrl.config.validate import build
+from hpcrl.config.validate import build, without_unconverted
 from hpcrl.errors import ConfigError
 
 _C = TypeVar("_C", bound="Config")
@@ -93,8 +93,9 @@ class Config(ConfigTree):
 
     @classmethod
     def _checked(cls: type[_C], merged: Merged) -> _C:
-        config = build(cls, merged.tree, merged.source_of, alone, _elsewhere)
-        raise_together(check(config), merged.source_of)
+        tree, unsettled = without_unconverted(merged.tree)
+        config = build(cls, tree, merged.source_of, lambda given: [*alone(given), *unsettled], _elsewhere)
+        raise_together([*unsettled, *check(config)], merged.source_of)
         return config
 
     def to_dict(self) -> dict[str, Any]:

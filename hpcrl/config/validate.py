@@ -46,6 +46,18 @@ def build(
     return built
 
 
+def without_unconverted(tree: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Problem]]:
+    """Return a tree without the table of what `hpcrl config convert` could not write as settings, and the problem of each of its lines."""
+    table = tree.get(UNCONVERTED)
+    if not isinstance(table, Mapping):
+        return tree, []
+    rest = {name: value for name, value in tree.items() if name != UNCONVERTED}
+    return rest, [
+        Problem(f"{UNCONVERTED}.{source}", f"{message}; settle it, then delete this line")
+        for source, message in table.items()
+    ]
+
+
 @dataclass
 class _Reader:
     """Fills sections, and collects what is wrong.
@@ -62,7 +74,7 @@ class _Reader:
 
     def section(self, cls: type[Section], tree: Mapping[str, Any], prefix: str) -> Section:
         here = {setting.name: setting for setting in section_settings(cls, prefix)}
-        self.problems += [problem for name in tree if name not in here for problem in self._unknown(name, tree, prefix)]
+        self.problems += [self._unknown(str(name), prefix) for name in tree if name not in here]
         values: dict[str, Any] = {}
         for name, setting in here.items():
             given = tree.get(name)
@@ -84,18 +96,13 @@ class _Reader:
                 self.problems.append(Problem(prefix.rstrip("."), str(error)))
         return None  # type: ignore[return-value]  # build raises
 
-    def _unknown(self, key: Any, tree: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
-        name = str(key)
-        if not prefix and name == UNCONVERTED and isinstance(tree[key], Mapping):
-            for source, message in tree[key].items():
-                yield Problem(f"{name}.{source}", f"{message}; settle it, then delete this line")
-        elif "." in name:
-            yield Problem(
+    def _unknown(self, name: str, prefix: str) -> Problem:
+        if "." in name:
+            return Problem(
                 prefix + name,
                 "a dot in a quoted name, or in a key below the top of a dict, does not separate names; write tables instead",
             )
-        else:
-            yield unknown(prefix + name, self.known, self.elsewhere)
+        return unknown(prefix + name, self.known, self.elsewhere)
 
     def _value(self, setting: Setting, given: Any) -> Any:
         value, misfits = coerce(given, setting.annotation, setting.path)

@@ -46,6 +46,33 @@ def test_what_is_not_implemented_yet_is_refused(tmp_path: Path) -> None:
     assert "trainer.logger" not in message
 
 
+@pytest.mark.parametrize(
+    ("line", "others"),
+    [
+        ("trainer.epochs = 2", []),
+        ("generator.max_input_length = 1", ["generator.max_input_length: expected trainer.max_prompt_length"]),
+        (
+            'trainer.epochs = "2"\ntrainer.eval_batch_size = 0',
+            ["trainer.epochs: expected", "trainer.eval_batch_size: expected"],
+        ),
+        ("trainer.epoch = 2", ["trainer.epoch: unknown setting"]),
+    ],
+)
+def test_what_no_setting_can_say_is_listed_with_all_else_that_is_wrong(
+    line: str, others: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "converted.toml"
+    path.write_text(
+        f'data.train_data = ["t"]\ntrainer.policy.model.path = "m"\ntrainer.eval_interval = 0\n{line}\n[unconverted]\nx = "lost"\n'
+    )
+    with pytest.raises(ConfigError) as error:
+        Config.from_toml([path])
+    message = str(error.value)
+    assert len(message.splitlines()) == 1 + len(others)
+    assert "unconverted.x: lost; settle it" in message
+    assert all(other in message for other in others)
+
+
 def test_what_no_setting_can_say_is_refused_until_its_line_is_deleted(tmp_path: Path) -> None:
     conversion = Conversion(
         "somewhere", {"data.train_data": ["t"], "trainer.policy.model.path": "m", "trainer.eval_interval": 0}
