@@ -391,3 +391,15 @@ def test_a_table_of_ones_own_says_who_reads_it() -> None:
     header = " ".join(conversion.to_toml().split())
     assert "mapped custom -> environment.custom: environments and rewards get it" in header
     assert not entries(of({}), "custom")
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_rewards_of_whole_groups_and_weights_from_elsewhere_are_not_lost(value: bool) -> None:
+    given = {"group_reward_calculation": value, "dataset": {"name": "org/data"}}
+    tree: dict[str, Any] = {"train": {"train_policy": {"type": "grpo", **given}}}
+    conversion = of(tree | ({"policy": {"model_safetensor_path": "elsewhere"}} if value else {}))
+    lost = {"train.train_policy.group_reward_calculation", "policy.model_safetensor_path"} if value else set()
+    assert (
+        conversion.unconverted.keys() & {"train.train_policy.group_reward_calculation", "policy.model_safetensor_path"}
+        == lost
+    )

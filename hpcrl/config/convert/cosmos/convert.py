@@ -9,7 +9,7 @@ from hpcrl.config.convert.conversion import Conversion, known
 from hpcrl.config.convert.cosmos import generation as cosmos_generation
 from hpcrl.config.convert.cosmos import training as cosmos_training
 from hpcrl.config.convert.cosmos.conditions import without_effect
-from hpcrl.config.convert.cosmos.fields import TARGETS
+from hpcrl.config.convert.cosmos.fields import LOST, TARGETS
 from hpcrl.config.convert.cosmos.numbers import numbers
 from hpcrl.config.convert.cosmos.resolve import Resolved, resolve
 from hpcrl.config.convert.mapping import Dropped, To, Translated
@@ -67,7 +67,7 @@ def _note(conversion: Conversion, path: str, source: Resolved, needed: str | Non
     """Note what became of a field that the file sets."""
     target = TARGETS[path]
     if isinstance(target, Dropped):
-        conversion.note("dropped", path, "", target.reason)
+        conversion.note("conflict" if path in LOST and source[path] else "dropped", path, "", target.reason)
     elif needed is not None:
         conversion.note("dropped", path, "", f"has no effect without {needed}")
     else:
