@@ -117,6 +117,7 @@ def test_nothing_is_run(tmp_path: Path) -> None:
         ("A=1\nfor; do\n", ":2", "for; do"),
         ("case x in\n  a) run a.b=1", ":2", "a) run a.b=1"),
         ("A=(1\n2; 3)", ":2", "2; 3)"),
+        ("A=\f\u2028\nrun a.b=1 )", ":2", "run a.b=1 )"),
         ("run a.b=${X:-'1}", "", ""),
         ("(" * 5000, "", ""),
         ("a=" + "${a:-" * 3000, ":1", ""),

@@ -50,7 +50,7 @@ def command_of(text: str, origin: str) -> Command:
     try:
         script = follow(text)
     except NotUnderstood as error:
-        line = text.splitlines()[error.line - 1].strip()
+        line = text.split("\n")[error.line - 1].strip()
         raise ConfigError(f"{origin}:{error.line}: not a shell script that can be read: {error}: {line:.100}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{origin}: not a shell script that can be read: {error}") from None
