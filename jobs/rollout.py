@@ -13,7 +13,7 @@ import asyncio
 import os
 import signal
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import FAILED, StatusWriter
+from hpcrl.runtime.scratch import weight_copy_dir
 
 if TYPE_CHECKING:
     from hpcrl.rollout.worker import WorkerOptions
@@ -49,21 +50,21 @@ def main(path: str) -> None:
 def serve(run: Run, config: Config, attempt: int, replica: int, status: StatusWriter, heartbeat: Heartbeat) -> None:
     """Start the engine, work with it until the run ends, and end it."""
     start_s = config.generator.inference_engine.start_timeout_seconds
-    with launched(run, config, run.log(attempt, f"engine-{replica}")) as engine:
+    with ExitStack() as stack:
+        engine = stack.enter_context(launched(run, config, run.log(attempt, f"engine-{replica}")))
         # torch and transformers take seconds to import, while the engine starts
+        from hpcrl.rollout.copies import NodeCopies
         from hpcrl.rollout.worker import work
 
         options = worker_options(run, config, attempt, replica)
+        if parent := weight_copy_dir(config.generator.inference_engine):
+            options = replace(options, copies=stack.enter_context(closing(NodeCopies(parent, run, attempt))))
         engine.wait_ready(start_s, lambda: status.write("starting engine"))
         heartbeat.beat("serve")
+        controller = stack.enter_context(closing(Controller(run, attempt)))
+        stack.callback(controller.leave, options.name)
         generator = replace(config.generator, max_input_length=max_input_length(config.generator, config.trainer))
-        with closing(Controller(run, attempt)) as controller:
-            try:
-                asyncio.run(
-                    work(options, engine, config.trainer.policy.model.path, generator, config.environment, status)
-                )
-            finally:
-                controller.leave(options.name)
+        asyncio.run(work(options, engine, config.trainer.policy.model.path, generator, config.environment, status))
 
 
 def worker_options(run: Run, config: Config, attempt: int, replica: int) -> WorkerOptions:

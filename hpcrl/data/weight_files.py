@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from hpcrl.errors import CommitError
+from hpcrl.faults import fault
 from hpcrl.rundir.commit import verify
 
 SUFFIX = ".safetensors"
@@ -32,7 +33,9 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
-_AHEAD = 4  # tensors that are read at the same time
+_AHEAD = 4  # tensors, or files, that are read at the same time
+_PART = 8 << 20
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -172,12 +175,10 @@ class WeightReader:
         file = os.open(path, os.O_RDONLY)
         self._files.append(file)
         try:
-            (length,) = struct.unpack("<Q", _read_at(file, 8, 0))
-            header = json.loads(bytes(_read_at(file, min(length, os.fstat(file).st_size), 8)))
+            entries, start = _header(file)
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} is no safetensors file: {error}") from error
-        header.pop("__metadata__", None)
-        self._places |= {name: (file, entry, 8 + length) for name, entry in header.items()}
+        self._places |= {name: (file, entry, start) for name, entry in entries.items()}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor, str]]:
         """Yield name, tensor and digest; a few tensors are read ahead.
@@ -205,6 +206,50 @@ class WeightReader:
         for file in self._files:
             os.close(file)
         self._files.clear()
+
+
+def copy_files(weights: PublishedWeights, target: Path) -> dict[str, dict[str, int]]:
+    """Copy the safetensors files of a version into a directory; return the size of each by name, as a manifest has them.
+
+    Raises:
+        CommitError: a tensor is missing, or is another than was published.
+        OSError: a file cannot be read or written.
+    """
+    files = sorted(weights.path.glob(f"*{SUFFIX}"))
+    with ThreadPoolExecutor(_AHEAD, "weights") as pool:
+        parts = list(pool.map(_copy, files, [target / path.name for path in files]))
+    given = {name: digest for part in parts for name, digest in part.items()}
+    if wrong := sorted({name for name, _ in given.items() ^ weights.tensors.items()}):
+        raise CommitError(f"{weights.path} holds other tensors than were published: {', '.join(wrong[:_MOST_NAMED])}")
+    return {path.name: {"size": path.stat().st_size} for path in files}
+
+
+def _copy(source: Path, target: Path) -> dict[str, str]:
+    """Copy one file; return the digest of each tensor in it."""
+    digests: dict[str, str] = {}
+    with source.open("rb") as read, target.open("wb") as written:
+        reading, writing = read.fileno(), written.fileno()
+        entries, start = _header(reading)
+        _write_at(writing, memoryview(_read_at(reading, start, 0)), 0)
+        for name, entry in entries.items():
+            at, end = (start + offset for offset in entry["data_offsets"])
+            digest = 0
+            while at < end:
+                part = memoryview(_read_at(reading, min(_PART, end - at), at))
+                digest = zlib.crc32(part, digest)
+                _write_at(writing, part, at)
+                at += len(part)
+            digests[name] = f"{digest:08x}"
+        fault("weights.copied")
+    return digests
+
+
+def _header(file: int) -> tuple[dict[str, Any], int]:
+    """Return the entries of a safetensors file's tensors, and where their data begin."""
+    (length,) = struct.unpack("<Q", _read_at(file, 8, 0))
+    entries = json.loads(bytes(_read_at(file, min(length, os.fstat(file).st_size), 8)))
+    entries.pop("__metadata__", None)
+    return entries, 8 + length
 
 
 def _digest(data: memoryview) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from hpcrl.config import Config
 from hpcrl.config.derive import saves_checkpoints
 from hpcrl.config.sections.trainer import TrainerConfig
-from hpcrl.launch.doctor.rooms import Sizes
+from hpcrl.launch.doctor.rooms import COPIES, Sizes
 from hpcrl.rundir.checkpoints import NEVER_DELETED
 from hpcrl.units import readable_size
 
@@ -31,6 +31,8 @@ def describe_disk(config: Config, folder_of: Callable[[str], Path | None]) -> It
         f"  published weights and exports have {readable_size(each)} each: the newest {versions} versions stay, with the one on its way "
         f"{readable_size(each * (versions + 1))}{exports}"
     )
+    if place := config.generator.inference_engine.weight_copy_dir:
+        yield f"  copies of them take {readable_size(each)} of {place} on each node with replicas, and for a while {readable_size(each * COPIES)}"
 
 
 def _kept(trainer: TrainerConfig) -> str:

@@ -1,5 +1,4 @@
-"""Finds published weights in the run directory, from where the engines of all replicas read them, and brings them to this node before any
-engine is asked to pause."""
+"""Finds published weights in the run directory and brings them to this node before any engine is asked to pause."""
 
 from __future__ import annotations
 
@@ -9,22 +8,27 @@ from pathlib import Path
 
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError
+from hpcrl.rollout.copies import NodeCopies
 from hpcrl.rundir.commit import is_committed
+from hpcrl.units import readable_size
 
 _POLL_S = 0.2
 _PART = 8 << 20
 
 
-def fetch(source: Path, patience_s: float = 60.0) -> PublishedWeights:
-    """Return a committed version once this node has all of it in its page cache; what its files hold is compared where they are loaded.
+def fetch(source: Path, copies: NodeCopies | None = None, patience_s: float = 60.0) -> PublishedWeights:
+    """Return a committed version once this node has all of it in its page cache, or in a copy; what its files hold is compared where they are
+    loaded.
 
-    The replicas of a node share that cache: what one has read, the others do not read from the shared filesystem again.
+    The replicas of a node share both: what one has read, the others do not read from the shared filesystem again.
 
     Args:
+        copies: where there is no room for one, the version is read where it was published, and a warning printed: the engine can still
+            have it, and another start of the replica would find no more room.
         patience_s: how long `source` may stay invisible: the news of it can be faster than a network filesystem.
 
     Raises:
-        CommitError: it did not appear, or a file is missing, cut short or cannot be read.
+        CommitError: it did not appear, or a file is missing, cut short or cannot be read, or is copied and holds something else.
     """
     deadline = time.monotonic() + patience_s
     while not is_committed(source) and time.monotonic() < deadline:
@@ -32,6 +36,15 @@ def fetch(source: Path, patience_s: float = 60.0) -> PublishedWeights:
             os.listdir(source.parent)  # a fresh listing makes NFS drop what it remembers of the directory
         time.sleep(_POLL_S)
     weights, buffer = PublishedWeights.read(source), bytearray(_PART)
+    try:
+        if copies:
+            return copies.hold(weights)
+    except OSError as error:
+        print(
+            f"warning: no copy of {source} ({readable_size(weights.size)}) on this node, engines read the version there: {error}; make room in "
+            "generator.inference_engine.weight_copy_dir, or name another directory",
+            flush=True,
+        )
     try:
         for file in sorted(source.glob("*.safetensors")):
             with file.open("rb", buffering=0) as opened:

@@ -23,6 +23,7 @@ from hpcrl.data.group_file import write_group
 from hpcrl.data.rollouts import Decode
 from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.rollout.copies import NodeCopies
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.env_session import in_thread
@@ -49,6 +50,7 @@ class WorkerOptions:
         engine_dtype, probe_tolerance: the engine's number type, and generator.inference_engine.probe_tolerance.
         dump_evals: whether texts and scores of evaluation samples are written.
         baselines: whether training groups get the reward of a greedy response.
+        copies: of new weights on this node; None: engines read them in the run directory.
     """
 
     run: Run
@@ -62,6 +64,7 @@ class WorkerOptions:
     load_s: float = 1800.0
     engine_dtype: str = "bfloat16"
     probe_tolerance: float | None = None
+    copies: NodeCopies | None = None
 
     @property
     def name(self) -> str:
@@ -221,7 +224,7 @@ class Worker:
     async def _update(self, version: int) -> None:
         started, options = time.monotonic(), self._options
         try:
-            weights = await in_thread(fetch, options.run.weights_of(version))
+            weights = await in_thread(fetch, options.run.weights_of(version), options.copies)
         except CommitError:
             self._note_answer(await self._call("report", version=self._engine.version, state="fetching weights"))
             if self._newest == version:
@@ -231,6 +234,8 @@ class Worker:
         self._write_metrics()
         self._unproven = True
         known |= await self._engine.update_weights(weights)
+        if options.copies:
+            options.copies.release()
         self._rollout_metrics.start(known)
         differs = await self._engine.probe(weights, options.engine_dtype, options.probe_tolerance)
         self._unproven = False

@@ -1,15 +1,18 @@
-"""Directories of a node's processes on its own disk, and the removal of those whose owner was killed."""
+"""Directories of a node's processes on its own disk, and the removal of those whose owners were killed."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
-import shutil
 import socket
+import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
-from hpcrl.errors import RunError
+from hpcrl.config import InferenceEngineConfig
+from hpcrl.errors import ConfigError, RunError
 
 _PREFIX = "hpcrl-"
 _LOCK = "lock"
@@ -48,22 +51,87 @@ class Scratch:
         except OSError as error:
             raise RunError(f"no directory of its own for a process on this node: {error}; set TMPDIR to one") from error
 
+    def take_temporary_files(self) -> None:
+        """Let this process, and those that it starts from now on, make temporary files there."""
+        os.environ["TMPDIR"] = tempfile.tempdir = str(self.path)
+
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        _discard(self.path)
         os.close(self._lock)
 
 
-def remove_abandoned() -> list[Path]:
-    """Remove what dead processes of this user, on this node, have left; return it."""
-    parents = {Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm")}
-    found = [path for parent in sorted(parents) for path in parent.glob(f"{_PREFIX}*") if _is_abandoned(path)]
-    for path in found:
-        shutil.rmtree(path, ignore_errors=True)
-    return found
+class SharedScratch:
+    """A directory that processes of this user on this node share, removed by the last of them or, after SIGKILLs, by the next one on the node.
+
+    Args:
+        parent: is made where it is missing.
+        of: what it is for and whose, a part of its name; the same for all that share it.
+
+    Raises:
+        RunError: it cannot be made, or belongs to another user.
+    """
+
+    def __init__(self, parent: Path, of: str) -> None:
+        self.path = parent / f"{_PREFIX}{of}-{socket.gethostname()}"
+        try:
+            while (lock := self._joined()) is None:
+                pass
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be used: {error.strerror}; choose another directory") from error
+        self._lock = lock
+
+    def _joined(self) -> int | None:
+        """Return the lock, shared with the others; None where the last of them has just removed the directory."""
+        self.path.mkdir(0o700, parents=True, exist_ok=True)
+        if self.path.is_symlink() or self.path.stat().st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "another user has made it")
+        with suppress(FileNotFoundError):
+            lock = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+            os.pwrite(lock, socket.gethostname().encode(), 0)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), os.stat(self.path / _LOCK)):
+                    return lock
+            os.close(lock)
+        return None
+
+    def remove(self) -> None:
+        """Leave it; the last one removes it."""
+        with suppress(BlockingIOError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _discard(self.path)
+        os.close(self._lock)
 
 
-def _is_abandoned(directory: Path) -> bool:
-    """Return whether the owner of a directory is dead; one that another node, or another user, made is left to them."""
+def weight_copy_dir(engine: InferenceEngineConfig) -> Path | None:
+    """Return where replicas on this node copy weights to; None: nowhere.
+
+    Raises:
+        ConfigError: the setting names an environment variable that the node lacks.
+    """
+    if engine.weight_copy_dir is None:
+        return None
+    found = os.path.expandvars(os.path.expanduser(engine.weight_copy_dir))
+    if "$" in found or not os.path.isabs(found):
+        raise ConfigError(
+            "generator.inference_engine.weight_copy_dir: expected an absolute path whose variables the node has, found "
+            f"{engine.weight_copy_dir!r}, which is {found!r} on {socket.gethostname()}"
+        )
+    return Path(found)
+
+
+def remove_abandoned(*more: Path) -> list[Path]:
+    """Remove what dead processes of this user, on this node, have left; return it.
+
+    Args:
+        more: directories to look into beside those for temporary files.
+    """
+    parents = {Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm"), *more}
+    return [path for parent in sorted(parents) for path in parent.glob(f"{_PREFIX}*") if _remove_abandoned(path)]
+
+
+def _remove_abandoned(directory: Path) -> bool:
+    """Remove a directory whose owners are dead; return whether it was one. What another node, or another user, made is left to them."""
     try:
         if directory.lstat().st_uid != os.getuid():
             return False
@@ -74,8 +142,19 @@ def _is_abandoned(directory: Path) -> bool:
         if os.read(lock, 256).decode(errors="replace") != socket.gethostname():
             return False
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _discard(directory)
     except OSError:  # it is held, or the filesystem has no locks and cannot tell
         return False
     finally:
         os.close(lock)
     return True
+
+
+def _discard(directory: Path) -> None:
+    """Remove a directory whose lock is held: the lock last, so that what a kill leaves is found again.
+
+    Not with shutil.rmtree, which recurses in Python: a program can make directories deeper than that goes.
+    """
+    held = [path for path in directory.glob("*") if path.name != _LOCK]
+    for paths in (held, [directory]):
+        subprocess.run(["rm", "-rf", "--", *paths], stderr=subprocess.DEVNULL, check=False)

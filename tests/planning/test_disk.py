@@ -42,6 +42,7 @@ def model(tmp_path: Path) -> Path:
         ({"trainer.strategy": "megatron", "trainer.algorithm.use_kl_loss": False}, ["about 13.4 MiB"]),
         ({"trainer.policy.fsdp_config.mixed_precision.master_dtype": "bf16"}, ["about 5.7 MiB"]),
         ({"generator.inference_engine.model_dtype": "float32", "trainer.hf_save_interval": 5}, ["3.8 MiB each", "never deleted"]),
+        ({"generator.inference_engine.weight_copy_dir": "$TMPDIR"}, ["copies of them take 1.9 MiB of $TMPDIR on each", "3.8 MiB"]),
     ],
 )  # fmt: skip
 def test_sizes(model: Path, settings: dict[str, Any], parts: list[str]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hpcrl.envs.base import Messages, Turn
@@ -37,6 +39,14 @@ class OwnPrompt(CountLetters):
     def init(self, messages: Messages) -> Messages:
         OwnPrompt.made += 1
         return [{**messages[0], "content": messages[0]["content"] + "abcdef"[OwnPrompt.made % 6]}]
+
+
+class LeavesFiles(CountLetters):
+    """As an environment's tools do that are killed."""
+
+    def init(self, messages: Messages) -> Messages:
+        Path(tempfile.mkdtemp(), "left").touch()
+        return messages
 
 
 class Raises(CountLetters):

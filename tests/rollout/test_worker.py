@@ -19,6 +19,7 @@ import torch
 
 from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.data.group_file import read_group
+from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError, ConfigError, EngineError, HpcrlError
 from hpcrl.observe.metrics import merged
 from hpcrl.rollout.engines.vllm.client import EngineClient
@@ -305,7 +306,12 @@ class Job:
             "trainer": {"policy": {"model": {"path": str(model)}}, "eval_interval": 0, "max_prompt_length": 16},
             "generator": {
                 "sampling_params": {"max_generate_length": LENGTH},
-                "inference_engine": {"model_dtype": "float32", "max_num_seqs": 64, "stall_timeout_seconds": 3},
+                "inference_engine": {
+                    "model_dtype": "float32",
+                    "max_num_seqs": 64,
+                    "stall_timeout_seconds": 3,
+                    "weight_copy_dir": "$TMPDIR",
+                },
             },
         }
         write_text(run.config, Config.from_dict(config).to_toml())
@@ -340,9 +346,9 @@ def job(run: Run, models: list[Path], short_path: Path) -> Iterator[Job]:
 
 
 def test_a_job_works_and_ends_on_sigterm_though_its_engine_hangs(
-    run: Run, job: Job, controller: FakeController
+    run: Run, job: Job, controller: FakeController, models: list[Path]
 ) -> None:
-    controller.work.append(item("g1"))
+    controller.work.append(item("g1", env_class="tests.rollout.environments:LeavesFiles"))
     wait_for(lambda: controller.completed or job.process.poll() is not None, START_S, "no group")
     assert controller.completed, job.log.read_text()
     assert any(
@@ -350,6 +356,11 @@ def test_a_job_works_and_ends_on_sigterm_though_its_engine_hangs(
         for process_status in controller.reports
     )
     assert run.inside(controller.completed[0].path).is_file()
+    publish(run, 1, models[1])
+    controller.version = 1
+    wait_for(lambda: controller.claims[-1]["version"] == 1, END_S, f"still version 0: {job.log.read_text()}")
+    (copy,) = job.temporary.glob("hpcrl-weights-*/v000001-*/files")
+    assert PublishedWeights.read(copy).version == 1
     (server,) = children_of(job.process.pid)
     (core,) = [pid for pid in children_of(server) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(core, signal.SIGSTOP)

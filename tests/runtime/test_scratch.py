@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,31 @@ def test_only_what_killed_processes_left_is_removed(folder: Path) -> None:
     assert list(folder.iterdir()) == [mine.path], "the next one removed it"
     assert mine.path.stat().st_mode & 0o077 == 0
     mine.remove()
+    assert not list(folder.iterdir())
+
+
+USER = r"""
+from hpcrl.envs.tools.python import run_python
+from hpcrl.runtime.scratch import Scratch
+
+scratch = Scratch("engine")
+scratch.take_temporary_files()
+print(scratch.path, flush=True)
+run_python("import os, time\nfor _ in range(1100):\n    os.mkdir('d'); os.chdir('d')\nopen(os.environ['HOME'] + '/deep', 'w'); time.sleep(600)", 600)
+"""
+
+
+def test_programs_of_the_policy_leave_nothing_behind_a_killed_worker(folder: Path) -> None:
+    worker = subprocess.Popen([sys.executable, "-c", USER], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout
+    left = Path(worker.stdout.readline().strip())
+    deadline = time.monotonic() + 60
+    while not list(left.glob("hpcrl-python-*/deep")):
+        assert time.monotonic() < deadline, "the program does not run in the worker's directory"
+        time.sleep(0.05)
+    worker.kill()
+    worker.wait()
+    assert remove_abandoned() == [left]
     assert not list(folder.iterdir())
 
 

@@ -80,6 +80,13 @@ def embedded_engine(config: ConfigTree) -> Iterator[Problem]:
                 )
 
 
+def copies_of_weights(config: ConfigTree) -> Iterator[Problem]:
+    found = config.generator.inference_engine.weight_copy_dir
+    if found is not None and not found.startswith(("/", "~/", "$")):
+        expected = "expected an absolute path or one that begins with a variable of the nodes, such as $TMPDIR"
+        yield Problem("generator.inference_engine.weight_copy_dir", f"{expected}, found {found!r}")
+
+
 def flash_infer(config: ConfigTree) -> Iterator[Problem]:
     if config.generator.inference_engine.use_flashinfer and gpu_count(config.slurm) == 0:
         yield Problem(

@@ -12,6 +12,7 @@ from hpcrl.config.fields import Setting, values
 from hpcrl.config.import_path import misnamed
 from hpcrl.config.rules.cluster import (
     container,
+    copies_of_weights,
     counted_gpus,
     embedded_engine,
     engine_options,
@@ -370,6 +371,7 @@ RULES: tuple[Rule, ...] = (
     environments,
     embedded_engine,
     engine_options,
+    copies_of_weights,
     flash_infer,
     enough_replicas,
     gpus_of_nodes,

@@ -44,6 +44,11 @@ class InferenceEngineConfig:
     weight_transfer_threshold_cuda_ipc_GB: float = 1.0
     """Size of the buckets, in GB, by which weights reach colocated engines."""
 
+    weight_copy_dir: str | None = None
+    """Directory on each node's own disk, or below /dev/shm, into which the first of a run's replicas there copies each version of the weights,
+    and from which all of them load it: for shared filesystems whose page cache processes do not share. It holds two versions at most times;
+    environment variables, such as $TMPDIR, are the node's. Unset: no copies; engines read the run directory."""
+
     enable_prefix_caching: bool = True
     """Reuse the key-value cache of equal prompt beginnings under the same weights."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
@@ -15,6 +16,7 @@ from hpcrl.launch.doctor.node import facts, gpu_processes
 from hpcrl.launch.doctor.rooms import Sizes, rooms
 from hpcrl.launch.nodes import Node
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.scratch import weight_copy_dir
 
 _LEAVING_S, _POLL_S = 20.0, 2.0
 _SHARED = "slurm.root"
@@ -36,7 +38,7 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
         requeues=node.index == 0 and not context.local and config.slurm.container.host_python is None,
         rooms=rooms(run, config, sizes),
     )
-    findings = list(of_node(_facts(run, node, context), purpose))
+    findings = list(of_node(_facts(run, node, context, _copies(config, node)), purpose))
     for finding in findings:
         print(f"{finding.level}: {finding.subject}: {_line(finding)}", flush=True)
     errors = [finding for finding in findings if finding.level == "error"]
@@ -49,10 +51,21 @@ def _line(finding: Finding) -> str:
     return f"{finding.found}: {finding.remedy}" if finding.remedy else finding.found
 
 
-def _facts(run: Run, node: Node, context: NodeContext) -> dict[str, Any]:
+def _copies(config: Config, node: Node) -> Path | None:
+    """Return where replicas of this node copy weights to, after making it."""
+    found = weight_copy_dir(config.generator.inference_engine) if node.replicas else None
+    try:
+        if found:
+            found.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DeviceError(f"generator.inference_engine.weight_copy_dir cannot be made: {error}") from error
+    return found
+
+
+def _facts(run: Run, node: Node, context: NodeContext, copies: Path | None) -> dict[str, Any]:
     """Return the facts of this node, once the processes of the job before this one have left its GPUs, or do not leave."""
     devices = visible_devices(node, context.local) if node.gpus else []
-    found, deadline = facts(run.path, node.gpus, devices), time.monotonic() + _LEAVING_S
+    found, deadline = facts(run.path, node.gpus, devices, copies), time.monotonic() + _LEAVING_S
     while found["gpu_processes"] and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         found["gpu_processes"] = gpu_processes(found["gpus"], devices)

@@ -14,7 +14,7 @@ from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.nodes import Node, make_plan, trainer_nodes
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.scratch import Scratch
+from hpcrl.runtime.scratch import Scratch, remove_abandoned, weight_copy_dir
 
 
 class NodeProcesses:
@@ -37,6 +37,7 @@ class NodeProcesses:
         self._trainer_nodes = trainer_nodes(make_plan(config))
         self._address = "127.0.0.1" if context.local else node_address(config.slurm.network_interface)
         interface = None if context.local else config.slurm.network_interface
+        self._copies = weight_copy_dir(config.generator.inference_engine) if node.replicas else None
         self._scratch = Scratch("agent")
         self.heartbeats = self._scratch.path / "heartbeats"
         self.heartbeats.mkdir()
@@ -105,3 +106,4 @@ class NodeProcesses:
         for name, child in self.children.items():
             child.end(10.0 if name.startswith("rollout") else patience_s)
         self._scratch.remove()
+        remove_abandoned(*filter(None, [self._copies]))  # of those that had to be killed

@@ -28,6 +28,12 @@ _SHARED = {
 }
 _DOUBTFUL = {"cifs", "smb3", "afs", "9p", "vboxsf"}
 _VOLATILE = {"tmpfs", "ramfs"}
+_SUBJECTS = {
+    "root": "slurm.root",
+    "temporary": "temporary files",
+    "memory": "shared memory",
+    "copies": "copies of weights",
+}
 _SCARCE_GB, _LITTLE_GB = 2.0, 50.0
 _FEW_INODES = 100_000
 _FEW_FILES, _FEWER_FILES = 1024, 8192
@@ -75,12 +81,17 @@ def of_place(name: str, place: Mapping[str, Any], host: str, needed: Room | None
         needed: what a run will write there; None: not known.
     """
     kind, room, inodes = place["type"], place["free_bytes"] / _GB, place["free_inodes"]
-    subject = {"root": "slurm.root", "temporary": "temporary files", "memory": "shared memory"}[name]
+    subject = _SUBJECTS[name]
     counted = "inodes not counted" if inodes is None else f"{inodes:,} inodes"
     found = f"{place['path']} on {host}: {kind}, {room:,.1f} GB free, {counted}"
     if name == "memory":
         few = "torch and vLLM pass tensors through it; ask for more memory, or for a larger /dev/shm in the container"
         return warning(subject, found, few) if room < 1 else ok(subject, found)
+    if name == "copies":
+        if needed is None or place["free_bytes"] >= needed.most:
+            return ok(subject, found)
+        few = "make room, or choose another directory: without a copy engines read each version from slurm.root"
+        return warning(subject, f"{found}; {needed.what} take about {readable_size(needed.most)}", few)
     if needed and place["free_bytes"] < needed.most:
         found += (
             f"; {needed.what} take about {readable_size(needed.least)}, all that is kept {readable_size(needed.most)}"

@@ -35,20 +35,25 @@ _POLL_S = 0.02
 _TORCH_S = 600.0  # to import it from a shared filesystem that many nodes read at the same time
 
 
-def facts(directory: Path, gpus_needed: int = 0, devices: Sequence[str] | None = None) -> dict[str, Any]:
+def facts(
+    directory: Path, gpus_needed: int = 0, devices: Sequence[str] | None = None, copies: Path | None = None
+) -> dict[str, Any]:
     """Return what is to be known about this node, as JSON values.
 
     Args:
         directory: where runs are, or will be; it exists.
         gpus_needed: how many GPUs a run wants here.
         devices: those that its processes get, as CUDA_VISIBLE_DEVICES names them; None: what that variable says, or the first ones.
+        copies: where they will copy weights to; None: nowhere.
     """
+    abandoned = remove_abandoned(*filter(None, [copies]))  # first: it makes room
     gpus = gpus_here()
     if devices is None:
         listed = listed_gpus()
         first = [gpu["index"] for gpu in gpus] if not gpus_needed else [str(index) for index in range(gpus_needed)]
         devices = first if listed is None else listed
     places = {"root": directory, "temporary": Path(os.environ.get("TMPDIR", "/tmp")), "memory": Path("/dev/shm")}
+    places |= {"copies": copies} if copies else {}
     return {
         "host": socket.gethostname(),
         "address": _address(),
@@ -69,7 +74,7 @@ def facts(directory: Path, gpus_needed: int = 0, devices: Sequence[str] | None =
             "path": (header := str(Path(sysconfig.get_paths()["include"]) / "Python.h")),
             "there": os.path.exists(header),
         },
-        "abandoned": [str(path) for path in remove_abandoned()],
+        "abandoned": [str(path) for path in abandoned],
         "scontrol": shutil.which("scontrol") is not None,
     }
 

@@ -16,6 +16,8 @@ from hpcrl.rundir.commit import committed
 from hpcrl.rundir.layout import Run, position_of, version_of
 
 _ADAM = 3  # the weights and two moments, in the same number type
+COPIES = 2
+"""Versions in a node's directory of copies: one that a replica still loads, and the next."""
 _HEADER_LIMIT = 100 << 20  # as the safetensors library has it
 
 
@@ -79,7 +81,10 @@ def rooms(run: Run, config: Config, sizes: Sizes | None) -> dict[str, Room]:
     kept, there = max(trainer.max_ckpts_to_keep, NEVER_DELETED), len(committed(run.checkpoints, position_of))
     versions = trainer.fully_async.max_staleness_steps + 2 - len(committed(run.weights, version_of))
     most = checkpoint * max(1, kept + 1 - there) + sizes.weights * max(1, versions)
-    return {"root": Room(checkpoint + sizes.weights, most, "a checkpoint and the weights for the engines")}
+    return {
+        "root": Room(checkpoint + sizes.weights, most, "a checkpoint and the weights for the engines"),
+        "copies": Room(0, COPIES * sizes.weights, f"{COPIES} versions of the weights"),
+    }
 
 
 def _parameters(folder: Path | None) -> int:

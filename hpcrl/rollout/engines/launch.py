@@ -14,12 +14,14 @@ from hpcrl.runtime.scratch import Scratch
 
 @contextmanager
 def launched(run: Run, config: Config, log: Path) -> Iterator[Launched]:
-    """Have the engine of one replica, which is being started, within the `with` statement.
+    """Have the engine of one replica, which is being started, within the `with` statement. Temporary files of this process go when it ends.
 
     Args:
         log: file of what the engine's own processes say.
     """
     with ExitStack() as stack:
+        scratch = Scratch("engine")
+        stack.callback(scratch.remove)
         if config.generator.inference_engine.backend == "transformers":
             from hpcrl.rollout.engines.embedded.launch import Embedded, embedded_options
 
@@ -27,8 +29,7 @@ def launched(run: Run, config: Config, log: Path) -> Iterator[Launched]:
         else:
             from hpcrl.rollout.engines.vllm.server import Server, server_options
 
-            scratch = Scratch("engine")
-            stack.callback(scratch.remove)
             engine = Server(server_options(run, config), scratch.path, log)
         stack.callback(engine.stop)
+        scratch.take_temporary_files()
         yield engine

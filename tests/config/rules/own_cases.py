@@ -15,6 +15,12 @@ from tests.config.rules.skyrl_cases import (
 
 OURS = [
     Case(
+        "a copy lies at the same place on each node",
+        {f"{ENGINE}.weight_copy_dir": "copies"},
+        f"{ENGINE}.weight_copy_dir", "expected an absolute path",
+        {f"{ENGINE}.weight_copy_dir": "$TMPDIR/copies"},
+    ),
+    Case(
         "a number of a loss wants that loss, or one of the user's own",
         {f"{ALGORITHM}.clip_ratio_c": 10.0},
         f"{ALGORITHM}.clip_ratio_c", "has no effect without trainer.algorithm.policy_loss_type=dual_clip",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
-from hpcrl.errors import DeviceError, HpcrlError, RunError
+from hpcrl.errors import ConfigError, DeviceError, HpcrlError, RunError
 from hpcrl.launch.agent import preflight
 from hpcrl.launch.agent.preflight import check_node
 from hpcrl.launch.agent.start import NodeContext
@@ -45,10 +45,10 @@ def nvidia_smi(machine: pytest.MonkeyPatch, folder: Path, processes: list[str] |
     machine.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def check(folder: Path, node: Node = ON_CPUS, sizes: Sizes | None = None) -> None:
+def check(folder: Path, node: Node = ON_CPUS, sizes: Sizes | None = None, config: Config = CONFIG) -> None:
     run = Run(folder / "run")
-    run.path.mkdir()
-    check_node(run, CONFIG, node, NodeContext(node.index, ["here", "here"], "local-1", 0, True), sizes)
+    run.path.mkdir(exist_ok=True)
+    check_node(run, config, node, NodeContext(node.index, ["here", "here"], "local-1", 0, True), sizes)
 
 
 def refused(folder: Path, node: Node, sizes: Sizes | None = None, kind: type[HpcrlError] = DeviceError) -> str:
@@ -127,6 +127,33 @@ def test_room_for_one_checkpoint_alone_is_a_warning(tmp_path: Path, capsys: pyte
     check(tmp_path, ON_CPUS, Sizes(weights=10**8, checkpoint=5 * 10**8))
     said = capsys.readouterr().out
     assert "warning: slurm.root: " in said
+
+
+def with_copies(place: Path | str) -> Config:
+    return Config.from_toml([QUICKSTART], [f"generator.inference_engine.weight_copy_dir={place}"])
+
+
+@pytest.mark.usefixtures("nearly_full")
+def test_room_for_copies_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "local" / "disk"
+    check(tmp_path, ON_CPUS, Sizes(weights=6 * 10**8, checkpoint=0), with_copies(place))
+    found = f"{place} on {os.uname().nodename}: "
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "copies of weights: " in line]
+    assert said.startswith(f"warning: copies of weights: {found}")
+    assert "1.0 GB free" in said
+    assert "2 versions of the weights take about 1.1 GiB" in said
+
+
+def test_copies_of_weights_where_a_node_cannot_have_them(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    machine.delenv("LOCAL_SCRATCH", raising=False)
+    with pytest.raises(DeviceError, match=r"weight_copy_dir cannot be made: .*file"):
+        check(tmp_path, ON_CPUS, config=with_copies(tmp_path / "file" / "copies"))
+    with pytest.raises(ConfigError, match="weight_copy_dir: expected an absolute path whose variables the node has"):
+        check(tmp_path, ON_CPUS, config=with_copies("$LOCAL_SCRATCH/copies"))
+    machine.setenv("LOCAL_SCRATCH", str(tmp_path))
+    check(tmp_path, ON_CPUS, config=with_copies("$LOCAL_SCRATCH/copies"))
+    assert (tmp_path / "copies").is_dir()
 
 
 def test_sizes_of_a_model(tmp_path: Path) -> None:
