@@ -26,11 +26,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import AlgorithmConfig, InferenceEngineConfig, ModelConfig, PolicyConfig, TrainerConfig
 from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.server import Scratch, Server, ServerOptions
+from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rollout.fetch import fetch
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import headers
+from hpcrl.runtime.scratch import Scratch
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.distributed import joined
 from hpcrl.trainer.saving.publish import Publisher
@@ -95,7 +96,7 @@ def measure(millions: float, ranks: int, repetitions: int, place: Path) -> dict[
     options = ServerOptions(
         str(place / "model"), InferenceEngineConfig(max_num_seqs=8), 1, 128, True, "benchmark", place / "token"
     )
-    scratch = Scratch()
+    scratch = Scratch("engine")
     server = Server(options, scratch.path, place / "engine.log")
     try:
         server.wait_ready(_START_S)

@@ -53,7 +53,7 @@ def main(run_dir: str) -> None:
     heartbeat, config = Heartbeat(run, attempt, f"rank-{os.environ['RANK']}"), Config.from_toml([run.config])
     trainer = config.trainer
     with (
-        joined(trainer.deterministic, on_gpu=gpu_count(config.slurm) > 0) as world,
+        joined(trainer.deterministic, gpu_count(config.slurm) > 0, config.slurm.patience) as world,
         profiled(trainer.profiler, run, attempt, world) as profile_step,
     ):
         check_all_reduce(world)

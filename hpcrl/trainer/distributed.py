@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 
 from hpcrl import errors
+from hpcrl.config.sections.slurm import PatienceConfig
 from hpcrl.errors import DeviceError, HpcrlError
 
 Json = Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-PATIENCE = timedelta(hours=2)  # rank 0 may hash a large checkpoint while the others wait
+_LEAST = timedelta(hours=2)  # rank 0 may hash a large checkpoint, unwatched, while the others wait
+_LATER, _NEVER = timedelta(minutes=5), timedelta(days=365)
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class World:
         device: of this rank.
         control: gloo group of all ranks for small messages, whatever carries the tensors.
         leads: where several ranks train the same samples, one of them leads: it writes what is known of these.
+        timeout: of each collective, for groups that are made later.
     """
 
     rank: int
@@ -42,6 +45,7 @@ class World:
     device: torch.device
     control: dist.ProcessGroup
     leads: bool = True
+    timeout: timedelta = _LEAST
 
     @property
     def first(self) -> bool:
@@ -69,7 +73,7 @@ class World:
 
     def with_new_group(self) -> World:
         """Return the same ranks with another control group, for a thread that talks while this one does. All ranks call it."""
-        return replace(self, control=_control())
+        return replace(self, control=_control(self.timeout))
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is set on any rank."""
@@ -115,8 +119,14 @@ def _value(answer: dict[str, Any]) -> Json:
     return answer["value"]
 
 
-def _control() -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+def _timeout(patience: PatienceConfig) -> timedelta:
+    """Return how long a collective may take: longer than the agent lets a rank stand still, which then tells what hangs, with all stacks."""
+    limits = (patience.load_seconds, patience.step_seconds, patience.save_seconds)
+    return max(_LEAST, timedelta(seconds=max(limits)) + _LATER) if all(limits) else _NEVER
+
+
+def _control(timeout: timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -133,12 +143,15 @@ def _keep_freed_memory() -> None:
 
 
 @contextmanager
-def joined(deterministic: bool = False, on_gpu: bool = False) -> Iterator[World]:
+def joined(
+    deterministic: bool = False, on_gpu: bool = False, patience: PatienceConfig | None = None
+) -> Iterator[World]:
     """Join the ranks that torchrun started, and leave together.
 
     Args:
         deterministic: only use kernels that give the same result each time; one that cannot raises RuntimeError.
         on_gpu: whether this rank is to have a GPU; without, it has one where torch sees one.
+        patience: of the agent that watches these ranks; None: nobody does.
 
     Raises:
         DeviceError: it is to have a GPU, and torch sees none.
@@ -160,9 +173,10 @@ def joined(deterministic: bool = False, on_gpu: bool = False) -> Iterator[World]
         torch.cuda.set_device(device)
     else:
         _keep_freed_memory()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    control = _control()
-    yield World(dist.get_rank(), dist.get_world_size(), device, control)
+    timeout = _timeout(patience) if patience else _LEAST
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+    control = _control(timeout)
+    yield World(dist.get_rank(), dist.get_world_size(), device, control, timeout=timeout)
     # gloo's threads must be gone before the interpreter is, or the process may abort after all work is done
     dist.barrier(control)
     dist.destroy_process_group()

@@ -62,7 +62,13 @@ def _mesh(size: int, world: World) -> DeviceMesh:
     if size == world.size:
         return init_device_mesh(world.device.type, (world.size,))
     assert world.size % size == 0, f"{world.size} ranks cannot hold copies of {size} ranks each"
-    return init_device_mesh(world.device.type, (world.size // size, size), mesh_dim_names=("copies", "shards"))
+    # not init_device_mesh, whose groups have torch's own timeout
+    shards, groups = torch.arange(world.size).view(-1, size), list[dist.ProcessGroup]()
+    for ranks in (shards.T, shards):
+        mine, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=world.timeout)
+        assert isinstance(mine, dist.ProcessGroup)
+        groups.append(mine)
+    return DeviceMesh.from_group(groups, world.device.type, shards, mesh_dim_names=("copies", "shards"))
 
 
 def one_copy(root: nn.Module) -> dist.ProcessGroup | None:

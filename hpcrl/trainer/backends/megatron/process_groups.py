@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 from hpcrl.config.sections.megatron import MegatronModelConfig
-from hpcrl.trainer.distributed import PATIENCE, World
+from hpcrl.trainer.distributed import World
 from hpcrl.trainer.rng import draws_from
 
 _MINUTE = timedelta(minutes=1)
@@ -33,7 +33,7 @@ def join_groups(sizes: MegatronModelConfig, virtual: int | None, world: World, s
             context_parallel_size=sizes.context_parallel_size,
             expert_model_parallel_size=sizes.expert_model_parallel_size,
             expert_tensor_parallel_size=sizes.expert_tensor_parallel_size,
-            distributed_timeout_minutes=int(PATIENCE / _MINUTE),
+            distributed_timeout_minutes=int(world.timeout / _MINUTE),
         )
         before = torch.get_rng_state()
         model_parallel_cuda_manual_seed(seed)
