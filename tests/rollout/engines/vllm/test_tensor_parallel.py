@@ -80,6 +80,12 @@ def test_each_of_two_ranks_proves_what_it_has_loaded(two_ranks: tuple[Server, li
                 request["json"] = {"update_info": [info, {"path": self.others}]}
             return await super()._call(method, path, **request)
 
+    class Unloaded(EngineClient):
+        """Ends an update in which no rank was told what to load; vLLM takes it, and says that it has the version."""
+
+        async def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+            return {} if path == "/update_weights" else await super()._call(method, path, **request)
+
     async def main() -> None:
         engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1), replica="rollout-5")
         try:
@@ -95,6 +101,9 @@ def test_each_of_two_ranks_proves_what_it_has_loaded(two_ranks: tuple[Server, li
             assert isinstance(engine, OneBehind)
             engine.others = str(as_version(models[0], 0).path)
             with pytest.raises(EngineError, match=r"rollout-5 .* version 2, but its rank 1 of 2 holds version 0"):
+                await engine.update_weights(as_version(models[1], 2))
+            engine.__class__ = Unloaded
+            with pytest.raises(EngineError, match=r"rollout-5 .* version 2, but its rank 0 of 2 has loaded nothing"):
                 await engine.update_weights(as_version(models[1], 2))
         finally:
             await engine.close()
