@@ -3,8 +3,10 @@
     python benchmarks/weights.py [--parameters MILLIONS] [--ranks N] [--repetitions N] [--directory DIR]
 
 A random Qwen2 in bfloat16, published by FSDP2 ranks of this machine and loaded by one vLLM replica. Figures are medians of wall-clock
-seconds with the least and the most; the first of each kind, which allocates memory, is not counted. "found to resumed" is all that a replica does for a
-new version, "paused" the part of it in which nothing is generated. The last line is the same as JSON.
+seconds with the least and the most; the first of each kind, which allocates memory, is not counted. Before each update the files are dropped from the
+page cache, as if another node had written them. "found to resumed" is all that a replica does for a new version, "paused" the part of it in which
+nothing is generated, "paused at /..." a call of vLLM's in that, "paused, not fetched" the same where nobody has read the files before; these two
+take turns. "read and digested" is what the reading of the files alone takes from the page cache. The last line is the same as JSON.
 """
 
 from __future__ import annotations
@@ -18,18 +20,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict, deque
+from contextlib import closing
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import AlgorithmConfig, InferenceEngineConfig, ModelConfig, PolicyConfig, TrainerConfig
+from hpcrl.data.weight_files import PublishedWeights, WeightReader
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rollout.fetch import fetch
-from hpcrl.rundir.commit import write_text
-from hpcrl.rundir.layout import Run
+from hpcrl.rundir.commit import committed, write_text
+from hpcrl.rundir.layout import Run, version_of
 from hpcrl.runtime.controller_client import headers
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
@@ -67,19 +73,48 @@ def publish(place: Path, repetitions: int) -> None:
             (place / "published.json").write_text(json.dumps(seconds[1:]))
 
 
+class TimedClient(EngineClient):
+    """Notes the seconds of each call."""
+
+    seconds: dict[str, float]
+
+    async def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+        began = time.monotonic()
+        try:
+            return await super()._call(method, path, **request)
+        finally:
+            self.seconds[path] = time.monotonic() - began
+
+
+def forget(version: Path) -> None:
+    """Drop the files of a version from the page cache."""
+    for path in version.iterdir():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 async def load(place: Path, server: Server, token: str, repetitions: int) -> dict[str, list[float]]:
     """Load the newest two versions in turns; return seconds."""
-    run = Run(place / "run")
-    versions = sorted(int(path.name[1:]) for path in run.weights.glob("v*"))
-    engine = EngineClient(server.socket, headers(token, "benchmark", 1))
-    found: dict[str, list[float]] = {"found to resumed": [], "paused": []}
-    for number in range(repetitions + 1):
+    run, found = Run(place / "run"), defaultdict[str, list[float]](list)
+    versions = [run.weights_of(version) for version in committed(run.weights, version_of)[-2:]]
+    engine = TimedClient(server.socket, headers(token, "benchmark", 1))
+    for number in range(2 * (repetitions + 1)):
+        source, fetched, engine.seconds = versions[number // 2 % 2], number % 2 == 0, {}
+        forget(source)
         began = time.monotonic()
-        weights = fetch(run.weights_of(versions[number % 2]))
-        metrics = await engine.update_weights(weights)
-        if number:
+        weights = fetch(source) if fetched else PublishedWeights.read(source)
+        paused = (await engine.update_weights(weights))["weights/pause_seconds"]
+        if number > 1 and fetched:
             found["found to resumed"].append(time.monotonic() - began)
-            found["paused"].append(metrics["weights/pause_seconds"])
+            found["paused"].append(paused)
+            for path, seconds in engine.seconds.items():
+                found[f"paused at {path}"].append(seconds)
+            began = time.monotonic()
+            with closing(WeightReader(source)) as reader:
+                deque(reader, maxlen=0)
+            found["read and digested"].append(time.monotonic() - began)
+        elif number > 1:
+            found["paused, not fetched"].append(paused)
     differs = await engine.probe(weights, "bfloat16", None)
     print(f"log-probabilities of the probe differ by {differs:.4f}")
     await engine.close()
@@ -124,7 +159,7 @@ def main() -> None:
     finally:
         shutil.rmtree(place)
     for name, seconds in found.items():
-        print(f"{name:17} {median(seconds):.2f} s, {min(seconds):.2f} to {max(seconds):.2f}")
+        print(f"{name:33} {median(seconds):.2f} s, {min(seconds):.2f} to {max(seconds):.2f}")
     print(json.dumps(found))
 
 

@@ -71,7 +71,8 @@ class NodeCopies:
     def _copied(self, weights: PublishedWeights, target: Path) -> PublishedWeights:
         with suppress(CommitError):  # not there yet, or not whole any more
             return replace(weights, path=PublishedWeights.read(target).path)
-        shutil.rmtree(target, ignore_errors=True)
+        for left in target.parent.glob(f"*{_FILES}*"):  # also by an attempt before this one
+            shutil.rmtree(left, ignore_errors=True)
         directory = begin(target, self._attempt)
         try:
             if (free := shutil.disk_usage(directory).free) < weights.size:

@@ -59,9 +59,9 @@ def copied(local: Path) -> list[str]:
 class Replica:
     """A process that holds a version until it is told to end, or killed."""
 
-    def __init__(self, local: Path, run: Run, weights: PublishedWeights, fault: str = "") -> None:
+    def __init__(self, local: Path, run: Run, weights: PublishedWeights, fault: str = "", attempt: int = 1) -> None:
         self._mine, its = FORK.Pipe()
-        self.process: BaseProcess = FORK.Process(target=_replica, args=(its, local, run, weights, fault))
+        self.process: BaseProcess = FORK.Process(target=_replica, args=(its, local, run, weights, fault, attempt))
         self.process.start()
 
     def holds(self) -> Path | None:
@@ -79,9 +79,9 @@ class Replica:
         assert self.process.exitcode is not None
 
 
-def _replica(its: Connection, local: Path, run: Run, weights: PublishedWeights, fault: str) -> None:
+def _replica(its: Connection, local: Path, run: Run, weights: PublishedWeights, fault: str, attempt: int) -> None:
     os.environ["HPCRL_FAULT"] = fault
-    copies = NodeCopies(local, run, 1)
+    copies = NodeCopies(local, run, attempt)
     its.send(copies.hold(weights).path)
     its.recv()
     copies.close()
@@ -108,13 +108,13 @@ def test_one_copy_for_all_replicas_of_a_node(
 def test_a_replica_that_is_killed_while_it_copies(run: Run, local: Path, versions: list[PublishedWeights]) -> None:
     first = Replica(local, run, versions[0], "weights.copied:stop")
     (staging,) = wait_for(lambda: list(local.glob("hpcrl-weights-*/v*/.tmp-*")), 60, "it does not copy")
-    second = Replica(local, run, versions[0])
+    second = Replica(local, run, versions[0], attempt=2)
     assert second.holds() is None, "it waits for the first"
     assert first.process.pid
     os.kill(first.process.pid, signal.SIGKILL)
     place = second.awaited()
     assert PublishedWeights.read(place).digest == versions[0].digest
-    assert not staging.exists()
+    assert not staging.exists(), "of an earlier attempt"
     first.process.join(60)
     second.end()
     assert not list(local.iterdir())

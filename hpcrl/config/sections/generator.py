@@ -46,7 +46,7 @@ class InferenceEngineConfig:
 
     weight_copy_dir: str | None = None
     """Directory on each node's own disk, or below /dev/shm, into which the first of a run's replicas there copies each version of the weights,
-    and from which all of them load it: for shared filesystems whose page cache processes do not share. It holds two versions at most times;
+    and from which all of them load it: for shared filesystems whose page cache processes do not share. It takes the room of two versions;
     environment variables, such as $TMPDIR, are the node's. Unset: no copies; engines read the run directory."""
 
     enable_prefix_caching: bool = True
