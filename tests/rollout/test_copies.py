@@ -14,11 +14,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from hpcrl.rollout.vllm.fetch import fetch
 
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError, RunError
 from hpcrl.rollout.copies import NodeCopies
+from hpcrl.rollout.fetch import fetch
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import remove_abandoned
 from tests.rollout.material import make_model, publish, wait_for
