@@ -88,6 +88,7 @@ def measure(world: World, strategy: str, model: str, tokens: int, arguments: arg
     engine.schedule(_WARM + arguments.steps)
     sample = min(tokens, 128 if arguments.tiny else 2048)
     step_tokens = tokens * arguments.micro_batches
+    samples = step_tokens // sample
     batches = [make_batch(tokens, sample, config.vocab_size, 1 / step_tokens) for _ in range(arguments.micro_batches)]
     objective, took = build_objective(AlgorithmConfig(use_kl_loss=False)), []
     for _ in range(_WARM + arguments.steps):
@@ -102,7 +103,7 @@ def measure(world: World, strategy: str, model: str, tokens: int, arguments: arg
     return {
         "seconds": seconds,
         "tokens": step_tokens / seconds,
-        "flops": flops.training([sample] * (step_tokens // sample)) / seconds,
+        "flops": flops.training([sample] * samples, step_tokens - samples) / seconds,
         "bytes": peak_memory(world.device),
     }
 

@@ -195,7 +195,7 @@ def _part(batch: MicroBatch, number: int, sample: int) -> MicroBatch:
     columns = {
         name: value[part]
         for name, value in vars(batch).items()
-        if isinstance(value, torch.Tensor) and name != "cu_seqlens"
+        if isinstance(value, torch.Tensor) and name not in ("cu_seqlens", "head_rows")
     }
     return MicroBatch(lengths=[sample], **columns)
 
@@ -238,7 +238,7 @@ def throughput(machine: Machine) -> Found:
                     torch.cuda.reset_peak_memory_stats()
 
                 took = machine.seconds(partial(_step, policy, batches, objective))
-                rate = flops.training([sample] * count * 4) / took / 1e12
+                rate = flops.training([sample] * count * 4, 4 * count * (sample - 1)) / took / 1e12
                 found[f"{count} x {sample}, {name}"] = {
                     "tokens/s": round(4 * sample * count / took),
                     "mfu": round(rate / peak, 4) if peak else None,

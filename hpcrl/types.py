@@ -206,6 +206,8 @@ class MicroBatch:
         current: [P] float32, 1 where the token is trained and was chosen by the version that the step begins with; None: nowhere.
         sampling_mask: [P, K] int32, the tokens that the token was sampled among, padded with -1; all of a row -1: the whole vocabulary.
             None: all rows are such.
+        head_rows: [R] int64, ascending: the entries of which a policy's head computes anything, all other outputs are 0; those of
+            trained tokens where it is not given.
     """
 
     token_ids: torch.Tensor
@@ -224,12 +226,15 @@ class MicroBatch:
     current: torch.Tensor | None = None
     sampling_mask: torch.Tensor | None = None
     cu_seqlens: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
+    head_rows: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
 
     def __post_init__(self) -> None:
         if self.cu_seqlens is None:
             import torch
 
             self.cu_seqlens = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
+        if self.head_rows is None:
+            self.head_rows = self.loss_mask.nonzero()[:, 0]
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return it with all tensors on `device`; see `to_device`."""

@@ -212,7 +212,7 @@ def idle_micro_batch() -> MicroBatch:
 
 
 def untrained_micro_batch(token_ids: Sequence[int]) -> MicroBatch:
-    """Return one sample of which nothing is trained."""
+    """Return one sample of which nothing is trained; log-probabilities of all its tokens are computed."""
     ids, zeros = torch.tensor(token_ids), torch.zeros(len(token_ids))
     return MicroBatch(
         token_ids=ids,
@@ -229,6 +229,7 @@ def untrained_micro_batch(token_ids: Sequence[int]) -> MicroBatch:
         values=zeros,
         returns=zeros,
         current=zeros,
+        head_rows=torch.arange(len(ids)),
     )
 
 

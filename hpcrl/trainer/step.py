@@ -122,8 +122,9 @@ class Learner:
                         todo.done.append(UpdateResult(sums, report))
                         self._random = random_state(self.world.device)
                         self.consensus.mark_progress()
-        trained = [ref.length for mini in minis for share in mini.plan.shares for ref in share]
-        self.flops = self._trainer.update_epochs_per_batch * self._model_flops.training(trained)
+        lengths = [ref.length for mini in minis for share in mini.plan.shares for ref in share]
+        flops = self._model_flops.training(lengths, sum(mini.tokens for mini in minis))
+        self.flops = self._trainer.update_epochs_per_batch * flops
         described = describe_batch(batch, work.advantages) | describe_mini_batches(minis) | work.kl_penalty
         return described | (describe_critic(work.critic) if work.critic else {}) | describe_updates(work.policy)
 

@@ -169,7 +169,7 @@ def test_a_trainer_with_other_weights_than_the_engine_is_told(
         consensus = StopConsensus(world, StopSignal(), Heartbeat(run, 1, "rank-0"))
         learner = Learner(
             run, world, section(model), policy, None,
-            limits=(MicroBatchLimit(1), MicroBatchLimit(1)), model_flops=ModelFlops(1.0, 1), max_seq_len=40, mismatch=MismatchLimit(GeneratorConfig().max_logprob_mismatch),
+            limits=(MicroBatchLimit(1), MicroBatchLimit(1)), model_flops=ModelFlops(1.0, 1, 1), max_seq_len=40, mismatch=MismatchLimit(GeneratorConfig().max_logprob_mismatch),
             dumps=Dumps(run, 1, world), consensus=consensus, start=ResumePoint(),
         )  # fmt: skip
         learner.schedule(1)

@@ -74,7 +74,7 @@ def learner(
     consensus = StopConsensus(world, StopSignal(), Heartbeat(run, 1, "rank-0"))
     return Learner(
         run, world, trainer, engine, None,
-        limits=micro_batch_limits(trainer, None), model_flops=ModelFlops(1.0, 1), max_seq_len=40, mismatch=mismatch,
+        limits=micro_batch_limits(trainer, None), model_flops=ModelFlops(1.0, 1, 1), max_seq_len=40, mismatch=mismatch,
         dumps=Dumps(run, 1, world), consensus=consensus, start=ResumePoint(),
     )  # fmt: skip
 

@@ -36,11 +36,13 @@ class ModelFlops:
     """What training of a model costs.
 
     Attributes:
-        parameters: that each token is multiplied with: without the embedding, and of experts those that a token goes to.
+        parameters: that each token is multiplied with: without embedding and head, and of experts those that a token goes to.
+        head: parameters that each trained token is multiplied with beside those.
         attention: layers x heads x numbers per head.
     """
 
     parameters: float
+    head: int
     attention: int
 
     @classmethod
@@ -52,19 +54,22 @@ class ModelFlops:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         assert embedding is not None
         assert head is not None
-        # an embedding is looked up; a tied one is the head too, which is multiplied with
-        looked_up = None if embedding.weight is head.weight else embedding.weight
         counts = (
             (share if ".experts." in name else 1.0) * weight.numel()
             for name, weight in model.named_parameters()
-            if weight is not looked_up
+            if weight is not embedding.weight and weight is not head.weight
         )
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return cls(sum(counts), text.num_hidden_layers * text.num_attention_heads * size)
+        return cls(sum(counts), head.weight.numel(), text.num_hidden_layers * text.num_attention_heads * size)
 
-    def training(self, lengths: Iterable[int]) -> float:
-        """Return the operations of a forward and backward pass over samples of so many tokens."""
-        return sum(6.0 * self.parameters * length + 6.0 * self.attention * length**2 for length in lengths)
+    def training(self, lengths: Iterable[int], trained: int) -> float:
+        """Return the operations of a forward and backward pass over samples of so many tokens.
+
+        Args:
+            trained: tokens of them all that are trained.
+        """
+        body = sum(6.0 * self.parameters * length + 6.0 * self.attention * length**2 for length in lengths)
+        return body + 6.0 * self.head * trained
 
 
 def describe_flops(flops: float, seconds: float, ranks: int, device: torch.device) -> dict[str, float]:

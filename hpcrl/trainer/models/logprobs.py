@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens from hidden states, without ever keeping [P, V] logits.
 
-The head runs over slices of rows; backward computes a slice's logits again (T. Chen et al., arXiv:1604.06174). What is alive at
-one time is [rows per slice, V], in forward and in backward.
+The head runs over slices of the rows that count; backward computes a slice's logits again (T. Chen et al., arXiv:1604.06174). What is
+alive at one time is [rows per slice, V], in forward and in backward.
 """
 
 from __future__ import annotations
@@ -74,6 +74,11 @@ def compiled_rows() -> Rows:
     return torch.compile(plain_rows, dynamic=True)
 
 
+def among_zeros(values_R: torch.Tensor, rows_R: torch.Tensor, size: int) -> torch.Tensor:
+    """Return [size, ...] with `values_R` in these rows, and zeros in all others."""
+    return values_R.new_zeros(size, *values_R.shape[1:]).index_copy(0, rows_R, values_R)
+
+
 def token_logprobs(
     hidden_PD: torch.Tensor,
     head_VD: torch.Tensor,
@@ -137,7 +142,9 @@ class _Sliced(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_logprobs_P: torch.Tensor, of_entropies_P: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden_PD, head_VD, labels_P, mask_PK = ctx.saved_tensors
-        head_wanted, count = ctx.needs_input_grad[1], 2 if ctx.settings[-1] == "trained" else 1
+        temperature, dtype, entropy = ctx.settings
+        head_wanted, count = ctx.needs_input_grad[1], 2 if entropy == "trained" else 1
+        settings = temperature, dtype, entropy if count == 2 else "none"
         of_hidden_PD = torch.empty_like(hidden_PD)
         of_head_VD = torch.zeros_like(head_VD, dtype=torch.float32) if head_wanted else None
         for part in _slices(len(hidden_PD), ctx.chunk_rows):
@@ -145,7 +152,7 @@ class _Sliced(torch.autograd.Function):
             head = head_VD.detach().requires_grad_(head_wanted)
             mask = None if mask_PK is None else mask_PK[part]
             with torch.enable_grad():
-                outputs = ctx.rows(hidden, head, labels_P[part], *ctx.settings, mask)[:count]
+                outputs = ctx.rows(hidden, head, labels_P[part], *settings, mask)[:count]
             torch.autograd.backward(outputs, (of_logprobs_P[part], of_entropies_P[part])[:count])
             of_hidden_PD[part] = hidden.grad
             if of_head_VD is not None:

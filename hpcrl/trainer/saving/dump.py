@@ -4,7 +4,7 @@
       mini-0-rank-1.safetensors   the samples of the first optimizer step that rank 1 trains, laid end to end
       manifest.json, COMMIT       as of a checkpoint: a dump is complete, or has no COMMIT
 
-Each file has the tensors of a MicroBatch (hpcrl/types.py) of all these samples, [P] for P tokens (sampling_mask [P, K]): entry p of all
+Each file has the tensors of a MicroBatch (hpcrl/types.py) of all these samples, [P] for P tokens (sampling_mask [P, K], head_rows [R]): entry p of all
 but token_ids and positions is about the token after token p. What does not exist, such as old_logprobs where the policy is its own old policy or
 values without a critic, is not in the file. Beside them there are `rewards` [P], from which advantages were estimated, and for B samples
 `lengths`, `groups` (places in batches/s000042.json) and `samples` (rows of the group's file), [B]; the header has `group_ids`, a JSON list of

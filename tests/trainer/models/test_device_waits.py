@@ -71,7 +71,7 @@ def policy() -> PackedPolicy:
 
 
 def micro_batch() -> MicroBatch:
-    ids, values = torch.zeros(sum(LENGTHS), dtype=torch.int64), torch.zeros(sum(LENGTHS))
+    ids, values = torch.zeros(sum(LENGTHS), dtype=torch.int64), torch.tensor([0.0, 1.0] * (sum(LENGTHS) // 2))
     numbers = ("loss_mask", "weights", "nll_weights", "rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
     columns: dict[str, Any] = dict.fromkeys(numbers, values)
     return MicroBatch(token_ids=ids, positions=ids, lengths=LENGTHS, labels=ids, **columns).to(META)

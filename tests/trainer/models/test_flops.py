@@ -30,13 +30,14 @@ def test_as_torch_counts(tied: bool) -> None:
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, length, dtype=torch.int64), use_cache=False).logits.sum().backward()
     assert flops.attention == 3 * 4 * 32
-    whole = flops.training([length]) + 6 * flops.attention * length**2
+    whole = flops.training([length], length) + 6 * flops.attention * length**2
     assert whole == pytest.approx(counter.get_total_flops(), rel=0.01)  # it leaves norms out
 
 
 def test_samples_add_up_and_attention_grows_with_the_square() -> None:
-    flops = ModelFlops(parameters=10.0, attention=4)
-    assert flops.training([3, 5]) == flops.training([3]) + flops.training([5]) == 6 * 10 * 8 + 6 * 4 * (9 + 25)
+    flops = ModelFlops(parameters=10.0, head=7, attention=4)
+    one_by_one = flops.training([3], 2) + flops.training([5], 1)
+    assert flops.training([3, 5], 3) == one_by_one == 6 * 10 * 8 + 6 * 7 * 3 + 6 * 4 * (9 + 25)
 
 
 def test_a_token_goes_to_some_experts_only() -> None:

@@ -18,7 +18,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.attention import PACKED, PADDED, PackedSequences
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig
 from hpcrl.trainer.models.hf import ModelSource, freeze
-from hpcrl.trainer.models.logprobs import compiled_rows, plain_rows, token_logprobs
+from hpcrl.trainer.models.logprobs import among_zeros, compiled_rows, plain_rows, token_logprobs
 from hpcrl.types import MicroBatch
 
 
@@ -57,7 +57,7 @@ class PackedModel(nn.Module):
     def run(self, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         """Return the outputs for a micro-batch on the model's device, [P] each."""
         sequences = PackedSequences.of(batch.lengths, batch.cu_seqlens)
-        return self(batch.token_ids, batch.positions, batch.labels, sequences, batch.sampling_mask)
+        return self(batch.token_ids, batch.positions, batch.labels, sequences, batch.head_rows, batch.sampling_mask)
 
 
 class PackedPolicy(PackedModel):
@@ -74,21 +74,23 @@ class PackedPolicy(PackedModel):
         positions: torch.Tensor,
         labels: torch.Tensor,
         sequences: PackedSequences,
+        head_rows: torch.Tensor,
         sampling_mask: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities of the labels and entropies (ForwardConfig.entropy), both [P] float32."""
+    ) -> tuple[torch.Tensor, ...]:
+        """Return log-probabilities of the labels and entropies (ForwardConfig.entropy), both [P] float32, 0 but at `head_rows`."""
         hidden_PD, forward = self.hidden(token_ids, positions, sequences), self.forward_config
-        return token_logprobs(
-            hidden_PD,
+        found = token_logprobs(
+            hidden_PD.index_select(0, head_rows),
             self.head.weight,
-            labels,
+            labels.index_select(0, head_rows),
             forward.temperature,
             forward.chunk_rows,
             self._rows,
             forward.dtype,
             forward.entropy,
-            sampling_mask,
+            None if sampling_mask is None else sampling_mask.index_select(0, head_rows),
         )
+        return tuple(among_zeros(values_R, head_rows, len(labels)) for values_R in found)
 
 
 class PackedCritic(PackedModel):

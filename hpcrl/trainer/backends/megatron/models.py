@@ -23,7 +23,7 @@ from hpcrl.trainer.backends.megatron.layers import layer_specs
 from hpcrl.trainer.backends.megatron.packed import Packing
 from hpcrl.trainer.backends.megatron.process_groups import tensor_group
 from hpcrl.trainer.models.forward import ForwardConfig
-from hpcrl.trainer.models.logprobs import token_logprobs
+from hpcrl.trainer.models.logprobs import among_zeros, token_logprobs
 
 
 class StageModel(GPTModel):
@@ -95,7 +95,9 @@ class PolicyModel(StageModel):
 
     def outputs(self, hidden: torch.Tensor, packing: Packing, labels_P: torch.Tensor) -> torch.Tensor:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return packing.whole(self.output_layer(hidden, packing.share(labels_P), weight, packing.own_mask)).T
+        return packing.whole(
+            self.output_layer(hidden, packing.share(labels_P), weight, packing.own_rows, packing.own_mask)
+        ).T
 
 
 class LogprobHead(ColumnParallelLinear):
@@ -119,34 +121,37 @@ class LogprobHead(ColumnParallelLinear):
         self.forward_config = forward
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, hidden: torch.Tensor, labels: torch.Tensor, weight: torch.Tensor | None, mask: torch.Tensor | None
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        weight: torch.Tensor | None,
+        rows: torch.Tensor,
+        mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return log-probabilities and entropies [P_own, 2] of labels [P_own] for hidden states as `outputs` takes them.
 
         Args:
-            mask: sampling masks [P_own, K].
+            rows, mask: a Packing's own_rows [R], of which alone anything is computed, and own_mask [R, K].
         """
         forward, group = self.forward_config, self._share.group
         if self.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, True, group)
+            hidden = gather_from_sequence_parallel_region(hidden, True, group).index_select(0, rows)
         else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group)
+            hidden = copy_to_tensor_model_parallel_region(hidden.index_select(0, rows), group)
         weight = self.weight if weight is None else weight
         assert weight is not None
-        return torch.stack(
-            token_logprobs(
-                hidden[:, 0],
-                weight,
-                labels,
-                forward.temperature,
-                forward.chunk_rows,
-                self._share.rows,
-                forward.dtype,
-                forward.entropy,
-                mask,
-            ),
-            -1,
+        found = token_logprobs(
+            hidden[:, 0],
+            weight,
+            labels.index_select(0, rows),
+            forward.temperature,
+            forward.chunk_rows,
+            self._share.rows,
+            forward.dtype,
+            forward.entropy,
+            mask,
         )
+        return among_zeros(torch.stack(found, -1), rows, len(labels))
 
 
 class CriticModel(StageModel):

@@ -27,31 +27,38 @@ class Packing(PackedSeqParams):
         order: [P_padded] int64, for each place of the padded micro-batch where it lies when all ranks' tokens are laid end to end.
         kept: [P] int64, places of the tokens that are no padding.
         sequences: the padded samples.
-        own_mask: [P_own, K] int32, sampling masks of this rank's tokens, as of MicroBatch; None without one.
+        own_rows: [R] int64, those of this rank's tokens that the head computes anything of, as of MicroBatch.
+        own_mask: [R, K] int32, their sampling masks, as of MicroBatch; None without one.
     """
 
     own: torch.Tensor | None = None
     order: torch.Tensor | None = None
     kept: torch.Tensor | None = None
     sequences: PackedSequences | None = None
+    own_rows: torch.Tensor | None = None
     own_mask: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, batch: MicroBatch, least: int = 0) -> Packing:
-        """Return that of a micro-batch, on the device of its tokens.
+    def of(cls, batch: MicroBatch, device: torch.device, least: int = 0) -> Packing:
+        """Return that of a micro-batch, on `device`.
 
         Args:
+            batch: on the CPU, so that nothing waits for the device.
             least: tokens to which the whole is padded at least.
         """
         ranks, rank = context_group().size(), context_group().rank()
-        device, parts = batch.token_ids.device, _parts(ranks)
+        parts = _parts(ranks)
         lengths = [padded(length, parts) for length in batch.lengths]
         rest = max(padded_total(batch.lengths), least) - sum(lengths)
         lengths += [rest] if rest else []
         starts = torch.tensor([0, *lengths]).cumsum(0)
         shares = [_share(lengths, starts, parts, each) for each in range(ranks)]
         order = torch.cat(shares).argsort()
-        kept = [torch.arange(length) + start for length, start in zip(batch.lengths, starts.tolist(), strict=False)]
+        kept = torch.cat(
+            [torch.arange(length) + start for length, start in zip(batch.lengths, starts.tolist(), strict=False)]
+        )
+        counts = torch.zeros(len(order)).index_fill_(0, kept[batch.head_rows], 1)
+        own_rows = counts[shares[rank]].nonzero()[:, 0]
         bounds, longest = to_device(starts.int(), device), max(lengths)
         packing = cls(
             qkv_format="thd",
@@ -64,11 +71,13 @@ class Packing(PackedSeqParams):
             cp_group=context_group(),
             own=to_device(shares[rank], device),
             order=to_device(order, device),
-            kept=to_device(torch.cat(kept), device),
+            kept=to_device(kept, device),
             sequences=PackedSequences.of(lengths, bounds),
+            own_rows=to_device(own_rows, device),
         )
-        if batch.sampling_mask is not None:
-            packing.own_mask = packing.share(batch.sampling_mask + 1) - 1  # padding is -1
+        if (mask_PK := batch.sampling_mask) is not None:
+            padded_PK = mask_PK.new_full((len(order), mask_PK.shape[1]), -1).index_copy_(0, kept, mask_PK)
+            packing.own_mask = to_device(padded_PK[shares[rank][own_rows]], device)
         return packing
 
     def share(self, values_P: torch.Tensor) -> torch.Tensor:

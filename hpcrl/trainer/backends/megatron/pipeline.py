@@ -81,8 +81,9 @@ class Pipeline:
             chunk.train(backward)
 
         def step(taken: Iterator[MicroBatch], chunk: nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-            batch = next(taken).to(self._data.device)
-            packing = Packing.of(batch, longest or self._least(padded_total(batch.lengths)))
+            batch, device = next(taken), self._data.device
+            packing = Packing.of(batch, device, longest or self._least(padded_total(batch.lengths)))
+            batch = batch.to(device)
             ids = packing.share(batch.token_ids)[None]
             output = chunk(ids, None, None, labels=batch.labels, packed_seq_params=packing)
             return output, lambda values_KP: result(batch, values_KP)

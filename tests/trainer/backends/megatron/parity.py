@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -220,6 +222,17 @@ class PolicyWay(Way):
                 self.of_samples[f"{step}.policy.{place}"] = row.of(scores.old_logprobs).clone()
                 self.of_samples[f"{step}.reference.{place}"] = row.of(scores.ref_logprobs).clone()
         return [(mini, build_objective(ALGORITHM)) for mini in minis]
+
+    def head_operations(self, step: int) -> None:
+        """Tell what scoring all tokens takes more than scoring the trained ones, all ranks together, and the tokens that it is more."""
+        (mini, *_) = loaded(self.run, self.batch(step), ALGORITHM, 2, self.engine.data, self.limit)
+        batch, counts = mini.samples.whole(), []
+        for given in (batch, replace(batch, head_rows=torch.arange(len(batch.token_ids)))):
+            with FlopCounterMode(display=False) as counter:
+                list(self.engine.logprobs([given]))
+            counts.append(counter.get_total_flops())
+        tokens = len(batch.token_ids) - len(batch.head_rows) if self.engine.data.leads else 0
+        self.told["head_operations"] = self.world.sum([float(counts[1] - counts[0]), float(tokens)])
 
     def reset_reference(self, fresh: bool) -> None:
         self.engine.reset_reference(fresh_optimizer=fresh)

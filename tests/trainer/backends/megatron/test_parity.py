@@ -194,6 +194,19 @@ def test_what_is_compared_does_something(played: Played):
         ), name
 
 
+def test_the_head_runs_for_trained_tokens_only(seam: Seam):
+    ways = [
+        seam.way(f"head-{name}", "untied", megatron(**options), [("head_operations", 1)])
+        for name, options in {"tp2": TP2, "pp2": PP2, "cp2": CP2, "dp2": {}}.items()
+    ]
+    seam.play(2, ways)
+    config = MODELS["untied"]
+    for way in ways:
+        columns = config.vocab_size + ("head-tp2" in way["out"])  # padded, so that two ranks have equally many
+        operations, tokens = seam.told(way).told["head_operations"]
+        assert operations == 2 * config.hidden_size * columns * tokens > 0, way["out"]
+
+
 CRITIC = {
     "algorithm": {"advantage_estimator": "gae", "lambd": 0.8, "gamma": 0.9, "use_kl_loss": False, "value_clip": 0.01}
 }
@@ -389,6 +402,7 @@ def test_the_policy_becomes_the_reference(seam: Seam):
     seam.play(2, [*ways.values(), *again])
     expected = seam.told(truth)
     for way in ways.values():
-        expect_same(seam.told(way), expected)
+        # the divergence from the moved reference is exponential in differences that rounding moves: 1e-5 of it, between FSDP2's 1 and 2 ranks too
+        expect_same(seam.told(way), expected, 5e-5)
     for way in again:
         expect_same(seam.told(way), expected.from_step_2())
