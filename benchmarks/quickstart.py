@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from statistics import median
 
+from process_tree import descendants
+
 from hpcrl.observe.metrics import merged
 from hpcrl.observe.summary import summarise
 from hpcrl.rundir.layout import Run
@@ -38,29 +40,11 @@ _NAMES = {
 
 def processes(session: set[int]) -> dict[int, tuple[str, float]]:
     """Return name and peak resident memory in MiB of every process of ours that descends from `session`."""
-    parents, found = {}, {}
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit():
-            try:
-                fields = (directory / "stat").read_text().rsplit(")", 1)[1].split()
-                parents[int(directory.name)] = int(fields[1])
-            except OSError:
-                continue
-    for pid in parents:
-        ancestor = pid
-        while ancestor not in session and ancestor > 1:
-            ancestor = parents.get(ancestor, 0)
-        if ancestor in session:
-            try:
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                status = Path(f"/proc/{pid}/status").read_text()
-            except OSError:
-                continue
-            name = next((name for word, name in _NAMES.items() if word in words), None)
-            peak = next((float(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")), None)
-            if name and peak:
-                found[pid] = (name, peak / 1024)
-    return found
+    named = {
+        pid: (next((name for word, name in _NAMES.items() if word in found.command), None), found.peak_mib)
+        for pid, found in descendants(session).items()
+    }
+    return {pid: (name, peak) for pid, (name, peak) in named.items() if name}
 
 
 def run_quickstart(root: Path, settings: list[str]) -> tuple[Run, dict[str, float], float]:
