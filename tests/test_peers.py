@@ -141,16 +141,13 @@ RUNS = [
 
 def test_the_table_has_medians_failures_and_says_where_hpcrl_is_worse() -> None:
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table(RUNS).splitlines()[2:]]
-    assert rows[0] == ["hpcrl, vllm", "2", "72.8", "43.4", "30.30", "4.20", "1833", "2950", "score 0.367 → 0.801"]
+    assert rows[0] == ["hpcrl, vllm", "2", "72.8", "43.4", "30.30", "4.20", "1833", "2950", "score 0.367 → 0.797"]
     assert rows[2][:3] == ["hpcrl, transformers", "0", "-"]
     assert "found" in rows[2][-1]
-    assert rows[3][0] == "TRL, transformers"
-    assert rows[4][0] == "hpcrl, vllm / TRL, transformers"  # TRL's fastest
-    assert rows[4][5] == "2.62 (worse)"
-    assert rows[4][6] == "0.38 (worse)"
-    against_slow = table([one for one in RUNS if one.tool != "TRL, transformers"]).splitlines()[-1]
-    assert "| 0.35 |" in against_slow
-    assert "| 1.33 (worse) |" in against_slow  # memory
+    slow, fast = rows[4:]
+    assert (slow[0], fast[0]) == ("hpcrl, vllm / TRL, vllm", "hpcrl, vllm / TRL, transformers")
+    assert (slow[5], slow[6], slow[7]) == ("0.35", "2.86", "1.33 (worse)")
+    assert (fast[5], fast[6]) == ("2.62 (worse)", "0.38 (worse)")
 
 
 def test_records_are_lines_of_json() -> None:

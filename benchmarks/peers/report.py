@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from statistics import median
 
 HEADER = (
@@ -68,7 +69,7 @@ _FIGURES: tuple[tuple[Callable[[Record], float], str, bool], ...] = (
 
 
 def table(records: Sequence[Record]) -> str:
-    """Return a row per tool, medians over its runs; then each of hpcrl's against the TRL that has the fastest steps."""
+    """Return a row per tool, medians over its runs; then each of hpcrl's against each of TRL's."""
     runs = {tool: [one for one in records if one.tool == tool] for tool in dict.fromkeys(one.tool for one in records)}
     done = {tool: [one for one in own if one.error is None] for tool, own in runs.items()}
     middle = {tool: [median(map(value, own)) for value, _, _ in _FIGURES] for tool, own in done.items() if own}
@@ -76,15 +77,12 @@ def table(records: Sequence[Record]) -> str:
     for tool, own in runs.items():
         if tool in middle:
             figures = [format(value, form) for value, (_, form, _) in zip(middle[tool], _FIGURES, strict=True)]
-            rows.append(_row(tool, len(done[tool]), figures, _result(done[tool][-1])))
+            rows.append(_row(tool, len(done[tool]), figures, _result(done[tool])))
         else:
             rows.append(_row(tool, 0, ["-"] * len(_FIGURES), f"failed: {own[0].error}".replace("|", "/")))
-    peers = [tool for tool in middle if tool.startswith("TRL")]
-    if peers:
-        best = min(peers, key=lambda tool: median(one.later_step_s for one in done[tool]))
-        for tool in middle:
-            if not tool.startswith("TRL"):
-                rows.append(_row(f"{tool} / {best}", "", _against(middle[tool], middle[best]), ""))
+    for own, other in product(middle, middle):
+        if own.startswith("hpcrl") and other.startswith("TRL"):
+            rows.append(_row(f"{own} / {other}", "", _against(middle[own], middle[other]), ""))
     return "\n".join(rows)
 
 
@@ -108,10 +106,11 @@ def _against(own: list[float], other: list[float]) -> list[str]:
     return found
 
 
-def _result(one: Record) -> str:
-    if one.scores:
-        return f"score {one.scores[0]:.3f} → {one.scores[-1]:.3f}"
-    return f"loss {one.losses[-1]:.7f}" if one.losses else ""
+def _result(runs: Sequence[Record]) -> str:
+    if runs[0].scores:
+        first, last = (median(one.scores[at] for one in runs) for at in (0, -1))
+        return f"score {first:.3f} → {last:.3f}"
+    return f"loss {runs[0].losses[-1]:.7f}" if runs[0].losses else ""
 
 
 def _row(tool: str, runs: int | str, figures: list[str], result: str) -> str:
