@@ -35,14 +35,12 @@ class Usage:
     Attributes:
         cpu_s: sum of the processor seconds of its processes.
         peak_mib: sum of their peaks, whenever each had it.
-        processes: that were seen, five times a second.
     """
 
     returncode: int
     wall_s: float
     cpu_s: float
     peak_mib: float
-    processes: int
 
 
 def descendants(roots: set[int]) -> dict[int, Process]:
@@ -73,7 +71,10 @@ def descendants(roots: set[int]) -> dict[int, Process]:
 
 
 def measured(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Usage:
-    """Run a command to its end and return what it took; what it prints goes to `log`."""
+    """Run a command to its end and return what it took; what it prints goes to `log`.
+
+    Processes are looked at five times a second: what each does after the last look is not counted.
+    """
     began, seen = time.monotonic(), dict[int, Process]()
     with (
         log.open("wb") as output,
@@ -87,5 +88,4 @@ def measured(command: Sequence[str], log: Path, environment: Mapping[str, str] |
         time.monotonic() - began,
         sum(one.cpu_s for one in seen.values()),
         sum(one.peak_mib for one in seen.values()),
-        len(seen),
     )

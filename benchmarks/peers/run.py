@@ -58,8 +58,10 @@ class Comparison:
         if work == "larger":
             make_larger_model(self._model)
             self._settings = [*LARGER, f"trainer.policy.model.path={self._model}", *given]
-        elif work == "trainer":
+        if work == "trainer":
             trainer.make_model(self._model)
+        else:
+            self._work = Work.of(Config.from_toml(QUICKSTART, self._settings))
 
     def run(self, tool: str, engine: str, place: Path) -> Record:
         """Run a tool once in the new directory `place`."""
@@ -87,11 +89,10 @@ class Comparison:
     def _hpcrl(self, engine: str, place: Path) -> list[str | Path]:
         if self._name == "trainer":
             return [sys.executable, *self._trainer("hpcrl", place)]
-        steps = Config.from_toml(QUICKSTART, self._settings).trainer.max_steps
         own = [
             f"slurm.root={place}",
             "trainer.run_name=peers",
-            f"trainer.hf_save_interval={steps}",
+            f"trainer.hf_save_interval={self._work.steps}",
             f"generator.inference_engine.backend={engine}",
         ]
         submit = [sys.executable, "-m", "hpcrl.cli.main", "submit", QUICKSTART, "--local", "--follow"]
@@ -107,7 +108,7 @@ class Comparison:
         return [_HERE / "trainer.py", tool, "--model", self._model, "--output", place / "taken.json"]
 
     def _described(self, record: Record, tool: str, place: Path) -> Record:
-        work = Work.of(Config.from_toml(QUICKSTART, self._settings))
+        work = self._work
         if tool == "hpcrl":
             run = Run.open(place / "quickstart" / "peers")
             steps = [metrics for _, metrics in sorted(merged(run).items()) if STEP_SECONDS in metrics]
@@ -160,16 +161,20 @@ def last_line(log: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", choices=("quickstart", "larger", "trainer"), default="quickstart")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="of vllm, transformers (default: both)")
+    parser.add_argument("--engines", help="of vllm, transformers (default: both)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--root", type=Path, default=Path("runs") / time.strftime("peers-%Y%m%d-%H%M%S"), help="new")
     parser.add_argument("--environment", type=Path, default=_HERE / ".venv", help="of TRL; made if it is missing")
     parser.add_argument("--python", type=Path, help="an interpreter that has TRL, and what hpcrl needs, already")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
-    engines = arguments.engines.split(",") if arguments.work != "trainer" else ["none"]
-    if not {*engines} <= {*ENGINES, "none"}:
+    engines = arguments.engines.split(",") if arguments.engines else list(ENGINES)
+    if not {*engines} <= {*ENGINES}:
         parser.error(f"--engines: expected some of {', '.join(ENGINES)}, found {arguments.engines}")
+    if arguments.work == "trainer":
+        if arguments.engines or arguments.settings:
+            parser.error("--work trainer: no engine and no configuration takes part; leave out --engines and KEY=VALUE")
+        engines = ["alone"]
     root, records = arguments.root.absolute(), list[Record]()
     root.mkdir(parents=True)
     python = arguments.python.absolute() if arguments.python else trl_python(arguments.environment)

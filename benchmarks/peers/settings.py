@@ -15,6 +15,7 @@ of tokens of the batch's mini-batches. TRL evaluates with the sampling of traini
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,18 @@ from hpcrl.trainer.batching import updates_per_batch
 
 ENGINES = ("vllm", "transformers")
 _SAME = {
-    "advantage_estimator": "grpo",
-    "policy_loss_type": "regular",
-    "loss_reduction": "token_mean",
-    "kl_estimator_type": "k3",
-    "use_kl_in_reward": False,
-    "use_entropy_loss": False,
-    "zero_variance_filter": False,
+    "algorithm.advantage_estimator": "grpo",
+    "algorithm.policy_loss_type": "regular",
+    "algorithm.loss_reduction": "token_mean",
+    "algorithm.kl_estimator_type": "k3",
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.use_entropy_loss": False,
+    "algorithm.zero_variance_filter": False,
+    "algorithm.off_policy_correction.tis_ratio_type": None,
+    "policy.optimizer_config.scheduler": "constant_with_warmup",
+    "policy.optimizer_config.warmup_ratio": None,
 }
-"""Settings of trainer.algorithm with the only value that the settings below correspond to."""
+"""Settings of `trainer` with the only value that the settings below correspond to."""
 
 
 def grpo_settings(config: Config, engine: str, steps: int, output: Path) -> dict[str, Any]:
@@ -46,10 +50,9 @@ def grpo_settings(config: Config, engine: str, steps: int, output: Path) -> dict
         ValueError: the configuration has something that these settings have no counterpart for.
     """
     trainer, generator, algorithm = config.trainer, config.generator, config.trainer.algorithm
-    found = {name: getattr(algorithm, name) for name in _SAME}
-    if found != _SAME:
-        wrong = {name: value for name, value in found.items() if value != _SAME[name]}
-        raise ValueError(f"trainer.algorithm: expected {_SAME}, to which TRL's settings correspond; found {wrong}")
+    for name, wanted in _SAME.items():
+        if (found := attrgetter(name)(trainer)) != wanted:
+            raise ValueError(f"trainer.{name}: TRL's settings are those of {wanted!r}, found {found!r}")
     optimizer, sampling, samples = (
         trainer.policy.optimizer_config,
         generator.sampling_params,
@@ -98,7 +101,7 @@ def grpo_settings(config: Config, engine: str, steps: int, output: Path) -> dict
         "use_vllm": engine == "vllm",
         "vllm_mode": "colocate",
         "vllm_max_model_length": max_model_len(config),
-        "vllm_importance_sampling_correction": algorithm.off_policy_correction.tis_ratio_type is not None,
+        "vllm_importance_sampling_correction": False,
         "eval_strategy": "no",
         "save_strategy": "steps" if trainer.ckpt_interval > 0 else "no",
         "save_steps": max(1, trainer.ckpt_interval) * updates,

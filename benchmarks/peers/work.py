@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from hpcrl.config import Config, order_seed, total_steps
+from hpcrl.config import Config, eval_sampling, order_seed, total_steps
 from hpcrl.controller.prompt_stream import PromptStream
 from hpcrl.data.chat import load_tokenizer, prompt_ids, token_counter
 from hpcrl.data.datasets import load_dataset
@@ -83,7 +83,7 @@ class Work:
         mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts])
         was_training = model.training
         model.eval()
-        longest = generator.sampling_params.max_generate_length
+        longest = eval_sampling(generator).max_generate_length
         found = model.generate(
             input_ids=ids.to(model.device),
             attention_mask=mask.to(model.device),
