@@ -21,7 +21,6 @@ ONLY_LOOKS = (
 EXCEPTIONS = {
     "config_class": "read before there is a class: Config.from_toml takes it from the tables of the files",
     "slurm.crash_budget": "read from config.toml without its class: launch/requeue/policy.py, after a job has ended",
-    "generator.inference_engine.backend": "has one value, which says that there is one engine",
 }
 
 
