@@ -70,7 +70,9 @@ def embedded_engine(config: ConfigTree) -> Iterator[Problem]:
         return
     for name in _OF_VLLM:
         if getattr(engine, name) != getattr(InferenceEngineConfig(), name):
-            yield Problem(f"{path}.{name}", f'has no effect with {path}.backend="transformers"; leave it out')
+            yield Problem(
+                f"{path}.{name}", f'has no effect with {path}.backend="transformers"; leave it out, or set vllm'
+            )
     for section in ("sampling_params", "eval_sampling_params"):
         for name in getattr(generator, section).additional_kwargs or {}:
             if name not in EMBEDDED_SAMPLING:

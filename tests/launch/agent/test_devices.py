@@ -43,6 +43,8 @@ def test_every_process_has_its_own(
     """Also where nothing sets the variable, as on sites that lend whole nodes, where each replica used to take device 0."""
     if given is not None:
         devices.setenv("CUDA_VISIBLE_DEVICES", given)
-    config = Config.from_toml([QUICKSTART], ["generator.inference_engine.tensor_parallel_size=2"])
+    config = Config.from_toml(
+        [QUICKSTART], ["generator.inference_engine.backend=vllm", "generator.inference_engine.tensor_parallel_size=2"]
+    )
     environments = Environments(config, node, 1, "127.0.0.1", None, tmp_path, shared)
     assert environments.of(name)["CUDA_VISIBLE_DEVICES"] == expected

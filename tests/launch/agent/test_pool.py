@@ -290,6 +290,7 @@ def test_a_dry_run_shows_the_pool(tmp_path: Path) -> None:
     settings = [
         "slurm.partition=main",
         "slurm.gpus_per_node=8",
+        "generator.inference_engine.backend=vllm",
         "generator.inference_engine.tensor_parallel_size=2",
         "slurm.elastic.replicas=5",
         "slurm.elastic.at_once=3",

@@ -16,6 +16,7 @@ from hpcrl.launch.submit.preflight import check_files
 from tests.paths import QUICKSTART
 
 KWARGS = "generator.inference_engine.engine_init_kwargs"
+VLLM = "generator.inference_engine.backend=vllm"
 
 
 def test_samples_longer_than_the_model_takes_are_refused() -> None:
@@ -56,10 +57,10 @@ def test_changed_entries_of_the_model_count() -> None:
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_options_that_vllm_does_not_have_are_refused_without_importing_it() -> None:
-    known = [f"{KWARGS}.block-size=16", f"{KWARGS}.no_async_scheduling=true"]
+    known = [VLLM, f"{KWARGS}.block-size=16", f"{KWARGS}.no_async_scheduling=true"]
     check_files(Config.from_toml([QUICKSTART], known))
     with pytest.raises(DataError, match=rf"{KWARGS}\.block_siz: .* no option 'block_siz'; did you mean block_size"):
-        check_files(Config.from_toml([QUICKSTART], [f"{KWARGS}.block_siz=16"]))
+        check_files(Config.from_toml([QUICKSTART], [VLLM, f"{KWARGS}.block_siz=16"]))
     assert {"max_model_len", "quantization", "chat_template"} <= vllm_options()
 
 
@@ -70,7 +71,19 @@ def test_a_vllm_with_other_files_refuses_nothing(tmp_path: Path, monkeypatch: py
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     vllm_options.cache_clear()
     try:
-        check_files(Config.from_toml([QUICKSTART], [f"{KWARGS}.nosuch=1"]))
+        check_files(Config.from_toml([QUICKSTART], [VLLM, f"{KWARGS}.nosuch=1"]))
     finally:
         vllm_options.cache_clear()
     assert "vllm" not in sys.modules
+
+
+def test_a_machine_without_vllm_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is queued; where torch is missing as well, and in a container, nothing is known."""
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(DataError, match=r"backend: vllm is not installed here; install it .* or set transformers"):
+        check_files(Config.from_toml([QUICKSTART], [VLLM]))
+    check_files(Config.from_toml([QUICKSTART]))
+    container = ["slurm.container.kind=apptainer", "slurm.container.image=/images/hpcrl.sif"]
+    check_files(Config.from_toml([QUICKSTART], [VLLM, *container]))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    check_files(Config.from_toml([QUICKSTART], [VLLM]))

@@ -142,7 +142,10 @@ def test_cores_and_memory_of_a_run_on_gpus_are_those_of_its_nodes(
 
 def test_a_pool_of_typed_gpus_asks_for_as_many_as_a_replica_needs(tmp_path: Path) -> None:
     settings = ["slurm.gpus_per_node=h100:8", "slurm.elastic.replicas=2"]
-    config = Config.from_toml([QUICKSTART], [*settings, "generator.inference_engine.tensor_parallel_size=2"])
+    config = Config.from_toml(
+        [QUICKSTART],
+        [*settings, "generator.inference_engine.backend=vllm", "generator.inference_engine.tensor_parallel_size=2"],
+    )
     assert (
         "#SBATCH --gpus-per-node=h100:2\n"
         in batch_scripts(Submission(tmp_path / ".slurm" / "mine", [Element("mine", config, [])]))[1]

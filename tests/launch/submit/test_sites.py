@@ -76,7 +76,8 @@ def test_an_element_of_a_pool_asks_for_its_share(
     tmp_path: Path, settings: list[str], asked: dict[str, str | None]
 ) -> None:
     """A replica has two GPUs here; its share used to be the cluster's default, one core."""
-    config = Config.from_toml([QUICKSTART], [*settings, "slurm.elastic.replicas=3", f"{ENGINE}.tensor_parallel_size=2"])
+    settings = [*settings, f"{ENGINE}.backend=vllm", f"{ENGINE}.tensor_parallel_size=2"]
+    config = Config.from_toml([QUICKSTART], [*settings, "slurm.elastic.replicas=3"])
     found = options(scripts(tmp_path, config)[1])
     assert {name: found[name] for name in ("exclusive", "cpus-per-task", "mem") if name in found} == asked
 
@@ -98,7 +99,7 @@ def test_a_run_on_gpus_that_would_get_one_core_is_warned(settings: list[str], wa
 
 
 def test_a_pool_on_a_part_of_a_whole_node_is_warned() -> None:
-    settings = ["slurm.gpus_per_node=8", "slurm.elastic.replicas=2"]
+    settings = ["slurm.gpus_per_node=8", "slurm.elastic.replicas=2", f"{ENGINE}.backend=vllm"]
     assert pool_has_scarce_cores(Config.from_toml([QUICKSTART], settings))
     for more in (
         "slurm.elastic.cpus_per_task=8",

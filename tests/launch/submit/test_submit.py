@@ -170,6 +170,7 @@ def test_plan_of_a_gpu_cluster(tmp_path: Path) -> None:
         "trainer.placement.policy_num_nodes=2",
         "trainer.placement.policy_num_gpus_per_node=4",
         "generator.inference_engine.num_engines=5",
+        "generator.inference_engine.backend=vllm",
         "generator.inference_engine.tensor_parallel_size=2",
     ]
     done = hpcrl("submit", QUICKSTART, "--dry-run", *settings, cwd=tmp_path)
