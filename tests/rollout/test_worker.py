@@ -18,15 +18,13 @@ import pytest
 import torch
 
 from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingParams
-from hpcrl.data.chat import decoder, load_tokenizer
 from hpcrl.data.group_file import read_group
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError, ConfigError, EngineError, HpcrlError
 from hpcrl.observe.metrics import merged
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.server import Server
-from hpcrl.rollout.generate import GroupGenerator
-from hpcrl.rollout.worker import Worker, WorkerOptions, work
+from hpcrl.rollout.worker import WorkerOptions, work
 from hpcrl.rundir.commit import COMMIT, MANIFEST, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import headers
@@ -271,48 +269,6 @@ def test_damaged_weights_end_the_worker_before_the_pause(
     with httpx.Client(transport=transport, base_url="http://engine", headers=headers(TOKEN, RUN_NAME, 1)) as http:
         assert http.get("/is_paused").json() == {"is_paused": False}
         assert http.get("/weight_info").json() == {"weight_version": "0"}
-
-
-class LateProof(EngineClient):
-    """Proves a version once groups are finished that began before it."""
-
-    finished: list[Path]
-
-    async def probe(self, weights: PublishedWeights, dtype: str, allowed: float | None) -> float | None:
-        Stuck.go.set()
-        while not all(path.exists() for path in self.finished):
-            await asyncio.sleep(0.02)
-        await asyncio.sleep(0.5)  # in which the worker would hand them over
-        return await super().probe(weights, dtype, allowed)
-
-
-def test_no_group_that_was_finished_under_unproven_weights_is_handed_over(
-    run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any], models: list[Path]
-) -> None:
-    async def nothing(_engine: EngineClient) -> None: ...
-
-    with_engine(nothing)  # version 0 again
-    material.publish(models[1], run.weights_of(1), 1, ATTEMPT, probe=probe_of(models[2]))
-    Stuck.go.clear()
-    controller.work.extend(item(name, env_class="tests.rollout.environments:Stuck") for name in ("g1", "g2"))
-    controller.version = 1  # named by the same answer that hands out the work
-    engine = LateProof(server.socket, headers(TOKEN, RUN_NAME, ATTEMPT), replica="rollout-5")
-    engine.finished = [run.samples_of(5) / f"{name}.safetensors" for name in ("g1", "g2")]
-    tokenizer = load_tokenizer(str(QUICKSTART), GENERATOR.chat_template)
-    generator = GroupGenerator(engine, tokenizer, GENERATOR, EnvironmentConfig(), baselines=False)
-    options = WorkerOptions(run, ATTEMPT, 5, 4, n_samples=4, dump_evals=True, engine_dtype="float32")
-    worker = Worker(options, server, engine, generator, StatusWriter(run, "rollout-5", ATTEMPT), decoder(tokenizer))
-
-    async def main() -> None:
-        try:
-            await worker.run()
-        finally:
-            await engine.close()
-
-    with pytest.raises(EngineError, match=r"rollout-5 does not compute what the trainer does .* of version 1"):
-        asyncio.run(main())
-    assert all(path.exists() for path in engine.finished)
-    assert controller.completed == []
 
 
 def test_an_environment_that_is_not_there_ends_the_worker(

@@ -1,0 +1,80 @@
+"""What was finished under weights whose proof fails stays with the worker that ends of it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hpcrl.rollout.vllm.client import EngineClient
+from hpcrl.rollout.vllm.server import Server
+
+from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
+from hpcrl.data.chat import decoder, load_tokenizer
+from hpcrl.data.weight_files import PublishedWeights
+from hpcrl.errors import EngineError
+from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.rollout.worker import Worker, WorkerOptions
+from hpcrl.rundir.commit import write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.controller_client import headers
+from hpcrl.runtime.process_status import StatusWriter
+from hpcrl.types import Prompt, Work
+from tests.rollout.conftest import WithEngine
+from tests.rollout.controller import FakeController
+from tests.rollout.environments import Stuck
+from tests.rollout.material import QUICKSTART, RUN_NAME, TOKEN, probe_of, publish
+
+GENERATOR = GeneratorConfig(sampling_params=SamplingParams(max_generate_length=40))
+ATTEMPT, NAMES = 2, ("g1", "g2")
+
+
+class LateProof(EngineClient):
+    """Proves a version once groups are finished that began before it."""
+
+    finished: list[Path]
+
+    async def probe(self, weights: PublishedWeights, dtype: str, allowed: float | None) -> float | None:
+        Stuck.go.set()
+        while not all(path.exists() for path in self.finished):
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.5)  # in which the worker would hand them over
+        return await super().probe(weights, dtype, allowed)
+
+
+def item(name: str) -> Work:
+    prompt = Prompt(name, [{"role": "user", "content": "sort: bca"}], "tests.rollout.environments:Stuck", {}, "letters")
+    return Work(name, "train", prompt, 4, seed=1)
+
+
+def test_no_group_that_was_finished_under_unproven_weights_is_handed_over(
+    server: Server, with_engine: WithEngine[Any], models: list[Path], tmp_path: Path
+) -> None:
+    async def nothing(_engine: EngineClient) -> None: ...
+
+    with_engine(nothing)  # version 0 again
+    run = Run(tmp_path / RUN_NAME)
+    write_text(run.token, TOKEN + "\n", mode=0o600)
+    publish(models[1], run.weights_of(1), 1, ATTEMPT, probe=probe_of(models[2]))
+    Stuck.go.clear()
+    engine = LateProof(server.socket, headers(TOKEN, RUN_NAME, ATTEMPT), replica="rollout-5")
+    engine.finished = [run.samples_of(5) / f"{name}.safetensors" for name in NAMES]
+    tokenizer = load_tokenizer(str(QUICKSTART), GENERATOR.chat_template)
+    options = WorkerOptions(run, ATTEMPT, 5, 4, n_samples=4, dump_evals=True, engine_dtype="float32")
+    status = StatusWriter(run, "rollout-5", ATTEMPT)
+
+    async def main() -> None:
+        generator = GroupGenerator(engine, tokenizer, GENERATOR, EnvironmentConfig())
+        try:
+            await Worker(options, server, engine, generator, status, decoder(tokenizer)).run()
+        finally:
+            await engine.close()
+
+    with FakeController().served(run, ATTEMPT) as controller:
+        controller.work.extend(map(item, NAMES))
+        controller.version = 1  # named by the same answer that hands out the work
+        with pytest.raises(EngineError, match=r"rollout-5 does not compute what the trainer does .* of version 1"):
+            asyncio.run(main())
+    assert all(path.exists() for path in engine.finished)
+    assert controller.completed == []
