@@ -25,6 +25,8 @@ from hpcrl.errors import DataError
 PACKED = "hpcrl_packed"
 PADDED = "hpcrl_padded"
 
+# pairs of tokens times columns of all heads: what a CPU core computes while calling the kernel for one sample costs about as much
+_CALL = 300_000
 _NO_FLASH = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -33,14 +35,12 @@ class PackedSequences:
     """Where the samples of a packed micro-batch lie.
 
     Attributes:
-        count: samples, B.
-        max_seqlen: tokens of the longest sample, Tmax.
+        lengths: tokens of each sample; B samples, the longest of Tmax tokens.
         cu_seqlens: [B + 1] int32, cumulative lengths from 0.
         slots: [P] int64, place of each packed token in [B, Tmax] flattened; None if all samples have the same length.
     """
 
-    count: int
-    max_seqlen: int
+    lengths: Sequence[int]
     cu_seqlens: torch.Tensor
     slots: torch.Tensor | None
 
@@ -49,12 +49,25 @@ class PackedSequences:
         """Return it on the device of `cu_seqlens`, [B + 1] int32 cumulative lengths."""
         count, max_seqlen, total = len(lengths), max(lengths), sum(lengths)
         if min(lengths) == max_seqlen:
-            return cls(count, max_seqlen, cu_seqlens, None)
+            return cls(lengths, cu_seqlens, None)
         device = cu_seqlens.device
         # sample b starts at slot b * max_seqlen instead of cu_seqlens[b]
         offsets_B = torch.arange(count, device=device) * max_seqlen - cu_seqlens[:-1]
         slots = torch.arange(total, device=device) + offsets_B.repeat_interleave(cu_seqlens.diff(), output_size=total)
-        return cls(count, max_seqlen, cu_seqlens, slots)
+        return cls(lengths, cu_seqlens, slots)
+
+    @property
+    def count(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def max_seqlen(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def padded_pairs(self) -> int:
+        """Pairs of tokens, per sample on average, that attention over `rows` computes for padding."""
+        return self.max_seqlen**2 - sum(length**2 for length in self.lengths) // self.count
 
     def rows(self, packed: torch.Tensor) -> torch.Tensor:
         """Return [B, Tmax, ...] for [P, ...]: a row per sample, zeros on its right."""
@@ -119,6 +132,13 @@ def attend(
     # flash attention knows half precision only
     if flash and query_PHD.is_cuda and query_PHD.dtype in (torch.bfloat16, torch.float16):
         return _varlen(query_PHD, key_PHD, value_PHD, packed, scale)
+    if query_PHD.device.type == "cpu" and packed.padded_pairs * query_PHD[0].numel() > _CALL:
+        of_samples = (
+            heads_PHD[None].transpose(1, 2).split(list(packed.lengths), 2)
+            for heads_PHD in (query_PHD, key_PHD, value_PHD)
+        )
+        outputs = (_causal(query, key, value, scale, flash) for query, key, value in zip(*of_samples, strict=True))
+        return torch.cat([output[0].transpose(0, 1) for output in outputs])
     query, key, value = (packed.rows(head_PHD).transpose(1, 2) for head_PHD in (query_PHD, key_PHD, value_PHD))
     return packed.flat(_causal(query, key, value, scale, flash).transpose(1, 2))
 

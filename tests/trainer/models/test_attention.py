@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hpcrl.errors import DataError
-from hpcrl.trainer.models.attention import PACKED, PADDED, PackedSequences, packed_attention
+from hpcrl.trainer.models.attention import PACKED, PADDED, PackedSequences, attend, packed_attention
 from tests.trainer.material import VOCABULARY
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def draw(lengths: list[int]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("attention", [PACKED, PADDED])
-@pytest.mark.parametrize("lengths", [[5, 9, 1, 12], [6, 6, 6], [7]])
+@pytest.mark.parametrize("lengths", [[5, 9, 1, 12], [6, 6, 6], [7], [150, 3, 1, 40]])
 def test_packed_is_unpacked(model_path: Path, lengths: list[int], attention: str) -> None:
     packed, plain = (
         AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation=name)
@@ -60,6 +60,15 @@ def test_without_flash_attention_no_such_kernel_runs(model_path: Path, attention
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiled:
         packed_logits(model, draw([8, 10]))
     assert any("flash_attention" in event.key for event in profiled.key_averages()) == flash
+
+
+@pytest.mark.parametrize(("lengths", "calls"), [([5, 9, 1, 12], 1), ([150, 150, 150], 1), ([150, 3, 1, 40], 4)])
+def test_much_padding_is_not_computed(lengths: list[int], calls: int) -> None:
+    heads, sequences = torch.zeros(sum(lengths), 4, 8), packed(lengths)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        attend(heads, heads, heads, sequences, None)
+    counts = {event.key: event.count for event in profiled.key_averages()}
+    assert counts["aten::scaled_dot_product_attention"] == calls
 
 
 def test_samples_do_not_see_each_other(model_path: Path) -> None:
