@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 
 import torch
 
@@ -97,7 +97,8 @@ class PackedSamples:
     @property
     def trained(self) -> list[int]:
         """Trained tokens of each sample."""
-        return [int(mask_T.sum().item()) for mask_T in self.loss_mask.split(self.lengths)]
+        sums = [0.0, *self.loss_mask.double().cumsum(0).tolist()]
+        return [round(sums[end] - sums[start]) for start, end in pairwise(self._offsets)]
 
     def tokens_of(self, part: range) -> slice:
         """Return where the tokens of consecutive samples are."""
@@ -381,6 +382,7 @@ def set_loss_weights(minis: Sequence[MiniBatch], batch: Batch, data: World, redu
         mini.tokens, mini.left_out = sum(per_group[group] for group in groups), without
         used = sum(bool(part) for parts in mini.plan.train for part in parts)
         for part in mini.plan.train[mini.rank]:
+            micro_tokens = sum(own[at] for at in part)
             for at in part:
                 ref = mini.samples.refs[at]
                 counts = Counts(
@@ -389,7 +391,7 @@ def set_loss_weights(minis: Sequence[MiniBatch], batch: Batch, data: World, redu
                     samples=mini.plan.samples,
                     groups=len(groups),
                     group_tokens=per_group[ref.group],
-                    micro_tokens=sum(own[other] for other in part),
+                    micro_tokens=micro_tokens,
                     micro_batches=used,
                 )
                 mini.samples.weights[at] = sample_weight(reduction, counts)
