@@ -172,6 +172,15 @@ def _megatron_size(sizes: MegatronModelConfig) -> int:
     return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
 
 
+def needs_fsdp(fsdp: FSDPConfig, ranks: int, dtype: str, *, on_gpu: bool) -> bool:
+    """Return whether FSDP2 has anything to do: to shard, to cast, or to offload.
+
+    Args:
+        dtype: that parameters are kept in.
+    """
+    return ranks > 1 or fsdp.mixed_precision.param_dtype != dtype or (fsdp.cpu_offload and on_gpu)
+
+
 def copy_ranks(size: int | None, ranks: int, on_node: int, state: float = 0.0, memory: float | None = None) -> int:
     """Return how many ranks share one copy of a model's parameters with FSDP2.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hpcrl.config import Config, TrainerConfig, trainer_ranks
-from hpcrl.config.derive import copy_ranks, gpu_count, largest_micro_batch, ref_sharding
+from hpcrl.config.derive import copy_ranks, gpu_count, largest_micro_batch, needs_fsdp, ref_sharding
 from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded
 from hpcrl.config.sections.model import FSDPConfig
 from hpcrl.errors import DataError
@@ -71,10 +71,11 @@ def _fsdp(config: Config, models: Mapping[str, Shapes]) -> Estimate:
         need = fsdp_state(shapes.weights, copy, dtype)
         if fsdp.cpu_offload and on_gpu:
             need = Need(weights=0, gradients=0, optimizer=0)
-        gathered = fsdp_gathered(
-            shapes.weights, copy, precision.param_dtype, precision.reduce_dtype, fsdp.reshard_after_forward
-        )
-        need = replace(need, gathered=gathered)
+        if needs_fsdp(fsdp, ranks, dtype, on_gpu=on_gpu):
+            gathered = fsdp_gathered(
+                shapes.weights, copy, precision.param_dtype, precision.reduce_dtype, fsdp.reshard_after_forward
+            )
+            need = replace(need, gathered=gathered)
         if role != "ref":
             kept = activations(
                 shapes.width,

@@ -221,6 +221,16 @@ def test_parameters_in_host_memory_are_not_the_devices(model_path: Path) -> None
     assert estimate(on_cpu, models).needs["policy"].resident > 0
 
 
+@pytest.mark.parametrize(("ranks", "dtype", "gathers"), [(1, "fp32", False), (1, "bf16", True), (2, "fp32", True)])
+def test_one_rank_gathers_nothing_unless_it_casts(model_path: Path, ranks: int, dtype: str, gathers: bool) -> None:
+    config = configuration(model_path, **{
+        "trainer.placement.policy_num_gpus_per_node": ranks,
+        "trainer.policy.fsdp_config.mixed_precision.param_dtype": dtype,
+    })  # fmt: skip
+    need = estimate(config, model_shapes(config.trainer, Path)).needs["policy"]
+    assert (need.gathered > 0) == gathers
+
+
 def test_a_pipeline_needs_most_where_most_lies(tmp_path: Path) -> None:
     # Qwen2.5-0.5B, which has 494,032,768 parameters
     AutoConfig.for_model(

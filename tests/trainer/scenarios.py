@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig, TrainerConfig
@@ -27,6 +26,7 @@ from hpcrl.rundir.commit import committed, read_json
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.trainer.advantages import KlRewardPenalty, estimate_advantages
 from hpcrl.trainer.backends.base import UpdateResult
+from hpcrl.trainer.backends.fsdp import sharding
 from hpcrl.trainer.backends.fsdp.engine import FsdpEngine, FsdpPolicy
 from hpcrl.trainer.batching import MicroBatchLimit, mini_batches
 from hpcrl.trainer.distributed import World, joined
@@ -78,8 +78,8 @@ class Watched(FsdpPolicy):
 
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.detach().full_tensor().clone()
+    assert tensor is not None
+    return sharding.whole(tensor.detach()).clone()
 
 
 def parameters(engine: FsdpEngine[Any]) -> dict[str, torch.Tensor]:
@@ -135,7 +135,7 @@ def variants(world: World, options: dict[str, Any]) -> None:
         if world.first:
             save_file(tensors, f"{options['out']}/{name}.safetensors")
             norm = engine._model.model.base_model.norm.weight
-            share = norm.to_local().numel() / norm.numel()
+            share = sharding.local(norm).numel() / norm.numel()
             Path(f"{options['out']}/{name}.share").write_text(json.dumps(share))
 
 

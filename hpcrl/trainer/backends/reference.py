@@ -1,10 +1,9 @@
-"""The reference follows the policy: when, and how its parameters become the policy's."""
+"""The reference follows the policy: when, and what of it."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import DataError
@@ -43,24 +42,6 @@ def require_same_shape(reference: nn.Module, policy: nn.Module) -> None:
             "trainer.algorithm.reference_reset_interval, trainer.update_ref_every_epoch or the checkpoint want; name a model of the "
             "same shape, or leave it out"
         )
-
-
-def copy_parameters(source: nn.Module, target: nn.Module) -> None:
-    """Give each parameter of `target` the value of the one of its name in `source`, whatever types and shardings they have.
-
-    All ranks call it. One whole parameter, in the type of `target`, is in memory at a time.
-    """
-    values = dict(source.named_parameters())
-    with torch.no_grad():
-        for name, parameter in target.named_parameters():
-            cast = values[name].detach().to(parameter.dtype)
-            assert isinstance(cast, DTensor)
-            assert isinstance(parameter, DTensor)
-            # every rank has the whole then: nothing needs to be sent
-            parts = distribute_tensor(
-                cast.full_tensor(), parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
-            parameter.to_local().copy_(parts.to_local())
 
 
 def forget_moments(optimizer: torch.optim.Optimizer) -> None:

@@ -149,7 +149,7 @@ def test_copies_and_frozen_parameters_are_saved_and_other_optimizer_settings_hol
     assert {name: group[name] for name in ADAM} == ADAM
     moments = [engine._optimizer.state[parameter]["exp_avg"] for parameter in group["params"]]
     assert len(moments) < len(list(engine._model.parameters())), "what is frozen has no state"
-    assert all(moment.full_tensor().abs().max() > 0 for moment in moments)
+    assert all(moment.abs().max() > 0 for moment in moments)
 
     bf16 = {"policy": {"fsdp_config": {"mixed_precision": {"master_dtype": "bf16"}}, **frozen}}
     other = scenarios.make_engine(alone, str(model_path), {"trainer": bf16})

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -29,10 +28,9 @@ from hpcrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyCon
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer, merge
 from hpcrl.trainer.backends.fsdp.model import PackedCritic, PackedModel, PackedPolicy, free_gathered, load_model
-from hpcrl.trainer.backends.fsdp.sharding import one_copy
+from hpcrl.trainer.backends.fsdp.sharding import copy_parameters, local, one_copy, whole
 from hpcrl.trainer.backends.reference import (
     REFERENCE,
-    copy_parameters,
     follows_policy,
     forget_moments,
     require_same_shape,
@@ -85,7 +83,7 @@ class FsdpEngine(Generic[Model]):
 
     def step(self) -> StepReport:
         optimizer, lr = self._optimizer_config, self._lr()
-        gradients = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
+        gradients = [local(p.grad) for p in self._model.parameters() if p.grad is not None]
         norm = self._norm(gradients)
         finite = math.isfinite(norm)
         if finite:
@@ -232,10 +230,8 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
         remaining = iter(owners)
         for name, parameter in self._model.model.named_parameters():
             # cast first: what is gathered is then no larger than what is written
-            cast = parameter.detach().to(dtype)
-            assert isinstance(cast, DTensor)
-            whole = cast.full_tensor()
-            yield self._named_on_the_hub({name: whole.cpu()}) if next(remaining) == self._world.rank else {}
+            value = whole(parameter.detach().to(dtype))
+            yield self._named_on_the_hub({name: value.cpu()}) if next(remaining) == self._world.rank else {}
         for name, buffer in self._saved_buffers():
             yield {name: buffer.cpu()} if next(remaining) == self._world.rank else {}
 
@@ -285,7 +281,3 @@ def adam_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
 def _write(states: dict[str, dict[str, Any]], directory: Path, group: dist.ProcessGroup) -> None:
     for folder, state in states.items():
         save(state, checkpoint_id=directory / folder, process_group=group)
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -9,11 +9,10 @@ from typing import TypeVar
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
-from hpcrl.trainer.backends.fsdp.sharding import shard
+from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.attention import PACKED, PADDED, PackedSequences
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig
@@ -133,7 +132,8 @@ def load_model(
         DataError: `source` is no model in Hugging Face format, or does not have what the configuration names.
     """
     precision = fsdp.mixed_precision
-    dtype = DTYPES[precision.param_dtype if trained is None else precision.master_dtype]
+    kept = precision.param_dtype if trained is None else precision.master_dtype
+    dtype = DTYPES[kept]
     attention = PACKED if forward.flash else PADDED
     stored: list[PreTrainedModel] = []
 
@@ -151,7 +151,7 @@ def load_model(
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # old and new log-probabilities of a policy must come from the same function
-    shard(model, empty, fsdp, world)
+    shard(model, empty, fsdp, kept, world)
     offloaded = fsdp.cpu_offload and world.device.type == "cuda"
     model.to_empty(device="cpu" if offloaded else world.device)
     empty.tie_weights()  # to_empty gave tied parameters a storage each
@@ -167,16 +167,13 @@ def _fill(model: PackedModel, whole: PreTrainedModel | None, types: Mapping[str,
         types: of what rank 0 has read, by name.
     """
     for name, parameter in model.model.named_parameters():
-        assert isinstance(parameter, DTensor)
         if whole is not None:
             held = whole.get_parameter(name)
             tensor, held.data = held.detach().to(world.device).contiguous(), torch.empty(0, dtype=held.dtype)
         else:
             tensor = torch.empty(parameter.shape, dtype=getattr(torch, types[name]), device=world.device)
         torch.distributed.broadcast(tensor, src=0)
-        # every rank has the whole then: nothing needs to be sent
-        parts = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(parts.to_local())
+        set_whole(parameter, tensor)
     # buffers outside the state dict (rotary frequencies) are computed at construction, which the meta device made void;
     # FSDP leaves buffers where they are, so they go to the computing device also where parameters are offloaded
     sources = dict(whole.named_buffers()) if whole is not None else {}

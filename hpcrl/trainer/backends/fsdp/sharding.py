@@ -11,28 +11,34 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from hpcrl.config.derive import copy_ranks
+from hpcrl.config.derive import copy_ranks, needs_fsdp
 from hpcrl.config.sections.model import FSDPConfig
 from hpcrl.errors import DataError, did_you_mean
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import DTYPES
 
 
-def shard(root: nn.Module, model: PreTrainedModel, fsdp: FSDPConfig, world: World) -> None:
-    """Shard `root`, which holds `model` and uses its head itself.
+def shard(root: nn.Module, model: PreTrainedModel, fsdp: FSDPConfig, dtype: str, world: World) -> None:
+    """Shard `root`, which holds `model` and uses its head itself. Where FSDP has nothing to do, parameters stay plain tensors.
+
+    Args:
+        dtype: that parameters are kept in.
 
     Raises:
         DataError: fsdp.wrap_policy names a class that the model does not have or that cannot be a unit.
     """
+    inner = units(model, fsdp.wrap_policy)
+    if not needs_fsdp(fsdp, world.size, dtype, on_gpu=world.device.type == "cuda"):
+        return
     mesh = _mesh(_copy_ranks(root, fsdp, world), world)
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[fsdp.mixed_precision.param_dtype], reduce_dtype=DTYPES[fsdp.mixed_precision.reduce_dtype]
     )
     offload = CPUOffloadPolicy() if fsdp.cpu_offload and mesh.device_type == "cuda" else OffloadPolicy()
-    for module in units(model, fsdp.wrap_policy):
+    for module in inner:
         fully_shard(
             module,
             mesh=mesh,
@@ -74,9 +80,36 @@ def _mesh(size: int, world: World) -> DeviceMesh:
 def one_copy(root: nn.Module) -> dist.ProcessGroup | None:
     """Return the ranks that together hold one copy of a sharded module; None: all ranks."""
     parameter = next(root.parameters())
-    assert isinstance(parameter, DTensor)
-    mesh = parameter.device_mesh
-    return None if mesh.ndim == 1 else mesh.get_group("shards")
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    return None if mesh is None or mesh.ndim == 1 else mesh.get_group("shards")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor that may be sharded. All ranks call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def set_whole(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a parameter that may be sharded its value, which every rank has whole."""
+    if isinstance(parameter, DTensor):  # nothing needs to be sent
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    local(parameter).copy_(local(value))
+
+
+def copy_parameters(source: nn.Module, target: nn.Module) -> None:
+    """Give each parameter of `target` the value of the one of its name in `source`, whatever types and shardings they have.
+
+    All ranks call it. One whole parameter, in the type of `target`, is in memory at a time.
+    """
+    values = dict(source.named_parameters())
+    for name, parameter in target.named_parameters():
+        set_whole(parameter, whole(values[name].detach().to(parameter.dtype)))
 
 
 def units(model: PreTrainedModel, wrap_policy: dict[str, Any]) -> list[nn.Module]:

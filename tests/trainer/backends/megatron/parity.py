@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
@@ -26,6 +25,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.backends.base import Objective, UpdateResult
 from hpcrl.trainer.backends.build import build_critic, build_policy
+from hpcrl.trainer.backends.fsdp import sharding
 from hpcrl.trainer.backends.megatron.engine import MegatronEngine
 from hpcrl.trainer.batching import MicroBatchLimit
 from hpcrl.trainer.critic import CRITIC_REDUCTION, build_critic_objective
@@ -322,4 +322,4 @@ def _exported(engine: Any, world: World, value: Callable[[Any], torch.Tensor]) -
 
 
 def _whole(tensors: dict[str, Any]) -> Values:
-    return {name: tensor.full_tensor().clone() for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    return {name: sharding.whole(tensor).clone() for name, tensor in tensors.items()}
