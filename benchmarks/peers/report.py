@@ -49,12 +49,13 @@ class Record:
 
     @property
     def later_step_s(self) -> float:
-        """Median of the steps after the first, which warms up."""
-        return median(self.step_s[1:])
+        """Median of the steps after the first, which warms up, where there are any."""
+        return median(self.step_s[1:] or self.step_s)
 
     @property
     def tokens_per_s(self) -> float:
-        return median(tokens / seconds for tokens, seconds in zip(self.tokens[1:], self.step_s[1:], strict=True))
+        rates = [tokens / seconds for tokens, seconds in zip(self.tokens, self.step_s, strict=True)]
+        return median(rates[1:] or rates)
 
 
 _FIGURES: tuple[tuple[Callable[[Record], float], str, bool], ...] = (

@@ -189,6 +189,7 @@ def main() -> None:
                 print(f"{record.tool}: {record.error or f'{record.wall_s:.1f} s'}", file=sys.stderr, flush=True)
     first = records[0]
     load = f"{min(one.load for one in records):.1f} to {max(one.load for one in records):.1f}"
+    print(f"python {join(sys.argv)}")
     print(f"{first.machine}; commit {first.commit}, {first.date} UTC; load before each run {load}\n")
     print(table(records))
     print(largest_difference(records))
