@@ -68,6 +68,7 @@ def expect_same_logprobs(path: Path, engine: FsdpPolicy, temperature: float, ato
     """Compare the engine's log-probabilities with those of transformers, sample by sample."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     batch = packed().whole()
+    batch.head_rows = torch.arange(len(batch.token_ids))
     logprobs_P = next(engine.logprobs([batch]))
     parts = zip(batch.token_ids.split(batch.lengths), logprobs_P.split(batch.lengths), strict=True)
     for ids, logprobs in parts:
