@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hpcrl.rollout.vllm.client import EngineClient
-from hpcrl.rollout.vllm.server import Server
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.data.chat import decoder, load_tokenizer
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
+from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.worker import Worker, WorkerOptions
 from hpcrl.rundir.commit import write_text
