@@ -50,6 +50,7 @@ def main(path: str) -> None:
 def serve(run: Run, config: Config, attempt: int, replica: int, status: StatusWriter, heartbeat: Heartbeat) -> None:
     """Start the engine, work with it until the run ends, and end it."""
     start_s = config.generator.inference_engine.start_timeout_seconds
+    copies = weight_copy_dir(config.generator.inference_engine)  # with the TMPDIR of the node, not this process's own
     with ExitStack() as stack:
         engine = stack.enter_context(launched(run, config, run.log(attempt, f"engine-{replica}")))
         # torch and transformers take seconds to import, while the engine starts
@@ -57,8 +58,8 @@ def serve(run: Run, config: Config, attempt: int, replica: int, status: StatusWr
         from hpcrl.rollout.worker import work
 
         options = worker_options(run, config, attempt, replica)
-        if parent := weight_copy_dir(config.generator.inference_engine):
-            options = replace(options, copies=stack.enter_context(closing(NodeCopies(parent, run, attempt))))
+        if copies:
+            options = replace(options, copies=stack.enter_context(closing(NodeCopies(copies, run, attempt))))
         engine.wait_ready(start_s, lambda: status.write("starting engine"))
         heartbeat.beat("serve")
         controller = stack.enter_context(closing(Controller(run, attempt)))
