@@ -33,17 +33,14 @@ from hpcrl.trainer.backends.schedule import is_due
 from hpcrl.trainer.controller_client import PROCESS, ControllerClient
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.load import load_learner
-from hpcrl.trainer.metrics import PhaseTimer, describe_cost, describe_times, step_line
+from hpcrl.trainer.metrics import PhaseTimer, describe_cost, describe_times
 from hpcrl.trainer.models.forward import DTYPES
-from hpcrl.trainer.network import check_all_reduce
 from hpcrl.trainer.profile import profiled
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.trainer.step import Learner
 from hpcrl.trainer.stop import StopConsensus, Stopping
-
-log = logging.getLogger("train")
 
 
 @record
@@ -56,7 +53,6 @@ def main(run_dir: str) -> None:
         joined(trainer.deterministic, gpu_count(config.slurm) > 0, config.slurm.patience) as world,
         profiled(trainer.profiler, run, attempt, world) as profile_step,
     ):
-        check_all_reduce(world)
         work(run, attempt, config, world, StopConsensus(world, STOP, heartbeat), profile_step)
         STOP.ignore()
 
@@ -110,9 +106,7 @@ def train(
                     controller.published(step)
             learner.reset_reference(step, epoch, timer)
             metrics |= checkpoints.settle() | describe_cost(batch, timer.lap(), learner.world, learner.flops)
-            controller.measured(step, metrics)  # before the commit: none may be missing
-            if learner.world.first:
-                log.info(step_line(step, total, metrics))
+            controller.trained(step, metrics)  # before the commit: none may be missing
             consensus("save")
             if is_due(save_interval, step, total):
                 with timer("save_checkpoints"):

@@ -12,7 +12,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.metrics import PhaseTimer
+from hpcrl.trainer.metrics import PhaseTimer, step_line
 from hpcrl.trainer.stop import StopConsensus, Stopping
 from hpcrl.types import Batch
 
@@ -86,6 +86,12 @@ class ControllerClient:
     def committed(self, step: int) -> None:
         if not self._consensus.stopping:  # who is to leave does not wait for an answer
             self._ask("committed", step=step)
+
+    def trained(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of a trained step, and a line of them to the log."""
+        self.measured(step, metrics)
+        if self._world.first:
+            log.info(step_line(step, self._total, metrics))
 
     def measured(self, step: int, metrics: dict[str, float]) -> None:
         if self._metrics and metrics:

@@ -17,6 +17,7 @@ from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.models.hf import policy_source
+from hpcrl.trainer.network import check_all_reduce
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.step import Learner
@@ -34,10 +35,12 @@ def load_learner(
     """Return what trains a run's batches, as it was after the checkpoint that `resume` brings the engines to.
 
     Raises:
+        DeviceError: the ranks do not reach each other as they should.
         ConfigError, RunError, CommitError: the model or the checkpoint cannot be loaded.
         Stopping: the run is to stop.
     """
     trainer = config.trainer
+    check_all_reduce(world)
     consensus("load.policy")
     policy = build_policy(trainer, temperature(config), world)
     consensus("load.critic")
