@@ -32,7 +32,12 @@ _MAX_HEADER = 100 << 20  # the format's own limit; a damaged length must not mak
 
 
 def write_group(path: Path, samples: Sequence[Sample], meta: GroupMeta) -> None:
-    """Write a group to `path`, complete or not at all; a reader never sees half a file.
+    """Write a group to `path`, complete or not at all; a reader never sees half a file. Args as in `group_bytes`."""
+    write_bytes(path, group_bytes(samples, meta))
+
+
+def group_bytes(samples: Sequence[Sample], meta: GroupMeta) -> bytes:
+    """Return the content of a group's file.
 
     Args:
         samples: the rows; every tensor of a row is [T] with the same T, and `meta.lengths` are these T in the same order.
@@ -53,7 +58,7 @@ def write_group(path: Path, samples: Sequence[Sample], meta: GroupMeta) -> None:
         tensors |= {_MASK_IDS: torch.cat([mask.token_ids for mask in masks]), _MASK_COUNTS: torch.cat(counts)}
     tensors["lengths"] = torch.tensor(lengths)
     details = [{"stop_reason": sample.stop_reason, "env_metrics": sample.env_metrics} for sample in samples]
-    write_bytes(path, save(tensors, {_META: json.dumps({"meta": meta.to_json(), "samples": details})}))
+    return save(tensors, {_META: json.dumps({"meta": meta.to_json(), "samples": details})})
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
 from hpcrl.data.chat import decoder, load_tokenizer
@@ -53,7 +54,7 @@ async def evaluate(
         nonlocal finished
         async with room:
             group = await groups.generate(item)
-        append_evaluated(dump, group, decode)
+        append_evaluated(dump, [group], decode)
         finished += 1
         on_finished(finished)
         return group.meta(_REPLICA, str(dump.relative_to(directory.path)))
@@ -68,15 +69,23 @@ async def evaluate(
         await engine.close()
 
 
-def append_evaluated(path: Path, group: Group, decode: Decode) -> None:
-    """Append a line per sample of a group; hpcrl/data/rollouts.py reads them.
+def append_evaluated(path: Path, groups: Sequence[Group], decode: Decode) -> None:
+    """Append a line per sample of some groups; hpcrl/data/rollouts.py reads them.
 
     Args:
         decode: token ids to text, special tokens included.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(
+            "".join(json.dumps(line, ensure_ascii=False) + "\n" for group in groups for line in _lines(group, decode))
+        )
+
+
+def _lines(group: Group, decode: Decode) -> list[dict[str, Any]]:
     prompt = group.work.prompt
     several = any(len(messages) > 1 for messages in group.conversations)
-    lines = [
+    return [
         {
             "prompt": prompt.messages,
             "env_class": prompt.env_class,
@@ -100,6 +109,3 @@ def append_evaluated(path: Path, group: Group, decode: Decode) -> None:
         }
         for text, messages, rows in zip(group.texts, group.conversations, group.rows, strict=True)
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

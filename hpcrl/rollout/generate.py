@@ -29,7 +29,8 @@ from hpcrl.envs.rewards.response import Scorer
 from hpcrl.envs.rewards.weighted import WeightedRewards
 from hpcrl.errors import ServiceError, UserCodeError
 from hpcrl.rollout.engines.base import Engine, Generation, engine_sampling
-from hpcrl.rollout.env_session import EnvSession, Limits
+from hpcrl.rollout.env_session import Answer, EnvSession
+from hpcrl.rollout.threads import CallThreads
 from hpcrl.rollout.transcript import HALF_A_CHARACTER, Template, Transcript, cut_at_stop
 from hpcrl.types import GroupMeta, Kind, Sample, StopReason, Work
 
@@ -175,8 +176,8 @@ class GroupGenerator:
         self._extras = common_extras(environment, config.max_turns)
         self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}
         self._rewards = {"train": _rewards(environment, "train"), "eval": _rewards(environment, "eval")}
-        stepping = asyncio.Semaphore(gym.max_env_workers) if gym.max_env_workers else None
-        self._limits = Limits(stepping, environment.timeout_seconds)
+        limits = gym.max_env_workers, environment.timeout_seconds
+        self._threads = CallThreads(*limits) if gym.max_env_workers else None
 
     async def generate(self, work: Work) -> Group:
         """Return the group. A sample whose environment raises, or takes too long, is marked: it is not trained, and counts in its
@@ -193,14 +194,16 @@ class GroupGenerator:
         if compared:
             episodes.append(_Episode(self._session(work), work.seed, {**sampling, "temperature": 0.0, "logprobs": 0}))
         try:
-            await asyncio.gather(*(self._open(episode, work) for episode in episodes))
+            await self._open(episodes, work)
             first = await self._together(episodes[:n])
-            await asyncio.gather(
-                *(self._turns(episode, said, work.kind) for episode, said in zip(episodes[:n], first, strict=True)),
-                *(self._turns(episode, None, work.kind) for episode in episodes[n:]),
-            )
+            greedy = [self._turns(episode, work.kind) for episode in episodes[n:]]
+            if first is None:
+                own = [self._turns(episode, work.kind) for episode in episodes[:n]]
+            else:
+                own = [self._only_turns(episodes[:n], first, work.kind)]
+            await asyncio.gather(*own, *greedy)
         finally:
-            await asyncio.gather(*(self._close(episode) for episode in episodes))
+            await self._close(episodes)
         said = [episode.rows() for episode in episodes[:n]]
         rows = [[apply_stop_reason(row, self._config) for row in own] for own in said]
         if work.kind == "train":
@@ -224,32 +227,44 @@ class GroupGenerator:
     def _session(self, work: Work) -> EnvSession:
         extras = {**self._extras, **work.prompt.extras}
         tokens = self._params[work.kind].max_generate_length
-        return EnvSession(work, self._rewards[work.kind], extras, tokens, self._limits)
+        return EnvSession(work, self._rewards[work.kind], extras, tokens, self._threads)
 
-    async def _open(self, episode: _Episode, work: Work) -> None:
-        messages: Messages = list(work.prompt.messages)
-        try:
-            messages = await episode.session.open()
-        except _FAILURES as error:
-            episode.failure = str(error)
-        episode.transcripts, episode.past = [Transcript(self._template.opening(messages))], list(messages)
+    async def _open(self, episodes: Sequence[_Episode], work: Work) -> None:
+        messages, prompt = list[dict[str, str]](), list[int]()
+        for episode, answer in [(episode, episode.session.open()) for episode in episodes]:
+            opened: Messages = list(work.prompt.messages)
+            try:
+                opened = await answer.result()
+            except _FAILURES as error:
+                episode.failure = str(error)
+            if opened != messages or not prompt:  # as a rule all samples begin alike
+                messages, prompt = opened, self._template.opening(opened)
+            episode.transcripts, episode.past = [Transcript(prompt)], list(opened)
 
-    async def _close(self, episode: _Episode) -> None:
-        try:
-            await episode.session.close()
-        except _FAILURES as error:
-            episode.failure = episode.failure or str(error)
+    async def _close(self, episodes: Sequence[_Episode]) -> None:
+        for episode, answer in [(episode, episode.session.close()) for episode in episodes]:
+            try:
+                if answer:
+                    await answer.result()
+            except _FAILURES as error:
+                episode.failure = episode.failure or str(error)
 
-    async def _together(self, episodes: Sequence[_Episode]) -> Sequence[Generation | None]:
+    async def _together(self, episodes: Sequence[_Episode]) -> Sequence[Generation] | None:
         """Return the first turns from one request, which ends with the longest, where no sample goes on after it."""
         prompt, first = episodes[0].transcript.token_ids, episodes[0]
         alike = all(episode.transcript.token_ids == prompt and not episode.failure for episode in episodes)
         if self._config.max_turns > 1 or not alike or self._too_long(first, prompt):
-            return [None] * len(episodes)
+            return None
         return await self._engine.generate(prompt, len(episodes), first.seed, first.sampling)
 
-    async def _turns(self, episode: _Episode, said: Generation | None, kind: Kind) -> None:
-        """Play a sample to its end, from its first generation on if there is one."""
+    async def _only_turns(self, episodes: Sequence[_Episode], said: Sequence[Generation], kind: Kind) -> None:
+        """End samples that have one turn."""
+        asked = [self._ask(episode, one, kind) for episode, one in zip(episodes, said, strict=True)]
+        for episode, one, asked_one in zip(episodes, said, asked, strict=True):
+            self._say(episode.transcript, one, await self._answer(episode, asked_one), over=True)
+
+    async def _turns(self, episode: _Episode, kind: Kind) -> None:
+        """Play a sample to its end."""
         prompt = episode.transcript.token_ids
         for turn in range(self._config.max_turns):
             if episode.failure or self._too_long(episode, prompt):
@@ -257,14 +272,13 @@ class GroupGenerator:
             if turn and self._config.step_wise_trajectories:
                 episode.transcripts.append(Transcript(prompt))
             episode.transcript.add_context(prompt[len(episode.transcript.token_ids) :])
-            if said is None:
-                (said,) = await self._engine.generate(prompt, 1, episode.seed_of(turn), episode.sampling)
-            answer = await self._answer(episode, said, kind)
+            (said,) = await self._engine.generate(prompt, 1, episode.seed_of(turn), episode.sampling)
+            answer = await self._answer(episode, self._ask(episode, said, kind))
             if answer is None or answer.done or turn + 1 == self._config.max_turns:
                 self._say(episode.transcript, said, answer, over=True)
                 return
             self._say(episode.transcript, said, answer, over=False)
-            prompt, said = self._next_prompt(episode, said, answer), None
+            prompt = self._next_prompt(episode, said, answer)
 
     def _too_long(self, episode: _Episode, prompt: Sequence[int]) -> bool:
         longest = self._config.max_input_length
@@ -281,13 +295,18 @@ class GroupGenerator:
         episode.past += [{"role": "assistant", "content": content}, *answer.observations]
         return self._template.opening(episode.past)
 
-    async def _answer(self, episode: _Episode, said: Generation, kind: Kind) -> Turn | None:
-        """Return the environment's answer; None where it failed."""
+    def _ask(self, episode: _Episode, said: Generation, kind: Kind) -> Answer[Turn]:
+        """Have the environment answer what the policy said."""
         text = self._text(said.token_ids, self._params[kind])
         episode.messages.append({"role": "assistant", "content": text})
         episode.stop_reason = said.stop_reason
+        return episode.session.step(text, len(said.token_ids))
+
+    async def _answer(self, episode: _Episode, asked: Answer[Turn]) -> Turn | None:
+        """Return the environment's answer; None where it failed."""
+        text = episode.messages[-1]["content"]
         try:
-            answer = await episode.session.step(text, len(said.token_ids))
+            answer = await asked.result()
         except _FAILURES as error:
             episode.failure = str(error)
             return None

@@ -12,26 +12,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections import defaultdict
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
 from hpcrl.data.chat import decoder, load_tokenizer
-from hpcrl.data.group_file import write_group
+from hpcrl.data.group_file import group_bytes
 from hpcrl.data.rollouts import Decode
 from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rollout.copies import NodeCopies
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
-from hpcrl.rollout.env_session import in_thread
 from hpcrl.rollout.evaluate import append_evaluated
 from hpcrl.rollout.fetch import fetch
-from hpcrl.rollout.generate import GroupGenerator
+from hpcrl.rollout.generate import Group, GroupGenerator
 from hpcrl.rollout.limiter import ConcurrencyLimiter
 from hpcrl.rollout.metrics import RolloutMetrics
+from hpcrl.rollout.threads import in_thread
+from hpcrl.rundir.commit import write_files
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
@@ -108,7 +111,9 @@ class Worker:
         self._options, self._launched, self._engine, self._generator = options, launched, engine, generator
         self._decode = decode
         self._status, self._controller = process_status, Controller(options.run, options.attempt)
-        self._flight: dict[asyncio.Task[GroupMeta], Work] = {}
+        self._flight: dict[asyncio.Task[Group], Work] = {}
+        self._finished: list[Group] = []
+        self._delivering: list[Group] = []
         self._metrics: MetricsWriter | None = None
         self._rollout_metrics = RolloutMetrics()
         self._limiter = ConcurrencyLimiter(options.capacity)
@@ -138,6 +143,7 @@ class Worker:
     async def _work(self) -> None:
         claim: asyncio.Task[dict[str, Any]] | None = None
         update: asyncio.Task[None] | None = None
+        delivery: asyncio.Task[None] | None = None
         while self._stop is None:
             free, behind = self._free(), self._newest > self._engine.version
             evaluating = any(item.kind == "eval" for item in self._flight.values())
@@ -147,12 +153,16 @@ class Worker:
             if not behind and claim is None and free > 0:
                 claim = asyncio.create_task(self._claim(free))
             news = asyncio.create_task(self._news.wait())
-            flight = [task for task in self._flight if not (self._unproven and task.done())]
-            waited = [task for task in (news, claim, update, *flight) if task is not None]
+            waited = [task for task in (news, claim, update, delivery, *self._flight) if task is not None]
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             news.cancel()
             self._news.clear()
-            await self._hand_over()
+            self._collect()
+            if delivery is not None and delivery.done():
+                delivery.result()
+                delivery = None
+            if delivery is None:
+                delivery = self._deliver()
             if update is not None and update.done():
                 update.result()
                 update = None
@@ -160,6 +170,9 @@ class Worker:
                 answer, claim = claim.result(), None
                 self._note_answer(answer)
                 self._begin([Work.from_json(item) for item in answer["work"]])
+        while delivery := delivery or self._deliver():
+            await delivery
+            delivery = None
 
     def _free(self) -> int:
         """Return how many more training groups there is room for."""
@@ -171,10 +184,15 @@ class Worker:
         return -(-samples // self._options.n_samples)
 
     async def _claim(self, capacity: int) -> dict[str, Any]:
-        holding = [item.group_id for item in self._flight.values()]
+        holding = self._holding()
         answer = await self._call("claim", version=self._engine.version, capacity=capacity, holding=holding)
         # taken from this worker while it was silent, and given to it anew: a second result would replace the first one's file
         return answer | {"work": [item for item in answer["work"] if item["group_id"] not in holding]}
+
+    def _holding(self) -> list[str]:
+        """Return the groups that are in flight, or that the controller has yet to hear of."""
+        finished = [group.work for group in (*self._finished, *self._delivering)]
+        return [item.group_id for item in (*self._flight.values(), *finished)]
 
     def _call(self, route: str, **payload: Any) -> Awaitable[dict[str, Any]]:
         return in_thread(self._controller.call, route, worker=self._options.name, **payload)
@@ -193,33 +211,50 @@ class Worker:
 
     def _begin(self, work: list[Work]) -> None:
         for item in work:
-            self._flight[asyncio.create_task(self._generate(item))] = item
+            self._flight[asyncio.create_task(self._generator.generate(item))] = item
         self._rollout_metrics.set_busy(bool(self._flight))
 
-    async def _generate(self, work: Work) -> GroupMeta:
-        group = await self._generator.generate(work)
-        self._rollout_metrics.tokens += sum(group.response_lengths)
-        run, replica = self._options.run, self._options.replica
-        if work.kind == "eval":
-            path = run.eval_dump(group.oldest_version, replica)
-            if self._options.dump_evals:
-                append_evaluated(path, group, self._decode)
-            return group.meta(replica, str(path.relative_to(run.path)))
-        path = run.samples_of(replica) / f"{work.group_id}.safetensors"
-        meta = group.meta(replica, str(path.relative_to(run.path)))
-        await in_thread(write_group, path, group.samples, meta)
-        return meta
+    def _collect(self) -> None:
+        for task in [task for task in self._flight if task.done()]:
+            del self._flight[task]
+            if not task.cancelled():
+                group = task.result()
+                self._rollout_metrics.tokens += sum(group.response_lengths)
+                self._finished.append(group)
+        self._rollout_metrics.set_busy(bool(self._flight))
+
+    def _deliver(self) -> asyncio.Task[None] | None:
+        """Begin to hand over what is finished, all of it together; None if there is nothing that may leave."""
+        if (
+            self._unproven or not self._finished
+        ):  # nothing leaves that weights may have chosen which are not the version's
+            return None
+        self._delivering, self._finished = self._finished, []
+        return asyncio.create_task(self._hand_over())
 
     async def _hand_over(self) -> None:
-        if self._unproven:  # nothing leaves that weights may have chosen which are not the version's
-            return
-        done = [task for task in self._flight if task.done()]
-        groups = [task.result().to_json() for task in done if not task.cancelled()]
-        for task in done:
-            del self._flight[task]
-        self._rollout_metrics.set_busy(bool(self._flight))
-        if groups:
-            await self._call("complete", groups=groups)
+        metas = await in_thread(self._write, self._delivering)
+        await self._call("complete", groups=[meta.to_json() for meta in metas])
+        self._delivering = []
+
+    def _write(self, groups: Sequence[Group]) -> list[GroupMeta]:
+        """Write the files of finished groups; return what the controller is told of them."""
+        run, replica = self._options.run, self._options.replica
+        contents, metas, evaluated = dict[str, bytes](), list[GroupMeta](), defaultdict[Path, list[Group]](list)
+        for group in groups:
+            if group.work.kind == "eval":
+                path = run.eval_dump(group.oldest_version, replica)
+                evaluated[path].append(group)
+            else:
+                path = run.samples_of(replica) / f"{group.work.group_id}.safetensors"
+            metas.append(group.meta(replica, str(path.relative_to(run.path))))
+            if group.work.kind == "train":
+                contents[path.name] = group_bytes(group.samples, metas[-1])
+        if contents:
+            write_files(run.samples_of(replica), contents)
+        for path, members in evaluated.items() if self._options.dump_evals else ():
+            append_evaluated(path, members, self._decode)
+        return metas
 
     async def _update(self, version: int) -> None:
         started, options = time.monotonic(), self._options
@@ -250,10 +285,9 @@ class Worker:
     async def _report(self) -> None:
         while True:
             running, version = len(self._flight), self._engine.version
-            holding = [item.group_id for item in self._flight.values()]
             state = f"generating {running} groups" if running else f"ready v{version}"
             self._status.write(state, version=version, groups=running, **self._rollout_metrics.values())
-            self._note_answer(await self._call("report", version=version, state=state, holding=holding))
+            self._note_answer(await self._call("report", version=version, state=state, holding=self._holding()))
             await asyncio.sleep(RENEW_S)
 
     async def _adapt_limit(self) -> None:

@@ -1,0 +1,219 @@
+"""Threads for what may block: code of users, the controller, the disk. None of them keeps the process from ending: an environment may hang,
+and a claim waits long at the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_QUICK_S = 0.002
+_IDLE_S = 10.0
+
+
+class TooLong(Exception):
+    """A call has taken longer than it may."""
+
+
+class Call(Generic[R]):
+    """A call that `CallThreads` make.
+
+    Attributes:
+        began: by the monotonic clock; None while it waits for its turn.
+        ended: nothing of it runs any more, or will.
+        given_up: nobody waits for its end.
+        then: called after it in its thread, where it was given up.
+        known: done when the loop has heard that it ended or was given up.
+    """
+
+    def __init__(self, function: Callable[[], R], limit_s: float) -> None:
+        self._function, self._limit_s = function, limit_s
+        self._value: R
+        self._error: BaseException | None = None
+        self.began: float | None = None
+        self.ended = self.given_up = False
+        self.then: Callable[[], object] | None = None
+        self.known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def run(self) -> None:
+        try:
+            self._value = self._function()
+        except StopIteration as error:  # no coroutine can raise it
+            self._error = RuntimeError(f"StopIteration {error}".strip())
+        except BaseException as error:  # noqa: BLE001  it is raised again by whoever awaits
+            self._error = error
+
+    async def result(self) -> R:
+        """Return what the function returns, or raise what it raises.
+
+        Raises:
+            TooLong: it takes longer than it may.
+        """
+        await self.known
+        if self.given_up:
+            raise TooLong(f"{self._limit_s:g} s")
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class CallThreads:
+    """Makes calls in a bounded number of threads that are used again, each call within a time limit.
+
+    As long as calls are quick, one thread makes them all; where calls wait, others join it.
+
+    Args:
+        most: calls that run at the same time at most, those that were given up not counted.
+        seconds: of each call, the wait for its turn not counted; 0: any time.
+    """
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self._most, self._seconds = most, seconds
+        self._lock = threading.Lock()
+        self._waiting, self._running, self._ended = deque[Call[Any]](), set[Call[Any]](), list[Call[Any]]()
+        self._at_work = self._idle = 0  # threads, those that were given up not counted
+        self._wake = SimpleQueue[None]()
+        self._helping: asyncio.TimerHandle | None = None
+        self._watching: asyncio.TimerHandle | None = None
+
+    def call(self, function: Callable[[], R]) -> Call[R]:
+        """Have `function` called as soon as there is a thread for it."""
+        call, loop = Call(function, self._seconds), asyncio.get_running_loop()
+        with self._lock:
+            self._waiting.append(call)
+            if not self._at_work:
+                self._join(loop)
+        if self._helping is None:
+            self._helping = loop.call_later(_QUICK_S, self._help, loop)
+        if self._watching is None and self._seconds:
+            self._watching = loop.call_later(self._seconds, self._watch, loop)
+        return call
+
+    def give_up(self, call: Call[Any], then: Callable[[], object]) -> bool:
+        """Do without a call: it is not made if it has not begun. Return whether it runs.
+
+        Args:
+            then: called once it has ended, if it runs.
+        """
+        with self._lock:
+            if call.began is None and not call.ended:
+                self._waiting.remove(call)
+                call.ended = True
+            if call.ended:
+                return False
+            call.then = then
+            self._release(call)
+            return True
+
+    def _release(self, call: Call[Any]) -> None:
+        """Give up a call that runs, and its thread. The lock is held."""
+        if not call.given_up:
+            call.given_up = True
+            self._running.discard(call)
+            self._at_work -= 1
+            if self._waiting:
+                self._join(asyncio.get_running_loop())
+
+    def _join(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have one more thread at work. The lock is held."""
+        self._at_work += 1
+        if self._idle:
+            self._idle -= 1
+            self._wake.put(None)
+        else:
+            threading.Thread(target=self._work, args=(loop,), daemon=True).start()
+
+    def _help(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            for _ in range(min(self._at_work, self._most - self._at_work, len(self._waiting))):
+                self._join(loop)
+            self._helping = loop.call_later(_QUICK_S, self._help, loop) if self._waiting else None
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        oldest = now = time.monotonic()
+        with self._lock:
+            for call in list(self._running):
+                assert call.began is not None
+                if now - call.began < self._seconds:
+                    oldest = min(oldest, call.began)
+                    continue
+                self._release(call)
+                if not call.known.done():
+                    call.known.set_result(None)
+            busy = self._running or self._waiting
+        self._watching = loop.call_later(oldest + self._seconds - now, self._watch, loop) if busy else None
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        while True:
+            while (call := self._next()) is not None:
+                call.run()
+                if not self._end(call, loop):
+                    return
+            try:
+                self._wake.get(timeout=_IDLE_S)
+            except Empty:
+                with self._lock:
+                    if self._wake.empty():
+                        self._idle -= 1
+                        return
+
+    def _next(self) -> Call[Any] | None:
+        with self._lock:
+            if not self._waiting:
+                self._at_work -= 1
+                self._idle += 1
+                return None
+            call = self._waiting.popleft()
+            call.began = time.monotonic()
+            self._running.add(call)
+            return call
+
+    def _end(self, call: Call[Any], loop: asyncio.AbstractEventLoop) -> bool:
+        """Note that a call has ended; return whether its thread goes on."""
+        with self._lock:
+            call.ended = True
+            first = not self._ended
+            if not call.given_up:
+                self._running.remove(call)
+                self._ended.append(call)
+        if call.given_up:
+            if call.then is not None:
+                call.then()
+            return False
+        if first:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._tell)
+        return True
+
+    def _tell(self) -> None:
+        with self._lock:
+            ended, self._ended = self._ended, []
+        for call in ended:
+            if not call.known.done():
+                call.known.set_result(None)
+
+
+async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Return what `function` returns, run in a thread of its own."""
+    future: Future[R] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001  it is raised again by whoever awaits
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(future)

@@ -1,0 +1,151 @@
+"""Calls in threads that are used again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from hpcrl.rollout.threads import Call, CallThreads, TooLong
+
+SLOW_S = 0.1
+
+
+def play(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    return asyncio.run(main())
+
+
+async def results(calls: list[Call[Any]]) -> list[Any]:
+    return [await call.result() for call in calls]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_quick_calls_start_no_thread_each() -> None:
+    used = list[threading.Thread]()
+
+    async def main() -> list[int]:
+        threads = CallThreads(32, 300.0)
+
+        def call(number: int) -> int:
+            if threading.current_thread() not in used:
+                used.append(threading.current_thread())
+            return number
+
+        for _ in range(20):
+            assert await results([threads.call(lambda n=n: call(n)) for n in range(100)]) == list(range(100))
+        return []
+
+    play(main)
+    assert len(used) <= 32
+    assert threading.main_thread() not in used
+    assert all(thread.daemon for thread in used)
+
+
+@pytest.mark.parametrize("most", [1, 3, 32])
+def test_slow_calls_run_at_the_same_time(most: int) -> None:
+    running, seen = list[int](), list[int]()
+
+    def call() -> None:
+        running.append(1)
+        seen.append(len(running))
+        time.sleep(SLOW_S)
+        running.pop()
+
+    async def main() -> None:
+        threads = CallThreads(most, 300.0)
+        await results([threads.call(call) for _ in range(8)])
+
+    play(main)
+    assert max(seen) == min(most, 8)
+
+
+def test_errors_are_raised_where_they_are_awaited() -> None:
+    def ends() -> None:
+        raise StopIteration
+
+    async def main() -> None:
+        threads = CallThreads(2, 300.0)
+        bad, odd, good = threads.call(lambda: 1 // 0), threads.call(ends), threads.call(lambda: 7)
+        assert await good.result() == 7
+        with pytest.raises(ZeroDivisionError):
+            await bad.result()
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await odd.result()
+
+    play(main)
+
+
+def test_a_call_that_takes_too_long_gives_its_place_to_others() -> None:
+    go, after = threading.Event(), list[str]()
+
+    async def main() -> None:
+        threads = CallThreads(1, 0.2)
+        stuck = threads.call(lambda: go.wait(20))
+        waiting = [threads.call(lambda: "made") for _ in range(3)]
+        with pytest.raises(TooLong, match=r"^0.2 s$"):
+            await stuck.result()
+        assert await results(waiting) == ["made"] * 3
+        again = threads.call(lambda: go.wait(20))
+        with pytest.raises(TooLong):
+            await again.result()
+        assert threads.give_up(stuck, lambda: after.append("closed"))
+        assert after == []
+
+    play(main)
+    go.set()
+    wait_until(lambda: after == ["closed"])
+
+
+def test_the_wait_for_a_turn_does_not_count() -> None:
+    async def main() -> None:
+        threads = CallThreads(1, 0.3)
+        await results([threads.call(lambda: time.sleep(SLOW_S)) for _ in range(6)])
+
+    play(main)
+
+
+def test_calls_that_nobody_wants_any_more() -> None:
+    """One that has not begun is not made; one that runs gives its place to others."""
+    go, begun, made = threading.Event(), threading.Event(), list[str]()
+
+    def block() -> None:
+        begun.set()
+        go.wait(20)
+
+    async def main() -> None:
+        threads = CallThreads(1, 0.0)
+        runs, never = threads.call(block), threads.call(lambda: made.append("never"))
+        await asyncio.to_thread(begun.wait, 20)
+        assert not threads.give_up(never, lambda: made.append("after never"))
+        assert threads.give_up(runs, lambda: made.append("after"))
+        assert await threads.call(lambda: "another").result() == "another"
+        go.set()
+        await asyncio.to_thread(wait_until, lambda: made == ["after"])
+        assert not threads.give_up(runs, lambda: made.append("twice"))
+
+    play(main)
+    assert made == ["after"]
+
+
+def test_threads_end_when_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcrl.rollout.threads._IDLE_S", 0.1)
+    used = list[threading.Thread]()
+
+    async def main() -> None:
+        threads = CallThreads(4, 300.0)
+        await threads.call(lambda: used.append(threading.current_thread())).result()
+        await asyncio.to_thread(wait_until, lambda: not used[0].is_alive())
+        await threads.call(lambda: used.append(threading.current_thread())).result()
+
+    play(main)
+    assert used[0] is not used[1]
