@@ -105,13 +105,16 @@ class Instant(Engine, Launched):
 
 
 def be_worker(run: Run) -> None:
+    from hpcrl.data.chat import load_tokenizer, without_torch
     from hpcrl.rollout.worker import work
 
     job = runpy.run_path(str(ROOT / "jobs" / "rollout.py"))
     config = Config.from_toml([run.config])
-    options, model = job["worker_options"](run, config, 1, 0), config.trainer.policy.model.path
+    options = job["worker_options"](run, config, 1, 0)
+    with without_torch():
+        tokenizer = load_tokenizer(config.trainer.policy.model.path, config.generator.chat_template)
     status = StatusWriter(run, WORKER, 1)
-    asyncio.run(work(options, Instant(), model, config.generator, config.environment, status))
+    asyncio.run(work(options, Instant(), tokenizer, config.generator, config.environment, status))
 
 
 def be_controller(run: Run) -> None:

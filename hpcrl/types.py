@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 if TYPE_CHECKING:
     import torch
+
+Array = TypeVar("Array")
+"""numpy.ndarray in rollout workers and where samples are shown, neither of which needs torch; torch.Tensor in the trainer."""
 
 Kind = Literal["train", "eval"]
 StopReason = Literal["stop", "length", "abort", "failed"]
@@ -41,7 +44,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class SamplingMask:
+class SamplingMask(Generic[Array]):
     """The tokens that each token of a row was sampled among, where sampling leaves tokens out (top_k, top_p, min_p, ...).
 
     Attributes:
@@ -49,12 +52,12 @@ class SamplingMask:
         counts: [T] int32, how many of them belong to a place; 0: the whole vocabulary.
     """
 
-    token_ids: torch.Tensor
-    counts: torch.Tensor
+    token_ids: Array
+    counts: Array
 
 
 @dataclass
-class Sample:
+class Sample(Generic[Array]):
     """One response to a prompt, with all its turns; with generator.step_wise_trajectories, one of these turns and all before it.
 
     Attributes:
@@ -68,14 +71,14 @@ class Sample:
         sampling_mask: None where the policy chose among the whole vocabulary throughout.
     """
 
-    token_ids: torch.Tensor
-    loss_mask: torch.Tensor
-    rollout_logprobs: torch.Tensor
-    versions: torch.Tensor
-    rewards: torch.Tensor
+    token_ids: Array
+    loss_mask: Array
+    rollout_logprobs: Array
+    versions: Array
+    rewards: Array
     stop_reason: StopReason
     env_metrics: dict[str, float] = field(default_factory=dict)
-    sampling_mask: SamplingMask | None = None
+    sampling_mask: SamplingMask[Array] | None = None
 
 
 @dataclass(frozen=True)

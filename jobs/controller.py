@@ -7,6 +7,7 @@ ends       when the last step is trained and evaluated and every worker knows; u
 """
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -41,6 +42,7 @@ def main(path: str) -> None:
     train, validation = load(config, status)
     heartbeat.beat("serve")
     service = Service(run, attempt, schedule(config, len(train)), train, validation)
+    gc.freeze()  # the prompts stay, and to look through them for garbage takes long
     asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds)))
 
 

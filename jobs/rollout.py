@@ -13,12 +13,12 @@ import asyncio
 import os
 import signal
 import sys
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpcrl.config import Config
-from hpcrl.config.derive import max_input_length, needs_baselines, surplus_groups
+from hpcrl.config.derive import max_input_length, names_own_code, needs_baselines, surplus_groups
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.layout import Run
@@ -53,19 +53,23 @@ def serve(run: Run, config: Config, attempt: int, replica: int, status: StatusWr
     copies = weight_copy_dir(config.generator.inference_engine)  # with the TMPDIR of the node, not this process's own
     with ExitStack() as stack:
         engine = stack.enter_context(launched(run, config, run.log(attempt, f"engine-{replica}")))
-        # torch and transformers take seconds to import, while the engine starts
+        # what follows takes seconds to import, while the engine starts
+        from hpcrl.data.chat import load_tokenizer, without_torch
         from hpcrl.rollout.copies import NodeCopies
         from hpcrl.rollout.worker import work
 
         options = worker_options(run, config, attempt, replica)
         if copies:
             options = replace(options, copies=stack.enter_context(closing(NodeCopies(copies, run, attempt))))
+        # code of the user's may use models of transformers, which need torch; nothing else here does
+        with nullcontext() if names_own_code(config) else without_torch():
+            tokenizer = load_tokenizer(config.trainer.policy.model.path, config.generator.chat_template)
         engine.wait_ready(start_s, lambda: status.write("starting engine"))
         heartbeat.beat("serve")
         controller = stack.enter_context(closing(Controller(run, attempt)))
         stack.callback(controller.leave, options.name)
         generator = replace(config.generator, max_input_length=max_input_length(config.generator, config.trainer))
-        asyncio.run(work(options, engine, config.trainer.policy.model.path, generator, config.environment, status))
+        asyncio.run(work(options, engine, tokenizer, generator, config.environment, status))
 
 
 def worker_options(run: Run, config: Config, attempt: int, replica: int) -> WorkerOptions:

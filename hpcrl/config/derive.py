@@ -40,6 +40,13 @@ def uses_reward_service(environment: EnvironmentConfig, kind: Literal["train", "
     return environment.remote_reward.enable and not reward_weights(environment, kind)
 
 
+def names_own_code(config: ConfigTree) -> bool:
+    """Return whether the configuration names code of the user's, or where it is; rows may name some too."""
+    environment = config.environment
+    names = [environment.env_class or "", *environment.reward_function, *environment.eval_reward_function]
+    return bool(config.config_class or config.python_path) or any(":" in name for name in names)
+
+
 def mask_size(params: SamplingParams) -> int:
     """Return how many tokens each token is sampled among at most, where sampling leaves tokens out; 0: it leaves none out."""
     return max(0, params.top_k)

@@ -2,8 +2,7 @@
 
 One safetensors file per group: the tensors of all rows laid end to end, their sampling masks where they have any, their lengths, and
 the GroupMeta as JSON in the header, which says how many rows each sample has: one, or with generator.step_wise_trajectories one for
-each of its turns. The controller needs only the header, people look at samples on login nodes: only `write_group` and `read_group`
-need torch.
+each of its turns. The controller needs only the header; only what gives tensors needs torch, and the controller not even numpy.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from io import BufferedReader
 from itertools import accumulate
 from pathlib import Path
@@ -23,6 +21,7 @@ from hpcrl.types import GroupMeta, Sample, SamplingMask
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
 _DTYPES = {"I64": "<i8", "I32": "<i4", "F32": "<f4"}  # of the format -> of numpy
 _TENSORS = ("token_ids", "loss_mask", "rollout_logprobs", "versions", "rewards")
@@ -40,44 +39,31 @@ def group_bytes(samples: Sequence[Sample], meta: GroupMeta) -> bytes:
     """Return the content of a group's file.
 
     Args:
-        samples: the rows; every tensor of a row is [T] with the same T, and `meta.lengths` are these T in the same order.
+        samples: the rows; every array of a row is [T] with the same T, and `meta.lengths` are these T in the same order.
     """
-    import torch
-    from safetensors.torch import save
+    import numpy as np
+    from safetensors.numpy import save
 
     lengths = [len(sample.token_ids) for sample in samples]
     assert lengths == meta.lengths, f"group {meta.group_id}: lengths {lengths} are not those of its meta {meta.lengths}"
     assert len(samples) == len(meta.owners), f"group {meta.group_id}: {len(samples)} rows, expected {len(meta.owners)}"
-    tensors = {name: torch.cat([getattr(sample, name) for sample in samples]) for name in _TENSORS}
-    assert all(len(tensor) == sum(lengths) for tensor in tensors.values()), f"group {meta.group_id}: ragged samples"
+    arrays = {name: np.concatenate([getattr(sample, name) for sample in samples]) for name in _TENSORS}
+    assert all(len(array) == sum(lengths) for array in arrays.values()), f"group {meta.group_id}: ragged samples"
     if masks := [sample.sampling_mask for sample in samples if sample.sampling_mask is not None]:
         counts = [
-            torch.zeros(length, dtype=torch.int32) if sample.sampling_mask is None else sample.sampling_mask.counts
+            np.zeros(length, np.int32) if sample.sampling_mask is None else sample.sampling_mask.counts
             for sample, length in zip(samples, lengths, strict=True)
         ]
-        tensors |= {_MASK_IDS: torch.cat([mask.token_ids for mask in masks]), _MASK_COUNTS: torch.cat(counts)}
-    tensors["lengths"] = torch.tensor(lengths)
+        arrays |= {_MASK_IDS: np.concatenate([mask.token_ids for mask in masks]), _MASK_COUNTS: np.concatenate(counts)}
+    arrays["lengths"] = np.array(lengths)
     details = [{"stop_reason": sample.stop_reason, "env_metrics": sample.env_metrics} for sample in samples]
-    return save(tensors, {_META: json.dumps({"meta": meta.to_json(), "samples": details})})
+    return save(arrays, {_META: json.dumps({"meta": meta.to_json(), "samples": details})})
 
 
-@dataclass(frozen=True)
-class Arrays:
-    """A row as it lies in its file.
-
-    Attributes:
-        columns: name of each tensor of `Sample` -> its values [T].
-        sampling_mask: token ids and counts of its SamplingMask; None where it has none.
-    """
-
-    columns: dict[str, np.ndarray]
-    stop_reason: Any
-    env_metrics: dict[str, float]
-    sampling_mask: tuple[np.ndarray, np.ndarray] | None = None
-
-
-def read_group(path: Path, indices: Sequence[int] | None = None, expected: Sequence[int] | None = None) -> list[Sample]:
-    """Return the rows of the group at `path`, all of them or those at `indices`, in that order.
+def read_group(
+    path: Path, indices: Sequence[int] | None = None, expected: Sequence[int] | None = None
+) -> list[Sample[torch.Tensor]]:
+    """Return the rows of the group at `path` as tensors, all of them or those at `indices`, in that order.
 
     Args:
         expected: tokens of each row of the group; None: whatever the file has.
@@ -85,22 +71,29 @@ def read_group(path: Path, indices: Sequence[int] | None = None, expected: Seque
     Raises:
         DataError: the file is missing or damaged, or its rows do not have the expected lengths.
     """
+    return [as_tensors(row) for row in read_arrays(path, expected, indices)]
+
+
+def as_tensors(row: Sample[np.ndarray]) -> Sample[torch.Tensor]:
+    """Return a row as torch has it; the memory is the same."""
+    import numpy as np
     import torch
 
-    return [
-        Sample(
-            **{name: torch.from_numpy(values) for name, values in row.columns.items()},
-            stop_reason=row.stop_reason,
-            env_metrics=row.env_metrics,
-            sampling_mask=SamplingMask(*map(torch.from_numpy, row.sampling_mask)) if row.sampling_mask else None,
-        )
-        for row in read_arrays(path, expected, indices)
-    ]
+    def tensors(arrays: Sample[np.ndarray] | SamplingMask[np.ndarray]) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(value) for name, value in vars(arrays).items() if isinstance(value, np.ndarray)}
+
+    mask = row.sampling_mask
+    return Sample(
+        **tensors(row),
+        stop_reason=row.stop_reason,
+        env_metrics=row.env_metrics,
+        sampling_mask=None if mask is None else SamplingMask(**tensors(mask)),
+    )
 
 
 def read_arrays(
     path: Path, expected: Sequence[int] | None = None, indices: Sequence[int] | None = None
-) -> list[Arrays]:
+) -> list[Sample[np.ndarray]]:
     """Return rows of the group at `path`, without torch, and read no more of the file; args and errors as in `read_group`."""
     _, details = _header(path)
     with path.open("rb") as file:
@@ -114,11 +107,11 @@ def read_arrays(
             raise _damaged(path, f"samples of {lengths} tokens where {list(expected)} are expected")
         ends = list(accumulate(lengths))
         return [
-            Arrays(
-                {name: columns.read(name, ends[at] - lengths[at], ends[at]) for name in _TENSORS},
-                details[at]["stop_reason"],
-                details[at]["env_metrics"],
-                columns.sampling_mask(ends[at] - lengths[at], ends[at]),
+            Sample(
+                **{name: columns.read(name, ends[at] - lengths[at], ends[at]) for name in _TENSORS},
+                stop_reason=details[at]["stop_reason"],
+                env_metrics=details[at]["env_metrics"],
+                sampling_mask=columns.sampling_mask(ends[at] - lengths[at], ends[at]),
             )
             for at in (range(len(details)) if indices is None else indices)
         ]
@@ -151,13 +144,14 @@ class _Columns:
             raise _damaged(self._path, f"{name} ends after {len(content)} of {wanted} bytes")
         return np.frombuffer(bytearray(content), dtype)
 
-    def sampling_mask(self, start: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return token ids and counts of the places `start` to `end`; None where there are none."""
+    def sampling_mask(self, start: int, end: int) -> SamplingMask[np.ndarray] | None:
+        """Return that of the places `start` to `end`; None where there are none."""
         if _MASK_COUNTS not in self._header:
             return None
         counts = self.read(_MASK_COUNTS, 0, end)
         first, size = int(counts[:start].sum()), int(counts[start:].sum())
-        return (self.read(_MASK_IDS, first, first + size), counts[start:].copy()) if size else None
+        ids = self.read(_MASK_IDS, first, first + size)
+        return SamplingMask(ids, counts[start:].copy()) if size else None
 
     def _place(self, name: str) -> tuple[int, int, np.dtype[Any]]:
         import numpy as np

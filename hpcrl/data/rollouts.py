@@ -13,11 +13,11 @@ from typing import Literal
 
 import numpy as np
 
-from hpcrl.data.group_file import Arrays, read_arrays
+from hpcrl.data.group_file import read_arrays
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run, step_of, version_of
-from hpcrl.types import Batch, GroupMeta
+from hpcrl.types import Batch, GroupMeta, Sample
 
 Decode = Callable[[list[int]], str]
 Order = Literal["best", "worst", "random"]
@@ -129,16 +129,16 @@ def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Dec
     Raises:
         DataError: a file is damaged, or was removed meanwhile.
     """
-    groups: dict[str, list[Arrays]] = {}
+    groups: dict[str, list[Sample[np.ndarray]]] = {}
     for group, _ in samples:
         if group.path not in groups:
             groups[group.path] = read_arrays(run.inside(group.path), group.lengths)
     return [_rollout(group, at, groups[group.path], decode) for group, at in samples]
 
 
-def _rollout(group: GroupMeta, at: int, of_group: Sequence[Arrays], decode: Decode) -> Rollout:
+def _rollout(group: GroupMeta, at: int, of_group: Sequence[Sample[np.ndarray]], decode: Decode) -> Rollout:
     rows = [row for row, owner in zip(of_group, group.owners, strict=True) if owner == at]
-    versions = np.concatenate([row.columns["versions"] for row in rows])
+    versions = np.concatenate([row.versions for row in rows])
     chosen = versions[versions >= 0]
     raw = group.raw_rewards[at] if group.raw_rewards else group.rewards[at]
     return Rollout(
@@ -147,27 +147,19 @@ def _rollout(group: GroupMeta, at: int, of_group: Sequence[Arrays], decode: Deco
         data_source=group.data_source,
         reward=group.rewards[at],
         stop_reason=str(rows[-1].stop_reason),
-        parts=[part for row in rows for part in _segments(row.columns, decode)],
+        parts=[part for row in rows for part in segments_of(row, decode)],
         raw_reward=raw if raw != group.rewards[at] else None,
         versions=(int(chosen.min()), int(chosen.max())) if len(chosen) else None,
         env_metrics=rows[-1].env_metrics,
     )
 
 
-def _segments(columns: dict[str, np.ndarray], decode: Decode) -> list[Segment]:
-    return segments_of(columns["token_ids"], columns["versions"], columns["loss_mask"], columns["rewards"], decode)
-
-
-def segments_of(
-    token_ids: np.ndarray, versions: np.ndarray, loss_mask: np.ndarray, rewards: np.ndarray, decode: Decode
-) -> list[Segment]:
+def segments_of(sample: Sample[np.ndarray], decode: Decode) -> list[Segment]:
     """Return what each side said, in order.
 
     A reward at or after the tokens of a turn, and before the next turn, is what that turn earned.
-
-    Args:
-        token_ids, versions, loss_mask, rewards: [T], as in `Sample`.
     """
+    token_ids, loss_mask, versions, rewards = sample.token_ids, sample.loss_mask, sample.versions, sample.rewards
     by_policy = versions >= 0
     bounds = [0, *(np.flatnonzero(np.diff(by_policy)) + 1).tolist(), len(token_ids)]
     parts: list[Segment] = []

@@ -18,21 +18,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.errors import CommitError
 from hpcrl.faults import fault
 from hpcrl.rundir.commit import verify
 
+if TYPE_CHECKING:  # a worker whose engine is another process reads manifests only
+    import torch
+
 SUFFIX = ".safetensors"
 _NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.int64": "I64",
+    "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8", "torch.bool": "BOOL",
+    "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2",
 }  # fmt: skip
-_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+_TYPES = {name: dtype.removeprefix("torch.") for dtype, name in _NAMES.items()}
 _AHEAD = 4  # tensors, or files, that are read at the same time
 _PART = 8 << 20
 _MOST_NAMED = 8
@@ -115,7 +116,7 @@ class WeightFile:
         for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
             self._places[name] = at
             offsets = [at, at + tensor.nbytes]
-            header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+            header[name] = {"dtype": _NAMES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": offsets}
             at += tensor.nbytes
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
@@ -125,6 +126,8 @@ class WeightFile:
 
     def write(self, name: str, tensor: torch.Tensor) -> str:
         """Write a CPU tensor to its place; return its digest."""
+        import torch
+
         assert self._file is not None, "it is closed"
         expected = self._tensors.pop(name)
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape), (name, tensor.dtype, tensor.shape)
@@ -188,7 +191,7 @@ class WeightReader:
         """
         names = iter(self._names)
         with ThreadPoolExecutor(_AHEAD, "weights") as pool:
-            begun = deque[Future[tuple[str, torch.Tensor, str]]]()
+            begun: deque[Future[tuple[str, torch.Tensor, str]]] = deque()
             begun.extend(pool.submit(self._read, name) for name in islice(names, _AHEAD))
             while begun:
                 found = begun.popleft().result()
@@ -196,11 +199,13 @@ class WeightReader:
                 yield found
 
     def _read(self, name: str) -> tuple[str, torch.Tensor, str]:
+        import torch
+
         file, entry, start = self._places[name]
         begin, end = entry["data_offsets"]
         data = _read_at(file, end - begin, start + begin)
         tensor = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
-        return name, tensor.view(_TYPES[entry["dtype"]]).view(entry["shape"]), _digest(memoryview(data))
+        return name, tensor.view(getattr(torch, _TYPES[entry["dtype"]])).view(entry["shape"]), _digest(memoryview(data))
 
     def close(self) -> None:
         for file in self._files:

@@ -95,17 +95,7 @@ def _lines(group: Group, decode: Decode) -> list[dict[str, Any]]:
             "stop_reason": rows[-1].stop_reason,
             "env_metrics": rows[-1].env_metrics,
             "group_id": group.work.group_id,
-            "parts": [
-                asdict(part)
-                for sample in rows
-                for part in segments_of(
-                    sample.token_ids.numpy(),
-                    sample.versions.numpy(),
-                    sample.loss_mask.numpy(),
-                    sample.rewards.numpy(),
-                    decode,
-                )
-            ],
+            "parts": [asdict(part) for sample in rows for part in segments_of(sample, decode)],
         }
         for text, messages, rows in zip(group.texts, group.conversations, group.rows, strict=True)
     ]

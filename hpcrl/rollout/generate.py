@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
 from hpcrl.config.derive import reward_weights, uses_reward_service
@@ -37,6 +37,7 @@ from hpcrl.types import GroupMeta, Kind, Sample, StopReason, Work
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Row = Sample[np.ndarray]
 _FAILURES = (UserCodeError, ServiceError)  # of one sample; any other error would come again with the next
 
 
@@ -56,7 +57,7 @@ class Group:
 
     work: Work
     version: int
-    rows: list[list[Sample]]
+    rows: list[list[Row]]
     conversations: list[Messages]
     raw_rewards: list[float]
     failures: list[str]
@@ -64,7 +65,7 @@ class Group:
     baseline: float | None = None
 
     @property
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[Row]:
         """All rows, as they lie in the group's file."""
         return [row for rows in self.rows for row in rows]
 
@@ -76,7 +77,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        chosen = torch.cat([_chosen(sample) for sample in self.samples])
+        chosen = np.concatenate([_chosen(sample) for sample in self.samples])
         return int(chosen.min()) if len(chosen) else self.version
 
     @property
@@ -110,12 +111,12 @@ class Group:
         )
 
 
-def sample_reward(rows: Sequence[Sample]) -> float:
+def sample_reward(rows: Sequence[Row]) -> float:
     """Return the reward of a sample: the outcome, which its last row has."""
     return float(rows[-1].rewards.sum())
 
 
-def _chosen(sample: Sample) -> torch.Tensor:
+def _chosen(sample: Row) -> np.ndarray:
     return sample.versions[sample.versions >= 0]
 
 
@@ -148,7 +149,7 @@ class _Episode:
     def transcript(self) -> Transcript:
         return self.transcripts[-1]
 
-    def rows(self) -> list[Sample]:
+    def rows(self) -> list[Row]:
         reason: StopReason = "failed" if self.failure else self.stop_reason
         return [transcript.sample(reason, self.metrics) for transcript in self.transcripts]
 
@@ -219,7 +220,7 @@ class GroupGenerator:
             baseline=self._baseline(episodes[n], rows) if compared else None,
         )
 
-    def _baseline(self, greedy: _Episode, samples: Sequence[Sequence[Sample]]) -> float:
+    def _baseline(self, greedy: _Episode, samples: Sequence[Sequence[Row]]) -> float:
         if greedy.failure:
             return fmean(sample_reward(rows) for rows in samples)
         return sample_reward([apply_stop_reason(row, self._config) for row in greedy.rows()])
@@ -365,25 +366,25 @@ def _rewards(environment: EnvironmentConfig, kind: Kind) -> Scorer | None:
     return WeightedRewards(setting, weights, environment) if weights else None
 
 
-def apply_stop_reason(sample: Sample, config: GeneratorConfig) -> Sample:
+def apply_stop_reason(sample: Row, config: GeneratorConfig) -> Row:
     """Return the sample with what becomes of one that did not end by itself, or whose environment failed."""
     failed = sample.stop_reason == "failed"
     if sample.stop_reason == "stop":
         return sample
     if failed or config.zero_reward_on_non_stop:
-        sample = replace(sample, rewards=torch.zeros_like(sample.rewards))
+        sample = replace(sample, rewards=np.zeros_like(sample.rewards))
     if failed or config.apply_overlong_filtering:
-        sample = replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+        sample = replace(sample, loss_mask=np.zeros_like(sample.loss_mask))
     return sample
 
 
-def neutralize_failed(samples: Sequence[list[Sample]]) -> list[list[Sample]]:
+def neutralize_failed(samples: Sequence[list[Row]]) -> list[list[Row]]:
     """Return the samples of a group, each as its rows, with the failed ones given the mean reward of the others, so that they move no baseline."""
     rewards = [sample_reward(rows) for rows in samples if rows[-1].stop_reason != "failed"]
     mean = fmean(rewards) if rewards else 0.0
 
-    def neutral(rows: list[Sample]) -> list[Sample]:
-        rewards_T = torch.zeros_like(rows[-1].rewards)
+    def neutral(rows: list[Row]) -> list[Row]:
+        rewards_T = np.zeros_like(rows[-1].rewards)
         rewards_T[-1] = mean
         return [*rows[:-1], replace(rows[-1], rewards=rewards_T)]
 

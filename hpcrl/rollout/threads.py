@@ -158,13 +158,20 @@ class CallThreads:
                 call.run()
                 if not self._end(call, loop):
                     return
-            try:
-                self._wake.get(timeout=_IDLE_S)
-            except Empty:
-                with self._lock:
-                    if self._wake.empty():
-                        self._idle -= 1
-                        return
+            if not self._woken():
+                return
+
+    def _woken(self) -> bool:
+        """Wait for calls; return whether there are any, else the thread is no longer counted."""
+        with suppress(Empty):
+            self._wake.get(timeout=_IDLE_S)
+            return True
+        with self._lock:
+            with suppress(Empty):  # woken at the last moment
+                self._wake.get_nowait()
+                return True
+            self._idle -= 1
+            return False
 
     def _next(self) -> Call[Any] | None:
         with self._lock:

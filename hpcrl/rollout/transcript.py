@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
+import numpy as np
 
 from hpcrl.data.chat import prompt_ids
 from hpcrl.envs.base import Messages
@@ -120,26 +120,26 @@ class Transcript:
         at = len(self.token_ids) - 1
         self._rewards[at] = self._rewards.get(at, 0.0) + reward
 
-    def sample(self, stop_reason: StopReason, env_metrics: dict[str, float]) -> Sample:
-        rewards_T = torch.zeros(len(self.token_ids))
+    def sample(self, stop_reason: StopReason, env_metrics: dict[str, float]) -> Sample[np.ndarray]:
+        rewards_T = np.zeros(len(self.token_ids), np.float32)
         for at, reward in self._rewards.items():
             rewards_T[at] = reward
         return Sample(
-            token_ids=torch.tensor(self.token_ids),
-            loss_mask=torch.tensor(self._mask),
-            rollout_logprobs=torch.tensor(self._logprobs),
-            versions=torch.tensor(self._versions, dtype=torch.int32),
+            token_ids=np.array(self.token_ids, np.int64),
+            loss_mask=np.array(self._mask, np.float32),
+            rollout_logprobs=np.array(self._logprobs, np.float32),
+            versions=np.array(self._versions, np.int32),
             rewards=rewards_T,
             stop_reason=stop_reason,
             env_metrics=env_metrics,
             sampling_mask=self._sampling_mask(),
         )
 
-    def _sampling_mask(self) -> SamplingMask | None:
+    def _sampling_mask(self) -> SamplingMask[np.ndarray] | None:
         if not any(self._masks):
             return None
-        kept = torch.tensor([token_id for mask in self._masks for token_id in mask], dtype=torch.int32)
-        return SamplingMask(kept, torch.tensor([len(mask) for mask in self._masks], dtype=torch.int32))
+        kept = np.array([token_id for mask in self._masks for token_id in mask], np.int32)
+        return SamplingMask(kept, np.array([len(mask) for mask in self._masks], np.int32))
 
 
 HALF_A_CHARACTER = "\ufffd"  # what tokens decode to that end within a character

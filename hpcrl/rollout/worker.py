@@ -11,16 +11,17 @@ Running training groups go on under the new weights; running evaluation is waite
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
-from hpcrl.data.chat import decoder, load_tokenizer
+from hpcrl.data.chat import decoder
 from hpcrl.data.group_file import group_bytes
 from hpcrl.data.rollouts import Decode
 from hpcrl.errors import CommitError, EngineError
@@ -39,6 +40,9 @@ from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
 from hpcrl.types import GroupMeta, Work
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _LOAD_S = 1.0
 
@@ -77,19 +81,15 @@ class WorkerOptions:
 async def work(
     options: WorkerOptions,
     launched: Launched,
-    model: str,
+    tokenizer: PreTrainedTokenizerBase,
     config: GeneratorConfig,
     environment: EnvironmentConfig,
     process_status: StatusWriter,
 ) -> None:
-    """Work with an engine that is ready until the controller says stop; as `Worker.run`.
-
-    Args:
-        model: HF directory or hub id of the tokenizer.
-    """
+    """Work with an engine that is ready until the controller says stop; as `Worker.run`."""
     engine = launched.connect(replica=options.name)
-    tokenizer = load_tokenizer(model, config.chat_template)
     generator = GroupGenerator(engine, tokenizer, config, environment, options.baselines)
+    gc.freeze()  # what is loaded stays, and to look through it for garbage takes a quarter of a second each time
     try:
         await Worker(options, launched, engine, generator, process_status, decoder(tokenizer)).run()
     finally:
@@ -225,36 +225,31 @@ class Worker:
 
     def _deliver(self) -> asyncio.Task[None] | None:
         """Begin to hand over what is finished, all of it together; None if there is nothing that may leave."""
-        if (
-            self._unproven or not self._finished
-        ):  # nothing leaves that weights may have chosen which are not the version's
+        # nothing leaves that weights may have chosen which are not the version's
+        if self._unproven or not self._finished:
             return None
         self._delivering, self._finished = self._finished, []
         return asyncio.create_task(self._hand_over())
 
     async def _hand_over(self) -> None:
-        metas = await in_thread(self._write, self._delivering)
-        await self._call("complete", groups=[meta.to_json() for meta in metas])
-        self._delivering = []
-
-    def _write(self, groups: Sequence[Group]) -> list[GroupMeta]:
-        """Write the files of finished groups; return what the controller is told of them."""
         run, replica = self._options.run, self._options.replica
-        contents, metas, evaluated = dict[str, bytes](), list[GroupMeta](), defaultdict[Path, list[Group]](list)
-        for group in groups:
+        metas, contents, evaluated = list[GroupMeta](), dict[str, bytes](), defaultdict[Path, list[Group]](list)
+        for group in self._delivering:
             if group.work.kind == "eval":
                 path = run.eval_dump(group.oldest_version, replica)
                 evaluated[path].append(group)
+                meta = group.meta(replica, str(path.relative_to(run.path)))
             else:
                 path = run.samples_of(replica) / f"{group.work.group_id}.safetensors"
-            metas.append(group.meta(replica, str(path.relative_to(run.path))))
-            if group.work.kind == "train":
-                contents[path.name] = group_bytes(group.samples, metas[-1])
-        if contents:
-            write_files(run.samples_of(replica), contents)
+                meta = group.meta(replica, str(path.relative_to(run.path)))
+                contents[path.name] = group_bytes(group.samples, meta)
+            metas.append(meta)
         for path, members in evaluated.items() if self._options.dump_evals else ():
-            append_evaluated(path, members, self._decode)
-        return metas
+            append_evaluated(path, members, self._decode)  # a tokenizer is not for several threads
+        if contents:
+            await in_thread(write_files, run.samples_of(replica), contents)
+        await self._call("complete", groups=[meta.to_json() for meta in metas])
+        self._delivering = []
 
     async def _update(self, version: int) -> None:
         started, options = time.monotonic(), self._options

@@ -15,7 +15,7 @@ from hpcrl.config import (
     total_steps,
     trainer_ranks,
 )
-from hpcrl.config.derive import copy_ranks
+from hpcrl.config.derive import copy_ranks, names_own_code
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.errors import DataError
 
@@ -69,3 +69,18 @@ def test_which_ranks_share_a_copy() -> None:
     assert [copy_ranks(None, 16, 8, state, 30.0) for state in (80.0, 81.0)] == [8, 16]
     assert copy_ranks(None, 16, 8, 80.0) == 16
     assert [copy_ranks(None, ranks, 8, 80.0, 30.0) for ranks in (8, 12)] == [8, 12]
+
+
+@pytest.mark.parametrize(
+    ("sections", "own"),
+    [
+        ({}, False),
+        ({"environment": {"env_class": "gsm8k"}}, False),
+        ({"environment": {"reward_function": {"format": 1.0}}}, False),
+        ({"environment": {"env_class": "tests.rollout.environments:CountLetters"}}, True),
+        ({"environment": {"reward_function": {"tests.rollout.test_rewards:length": 1.0}}}, True),
+        ({"python_path": ["."]}, True),
+    ],
+)
+def test_code_of_the_users(sections: dict[str, Any], own: bool) -> None:
+    assert names_own_code(config(**sections)) == own

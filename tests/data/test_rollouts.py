@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from hpcrl.data.group_file import write_group
 from hpcrl.data.rollouts import evaluated_samples, ordered, read_trained, segments_of, trained_samples
@@ -16,14 +17,14 @@ from hpcrl.rundir.layout import Run
 from hpcrl.types import Batch, GroupMeta, Sample
 
 
-def two_turns() -> Sample:
+def two_turns() -> Sample[np.ndarray]:
     """prompt 1 2, turn 3 4, observation 5, turn 6 and its end 7, which the policy did not choose but is paid."""
     return Sample(
-        token_ids=torch.tensor([1, 2, 3, 4, 5, 6, 7]),
-        loss_mask=torch.tensor([0.0, 0, 1, 1, 0, 0, 0]),
-        rollout_logprobs=torch.zeros(7),
-        versions=torch.tensor([-1, -1, 4, 4, -1, 5, -1], dtype=torch.int32),
-        rewards=torch.tensor([0.0, 0, 0, 0.5, 0, 0, 2]),
+        token_ids=np.array([1, 2, 3, 4, 5, 6, 7]),
+        loss_mask=np.array([0, 0, 1, 1, 0, 0, 0], np.float32),
+        rollout_logprobs=np.zeros(7, np.float32),
+        versions=np.array([-1, -1, 4, 4, -1, 5, -1], np.int32),
+        rewards=np.array([0, 0, 0, 0.5, 0, 0, 2], np.float32),
         stop_reason="length",
         env_metrics={"guesses": 2.0},
     )
@@ -69,9 +70,9 @@ def test_turns_observations_and_what_each_turn_earned(run: Run) -> None:
 
 
 def test_a_sample_in_which_the_policy_said_nothing() -> None:
-    sample = two_turns()
-    ids, versions, mask = (tensor[:2].numpy() for tensor in (sample.token_ids, sample.versions, sample.loss_mask))
-    (only,) = segments_of(ids, versions, mask, sample.rewards[:2].numpy(), decode)
+    whole = two_turns()
+    arrays = {name: value[:2] for name, value in vars(whole).items() if isinstance(value, np.ndarray)}
+    (only,) = segments_of(replace(whole, **arrays), decode)
     assert (only.by, only.text) == ("prompt", "1 2")
 
 

@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingParams
+from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.group_file import read_group
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError, ConfigError, EngineError, HpcrlError
@@ -48,6 +50,7 @@ from tests.rollout.material import (
 )
 
 LENGTH = 40
+TOKENIZER = load_tokenizer(str(QUICKSTART), ChatTemplateConfig())
 GENERATOR = GeneratorConfig(sampling_params=SamplingParams(max_generate_length=LENGTH))
 ATTEMPT = 2
 END_S = 30.0  # of a job that gives its engine 5 s and then ends it, while other tests have the cores
@@ -93,7 +96,7 @@ def start(
                 work(
                     options,
                     server,
-                    str(QUICKSTART),
+                    TOKENIZER,
                     GENERATOR,
                     EnvironmentConfig(),
                     StatusWriter(run, "rollout-5", ATTEMPT),
@@ -361,6 +364,7 @@ def test_a_job_works_and_ends_on_sigterm_though_its_engine_hangs(
     wait_for(lambda: controller.claims[-1]["version"] == 1, END_S, f"still version 0: {job.log.read_text()}")
     (copy,) = job.temporary.glob("hpcrl-weights-*/v000001-*/files")
     assert PublishedWeights.read(copy).version == 1
+    assert "libtorch" not in Path(f"/proc/{job.process.pid}/maps").read_text(), "the engine's process has it"
     (server,) = children_of(job.process.pid)
     (core,) = [pid for pid in children_of(server) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(core, signal.SIGSTOP)

@@ -136,6 +136,19 @@ def test_write_json_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["value.json"]
 
 
+def test_files_that_are_written_together(tmp_path: Path) -> None:
+    target = tmp_path / "samples" / "0"
+    commit.write_files(target, {f"g{number}": bytes([number]) * 5000 for number in range(40)})
+    commit.write_files(target, {"g1": b"new", "g40": b"another"})
+    found = {path.name: path.read_bytes() for path in target.iterdir()}
+    expected = {f"g{number}": bytes([number]) * 5000 for number in range(40)} | {"g1": b"new", "g40": b"another"}
+    assert found == expected, "and nothing beside them"
+    commit.write_files(target, {})
+    (target / "taken").mkdir()
+    with pytest.raises(OSError, match="taken"):
+        commit.write_files(target, {"g2": b"new", "taken": b"?"})
+
+
 def test_paths_of_messages_stay_inside(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     assert run.inside("samples/0/g.safetensors") == run.path / "samples/0/g.safetensors"

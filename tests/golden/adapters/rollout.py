@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+import numpy as np
 
 from hpcrl.config import GeneratorConfig
 from hpcrl.controller.metrics import batch_metrics
@@ -177,7 +177,9 @@ def overlong_filter(case: Case) -> dict[str, Any]:
     config = GeneratorConfig(apply_overlong_filtering=True)
     rows = zip(case.inputs["loss_masks"], case.inputs["stop_reasons"], strict=True)
     return {
-        "loss_masks": [apply_stop_reason(_sample(mask, "loss_mask", reason), config).loss_mask for mask, reason in rows]
+        "loss_masks": [
+            apply_stop_reason(_sample(mask, "loss_mask", reason), config).loss_mask.tolist() for mask, reason in rows
+        ]
     }
 
 
@@ -189,9 +191,10 @@ def sampling_params(case: Case) -> dict[str, Any]:
 
 
 def _sample(values: Sequence[float], name: str, stop_reason: Any) -> Sample:
-    values_T = torch.tensor(values, dtype=torch.float32)
-    fields = dict.fromkeys(("loss_mask", "rollout_logprobs", "rewards"), torch.zeros_like(values_T)) | {name: values_T}
-    return Sample(torch.zeros(len(values_T)).long(), versions=values_T.int(), stop_reason=stop_reason, **fields)
+    values_T = np.array(values, np.float32)
+    fields = dict.fromkeys(("loss_mask", "rollout_logprobs", "rewards"), np.zeros_like(values_T)) | {name: values_T}
+    ids = np.zeros(len(values_T), np.int64)
+    return Sample(ids, versions=values_T.astype(np.int32), stop_reason=stop_reason, **fields)
 
 
 ADAPTERS = {
