@@ -42,7 +42,7 @@ def test_a_row_is_what_the_engine_was_given_and_what_it_said() -> None:
         assert row.versions.tolist() == [-1] * len(prompt) + [3] * len(said)
         assert row.rollout_logprobs[len(prompt) :].tolist() == [-0.5 - at for at in range(len(said))]
         assert not row.rollout_logprobs[: len(prompt)].any()
-    places = [int(row.rewards.nonzero()[0, 0]) for row in rows]
+    places = [int(row.rewards.nonzero()[0][0]) for row in rows]
     assert places == [len(row.token_ids) - 1 for row in rows], "at the last token of the turn"
     assert [row.rewards.sum().item() for row in rows] == pytest.approx([0.1, 0.2, 1.0])
     assert len(set(engine.seeds)) == 3

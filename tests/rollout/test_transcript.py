@@ -147,7 +147,7 @@ def test_rewards_stand_at_the_last_token_of_their_turn(name: str) -> None:
     tokenizer = tokenizer_of(name)
     said = [ended(tokenizer, word) for word in ("one", "two", "three")]
     (sample,) = played(tokenizer, said, ANSWERS)[0].samples
-    places = sample.rewards.nonzero()[:, 0]
+    (places,) = sample.rewards.nonzero()
     assert sample.rewards[places].tolist() == pytest.approx([0.1, 0.2, 1.0])
     assert sample.token_ids[places].tolist() == [tokenizer.eos_token_id] * 3
     assert sample.loss_mask[places].all()

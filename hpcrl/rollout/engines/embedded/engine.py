@@ -20,8 +20,8 @@ from hpcrl.rollout.engines.embedded.compute import Compute
 from hpcrl.rollout.engines.embedded.model import read_tensors, replace_weights
 from hpcrl.rollout.engines.embedded.sampling import Sampling
 from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
-from hpcrl.rollout.env_session import in_thread
 from hpcrl.rollout.limiter import Load
+from hpcrl.rollout.threads import in_thread
 
 _UPDATE = "update_weights"
 
