@@ -17,6 +17,7 @@ if __name__ == "__main__":
 STOP = StopSignal()  # first: importing torch from a shared filesystem may take a minute
 fault("import")
 
+import gc
 import logging
 import os
 import sys
@@ -71,6 +72,7 @@ def work(
         staleness = trainer.fully_async.max_staleness_steps
         publisher = Publisher(run, attempt, world, dtype, staleness, longest=longest_sample(config))
         publisher.resume(learner.policy, learner.start.step)
+        gc.freeze()  # what is loaded stays, and to look through it for garbage takes a quarter of a second each time
         train(config, learner, checkpoints, publisher, controller, profile_step)
     except Stopping:
         controller.close("stopped")

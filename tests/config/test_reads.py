@@ -19,7 +19,6 @@ ONLY_LOOKS = (
     "hpcrl/algorithms/settings.py",
 )
 EXCEPTIONS = {
-    "config_class": "read before there is a class: Config.from_toml takes it from the tables of the files",
     "slurm.crash_budget": "read from config.toml without its class: launch/requeue/policy.py, after a job has ended",
 }
 

@@ -33,11 +33,11 @@ ATTEMPT, NAMES = 2, ("g1", "g2")
 class LateProof(EngineClient):
     """Proves a version once groups are finished that began before it."""
 
-    finished: list[Path]
+    worker: Worker
 
     async def probe(self, weights: PublishedWeights, dtype: str, allowed: float | None) -> float | None:
         Stuck.go.set()
-        while not all(path.exists() for path in self.finished):
+        while len(self.worker._finished) < len(NAMES):
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.5)  # in which the worker would hand them over
         return await super().probe(weights, dtype, allowed)
@@ -59,7 +59,6 @@ def test_no_group_that_was_finished_under_unproven_weights_is_handed_over(
     publish(models[1], run.weights_of(1), 1, ATTEMPT, probe=probe_of(models[2]))
     Stuck.go.clear()
     engine = LateProof(server.socket, headers(TOKEN, RUN_NAME, ATTEMPT), replica="rollout-5")
-    engine.finished = [run.samples_of(5) / f"{name}.safetensors" for name in NAMES]
     tokenizer = load_tokenizer(str(QUICKSTART), GENERATOR.chat_template)
     options = WorkerOptions(run, ATTEMPT, 5, 4, n_samples=4, dump_evals=True, engine_dtype="float32")
     status = StatusWriter(run, "rollout-5", ATTEMPT)
@@ -67,7 +66,8 @@ def test_no_group_that_was_finished_under_unproven_weights_is_handed_over(
     async def main() -> None:
         generator = GroupGenerator(engine, tokenizer, GENERATOR, EnvironmentConfig())
         try:
-            await Worker(options, server, engine, generator, status, decoder(tokenizer)).run()
+            engine.worker = Worker(options, server, engine, generator, status, decoder(tokenizer))
+            await engine.worker.run()
         finally:
             await engine.close()
 
@@ -76,5 +76,5 @@ def test_no_group_that_was_finished_under_unproven_weights_is_handed_over(
         controller.version = 1  # named by the same answer that hands out the work
         with pytest.raises(EngineError, match=r"rollout-5 does not compute what the trainer does .* of version 1"):
             asyncio.run(main())
-    assert all(path.exists() for path in engine.finished)
     assert controller.completed == []
+    assert not list(run.samples_of(5).glob("*"))
