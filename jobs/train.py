@@ -72,7 +72,7 @@ def work(
         staleness = trainer.fully_async.max_staleness_steps
         publisher = Publisher(run, attempt, world, dtype, staleness, longest=longest_sample(config))
         publisher.resume(learner.policy, learner.start.step)
-        gc.freeze()  # what is loaded stays, and to look through it for garbage takes a quarter of a second each time
+        gc.freeze()  # what is loaded stays: to look through it for garbage, again and again, takes long
         train(config, learner, checkpoints, publisher, controller, profile_step)
     except Stopping:
         controller.close("stopped")
