@@ -130,6 +130,7 @@ def train(
         if save_interval > 0:
             controller.everything_is_saved(step)
         raise stopping
+    controller.finished()
 
 
 if __name__ == "__main__":

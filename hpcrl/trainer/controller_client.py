@@ -53,14 +53,17 @@ class ControllerClient:
         Raises:
             Stopping: the run is to stop.
         """
+        if step >= self._total:
+            return None
         with clock("wait_for_generation_buffer"):
             return self._next(step + 1)
 
-    def _next(self, step: int) -> Batch | None:
+    def finished(self) -> None:
+        """Tell that all steps are trained and saved: the controller ends, and answers nothing any more."""
+        self._ask("next", step=self._total + 1)
+
+    def _next(self, step: int) -> Batch:
         self.report("waiting for batch", step=step - 1, total=self._total)
-        if step > self._total:
-            self._ask("next", step=step)  # it ends when it knows that the trainer has finished
-            return None
         while True:
             self._consensus("wait")
             answer = self._ask("next", step=step, wait=_WAIT_S)

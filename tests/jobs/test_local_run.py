@@ -96,6 +96,17 @@ def test_killed_run_goes_on_from_its_last_commit(place: Path) -> None:
     assert "killed is done" in hpcrl("resume", "killed", cwd=place).stderr
 
 
+def test_the_controller_stays_until_the_last_checkpoint_is_written(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints are written behind training, the last one too, and it may take longer than all else has to end."""
+    monkeypatch.setenv("HPCRL_FAULT", "commit.shard:sleep=8")
+    run = submit(place, "slow-disk", "trainer.max_steps=2", "trainer.eval_interval=0")
+    assert finish(run, 1, 100) == "done", logs_of(run)
+    assert committed(run.checkpoints, step_of) == [2]
+    assert "fault point commit.shard" in run.log(1, "trainer-0").read_text()
+
+
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_turns_that_are_trained_on_their_own(place: Path, engine: str) -> None:
     """Samples of one to three turns: rows that two ranks cannot share equally, from engine to optimizer steps, and as a person sees them."""
