@@ -21,9 +21,10 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hpcrl.config.sections.generator import ChatTemplateConfig, InferenceEngineConfig
 from hpcrl.data.chat import load_tokenizer, prompt_ids
+from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.prompts import load_prompts
 from hpcrl.rollout.engines.embedded.launch import Embedded, EmbeddedOptions
-from hpcrl.rollout.engines.embedded.model import ModelOptions, load_model
+from hpcrl.rollout.engines.embedded.model import load_model
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart"
 _PROMPTS, _SAMPLES, _TOKENS = 64, 8, 8
@@ -37,10 +38,10 @@ def prompts() -> list[list[int]]:
 
 def ways(given: list[list[int]]) -> Mapping[str, Callable[[], int]]:
     """Return functions that generate all samples and return how many tokens these have."""
-    model = ModelOptions(path=str(QUICKSTART / "model"), dtype="float32")
+    model = ConfiguredModel(path=str(QUICKSTART / "model"), role="trainer.policy")
     launched = Embedded(EmbeddedOptions(model, InferenceEngineConfig(model_dtype="float32"), 32, True))
     launched.wait_ready(60)
-    own = load_model(model, torch.device("cpu"))
+    own = load_model(model, "float32", torch.device("cpu"))
     batch = torch.tensor([prompt for prompt in given for _ in range(_SAMPLES)])
     bounded = ContinuousBatchingConfig(num_blocks=1024, max_batch_tokens=1024)  # else it takes the machine's memory
     sampled = GenerationConfig(max_new_tokens=_TOKENS, do_sample=True, pad_token_id=0, eos_token_id=1)

@@ -87,6 +87,14 @@ class PublishedWeights:
     def digest(self) -> str:
         return whole_digest(self.tensors)
 
+    def wrong(self, given: Mapping[str, str]) -> list[str]:
+        """Return the first few tensors that lack, or are others, among digests by name."""
+        return sorted({name for name, _ in given.items() ^ self.tensors.items()})[:_MOST_NAMED]
+
+    def held(self, given: Mapping[str, str]) -> dict[str, Any]:
+        """Return what a rank of an engine says that has loaded tensors with these digests."""
+        return {"version": self.version, "digest": whole_digest(given), "wrong": self.wrong(given)}
+
 
 def weight_facts(tensors: Mapping[str, str], probe: Probe | None) -> dict[str, Any]:
     """Return what the manifest of a version says beside its number."""
@@ -224,8 +232,8 @@ def copy_files(weights: PublishedWeights, target: Path) -> dict[str, dict[str, i
     with ThreadPoolExecutor(_AHEAD, "weights") as pool:
         parts = list(pool.map(_copy, files, [target / path.name for path in files]))
     given = {name: digest for part in parts for name, digest in part.items()}
-    if wrong := sorted({name for name, _ in given.items() ^ weights.tensors.items()}):
-        raise CommitError(f"{weights.path} holds other tensors than were published: {', '.join(wrong[:_MOST_NAMED])}")
+    if wrong := weights.wrong(given):
+        raise CommitError(f"{weights.path} holds other tensors than were published: {', '.join(wrong)}")
     return {path.name: {"size": path.stat().st_size} for path in files}
 
 

@@ -15,9 +15,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import InferenceEngineConfig
+from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.weight_files import Probe, PublishedWeights, WeightFile, WeightReader, weight_facts
 from hpcrl.rollout.engines.embedded.launch import Embedded, EmbeddedOptions
-from hpcrl.rollout.engines.embedded.model import ModelOptions
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.runtime.scratch import Scratch
@@ -92,7 +92,7 @@ def options(model: str, token_file: Path) -> ServerOptions:
 def embedded_options(model: Path, **engine: Any) -> EmbeddedOptions:
     """Return the same for the embedded engine."""
     own = replace(ENGINE, engine_init_kwargs={}, **engine)
-    return EmbeddedOptions(ModelOptions(path=str(model), dtype=own.model_dtype), own, MAX_MODEL_LEN, True)
+    return EmbeddedOptions(ConfiguredModel(path=str(model), role="trainer.policy"), own, MAX_MODEL_LEN, True)
 
 
 @contextmanager

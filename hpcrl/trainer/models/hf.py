@@ -5,96 +5,35 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar
 
 from hpcrl.config.derive import model_config_kwargs, ref_model_path
-from hpcrl.config.sections.model import rope_parameters
 from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.errors import DataError, did_you_mean
 
 _LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSource:
-    """A model and what a run changes of its configuration.
-
-    Attributes:
-        path: directory or hub id in Hugging Face format.
-        role: section of the configuration that names it, such as "trainer.policy"; for errors.
-        config_kwargs: entries of config.json that are replaced.
-        rope_scaling, rope_theta: replace the model's rotary positions; empty and None: the model's own.
-    """
-
-    path: str
-    role: str
-    config_kwargs: dict[str, Any] = field(default_factory=dict)
-    rope_scaling: dict[str, Any] = field(default_factory=dict)
-    rope_theta: float | None = None
-
-    def config(self) -> PreTrainedConfig:
-        """Return the transformers configuration.
-
-        Raises:
-            DataError: there is none, or it does not have what is to be changed.
-        """
-        try:
-            config = AutoConfig.from_pretrained(self.path)
-            entries, _ = PreTrainedConfig.get_config_dict(self.path)
-        except (OSError, ValueError) as error:
-            raise self.not_a_model(error) from error
-        changes = self.config_kwargs
-        for name in changes:
-            if name not in entries and not hasattr(config, name):
-                raise DataError(
-                    f"{self.role}.model_config_kwargs.{name}: {type(config).__name__} has no such entry"
-                    + did_you_mean(name, [*entries, *config.to_dict()])
-                )
-        if self.rope_scaling or self.rope_theta is not None:
-            # where both are there, config.json's older form would only be ignored
-            entries = {name: value for name, value in entries.items() if name not in ("rope_scaling", "rope_theta")}
-            changes = changes | {"rope_parameters": self._rope(config)}
-        return self._changed(config, entries | changes) if changes else config
-
-    def _changed(self, config: PreTrainedConfig, entries: dict[str, Any]) -> PreTrainedConfig:
-        try:
-            return type(config).from_dict(entries)
-        except (StrictDataclassError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"the model at {self.path} cannot have the changes of {self.role}.model_config_kwargs, trainer.rope_scaling "
-                f"and trainer.rope_theta: {error}"
-            ) from error
-
-    def _rope(self, config: PreTrainedConfig) -> dict[str, Any]:
-        own = getattr(config, "rope_parameters", None)
-        if not own or "rope_theta" not in own:
-            raise DataError(
-                f"trainer.rope_scaling and trainer.rope_theta: the model at {self.path} has no rotary positions, or other "
-                "ones in each kind of layer; leave them out"
-            )
-        kind = self.rope_scaling.get("rope_type", self.rope_scaling.get("type", "default"))
-        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
-            raise DataError(f'trainer.rope_scaling: "{kind}" is none of default, {", ".join(ROPE_INIT_FUNCTIONS)}')
-        return rope_parameters(own, self.rope_scaling, self.rope_theta)
+class ModelSource(ConfiguredModel):
+    """A model as a run loads it."""
 
     def empty(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
         """Return the model without weights, on the meta device.
@@ -156,14 +95,6 @@ class ModelSource:
         """Raise DataError if there are names of parameters for which there are no weights."""
         if missing:
             raise self.not_a_model(f"no weights for {', '.join(missing[:5])}{' …' if len(missing) > 5 else ''}")
-
-    def not_a_model(self, error: Exception | str) -> DataError:
-        """Return what is raised if the model cannot be loaded because of `error`."""
-        return DataError(
-            f"model {self.path!r} cannot be loaded: expected a directory or hub id of a causal language model in Hugging Face "
-            f"format (config.json, *.safetensors, tokenizer). Check {self.role}.model.path and {self.role}.model_config_kwargs. "
-            f"({error})"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

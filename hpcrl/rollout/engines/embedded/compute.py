@@ -35,12 +35,13 @@ class Compute:
     """The thread and its work.
 
     Attributes:
+        limits: what there is room for.
         version: of the weights.
         failure: why the thread has ended; None while it has not.
     """
 
-    def __init__(self, batch: Batch, limits: Limits, version: int = 0) -> None:
-        self._batch, self._limits, self.version = batch, limits, version
+    def __init__(self, batch: Batch, limits: Limits) -> None:
+        self._batch, self.limits, self.version = batch, limits, 0
         self._requests = deque[Request]()
         self._orders = deque[Callable[[], None]]()
         self._pending = set[Future[list[Generation]]]()
@@ -62,7 +63,7 @@ class Compute:
     def usage(self) -> float:
         """Share of the room that is taken."""
         rows, longest = self._batch.size
-        return max(rows / self._limits.rows, rows * longest / self._limits.places)
+        return max(rows / self.limits.rows, rows * longest / self.limits.places)
 
     def generate(self, prompt: list[int], seeds: list[int], sampling: Sampling) -> Request:
         """Generate a response for each seed.
@@ -70,7 +71,7 @@ class Compute:
         Args:
             prompt: shorter than `Limits.length`.
         """
-        request = Request(prompt, seeds, sampling, min(sampling.max_tokens, self._limits.length - len(prompt)))
+        request = Request(prompt, seeds, sampling, min(sampling.max_tokens, self.limits.length - len(prompt)))
         with self._news:
             if not self._unable(request.responses):
                 self._pending.add(request.responses)
@@ -144,7 +145,7 @@ class Compute:
                 self._requests.popleft()
                 continue
             rows, longest = rows + len(request.seeds), max(longest, request.longest)
-            if rows > len(request.seeds) and (rows > self._limits.rows or rows * longest > self._limits.places):
+            if rows > len(request.seeds) and (rows > self.limits.rows or rows * longest > self.limits.places):
                 break
             found.append(self._requests.popleft())
         return found

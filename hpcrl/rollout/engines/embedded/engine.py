@@ -31,15 +31,14 @@ class EmbeddedEngine(Engine):
 
     Args:
         model: only ever touched between two tokens.
-        length: tokens of a prompt and its response together at most.
         keep_cache: whether running requests keep their key-value caches over an update (generator.inference_engine.keep_cache_on_update).
         replica: name in errors.
     """
 
     def __init__(
-        self, model: PreTrainedModel, compute: Compute, length: int, *, keep_cache: bool = False, replica: str = ""
+        self, model: PreTrainedModel, compute: Compute, *, keep_cache: bool = False, replica: str = ""
     ) -> None:
-        self._model, self._compute, self._length, self._keep_cache = model, compute, length, keep_cache
+        self._model, self._compute, self._keep_cache = model, compute, keep_cache
         self._who = f"the inference engine of {replica}" if replica else "the inference engine"
         self._waiting, self.answered = Counter[str](), 0
         self.version = compute.version
@@ -67,9 +66,10 @@ class EmbeddedEngine(Engine):
         self, prompt_ids: Sequence[int], n_samples: int, seed: int | None, sampling: Mapping[str, Any]
     ) -> list[Generation]:
         asked = Sampling.of({name: value for name, value in sampling.items() if name != "seed"})
-        if not 0 < len(prompt_ids) < self._length:
+        room = self._compute.limits.length
+        if not 0 < len(prompt_ids) < room:
             raise EngineError(
-                f"{self._who} refuses a prompt of {len(prompt_ids)} tokens: with a response it has room for {self._length}"
+                f"{self._who} refuses a prompt of {len(prompt_ids)} tokens: with a response it has room for {room}"
             )
         first = secrets.randbits(31) if seed is None else seed
         seeds = [first + number for number in range(1 if asked.greedy else n_samples)]

@@ -13,12 +13,13 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from hpcrl.config import Config, InferenceEngineConfig, engine_rope
 from hpcrl.config.derive import gpu_count, max_model_len, model_config_kwargs
+from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.errors import EngineError, HpcrlError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.embedded.batch import Batch
 from hpcrl.rollout.engines.embedded.compute import Compute, Limits
 from hpcrl.rollout.engines.embedded.engine import EmbeddedEngine
-from hpcrl.rollout.engines.embedded.model import ModelOptions, end_tokens, load_model
+from hpcrl.rollout.engines.embedded.model import end_tokens, load_model
 
 _CPU_CACHE_BYTES = 1 << 30
 _POLL_S = 0.1
@@ -33,7 +34,7 @@ class EmbeddedOptions:
         on_cpu: whether it has no GPU.
     """
 
-    model: ModelOptions
+    model: ConfiguredModel
     engine: InferenceEngineConfig
     max_model_len: int
     on_cpu: bool
@@ -63,7 +64,7 @@ class Embedded(Launched):
         model, compute = self._loaded.result()
         compute.version = version
         keep = self._options.engine.keep_cache_on_update
-        return EmbeddedEngine(model, compute, self._options.max_model_len, keep_cache=keep, replica=replica)
+        return EmbeddedEngine(model, compute, keep_cache=keep, replica=replica)
 
     def alive(self) -> bool:
         return self._loaded.done() and self._loaded.exception() is None and self._loaded.result()[1].failure is None
@@ -79,7 +80,7 @@ class Embedded(Launched):
     def _load(self) -> None:
         options, device = self._options, torch.device("cpu" if self._options.on_cpu else "cuda")
         try:
-            model = load_model(options.model, device)
+            model = load_model(options.model, options.engine.model_dtype, device)
             tokenizer = AutoTokenizer.from_pretrained(options.model.path)
             ends = end_tokens(model, tokenizer.eos_token_id)
             batch = Batch(model, sorted(ends), tokenizer.decode, options.engine.max_num_batched_tokens)
@@ -112,9 +113,10 @@ def places(model: PreTrainedModel, share: float) -> int:
 
 def embedded_options(config: Config) -> EmbeddedOptions:
     engine, (rope_scaling, rope_theta) = config.generator.inference_engine, engine_rope(config)
-    model = ModelOptions(
+    model = ConfiguredModel(
         path=config.trainer.policy.model.path,
-        dtype=engine.model_dtype,
+        role="trainer.policy",
+        rope="generator",
         config_kwargs=model_config_kwargs(config.trainer.policy),
         rope_scaling=rope_scaling,
         rope_theta=rope_theta,

@@ -2,71 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from hpcrl.config.sections.model import rope_parameters
-from hpcrl.data.weight_files import PublishedWeights, WeightReader, whole_digest
-from hpcrl.errors import EngineError
+from hpcrl.data.model_config import ConfiguredModel
+from hpcrl.data.weight_files import PublishedWeights, WeightReader
+from hpcrl.errors import DataError, EngineError
 from hpcrl.rollout.engines.embedded.cache import expect_attention_only
 
 _MOST_NAMED = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """A model and what a run changes of its configuration.
-
-    Attributes:
-        path: directory or hub id in Hugging Face format.
-        dtype: of weights and computation, such as "bfloat16".
-        config_kwargs: entries of config.json that are replaced.
-        rope_scaling, rope_theta: replace the model's rotary positions; empty and None: the model's own.
-    """
-
-    path: str
-    dtype: str
-    config_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
-    rope_theta: float | None = None
-
-    def config(self) -> PreTrainedConfig:
-        config = AutoConfig.from_pretrained(self.path)
-        entries = dict(self.config_kwargs)
-        if self.rope_scaling or self.rope_theta is not None:
-            entries["rope_parameters"] = rope_parameters(
-                config.rope_parameters, dict(self.rope_scaling), self.rope_theta
-            )
-        if not entries:
-            return config
-        own, _ = PreTrainedConfig.get_config_dict(self.path)
-        # where both forms of rotary positions are there, the older one would only be ignored
-        kept = {name: value for name, value in own.items() if name not in ("rope_scaling", "rope_theta")}
-        return type(config).from_dict({**(kept if "rope_parameters" in entries else own), **entries})
-
-
-def load_model(options: ModelOptions, device: torch.device) -> PreTrainedModel:
+def load_model(source: ConfiguredModel, dtype: str, device: torch.device) -> PreTrainedModel:
     """Return the model with its first weights.
+
+    Args:
+        dtype: of weights and computation, such as "bfloat16".
 
     Raises:
         EngineError: it is none that the engine can run, or cannot be loaded.
     """
     disable_progress_bar()  # of no use in a log file
     try:
-        config = options.config()
+        config = source.config()
         expect_attention_only(config)
         model = AutoModelForCausalLM.from_pretrained(
-            options.path, config=config, dtype=getattr(torch, options.dtype), attn_implementation="sdpa"
+            source.path, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         )
-    except (OSError, ValueError, RuntimeError, AttributeError) as error:
-        raise EngineError(f"the model at {options.path} cannot be loaded: {error}") from error
+    except (OSError, ValueError, RuntimeError, DataError) as error:
+        raise EngineError(f"the model at {source.path} cannot be loaded: {error}") from error
     return cast(Any, model).to(device).eval()
 
 
@@ -92,10 +61,7 @@ def read_tensors(weights: PublishedWeights) -> tuple[dict[str, torch.Tensor], di
                 given[name], tensors[name] = digest, tensor
     except (OSError, ValueError) as error:
         raise EngineError(f"weights of version {weights.version}: {error}") from error
-    names = weights.tensors.keys() | given.keys()
-    wrong = sorted(name for name in names if weights.tensors.get(name) != given.get(name))
-    held = {"version": weights.version, "digest": whole_digest(given), "wrong": wrong[:_MOST_NAMED]}
-    return tensors, {"rank": 0, "of": 1, **held}
+    return tensors, {"rank": 0, "of": 1, **weights.held(given)}
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from hpcrl.data.weight_files import PublishedWeights, WeightReader, whole_digest
+from hpcrl.data.weight_files import PublishedWeights, WeightReader
 
 if TYPE_CHECKING:
     import torch
@@ -77,9 +77,7 @@ class SharedFilesystemEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         missing = sorted(expected - (loaded or expected))
         if missing:
             raise ValueError(f"{weights.path} lacks {', '.join(missing[:_MOST_NAMED])}")
-        names = weights.tensors.keys() | given.keys()
-        wrong = sorted(name for name in names if weights.tensors.get(name) != given.get(name))
-        self._given = {"version": weights.version, "digest": whole_digest(given), "wrong": wrong[:_MOST_NAMED]}
+        self._given = weights.held(given)
 
     def finish_weight_update(self) -> None:
         if self._given is not None:
