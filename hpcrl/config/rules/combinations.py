@@ -54,9 +54,7 @@ from hpcrl.config.rules.rewards import (
 from hpcrl.config.rules.training import (
     frozen,
     profiled_ranks,
-    recomputation,
     rotary_positions,
-    schedule,
     sharding,
     strategy,
     units,
@@ -153,27 +151,12 @@ def _reference(config: ConfigTree) -> Iterator[Problem]:
             "trainer.algorithm.use_kl_in_reward",
             "the KL divergence counts in the loss or in the reward, not in both; set trainer.algorithm.use_kl_loss=false",
         )
-    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
-        yield Problem(
-            "trainer.algorithm.kl_ctrl.type",
-            "has no effect without trainer.algorithm.use_kl_in_reward, whose weight it adapts; set that, or leave it out",
-        )
-    if algorithm.kl_importance_weighted and not algorithm.use_kl_loss:
-        yield Problem(
-            "trainer.algorithm.kl_importance_weighted",
-            "has no effect without trainer.algorithm.use_kl_loss: only the loss has a gradient; leave it out",
-        )
     resets = algorithm.reference_reset_interval is not None
     if (resets or config.trainer.update_ref_every_epoch) and not uses_reference(config.trainer):
         name = "trainer.algorithm.reference_reset_interval" if resets else "trainer.update_ref_every_epoch"
         yield Problem(
             name,
             "there is no reference model without trainer.algorithm.use_kl_loss or use_kl_in_reward; set one of them, or leave this out",
-        )
-    if not resets and not algorithm.reset_optimizer_with_reference:
-        yield Problem(
-            "trainer.algorithm.reset_optimizer_with_reference",
-            "has no effect without trainer.algorithm.reference_reset_interval; set that, or leave this out",
         )
     if resets and config.trainer.update_ref_every_epoch:
         yield Problem(
@@ -193,10 +176,6 @@ def _off_policy(config: ConfigTree) -> Iterator[Problem]:
         low, high = getattr(correction, f"{name}_low"), getattr(correction, f"{name}_high")
         if low is not None and high is not None and low > high:
             yield Problem(f"{path}.{name}_low", f"expected at most {name}_high ({high}), found {low}")
-    if correction.token_tis_ratio_drop_high is not None and correction.tis_ratio_type != "token":
-        yield Problem(
-            f"{path}.token_tis_ratio_drop_high", f'has no effect without {path}.tis_ratio_type="token"; set it'
-        )
     if correction.tis_ratio_type is not None and algorithm.policy_loss_type == "dppo":
         yield Problem(
             f"{path}.tis_ratio_type",
@@ -232,11 +211,6 @@ def _bounds(config: ConfigTree) -> Iterator[Problem]:
     if algorithm.clip_cov.clip_cov_lb >= algorithm.clip_cov.clip_cov_ub:
         low, high = algorithm.clip_cov.clip_cov_lb, algorithm.clip_cov.clip_cov_ub
         yield Problem("trainer.algorithm.clip_cov.clip_cov_lb", f"expected less than clip_cov_ub ({high}), found {low}")
-    if algorithm.unbiased_loss_max_tokens is not None and algorithm.loss_reduction != "seq_mean_token_mean":
-        yield Problem(
-            "trainer.algorithm.unbiased_loss_max_tokens",
-            f"has no effect with loss_reduction={algorithm.loss_reduction}; set seq_mean_token_mean or leave it out",
-        )
 
 
 def _staleness(config: ConfigTree) -> Iterator[Problem]:
@@ -269,8 +243,6 @@ def _checkpoints(config: ConfigTree) -> Iterator[Problem]:
     for name, value in keeps.items():
         if value and trainer.max_ckpts_to_keep < 0:
             yield Problem(f"trainer.{name}", "has no effect where all are kept; set trainer.max_ckpts_to_keep")
-    if trainer.ckpt_keep_best_mode != "max" and not trainer.ckpt_keep_best:
-        yield Problem("trainer.ckpt_keep_best_mode", "has no effect without trainer.ckpt_keep_best")
     if (trainer.ckpt_keep_best or "").startswith("eval/") and trainer.eval_interval <= 0:
         yield Problem(
             "trainer.ckpt_keep_best", "nothing is evaluated with trainer.eval_interval=0; set that, or another metric"
@@ -340,9 +312,7 @@ RULES: tuple[Rule, ...] = (
     _lora,
     _low_precision,
     _warm_up,
-    schedule,
     units,
-    recomputation,
     rotary_positions,
     frozen,
     profiled_ranks,

@@ -7,7 +7,6 @@ from dataclasses import fields
 
 from hpcrl.config.derive import MOST_KEPT, mask_size, max_input_length
 from hpcrl.config.errors import Problem
-from hpcrl.config.sections.algorithm import DynamicSamplingConfig
 from hpcrl.config.sections.generator import SamplingParams
 from hpcrl.config.sections.tree import ConfigTree
 
@@ -35,14 +34,8 @@ def datasets(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             "data.test_size", f"expected a share below 1 or a whole number of prompts, found {data.test_size}"
         )
-    if data.shuffle_seed is not None and not data.shuffle:
-        yield Problem(
-            "data.shuffle_seed", "has no effect with data.shuffle=false; leave it out, or set data.shuffle=true"
-        )
     if data.prompt_column == data.response_column:
         yield Problem("data.response_column", f"expected another column than data.prompt_column ({data.prompt_column})")
-    if data.prefetch_factor is not None and not data.num_workers:
-        yield Problem("data.prefetch_factor", "has no effect without data.num_workers; leave it out, or set both")
 
 
 def lengths(config: ConfigTree) -> Iterator[Problem]:
@@ -106,10 +99,6 @@ def step_wise(config: ConfigTree) -> Iterator[Problem]:
 def dynamic_sampling(config: ConfigTree) -> Iterator[Problem]:
     path, algorithm = "trainer.algorithm.dynamic_sampling", config.trainer.algorithm
     sampling = algorithm.dynamic_sampling
-    if sampling.type is None and sampling.max_sample_batches != DynamicSamplingConfig.max_sample_batches:
-        yield Problem(f"{path}.max_sample_batches", f"has no effect without {path}.type; set it, or leave this out")
-    if sampling.type != "replace" and sampling.min_replace_ratio != DynamicSamplingConfig.min_replace_ratio:
-        yield Problem(f"{path}.min_replace_ratio", f'has no effect without {path}.type="replace"; leave it out')
     if sampling.type is None:
         return
     if config.generator.n_samples_per_prompt == 1:

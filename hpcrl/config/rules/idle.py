@@ -1,20 +1,24 @@
 """Settings that another one switches on: refused where they are set and it does not, because a file should not promise what does not happen.
 
-A loss of the user's own may read any of them.
+The one exception is section slurm: a site's file holds it for runs with and without GPUs, containers and elastic replicas.
+A loss or an advantage estimator of the user's own may read any setting of trainer.algorithm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
+from hpcrl.config.derive import reward_weights, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
-from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _ALGORITHM = "trainer.algorithm."
-_CORRECTION = "off_policy_correction."
+_CORRECTION = f"{_ALGORITHM}off_policy_correction."
+_DYNAMIC = f"{_ALGORITHM}dynamic_sampling."
+_REFERENCE = f"{_ALGORITHM}use_kl_loss or use_kl_in_reward"
 
 READ_BY_LOSSES: dict[str, tuple[str, ...]] = {
     "eps_clip_low": ("regular", "dual_clip", "gspo", "rollout_is", "clip_cov"),
@@ -36,61 +40,192 @@ class Switch:
     """What switches some settings on.
 
     Attributes:
-        names: settings and sections of trainer.algorithm.
+        paths: settings and sections.
         needs: the switch, as an error names it.
         is_on: whether it does.
     """
 
-    names: tuple[str, ...]
+    paths: tuple[str, ...]
     needs: str
-    is_on: Callable[[AlgorithmConfig], bool]
+    is_on: Callable[[ConfigTree], bool]
 
 
-def _reads(losses: tuple[str, ...]) -> Callable[[AlgorithmConfig], bool]:
-    return lambda algorithm: algorithm.policy_loss_type in losses
+def _is_loss(*losses: str) -> Callable[[ConfigTree], bool]:
+    return lambda config: config.trainer.algorithm.policy_loss_type in losses
 
 
-def _correction(name: str, value: str) -> Callable[[AlgorithmConfig], bool]:
-    return lambda algorithm: getattr(algorithm.off_policy_correction, name) == value
+def _discounts(config: ConfigTree) -> bool:
+    return config.trainer.algorithm.advantage_estimator in ("gae", "reinforce++") or _has_critic(config)
 
 
-_SWITCHES = (
+def _has_critic(config: ConfigTree) -> bool:
+    return config.trainer.critic.model.path is not None
+
+
+def _has_reference(config: ConfigTree) -> bool:
+    return uses_reference(config.trainer)
+
+
+def _corrects(name: str, value: str) -> Callable[[ConfigTree], bool]:
+    return lambda config: getattr(config.trainer.algorithm.off_policy_correction, name) == value
+
+
+def _judges_groups(config: ConfigTree) -> bool:
+    algorithm = config.trainer.algorithm
+    return algorithm.zero_variance_filter or algorithm.dynamic_sampling.type is not None
+
+
+def _penalizes_length(config: ConfigTree) -> bool:
+    return any("overlong" in reward_weights(config.environment, kind) for kind in ("train", "eval"))
+
+
+def _falls(role: str, config: ConfigTree) -> bool:
+    return getattr(config.trainer, role).optimizer_config.scheduler != "constant_with_warmup"
+
+
+def _warms_up(role: str, config: ConfigTree) -> bool:
+    optimizer = getattr(config.trainer, role).optimizer_config
+    return bool(optimizer.num_warmup_steps or optimizer.warmup_ratio)
+
+
+_OF_ALGORITHM = (
     *(
-        Switch((name,), f"{_ALGORITHM}policy_loss_type={' or '.join(losses)}", _reads(losses))
+        Switch((_ALGORITHM + name,), f"{_ALGORITHM}policy_loss_type={' or '.join(losses)}", _is_loss(*losses))
         for name, losses in READ_BY_LOSSES.items()
     ),
-    Switch(("entropy_loss_coef",), f"{_ALGORITHM}use_entropy_loss=true", lambda algorithm: algorithm.use_entropy_loss),
+    Switch((f"{_ALGORITHM}gamma",), f"{_ALGORITHM}advantage_estimator=gae or reinforce++, or a critic", _discounts),
+    Switch((f"{_ALGORITHM}lambd", f"{_ALGORITHM}value_clip"), "trainer.critic.model.path", _has_critic),
     Switch(
-        ("kl_ctrl.kl_target", "kl_ctrl.horizon"),
-        f'{_ALGORITHM}kl_ctrl.type="adaptive"',
-        lambda algorithm: algorithm.kl_ctrl.type == "adaptive",
+        (f"{_ALGORITHM}grpo_norm_by_std",),
+        f"{_ALGORITHM}advantage_estimator=grpo",
+        lambda config: config.trainer.algorithm.advantage_estimator == "grpo",
     ),
     Switch(
-        ("max_seq_len",),
+        (f"{_ALGORITHM}entropy_loss_coef",),
+        f"{_ALGORITHM}use_entropy_loss=true",
+        lambda config: config.trainer.algorithm.use_entropy_loss,
+    ),
+    Switch((f"{_ALGORITHM}kl_loss_coef", f"{_ALGORITHM}kl_estimator_type"), _REFERENCE, _has_reference),
+    Switch(
+        (f"{_ALGORITHM}kl_importance_weighted",),
+        f"{_ALGORITHM}use_kl_loss, because only the loss has a gradient",
+        lambda config: config.trainer.algorithm.use_kl_loss,
+    ),
+    Switch(
+        (f"{_ALGORITHM}kl_ctrl.type",),
+        f"{_ALGORITHM}use_kl_in_reward, whose weight it adapts",
+        lambda config: config.trainer.algorithm.use_kl_in_reward,
+    ),
+    Switch(
+        (f"{_ALGORITHM}kl_ctrl.kl_target", f"{_ALGORITHM}kl_ctrl.horizon"),
+        f'{_ALGORITHM}kl_ctrl.type="adaptive"',
+        lambda config: config.trainer.algorithm.kl_ctrl.type == "adaptive",
+    ),
+    Switch(
+        (f"{_ALGORITHM}reset_optimizer_with_reference",),
+        f"{_ALGORITHM}reference_reset_interval",
+        lambda config: config.trainer.algorithm.reference_reset_interval is not None,
+    ),
+    Switch(
+        (f"{_ALGORITHM}max_seq_len",),
         f"{_ALGORITHM}loss_reduction=seq_mean_token_sum_norm",
-        lambda algorithm: algorithm.loss_reduction == "seq_mean_token_sum_norm",
+        lambda config: config.trainer.algorithm.loss_reduction == "seq_mean_token_sum_norm",
+    ),
+    Switch(
+        (f"{_ALGORITHM}unbiased_loss_max_tokens",),
+        f"{_ALGORITHM}loss_reduction=seq_mean_token_mean",
+        lambda config: config.trainer.algorithm.loss_reduction == "seq_mean_token_mean",
+    ),
+    Switch(
+        (f"{_CORRECTION}token_tis_ratio_clip_high", f"{_CORRECTION}token_tis_ratio_drop_high"),
+        f'{_CORRECTION}tis_ratio_type="token"',
+        _corrects("tis_ratio_type", "token"),
+    ),
+    Switch(
+        (f"{_CORRECTION}sequence_tis_ratio_clip_high",),
+        f'{_CORRECTION}tis_ratio_type="sequence"',
+        _corrects("tis_ratio_type", "sequence"),
     ),
     Switch(
         (f"{_CORRECTION}geo_mask_low", f"{_CORRECTION}geo_mask_high"),
-        f'{_ALGORITHM}{_CORRECTION}sequence_mask_metric="geometric"',
-        _correction("sequence_mask_metric", "geometric"),
+        f'{_CORRECTION}sequence_mask_metric="geometric"',
+        _corrects("sequence_mask_metric", "geometric"),
     ),
     Switch(
         (f"{_CORRECTION}product_mask_low", f"{_CORRECTION}product_mask_high"),
-        f'{_ALGORITHM}{_CORRECTION}sequence_mask_metric="product"',
-        _correction("sequence_mask_metric", "product"),
+        f'{_CORRECTION}sequence_mask_metric="product"',
+        _corrects("sequence_mask_metric", "product"),
+    ),
+)
+
+_OF_OPTIMIZERS = tuple(
+    switch
+    for role in ("policy", "critic")
+    for path in (f"trainer.{role}.optimizer_config.",)
+    for switch in (
+        Switch((f"{path}decay_ratio", f"{path}min_lr_factor"), f"a {path}scheduler that falls", partial(_falls, role)),
+        Switch(
+            (f"{path}warmup_start_factor", f"{path}warmup_shape"),
+            f"a warm-up ({path}num_warmup_steps or warmup_ratio)",
+            partial(_warms_up, role),
+        ),
+    )
+)
+
+_OTHERS = (
+    Switch((f"{_ALGORITHM}value_head_prefix", "trainer.critic"), "trainer.critic.model.path", _has_critic),
+    Switch(("trainer.critic_mini_batch_size",), "trainer.critic.model.path", _has_critic),
+    Switch(("trainer.ref",), _REFERENCE, _has_reference),
+    Switch(
+        (f"{_DYNAMIC}max_sample_batches",),
+        f"{_DYNAMIC}type",
+        lambda config: config.trainer.algorithm.dynamic_sampling.type is not None,
+    ),
+    Switch(
+        (f"{_DYNAMIC}min_replace_ratio",),
+        f'{_DYNAMIC}type="replace"',
+        lambda config: config.trainer.algorithm.dynamic_sampling.type == "replace",
+    ),
+    Switch(
+        (f"{_ALGORITHM}filter_reward_metric",), f"{_DYNAMIC}type or {_ALGORITHM}zero_variance_filter", _judges_groups
+    ),
+    Switch(
+        ("trainer.gradient_checkpointing_use_reentrant",),
+        "trainer.gradient_checkpointing=true",
+        lambda config: config.trainer.gradient_checkpointing,
+    ),
+    Switch(
+        ("trainer.ckpt_keep_best_mode",),
+        "trainer.ckpt_keep_best",
+        lambda config: config.trainer.ckpt_keep_best is not None,
+    ),
+    Switch(
+        ("trainer.profiler",),
+        "trainer.profiler.enable=true",
+        lambda config: config.trainer.profiler.enable or config.trainer.profiler.enable_nsys,
+    ),
+    Switch(("data.shuffle_seed",), "data.shuffle=true", lambda config: config.data.shuffle),
+    Switch(("data.prefetch_factor",), "data.num_workers", lambda config: config.data.num_workers > 0),
+    Switch(("environment.overlong_reward",), "overlong in environment.reward_function", _penalizes_length),
+    Switch(
+        ("environment.remote_reward",),
+        "environment.remote_reward.enable=true",
+        lambda config: config.environment.remote_reward.enable,
     ),
 )
 
 
+SWITCHES = (*_OF_ALGORITHM, *_OTHERS, *_OF_OPTIMIZERS)
+
+
 def not_switched_on(config: ConfigTree) -> Iterator[Problem]:
     algorithm = config.trainer.algorithm
-    own_loss = ":" in algorithm.policy_loss_type
-    idle = [switch for switch in _SWITCHES if not switch.is_on(algorithm)]
+    own = ":" in algorithm.policy_loss_type or ":" in algorithm.advantage_estimator
+    idle = [switch for switch in SWITCHES if not switch.is_on(config) and not (own and switch in _OF_ALGORITHM)]
     for setting, value in values(config):
-        name = setting.path.removeprefix(_ALGORITHM)
-        if own_loss or name == setting.path or setting.is_default(value):
+        if setting.is_default(value):
             continue
         for switch in idle:
-            if any(name == other or name.startswith(other + ".") for other in switch.names):
+            if any(setting.path == path or setting.path.startswith(path + ".") for path in switch.paths):
                 yield Problem(setting.path, f"has no effect without {switch.needs}; leave it out, or set that")
+                break

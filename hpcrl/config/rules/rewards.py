@@ -10,8 +10,6 @@ from hpcrl.config.import_path import misnamed
 from hpcrl.config.sections.environment import (
     ENVIRONMENTS,
     REWARDS,
-    OverlongRewardConfig,
-    RemoteRewardConfig,
     SearchConfig,
 )
 from hpcrl.config.sections.tree import ConfigTree
@@ -69,12 +67,6 @@ def one_reward_source(config: ConfigTree) -> Iterator[Problem]:
 def overlong(config: ConfigTree) -> Iterator[Problem]:
     environment, path = config.environment, "environment.overlong_reward"
     listed = [kind for kind in ("train", "eval") if "overlong" in reward_weights(environment, kind)]
-    changed = [name for name, value in vars(environment.overlong_reward).items() if value != _default(name)]
-    if changed and not listed:
-        yield Problem(
-            f"{path}.{changed[0]}",
-            "has no effect without overlong in environment.reward_function; list it there, or leave this out",
-        )
     longest = {"train": config.generator.sampling_params, "eval": eval_sampling(config.generator)}
     for kind in listed:
         most = longest[kind].max_generate_length
@@ -88,10 +80,6 @@ def overlong(config: ConfigTree) -> Iterator[Problem]:
             return
 
 
-def _default(name: str) -> float:
-    return getattr(OverlongRewardConfig(), name)
-
-
 def remote_reward(config: ConfigTree) -> Iterator[Problem]:
     remote = config.environment.remote_reward
     if remote.enable and not remote.reward_function:
@@ -103,13 +91,6 @@ def remote_reward(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             "environment.remote_reward.reward_function",
             "every weight is 0, and so would be every reward; give one of them another weight",
-        )
-    default = vars(RemoteRewardConfig())
-    changed = [name for name, value in vars(remote).items() if value != default[name]]
-    if changed and not remote.enable:
-        yield Problem(
-            f"environment.remote_reward.{changed[0]}",
-            "has no effect without environment.remote_reward.enable; set that to true, or leave this out",
         )
     if remote.clip_min > remote.clip_max:
         yield Problem(

@@ -58,32 +58,6 @@ def units(config: ConfigTree) -> Iterator[Problem]:
             yield Problem(path, f"expected one of {', '.join(policy)}; leave the others out")
 
 
-def schedule(config: ConfigTree) -> Iterator[Problem]:
-    for name in ("policy", "critic"):
-        optimizer = getattr(config.trainer, name).optimizer_config
-        path = f"trainer.{name}.optimizer_config"
-        for setting in ("decay_ratio", "min_lr_factor"):
-            if optimizer.scheduler == "constant_with_warmup" and getattr(optimizer, setting):
-                yield Problem(
-                    f"{path}.{setting}", f"has no effect with {path}.scheduler=constant_with_warmup, which never falls"
-                )
-        for setting, default in (("warmup_start_factor", 0.0), ("warmup_shape", "between")):
-            rises = optimizer.num_warmup_steps or optimizer.warmup_ratio
-            if getattr(optimizer, setting) != default and not rises:
-                yield Problem(
-                    f"{path}.{setting}",
-                    f"has no effect without a warm-up; set {path}.num_warmup_steps or {path}.warmup_ratio",
-                )
-
-
-def recomputation(config: ConfigTree) -> Iterator[Problem]:
-    trainer = config.trainer
-    if trainer.gradient_checkpointing_use_reentrant and not trainer.gradient_checkpointing:
-        yield Problem(
-            "trainer.gradient_checkpointing_use_reentrant", "has no effect with trainer.gradient_checkpointing=false"
-        )
-
-
 def rotary_positions(config: ConfigTree) -> Iterator[Problem]:
     for section in ("trainer", "generator"):
         scaling = getattr(config, section).rope_scaling

@@ -47,7 +47,8 @@ class InferenceEngineConfig:
     weight_copy_dir: str | None = None
     """Directory on each node's own disk, or below /dev/shm, into which the first of a run's replicas there copies each version of the weights,
     and from which all of them load it: for shared filesystems whose page cache processes do not share. It takes the room of two versions;
-    environment variables, such as $TMPDIR, are the node's. Unset: no copies; engines read the run directory."""
+    environment variables, such as $TMPDIR, are the node's; in a container it is below /tmp or /dev/shm, or one of slurm.container.mounts.
+    Unset: no copies; engines read the run directory."""
 
     enable_prefix_caching: bool = True
     """Reuse the key-value cache of equal prompt beginnings under the same weights."""

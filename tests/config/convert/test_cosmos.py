@@ -261,6 +261,7 @@ def test_named_rewards_in_each_of_their_forms() -> None:
 
 def test_a_reward_that_only_filters_is_reported_and_does_not_pay() -> None:
     policy = {"type": "grpo", "reward_function": {"gsm8k": 2.0}, "filter_reward_metric": ["format", "gsm8k"]}
+    policy["variant"] = "dapo"
     conversion = of({"train": {"train_policy": policy}})
     assert conversion.values["environment.reward_function"] == {"gsm8k": 2.0, "format": 0.0}
     assert conversion.values["trainer.algorithm.filter_reward_metric"] == ["format", "gsm8k"]
@@ -348,7 +349,7 @@ _VARIETY: list[dict[str, Any]] = [
         }
     },
     {
-        "train": {"train_policy": {"type": "grpo", "aipo_rho": 2.0}, "optm_warmup_steps": 0.5},
+        "train": {"train_policy": {"type": "grpo", "aipo_rho": 2.0, "kl_beta": 0.1}, "optm_warmup_steps": 0.5},
         "policy": one_replica(cp_size=2),
     },
     {"train": {"ckpt": {"enable_checkpoint": True, "save_freq_in_epoch": 1}}, "policy": {"aux_loss_coeff": 0.1}},

@@ -29,7 +29,7 @@ COSMOS = [
     ),
     Case(
         "dropped tokens belong to weights of tokens",
-        {f"{CORRECTION}.token_tis_ratio_drop_high": 2.0}, f"{CORRECTION}.token_tis_ratio_drop_high", 'tis_ratio_type="token"; set it',
+        {f"{CORRECTION}.token_tis_ratio_drop_high": 2.0}, f"{CORRECTION}.token_tis_ratio_drop_high", 'without trainer.algorithm.off_policy_correction.tis_ratio_type="token"',
         {f"{CORRECTION}.token_tis_ratio_drop_high": 2.0, f"{CORRECTION}.tis_ratio_type": "token"},
     ),
     Case(
@@ -60,7 +60,7 @@ COSMOS = [
     ),
     Case(
         "prefetching needs workers",
-        {"data.prefetch_factor": 4}, "data.prefetch_factor", "leave it out, or set both",
+        {"data.prefetch_factor": 4}, "data.prefetch_factor", "has no effect without data.num_workers",
         {"data.prefetch_factor": 4, "data.num_workers": 1},
     ),
     Case(
@@ -89,7 +89,7 @@ COSMOS = [
     ),
     Case(
         "the constant divisor belongs to one reduction",
-        {f"{ALGORITHM}.unbiased_loss_max_tokens": 99}, f"{ALGORITHM}.unbiased_loss_max_tokens", "set seq_mean_token_mean or leave it out",
+        {f"{ALGORITHM}.unbiased_loss_max_tokens": 99}, f"{ALGORITHM}.unbiased_loss_max_tokens", "without trainer.algorithm.loss_reduction=seq_mean_token_mean",
         {f"{ALGORITHM}.unbiased_loss_max_tokens": 99, f"{ALGORITHM}.loss_reduction": "seq_mean_token_mean"},
     ),
     Case(

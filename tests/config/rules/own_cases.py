@@ -13,6 +13,8 @@ from tests.config.rules.skyrl_cases import (
     Case,
 )
 
+FILTERS = {f"{ALGORITHM}.zero_variance_filter": True}
+
 OURS = [
     Case(
         "a copy lies at the same place on each node",
@@ -90,7 +92,7 @@ OURS = [
     ),
     Case(
         "a seed belongs to an order",
-        {"data.shuffle": False, "data.shuffle_seed": 1}, "data.shuffle_seed", "leave it out, or set data.shuffle=true",
+        {"data.shuffle": False, "data.shuffle_seed": 1}, "data.shuffle_seed", "has no effect without data.shuffle=true",
         {"data.shuffle": True, "data.shuffle_seed": 1},
     ),
     Case(
@@ -216,9 +218,9 @@ OURS = [
     ),
     Case(
         "a metric that no function of the service reports",
-        {**SERVICE, f"{ALGORITHM}.filter_reward_metric": ["taste"]},
+        {**SERVICE, **FILTERS, f"{ALGORITHM}.filter_reward_metric": ["taste"]},
         f"{ALGORITHM}.filter_reward_metric", '"taste" is not in environment.remote_reward.reward_function, whose rewards are ocr',
-        {**SERVICE, f"{ALGORITHM}.filter_reward_metric": ["ocr"]},
+        {**SERVICE, **FILTERS, f"{ALGORITHM}.filter_reward_metric": ["ocr"]},
     ),
     Case(
         "text2sql has databases",
@@ -370,9 +372,9 @@ OURS = [
     ),
     Case(
         "what filters is among the rewards",
-        {"environment.reward_function": {"gsm8k": 1.0}, f"{ALGORITHM}.filter_reward_metric": ["format"]},
+        {"environment.reward_function": {"gsm8k": 1.0}, **FILTERS, f"{ALGORITHM}.filter_reward_metric": ["format"]},
         f"{ALGORITHM}.filter_reward_metric", '"format" is not in environment.reward_function, whose rewards are gsm8k',
-        {"environment.reward_function": {"gsm8k": 1.0, "format": 0.0}, f"{ALGORITHM}.filter_reward_metric": ["format"]},
+        {"environment.reward_function": {"gsm8k": 1.0, "format": 0.0}, **FILTERS, f"{ALGORITHM}.filter_reward_metric": ["format"]},
     ),
     Case(
         "an environment or rewards pay",
@@ -382,7 +384,7 @@ OURS = [
     ),
     Case(
         "the overlong penalty is listed",
-        {"environment.overlong_reward.penalty_factor": 0.5}, "environment.overlong_reward.penalty_factor", "list it there",
+        {"environment.overlong_reward.penalty_factor": 0.5}, "environment.overlong_reward.penalty_factor", "without overlong in",
         {
             "environment.overlong_reward": {"penalty_factor": 0.5, "buffer_length": 1024},
             "environment.reward_function": {"gsm8k": 1.0, "overlong": 1.0},

@@ -52,7 +52,7 @@ SKYRL = [
         "the train batch is a multiple of the critic's mini-batch",
         {"trainer.critic_mini_batch_size": 7, **CRITIC},
         "trainer.train_batch_size", "expected a multiple of trainer.critic_mini_batch_size (7), found 1024",
-        {"trainer.critic_mini_batch_size": 7},
+        {"trainer.critic_mini_batch_size": 8, **CRITIC},
     ),
     Case(
         "mini-batch times samples is shared equally by the ranks, which SkyRL forgets",
@@ -94,7 +94,7 @@ SKYRL = [
         "Ulysses of the reference divides its ranks",
         {"trainer.ref.sequence_parallel_size": 2},
         "trainer.ref.sequence_parallel_size", "does not divide the 1 ranks",
-        {"trainer.ref.sequence_parallel_size": 2, **NO_KL},
+        {"trainer.ref.sequence_parallel_size": 2, f"{PLACEMENT}.policy_num_gpus_per_node": 2, "slurm.gpus_per_node": 2},
     ),
     Case(
         "tensor, pipeline and context parallel sizes divide the ranks",
@@ -110,9 +110,9 @@ SKYRL = [
     ),
     Case(
         "the critic's output layer has a name that a part of a model can have",
-        {f"{ALGORITHM}.value_head_prefix": "value.head"},
+        {f"{ALGORITHM}.value_head_prefix": "value.head", **CRITIC},
         f"{ALGORITHM}.value_head_prefix", 'expected a name of letters, digits and underscores, found "value.head"',
-        {f"{ALGORITHM}.value_head_prefix": "score_2"},
+        {f"{ALGORITHM}.value_head_prefix": "score_2", **CRITIC},
     ),
     Case(
         "KL in the loss and in the reward exclude each other",

@@ -33,7 +33,7 @@ def load(tmp_path: Path, *overrides: str) -> Config:
         (["data.test_size=1.5", "data.val_data=[]"], "data.test_size", "below 1 or a whole number"),
         (["data.test_size=0", "data.val_data=[]"], "data.test_size", "more than 0"),
         (["data.shuffle_seed=-1"], "data.shuffle_seed", "at least 0"),
-        (["data.shuffle=false", "data.shuffle_seed=3"], "data.shuffle_seed", "no effect with data.shuffle=false"),
+        (["data.shuffle=false", "data.shuffle_seed=3"], "data.shuffle_seed", "no effect without data.shuffle=true"),
         (["data.response_column=prompt"], "data.response_column", "another column than data.prompt_column"),
         (["trainer.eval_batch_size=0"], "trainer.eval_batch_size", "at least 1"),
         (

@@ -18,13 +18,16 @@ FSDP, REF, OPTIMIZER = "trainer.policy.fsdp_config", "trainer.ref.fsdp_config", 
 
 
 FOUR = {"trainer.placement.policy_num_gpus_per_node": 4, "slurm.gpus_per_node": 4}
-CRITIC = "trainer.critic.fsdp_config"
+CRITIC, CRITIC_MODEL = "trainer.critic.fsdp_config", {"trainer.critic.model.path": "c"}
 UNITS = f"{FSDP}.wrap_policy"
 
 CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ({**FOUR, f"{FSDP}.fsdp_size": 3}, f"{FSDP}.fsdp_size", "does not divide the 4 ranks", {**FOUR, f"{FSDP}.fsdp_size": 2}),
     ({**FOUR, f"{REF}.fsdp_size": 3}, f"{REF}.fsdp_size", "does not divide the 4 ranks", {**FOUR, f"{REF}.fsdp_size": 8}),
-    ({**FOUR, f"{CRITIC}.fsdp_size": 3}, f"{CRITIC}.fsdp_size", "does not divide the 4 ranks", {**FOUR, f"{CRITIC}.fsdp_size": 2}),
+    (
+        {**FOUR, **CRITIC_MODEL, f"{CRITIC}.fsdp_size": 3}, f"{CRITIC}.fsdp_size", "does not divide the 4 ranks",
+        {**FOUR, **CRITIC_MODEL, f"{CRITIC}.fsdp_size": 2},
+    ),
     (
         {**FOUR, f"{FSDP}.reshard_after_forward": 3}, f"{FSDP}.reshard_after_forward", "a divisor of the 4 ranks",
         {**FOUR, f"{FSDP}.reshard_after_forward": 2},
@@ -41,12 +44,12 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ),
     ({UNITS: {"min_num_params": 5, "disable": True}}, UNITS, "leave the others out", {UNITS: {"min_num_params": 5}}),
     (
-        {f"{OPTIMIZER}.min_lr_factor": 0.1}, f"{OPTIMIZER}.min_lr_factor", "which never falls",
+        {f"{OPTIMIZER}.min_lr_factor": 0.1}, f"{OPTIMIZER}.min_lr_factor", "scheduler that falls",
         {f"{OPTIMIZER}.min_lr_factor": 0.1, f"{OPTIMIZER}.scheduler": "sqrt"},
     ),
     (
-        {f"{OPTIMIZER}.decay_ratio": 0.1}, f"{OPTIMIZER}.decay_ratio", "which never falls",
-        {f"{OPTIMIZER}.decay_ratio": 0.0},
+        {f"{OPTIMIZER}.decay_ratio": 0.1}, f"{OPTIMIZER}.decay_ratio", "scheduler that falls",
+        {f"{OPTIMIZER}.decay_ratio": 0.1, f"{OPTIMIZER}.scheduler": "linear"},
     ),
     (
         {f"{OPTIMIZER}.warmup_shape": "to_lr"}, f"{OPTIMIZER}.warmup_shape", "without a warm-up",
@@ -78,7 +81,7 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ),
     (
         {"trainer.profiler.enable": True, "trainer.profiler.ranks": []}, "trainer.profiler.ranks", "found []",
-        {"trainer.profiler.enable": False, "trainer.profiler.ranks": []},
+        {"trainer.profiler.enable": True, "trainer.profiler.ranks": [0]},
     ),
     (
         {f"{DYNAMIC}.max_sample_batches": 5}, f"{DYNAMIC}.max_sample_batches", "no effect without",

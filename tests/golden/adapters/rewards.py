@@ -35,7 +35,8 @@ def overlong(case: Case) -> dict[str, Any]:
 
 def weighted(case: Case) -> dict[str, Any]:
     named, filters = case.params["reward_function"], case.params.get("filter_reward_metric")
-    config = cosmos({f"{_POLICY}.reward_function": named, f"{_POLICY}.filter_reward_metric": filters})
+    filtering = {f"{_POLICY}.variant": "dapo", f"{_POLICY}.filter_reward_metric": filters}
+    config = cosmos({f"{_POLICY}.reward_function": named, **filtering})
     rewards = WeightedRewards("", config.environment.reward_function, config.environment)
     truth = case.inputs["reference"]
     turns = [rewards(Response(text=text, ground_truth=truth)) for text in case.inputs["completions"]]
