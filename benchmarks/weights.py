@@ -69,6 +69,7 @@ def publish(place: Path, repetitions: int) -> None:
             began = time.monotonic()
             publisher.publish(engine, version)
             seconds.append(time.monotonic() - began)
+            publisher.retire()
         if world.first:
             (place / "published.json").write_text(json.dumps(seconds[1:]))
 

@@ -106,6 +106,7 @@ def train(
                 with timer("sync_weights"):
                     metrics |= publisher.publish(policy, step)
                     controller.published(step)
+                    publisher.retire()
             learner.reset_reference(step, epoch, timer)
             metrics |= checkpoints.settle() | describe_cost(batch, timer.lap(), learner.world, learner.flops)
             controller.trained(step, metrics)  # before the commit: none may be missing

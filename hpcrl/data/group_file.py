@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from io import BufferedReader
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +96,7 @@ def read_arrays(
     path: Path, expected: Sequence[int] | None = None, indices: Sequence[int] | None = None
 ) -> list[Sample[np.ndarray]]:
     """Return rows of the group at `path`, without torch, and read no more of the file; args and errors as in `read_group`."""
-    _, details = _header(path)
-    with path.open("rb") as file:
-        columns = _Columns(path, file)
+    with _opened(path) as (columns, _, details):
         lengths = columns.read("lengths", 0, len(details)).tolist()
         if columns.entries("lengths") != len(lengths):
             raise _damaged(path, f"{columns.entries('lengths')} lengths for {len(details)} samples")
@@ -105,16 +104,31 @@ def read_arrays(
             raise _damaged(path, f"its tensors do not have the {sum(lengths)} entries of its samples")
         if expected is not None and lengths != list(expected):
             raise _damaged(path, f"samples of {lengths} tokens where {list(expected)} are expected")
-        ends = list(accumulate(lengths))
-        return [
-            Sample(
-                **{name: columns.read(name, ends[at] - lengths[at], ends[at]) for name in _TENSORS},
-                stop_reason=details[at]["stop_reason"],
-                env_metrics=details[at]["env_metrics"],
-                sampling_mask=columns.sampling_mask(ends[at] - lengths[at], ends[at]),
+        wanted = range(len(details)) if indices is None else indices
+        rows = dict(_rows(columns, lengths, details, sorted(set(wanted))))
+        return [rows[at] for at in wanted]
+
+
+def _rows(
+    columns: _Columns, lengths: Sequence[int], details: Sequence[dict[str, Any]], wanted: Sequence[int]
+) -> Iterator[tuple[int, Sample[np.ndarray]]]:
+    """Yield the rows at ascending indices; neighbours are read at once."""
+    ends = [0, *accumulate(lengths)]
+    for _, neighbours in groupby(enumerate(wanted), lambda place: place[1] - place[0]):
+        indices = [index for _, index in neighbours]
+        first, last = ends[indices[0]], ends[indices[-1] + 1]
+        arrays = {name: columns.read(name, first, last) for name in _TENSORS}
+        for at in indices:
+            own = slice(ends[at] - first, ends[at + 1] - first)
+            yield (
+                at,
+                Sample(
+                    **{name: array[own] for name, array in arrays.items()},
+                    stop_reason=details[at]["stop_reason"],
+                    env_metrics=details[at]["env_metrics"],
+                    sampling_mask=columns.sampling_mask(ends[at], ends[at + 1]),
+                ),
             )
-            for at in (range(len(details)) if indices is None else indices)
-        ]
 
 
 class _Columns:
@@ -125,8 +139,14 @@ class _Columns:
 
     def __init__(self, path: Path, file: BufferedReader) -> None:
         (size,) = struct.unpack("<Q", file.read(8))
+        if size > _MAX_HEADER:
+            raise _damaged(path, f"a header of {size} bytes")
         self._path, self._file, self._begin = path, file, 8 + size
         self._header = json.loads(file.read(size))
+
+    def group(self) -> dict[str, Any]:
+        """Return what the header says about the group."""
+        return json.loads(self._header["__metadata__"][_META])
 
     def entries(self, name: str) -> int:
         start, end, dtype = self._place(name)
@@ -170,22 +190,25 @@ def read_meta(path: Path) -> GroupMeta:
     Raises:
         DataError: the file is missing or its header is damaged.
     """
-    return _header(path)[0]
+    with _opened(path) as (_, meta, _):
+        return meta
 
 
-def _header(path: Path) -> tuple[GroupMeta, list[dict[str, Any]]]:
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[_Columns, GroupMeta, list[dict[str, Any]]]]:
+    """Have the columns of a file, its group, and details of its rows."""
     try:
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > _MAX_HEADER:
-                raise _damaged(path, f"a header of {size} bytes")
-            header = json.loads(file.read(size))
-        group = json.loads(header["__metadata__"][_META])
-        return GroupMeta.from_json(group["meta"]), group["samples"]
+        file = path.open("rb")
     except FileNotFoundError as error:
         raise DataError(f"sample file {path} is missing: it was removed, or this node does not see the run") from error
-    except (struct.error, ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, str(error)) from error
+    with file:
+        try:
+            columns = _Columns(path, file)
+            group = columns.group()
+            meta, details = GroupMeta.from_json(group["meta"]), group["samples"]
+        except (struct.error, ValueError, KeyError, TypeError) as error:
+            raise _damaged(path, str(error)) from error
+        yield columns, meta, details
 
 
 def _damaged(path: Path, why: str) -> DataError:

@@ -74,7 +74,6 @@ class Publisher:
             return {}
         began = time.monotonic()
         size = self._write(engine, target, probe=self._probe(engine), version=version)
-        self._world.rank0_broadcast(self._retire)
         return {"timing/publish_weights": time.monotonic() - began, "throughput/published_gib": size / 2**30}
 
     def _probe(self, engine: PolicyEngine) -> Probe | None:
@@ -83,9 +82,14 @@ class Publisher:
         token_ids = [(31 + 7919 * place * place) % engine.vocabulary for place in range(self._probe_tokens)]
         return Probe(token_ids, engine.probe(token_ids), str(engine.dtype).removeprefix("torch."))
 
-    def _retire(self) -> None:
-        for old in committed(self._run.weights, version_of)[: -self._kept_versions]:
-            discard(self._run.weights_of(old), self._fence)
+    def retire(self) -> None:
+        """Remove versions that no engine needs any more. It takes a while: engines have been told of the newest before."""
+
+        def discard_old() -> None:
+            for old in committed(self._run.weights, version_of)[: -self._kept_versions]:
+                discard(self._run.weights_of(old), self._fence)
+
+        self._world.rank0_broadcast(discard_old)
 
     def _fence(self) -> None:
         if self._attempt:  # 0 writes beside the run's attempts, whatever these do

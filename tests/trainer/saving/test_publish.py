@@ -113,6 +113,7 @@ def test_versions(run: Run, alone: World, engine: FsdpPolicy) -> None:
     publisher = Publisher(run, 1, alone, torch.float32, max_staleness=1)
     for version in range(1, 5):
         publisher.publish(engine, version)
+        publisher.retire()
     assert committed(run.weights, version_of) == [2, 3, 4], "max_staleness + 2 stay readable"
     inode = run.weights_of(4).stat().st_ino
     publisher.publish(engine, 4)

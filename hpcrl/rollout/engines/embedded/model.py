@@ -75,6 +75,12 @@ def replace_weights(model: PreTrainedModel, tensors: dict[str, torch.Tensor], so
     Raises:
         EngineError: they are not those of this model.
     """
+    own = model.state_dict(keep_vars=True)
+    named = {name: own[name] for name, tensor in tensors.items() if name in own and own[name].shape == tensor.shape}
+    if len(named) == len(tensors) and set(model.parameters()) <= set(named.values()):  # as a rule; no second model
+        for name, tensor in tensors.items():
+            named[name].copy_(tensor)
+        return
     options: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     answer = type(model).from_pretrained(None, config=model.config, state_dict=tensors, dtype=model.dtype, **options)
     newer, loaded = cast("tuple[PreTrainedModel, dict[str, Any]]", answer)
