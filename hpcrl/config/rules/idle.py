@@ -1,6 +1,7 @@
 """Settings that another one switches on: refused where they are set and it does not, because a file should not promise what does not happen.
 
-The one exception is section slurm: a site's file holds it for runs with and without GPUs, containers and elastic replicas.
+It holds for all that bears on the result. How a part runs that may be switched off, the sections slurm, trainer.ref and trainer.profiler, may
+stay: a site's file serves runs with and without containers, and a sweep runs with and without a reference.
 A loss or an advantage estimator of the user's own may read any setting of trainer.algorithm.
 """
 
@@ -175,7 +176,6 @@ _OF_OPTIMIZERS = tuple(
 _OTHERS = (
     Switch((f"{_ALGORITHM}value_head_prefix", "trainer.critic"), "trainer.critic.model.path", _has_critic),
     Switch(("trainer.critic_mini_batch_size",), "trainer.critic.model.path", _has_critic),
-    Switch(("trainer.ref",), _REFERENCE, _has_reference),
     Switch(
         (f"{_DYNAMIC}max_sample_batches",),
         f"{_DYNAMIC}type",
@@ -198,11 +198,6 @@ _OTHERS = (
         ("trainer.ckpt_keep_best_mode",),
         "trainer.ckpt_keep_best",
         lambda config: config.trainer.ckpt_keep_best is not None,
-    ),
-    Switch(
-        ("trainer.profiler",),
-        "trainer.profiler.enable=true",
-        lambda config: config.trainer.profiler.enable or config.trainer.profiler.enable_nsys,
     ),
     Switch(("data.shuffle_seed",), "data.shuffle=true", lambda config: config.data.shuffle),
     Switch(("data.prefetch_factor",), "data.num_workers", lambda config: config.data.num_workers > 0),

@@ -64,9 +64,10 @@ class Environments:
                 environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         if name == "controller" or not node.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        if not node.gpus:
-            # threads without work would keep the cores busy that the engine's and the worker's processes need
-            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if not node.gpus and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
+            # threads without work would keep the cores busy that other processes need, and to wake them for each operation takes as long as
+            # a small one: they spin for some microseconds
+            environment |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
         return environment
 
 

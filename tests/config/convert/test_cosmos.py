@@ -349,7 +349,7 @@ _VARIETY: list[dict[str, Any]] = [
         }
     },
     {
-        "train": {"train_policy": {"type": "grpo", "aipo_rho": 2.0, "kl_beta": 0.1}, "optm_warmup_steps": 0.5},
+        "train": {"train_policy": {"type": "grpo", "aipo_rho": 2.0}, "optm_warmup_steps": 0.5},
         "policy": one_replica(cp_size=2),
     },
     {"train": {"ckpt": {"enable_checkpoint": True, "save_freq_in_epoch": 1}}, "policy": {"aux_loss_coeff": 0.1}},

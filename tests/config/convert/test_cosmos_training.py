@@ -97,8 +97,7 @@ def test_an_unknown_loss_type_is_a_conflict() -> None:
 
 
 def test_parallelism_without_megatron() -> None:
-    with_reference = {"train_policy": {"type": "grpo", "kl_beta": 0.1}}
-    values = of({"train": with_reference, "policy": one_replica(cp_size=2, dp_shard_size=4, n_init_replicas=3)}).values
+    values = of({"policy": one_replica(cp_size=2, dp_shard_size=4, n_init_replicas=3)}).values
     assert "trainer.strategy" not in values
     assert values["trainer.policy.sequence_parallel_size"] == values["trainer.ref.sequence_parallel_size"] == 2
     assert values["trainer.policy.fsdp_config.fsdp_size"] == 8  # of 24 ranks

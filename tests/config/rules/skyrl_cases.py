@@ -94,7 +94,7 @@ SKYRL = [
         "Ulysses of the reference divides its ranks",
         {"trainer.ref.sequence_parallel_size": 2},
         "trainer.ref.sequence_parallel_size", "does not divide the 1 ranks",
-        {"trainer.ref.sequence_parallel_size": 2, f"{PLACEMENT}.policy_num_gpus_per_node": 2, "slurm.gpus_per_node": 2},
+        {"trainer.ref.sequence_parallel_size": 2, **NO_KL},
     ),
     Case(
         "tensor, pipeline and context parallel sizes divide the ranks",

@@ -59,8 +59,7 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ),
     (
         {**WITH_REFERENCE, f"{REF}.expert_tensor_parallel_size": 1}, f"{REF}.expert_tensor_parallel_size",
-        "expected the policy's null",
-        {**WITH_REFERENCE, f"{REF}.expert_tensor_parallel_size": 1, f"{POLICY}.expert_tensor_parallel_size": 1},
+        "expected the policy's null", {**EIGHT, f"{REF}.expert_tensor_parallel_size": 1},
     ),
 ]  # fmt: skip
 

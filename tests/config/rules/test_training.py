@@ -81,7 +81,7 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     ),
     (
         {"trainer.profiler.enable": True, "trainer.profiler.ranks": []}, "trainer.profiler.ranks", "found []",
-        {"trainer.profiler.enable": True, "trainer.profiler.ranks": [0]},
+        {"trainer.profiler.enable": False, "trainer.profiler.ranks": []},
     ),
     (
         {f"{DYNAMIC}.max_sample_batches": 5}, f"{DYNAMIC}.max_sample_batches", "no effect without",

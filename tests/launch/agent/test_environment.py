@@ -43,13 +43,15 @@ def test_threads(
 def test_threads_without_work_leave_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, users: str | None, policy: str | None
 ) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
     if users is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", users)
     config = Config.from_toml([QUICKSTART])
     environments = Environments(config, Node(0, "trainer", 1, (0,), gpus, 0), 1, "127.0.0.1", None, tmp_path, False)
     for name in ("trainer-0", "rollout-0"):
         assert environments.of(name).get("OMP_WAIT_POLICY") == policy
+        assert ("GOMP_SPINCOUNT" in environments.of(name)) == (policy == "PASSIVE"), "what the user says is not changed"
 
 
 SIZES = "trainer.policy.megatron_config"
