@@ -15,6 +15,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ class Group:
     seconds: float
     baseline: float | None = None
 
-    @property
+    @cached_property
     def samples(self) -> list[Row]:
         """All rows, as they lie in the group's file."""
         return [row for rows in self.rows for row in rows]
@@ -84,7 +85,7 @@ class Group:
     def newest_version(self) -> int:
         return max(self.version, *(int(sample.versions.max()) for sample in self.samples))
 
-    @property
+    @cached_property
     def response_lengths(self) -> list[int]:
         """Tokens of each sample that the policy chose, trained or not."""
         return [sum(len(_chosen(row)) for row in rows) for rows in self.rows]

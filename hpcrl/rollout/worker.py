@@ -233,6 +233,8 @@ class Worker:
 
     async def _hand_over(self) -> None:
         run, replica = self._options.run, self._options.replica
+        folder = run.samples_of(replica)
+        named = str(folder.relative_to(run.path))
         metas, contents, evaluated = list[GroupMeta](), dict[str, bytes](), defaultdict[Path, list[Group]](list)
         for group in self._delivering:
             if group.work.kind == "eval":
@@ -240,14 +242,14 @@ class Worker:
                 evaluated[path].append(group)
                 meta = group.meta(replica, str(path.relative_to(run.path)))
             else:
-                path = run.samples_of(replica) / f"{group.work.group_id}.safetensors"
-                meta = group.meta(replica, str(path.relative_to(run.path)))
-                contents[path.name] = group_bytes(group.samples, meta)
+                name = f"{group.work.group_id}.safetensors"
+                meta = group.meta(replica, f"{named}/{name}")
+                contents[name] = group_bytes(group.samples, meta)
             metas.append(meta)
         for path, members in evaluated.items() if self._options.dump_evals else ():
             append_evaluated(path, members, self._decode)  # a tokenizer is not for several threads
         if contents:
-            await in_thread(write_files, run.samples_of(replica), contents)
+            await in_thread(write_files, folder, contents)
         await self._call("complete", groups=[meta.to_json() for meta in metas])
         self._delivering = []
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from hpcrl.errors import RunError
@@ -230,10 +231,14 @@ class Run:
         Raises:
             RunError: the path leaves the run directory.
         """
-        path = (self.path / relative).resolve()
-        if not path.is_relative_to(self.path.resolve()):
+        path = os.path.realpath(self.path / relative)
+        if os.path.commonpath((path, self._real_path)) != self._real_path:
             raise RunError(f"path {relative!r} leaves the run directory {self.path}")
-        return path
+        return Path(path)
+
+    @cached_property
+    def _real_path(self) -> str:
+        return os.path.realpath(self.path)
 
 
 def step_of(path: Path) -> int | None:
