@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 _POLL_S = 0.2
+_TOGETHER_S = 1.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -34,13 +35,15 @@ class Usage:
 
     Attributes:
         cpu_s: sum of the processor seconds of its processes.
-        peak_mib: sum of their peaks, whenever each had it.
+        peak_mib: sum of their peaks, whenever each had it; pages that processes share count for each of them.
+        together_mib: most that they had at the same time, with each page counted once.
     """
 
     returncode: int
     wall_s: float
     cpu_s: float
     peak_mib: float
+    together_mib: float
 
 
 def descendants(roots: set[int]) -> dict[int, Process]:
@@ -70,22 +73,39 @@ def descendants(roots: set[int]) -> dict[int, Process]:
     return found
 
 
+def together_mib(pids: Iterable[int]) -> float:
+    """Return the memory that processes have now: of a page that several share, each has its part (PSS)."""
+    kib = 0
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except OSError:  # it has ended
+            continue
+        kib += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+    return kib / 1024
+
+
 def measured(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Usage:
     """Run a command to its end and return what it took; what it prints goes to `log`.
 
-    Processes are looked at five times a second: what each does after the last look is not counted.
+    Processes are looked at five times a second, at the memory that they have together once a second, because the kernel looks at each page
+    for it: what each does after the last look is not counted.
     """
-    began, seen = time.monotonic(), dict[int, Process]()
+    began, seen, together, looked = time.monotonic(), dict[int, Process](), 0.0, 0.0
     with (
         log.open("wb") as output,
         subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process,
     ):
         while process.poll() is None:
-            seen |= descendants({process.pid})  # the last of a process counts: what it was before exec is not its own
+            living = descendants({process.pid})
+            seen |= living  # the last of a process counts: what it was before exec is not its own
+            if time.monotonic() > looked + _TOGETHER_S:
+                together, looked = max(together, together_mib(living)), time.monotonic()
             time.sleep(_POLL_S)
     return Usage(
         process.returncode,
         time.monotonic() - began,
         sum(one.cpu_s for one in seen.values()),
         sum(one.peak_mib for one in seen.values()),
+        together,
     )

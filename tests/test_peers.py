@@ -127,22 +127,41 @@ def test_a_command_is_measured_with_its_children(tmp_path: Path) -> None:
     assert 0.3 < found.cpu_s < found.wall_s + 1
 
 
+def test_what_processes_share_counts_once_for_all_together(tmp_path: Path) -> None:
+    parent = (
+        "import os, time; held = bytearray(b'x') * (150 << 20); children = [os.fork() for _ in 'ab']; time.sleep(2.5)"
+    )
+    found = measured([sys.executable, "-c", parent], tmp_path / "log")
+    assert 150 < found.together_mib < 250 < 450 < found.peak_mib
+
+
 def record(tool: str, **figures: Any) -> Record:
     return Record("quickstart", tool, "command", "2026-11-23 02:31", "a673429", "AMD EPYC, 2 cores", 5.0, **figures)
 
 
 RUNS = [
-    record("hpcrl, vllm", wall_s=74.8, cpu_s=45.4, peak_mib=2949, step_s=[31.3, 3.0, 4.0, 5.0], tokens=[7680] * 4, scores=[0.367, 0.793]),
-    record("TRL, vllm", wall_s=114.1, cpu_s=44.5, peak_mib=2217, step_s=[14.1, 11.0, 12.0, 13.0], tokens=[7680] * 4, scores=[0.367, 0.75]),
+    record("hpcrl, vllm", wall_s=74.8, cpu_s=45.4, peak_mib=2949, together_mib=1474, step_s=[31.3, 3.0, 4.0, 5.0], tokens=[7680] * 4, scores=[0.367, 0.793]),
+    record("TRL, vllm", wall_s=114.1, cpu_s=44.5, peak_mib=2217, together_mib=1108, step_s=[14.1, 11.0, 12.0, 13.0], tokens=[7680] * 4, scores=[0.367, 0.75]),
     record("hpcrl, transformers", error='expected "vllm", found "transformers"'),
-    record("TRL, transformers", wall_s=20.3, cpu_s=14.9, peak_mib=543, step_s=[2.1, 1.5, 1.6, 1.7], tokens=[7680] * 4, scores=[0.367, 0.742]),
-    record("hpcrl, vllm", wall_s=70.8, cpu_s=41.4, peak_mib=2951, step_s=[29.3, 3.2, 4.4, 5.4], tokens=[7680] * 4, scores=[0.367, 0.801]),
+    record("TRL, transformers", wall_s=20.3, cpu_s=14.9, peak_mib=543, together_mib=271, step_s=[2.1, 1.5, 1.6, 1.7], tokens=[7680] * 4, scores=[0.367, 0.742]),
+    record("hpcrl, vllm", wall_s=70.8, cpu_s=41.4, peak_mib=2951, together_mib=1475, step_s=[29.3, 3.2, 4.4, 5.4], tokens=[7680] * 4, scores=[0.367, 0.801]),
 ]  # fmt: skip
 
 
 def test_the_table_has_medians_failures_and_says_where_hpcrl_is_worse() -> None:
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table(RUNS).splitlines()[2:]]
-    assert rows[0] == ["hpcrl, vllm", "2", "72.8", "43.4", "30.30", "4.20", "1833", "2950", "score 0.367 → 0.797"]
+    assert rows[0] == [
+        "hpcrl, vllm",
+        "2",
+        "72.8",
+        "43.4",
+        "30.30",
+        "4.20",
+        "1833",
+        "2950",
+        "1474",
+        "score 0.367 → 0.797",
+    ]
     assert rows[2][:3] == ["hpcrl, transformers", "0", "-"]
     assert "found" in rows[2][-1]
     slow, fast = rows[4:]

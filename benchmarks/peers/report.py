@@ -8,8 +8,8 @@ from itertools import product
 from statistics import median
 
 HEADER = (
-    "| tool | runs | whole command, s | processor, s | first step, s | s/step | tokens/s | peak memory, MiB | result |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "| tool | runs | whole command, s | processor, s | first step, s | s/step | tokens/s | peaks of memory, MiB | memory together, MiB | result |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -25,6 +25,7 @@ class Record:
         error: the end of what it printed, where it failed; the numbers are then of no run.
         wall_s, cpu_s: of the whole command: seconds, and those of all processors together.
         peak_mib: sum of the peaks of resident memory of its processes.
+        together_mib: most that they had at the same time, with each page counted once.
         step_s, tokens: of each of hpcrl's steps: seconds, and tokens with prompts.
         scores: greedy scores of the first and the last policy.
         losses, grad_norms: of each optimizer step, where both tools train the same samples.
@@ -41,6 +42,7 @@ class Record:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     peak_mib: float = 0.0
+    together_mib: float = 0.0
     step_s: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
@@ -65,6 +67,7 @@ _FIGURES: tuple[tuple[Callable[[Record], float], str, bool], ...] = (
     (lambda one: one.later_step_s, ".2f", False),
     (lambda one: one.tokens_per_s, ".0f", True),
     (lambda one: one.peak_mib, ".0f", False),
+    (lambda one: one.together_mib, ".0f", False),
 )
 """A column of the table: value, format, and whether more of it is better."""
 

@@ -7,7 +7,8 @@ quickstart   configs/quickstart.toml, from the start model to its last step, wit
 larger       the same prompts and batches with a random model of 34 million parameters and answers of up to 96 tokens: two steps
 trainer      no generation: both train the same given samples (trainer.py)
 
-Memory is the kernel's high-water mark of each process, summed over all that the command started; pages that processes share count for each of them.
+Peaks of memory: the kernel's high-water mark of each process, summed over all that the command started; pages that processes share count for each
+of them. Memory together: the most that they had at one time, each page counted once.
 Scores are of one function for both (work.py): transformers generates greedily, hpcrl's environment gives the reward. settings.py says how TRL's settings correspond to
 hpcrl's. KEY=VALUE are settings of hpcrl, for both.
 """
@@ -80,7 +81,9 @@ class Comparison:
         usage = measured([str(word) for word in command], log, os.environ | variables)
         if usage.returncode:
             return replace(record, error=last_line(log))
-        record = replace(record, wall_s=usage.wall_s, cpu_s=usage.cpu_s, peak_mib=usage.peak_mib)
+        record = replace(
+            record, wall_s=usage.wall_s, cpu_s=usage.cpu_s, peak_mib=usage.peak_mib, together_mib=usage.together_mib
+        )
         if self._name == "trainer":
             taken = json.loads((place / "taken.json").read_text())
             return replace(record, step_s=taken.pop("seconds"), **taken)
