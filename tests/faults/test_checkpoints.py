@@ -105,7 +105,7 @@ def test_28_filesystem_refuses_a_save_and_training_goes_on(scenario: Scenario) -
 def test_30_an_attempt_that_was_thought_dead(scenario: Scenario) -> None:
     """The network loses the trainer's node in the middle of a save: the next attempt runs elsewhere, and the old one, which is alive
     and wakes up later, can commit nothing."""
-    zombie = in_first_attempt(fault("checkpoints.written@2:sleep=140"))
+    zombie = in_first_attempt(fault("checkpoints.written@2:sleep=140"))  # the next attempt begins 80 s after the save
     run = scenario.submit(setup=[zombie], pinned=False)
     scenario.wait(lambda: list(run.checkpoints.glob(".tmp-s000006*")), "the second save", START_S, run)
     (lost, *_) = read_attempts(run)[0].hosts

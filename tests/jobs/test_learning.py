@@ -23,7 +23,7 @@ NO_REFERENCE = f"{ALGORITHM}use_kl_loss=false"
 FAMILIES = {
     "grpo": [],
     "rloo": [f"{ALGORITHM}advantage_estimator=rloo"],
-    "reinforce++": [f"{ALGORITHM}advantage_estimator=reinforce++"],
+    "reinforce_plus_plus": [f"{ALGORITHM}advantage_estimator=reinforce++"],
     "gspo": [f"{ALGORITHM}policy_loss_type=gspo", f"{ALGORITHM}loss_reduction=sequence_mean"],
     "cispo": [f"{ALGORITHM}policy_loss_type=cispo", NO_REFERENCE],
     "remax": [f"{ALGORITHM}advantage_estimator=remax"],
@@ -42,7 +42,7 @@ FAMILIES = {
         NO_REFERENCE,
     ],
 }
-"""What each family changes in configs/quickstart.toml."""
+"""What each family, after which its run is named, changes in configs/quickstart.toml."""
 
 
 @pytest.mark.slow
