@@ -30,7 +30,7 @@ from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import headers, read_token
+from hpcrl.runtime.token import AttemptKey, Sender, read_token
 from hpcrl.types import GroupMeta, Prompt
 
 _START_S = 60.0
@@ -85,8 +85,7 @@ class Connection:
 
     def __init__(self, port: int, run: Run) -> None:
         self._port = port
-        fields = {"host": "controller", "content-type": "application/json", **headers(read_token(run), run.name, 1)}
-        self._fields = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        self._sender = Sender(AttemptKey.of(read_token(run), run.name, 1))
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def call(self, route: str, **payload: Any) -> dict[str, Any]:
@@ -94,7 +93,9 @@ class Connection:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
         reader, writer = self._streams
         body = json.dumps(payload).encode()
-        writer.write(f"POST /{route} HTTP/1.1\r\n{self._fields}content-length: {len(body)}\r\n\r\n".encode() + body)
+        headers = {"host": "controller", "content-length": len(body), **self._sender.headers(f"/{route}", body)}
+        fields = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        writer.write(f"POST /{route} HTTP/1.1\r\n{fields}\r\n".encode() + body)
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200"), head
         length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])

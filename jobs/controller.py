@@ -24,9 +24,9 @@ from hpcrl.data.prompts import drop_long, set_aside
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.tensorboard import Follower
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import read_token
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
+from hpcrl.runtime.token import read_token
 from hpcrl.types import Prompt
 
 

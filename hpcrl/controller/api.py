@@ -1,4 +1,4 @@
-"""The controller's HTTP skin: routes of hpcrl/runtime/controller_client.py, the token on each of them, waiting, and the end of the attempt.
+"""The controller's HTTP skin: routes of hpcrl/runtime/controller_client.py, who may call them, waiting, and the end of the attempt.
 
 A request that lacks something, or asks for what the run cannot do, is answered with 400 and a reason. Any other exception is an
 error of hpcrl itself: uvicorn answers 500 and writes its traceback into the controller's log.
@@ -17,14 +17,15 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from hpcrl.controller.replicas import TICK_S, ReplicaHealth
 from hpcrl.controller.service import FINISHED, Service
 from hpcrl.errors import HpcrlError
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import authorized, headers
 from hpcrl.runtime.process_status import trainer_left
 from hpcrl.runtime.signals import stop_asked
+from hpcrl.runtime.token import NONCE, SIGNATURE, AttemptKey, Seen, same
 from hpcrl.types import GroupMeta, Work
 
 WAIT_S = 10.0
@@ -34,6 +35,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _GOODBYE_S = 20.0
 _MAX_BODY = 16 << 20
+_BODY_S = 60.0  # until the next part of a request
+IDLE_S = 40.0  # a connection on which nothing is asked ends after this time, and at most as long again
 _GROUP_FIELDS = {one.name for one in fields(GroupMeta)}
 _GROUP_REQUIRED = {one.name for one in fields(GroupMeta) if one.default is MISSING and one.default_factory is MISSING}
 
@@ -46,6 +49,14 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     NAMES: lambda value: type(value) is list and all(type(one) is str for one in value),
     OBJECTS: lambda value: type(value) is list and all(type(one) is dict for one in value),
 }
+
+
+class Refused(Exception):
+    """Who has sent a request, or what it is as a whole, keeps it from being answered."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 class BadRequest(Exception):
@@ -85,44 +96,70 @@ class Route:
 
 
 class Guard:
-    """ASGI application: no request gets past it without the token, the run's name and the attempt's number.
+    """ASGI application: no request gets past it that is not signed by a process of the attempt, or was sent before; its answers are signed.
 
     It speaks ASGI itself: what a web framework does for each request takes longer than what the controller does.
     """
 
     def __init__(self, routes: Mapping[str, Route], token: str, run: str, attempt: int) -> None:
-        self._routes, self._token = routes, token
-        self._expected = {k: v for k, v in headers(token, run, attempt).items() if k != "authorization"}
+        self._routes, self._key, self._seen = routes, AttemptKey.of(token, run, attempt), Seen()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
-        status, answer = await self._answer(scope, receive)
-        body = json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
-        fields = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": fields})
-        await send({"type": "http.response.body", "body": body})
-
-    async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, dict[str, Any]]:
         given = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        if not authorized(given.get("authorization"), self._token):
-            return 401, {"error": "the run's token is missing or wrong"}
-        if any(given.get(name) != value for name, value in self._expected.items()):
-            return 409, {"error": f"this controller serves {self._expected}"}
+        try:
+            body = await self._body(scope["path"], given, receive)
+        except Refused as refusal:
+            await self._send(
+                send, refusal.status, {"error": str(refusal)}, None
+            )  # not signed: anybody could ask for it
+            return
+        try:
+            status, answer = await self._answer(scope, body)
+        except BaseException:
+            await self._send(send, 500, {"error": "an error of hpcrl itself"}, given[NONCE])
+            raise
+        await self._send(send, status, answer, given[NONCE])
+
+    async def _body(self, path: str, given: Mapping[str, str], receive: Receive) -> bytes:
+        """Return the body of a request that a process of the attempt has sent, and nobody before."""
+        if any(given.get(name) != value for name, value in self._key.whose.items()):
+            raise Refused(409, f"this controller serves {self._key.whose}")
+        body = b""
+        while True:
+            try:
+                message = await asyncio.wait_for(receive(), _BODY_S)
+            except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
+                raise Refused(408, f"no more of the request in {_BODY_S:.0f} s") from None
+            body += message.get("body", b"")
+            if len(body) > _MAX_BODY:
+                raise Refused(413, f"request larger than {_MAX_BODY} bytes")
+            if not message.get("more_body", False):
+                break
+        nonce = given.get(NONCE, "")
+        if not same(given.get(SIGNATURE), self._key.of_request(nonce, path, body)):
+            raise Refused(401, "the request is not signed with the token of the run")
+        if not self._seen.is_new(nonce):
+            raise Refused(401, "the request was sent before")
+        return body
+
+    async def _answer(self, scope: Scope, body: bytes) -> tuple[int, dict[str, Any]]:
         route = self._routes.get(scope["path"])
         if route is None or scope["method"] != "POST":
             return 404, {"error": f"expected POST to one of {', '.join(self._routes)}"}
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if len(body) > _MAX_BODY:
-                return 413, {"error": f"request larger than {_MAX_BODY} bytes"}
-            if not message.get("more_body", False):
-                break
         try:
             return 200, await route.handler(route.parse(body))
         except (HpcrlError, BadRequest) as error:
             return 400, {"error": f"{type(error).__name__}: {error}"}
+
+    async def _send(self, send: Send, status: int, answer: dict[str, Any], nonce: str | None) -> None:
+        """Send an answer, signed where it is to a request with a nonce."""
+        body = json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+        fields = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        if nonce is not None:
+            fields.append((SIGNATURE.encode(), self._key.of_answer(nonce, status, body).encode()))
+        await send({"type": "http.response.start", "status": status, "headers": fields})
+        await send({"type": "http.response.body", "body": body})
 
 
 class Api:
@@ -314,6 +351,27 @@ def bind(address: str) -> socket.socket:
     return listener
 
 
+class _Connection(AutoHTTPProtocol):
+    """A connection that ends where nothing is asked on it for a while, or the head of a request does not come to its end."""
+
+    cycle: Any
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._idle = False
+        self._look()
+
+    def _look(self) -> None:
+        asked = self.cycle is not None and not self.cycle.response_complete
+        if self._idle and not asked:
+            self.transport.close()
+        if not self.transport.is_closing():
+            self._idle = not asked
+            self.loop.call_later(IDLE_S, self._look)
+
+
 class _Server(uvicorn.Server):
     """A server whose process keeps its own signal handlers: a stop request must not cut the workers off."""
 
@@ -331,7 +389,8 @@ async def serve(app: Guard, listener: socket.socket, until: Awaitable[None]) -> 
             lifespan="off",
             ws="none",
             proxy_headers=False,
-            timeout_keep_alive=75,
+            http=_Connection,
+            timeout_keep_alive=int(2 * IDLE_S),
             timeout_graceful_shutdown=2,
         )
     )

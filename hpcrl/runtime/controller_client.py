@@ -1,4 +1,4 @@
-"""How a process of a run calls its controller: JSON over HTTP, with the run's token on every request.
+"""How a process of a run calls its controller: JSON over HTTP, requests and answers signed (hpcrl/runtime/token.py).
 
 Controller routes, all POST, all JSON (`worker` is a process status name such as "rollout-0"):
 
@@ -21,10 +21,9 @@ Controller routes, all POST, all JSON (`worker` is a process status name such as
 
 from __future__ import annotations
 
-import hmac
+import json
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -33,36 +32,11 @@ from hpcrl.errors import RunError
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.process_status import CONTROLLER, read_process_status
+from hpcrl.runtime.token import NONCE, AttemptKey, Sender, read_token
 
 _RETRY_S = 0.5
 _ANSWER_S = 60.0
 _FAREWELL_S = 2.0
-
-
-def read_token(run: Run) -> str:
-    """Return the run's token.
-
-    Raises:
-        RunError: the token is missing or readable by others.
-    """
-    return read_token_file(run.token)
-
-
-def read_token_file(path: Path) -> str:
-    if not path.is_file():
-        raise RunError(f"{path} is missing: the run directory was not made by `hpcrl submit`")
-    if path.stat().st_mode & 0o077:
-        raise RunError(f"{path} can be read by others; run `chmod 600` on it and make a new run")
-    return path.read_text().strip()
-
-
-def headers(token: str, run_name: str, attempt: int) -> dict[str, str]:
-    return {"authorization": f"Bearer {token}", "x-hpcrl-run": run_name, "x-hpcrl-attempt": str(attempt)}
-
-
-def authorized(given: str | None, token: str) -> bool:
-    """Tell in constant time whether an Authorization header carries the token."""
-    return hmac.compare_digest((given or "").encode(), f"Bearer {token}".encode())
 
 
 class Controller:
@@ -74,9 +48,8 @@ class Controller:
 
     def __init__(self, run: Run, attempt: int, patience_s: float = 120.0) -> None:
         self._run, self._attempt, self._patience_s = run, attempt, patience_s
-        self._http = httpx.Client(
-            headers=headers(read_token(run), run.name, attempt), timeout=_ANSWER_S, trust_env=False
-        )
+        self._sender = Sender(AttemptKey.of(read_token(run), run.name, attempt))
+        self._http = httpx.Client(timeout=_ANSWER_S, trust_env=False)
 
     def call(self, route: str, **payload: Any) -> dict[str, Any]:
         """Return the controller's answer.
@@ -95,7 +68,7 @@ class Controller:
                 renewed, deadline = process_status.renewed, clock.now() + self._patience_s
             if url:
                 try:
-                    answer = self._http.post(f"{url}/{route}", json=payload)
+                    answer = self._post(url, route, payload)
                 except httpx.TransportError as error:
                     problem = f"{url}: {error!r}"
                 else:
@@ -116,8 +89,20 @@ class Controller:
         """Tell the controller, if it is there, that a worker ends; else it finds out by the silence."""
         process_status = read_process_status(self._run, CONTROLLER, self._attempt)
         if process_status and (url := process_status.facts.get("url")):
-            with suppress(httpx.TransportError):
-                self._http.post(f"{url}/leave", json={"worker": worker}, timeout=_FAREWELL_S)
+            with suppress(httpx.TransportError, RunError):
+                self._post(url, "leave", {"worker": worker}, _FAREWELL_S)
+
+    def _post(self, url: str, route: str, payload: dict[str, Any], timeout_s: float = _ANSWER_S) -> httpx.Response:
+        """Return the controller's answer; RunError for what anybody else answers, which has its address because it is dead."""
+        body = json.dumps(payload).encode()
+        headers = self._sender.headers(f"/{route}", body)
+        answer = self._http.post(f"{url}/{route}", content=body, headers=headers, timeout=timeout_s)
+        if not self._sender.is_answer(headers[NONCE], answer.status_code, answer.content, answer.headers):
+            raise RunError(
+                f"what answers at {url} is not the controller of attempt {self._attempt}: its answer ({answer.status_code}) is refused, because "
+                f"it is not signed with the token of {self._run.name}; another program, or another run's controller, has that address"
+            )
+        return answer
 
     def close(self) -> None:
         self._http.close()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -22,8 +23,9 @@ from hpcrl.controller.service import Schedule, Service
 from hpcrl.errors import HpcrlError, RunError
 from hpcrl.rundir.commit import read_json, write_json, write_text
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import Controller, read_token
+from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.process_status import GIVEN_UP, StatusWriter
+from hpcrl.runtime.token import AttemptKey, Sender, read_token
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
 
 SCHEDULE = Schedule(
@@ -85,13 +87,18 @@ def serve_attempt(
 
 def end(run: Run, attempt: int, served: Served) -> None:
     """The trainer hears that the run has finished, whatever state it is in, and the controller leaves."""
-    headers = {"authorization": "Bearer secret", "x-hpcrl-run": run.name, "x-hpcrl-attempt": str(attempt)}
+    sender = Sender(AttemptKey.of("secret", run.name, attempt))
+
+    def ask(route: str, **payload: Any) -> dict[str, Any]:
+        body = json.dumps(payload).encode()
+        headers = sender.headers(f"/{route}", body)
+        return httpx.post(f"{served.url}/{route}", content=body, headers=headers, timeout=20).json()
+
     with contextlib.suppress(httpx.TransportError):  # everybody knew, and the controller has left
-        assert httpx.post(f"{served.url}/next", json={"step": 99}, headers=headers).json()["stop"] == "finished"
+        assert ask("next", step=99)["stop"] == "finished"
         write_json(run.stop, {"attempt": attempt, "reason": "finished"})
-        for worker in httpx.post(f"{served.url}/status", json={}, headers=headers).json()["workers"]:
-            body = {"worker": worker, "version": 0, "capacity": 0, "holding": []}
-            httpx.post(f"{served.url}/claim", json=body, headers=headers, timeout=20)
+        for worker in ask("status")["workers"]:
+            ask("claim", worker=worker, version=0, capacity=0, holding=[])
     served.thread.join(30)
     assert not served.thread.is_alive()
 
@@ -274,34 +281,6 @@ def test_the_trainer_saves_when_all_replicas_are_gone(tmp_path: Path, given_up: 
     )
     assert str(failed[0]) == expected
     controller.close()
-
-
-def test_every_route_wants_the_token(run: Run) -> None:
-    url = read_json(run.status_file("controller"))["facts"]["url"]
-    right = {"authorization": "Bearer secret", "x-hpcrl-run": run.name, "x-hpcrl-attempt": "1"}
-    routes = (
-        "report",
-        "claim",
-        "complete",
-        "leave",
-        "start",
-        "published",
-        "next",
-        "committed",
-        "status",
-        "nothing",
-    )
-    changes: list[tuple[dict[str, str | None], int]] = [
-        ({"authorization": None}, 401),
-        ({"authorization": "Bearer wrong"}, 401),
-        ({"x-hpcrl-run": "other"}, 409),
-        ({"x-hpcrl-attempt": "2"}, 409),
-    ]
-    for change, status in changes:
-        headers = {name: value for name, value in (right | change).items() if value is not None}
-        for route in routes:
-            assert httpx.post(f"{url}/{route}", json={}, headers=headers).status_code == status, (change, route)
-    assert httpx.post(f"{url}/nothing", json={}, headers=right).status_code == 404
 
 
 def test_groups_of_an_answer_that_got_lost_are_given_again(run: Run) -> None:

@@ -6,18 +6,14 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route
-
+from hpcrl.controller.api import Guard, Route, bind, serve
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import StatusWriter
+from hpcrl.runtime.token import read_token
 from hpcrl.types import GroupMeta, Work
 
 
@@ -67,22 +63,16 @@ class FakeController:
 
     @contextmanager
     def served(self, run: Run, attempt: int) -> Iterator[FakeController]:
-        def route(handler: Callable[[dict[str, Any]], Any]) -> Route:
-            async def respond(request: Request) -> JSONResponse:
-                return JSONResponse(await handler(await request.json()))
-
-            return Route(f"/{handler.__name__}", respond, methods=["POST"])
-
-        app = Starlette(routes=[route(handler) for handler in (self.claim, self.complete, self.report, self.leave)])
-        server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
-        thread = threading.Thread(target=server.run, daemon=True)
+        handlers = (self.claim, self.complete, self.report, self.leave)
+        routes = {f"/{handler.__name__}": Route(handler) for handler in handlers}
+        listener, over = bind("127.0.0.1"), threading.Event()
+        serving = serve(Guard(routes, read_token(run), run.name, attempt), listener, asyncio.to_thread(over.wait))
+        thread = threading.Thread(target=lambda: asyncio.run(serving), daemon=True)
         thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
+        port = listener.getsockname()[1]
         StatusWriter(run, "controller", attempt).write("serving", url=f"http://127.0.0.1:{port}")
         try:
             yield self
         finally:
-            server.should_exit = True
+            over.set()
             thread.join(10)

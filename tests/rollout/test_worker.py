@@ -29,8 +29,8 @@ from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rollout.worker import WorkerOptions, work
 from hpcrl.rundir.commit import COMMIT, MANIFEST, write_text
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import headers
 from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
+from hpcrl.runtime.token import bearer
 from hpcrl.types import Kind, Prompt, Work
 from tests.paths import ROOT
 from tests.rollout import material
@@ -269,7 +269,7 @@ def test_damaged_weights_end_the_worker_before_the_pause(
     assert isinstance(failed[0], CommitError)
     assert "v000001" in str(failed[0])
     transport = httpx.HTTPTransport(uds=str(server.socket))
-    with httpx.Client(transport=transport, base_url="http://engine", headers=headers(TOKEN, RUN_NAME, 1)) as http:
+    with httpx.Client(transport=transport, base_url="http://engine", headers=bearer(TOKEN, RUN_NAME)) as http:
         assert http.get("/is_paused").json() == {"is_paused": False}
         assert http.get("/weight_info").json() == {"weight_version": "0"}
 

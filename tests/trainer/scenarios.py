@@ -236,6 +236,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     for at in range(step + 1, options["until"] + 1):
         trained += train_steps(engine, run, range(at, at + 1), world, options)
         publisher.publish(engine, at)
+        publisher.retire()
         if at in options.get("dies_saving", []) and world.rank == world.size - 1:
             engine.__class__ = Dying
         if at in options["saves"]:

@@ -29,8 +29,9 @@ from hpcrl.data.group_file import write_group
 from hpcrl.observe.metrics import merged, read_metrics
 from hpcrl.rundir.commit import committed, is_committed, verify, write_text
 from hpcrl.rundir.layout import Run, step_of, version_of
-from hpcrl.runtime.controller_client import Controller, read_token
+from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
+from hpcrl.runtime.token import read_token
 from hpcrl.types import GroupMeta, Prompt, Work
 from tests.paths import ROOT
 from tests.trainer.launcher import environment, run_ranks

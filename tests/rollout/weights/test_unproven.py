@@ -18,8 +18,8 @@ from hpcrl.rollout.generate import GroupGenerator
 from hpcrl.rollout.worker import Worker, WorkerOptions
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import headers
 from hpcrl.runtime.process_status import StatusWriter
+from hpcrl.runtime.token import bearer
 from hpcrl.types import Prompt, Work
 from tests.rollout.conftest import WithEngine
 from tests.rollout.controller import FakeController
@@ -58,7 +58,7 @@ def test_no_group_that_was_finished_under_unproven_weights_is_handed_over(
     write_text(run.token, TOKEN + "\n", mode=0o600)
     publish(models[1], run.weights_of(1), 1, ATTEMPT, probe=probe_of(models[2]))
     Stuck.go.clear()
-    engine = LateProof(server.socket, headers(TOKEN, RUN_NAME, ATTEMPT), replica="rollout-5")
+    engine = LateProof(server.socket, bearer(TOKEN, RUN_NAME), replica="rollout-5")
     tokenizer = load_tokenizer(str(QUICKSTART), GENERATOR.chat_template)
     options = WorkerOptions(run, ATTEMPT, 5, 4, n_samples=4, dump_evals=True, engine_dtype="float32")
     status = StatusWriter(run, "rollout-5", ATTEMPT)

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from hpcrl.runtime.controller_client import authorized, read_token_file
+from hpcrl.runtime.token import RUN, authorized, read_token_file
 
 TOKEN_FILE = "HPCRL_TOKEN_FILE"
 RUN_NAME = "HPCRL_RUN_NAME"
@@ -55,7 +55,7 @@ class TokenRequired:
 
     def _admits(self, headers: dict[bytes, bytes]) -> bool:
         given = headers.get(b"authorization", b"").decode("latin-1")
-        run_name = headers.get(b"x-hpcrl-run", self._run_name)
+        run_name = headers.get(RUN.encode(), self._run_name)
         return authorized(given, self._token) and hmac.compare_digest(run_name, self._run_name)
 
 

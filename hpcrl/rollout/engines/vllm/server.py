@@ -32,8 +32,8 @@ from hpcrl.rollout.engines.vllm.main import PARENT
 from hpcrl.rollout.engines.vllm.middleware import RUN_NAME, TOKEN_FILE
 from hpcrl.rollout.engines.vllm.plugin import BACKEND, WORKER_EXTENSION
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import headers, read_token_file
 from hpcrl.runtime.heartbeat import SuspendAwareClock
+from hpcrl.runtime.token import bearer, read_token_file
 
 _CPU_CACHE_BYTES = 256 << 20  # vLLM would take, and zero, a large share of the machine's memory
 _POLL_S = 0.1
@@ -84,7 +84,7 @@ class Server(Launched):
     def __init__(self, options: ServerOptions, directory: Path, log: Path) -> None:
         self._log, self._keep_cache = log, options.engine.keep_cache_on_update
         self.socket = directory / "http"
-        self._headers = headers(read_token_file(options.token_file), options.run_name, 0)
+        self._headers = bearer(read_token_file(options.token_file), options.run_name)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             self._start = file.tell()

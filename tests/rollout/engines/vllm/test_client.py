@@ -11,7 +11,7 @@ import torch
 from hpcrl.rollout.engines.base import Generation
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.server import Server
-from hpcrl.runtime.controller_client import headers
+from hpcrl.runtime.token import bearer
 from tests.rollout.conftest import WithEngine
 from tests.rollout.engines.test_contract import LENGTH, RUNNING, WHOLE, assert_close, updated_while_running
 from tests.rollout.material import LONG_PROMPT, RUN_NAME, TOKEN, as_version, logprobs
@@ -52,7 +52,7 @@ def test_an_update_drops_the_caches_of_running_requests(with_engine: WithEngine[
 
 def test_running_requests_may_keep_their_caches(server: Server, models: list[Path]) -> None:
     async def play() -> tuple[list[Generation], list[Generation]]:
-        engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1), keep_cache=True)
+        engine = EngineClient(server.socket, bearer(TOKEN, RUN_NAME), keep_cache=True)
         try:
             await engine.update_weights(as_version(models[0], 0))
             before = await counted(engine, "num_preemptions_total")

@@ -13,16 +13,16 @@ import pytest
 from hpcrl.rollout.engines.vllm.middleware import RUN_NAME as RUN_NAME_VARIABLE
 from hpcrl.rollout.engines.vllm.middleware import TOKEN_FILE, TokenRequired
 from hpcrl.rollout.engines.vllm.server import Server
-from hpcrl.runtime.controller_client import headers
+from hpcrl.runtime.token import bearer
 from tests.rollout.material import RUN_NAME, TOKEN, group_of
 
 # What openapi.json leaves out, and what is not there at all.
 UNLISTED = ["/metrics", "/docs", "/redoc", "/openapi.json", "/collective_rpc", "/update_weights", "/no/such/route", "/"]
 REFUSED = {
     "no token": {},
-    "wrong token": headers("wrong", RUN_NAME, 1),
-    "prefix of the token": headers(TOKEN[:-1], RUN_NAME, 1),
-    "run of another": headers(TOKEN, "another", 1),
+    "wrong token": bearer("wrong", RUN_NAME),
+    "prefix of the token": bearer(TOKEN[:-1], RUN_NAME),
+    "run of another": bearer(TOKEN, "another"),
     "no scheme": {"authorization": TOKEN},
 }
 
@@ -33,7 +33,7 @@ def client(server: Server, given: dict[str, str]) -> httpx.Client:
 
 
 def routes(server: Server) -> list[tuple[str, str]]:
-    with client(server, headers(TOKEN, RUN_NAME, 1)) as http:
+    with client(server, bearer(TOKEN, RUN_NAME)) as http:
         listed = http.get("/openapi.json").json()["paths"]
     return [(method.upper(), path) for path, methods in listed.items() for method in methods]
 
@@ -58,7 +58,7 @@ def test_every_route_refuses(server: Server, given: dict[str, str]) -> None:
 
 
 def test_the_token_opens(server: Server) -> None:
-    with client(server, headers(TOKEN, RUN_NAME, 1)) as http:
+    with client(server, bearer(TOKEN, RUN_NAME)) as http:
         assert http.get("/health").status_code == 200
     with client(server, {"authorization": f"Bearer {TOKEN}"}) as http:  # the run's name counts where it is given
         assert http.get("/weight_info").status_code == 200

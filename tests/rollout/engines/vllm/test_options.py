@@ -21,7 +21,7 @@ from hpcrl.rollout.engines.base import Generation
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions, _command, server_options
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import headers
+from hpcrl.runtime.token import bearer
 from tests.paths import ROOT
 from tests.rollout.material import LONG_PROMPT, MAX_MODEL_LEN, RUN_NAME, TOKEN, as_version, logprobs, options, served
 
@@ -30,7 +30,7 @@ SAMPLING = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
 
 def said_by(server: Server, weights: Path | None = None) -> list[Generation]:
     async def main() -> list[Generation]:
-        engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1))
+        engine = EngineClient(server.socket, bearer(TOKEN, RUN_NAME))
         try:
             if weights:
                 await engine.update_weights(as_version(weights, 1))
@@ -44,7 +44,7 @@ def said_by(server: Server, weights: Path | None = None) -> list[Generation]:
 def info_of(server: Server) -> str:
     """Return what the server says of its configuration."""
     with httpx.Client(
-        transport=httpx.HTTPTransport(uds=str(server.socket)), headers=headers(TOKEN, RUN_NAME, 1), timeout=20
+        transport=httpx.HTTPTransport(uds=str(server.socket)), headers=bearer(TOKEN, RUN_NAME), timeout=20
     ) as http:
         return str(http.get("http://engine/server_info").json())
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.server import Server
-from hpcrl.runtime.controller_client import headers
 from hpcrl.runtime.scratch import Scratch
+from hpcrl.runtime.token import bearer
 from tests.rollout.material import RUN_NAME, START_S, TOKEN, children_of, group_of, options, publish, wait_for
 
 
@@ -56,7 +56,7 @@ def test_bad_weights_and_a_core_that_hangs(
         less = publish(tmp_path / "less", tmp_path / "v000001", 1)
 
         async def update() -> None:
-            engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1))
+            engine = EngineClient(server.socket, bearer(TOKEN, RUN_NAME))
             try:
                 await engine.update_weights(less)
             finally:

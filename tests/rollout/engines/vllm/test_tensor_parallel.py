@@ -15,7 +15,7 @@ from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.server import Server
-from hpcrl.runtime.controller_client import headers
+from hpcrl.runtime.token import bearer
 from tests.rollout.conftest import runner
 from tests.rollout.engines.test_contract import LENGTH, assert_close, updated_while_running
 from tests.rollout.material import (
@@ -87,7 +87,7 @@ def test_each_of_two_ranks_proves_what_it_has_loaded(two_ranks: tuple[Server, li
             return {} if path == "/update_weights" else await super()._call(method, path, **request)
 
     async def main() -> None:
-        engine = EngineClient(server.socket, headers(TOKEN, RUN_NAME, 1), replica="rollout-5")
+        engine = EngineClient(server.socket, bearer(TOKEN, RUN_NAME), replica="rollout-5")
         try:
             weights = publish(models[1], tmp_path / "v000001", 1, probe=probe_of(models[1]))
             await engine.update_weights(weights)

@@ -1,0 +1,122 @@
+"""The run's token, and what is proven with it without showing it.
+
+Requests to the controller and its answers are signed with a key of the attempt (HMAC-SHA256, RFC 2104): a stranger who listens at the address
+of a controller that has died gets nothing that anybody else would take, and nobody takes what it answers. They are not encrypted.
+
+    x-hpcrl-run, x-hpcrl-attempt   whose controller is asked
+    x-hpcrl-nonce                  of a request: <sender>-<number>; each number of a sender is taken once
+    x-hpcrl-signature              of a request over nonce, path and body; of an answer over the request's nonce, status and body
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from hpcrl.errors import RunError
+from hpcrl.rundir.layout import Run
+
+RUN, ATTEMPT, NONCE, SIGNATURE = "x-hpcrl-run", "x-hpcrl-attempt", "x-hpcrl-nonce", "x-hpcrl-signature"
+_WINDOW = 256  # requests of one sender that may overtake each other
+
+
+def read_token(run: Run) -> str:
+    """Return the run's token.
+
+    Raises:
+        RunError: the token is missing or readable by others.
+    """
+    return read_token_file(run.token)
+
+
+def read_token_file(path: Path) -> str:
+    if not path.is_file():
+        raise RunError(f"{path} is missing: the run directory was not made by `hpcrl submit`")
+    if path.stat().st_mode & 0o077:
+        raise RunError(f"{path} can be read by others; run `chmod 600` on it and make a new run")
+    return path.read_text().strip()
+
+
+def bearer(token: str, run_name: str) -> dict[str, str]:
+    """Return the headers that show the token itself, for sockets in directories that nobody else can enter."""
+    return {"authorization": f"Bearer {token}", RUN: run_name}
+
+
+def authorized(given: str | None, token: str) -> bool:
+    """Tell in constant time whether an Authorization header carries the token."""
+    return same(given, f"Bearer {token}")
+
+
+def same(given: str | None, expected: str) -> bool:
+    """Tell in constant time whether two texts are the same."""
+    return hmac.compare_digest((given or "").encode(), expected.encode())
+
+
+@dataclass(frozen=True)
+class AttemptKey:
+    """What the processes of one attempt sign with."""
+
+    run: str
+    attempt: int
+    key: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, token: str, run: str, attempt: int) -> AttemptKey:
+        return cls(run, attempt, hmac.digest(token.encode(), f"{run}\n{attempt}".encode(), "sha256"))
+
+    @property
+    def whose(self) -> dict[str, str]:
+        return {RUN: self.run, ATTEMPT: str(self.attempt)}
+
+    def of_request(self, nonce: str, path: str, body: bytes) -> str:
+        return self._sign("request", nonce, path, body)
+
+    def of_answer(self, nonce: str, status: int, body: bytes) -> str:
+        return self._sign("answer", nonce, str(status), body)
+
+    def _sign(self, *words: str | bytes) -> str:
+        *head, body = words
+        digest = hashlib.sha256(body if isinstance(body, bytes) else body.encode()).hexdigest()
+        return hmac.digest(self.key, "\n".join([*map(str, head), digest]).encode(), "sha256").hex()
+
+
+class Sender:
+    """Signs the requests of one client, each of them with a nonce of its own; for several threads."""
+
+    def __init__(self, key: AttemptKey) -> None:
+        self._key, self._name, self._numbers = key, secrets.token_hex(8), count(1)
+
+    def headers(self, path: str, body: bytes) -> dict[str, str]:
+        nonce = f"{self._name}-{next(self._numbers)}"
+        return {**self._key.whose, NONCE: nonce, SIGNATURE: self._key.of_request(nonce, path, body)}
+
+    def is_answer(self, nonce: str, status: int, body: bytes, headers: Mapping[str, str]) -> bool:
+        """Return whether an answer to the request with this nonce is the controller's."""
+        return same(headers.get(SIGNATURE), self._key.of_answer(nonce, status, body))
+
+
+class Seen:
+    """Nonces that were taken; only such that are signed are to be asked about."""
+
+    def __init__(self) -> None:
+        self._highest: dict[str, int] = defaultdict(int)
+        self._recent: dict[str, set[int]] = defaultdict(set)
+
+    def is_new(self, nonce: str) -> bool:
+        """Take a nonce; return whether nobody has sent it before, as far as that is known."""
+        sender, _, text = nonce.rpartition("-")
+        if not (text.isascii() and text.isdecimal() and len(text) < 19):
+            return False
+        number, highest, recent = int(text), self._highest[sender], self._recent[sender]
+        if number <= highest - _WINDOW or number in recent:
+            return False
+        recent.add(number)
+        self._highest[sender] = max(highest, number)
+        recent.difference_update([old for old in recent if old <= self._highest[sender] - _WINDOW])
+        return True
