@@ -1,3 +1,3 @@
 """Reinforcement-learning post-training of language models on Slurm clusters."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
