@@ -266,6 +266,7 @@ class Worker:
         self._write_metrics()
         self._unproven = True
         known |= await self._engine.update_weights(weights)
+        self._news.set()  # groups may begin while the version is proven
         if options.copies:
             options.copies.release()
         self._rollout_metrics.start(known)
