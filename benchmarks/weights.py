@@ -36,8 +36,8 @@ from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rollout.fetch import fetch
 from hpcrl.rundir.commit import committed, write_text
 from hpcrl.rundir.layout import Run, version_of
-from hpcrl.runtime.controller_client import headers
 from hpcrl.runtime.scratch import Scratch
+from hpcrl.runtime.token import bearer
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.distributed import joined
 from hpcrl.trainer.saving.publish import Publisher
@@ -98,7 +98,7 @@ async def load(place: Path, server: Server, token: str, repetitions: int) -> dic
     """Load the newest two versions in turns; return seconds."""
     run, found = Run(place / "run"), defaultdict[str, list[float]](list)
     versions = [run.weights_of(version) for version in committed(run.weights, version_of)[-2:]]
-    engine = TimedClient(server.socket, headers(token, "benchmark", 1))
+    engine = TimedClient(server.socket, bearer(token, "benchmark"))
     for number in range(2 * (repetitions + 1)):
         source, fetched, engine.seconds = versions[number // 2 % 2], number % 2 == 0, {}
         forget(source)

@@ -17,8 +17,8 @@ from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rollout.generate import Group, GroupGenerator
 from hpcrl.rundir.commit import write_text
-from hpcrl.runtime.controller_client import headers
 from hpcrl.runtime.scratch import Scratch
+from hpcrl.runtime.token import bearer
 from hpcrl.types import Prompt, Work
 
 NAME, TOKEN = "alone", secrets.token_hex()
@@ -35,7 +35,7 @@ LETTERS = Prompt(
 
 
 async def generate(server: Server, model: str, config: GeneratorConfig) -> Group:
-    engine = EngineClient(server.socket, headers(TOKEN, NAME, 1))
+    engine = EngineClient(server.socket, bearer(TOKEN, NAME))
     try:
         tokenizer = load_tokenizer(model, config.chat_template)
         generator = GroupGenerator(engine, tokenizer, config, build(EnvironmentConfig, {}))

@@ -25,8 +25,9 @@ def _cancel(arguments: argparse.Namespace) -> int:
 
     def act(run: Run) -> None:
         state = cancel(run, 0.0 if arguments.now else _CANCEL_S)
-        print(f"{state.run.name}: {state.kind}: {state.detail}")
+        said = f"{state.run.name}: {state.kind}: {state.detail}\n"
         if not state.over:
-            print("It was asked to save and to stop, and will; `hpcrl cancel --now` does not wait for that.")
+            said += "It was asked to save and to stop, and will; `hpcrl cancel --now` does not wait for that.\n"
+        print(said, end="", flush=True)  # in one write: other runs of the sweep are cancelled at the same time
 
     return each_run(arguments, act, _AT_ONCE)

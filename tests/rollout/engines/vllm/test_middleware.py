@@ -29,7 +29,7 @@ REFUSED = {
 
 def client(server: Server, given: dict[str, str]) -> httpx.Client:
     transport = httpx.HTTPTransport(uds=str(server.socket))
-    return httpx.Client(transport=transport, base_url="http://engine", headers=given, timeout=10)
+    return httpx.Client(transport=transport, base_url="http://engine", headers=given, timeout=60)
 
 
 def routes(server: Server) -> list[tuple[str, str]]:
