@@ -35,7 +35,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _GOODBYE_S = 20.0
 _MAX_BODY = 16 << 20
-_BODY_S = 60.0  # until the next part of a request
 IDLE_S = 40.0  # a connection on which nothing is asked ends after this time, and at most as long again
 _GROUP_FIELDS = {one.name for one in fields(GroupMeta)}
 _GROUP_REQUIRED = {one.name for one in fields(GroupMeta) if one.default is MISSING and one.default_factory is MISSING}
@@ -127,10 +126,7 @@ class Guard:
             raise Refused(409, f"this controller serves {self._key.whose}")
         body = b""
         while True:
-            try:
-                message = await asyncio.wait_for(receive(), _BODY_S)
-            except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
-                raise Refused(408, f"no more of the request in {_BODY_S:.0f} s") from None
+            message = await receive()
             body += message.get("body", b"")
             if len(body) > _MAX_BODY:
                 raise Refused(413, f"request larger than {_MAX_BODY} bytes")
@@ -352,7 +348,7 @@ def bind(address: str) -> socket.socket:
 
 
 class _Connection(AutoHTTPProtocol):
-    """A connection that ends where nothing is asked on it for a while, or the head of a request does not come to its end."""
+    """A connection that ends where nothing is asked on it for a while, or a request does not come to its end."""
 
     cycle: Any
     loop: asyncio.AbstractEventLoop
@@ -364,7 +360,7 @@ class _Connection(AutoHTTPProtocol):
         self._look()
 
     def _look(self) -> None:
-        asked = self.cycle is not None and not self.cycle.response_complete
+        asked = self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete)
         if self._idle and not asked:
             self.transport.close()
         if not self.transport.is_closing():

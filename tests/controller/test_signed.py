@@ -153,10 +153,13 @@ def test_a_connection_on_which_nothing_is_asked_ends(tmp_path: Path, monkeypatch
     echo = Echo(make_run(tmp_path / "project" / "run"))
     silent, half = socket.create_connection(echo.address), socket.create_connection(echo.address)
     half.sendall(b"POST /leave HTTP/1.1\r\nhost: x\r\n")
+    slow = socket.create_connection(echo.address)
+    fields = "".join(f"{name}: {value}\r\n" for name, value in signed(echo.run).items())
+    slow.sendall(f"POST /leave HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n{fields}\r\n{{".encode())
     with httpx.Client(headers=signed(echo.run)) as client:
         assert client.post(f"{echo.url}/leave", content=BODY).json() == {"calls": 1}
     began = time.monotonic()
-    for connection in (silent, half):
+    for connection in (silent, half, slow):
         connection.settimeout(10)
         assert connection.recv(1) == b""
         connection.close()
