@@ -1,7 +1,7 @@
 """The controller's HTTP skin: routes of hpcrl/runtime/controller_client.py, who may call them, waiting, and the end of the attempt.
 
 A request that lacks something, or asks for what the run cannot do, is answered with 400 and a reason. Any other exception is an
-error of hpcrl itself: uvicorn answers 500 and writes its traceback into the controller's log.
+error of hpcrl itself: it is answered with 500, and uvicorn writes its traceback into the controller's log.
 """
 
 from __future__ import annotations
@@ -109,9 +109,8 @@ class Guard:
         try:
             body = await self._body(scope["path"], given, receive)
         except Refused as refusal:
-            await self._send(
-                send, refusal.status, {"error": str(refusal)}, None
-            )  # not signed: anybody could ask for it
+            # not signed: anybody could ask for it
+            await self._send(send, refusal.status, {"error": str(refusal)}, None)
             return
         try:
             status, answer = await self._answer(scope, body)

@@ -80,10 +80,9 @@ class AttemptKey:
     def of_answer(self, nonce: str, status: int, body: bytes) -> str:
         return self._sign("answer", nonce, str(status), body)
 
-    def _sign(self, *words: str | bytes) -> str:
-        *head, body = words
-        digest = hashlib.sha256(body if isinstance(body, bytes) else body.encode()).hexdigest()
-        return hmac.digest(self.key, "\n".join([*map(str, head), digest]).encode(), "sha256").hex()
+    def _sign(self, kind: str, nonce: str, what: str, body: bytes) -> str:
+        text = "\n".join([kind, nonce, what, hashlib.sha256(body).hexdigest()])
+        return hmac.digest(self.key, text.encode(), "sha256").hex()
 
 
 class Sender:
@@ -105,7 +104,6 @@ class Seen:
     """Nonces that were taken; only such that are signed are to be asked about."""
 
     def __init__(self) -> None:
-        self._highest: dict[str, int] = defaultdict(int)
         self._recent: dict[str, set[int]] = defaultdict(set)
 
     def is_new(self, nonce: str) -> bool:
@@ -113,10 +111,9 @@ class Seen:
         sender, _, text = nonce.rpartition("-")
         if not (text.isascii() and text.isdecimal() and len(text) < 19):
             return False
-        number, highest, recent = int(text), self._highest[sender], self._recent[sender]
-        if number <= highest - _WINDOW or number in recent:
+        number, recent = int(text), self._recent[sender]
+        if number in recent or number <= max(recent, default=0) - _WINDOW:
             return False
         recent.add(number)
-        self._highest[sender] = max(highest, number)
-        recent.difference_update([old for old in recent if old <= self._highest[sender] - _WINDOW])
+        recent.difference_update([old for old in recent if old <= number - _WINDOW])
         return True

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -45,16 +46,15 @@ class Echo:
         self.calls.append(body)
         return {"calls": len(self.calls)}
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._over.set()
         self._thread.join(10)
 
 
 @pytest.fixture
 def echo(tmp_path: Path) -> Iterator[Echo]:
-    echo = Echo(make_run(tmp_path / "project" / "run"))
-    yield echo
-    echo.end()
+    with closing(Echo(make_run(tmp_path / "project" / "run"))) as echo:
+        yield echo
 
 
 def signed(run: Run, path: str = "/leave", body: bytes = BODY, token: str = "secret") -> dict[str, str]:
@@ -90,8 +90,8 @@ def test_what_is_signed_is_answered_once_and_the_answer_is_signed(echo: Echo) ->
     ids=str,
 )
 def test_what_is_not_signed_so_changes_nothing(echo: Echo, what: dict[str, Any], status: int) -> None:
-    changed = what.pop("headers", {})
-    headers = {**signed(echo.run, **what), **changed} if what or changed else {}
+    other = {name: value for name, value in what.items() if name != "headers"}
+    headers = {**signed(echo.run, **other), **what.get("headers", {})} if what else {}
     answer = httpx.post(f"{echo.url}/leave", content=BODY, headers=headers)
     assert (answer.status_code, echo.calls) == (status, [])
     assert SIGNATURE not in answer.headers, "a stranger could show it to others"
@@ -121,12 +121,14 @@ def test_a_stranger_at_its_address_learns_nothing_and_is_not_believed(echo: Echo
     with HTTPServer(("127.0.0.1", 0), Stranger) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         StatusWriter(echo.run, "controller", 2).write("serving", url=f"http://127.0.0.1:{server.server_port}")
-        controller = Controller(echo.run, 2, patience_s=1)
-        with pytest.raises(RunError, match=r"is not the controller of attempt 2: .* not signed with the token of run"):
-            controller.call("leave", worker="rollout-0")
-        controller.leave("rollout-0")
-        controller.close()
-        server.shutdown()
+        refused = r"is not the controller of attempt 2: .* not signed with the token of run"
+        with closing(Controller(echo.run, 2, patience_s=1)) as controller:
+            try:
+                with pytest.raises(RunError, match=refused):
+                    controller.call("leave", worker="rollout-0")
+                controller.leave("rollout-0")
+            finally:
+                server.shutdown()
     assert len(Stranger.heard) >= 2
     for path, headers, body in Stranger.heard:
         assert "secret" not in f"{path}{headers}{body}"
@@ -150,18 +152,14 @@ def test_requests_may_overtake_each_other() -> None:
 
 def test_a_connection_on_which_nothing_is_asked_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "IDLE_S", 0.5)
-    echo = Echo(make_run(tmp_path / "project" / "run"))
-    silent, half = socket.create_connection(echo.address), socket.create_connection(echo.address)
-    half.sendall(b"POST /leave HTTP/1.1\r\nhost: x\r\n")
-    slow = socket.create_connection(echo.address)
-    fields = "".join(f"{name}: {value}\r\n" for name, value in signed(echo.run).items())
-    slow.sendall(f"POST /leave HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n{fields}\r\n{{".encode())
-    with httpx.Client(headers=signed(echo.run)) as client:
-        assert client.post(f"{echo.url}/leave", content=BODY).json() == {"calls": 1}
-    began = time.monotonic()
-    for connection in (silent, half, slow):
-        connection.settimeout(10)
-        assert connection.recv(1) == b""
-        connection.close()
-    assert time.monotonic() - began < 9
-    echo.end()
+    with closing(Echo(make_run(tmp_path / "project" / "run"))) as echo, ExitStack() as stack:
+        silent, half, slow = (stack.enter_context(socket.create_connection(echo.address, 10)) for _ in range(3))
+        half.sendall(b"POST /leave HTTP/1.1\r\nhost: x\r\n")
+        fields = "".join(f"{name}: {value}\r\n" for name, value in signed(echo.run).items())
+        slow.sendall(f"POST /leave HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n{fields}\r\n{{".encode())
+        answer = httpx.post(f"{echo.url}/leave", content=BODY, headers=signed(echo.run))
+        assert answer.json() == {"calls": 1}
+        began = time.monotonic()
+        for connection in (silent, half, slow):
+            assert connection.recv(1) == b""
+        assert time.monotonic() - began < 9

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from hpcrl.config.derive import reward_weights, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
+from hpcrl.config.sections.model import OptimizerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _ALGORITHM = "trainer.algorithm."
@@ -80,13 +80,23 @@ def _penalizes_length(config: ConfigTree) -> bool:
     return any("overlong" in reward_weights(config.environment, kind) for kind in ("train", "eval"))
 
 
-def _falls(role: str, config: ConfigTree) -> bool:
-    return getattr(config.trainer, role).optimizer_config.scheduler != "constant_with_warmup"
+def _of_optimizer(role: str) -> tuple[Switch, Switch]:
+    def optimizer(config: ConfigTree) -> OptimizerConfig:
+        return getattr(config.trainer, role).optimizer_config
 
-
-def _warms_up(role: str, config: ConfigTree) -> bool:
-    optimizer = getattr(config.trainer, role).optimizer_config
-    return bool(optimizer.num_warmup_steps or optimizer.warmup_ratio)
+    path = f"trainer.{role}.optimizer_config."
+    return (
+        Switch(
+            (f"{path}decay_ratio", f"{path}min_lr_factor"),
+            f"a {path}scheduler that falls",
+            lambda config: optimizer(config).scheduler != "constant_with_warmup",
+        ),
+        Switch(
+            (f"{path}warmup_start_factor", f"{path}warmup_shape"),
+            f"a warm-up ({path}num_warmup_steps or warmup_ratio)",
+            lambda config: bool(optimizer(config).num_warmup_steps or optimizer(config).warmup_ratio),
+        ),
+    )
 
 
 _OF_ALGORITHM = (
@@ -159,23 +169,12 @@ _OF_ALGORITHM = (
     ),
 )
 
-_OF_OPTIMIZERS = tuple(
-    switch
-    for role in ("policy", "critic")
-    for path in (f"trainer.{role}.optimizer_config.",)
-    for switch in (
-        Switch((f"{path}decay_ratio", f"{path}min_lr_factor"), f"a {path}scheduler that falls", partial(_falls, role)),
-        Switch(
-            (f"{path}warmup_start_factor", f"{path}warmup_shape"),
-            f"a warm-up ({path}num_warmup_steps or warmup_ratio)",
-            partial(_warms_up, role),
-        ),
-    )
-)
-
 _OTHERS = (
-    Switch((f"{_ALGORITHM}value_head_prefix", "trainer.critic"), "trainer.critic.model.path", _has_critic),
-    Switch(("trainer.critic_mini_batch_size",), "trainer.critic.model.path", _has_critic),
+    Switch(
+        (f"{_ALGORITHM}value_head_prefix", "trainer.critic", "trainer.critic_mini_batch_size"),
+        "trainer.critic.model.path",
+        _has_critic,
+    ),
     Switch(
         (f"{_DYNAMIC}max_sample_batches",),
         f"{_DYNAMIC}type",
@@ -207,16 +206,17 @@ _OTHERS = (
         "environment.remote_reward.enable=true",
         lambda config: config.environment.remote_reward.enable,
     ),
+    *_of_optimizer("policy"),
+    *_of_optimizer("critic"),
 )
 
-
-SWITCHES = (*_OF_ALGORITHM, *_OTHERS, *_OF_OPTIMIZERS)
+SWITCHES = (*_OF_ALGORITHM, *_OTHERS)
 
 
 def not_switched_on(config: ConfigTree) -> Iterator[Problem]:
     algorithm = config.trainer.algorithm
     own = ":" in algorithm.policy_loss_type or ":" in algorithm.advantage_estimator
-    idle = [switch for switch in SWITCHES if not switch.is_on(config) and not (own and switch in _OF_ALGORITHM)]
+    idle = [switch for switch in (_OTHERS if own else SWITCHES) if not switch.is_on(config)]
     for setting, value in values(config):
         if setting.is_default(value):
             continue
