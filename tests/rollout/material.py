@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -21,14 +22,17 @@ from hpcrl.rollout.engines.embedded.launch import Embedded, EmbeddedOptions
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
 from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.runtime.scratch import Scratch
-from tests.paths import CONFIGS
+from tests.paths import CONFIGS, ROOT
 
 QUICKSTART = CONFIGS / "quickstart" / "model"
 RUN_NAME, TOKEN = "tested", "a-token-of-the-tests"
 VOCABULARY, EOS = 18, 1
 MAX_MODEL_LEN, BATCHED_TOKENS = 768, 2048
 ENGINE = InferenceEngineConfig(
-    model_dtype="float32", max_num_seqs=64, max_num_batched_tokens=BATCHED_TOKENS, engine_init_kwargs={"block_size": 32}
+    model_dtype="float32",
+    max_num_seqs=64,
+    max_num_batched_tokens=BATCHED_TOKENS,
+    engine_init_kwargs={"block_size": 32, "logits_processors": ["tests.rollout.engines.vllm.slowly:Slowly"]},
 )
 PROMPT = [5, 9, 4, 12, 7]
 START_S = 420.0  # of an engine, while other tests have the cores
@@ -83,6 +87,17 @@ def as_version(model: Path, version: int) -> PublishedWeights:
 def probe_of(model: Path) -> Probe:
     """Return the probe that a trainer of this model publishes."""
     return Probe(LONG_PROMPT[:16], logprobs(model, LONG_PROMPT[:1], LONG_PROMPT[1:16]).tolist(), "float32")
+
+
+@contextmanager
+def slowly(model: Path) -> Iterator[None]:
+    """Let engines of the models of `model`'s folder take 0.1 s for each token."""
+    file = model.parent / "slowly"  # for engines/vllm/slowly.py
+    file.touch()
+    try:
+        yield
+    finally:
+        file.unlink()
 
 
 def options(model: str, token_file: Path) -> ServerOptions:
@@ -156,7 +171,9 @@ def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
 @contextmanager
 def served(given: ServerOptions, log: Path) -> Iterator[Server]:
     scratch = Scratch("engine")
-    server = Server(given, scratch.path, log)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))  # of the logits processor
+        server = Server(given, scratch.path, log)
     try:
         server.wait_ready(START_S)
         yield server

@@ -21,10 +21,11 @@ from tests.rollout.material import (
     PROMPT,
     as_version,
     logprobs,
+    slowly,
 )
 
 WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}
-RUNNING, LENGTH = 16, 600  # samples that an update meets, long enough for it to come in time on a busy machine
+RUNNING, LENGTH = 16, 300  # samples that an update meets
 
 
 def assert_close(said: Generation, model: Path, prompt: list[int], temperature: float = 1.0) -> None:
@@ -139,10 +140,11 @@ async def updated_while_running(engine: Engine, weights: Path) -> list[Generatio
     newer = as_version(weights, 1)
     sampling = {"temperature": 1.0, "max_tokens": LENGTH, "ignore_eos": True}
     begun = await engine.tokens() or 0
-    running = asyncio.create_task(engine.generate(LONG_PROMPT, RUNNING, 9, sampling))
-    while (await engine.tokens() or 0) < begun + RUNNING * 10:
-        await asyncio.sleep(0.01)
-    await engine.update_weights(newer)
+    with slowly(weights):
+        running = asyncio.create_task(engine.generate(LONG_PROMPT, RUNNING, 9, sampling))
+        while (await engine.tokens() or 0) < begun + RUNNING * 10:
+            await asyncio.sleep(0.01)
+        await engine.update_weights(newer)
     return await running
 
 
