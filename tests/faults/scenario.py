@@ -255,12 +255,15 @@ class Scenario:
 
     def wait(self, condition: Callable[[], Any], what: str, seconds: float = START_S, run: Run | None = None) -> Any:
         """Return the first true value of `condition`."""
-        deadline = time.monotonic() + seconds
+        asked = time.monotonic()
+        deadline = asked + seconds
         while not (value := condition()):
             if self.ended.is_set():
                 raise TakenDownError(what)
-            assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}\n{self.report(run)}"
-            time.sleep(QUIET_S)
+            now = time.monotonic()
+            assert now < deadline, f"not within {seconds:.0f} s: {what}\n{self.report(run)}"
+            time.sleep(max(QUIET_S, 3 * (now - asked)))  # a question to Slurm takes time from those that it waits for
+            asked = time.monotonic()
         return value
 
     def reach(self, run: Run, step: int) -> None:

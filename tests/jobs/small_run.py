@@ -33,10 +33,13 @@ def hpcrl(*arguments: str, cwd: Path, timeout: float = 300) -> subprocess.Comple
 
 
 def wait_for(condition: Callable[[], object], what: Callable[[], str], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+    asked = time.monotonic()
+    deadline = asked + seconds
     while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.2)
+        now = time.monotonic()
+        assert now < deadline, what()
+        time.sleep(max(0.2, 2 * (now - asked)))  # a question to Slurm takes time from those that it waits for
+        asked = time.monotonic()
 
 
 def logs_of(run: Run) -> str:

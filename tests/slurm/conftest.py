@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ class DevCluster:
     directory: Path
 
     def argv(self, verb: str, *arguments: str) -> list[str]:
-        return [str(DEVCLUSTER), verb, "--dir", str(self.directory), *arguments]
+        # not by its first line: what stands behind that name may be a shim, which takes longer than a question to Slurm
+        return [sys.executable, "-B", "-S", str(DEVCLUSTER), verb, "--dir", str(self.directory), *arguments]
 
     def run(
         self, cmd: Sequence[str], timeout: float = 60, cwd: Path | None = None, env: Mapping[str, str] | None = None

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 import tomli
 
+from tests.jobs.small_run import wait_for
 from tests.slurm.conftest import DEVCLUSTER, DevCluster
 
 sys.path.insert(0, str(DEVCLUSTER.parent))  # the cluster's programs are no package
@@ -25,10 +26,7 @@ HERE = Path(__file__).parent
 
 
 def wait_until(condition: Callable[[], bool], what: str, limit: float = 30) -> None:
-    end = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < end, f"not within {limit} s: {what}"
-        time.sleep(0.05)
+    wait_for(condition, lambda: f"not within {limit} s: {what}", limit)
 
 
 # ---- what jobs see
