@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from hpcrl.config.derive import has_scarce_cores
+from hpcrl.config.derive import has_scarce_cores, takes_whole_nodes
 from hpcrl.config.sections.slurm import SlurmConfig
 from hpcrl.launch.doctor.finding import Finding, error, ok, warning
 
@@ -88,13 +88,14 @@ def _requeue(config: Mapping[str, str]) -> Finding:
 
 
 def of_partition(
-    config: Mapping[str, str], partition: Mapping[str, str], time_minutes: int | None
+    config: Mapping[str, str], partition: Mapping[str, str], time_minutes: int | None, asked: SlurmConfig
 ) -> Iterator[Finding]:
     """Say what holds in the partition that runs would go to.
 
     Args:
         partition: a record of `parse_records`.
         time_minutes: slurm.time_minutes, where it is known.
+        asked: what runs ask for.
     """
     name, state = partition["PartitionName"], partition.get("State", "UP")
     nodes, limit = partition.get("TotalNodes", "?"), partition.get("MaxTime", "UNLIMITED")
@@ -106,6 +107,18 @@ def of_partition(
     else:
         yield ok("partition", f"{name}: {nodes} nodes, MaxTime={limit}")
     yield _preemption(config, partition)
+    yield _others(partition, asked)
+
+
+def _others(partition: Mapping[str, str], asked: SlurmConfig) -> Finding:
+    whole = takes_whole_nodes(asked) or "exclusive" in asked.extra or partition.get("OverSubscribe") == "EXCLUSIVE"
+    if whole or partition.get("ExclusiveUser") == "YES":
+        return ok("other users", "a run shares no node with jobs of others")
+    remedy = (
+        "they reach the store of torchrun and the ports of gloo and NCCL, which ask for no secret (docs/security.md): where you do not "
+        "trust them, set slurm.exclusive=true or choose a partition with ExclusiveUser=YES"
+    )
+    return warning("other users", "their jobs may be on the nodes of a run (ExclusiveUser=NO)", remedy)
 
 
 def _preemption(config: Mapping[str, str], partition: Mapping[str, str]) -> Finding:

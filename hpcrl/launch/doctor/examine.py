@@ -69,7 +69,7 @@ def examine(root: Path, slurm: Mapping[str, Any], wait_s: int) -> Iterator[Findi
         found = f"there is no {wanted}" if wanted else "there is no default partition"
         yield error("partition", found, f"choose one of {names} (--partition, slurm.partition)")
         return
-    yield from of_partition(config, partition, slurm.get("time_minutes"))
+    yield from of_partition(config, partition, slurm.get("time_minutes"), asked)
     yield from _of_compute_node(directory, replace(asked, partition=partition["PartitionName"]), wait_s)
 
 

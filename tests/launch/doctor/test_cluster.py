@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from hpcrl.config.sections.slurm import SlurmConfig
 from hpcrl.launch.doctor.cluster import minutes, of_cluster, of_partition, parse_config, parse_records
 
 CONFIG = """\
@@ -72,7 +75,7 @@ def test_preemption(change: tuple[str, ...], expected: tuple[str, str]) -> None:
     text = PARTITIONS
     for old, new in zip(change[::2], change[1::2], strict=True):
         text = text.replace(old, new)
-    preemption = list(of_partition(parse_config(CONFIG), parse_records(text)[0], None))[-1]
+    preemption = list(of_partition(parse_config(CONFIG), parse_records(text)[0], None, SlurmConfig()))[-2]
     assert preemption.level == expected[0]
     assert expected[1] in preemption.remedy
 
@@ -80,14 +83,35 @@ def test_preemption(change: tuple[str, ...], expected: tuple[str, str]) -> None:
 def test_preemption_where_the_user_signal_comes_first_or_there_is_none() -> None:
     partition = parse_records(PARTITIONS.replace("GraceTime=20", "GraceTime=120"))[0]
     early = parse_config(CONFIG.replace("Parameters     = (null)", "Parameters     = preempt_send_user_signal"))
-    assert "gets USR2" in list(of_partition(early, partition, None))[-1].remedy
+    assert "gets USR2" in list(of_partition(early, partition, None, SlurmConfig()))[-2].remedy
     never = parse_config(CONFIG.replace("preempt/partition_prio", "preempt/none"))
-    assert "none: no other job" in list(of_partition(never, partition, None))[-1].found
+    assert "none: no other job" in list(of_partition(never, partition, None, SlurmConfig()))[-2].found
 
 
 def test_partition_that_takes_no_such_job() -> None:
     high = parse_records(PARTITIONS)[1]
-    too_long = next(iter(of_partition(parse_config(CONFIG), high, 2000)))
+    too_long = next(iter(of_partition(parse_config(CONFIG), high, 2000, SlurmConfig())))
     assert (too_long.level, "1440 or less" in too_long.remedy) == ("error", True)
-    down = next(iter(of_partition(parse_config(CONFIG), {**high, "State": "DRAIN"}, 60)))
+    down = next(iter(of_partition(parse_config(CONFIG), {**high, "State": "DRAIN"}, 60, SlurmConfig())))
     assert (down.level, "DRAIN" in down.found) == ("error", True)
+
+
+@pytest.mark.parametrize(
+    ("partition", "asked", "alone"),
+    [
+        ({}, {}, False),
+        ({"ExclusiveUser": "NO", "OverSubscribe": "NO"}, {}, False),
+        ({"ExclusiveUser": "YES"}, {}, True),
+        ({"OverSubscribe": "EXCLUSIVE"}, {}, True),
+        ({}, {"exclusive": True}, True),
+        ({}, {"gpus_per_node": 8}, True),
+        ({}, {"gpus_per_node": 8, "cpus_per_task": 16}, False),
+        ({}, {"extra": {"exclusive": "user"}}, True),
+    ],
+)
+def test_whether_others_may_be_on_a_runs_nodes(partition: dict[str, str], asked: dict[str, Any], alone: bool) -> None:
+    main = parse_records(PARTITIONS)[0] | partition
+    last = list(of_partition(parse_config(CONFIG), main, None, SlurmConfig(**asked)))[-1]
+    assert last.subject == "other users"
+    assert (last.level == "ok") == alone
+    assert alone or "slurm.exclusive=true" in last.remedy

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -237,8 +238,8 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",  # one replica is on one node
         "NCCL_SOCKET_IFNAME": "lo",
     }
-    compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # torch's default, outside what is removed
-    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
+    if compiled := compile_cache():
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if options.on_cpu:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -249,6 +250,15 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
         if runs_eagerly(options.engine, on_cpu=True):
             environment["TORCHDYNAMO_DISABLE"] = "1"  # else the sampler is compiled at the first request, for seconds
     return environment
+
+
+def compile_cache() -> Path | None:
+    """Return torch's default place for code that it has compiled, outside what is removed; None where another user has made it."""
+    path = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    found = path.lstat()
+    return path if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022 else None
 
 
 def server_options(run: Run, config: Config) -> ServerOptions:

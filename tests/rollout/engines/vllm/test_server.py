@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.vllm.client import EngineClient
-from hpcrl.rollout.engines.vllm.server import Server
+from hpcrl.rollout.engines.vllm.server import Server, compile_cache
 from hpcrl.runtime.scratch import Scratch
 from hpcrl.runtime.token import bearer
 from tests.rollout.material import RUN_NAME, START_S, TOKEN, children_of, group_of, options, publish, wait_for
@@ -72,3 +72,24 @@ def test_bad_weights_and_a_core_that_hangs(
         server.stop()
         scratch.remove()
     wait_for(lambda: not group_of(server.pid), 2, "processes are left")
+
+
+def test_compiled_code_is_taken_from_no_other_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    place = compile_cache()
+    assert place is not None
+    assert place.stat().st_mode & 0o777 == 0o700
+    assert compile_cache() == place
+    place.chmod(0o777)
+    assert compile_cache() is None, "anybody may write there"
+    place.rename(tmp_path / "elsewhere")
+    place.symlink_to(tmp_path / "elsewhere")
+    assert compile_cache() is None
+    place.unlink()
+    place.touch()
+    assert compile_cache() is None
+    if os.getuid() == 0:
+        place.unlink()
+        place.mkdir(0o700)
+        os.chown(place, 1, 1)
+        assert compile_cache() is None
