@@ -241,7 +241,7 @@ def replicas_per_node(config: ConfigTree) -> int:
     """Return how many replicas one rollout node holds; where it is not set: as many as its GPUs allow, at least 1."""
     if config.slurm.replicas_per_node is not None:
         return config.slurm.replicas_per_node
-    return max(1, gpu_count(config.slurm) // engine_gpus(config.generator.inference_engine))
+    return max(1, gpu_count(config.slurm) // max(1, engine_gpus(config.generator.inference_engine)))
 
 
 def gpu_count(slurm: SlurmConfig) -> int:

@@ -79,6 +79,11 @@ def test_from_toml_to_configuration_to_toml_is_the_identity(tree: dict[str, Any]
 
 
 @given(trees())
+@example(
+    nested(
+        {"data.train_data": [], "trainer.policy.model.path": "", "generator.inference_engine.tensor_parallel_size": 0}
+    )
+)
 @settings(max_examples=30, deadline=None)
 def test_from_configuration_to_yaml_to_configuration_is_the_identity(tree: dict[str, Any]) -> None:
     config = build(Config, tree)

@@ -16,10 +16,10 @@ from hpcrl.config.sections.environment import COMPARING_REWARDS, REWARDS
 from hpcrl.envs.rewards.boxed import SECONDS
 from hpcrl.envs.rewards.response import Response
 from hpcrl.envs.rewards.weighted import WeightedRewards
+from hpcrl.envs.sandbox import program as confined
 from hpcrl.envs.tasks import llm_judge, search, text2sql
 from hpcrl.envs.tools import python as python_program
 from hpcrl.envs.tools import retrieve, sqlite
-from hpcrl.envs.tools import sandbox as confined
 from tests.paths import ROOT
 
 PATH = ROOT / "docs"
@@ -78,7 +78,11 @@ def test_the_limits_in_the_pages_of_environments_are_those_of_the_code() -> None
     assert all(f"`{name}`" in sql for name in sqlite._TELLING)
     assert python_program.SECONDS == confined.SECONDS
     assert f"| {confined.SECONDS} seconds" in python
-    assert f"| {confined.MEMORY >> 30} GiB of address space, {confined.FILE >> 20} MiB per file |" in python
+    assert (
+        f"| {confined.MEMORY >> 30} GiB of address space, {confined.FILE >> 20} MiB per file, {confined.OPEN} open files |"
+        in python
+    )
+    assert f"{confined.DIRECTORY >> 20} MiB and {confined.FILES} files" in python
     assert f"to {python_program.CHARACTERS} characters" in python
     assert f"at most {search.LONGEST_QUERY} characters" in searched
     assert f"share {search.CHARACTERS} characters" in searched

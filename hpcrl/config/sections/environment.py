@@ -69,6 +69,12 @@ class SearchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PythonToolConfig:
+    require_sandbox: bool = True
+    """python_tool: run the policy's programs only on nodes whose kernel can confine them wholly; false: as far as it can, and the replica's log says what a program can do there."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SkyRLGymConfig:
     max_env_workers: int = 32
     """Environments of one replica that step at the same time, in threads; 0: one after the other, without threads."""
@@ -78,6 +84,8 @@ class SkyRLGymConfig:
     llm_as_a_judge: LLMJudgeConfig = field(default_factory=LLMJudgeConfig)
 
     search: SearchConfig = field(default_factory=SearchConfig)
+
+    python_tool: PythonToolConfig = field(default_factory=PythonToolConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

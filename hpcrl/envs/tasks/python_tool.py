@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+from hpcrl.config.sections.environment import PythonToolConfig
 from hpcrl.envs.base import Environment, Turn
 from hpcrl.envs.rewards.numbers import number
 from hpcrl.envs.rewards.response import ground_truth, truth_of
 from hpcrl.envs.rewards.tags import first_block
-from hpcrl.envs.tools.python import run_python
+from hpcrl.envs.tools.python import check_sandbox, run_python
 
 _FORM = "Run a program by <python>…</python>, or give your answer as <answer>…</answer>."
 
@@ -28,10 +29,13 @@ class PythonTool(Environment):
         extras: `reward_spec.ground_truth` is the answer, a text or a number.
 
     Raises:
+        ConfigError: this node cannot confine programs, and environment.skyrl_gym.python_tool.require_sandbox is set.
         DataError: the row has no ground truth.
     """
 
     def __init__(self, extras: Mapping[str, Any]) -> None:
+        config: PythonToolConfig = extras["skyrl_gym"].python_tool
+        check_sandbox(required=config.require_sandbox)
         self._answer = _comparable(ground_truth(truth_of(extras)))
         self._left: int = extras["max_turns"]
         self._metrics = {"programs": 0.0, "failed_programs": 0.0}

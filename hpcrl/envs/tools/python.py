@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,9 +13,11 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import IO, cast
 
-from hpcrl.envs.tools import sandbox
+from hpcrl.envs.sandbox import program
+from hpcrl.errors import ConfigError
 
 SECONDS = 10.0
 """Wall time of a program, the interpreter's start included."""
@@ -22,6 +25,9 @@ SECONDS = 10.0
 CHARACTERS = 8000
 """What a program may print; it is ended when it prints more."""
 
+_ROOT = str(Path(program.__file__).parents[3])
+_START = f"import sys; sys.path.insert(0, {_ROOT!r}); from {program.__name__} import main; del sys.path[0]; main()"
+_COMMAND = [sys.executable, "-I", "-B", "-X", "utf8", "-c", _START]
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -41,12 +47,11 @@ class Ran:
 
 
 def run_python(code: str, seconds: float = SECONDS) -> Ran:
-    """Run a program in a directory of its own, which is gone afterwards; see `sandbox` for its limits.
+    """Run a program in a directory of its own, which is gone afterwards; see hpcrl/envs/sandbox/program.py for its limits.
 
     Raises:
         OSError: no process or no directory can be made.
     """
-    _warn_once()
     directory = tempfile.mkdtemp(prefix="hpcrl-python-")
     try:
         with tempfile.TemporaryFile() as source:
@@ -54,13 +59,14 @@ def run_python(code: str, seconds: float = SECONDS) -> Ran:
             source.seek(0)
             return _run(source, directory, seconds)
     finally:
-        # Not shutil.rmtree, which recurses in Python: a program can make directories deeper than that goes.
-        subprocess.run(["rm", "-rf", "--", directory], stderr=subprocess.DEVNULL, check=False)
+        # Not shutil.rmtree, which recurses in Python: a program can make directories deeper than that goes, and such as nobody may enter.
+        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", directory], stderr=subprocess.DEVNULL, check=False)
 
 
 def _run(source: IO[bytes], directory: str, seconds: float) -> Ran:
     process = subprocess.Popen(
-        [sys.executable, "-I", "-B", "-X", "utf8", sandbox.__file__],
+        _COMMAND,
         stdin=source,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -81,7 +87,7 @@ def _run(source: IO[bytes], directory: str, seconds: float) -> Ran:
     if ended is None:
         ended = f"it took more than {seconds:g} s"
     elif process.returncode == -signal.SIGXCPU:
-        ended = f"it took more than {sandbox.SECONDS} s of processor time"
+        ended = f"it took more than {program.SECONDS} s of processor time"
     elif not ended and process.returncode < 0:
         ended = f"signal {signal.Signals(-process.returncode).name}"
     return Ran(output, ended, bool(ended) or process.returncode != 0)
@@ -106,6 +112,35 @@ def _read(pipe: IO[bytes], deadline: float) -> tuple[str, str | None]:
 
 
 @cache
-def _warn_once() -> None:
-    if missing := sandbox.missing():
-        print(f"python_tool: this node cannot keep the policy's programs from {' and '.join(missing)}", flush=True)
+def lacking() -> list[str]:
+    """Return what this node cannot keep programs from; empty where it can do all that the sandbox knows."""
+    with tempfile.TemporaryDirectory(prefix="hpcrl-python-") as directory:
+        command = [*_COMMAND, "--lacking"]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=directory, check=True
+        )
+    return done.stdout.split("\n")[:-1] if done.stdout.strip() else []
+
+
+def check_sandbox(*, required: bool) -> None:
+    """Let programs run only where they can be confined.
+
+    Args:
+        required: environment.skyrl_gym.python_tool.require_sandbox.
+
+    Raises:
+        ConfigError: this node cannot, and it is required.
+    """
+    if found := lacking():
+        what = f"{socket.gethostname()} cannot keep the policy's programs from {'; '.join(found)}"
+        if required:
+            raise ConfigError(
+                f"python_tool: {what}. Run on nodes that can (docs/environments/python_tool.md), or set "
+                "environment.skyrl_gym.python_tool.require_sandbox=false if you trust what the policy may write"
+            )
+        _say_once(f"python_tool: {what}")
+
+
+@cache
+def _say_once(what: str) -> None:
+    print(what, flush=True)

@@ -1,0 +1,150 @@
+"""The system calls that a confined program may make, as a filter of seccomp: all others fail with EPERM.
+
+The table has name:number on x86-64:number on ARM64, as in the kernel's asm/unistd.h; "-" where a machine lacks the call. What a call may
+be given is checked where that decides what it does: a program asks for no signal when somebody else writes to a pipe (fcntl F_SETOWN,
+F_SETSIG, O_ASYNC), changes no limits, and signals itself only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Collection, Mapping, Sequence
+
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the table, number in linux/audit.h
+_X32 = 0x40000000  # x86-64 takes a second set of numbers, which begins there
+
+_FREE = """
+    read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 preadv:295:69 pwritev:296:70 preadv2:327:286
+    pwritev2:328:287 lseek:8:62 close:3:57 close_range:436:436 dup:32:23 dup2:33:- dup3:292:24 pipe:22:- pipe2:293:59
+    sendfile:40:71 copy_file_range:326:285 open:2:- openat:257:56 creat:85:- stat:4:- fstat:5:80 lstat:6:- newfstatat:262:79
+    statx:332:291 access:21:- faccessat:269:48 faccessat2:439:439 readlink:89:- readlinkat:267:78 getdents:78:- getdents64:217:61
+    getcwd:79:17 chdir:80:49 fchdir:81:50 statfs:137:43 fstatfs:138:44 mkdir:83:- mkdirat:258:34 rmdir:84:- unlink:87:-
+    unlinkat:263:35 rename:82:- renameat:264:38 renameat2:316:276 link:86:- linkat:265:37 symlink:88:- symlinkat:266:36
+    umask:95:166 ftruncate:77:46 fallocate:285:47 fsync:74:82 fdatasync:75:83 flock:73:32 fadvise64:221:223 mmap:9:222
+    mprotect:10:226 munmap:11:215 mremap:25:216 madvise:28:233 brk:12:214 msync:26:227 mincore:27:232 membarrier:324:283
+    rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139 rt_sigpending:127:136 rt_sigsuspend:130:133
+    rt_sigtimedwait:128:137 sigaltstack:131:132 pause:34:- alarm:37:- getitimer:36:102 setitimer:38:103 restart_syscall:219:128
+    poll:7:- ppoll:271:73 select:23:- pselect6:270:72 epoll_create:213:- epoll_create1:291:20 epoll_ctl:233:21 epoll_wait:232:-
+    epoll_pwait:281:22 eventfd:284:- eventfd2:290:19 recvfrom:45:207 recvmsg:47:212 shutdown:48:210 getsockname:51:204
+    getpeername:52:205 getsockopt:55:209 setsockopt:54:208 clock_gettime:228:113 clock_getres:229:114 clock_nanosleep:230:115
+    nanosleep:35:101 gettimeofday:96:169 time:201:- times:100:153 getrusage:98:165 futex:202:98 futex_waitv:449:449
+    set_robust_list:273:99 get_robust_list:274:100 rseq:334:293 sched_yield:24:124 sched_getaffinity:204:123 getcpu:309:168
+    getpid:39:172 getppid:110:173 gettid:186:178 getuid:102:174 geteuid:107:175 getgid:104:176 getegid:108:177 getgroups:115:158
+    getresuid:118:148 getresgid:120:150 getpgrp:111:- getpgid:121:155 getsid:124:156 getrlimit:97:163 getpriority:140:141
+    uname:63:160 sysinfo:99:179 getrandom:318:278 exit:60:93 exit_group:231:94 wait4:61:260 waitid:247:95
+"""
+_OF_FILES = """
+    chmod:90:- fchmod:91:52 fchmodat:268:53 fchmodat2:452:452 utime:132:- utimes:235:- utimensat:280:88 futimesat:261:-
+    truncate:76:45
+"""
+_CHECKED = """
+    fcntl:72:25 ioctl:16:29 prlimit64:302:261 prctl:157:167 kill:62:129 tgkill:234:131 socketpair:53:199 sendto:44:206
+"""
+
+_FCNTL = (
+    0,
+    1,
+    2,
+    3,
+    5,
+    6,
+    7,
+    36,
+    37,
+    38,
+    1030,
+    1032,
+)  # copies and flags of descriptors, flags of files, locks, the size of a pipe
+_F_SETFL, _O_ASYNC = 4, 0x2000
+_IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
+_PRCTL = (15, 16, 0x53564D41)  # the name of a thread, the name of memory
+_AF_UNIX = 1
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | 1  # EPERM
+_NO_NEW_PRIVILEGES, _SECCOMP, _GET_SECCOMP, _FILTER = 38, 22, 21, 2
+
+_Line = tuple[int, int, int, int]
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def available() -> bool:
+    """Return whether this kernel has seccomp, and this machine a table."""
+    return platform.machine() in _MACHINES and _libc.prctl(_GET_SECCOMP, 0, 0, 0, 0) >= 0
+
+
+def refuse_all_others(*, attributes: bool) -> None:
+    """Let this process make these system calls only, for good.
+
+    Args:
+        attributes: whether it may change the mode, times and length of files by their names, which Landlock does not ask about.
+
+    Raises:
+        OSError: the kernel takes no filter.
+    """
+    column, machine = _MACHINES[platform.machine()]
+    lines = [
+        (_LOAD, 0, 0, 4),
+        (_EQUAL, 1, 0, machine),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, 0),
+        (_AT_LEAST, 0, 1, _X32),
+        (_RETURN, 0, 0, _REFUSE),
+    ]
+    free = _numbers(_FREE + (_OF_FILES if attributes else ""), column)
+    for number in free.values():
+        lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
+    for number, check in _checks(_numbers(_CHECKED, column), os.getpid()).items():
+        lines += [(_EQUAL, 0, len(check) + 1, number), *check, (_RETURN, 0, 0, _REFUSE)]
+    _install([*lines, (_RETURN, 0, 0, _REFUSE)])
+
+
+def _numbers(table: str, column: int) -> dict[str, int]:
+    entries = (entry.split(":") for entry in table.split())
+    return {name: int(numbers[column]) for name, *numbers in entries if numbers[column] != "-"}
+
+
+def _checks(number: Mapping[str, int], own: int) -> dict[int, Sequence[_Line]]:
+    """Return what is asked about the arguments of each call: lines that allow it, or come to their end."""
+    set_flags = [(_LOAD, 0, 0, _low(1)), (_EQUAL, 0, 3, _F_SETFL), (_LOAD, 0, 0, _low(2)), (_ANY_BIT, 1, 0, _O_ASYNC)]
+    return {
+        number["fcntl"]: [*_one_of(1, _FCNTL), *set_flags, (_RETURN, 0, 0, _ALLOW)],
+        number["ioctl"]: _one_of(1, _IOCTL),
+        number["prctl"]: _one_of(0, _PRCTL),
+        number["prlimit64"]: _zero(2),  # new limits
+        number["kill"]: _one_of(0, [own]),
+        number["tgkill"]: _one_of(0, [own]),
+        number["socketpair"]: _one_of(0, [_AF_UNIX]),
+        number["sendto"]: _zero(4),  # the address of somebody else
+    }
+
+
+def _low(argument: int) -> int:
+    """Return where the lower half of an argument is in struct seccomp_data; both machines have it first."""
+    return 16 + 8 * argument
+
+
+def _one_of(argument: int, values: Collection[int]) -> list[_Line]:
+    lines: list[_Line] = [(_LOAD, 0, 0, _low(argument))]
+    for value in values:
+        lines += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]
+    return lines
+
+
+def _zero(argument: int) -> list[_Line]:
+    low = _low(argument)
+    return [(_LOAD, 0, 0, low), (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, low + 4), (_EQUAL, 0, 1, 0), (_RETURN, 0, 0, _ALLOW)]
+
+
+def _install(lines: Sequence[_Line]) -> None:
+    class Instruction(ctypes.Structure):
+        _fields_ = [("code", ctypes.c_uint16), ("yes", ctypes.c_uint8), ("no", ctypes.c_uint8), ("k", ctypes.c_uint32)]
+
+    class Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_uint16), ("start", ctypes.POINTER(Instruction))]
+
+    whole = Program(len(lines), (Instruction * len(lines))(*(Instruction(*line) for line in lines)))
+    if _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) or _libc.prctl(_SECCOMP, _FILTER, ctypes.byref(whole), 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")
