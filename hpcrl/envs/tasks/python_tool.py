@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from hpcrl.config.sections.environment import PythonToolConfig
 from hpcrl.envs.base import Environment, Turn
 from hpcrl.envs.rewards.numbers import number
 from hpcrl.envs.rewards.response import ground_truth, truth_of
@@ -34,8 +33,7 @@ class PythonTool(Environment):
     """
 
     def __init__(self, extras: Mapping[str, Any]) -> None:
-        config: PythonToolConfig = extras["skyrl_gym"].python_tool
-        check_sandbox(required=config.require_sandbox)
+        check_sandbox(extras["skyrl_gym"].python_tool)
         self._answer = _comparable(ground_truth(truth_of(extras)))
         self._left: int = extras["max_turns"]
         self._metrics = {"programs": 0.0, "failed_programs": 0.0}

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, cast
 
+from hpcrl.config.sections.environment import PythonToolConfig
 from hpcrl.envs.sandbox import program
 from hpcrl.errors import ConfigError
 
@@ -122,18 +123,15 @@ def lacking() -> list[str]:
     return done.stdout.split("\n")[:-1] if done.stdout.strip() else []
 
 
-def check_sandbox(*, required: bool) -> None:
+def check_sandbox(config: PythonToolConfig) -> None:
     """Let programs run only where they can be confined.
-
-    Args:
-        required: environment.skyrl_gym.python_tool.require_sandbox.
 
     Raises:
         ConfigError: this node cannot, and it is required.
     """
     if found := lacking():
         what = f"{socket.gethostname()} cannot keep the policy's programs from {'; '.join(found)}"
-        if required:
+        if config.require_sandbox:
             raise ConfigError(
                 f"python_tool: {what}. Run on nodes that can (docs/environments/python_tool.md), or set "
                 "environment.skyrl_gym.python_tool.require_sandbox=false if you trust what the policy may write"
