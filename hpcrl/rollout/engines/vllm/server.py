@@ -238,8 +238,6 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",  # one replica is on one node
         "NCCL_SOCKET_IFNAME": "lo",
     }
-    if compiled := compile_cache():
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if options.on_cpu:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -247,8 +245,10 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
                 "0"  # the engine core runs the model itself: one process less
             )
-        if runs_eagerly(options.engine, on_cpu=True):
-            environment["TORCHDYNAMO_DISABLE"] = "1"  # else the sampler is compiled at the first request, for seconds
+    if options.on_cpu and runs_eagerly(options.engine, on_cpu=True):
+        environment["TORCHDYNAMO_DISABLE"] = "1"  # else the sampler is compiled at the first request, for seconds
+    elif compiled := compile_cache():
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     return environment
 
 
