@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on all machines
-_NO_NEW_PRIVILEGES = 38
 # Names of linux/landlock.h: execute, write_file, read_file, read_dir, then remove and make of each kind, refer, truncate.
 _READ_FILE, _READ_DIR, _FILE_RIGHTS = 0b1 | 0b100, 0b1000, 0b111 | 1 << 14
 
@@ -20,7 +19,7 @@ def version() -> int:
 
 
 def keep_to(directory: str, readable: Iterable[str]) -> None:
-    """Let this process write into the directory only, and read only what is `readable` beside it, for good.
+    """Let this process write into the directory only, and read only what is `readable` beside it, for good; no_new_privs must be set.
 
     Raises:
         OSError: the kernel takes no rules.
@@ -32,7 +31,6 @@ def keep_to(directory: str, readable: Iterable[str]) -> None:
         raise OSError(ctypes.get_errno(), "landlock_create_ruleset")
     readonly = ((path, _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0)) for path in readable)
     _allow(rules, [*readonly, ("/dev/null", rights & _FILE_RIGHTS), (directory, rights)])
-    _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     if _libc.syscall(ctypes.c_long(_RESTRICT_SELF), ctypes.c_int(rules), ctypes.c_uint32(0)):
         raise OSError(ctypes.get_errno(), "landlock_restrict_self")
     os.close(rules)

@@ -35,25 +35,27 @@ DIRECTORY, FILES = 64 * 2**20, 4096
 OPEN = 128
 """Open files, pipes and the like at a time."""
 
-_PDEATHSIG = 1
+_PDEATHSIG, _NO_NEW_PRIVILEGES = 1, 38
 
 
 def confine() -> list[str]:
     """Limit this process for good, as far as this kernel can; return what it cannot keep it from. It may write in its working directory only."""
-    CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+    libc = CDLL(None)
+    libc.prctl(_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    directory, lacking = os.getcwd(), list[str]()
+    directory, readable, lacking = os.getcwd(), _readable(), list[str]()
     try:
-        namespaces.enter(directory, _readable(), DIRECTORY, FILES)
+        namespaces.enter(directory, readable, DIRECTORY, FILES)
     except OSError as error:
         lacking.append(f"filling the disk and seeing names of files (no user namespaces: {error.strerror})")
     else:
         namespaces.go_on_as_child()
         namespaces.drop_capabilities()
     _set_limits()
+    libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)  # which Landlock and seccomp ask for
     hidden = not lacking
     if landlock.version() >= 1:
-        landlock.keep_to(directory, _readable())
+        landlock.keep_to(directory, readable)
     elif not hidden:
         lacking.append("reading and writing the files of your account (no Landlock)")
     if seccomp.available():

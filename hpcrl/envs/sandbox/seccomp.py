@@ -64,7 +64,7 @@ _AF_UNIX = 1
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000 | 1  # EPERM
-_NO_NEW_PRIVILEGES, _SECCOMP, _GET_SECCOMP, _FILTER = 38, 22, 21, 2
+_SECCOMP, _GET_SECCOMP, _FILTER = 22, 21, 2
 
 _Line = tuple[int, int, int, int]
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -76,7 +76,7 @@ def available() -> bool:
 
 
 def refuse_all_others(*, attributes: bool) -> None:
-    """Let this process make these system calls only, for good.
+    """Let this process make these system calls only, for good; no_new_privs must be set.
 
     Args:
         attributes: whether it may change the mode, times and length of files by their names, which Landlock does not ask about.
@@ -146,5 +146,5 @@ def _install(lines: Sequence[_Line]) -> None:
         _fields_ = [("length", ctypes.c_uint16), ("start", ctypes.POINTER(Instruction))]
 
     whole = Program(len(lines), (Instruction * len(lines))(*(Instruction(*line) for line in lines)))
-    if _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) or _libc.prctl(_SECCOMP, _FILTER, ctypes.byref(whole), 0, 0):
+    if _libc.prctl(_SECCOMP, _FILTER, ctypes.byref(whole), 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")

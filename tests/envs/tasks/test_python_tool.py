@@ -17,6 +17,7 @@ from hpcrl.envs.registry import make_environment
 from hpcrl.envs.tools import python as python_program
 from hpcrl.envs.tools.python import CHARACTERS, lacking, run_python
 from hpcrl.errors import ConfigError, DataError
+from tests.envs.sandbox.test_hostile import WITHOUT_NAMESPACES
 from tests.paths import ROOT
 
 
@@ -188,11 +189,10 @@ def test_a_full_directory_fills_nothing_else() -> None:
 def test_a_node_that_cannot_confine_programs_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["unshare", "-Ur", "sh", "-c", 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"', "sh"]
-    if subprocess.run([*command, "true"], check=False, capture_output=True).returncode != 0:
+    if subprocess.run([*WITHOUT_NAMESPACES, "true"], check=False, capture_output=True).returncode != 0:
         pytest.skip("nobody can make this machine have no user namespaces")
     lacking.cache_clear()
-    monkeypatch.setattr(python_program, "_COMMAND", [*command, *python_program._COMMAND])
+    monkeypatch.setattr(python_program, "_COMMAND", [*WITHOUT_NAMESPACES, *python_program._COMMAND])
     try:
         with pytest.raises(ConfigError, match=r"cannot keep .*no user namespaces.*require_sandbox=false"):
             play("<python>print(1)</python>")
