@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.runtime.scratch import Scratch, remove_abandoned
+from tests.envs.sandbox.material import without_namespaces
 
 OWNER = (
     "import time; from hpcrl.runtime.scratch import Scratch; print(Scratch('agent').path, flush=True); time.sleep(600)"
@@ -67,7 +68,8 @@ run_python("import os, time\nfor _ in range(1100):\n    os.mkdir('d'); os.chdir(
 
 
 def test_programs_of_the_policy_leave_nothing_behind_a_killed_worker(folder: Path) -> None:
-    worker = subprocess.Popen([sys.executable, "-c", USER], stdout=subprocess.PIPE, text=True)
+    # with namespaces their files are in memory, where nobody else sees them
+    worker = subprocess.Popen([*without_namespaces(), sys.executable, "-c", USER], stdout=subprocess.PIPE, text=True)
     assert worker.stdout
     left = Path(worker.stdout.readline().strip())
     deadline = time.monotonic() + 60

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -18,11 +17,9 @@ import pytest
 from hpcrl.envs.sandbox import landlock, seccomp
 from hpcrl.envs.tools import python as python_program
 from hpcrl.envs.tools.python import lacking, run_python
+from tests.envs.sandbox.material import without_namespaces
 
 pytestmark = pytest.mark.skipif(not seccomp.available(), reason="no seccomp")
-
-# what a system without user namespaces is like: this one makes no more of them
-WITHOUT_NAMESPACES = ["unshare", "-Ur", "sh", "-c", 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"', "sh"]
 
 PATIENCE_S = 60.0  # other tests have the cores
 REFUSED = "refused"  # EPERM, EACCES
@@ -63,9 +60,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip("no Landlock")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "landlock":
-            if subprocess.run([*WITHOUT_NAMESPACES, "true"], check=False, capture_output=True).returncode != 0:
-                pytest.skip("nobody can make this machine have no user namespaces")
-            patch.setattr(python_program, "_COMMAND", [*WITHOUT_NAMESPACES, *python_program._COMMAND])
+            patch.setattr(python_program, "_COMMAND", [*without_namespaces(), *python_program._COMMAND])
         yield request.param
 
 
