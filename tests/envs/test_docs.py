@@ -19,7 +19,7 @@ from hpcrl.envs.rewards.weighted import WeightedRewards
 from hpcrl.envs.sandbox import program as confined
 from hpcrl.envs.tasks import llm_judge, search, text2sql
 from hpcrl.envs.tools import python as python_program
-from hpcrl.envs.tools import retrieve, sqlite
+from hpcrl.envs.tools import retrieve, sqlite_query
 from tests.paths import ROOT
 
 PATH = ROOT / "docs"
@@ -73,9 +73,12 @@ def test_the_limits_in_the_pages_of_environments_are_those_of_the_code() -> None
         for name in ("text2sql", "python_tool", "search", "llm_as_a_judge")
     )
     assert f"{text2sql.ROWS} rows and {text2sql.CHARACTERS} characters" in sql
-    assert f"bounded**: {text2sql.SECONDS:g} seconds, values of {sqlite._LONGEST_VALUE >> 20} MiB" in sql
-    assert f"{sqlite._MOST_COLUMNS} columns, {sqlite._MOST_BYTES >> 20} MiB of rows; {text2sql.MOST_ROWS:,} rows" in sql
-    assert all(f"`{name}`" in sql for name in sqlite._TELLING)
+    assert f"bounded**: {text2sql.SECONDS:g} seconds, values of {sqlite_query.LONGEST_VALUE >> 20} MiB" in sql
+    assert (
+        f"{sqlite_query.MOST_COLUMNS} columns, {sqlite_query.MOST_BYTES >> 20} MiB of rows; {text2sql.MOST_ROWS:,} rows"
+        in sql
+    )
+    assert all(f"`{name}`" in sql for name in sqlite_query.TELLING)
     assert python_program.SECONDS == confined.SECONDS
     assert f"| {confined.SECONDS} seconds" in python
     assert (

@@ -9,7 +9,7 @@ from hpcrl.envs.base import Environment, Turn
 from hpcrl.envs.rewards.response import truth_of
 from hpcrl.envs.rewards.tags import first_block
 from hpcrl.envs.tools.columns import lacking
-from hpcrl.envs.tools.sqlite import BOUNDS_MEMORY, QueryError, database_file, query
+from hpcrl.envs.tools.sqlite import QueryError, database_file, query
 from hpcrl.errors import ConfigError, UserCodeError
 
 ROWS, CHARACTERS = 50, 8000
@@ -39,13 +39,11 @@ class Text2SQL(Environment):
             `environment.skyrl_gym.text2sql.db_path`.
 
     Raises:
-        ConfigError: db_path is not set, or Python is older than 3.11.
+        ConfigError: db_path is not set.
         DataError: the row lacks one of them, or its database is missing or outside db_path.
     """
 
     def __init__(self, extras: Mapping[str, Any]) -> None:
-        if not BOUNDS_MEMORY:
-            raise ConfigError("text2sql needs Python 3.11 or newer: older ones cannot bound the memory of a query")
         folder = extras["skyrl_gym"].text2sql.db_path
         if folder is None:
             raise ConfigError(

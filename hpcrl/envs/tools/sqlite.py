@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
-import sqlite3
+import json
+import math
+import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hpcrl.envs.tools import sqlite_query
 from hpcrl.errors import DataError
 
-_INSTRUCTIONS = 10_000  # of SQLite's machine, between two looks at the clock: about a millisecond
-_LONGEST_VALUE = 2**20  # bytes; zeroblob() and printf() would make a gigabyte within one instruction
-_MOST_COLUMNS = 500
-BOUNDS_MEMORY = sys.version_info >= (3, 11)
-"""Whether this Python can set the two limits above."""
-_MOST_BYTES = 64 * 2**20  # of all rows
-_READING = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE)
-_TELLING = ("table_info", "table_xinfo", "table_list", "index_list", "index_info", "foreign_key_list")
-_FORBIDDEN_FUNCTIONS = ("load_extension", "fts3_tokenizer")
+_COMMAND = [sys.executable, "-I", "-S", "-B", "-X", "utf8", sqlite_query.__file__]
 
 
 class QueryError(Exception):
@@ -75,53 +67,33 @@ def database_file(folder: str, name: str) -> Path:
 
 
 def query(path: Path, sql: str, most_rows: int, seconds: float) -> Table:
-    """Return what one statement finds in the database.
+    """Return what one statement finds in the database, in a process that is killed when it takes too long.
+
+    Args:
+        seconds: wall time, the start of the process included.
 
     Raises:
-        QueryError: it is wrong, does more than read, or takes too long; or the file is no database.
+        QueryError: it is wrong, does more than read, or takes too much time or memory; or the file is no database.
+        OSError: no process can be started.
     """
-    late, deadline = False, time.monotonic() + seconds
-
-    def look_at_the_clock() -> bool:
-        nonlocal late
-        late = time.monotonic() > deadline
-        return late
-
+    request = {
+        "uri": f"{path.as_uri()}?mode=ro",
+        "sql": sql,
+        "rows": most_rows + 1,
+        "seconds": math.ceil(seconds) + 1,
+    }
     try:
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, isolation_level=None)) as connection:
-            connection.text_factory = lambda text: text.decode(errors="replace")
-            if sys.version_info >= (3, 11):
-                connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
-                connection.setlimit(sqlite3.SQLITE_LIMIT_COLUMN, _MOST_COLUMNS)
-            connection.set_authorizer(_allowed)
-            connection.set_progress_handler(look_at_the_clock, _INSTRUCTIONS)
-            cursor = connection.execute(sql)
-            rows = _fetched(cursor, most_rows + 1)
-            columns = [column[0] for column in cursor.description or ()]
-    except (
-        sqlite3.Error,
-        sqlite3.Warning,
-        ValueError,
-    ) as error:  # ValueError: text that is no text, such as a zero byte
-        raise QueryError(f"it took more than {seconds:g} s" if late else str(error)) from error
-    return Table(columns, rows[:most_rows], len(rows) > most_rows)
-
-
-def _fetched(cursor: sqlite3.Cursor, most_rows: int) -> list[tuple[Any, ...]]:
-    rows, size = [], 0
-    for row in islice(cursor, most_rows):
-        size += sum(len(value) if isinstance(value, str | bytes) else 8 for value in row)
-        if size > _MOST_BYTES:
-            raise QueryError(f"its rows have more than {_MOST_BYTES >> 20} MiB")
-        rows.append(row)
-    return rows
-
-
-def _allowed(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    if action in _READING:
-        return sqlite3.SQLITE_OK
-    if action == sqlite3.SQLITE_FUNCTION and second not in _FORBIDDEN_FUNCTIONS:
-        return sqlite3.SQLITE_OK
-    if action == sqlite3.SQLITE_PRAGMA and first in _TELLING:
-        return sqlite3.SQLITE_OK
-    return sqlite3.SQLITE_DENY
+        done = subprocess.run(
+            _COMMAND, input=json.dumps(request).encode(), capture_output=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise QueryError(f"it took more than {seconds:g} s") from error
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError as error:
+        how = done.stderr.decode(errors="replace")[-500:] or f"status {done.returncode}"
+        raise QueryError(f"SQLite's process failed: {how}") from error
+    if "error" in answer:
+        raise QueryError(answer["error"])
+    rows = [tuple(bytes.fromhex(v["hex"]) if isinstance(v, dict) else v for v in row) for row in answer["rows"]]
+    return Table(answer["columns"], rows[:most_rows], len(rows) > most_rows)

@@ -6,6 +6,8 @@ import hashlib
 import os
 import resource
 import sqlite3
+import subprocess
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -16,10 +18,9 @@ import pytest
 from hpcrl.config.sections.environment import SkyRLGymConfig, Text2SQLConfig
 from hpcrl.envs.registry import make_environment
 from hpcrl.envs.tasks import text2sql
-from hpcrl.envs.tools.sqlite import BOUNDS_MEMORY, QueryError, Table, database_file, query
+from hpcrl.envs.tools.sqlite import QueryError, Table, database_file, query
 from hpcrl.errors import ConfigError, DataError, UserCodeError
-
-pytestmark = pytest.mark.skipif(not BOUNDS_MEMORY, reason="text2sql needs Python 3.11")
+from tests.rollout.material import children_of, wait_for
 
 SHOP = """
 CREATE TABLE customer (id INTEGER PRIMARY KEY, name TEXT, city TEXT);
@@ -30,6 +31,7 @@ INSERT INTO customer VALUES (1, 'Ada', 'Lyon'), (2, 'Ben', 'Oslo'), (3, 'Cem', '
 INSERT INTO bill VALUES (1, 1, 10.0), (2, 1, 2.5), (3, 2, 40.0), (4, 3, 1.0);
 """
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT "
+SLOW = "SELECT instr(zeroblob(1000000), zeroblob(500000) || x'01')"
 TRUTH = "SELECT name FROM customer WHERE city = 'Oslo'"
 
 
@@ -95,7 +97,7 @@ def test_the_policy_looks_around_and_answers(folder: Path) -> None:
     ],
 )
 def test_what_an_answer_is_worth(folder: Path, answer: str, reward: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text2sql, "SECONDS", 0.5)
+    monkeypatch.setattr(text2sql, "SECONDS", 3.0)
     (turn,) = play(folder, f"<solution>{answer}</solution>")
     assert (turn.reward, turn.done) == (reward, True)
 
@@ -170,7 +172,7 @@ def test_nothing_is_written(folder: Path, sql: str) -> None:
 
     before = state()
     with pytest.raises(QueryError, match=r"not authorized|prohibited|no such function|readonly|authorization denied"):
-        query(path, sql.format(folder=folder), 10, 2.0)
+        query(path, sql.format(folder=folder), 10, 30.0)
     assert state() == before
 
 
@@ -187,7 +189,7 @@ def test_what_reads_is_allowed(folder: Path) -> None:
         f"{ENDLESS} i FROM n LIMIT 3": 3,
         "VALUES (1), (2)": 2,
     }
-    assert {sql: len(query(path, sql, 100, 5.0).rows) for sql in reads} == reads
+    assert {sql: len(query(path, sql, 100, 30.0).rows) for sql in reads} == reads
 
 
 @pytest.mark.parametrize(
@@ -197,6 +199,10 @@ def test_what_reads_is_allowed(folder: Path) -> None:
         f"{ENDLESS} i FROM n ORDER BY i",
         f"{ENDLESS} a.name FROM customer a, customer b, n WHERE a.name = 'nobody'",
         f"{ENDLESS} i FROM n",
+        # within one function, of which the first takes half a minute
+        SLOW,
+        f"SELECT {', '.join([SLOW[7:]] * 8)}",
+        "SELECT printf('%.*c', 1000000000, 'x')",
     ],
 )
 def test_a_query_without_end_is_ended(folder: Path, sql: str) -> None:
@@ -204,6 +210,17 @@ def test_a_query_without_end_is_ended(folder: Path, sql: str) -> None:
     with pytest.raises(QueryError, match=r"it took more than 0.4 s|its rows have more than 64 MiB"):
         query(folder / "shop" / "shop.sqlite", sql, 10**9, 0.4)
     assert time.monotonic() - started < 3
+
+
+def test_a_query_whose_worker_was_killed_ends(folder: Path) -> None:
+    code = f"from pathlib import Path; from hpcrl.envs.tools.sqlite import query; print(1, flush=True); query(Path({str(folder / 'shop/shop.sqlite')!r}), {SLOW!r}, 1, 1.0)"
+    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        (left,) = wait_for(lambda: children_of(worker.pid), 30, "no process for the query")
+    finally:
+        worker.kill()
+        worker.communicate()
+    wait_for(lambda: not Path(f"/proc/{left}").exists(), 30, "it goes on")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +248,7 @@ def test_a_query_cannot_take_much_memory(folder: Path, sql: str) -> None:
 )
 def test_text_that_is_no_query(folder: Path, sql: str) -> None:
     with pytest.raises(QueryError):
-        query(folder / "shop" / "shop.sqlite", sql, 10, 2.0)
+        query(folder / "shop" / "shop.sqlite", sql, 10, 30.0)
 
 
 def test_values_that_are_no_text_are_shown(folder: Path) -> None:
