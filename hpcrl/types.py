@@ -101,6 +101,7 @@ class GroupMeta:
             is no sample of the group, and nothing else of it is kept.
         failures: what went wrong in samples whose environment failed.
         rows: how many each sample has; empty: one.
+        digest: of what its file says of the rows, with a checksum of each; empty: nothing knows it, as of groups that have no file.
     """
 
     group_id: str
@@ -120,6 +121,7 @@ class GroupMeta:
     baseline: float | None = None
     failures: list[str] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+    digest: str = ""
 
     @property
     def owners(self) -> list[int]:

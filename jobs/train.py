@@ -71,7 +71,7 @@ def work(
         learner = load_learner(run, config, world, consensus, resume, Dumps(run, attempt, world))
         staleness = trainer.fully_async.max_staleness_steps
         publisher = Publisher(run, attempt, world, dtype, staleness, longest=longest_sample(config))
-        publisher.resume(learner.policy, learner.start.step)
+        publisher.resume(None if learner.start.updates else learner.policy, learner.start.step)
         gc.freeze()  # what is loaded stays: to look through it for garbage, again and again, takes long
         train(config, learner, checkpoints, publisher, controller, profile_step)
     except Stopping:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrl.controller.prompt_stream import group_index
-from hpcrl.data.group_file import read_meta
-from hpcrl.errors import DataError
-from hpcrl.rundir.commit import read_json
-from hpcrl.rundir.layout import Run, step_of
+from hpcrl.data.batch_file import FIRST, batch_steps, read_batches
+from hpcrl.data.group_file import check_group
+from hpcrl.errors import DataError, RunError
+from hpcrl.rundir.layout import Run
 from hpcrl.types import Batch, GroupMeta
 
 
@@ -23,12 +23,14 @@ class History:
         used: indices of all groups in those batches, and of those that were dropped or given up for them.
         finished: complete groups that no batch has used; some may be of the kind that dynamic sampling drops.
         batches: batches that training has still to do.
+        checksum: of the newest batch's file.
     """
 
     composed: int
     used: set[int] = field(default_factory=set)
     finished: dict[int, GroupMeta] = field(default_factory=dict)
     batches: dict[int, Batch] = field(default_factory=dict)
+    checksum: str = FIRST
 
 
 def read_history(
@@ -41,8 +43,8 @@ def read_history(
 ) -> History:
     """Read what is on disk for a training that continues after `step`.
 
-    Batches that cannot be trained again, because a file of theirs is gone or a group of theirs is not usable, are removed with all
-    later ones: their groups may train in other batches now.
+    Batches that cannot be trained again, because a file of theirs is gone or damaged or a group of theirs is not usable, are removed with
+    all later ones: their groups may train in other batches now. Damaged groups that no batch has are removed, and generated again.
 
     A run that starts from another run's checkpoint has no batches of the steps before it: their groups count as used, in order.
 
@@ -50,25 +52,26 @@ def read_history(
         usable: tells whether a group of a batch may train with the settings of now.
         keep: tells, given the next step to compose and a finished group, whether the group may still train.
         pruned: samples of the steps up to this one are removed; nothing will train them again.
+
+    Raises:
+        DataError: the batch of a step that was trained is damaged or missing.
     """
-    batches = {
-        number: Batch.from_json(value)
-        for path in run.batches.glob("s*.json")
-        if (number := step_of(path)) is not None and (value := read_json(path)) is not None
-    }
-    inherited = min([*batches, step + 1]) - 1  # steps that another run has done
+    files = read_batches(run, step)
+    inherited = min([*files, step + 1]) - 1  # steps that another run has done
     history = History(step, used=set(range(inherited * batch_size)))
-    for number in sorted(batches):
-        batch = batches[number]
+    for number, file in files.items():
         if number > step:
-            if number != history.composed + 1 or not _complete(run, batch, usable):
-                for void in (later for later in batches if later >= number):
-                    run.batch(void).unlink()
+            if why := _unusable(run, file.batch, usable):
+                print(f"the batch of step {number} is composed again: {why}", flush=True)
                 break
             history.composed = number
-            history.batches[number] = batch
-        history.used |= {index for name in batch.generated if (index := group_index(name)) is not None}
-    expired = {name for number, batch in batches.items() if number <= pruned for name in batch.generated}
+            history.batches[number] = file.batch
+        history.checksum = file.checksum
+        history.used |= {index for name in file.batch.generated if (index := group_index(name)) is not None}
+    for number in batch_steps(run):
+        if number > history.composed:
+            run.batch(number).unlink()
+    expired = {name for number, file in files.items() if number <= pruned for name in file.batch.generated}
     for path in run.samples.glob("*/g*.safetensors"):
         index = group_index(path.stem)
         if path.stem in expired:
@@ -84,12 +87,21 @@ def read_history(
     return history
 
 
-def _complete(run: Run, batch: Batch, usable: Callable[[GroupMeta], bool]) -> bool:
-    return all(usable(group) and run.inside(group.path).is_file() for group in batch.groups)
+def _unusable(run: Run, batch: Batch, usable: Callable[[GroupMeta], bool]) -> str | None:
+    """Return why a batch cannot be trained; None: it can."""
+    try:
+        for group in batch.groups:
+            if not usable(group):
+                return f"group {group.group_id} lacks what the settings of now ask of one"
+            check_group(run.inside(group.path), group)
+    except (DataError, RunError) as error:
+        return str(error)
+    return None
 
 
 def _meta(path: Path) -> GroupMeta | None:
     try:
-        return read_meta(path)
-    except DataError:
+        return check_group(path)
+    except DataError as error:
+        print(error, flush=True)
         return None

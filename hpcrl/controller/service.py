@@ -20,9 +20,10 @@ from hpcrl.controller.metrics import batch_metrics, dropped_metrics, surplus_met
 from hpcrl.controller.prompt_stream import PromptStream, group_id, group_index
 from hpcrl.controller.recovery import read_history
 from hpcrl.controller.replicas import FailureWindow, MinReplicas, RegisteredWorker, WorkerRegistry
+from hpcrl.data.batch_file import FIRST, read_batch, write_batch
 from hpcrl.errors import CommitError, DataError, HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.rundir.commit import committed, discard, read_json, write_json
+from hpcrl.rundir.commit import committed, discard, write_json
 from hpcrl.rundir.layout import Run, step_of, version_of
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
@@ -87,6 +88,7 @@ class Service:
         self._composer = BatchComposer(self._admission, schedule.sampling, schedule.batch_size)
         self._metrics: MetricsWriter | None = None
         self._batches: dict[int, Batch] = {}
+        self._checksum = FIRST  # of the newest batch's file
         self._described: set[int] = set()
         self._version: int | None = None
         self._eval = EvalQueue(schedule.eval_prompts_at_once)
@@ -139,7 +141,7 @@ class Service:
             if (version_of(path) or 0) > step:  # of a policy that will be trained anew
                 discard(path)
         self._admission.restore(history.composed, history.used, history.finished)
-        self._batches = history.batches
+        self._batches, self._checksum = history.batches, history.checksum
         self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
         self._started = step
         try:
@@ -265,8 +267,8 @@ class Service:
     def committed(self) -> None:
         """A checkpoint is committed: samples that only checkpoints older than the newest two could train again are removed."""
         due = range(self._pruned + 1, self._oldest_checkpoint() + 1)
-        values = [read_json(self._run.batch(step)) for step in due]
-        names = {name for value in values if value for name in Batch.from_json(value).generated}
+        files = [read_batch(self._run.batch(step)) for step in due]
+        names = {name for file in files if file for name in file.batch.generated}
         # one pass over the folders: looking for each file in each of them takes minutes on a shared filesystem
         for path in self._run.samples.glob("*/g*.safetensors") if names else ():
             if path.stem in names:
@@ -338,7 +340,7 @@ class Service:
             except (CommitError, DataError, RunError) as error:  # CommitError: these are the batches of another by now
                 self.failure = error
                 return
-            write_json(self._run.batch(batch.step), batch.to_json())
+            self._checksum = write_batch(self._run, batch, self._checksum)
             self._composer.take()
             self._batches[batch.step] = batch
 

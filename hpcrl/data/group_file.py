@@ -3,21 +3,25 @@
 One safetensors file per group: the tensors of all rows laid end to end, their sampling masks where they have any, their lengths, and
 the GroupMeta as JSON in the header, which says how many rows each sample has: one, or with generator.step_wise_trajectories one for
 each of its turns. The controller needs only the header; only what gives tensors needs torch, and the controller not even numpy.
+
+Each row has a checksum, compared when it is read, in the header; the header has one too, and the batch that trains the group knows it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from io import BufferedReader
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.errors import DataError
-from hpcrl.rundir.commit import write_bytes
+from hpcrl.rundir.commit import digest_of, write_bytes
 from hpcrl.types import GroupMeta, Sample, SamplingMask
 
 if TYPE_CHECKING:
@@ -27,17 +31,19 @@ if TYPE_CHECKING:
 _DTYPES = {"I64": "<i8", "I32": "<i4", "F32": "<f4"}  # of the format -> of numpy
 _TENSORS = ("token_ids", "loss_mask", "rollout_logprobs", "versions", "rewards")
 _MASK_IDS, _MASK_COUNTS = "mask_token_ids", "mask_counts"  # of SamplingMask, where a row has one
-_META = "hpcrl_group"
+_META, _CHECKSUM = "hpcrl_group", "blake2b"
 _MAX_HEADER = 100 << 20  # the format's own limit; a damaged length must not make us read a whole file
 
 
-def write_group(path: Path, samples: Sequence[Sample], meta: GroupMeta) -> None:
-    """Write a group to `path`, complete or not at all; a reader never sees half a file. Args as in `group_bytes`."""
-    write_bytes(path, group_bytes(samples, meta))
+def write_group(path: Path, samples: Sequence[Sample], meta: GroupMeta) -> GroupMeta:
+    """Write a group to `path`, complete or not at all; a reader never sees half a file. Args and result as of `group_bytes`."""
+    content, meta = group_bytes(samples, meta)
+    write_bytes(path, content)
+    return meta
 
 
-def group_bytes(samples: Sequence[Sample], meta: GroupMeta) -> bytes:
-    """Return the content of a group's file.
+def group_bytes(samples: Sequence[Sample], meta: GroupMeta) -> tuple[bytes, GroupMeta]:
+    """Return the content of a group's file, and `meta` with the digest of it.
 
     Args:
         samples: the rows; every array of a row is [T] with the same T, and `meta.lengths` are these T in the same order.
@@ -50,27 +56,51 @@ def group_bytes(samples: Sequence[Sample], meta: GroupMeta) -> bytes:
     assert len(samples) == len(meta.owners), f"group {meta.group_id}: {len(samples)} rows, expected {len(meta.owners)}"
     arrays = {name: np.concatenate([getattr(sample, name) for sample in samples]) for name in _TENSORS}
     assert all(len(array) == sum(lengths) for array in arrays.values()), f"group {meta.group_id}: ragged samples"
-    if masks := [sample.sampling_mask for sample in samples if sample.sampling_mask is not None]:
-        counts = [
-            np.zeros(length, np.int32) if sample.sampling_mask is None else sample.sampling_mask.counts
-            for sample, length in zip(samples, lengths, strict=True)
-        ]
-        arrays |= {_MASK_IDS: np.concatenate([mask.token_ids for mask in masks]), _MASK_COUNTS: np.concatenate(counts)}
+    masks = [sample.sampling_mask for sample in samples]
+    if any(masks):
+        all_tokens = (SamplingMask(np.zeros(0, np.int32), np.zeros(length, np.int32)) for length in lengths)
+        masks = [mask or every for mask, every in zip(masks, all_tokens, strict=True)]
+        arrays |= {
+            _MASK_COUNTS: np.concatenate([mask.counts for mask in masks]),
+            _MASK_IDS: np.concatenate([mask.token_ids for mask in masks]),
+        }
+    ends = [0, *accumulate(lengths)]
+    mask_ends = [0, *accumulate(len(mask.token_ids) if mask else 0 for mask in masks)]
+    details = [
+        {
+            "stop_reason": sample.stop_reason,
+            "env_metrics": sample.env_metrics,
+            _CHECKSUM: _checksum(
+                array[mask_ends[row] : mask_ends[row + 1]] if name == _MASK_IDS else array[ends[row] : ends[row + 1]]
+                for name, array in arrays.items()
+            ),
+        }
+        for row, sample in enumerate(samples)
+    ]
+    meta = replace(meta, digest=digest_of(json.dumps(details).encode()))
+    text = json.dumps({"meta": meta.to_json(), "samples": details})
     arrays["lengths"] = np.array(lengths)
-    details = [{"stop_reason": sample.stop_reason, "env_metrics": sample.env_metrics} for sample in samples]
-    return save(arrays, {_META: json.dumps({"meta": meta.to_json(), "samples": details})})
+    return save(arrays, {_META: text, _CHECKSUM: digest_of(text.encode())}), meta
+
+
+def _checksum(columns: Iterable[Any]) -> str:
+    """Return that of a row, by the bytes of its arrays: `_TENSORS`, then counts and ids of its sampling mask where the file has any."""
+    digest = hashlib.blake2b(digest_size=16)
+    for column in columns:
+        digest.update(column)
+    return digest.hexdigest()
 
 
 def read_group(
-    path: Path, indices: Sequence[int] | None = None, expected: Sequence[int] | None = None
+    path: Path, indices: Sequence[int] | None = None, expected: GroupMeta | None = None
 ) -> list[Sample[torch.Tensor]]:
     """Return the rows of the group at `path` as tensors, all of them or those at `indices`, in that order.
 
     Args:
-        expected: tokens of each row of the group; None: whatever the file has.
+        expected: what the batch knows of the group; None: it may be any.
 
     Raises:
-        DataError: the file is missing or damaged, or its rows do not have the expected lengths.
+        DataError: the file is missing or damaged, or holds another group than the one expected.
     """
     return [as_tensors(row) for row in read_arrays(path, expected, indices)]
 
@@ -93,40 +123,45 @@ def as_tensors(row: Sample[np.ndarray]) -> Sample[torch.Tensor]:
 
 
 def read_arrays(
-    path: Path, expected: Sequence[int] | None = None, indices: Sequence[int] | None = None
+    path: Path, expected: GroupMeta | None = None, indices: Sequence[int] | None = None
 ) -> list[Sample[np.ndarray]]:
     """Return rows of the group at `path`, without torch, and read no more of the file; args and errors as in `read_group`."""
-    with _opened(path) as (columns, _, details):
+    with _opened(path) as (columns, meta, details):
         lengths = columns.read("lengths", 0, len(details)).tolist()
         if columns.entries("lengths") != len(lengths):
             raise _damaged(path, f"{columns.entries('lengths')} lengths for {len(details)} samples")
         if any(columns.entries(name) != sum(lengths) for name in _TENSORS):
             raise _damaged(path, f"its tensors do not have the {sum(lengths)} entries of its samples")
-        if expected is not None and lengths != list(expected):
-            raise _damaged(path, f"samples of {lengths} tokens where {list(expected)} are expected")
+        if lengths != (expected or meta).lengths:
+            raise _damaged(path, f"samples of {lengths} tokens where {(expected or meta).lengths} are expected")
+        _check_same(path, meta, expected)
         wanted = range(len(details)) if indices is None else indices
-        rows = dict(_rows(columns, lengths, details, sorted(set(wanted))))
+        rows = dict(_rows(path, columns, lengths, details, sorted(set(wanted))))
         return [rows[at] for at in wanted]
 
 
 def _rows(
-    columns: _Columns, lengths: Sequence[int], details: Sequence[dict[str, Any]], wanted: Sequence[int]
+    path: Path, columns: _Columns, lengths: Sequence[int], details: Sequence[dict[str, Any]], wanted: Sequence[int]
 ) -> Iterator[tuple[int, Sample[np.ndarray]]]:
     """Yield the rows at ascending indices; neighbours are read at once."""
     ends = [0, *accumulate(lengths)]
     for _, neighbours in groupby(enumerate(wanted), lambda place: place[1] - place[0]):
         indices = [index for _, index in neighbours]
         first, last = ends[indices[0]], ends[indices[-1] + 1]
-        arrays = {name: columns.read(name, first, last) for name in _TENSORS}
+        whole = {name: columns.read(name, first, last) for name in _TENSORS}
         for at in indices:
-            own = slice(ends[at] - first, ends[at + 1] - first)
+            own = {name: array[ends[at] - first : ends[at + 1] - first] for name, array in whole.items()}
+            mask = columns.sampling_mask(ends[at], ends[at + 1])
+            given = details[at].get(_CHECKSUM)
+            if given != _checksum([*own.values(), *mask]) and given is not None:
+                raise _damaged(path, f"row {at} is not what was written")
             yield (
                 at,
                 Sample(
-                    **{name: array[own] for name, array in arrays.items()},
+                    **own,
                     stop_reason=details[at]["stop_reason"],
                     env_metrics=details[at]["env_metrics"],
-                    sampling_mask=columns.sampling_mask(ends[at], ends[at + 1]),
+                    sampling_mask=SamplingMask(mask[1], mask[0]) if mask and len(mask[1]) else None,
                 ),
             )
 
@@ -146,51 +181,75 @@ class _Columns:
 
     def group(self) -> dict[str, Any]:
         """Return what the header says about the group."""
-        return json.loads(self._header["__metadata__"][_META])
+        text, given = (self._header["__metadata__"].get(name) for name in (_META, _CHECKSUM))
+        if given is not None and given != digest_of(text.encode()):
+            raise ValueError("its header is not what was written")
+        return json.loads(text)
 
     def entries(self, name: str) -> int:
-        start, end, dtype = self._place(name)
-        return (end - start) // dtype.itemsize
+        start, end, size = self._place(name)
+        return (end - start) // size
 
     def read(self, name: str, start: int, end: int) -> np.ndarray:
         """Return entries `start` to `end`, which the tensor must have."""
         import numpy as np
 
-        begin, limit, dtype = self._place(name)
-        self._file.seek(self._begin + begin + start * dtype.itemsize)
-        wanted = (end - start) * dtype.itemsize
-        content = self._file.read(min(wanted, limit - begin - start * dtype.itemsize))
+        return np.frombuffer(self.content(name, start, end), _DTYPES[self._header[name]["dtype"]])
+
+    def content(self, name: str, start: int, end: int) -> bytearray:
+        """Return the bytes of these entries."""
+        begin, limit, size = self._place(name)
+        self._file.seek(self._begin + begin + start * size)
+        wanted = (end - start) * size
+        content = self._file.read(min(wanted, limit - begin - start * size))
         if len(content) != wanted:
             raise _damaged(self._path, f"{name} ends after {len(content)} of {wanted} bytes")
-        return np.frombuffer(bytearray(content), dtype)
+        return bytearray(content)
 
-    def sampling_mask(self, start: int, end: int) -> SamplingMask[np.ndarray] | None:
-        """Return that of the places `start` to `end`; None where there are none."""
+    def sampling_mask(self, start: int, end: int) -> list[np.ndarray]:
+        """Return counts and ids of that of the places `start` to `end`; empty where the file has none."""
         if _MASK_COUNTS not in self._header:
-            return None
+            return []
         counts = self.read(_MASK_COUNTS, 0, end)
         first, size = int(counts[:start].sum()), int(counts[start:].sum())
-        ids = self.read(_MASK_IDS, first, first + size)
-        return SamplingMask(ids, counts[start:].copy()) if size else None
+        return [counts[start:].copy(), self.read(_MASK_IDS, first, first + size)]
 
-    def _place(self, name: str) -> tuple[int, int, np.dtype[Any]]:
-        import numpy as np
+    def row(self, start: int, end: int) -> Iterator[bytearray]:
+        """Yield the bytes of a row as `_checksum` wants them."""
+        yield from (self.content(name, start, end) for name in _TENSORS)
+        if _MASK_COUNTS in self._header:
+            counts = struct.unpack(f"<{end}i", self.content(_MASK_COUNTS, 0, end))
+            first, size = sum(counts[:start]), sum(counts[start:])
+            yield self.content(_MASK_COUNTS, start, end)
+            yield self.content(_MASK_IDS, first, first + size)
 
+    def _place(self, name: str) -> tuple[int, int, int]:
+        """Return where a tensor begins and ends, and the bytes of an entry."""
         try:
             entry = self._header[name]
             start, end = entry["data_offsets"]
-            return start, end, np.dtype(_DTYPES[entry["dtype"]])
+            return start, end, int(_DTYPES[entry["dtype"]][-1])
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(self._path, f"no usable {name}: {error}") from error
 
 
-def read_meta(path: Path) -> GroupMeta:
-    """Return what the header of the group at `path` says, without reading its tensors and without torch.
+def check_group(path: Path, expected: GroupMeta | None = None) -> GroupMeta:
+    """Return what the header of the group at `path` says, after comparing all of the file with its checksums; without numpy.
+
+    Args:
+        expected: what a batch knows of the group.
 
     Raises:
-        DataError: the file is missing or its header is damaged.
+        DataError: the file is missing or damaged, has no checksums, or holds another group than the one expected.
     """
-    with _opened(path) as (_, meta, _):
+    with _opened(path) as (columns, meta, details):
+        _check_same(path, meta, expected)
+        if digest_of(json.dumps(details).encode()) != meta.digest or len(meta.lengths) != len(details):
+            raise _damaged(path, "it has no checksums of its rows")
+        ends = [0, *accumulate(meta.lengths)]
+        for row, given in enumerate(details):
+            if _checksum(columns.row(ends[row], ends[row + 1])) != given[_CHECKSUM]:
+                raise _damaged(path, f"row {row} is not what was written")
         return meta
 
 
@@ -209,6 +268,11 @@ def _opened(path: Path) -> Iterator[tuple[_Columns, GroupMeta, list[dict[str, An
         except (struct.error, ValueError, KeyError, TypeError) as error:
             raise _damaged(path, str(error)) from error
         yield columns, meta, details
+
+
+def _check_same(path: Path, meta: GroupMeta, expected: GroupMeta | None) -> None:
+    if expected is not None and (meta.group_id, meta.digest) != (expected.group_id, expected.digest):
+        raise _damaged(path, f"it holds a group {meta.group_id}, but not the one that the batch was composed of")
 
 
 def _damaged(path: Path, why: str) -> DataError:

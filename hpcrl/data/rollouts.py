@@ -13,10 +13,10 @@ from typing import Literal
 
 import numpy as np
 
+from hpcrl.data.batch_file import batch_steps, read_batch
 from hpcrl.data.group_file import read_arrays
 from hpcrl.errors import DataError, RunError
-from hpcrl.rundir.commit import read_json
-from hpcrl.rundir.layout import Run, step_of, version_of
+from hpcrl.rundir.layout import Run, version_of
 from hpcrl.types import Batch, GroupMeta, Sample
 
 Decode = Callable[[list[int]], str]
@@ -84,7 +84,7 @@ def trained_samples(run: Run, step: int | None) -> tuple[int, list[tuple[GroupMe
     Raises:
         RunError: there is no such batch, or its samples were removed.
     """
-    chosen = max(_steps(run), default=0) if step is None else step
+    chosen = max(batch_steps(run), default=0) if step is None else step
     return chosen, [(group, at) for group in require_samples(run, chosen).groups for at in range(len(group.rewards))]
 
 
@@ -94,7 +94,7 @@ def require_samples(run: Run, step: int) -> Batch:
     Raises:
         RunError: there is none, or its samples were removed.
     """
-    steps = _steps(run)
+    steps = batch_steps(run)
     if not steps:
         raise RunError(f"{run.name} has no batch yet, so nothing was trained")
     if step not in steps:
@@ -109,15 +109,10 @@ def require_samples(run: Run, step: int) -> Batch:
     )
 
 
-def _steps(run: Run) -> list[int]:
-    return sorted(number for path in run.batches.glob("s*.json") if (number := step_of(path)) is not None)
-
-
 def _whole(run: Run, step: int) -> Batch | None:
     """Return the batch of a step if all its samples are there."""
-    value = read_json(run.batch(step))
-    batch = None if value is None else Batch.from_json(value)
-    return batch if batch and all(run.inside(group.path).is_file() for group in batch.groups) else None
+    file = read_batch(run.batch(step))
+    return file.batch if file and all(run.inside(group.path).is_file() for group in file.batch.groups) else None
 
 
 def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Decode) -> list[Rollout]:
@@ -132,7 +127,7 @@ def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Dec
     groups: dict[str, list[Sample[np.ndarray]]] = {}
     for group, _ in samples:
         if group.path not in groups:
-            groups[group.path] = read_arrays(run.inside(group.path), group.lengths)
+            groups[group.path] = read_arrays(run.inside(group.path), group)
     return [_rollout(group, at, groups[group.path], decode) for group, at in samples]
 
 

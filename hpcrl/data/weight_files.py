@@ -15,6 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -228,32 +229,52 @@ def copy_files(weights: PublishedWeights, target: Path) -> dict[str, dict[str, i
         CommitError: a tensor is missing, or is another than was published.
         OSError: a file cannot be read or written.
     """
+    _check_tensors(weights, target)
+    return {path.name: {"size": path.stat().st_size} for path in sorted(target.glob(f"*{SUFFIX}"))}
+
+
+def check_weights(path: Path) -> None:
+    """Compare all files of a version with its manifest, and each tensor with the digest that was published.
+
+    Raises:
+        CommitError: one differs, is missing or cannot be read.
+    """
+    verify(path)
+    try:
+        _check_tensors(PublishedWeights.read(path))
+    except (OSError, ValueError) as error:
+        raise CommitError(f"{path} cannot be read: {error}") from error
+
+
+def _check_tensors(weights: PublishedWeights, copy: Path | None = None) -> None:
     files = sorted(weights.path.glob(f"*{SUFFIX}"))
     with ThreadPoolExecutor(_AHEAD, "weights") as pool:
-        parts = list(pool.map(_copy, files, [target / path.name for path in files]))
+        parts = list(pool.map(_digests, files, [copy / path.name if copy else None for path in files]))
     given = {name: digest for part in parts for name, digest in part.items()}
     if wrong := weights.wrong(given):
         raise CommitError(f"{weights.path} holds other tensors than were published: {', '.join(wrong)}")
-    return {path.name: {"size": path.stat().st_size} for path in files}
 
 
-def _copy(source: Path, target: Path) -> dict[str, str]:
-    """Copy one file; return the digest of each tensor in it."""
+def _digests(source: Path, copy: Path | None) -> dict[str, str]:
+    """Return the digest of each tensor in a file, which is copied on the way where a place for that is given."""
     digests: dict[str, str] = {}
-    with source.open("rb") as read, target.open("wb") as written:
-        reading, writing = read.fileno(), written.fileno()
+    with source.open("rb") as read, copy.open("wb") if copy else nullcontext() as written:
+        reading = read.fileno()
         entries, start = _header(reading)
-        _write_at(writing, memoryview(_read_at(reading, start, 0)), 0)
+        if written:
+            _write_at(written.fileno(), memoryview(_read_at(reading, start, 0)), 0)
         for name, entry in entries.items():
             at, end = (start + offset for offset in entry["data_offsets"])
             digest = 0
             while at < end:
                 part = memoryview(_read_at(reading, min(_PART, end - at), at))
                 digest = zlib.crc32(part, digest)
-                _write_at(writing, part, at)
+                if written:
+                    _write_at(written.fileno(), part, at)
                 at += len(part)
             digests[name] = f"{digest:08x}"
-        fault("weights.copied")
+        if written:
+            fault("weights.copied")
     return digests
 
 

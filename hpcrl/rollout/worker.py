@@ -243,8 +243,7 @@ class Worker:
                 meta = group.meta(replica, str(path.relative_to(run.path)))
             else:
                 name = f"{group.work.group_id}.safetensors"
-                meta = group.meta(replica, f"{named}/{name}")
-                contents[name] = group_bytes(group.samples, meta)
+                contents[name], meta = group_bytes(group.samples, group.meta(replica, f"{named}/{name}"))
             metas.append(meta)
         for path, members in evaluated.items() if self._options.dump_evals else ():
             append_evaluated(path, members, self._decode)  # a tokenizer is not for several threads

@@ -110,15 +110,26 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any | None:
     """Return the JSON value at `path`, or None where there is no such file."""
+    content = read_bytes(path)
+    return None if content is None else json.loads(content)
+
+
+def read_bytes(path: Path) -> bytes | None:
+    """Return what is in a file that others replace as a whole, or None where there is no such file."""
     for last in (False, False, True):
         try:
-            return json.loads(path.read_text())
+            return path.read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
             if error.errno != errno.ESTALE or last:  # replaced on the server between our open and our read
                 raise
     return None
+
+
+def digest_of(content: bytes) -> str:
+    """Return the BLAKE2b-128 digest as hexadecimal text."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def checksum(path: Path) -> str:
@@ -205,7 +216,7 @@ def finish(
         _sync(parent)
         _pass("synced", target)
         fence()
-        mark = {"attempt": attempt, "manifest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
+        mark = {"attempt": attempt, "manifest": digest_of(text.encode())}
         _write({COMMIT: json.dumps(mark).encode()}, 0o644, renamed)
     _pass("committed", target)
 
@@ -267,7 +278,7 @@ def _verified(path: Path, checksums: bool) -> dict[str, Any]:
     if not manifest.is_file():
         raise CommitError(f"{path} has no {MANIFEST}")
     text = manifest.read_bytes()
-    if hashlib.blake2b(text, digest_size=16).hexdigest() != expected:
+    if digest_of(text) != expected:
         raise CommitError(f"{manifest} is not the manifest that was committed")
     content = json.loads(text)
     for name, entry in content["files"].items():

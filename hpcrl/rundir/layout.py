@@ -82,6 +82,10 @@ class Run:
         return self.path / "config.toml"
 
     @property
+    def checksums(self) -> Path:
+        return self.path / "checksums.json"
+
+    @property
     def code(self) -> Path:
         return self.path / "code"
 

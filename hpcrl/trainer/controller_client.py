@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from hpcrl.data.batch_file import read_batch
 from hpcrl.errors import RunError
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.process_status import StatusWriter
@@ -76,7 +76,7 @@ class ControllerClient:
 
     def _read(self, relative: str, step: int) -> Batch:
         path = self._run.inside(relative)
-        value = self._world.rank0_broadcast(lambda: read_json(path))
+        value = self._world.rank0_broadcast(lambda: (file := read_batch(path)) and file.batch.to_json())
         if value is None:
             raise RunError(f"the controller named {path} as the batch of step {step}, but there is no such file")
         batch = Batch.from_json(value)

@@ -416,7 +416,7 @@ def load_samples(run: Run, batch: Batch, refs: Sequence[SampleRef], least_prefix
     left_out = 0
     for group, indices in wanted.items():
         meta = batch.groups[group]
-        found = read_group(run.inside(meta.path), indices if least_prefix is None else None, meta.lengths)
+        found = read_group(run.inside(meta.path), indices if least_prefix is None else None, meta)
         if least_prefix is not None:
             masks = masks_without_prefixes(found, meta.rewards, least_prefix)
             left_out += sum(int((found[index].loss_mask - masks[index]).sum()) for index in indices)

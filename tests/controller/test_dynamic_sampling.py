@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import struct
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +18,11 @@ from hpcrl.controller.recovery import group_index
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.errors import RunError
 from hpcrl.observe.metrics import merged
-from hpcrl.rundir.commit import committed_directory, read_json, write_bytes, write_json
+from hpcrl.rundir.commit import committed_directory, write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import StatusWriter
-from hpcrl.types import Batch, GroupMeta, Work
-from tests.controller.test_api import finish, make_run, prompts
+from hpcrl.types import GroupMeta, Work
+from tests.controller.test_api import batch_of, finish, make_run, prompts, write
 from tests.controller.test_service import SCHEDULE
 
 GOOD, ALL_RIGHT, ALL_WRONG = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
@@ -48,16 +46,8 @@ def service(run: Run, attempt: int = 1, start: int = 0, **settings: Any) -> Serv
 
 
 def group(run: Run, work: Work, version: int, rewards: list[float], **more: Any) -> GroupMeta:
-    """Write a group's file, as far as the controller reads it."""
-    meta = replace(finish(run, work, version), rewards=rewards, **more)
-    write_header(run, meta)
-    return meta
-
-
-def write_header(run: Run, meta: GroupMeta) -> None:
-    header = {"__metadata__": {"hpcrl_group": json.dumps({"meta": meta.to_json(), "samples": []})}}
-    data = json.dumps(header).encode()
-    write_bytes(run.inside(meta.path), struct.pack("<Q", len(data)) + data)
+    """Finish a group with these rewards."""
+    return write(run, replace(finish(run, work, version), rewards=rewards, **more))
 
 
 def play(run: Run, controller: Service, version: int, rewards: list[list[float]]) -> list[str]:
@@ -69,12 +59,8 @@ def play(run: Run, controller: Service, version: int, rewards: list[list[float]]
     return [item.group_id for item in work]
 
 
-def batch(run: Run, step: int) -> Batch:
-    return Batch.from_json(read_json(run.batch(step)))
-
-
 def names(run: Run, step: int) -> list[str]:
-    return [meta.group_id for meta in batch(run, step).groups]
+    return [meta.group_id for meta in batch_of(run, step).groups]
 
 
 def test_dropped_groups_are_made_good_by_as_many_others(run: Run) -> None:
@@ -88,7 +74,7 @@ def test_dropped_groups_are_made_good_by_as_many_others(run: Run) -> None:
     third = play(run, controller, 0, [GOOD])
     assert controller.batch(1)
     assert names(run, 1) == [first[0], third[0]]
-    assert batch(run, 1).dropped == {first[1]: 0.0, second[0]: 1.0}
+    assert batch_of(run, 1).dropped == {first[1]: 0.0, second[0]: 1.0}
     metrics = merged(run)[1]
     assert metrics["generate/dropped_groups"] == 2
     assert metrics["generate/sample_batches"] == 2.0
@@ -96,7 +82,7 @@ def test_dropped_groups_are_made_good_by_as_many_others(run: Run) -> None:
     assert metrics["reward/avg_pass_at_2"] == 1.0, "of the groups that train"
     controller.published(1)
     play(run, controller, 1, [GOOD, GOOD])
-    assert batch(run, 2).dropped == {}
+    assert batch_of(run, 2).dropped == {}
 
 
 def test_without_dynamic_sampling_every_group_trains(run: Run) -> None:
@@ -128,7 +114,7 @@ def test_what_decides_may_be_other_than_the_reward(run: Run) -> None:
     (more,) = controller.claim("rollout-0", 0, 9)
     controller.complete([group(run, more, 0, [1.0, 1.0], env_metrics=other)])
     assert names(run, 1) == [work[1].group_id, more.group_id]
-    assert batch(run, 1).dropped == {work[0].group_id: 1.0}
+    assert batch_of(run, 1).dropped == {work[0].group_id: 1.0}
 
 
 @pytest.mark.parametrize("kind", ["filter", "replace"])
@@ -193,7 +179,7 @@ def test_the_run_fails_when_as_many_batches_as_may_be_have_no_good_groups(run: R
     resumed = service(run, 3, max_sample_batches=4)
     assert resumed.failure is None
     play(run, resumed, 0, [GOOD])
-    assert len(batch(run, 1).dropped) == 5
+    assert len(batch_of(run, 1).dropped) == 5
 
 
 def test_the_last_batch_that_may_be_generated_is_trained(run: Run) -> None:
@@ -201,7 +187,7 @@ def test_the_last_batch_that_may_be_generated_is_trained(run: Run) -> None:
     play(run, controller, 0, [ALL_WRONG, ALL_WRONG])
     play(run, controller, 0, [GOOD, GOOD])
     assert controller.failure is None
-    assert len(batch(run, 1).dropped) == 2
+    assert len(batch_of(run, 1).dropped) == 2
 
 
 @pytest.mark.parametrize("kind", ["filter", "replace"])
@@ -212,7 +198,7 @@ def test_there_may_be_no_bound(run: Run, kind: str, most: int) -> None:
         play(run, controller, 0, [ALL_WRONG, ALL_WRONG])
     assert controller.failure is None
     play(run, controller, 0, [GOOD, GOOD])
-    assert len(batch(run, 1).dropped) == 24
+    assert len(batch_of(run, 1).dropped) == 24
 
 
 def test_the_failure_ends_the_controller(run: Run) -> None:
@@ -239,7 +225,7 @@ def test_good_groups_take_the_places_of_others(run: Run) -> None:
     assert [found[at] for at in (0, 2, 4, 5)] == good
     assert len({found[1], found[3]}) == 2, "without replacement"
     assert {found[1], found[3]} <= set(good)
-    assert batch(run, 1).dropped == {made[1]: 0.0, made[3]: 1.0}
+    assert batch_of(run, 1).dropped == {made[1]: 0.0, made[3]: 1.0}
     controller.batch(1)
     assert merged(run)[1]["generate/sample_batches"] == 1.0
     assert merged(run)[1]["generate/dropped_groups"] == 2
@@ -260,7 +246,7 @@ def test_too_few_good_groups_are_generated_again(run: Run) -> None:
     assert controller.batch(1) is None
     second = play(run, controller, 0, [GOOD, GOOD])
     assert names(run, 1) == second
-    assert batch(run, 1).dropped == {first[0]: 0.5, first[1]: 0.0}
+    assert batch_of(run, 1).dropped == {first[0]: 0.5, first[1]: 0.0}
     controller.batch(1)
     assert merged(run)[1]["generate/sample_batches"] == 2.0
     controller.published(1)
@@ -294,7 +280,7 @@ def test_dropped_groups_stay_dropped_when_the_controller_dies_before_the_batch(r
     more = play(run, again, 0, [GOOD])
     assert not set(more) & {*made, unseen.group_id}
     assert names(run, 1) == [made[0], *more]
-    assert batch(run, 1).dropped == {made[1]: 0.0, unseen.group_id: 1.0}
+    assert batch_of(run, 1).dropped == {made[1]: 0.0, unseen.group_id: 1.0}
 
 
 def test_dropped_groups_stay_dropped_when_the_controller_dies_after_the_batch(run: Run) -> None:
@@ -315,7 +301,7 @@ def test_a_batch_that_is_made_anew_leaves_no_later_one_behind(run: Run) -> None:
     """Batch 2 lost a file; what batch 3 trained may be in the new batch 2, and the controller dies before there is another batch 3."""
     play(run, service(run, staleness=2), 0, [GOOD] * 6)
     assert run.batch(3).exists()
-    run.inside(batch(run, 2).groups[0].path).unlink()
+    run.inside(batch_of(run, 2).groups[0].path).unlink()
     service(run, 2, staleness=2)
     assert run.batch(2).exists()
     assert not run.batch(3).exists()
@@ -368,10 +354,10 @@ def test_every_group_counts_once_whatever_dies_when(run: Run, kind: str, stalene
         if controller.batch(version + 1):
             version += 1
             trained[version] = names(run, version)
-            assert max(version - 1 - meta.oldest_version for meta in batch(run, version).groups) <= staleness
+            assert max(version - 1 - meta.oldest_version for meta in batch_of(run, version).groups) <= staleness
             controller.published(version)
             saved = version if chance.random() < 0.5 else saved
-    batches = [batch(run, step) for step in range(1, steps + 1)]
+    batches = [batch_of(run, step) for step in range(1, steps + 1)]
     assert attempt > 1
     assert [trained[one.step] for one in batches] == [[meta.group_id for meta in one.groups] for one in batches]
     used = [name for one in batches for name in one.generated]

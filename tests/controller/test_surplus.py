@@ -8,11 +8,9 @@ import pytest
 
 from hpcrl.controller.admission import Admission
 from hpcrl.observe.metrics import merged
-from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
-from hpcrl.types import Batch
 from tests.controller.test_admission import compose, meta
-from tests.controller.test_api import finish, make_run
+from tests.controller.test_api import batch_of, finish, make_run
 from tests.controller.test_service import do, service
 
 
@@ -81,7 +79,7 @@ def test_what_is_given_up_is_written_down_and_never_generated_again(run: Run) ->
     assert len(work) == 3
     do(run, controller, work[1:], 0)
     assert controller.batch(1)
-    batch = Batch.from_json(read_json(run.batch(1)))
+    batch = batch_of(run, 1)
     assert batch.given_up == [work[0].group_id]
     assert merged(run)[1]["generate/given_up_groups"] == 1
     assert controller.unwanted([item.group_id for item in work] + ["e000000-00000001"]) == [i.group_id for i in work]
@@ -102,6 +100,6 @@ def test_surplus_does_not_count_as_dropped_by_dynamic_sampling(run: Run) -> None
     do(run, controller, work[:2], 0)
     controller.published(1)
     do(run, controller, work[2:4], 0)
-    batch = Batch.from_json(read_json(run.batch(2)))
+    batch = batch_of(run, 2)
     assert batch.given_up == [item.group_id for item in work[4:]]
     assert batch.dropped == {}

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpcrl.data.batch_file import FIRST, write_batch
 from hpcrl.data.group_file import write_group
 from hpcrl.data.rollouts import evaluated_samples, ordered, read_trained, segments_of, trained_samples
 from hpcrl.errors import DataError, RunError
-from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.types import Batch, GroupMeta, Sample
 
@@ -43,8 +43,7 @@ def train(run: Run, step: int, rewards: list[float]) -> None:
         lengths=[7] * len(rewards), response_lengths=[3] * len(rewards), stop_reasons=["length"] * len(rewards),
         oldest_version=4, newest_version=5, data_source="letters", seconds=1.0, raw_rewards=[2.5] * len(rewards),
     )  # fmt: skip
-    write_group(path, samples, meta)
-    write_json(run.batch(step), Batch(step, [meta], step).to_json())
+    write_batch(run, Batch(step, [write_group(path, samples, meta)], step), FIRST)
 
 
 @pytest.fixture

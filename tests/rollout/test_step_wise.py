@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpcrl.config import SamplingParams
-from hpcrl.data.group_file import read_group, read_meta, write_group
+from hpcrl.data.group_file import check_group, read_group, write_group
 from hpcrl.data.rollouts import evaluated_samples, read_trained
 from hpcrl.envs.base import Turn
 from hpcrl.rollout.evaluate import append_evaluated
@@ -141,9 +141,9 @@ def test_files_and_what_a_person_sees(tmp_path: Path) -> None:
     run, (group, engine) = Run(tmp_path / "project" / "run"), stepped()
     tokenizer = tokenizer_of("thinking")
     meta = group.meta(0, "samples/0/g.safetensors")
-    write_group(run.path / meta.path, group.samples, meta)
-    assert read_meta(run.path / meta.path).rows == [3]
-    assert [row.token_ids.tolist() for row in read_group(run.path / meta.path, [1, 2], meta.lengths)] == [
+    meta = write_group(run.path / meta.path, group.samples, meta)
+    assert check_group(run.path / meta.path, meta).rows == [3]
+    assert [row.token_ids.tolist() for row in read_group(run.path / meta.path, [1, 2], meta)] == [
         row.token_ids.tolist() for row in group.samples[1:]
     ]
     (shown,) = read_trained(run, [(meta, 0)], lambda ids: text(tokenizer, ids))

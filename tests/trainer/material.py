@@ -97,8 +97,7 @@ def make_batch(run: Run, step: int, groups: int, size: int, *, masked: bool = Fa
             data_source="random",
             seconds=1.0,
         )
-        write_group(run.path / meta.path, samples, meta)
-        metas.append(meta)
+        metas.append(write_group(run.path / meta.path, samples, meta))
     batch = Batch(step, metas, cursor=step * groups)
     write_json(run.batch(step), batch.to_json())
     return batch

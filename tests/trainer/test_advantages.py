@@ -75,8 +75,7 @@ def some_batch(path: Path) -> tuple[Run, Batch]:
             samples[MUTED[1]].loss_mask.zero_()
         if at == EQUAL:
             group.rewards[:] = [0.3] * 4
-        batch.groups[at] = replace(group, baseline=0.1 * at)
-        write_group(run.path / group.path, samples, batch.groups[at])
+        batch.groups[at] = write_group(run.path / group.path, samples, replace(group, baseline=0.1 * at))
     write_json(run.batch(1), batch.to_json())
     return run, batch
 

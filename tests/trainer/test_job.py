@@ -144,8 +144,7 @@ def finish(run: Run, work: Work, version: int) -> GroupMeta:
         data_source="letters",
         seconds=0.1,
     )
-    write_group(path, samples, meta)
-    return meta
+    return write_group(path, samples, meta)
 
 
 def work_until(run: Run, attempt: int, last: int, process: subprocess.Popen[str]) -> None:

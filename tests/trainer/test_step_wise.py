@@ -57,10 +57,8 @@ def both(path: Path) -> tuple[tuple[Run, Batch], tuple[Run, Batch]]:
         batch.groups[at] = replace(group, baseline=0.1 * at)
         rows = [turns_of(sample) for sample in read_group(whole.path / group.path)]
         flat = [row for own in rows for row in own]
-        groups.append(
-            replace(batch.groups[at], rows=[len(own) for own in rows], lengths=[len(row.token_ids) for row in flat])
-        )
-        write_group(turned.path / group.path, flat, groups[-1])
+        meta = replace(batch.groups[at], rows=[len(own) for own in rows], lengths=[len(row.token_ids) for row in flat])
+        groups.append(write_group(turned.path / group.path, flat, meta))
     other = replace(batch, groups=groups)
     write_json(turned.batch(1), other.to_json())
     assert 0 < sum(count == 1 for group in groups for count in group.rows) < GROUPS * SIZE, "some have one turn"

@@ -27,6 +27,7 @@ from hpcrl.launch.agent.watchdog import Neighbours, Stall, Watchdog
 from hpcrl.launch.doctor.rooms import Sizes
 from hpcrl.launch.nodes import Node, make_plan, trainer_nodes
 from hpcrl.launch.requeue.epilogue import ended_before, settle
+from hpcrl.rundir.checksums import require_unchanged
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import (
@@ -302,6 +303,8 @@ def main(path: str, sizes: Sizes | None = None) -> None:
     log_to(run.log(attempt.number, f"agent-{context.index}"))
     message, host, agent = "the agent ended without an outcome; its log says why", "", None
     try:
+        if context.index == 0:
+            require_unchanged(run)
         agent = Agent(run, Config.from_toml([run.config]), context, attempt, signals, sizes=sizes)
         agent.supervise()
     except HpcrlError as error:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,7 @@ from hpcrl.launch.submit.executors import Element, Submission
 from hpcrl.launch.submit.preflight import check_files
 from hpcrl.launch.submit.submit import launch
 from hpcrl.rundir.checkpoints import line_of, lost_with, require_checkpoints
+from hpcrl.rundir.checksums import changed_files, note_checksums
 from hpcrl.rundir.commit import committed, write_text
 from hpcrl.rundir.layout import Run, position_of, step_of
 
@@ -63,7 +65,10 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
             check_files(config)
         folder = Path(os.path.realpath(run.slurm))
         element = Element(run.name, config, [*state.submission["overrides"], *overrides])
+        for edited in changed_files(run):
+            print(f"hpcrl: {run.name}: {edited}; the next attempt begins with the files as they are", file=sys.stderr)
         with _changed_config(run, kept, config) if config != current else nullcontext():
+            note_checksums(run)
             launch(Submission(folder, [element]), local=state.submission["executor"] == "local")
         return found
 
@@ -147,6 +152,7 @@ def _changed_config(run: Run, kept: Path, config: Config) -> Iterator[None]:
         yield
     except BaseException:
         write_text(run.config, before)
+        note_checksums(run)
         if new:
             kept.unlink()
         raise

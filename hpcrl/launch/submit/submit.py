@@ -40,6 +40,7 @@ from hpcrl.launch.submit.executors import (
 )
 from hpcrl.launch.submit.models import folder_of
 from hpcrl.launch.submit.sweep import run_names
+from hpcrl.rundir.checksums import note_checksums
 from hpcrl.rundir.commit import discard, write_json, write_text
 from hpcrl.rundir.layout import Run, default_root
 
@@ -120,6 +121,7 @@ def _make_run(run: Run, element: Element, folder: Path) -> None:
     shared = os.path.relpath(folder, run.path)
     staged.slurm.symlink_to(shared)
     staged.code.symlink_to(f"{shared}/code")
+    note_checksums(staged)
     for directory in (staged.endpoints, staged.stop.parent, staged.metrics, staged.samples, staged.batches):
         directory.mkdir()
     os.rename(staged.path, run.path)

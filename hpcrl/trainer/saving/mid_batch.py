@@ -25,9 +25,12 @@ import torch
 from safetensors import safe_open
 
 from hpcrl.config.sections.trainer import TrainerConfig
-from hpcrl.errors import RunError
+from hpcrl.data.batch_file import read_batch
+from hpcrl.data.group_file import check_group
+from hpcrl.data.weight_files import check_weights
+from hpcrl.errors import CommitError, DataError, RunError
 from hpcrl.rundir.checkpoints import FACTS, changed_since, settings_of
-from hpcrl.rundir.commit import is_committed, read_json, write_json
+from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run, position_of
 from hpcrl.trainer.advantages import Advantages
 from hpcrl.trainer.backends.base import StepReport, UpdateResult
@@ -79,7 +82,7 @@ class PartialBatch:
             facts = {
                 "layout": _LAYOUT,
                 "ranks": self.data.size,
-                "groups": [group.group_id for group in self.batch.groups],
+                "groups": _named(self.batch),
                 "settings": settings_of(self.trainer),
                 "charged": self.kl_penalty,
                 "advantages": asdict(self.advantages),
@@ -99,7 +102,7 @@ def read_partial_batch(
         RunError: the checkpoint is about another batch.
     """
     facts = world.rank0_broadcast(lambda: read_json(checkpoint / FACTS))
-    if facts["groups"] != [group.group_id for group in batch.groups]:
+    if facts["groups"] != _named(batch):
         raise RunError(
             f"{checkpoint} was saved inside step {batch.step}, but the controller gives that step another batch; remove the "
             "checkpoint, and training continues from the one before it"
@@ -127,21 +130,29 @@ def unusable(run: Run, trainer: TrainerConfig, checkpoint: Path) -> str | None:
     step, updates = position_of(checkpoint) or (0, 0)
     if not updates:
         return None
-    facts, batch = read_json(checkpoint / FACTS), read_json(run.batch(step + 1))
+    facts = read_json(checkpoint / FACTS)
     if facts is None:
         return f"it has no {FACTS}"
     if facts.get("layout") != _LAYOUT:
         return "an earlier version of hpcrl saved it, which kept advantages and returns one token later"
     if changed := changed_since(facts["settings"], trainer):
         return f"the batch was begun with another trainer.{', trainer.'.join(changed)}"
-    if batch is None or facts["groups"] != [group["group_id"] for group in batch["groups"]]:
-        return f"{run.batch(step + 1)} is not the batch that was begun"
-    gone = [group["path"] for group in batch["groups"] if not run.inside(group["path"]).is_file()]
-    if gone:
-        return f"samples of its batch are gone, such as {gone[0]}"
-    if step > 0 and not is_committed(run.weights_of(step)):  # nobody can make them from a policy that went on
-        return f"{run.weights_of(step)} is gone"
+    try:
+        file = read_batch(run.batch(step + 1))
+        if file is None or facts["groups"] != _named(file.batch):
+            return f"{run.batch(step + 1)} is not the batch that was begun"
+        for group in file.batch.groups:
+            check_group(run.inside(group.path), group)
+        if step > 0:  # nobody can make them from a policy that went on
+            check_weights(run.weights_of(step))
+    except (CommitError, DataError) as error:
+        return str(error)
     return None
+
+
+def _named(batch: Batch) -> list[list[str]]:
+    """Return what a batch was composed of: names of groups, and what their files hold."""
+    return [[group.group_id, group.digest] for group in batch.groups]
 
 
 def _columns(samples: PackedSamples) -> dict[str, torch.Tensor]:

@@ -46,11 +46,15 @@ class Publisher:
         self._kept_versions = max_staleness + 2
         self._probe_tokens = min(_PROBE_TOKENS, longest - 1)  # an engine says one more
 
-    def resume(self, engine: PolicyEngine, step: int) -> None:
-        """Make weights/ fit a training that continues after `step`: version `step` is there, and none above it."""
+    def resume(self, engine: PolicyEngine | None, step: int) -> None:
+        """Make weights/ fit a training that continues after `step`: version `step` is there and whole, and none above it.
+
+        Args:
+            engine: what the policy is after `step`; None: training continues inside the next one, and found the version whole.
+        """
         self._forget_after(step)
-        # version 0 is the initial model where it lies; what an earlier attempt published of this step is the same
-        if step > 0 and not self._world.rank0_broadcast(lambda: is_committed(self._run.weights_of(step))):
+        # version 0 is the initial model where it lies; writing another one anew takes no longer than reading whether it is whole
+        if step > 0 and engine is not None:
             self.publish(engine, step)
 
     def _forget_after(self, step: int) -> None:

@@ -1,0 +1,120 @@
+"""The file in which the controller hands the batch of a step to the trainer, and from which later attempts know what was trained.
+
+JSON, with a checksum of its own text and that of the batch before it: a file that is changed, exchanged or gone is seen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcrl.errors import DataError
+from hpcrl.rundir.commit import committed, digest_of, read_bytes, write_text
+from hpcrl.rundir.layout import Run, position_of, step_of
+from hpcrl.types import Batch
+
+_CHECKSUM = ', "blake2b": "'
+FIRST = ""
+"""What the first batch of a run has in place of the checksum of the one before it."""
+
+
+@dataclass(frozen=True)
+class BatchFile:
+    """A batch as it is on the disk.
+
+    Attributes:
+        checksum: of its text.
+        previous: that of the batch of the step before; None: an earlier version of hpcrl wrote it, without checksums.
+    """
+
+    batch: Batch
+    checksum: str
+    previous: str | None
+
+
+def write_batch(run: Run, batch: Batch, previous: str) -> str:
+    """Write the file of a batch as a whole, and return its checksum.
+
+    Args:
+        previous: checksum of the batch of the step before, or `FIRST`.
+    """
+    text = json.dumps(batch.to_json() | {"previous": previous})
+    checksum = digest_of(text.encode())
+    write_text(run.batch(batch.step), f'{text[:-1]}{_CHECKSUM}{checksum}"}}')
+    return checksum
+
+
+def read_batch(path: Path) -> BatchFile | None:
+    """Return what is in the file of a batch, or None where there is no such file.
+
+    Raises:
+        DataError: it is damaged, or has the name of another step.
+    """
+    if (content := read_bytes(path)) is None:
+        return None
+    try:
+        text, found, given = content.decode().rpartition(_CHECKSUM)
+        text, given = (f"{text}}}", given[:-2]) if found else (content.decode(), None)
+        value, checksum = json.loads(text), digest_of(text.encode())
+        if given is not None and given != checksum:
+            raise ValueError("its checksum differs")
+        previous = value.pop("previous", None)
+        batch = Batch.from_json(value)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"batch file {path} is damaged: {error}") from error
+    if batch.step != step_of(path):
+        raise DataError(f"batch file {path} is damaged: it holds the batch of step {batch.step}")
+    return BatchFile(batch, checksum, previous)
+
+
+def read_batches(run: Run, step: int) -> dict[int, BatchFile]:
+    """Return the batches of a run by step, for a training that continues after `step`, up to the first one that is damaged or missing.
+
+    Raises:
+        DataError: that one was trained: what is in it might train again, or never.
+    """
+    found = dict[int, BatchFile]()
+    try:
+        for number in batch_steps(run):
+            if (file := read_batch(run.batch(number))) is not None:
+                _check_follows(run, number, file, found)
+                found[number] = file
+        newest = max(found, default=0)
+        if newest < step and (found or committed(run.checkpoints, position_of)):
+            raise DataError(f"batch file {run.batch(newest + 1)} is missing")
+    except DataError as error:
+        if max(found, default=0) >= step:  # the controller composes it again
+            print(f"{error}; what follows step {max(found, default=0)} is composed again", flush=True)
+        elif found or committed(run.checkpoints, position_of):
+            raise DataError(
+                f"{error}. Step {step} was trained, and without this file nobody knows with which groups. Put it back from a backup; or "
+                "submit a new run with trainer.resume_mode=from_path and trainer.resume_path set to the newest checkpoint of this one"
+            ) from error
+    return found
+
+
+def check_batches(run: Run) -> Iterator[str]:
+    """Yield what is wrong with the batches of a run, a sentence for each."""
+    found = dict[int, BatchFile]()
+    for number in batch_steps(run):
+        try:
+            if (file := read_batch(run.batch(number))) is not None:
+                before, found = found, {number: file}
+                _check_follows(run, number, file, before)
+        except DataError as error:
+            yield str(error)
+
+
+def batch_steps(run: Run) -> list[int]:
+    """Return the steps that have a batch file, ascending."""
+    return sorted(number for path in run.batches.glob("s*.json") if (number := step_of(path)) is not None)
+
+
+def _check_follows(run: Run, number: int, file: BatchFile, found: Mapping[int, BatchFile]) -> None:
+    before = found.get(number - 1)
+    if before is None and (found or file.previous):
+        raise DataError(f"batch file {run.batch(number - 1)} is missing")
+    if before is not None and file.previous not in (None, before.checksum):
+        raise DataError(f"batch file {run.batch(number - 1)} is not the one that {run.batch(number).name} follows")

@@ -1,0 +1,134 @@
+"""Whether all that a run wrote is still what it wrote: every file that training depends on, or a person's conclusions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomli
+
+from hpcrl.data.batch_file import batch_steps, check_batches, read_batch
+from hpcrl.data.group_file import check_group
+from hpcrl.data.weight_files import check_weights
+from hpcrl.errors import CommitError, DataError
+from hpcrl.rundir.checksums import changed_files
+from hpcrl.rundir.commit import committed, is_committed, verify
+from hpcrl.rundir.layout import Run, position_of, step_of, version_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """Files of one kind.
+
+    Attributes:
+        what: their name.
+        damaged: yields a sentence for each that is not as it was written.
+        remedy: what becomes of them, and what to do.
+    """
+
+    what: str
+    damaged: Callable[[Run], Iterator[str]]
+    remedy: str
+
+
+def _configuration(run: Run) -> Iterator[str]:
+    yield from changed_files(run)
+    try:
+        tomli.loads(run.config.read_text())
+    except (OSError, ValueError) as error:
+        yield f"{run.config}: {error}"
+
+
+def _ledger(run: Run) -> Iterator[str]:
+    outcomes = sorted(path for path in run.outcomes.glob("*") if not path.name.startswith("."))
+    for path in (run.submission, *outcomes):
+        yield from _json_lines(path, whole=True)
+    for path in (run.attempts, run.starts):
+        yield from _json_lines(path)
+    ended = {path.stem for path in outcomes} - {"0"}
+    if ended and not run.attempts.exists():
+        yield f"{run.attempts} is missing"
+
+
+def _metrics(run: Run) -> Iterator[str]:
+    for path in sorted(run.metrics.glob("*.jsonl")):
+        yield from _json_lines(path)
+
+
+def _json_lines(path: Path, whole: bool = False) -> Iterator[str]:
+    """Yield which lines of a file are no JSON objects. The last one may have been cut off."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    lines = [content] if whole else content.splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        if not whole and not line.endswith(b"\n"):
+            continue
+        try:
+            if not isinstance(json.loads(line), dict):
+                raise ValueError("it is no object")
+        except ValueError as error:
+            yield f"{path}{'' if whole else f', line {number}'}: {error}"
+
+
+def _samples(run: Run) -> Iterator[str]:
+    """Groups of batches whose samples may be gone are those up to the older one of the two newest checkpoints."""
+    kept = committed(run.checkpoints, step_of)[-2:]
+    pruned, seen = kept[0] if len(kept) == 2 else 0, set[Path]()
+    for step in batch_steps(run):
+        try:
+            file = read_batch(run.batch(step))
+        except DataError:
+            continue  # told as such
+        for group in file.batch.groups if file and step > pruned else ():
+            path = run.path / group.path
+            seen.add(path)
+            yield from _told(lambda path=path, group=group: check_group(path, group))
+    for path in sorted(run.samples.glob("*/g*.safetensors")):
+        if path not in seen:
+            yield from _told(lambda path=path: check_group(path))
+
+
+def _weights(run: Run) -> Iterator[str]:
+    for version in committed(run.weights, version_of):
+        yield from _told(lambda version=version: check_weights(run.weights_of(version)))
+
+
+def _checkpoints(run: Run) -> Iterator[str]:
+    yield from _committed(run.checkpoints, position_of)
+
+
+def _exports(run: Run) -> Iterator[str]:
+    yield from _committed(run.exports, step_of)
+
+
+def _committed(folder: Path, number: Callable[[Path], object]) -> Iterator[str]:
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if number(path) is not None and is_committed(path):
+            yield from _told(lambda path=path: verify(path))
+
+
+def _told(check: Callable[[], object]) -> Iterator[str]:
+    try:
+        check()
+    except (CommitError, DataError) as error:
+        yield str(error)
+
+
+PARTS = (
+    Part("configuration and code", _configuration, "put them back, or `hpcrl resume` to go on with them as they are"),
+    Part("record of the run", _ledger, "put it back from a backup"),
+    Part(
+        "batches",
+        lambda run: check_batches(run),
+        "those after the newest checkpoint are composed again when the run is resumed; put an earlier one back from a backup, or start a "
+        "new run from a checkpoint (trainer.resume_mode=from_path)",
+    ),
+    Part("samples", _samples, "they are generated again when the run is resumed"),
+    Part("weights", _weights, "the newest version is published again when the run is resumed; no other is needed"),
+    Part("checkpoints", _checkpoints, "the run is resumed from the newest one that is whole"),
+    Part("exports", _exports, "`hpcrl checkpoint export` makes one again, where its checkpoint is there"),
+    Part("metrics", _metrics, "lines that cannot be read are left out of curves"),
+)

@@ -1,0 +1,56 @@
+"""What a run was submitted with: checksums of its configuration and its code, against changes that nobody meant.
+
+checksums.json is written by `hpcrl submit`, before anything is queued, and again by `hpcrl resume`, which tells what changed.
+"""
+
+from __future__ import annotations
+
+from hpcrl.errors import DataError
+from hpcrl.rundir.commit import checksum, read_json, write_json
+from hpcrl.rundir.layout import Run
+
+
+def note_checksums(run: Run) -> None:
+    """Note configuration and code as they are now."""
+    write_json(run.checksums, _checksums(run))
+
+
+def changed_files(run: Run) -> list[str]:
+    """Return what became of files since they were noted, a sentence each, by path in the run directory.
+
+    Raises:
+        DataError: the checksums cannot be read.
+    """
+    try:
+        noted = read_json(run.checksums)
+        if noted is None:
+            return [f"{run.checksums.name} is missing"]
+        now, files = _checksums(run), dict[str, str](noted)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{run.checksums} is damaged: {error}") from error
+    return [
+        f"{name} {'is new' if name not in files else 'is missing' if name not in now else 'was changed'}"
+        for name in sorted(now.keys() | files.keys())
+        if now.get(name) != files.get(name)
+    ]
+
+
+def require_unchanged(run: Run) -> None:
+    """Let an attempt begin only with the configuration and the code that a person gave it.
+
+    Raises:
+        DataError: one of the files is another.
+    """
+    if not run.checksums.exists():  # an earlier version of hpcrl made the run
+        return
+    if changed := changed_files(run):
+        raise DataError(
+            f"{'; '.join(changed[:5])}{f'; {len(changed) - 5} more' if changed[5:] else ''}, since {run.name} was submitted or resumed. "
+            f"Put it back, or `hpcrl resume {run.name}` to go on with it as it is now"
+        )
+
+
+def _checksums(run: Run) -> dict[str, str]:
+    files = [run.config] if run.config.is_file() else []
+    files += [path for path in run.code.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return {str(path.relative_to(run.path)): checksum(path) for path in files}
