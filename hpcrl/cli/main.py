@@ -44,6 +44,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
             "train a step again from the checkpoint before it, on this machine and outside the run; needs torch",
         ),
         "checkpoint": ("hpcrl.cli.checkpoint", "list, verify, export and delete the checkpoints of a run"),
+        "verify": ("hpcrl.cli.verify", "compare everything that a run wrote with its checksums"),
     },
     "check": {
         "config": ("hpcrl.cli.config", "show, compare, explain, check and convert configurations"),

@@ -56,10 +56,11 @@ def read_batch(path: Path) -> BatchFile | None:
         return None
     try:
         text, found, given = content.decode().rpartition(_CHECKSUM)
-        text, given = (f"{text}}}", given[:-2]) if found else (content.decode(), None)
-        value, checksum = json.loads(text), digest_of(text.encode())
-        if given is not None and given != checksum:
+        text = f"{text}}}" if found else content.decode()
+        checksum = digest_of(text.encode())
+        if found and given != f'{checksum}"}}':
             raise ValueError("its checksum differs")
+        value = json.loads(text)
         previous = value.pop("previous", None)
         batch = Batch.from_json(value)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -97,12 +98,18 @@ def read_batches(run: Run, step: int) -> dict[int, BatchFile]:
 
 def check_batches(run: Run) -> Iterator[str]:
     """Yield what is wrong with the batches of a run, a sentence for each."""
-    found = dict[int, BatchFile]()
+    found, damaged = dict[int, BatchFile](), set[int]()
     for number in batch_steps(run):
         try:
             if (file := read_batch(run.batch(number))) is not None:
-                before, found = found, {number: file}
-                _check_follows(run, number, file, before)
+                found[number] = file
+        except DataError as error:
+            damaged.add(number)
+            yield str(error)
+    for number, file in found.items():
+        try:
+            if number - 1 not in damaged:
+                _check_follows(run, number, file, {number - 1: found[number - 1]} if number - 1 in found else {})
         except DataError as error:
             yield str(error)
 

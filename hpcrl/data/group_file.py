@@ -244,6 +244,8 @@ def check_group(path: Path, expected: GroupMeta | None = None) -> GroupMeta:
     """
     with _opened(path) as (columns, meta, details):
         _check_same(path, meta, expected)
+        if meta.group_id != path.stem:
+            raise _damaged(path, f"it holds group {meta.group_id}")
         if digest_of(json.dumps(details).encode()) != meta.digest or len(meta.lengths) != len(details):
             raise _damaged(path, "it has no checksums of its rows")
         ends = [0, *accumulate(meta.lengths)]

@@ -281,6 +281,8 @@ def _verified(path: Path, checksums: bool) -> dict[str, Any]:
     if digest_of(text) != expected:
         raise CommitError(f"{manifest} is not the manifest that was committed")
     content = json.loads(text)
+    if mark["attempt"] != content["attempt"]:
+        raise CommitError(f"{path / COMMIT} is not the mark of {manifest}")
     for name, entry in content["files"].items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None

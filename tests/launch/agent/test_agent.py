@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from hpcrl.config import Config
+from hpcrl.rundir.checksums import note_checksums
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Outcome, open_attempt, read_outcome, report_outcome
@@ -229,3 +231,21 @@ while True:
         f"; the last collectives of the ranks: {run.collectives(1)} (torchfrtrace {run.collectives(1)})"
     )
     assert (run.collectives(1) / "rank0").read_text() == "all_reduce"
+
+
+def test_code_that_somebody_edited_is_not_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, trainer="print('as submitted')")
+    note_checksums(run)
+    write_text(run.code / "jobs" / "trainer.py", "print('edited')")
+    write_text(run.code / "torch.py", "print('not torch')")
+    started = {"EXECUTOR": "local", "LOCAL_JOB_ID": "9", "LOCAL_NTASKS": "1", "LOCAL_GLOBALRANK": "0"}
+    environment = {**os.environ, **{f"SUBMITIT_{name}": value for name, value in started.items()}}
+    command = [sys.executable, "-c", f"from hpcrl.launch.agent.agent import main; main({str(run.path)!r})"]
+    assert subprocess.run(command, env=environment, timeout=120, check=False).returncode == 1
+    outcome = read_outcome(run)
+    assert outcome
+    assert outcome.kind == "failed"
+    assert (
+        "code/jobs/trainer.py was changed; code/torch.py is new, since run was submitted or resumed" in outcome.message
+    )
+    assert "hpcrl resume run" in outcome.message

@@ -17,6 +17,7 @@ from hpcrl.errors import ConfigError, DataError, RunError, SubmitError
 from hpcrl.launch.manage.registry import states_of
 from hpcrl.launch.manage.resume import resume
 from hpcrl.rundir.checkpoints import FACTS, require_checkpoints, settings_of
+from hpcrl.rundir.checksums import changed_files, note_checksums
 from hpcrl.rundir.commit import begin, committed_directory, discard, finish, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Kind, open_attempt, report_outcome
@@ -286,3 +287,29 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(
     assert main(["checkpoint", "rm", str(run.path), "3", "--force"]) == 0
     assert "deleted s000003" in capsys.readouterr().out
     require_checkpoints(run)  # by hpcrl's own command it may
+
+
+def test_code_that_was_edited_since_is_told_and_noted(
+    tmp_path: Path, bin_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ended(tmp_path)
+    write_text(run.code / "jobs" / "train.py", "print('as submitted')")
+    note_checksums(run)
+    write_text(run.code / "jobs" / "train.py", "print('edited')")
+    assert changed_files(run) == ["code/jobs/train.py was changed"]
+    program(bin_path, "sbatch", "echo Submitted batch job 8")
+    resume(run)
+    assert (
+        "mine: code/jobs/train.py was changed; the next attempt begins with the files as they are"
+        in capsys.readouterr().err
+    )
+    assert changed_files(run) == []
+
+
+def test_a_configuration_whose_submission_fails_is_noted_as_it_was(tmp_path: Path, bin_path: Path) -> None:
+    run = ended(tmp_path)
+    note_checksums(run)
+    program(bin_path, "sbatch", "echo sbatch: error: no >&2; exit 1")
+    with pytest.raises(SubmitError):
+        resume(run, ["trainer.ckpt_interval=3"])
+    assert changed_files(run) == []
