@@ -123,10 +123,10 @@ def test_14_signals_of_all_kinds_again_and_again(scenario: Scenario) -> None:
     slow_save = in_first_attempt(fault("checkpoints.written:sleep=4"))
     run = scenario.submit(STEPS_PER_ATTEMPT, setup=[slow_save])
     scenario.reach(run, 3)
-    deadline = time.monotonic() + 8
+    batch_shell, deadline = scenario.batch_shell(run), time.monotonic() + 8
     while time.monotonic() < deadline and scenario.agents(run):
-        everybody = [pid for pid in processes_of(run) if pid not in (*scenario.sruns(run),)]
-        send([pid for pid in everybody if pid != scenario.batch_shell(run)], CONT, USR2, TERM, CONT)
+        spared = {batch_shell, *scenario.sruns(run)}
+        send([pid for pid in processes_of(run) if pid not in spared], CONT, USR2, TERM, CONT)
         time.sleep(0.3)
     saved_when_told(scenario, run)
     assert_nothing_lost(scenario, run)

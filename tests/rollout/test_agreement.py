@@ -161,8 +161,7 @@ def test_a_trainer_with_other_weights_than_the_engine_is_told(
 ) -> None:
     run = make_run(tmp_path / "run")
     group = with_each_engine(lambda engine: group_of(engine, replace(SAMPLING, **options)))
-    write_group(run.path / "group", group.samples, group.meta(0, "group"))
-    batch = Batch(1, [group.meta(0, "group")], cursor=1)
+    batch = Batch(1, [write_group(run.path / "group", group.samples, group.meta(0, "group"))], cursor=1)
 
     def step(world: World, model: Path) -> dict[str, float]:
         policy = FsdpPolicy(section(model), SAMPLING.temperature, world)

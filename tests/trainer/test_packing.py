@@ -159,7 +159,7 @@ def told(tmp_path: Path) -> tuple[Run, Batch]:
         samples[1].token_ids[PROMPT : PROMPT + ALIKE] = samples[0].token_ids[PROMPT : PROMPT + ALIKE]
         samples[0].token_ids[PROMPT + ALIKE], samples[1].token_ids[PROMPT + ALIKE] = 1, 2
         group.rewards[:] = rewards
-        write_group(run.path / group.path, samples, group)
+        batch.groups[number] = write_group(run.path / group.path, samples, group)
     return run, batch
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from hpcrl.config import Config
+from hpcrl.data.batch_file import read_batch, write_batch
+from hpcrl.data.weight_files import weight_facts
 from hpcrl.observe.metrics import MetricsReader, merged, read_metrics, values_of
 from hpcrl.rundir.checkpoints import line_of
 from hpcrl.rundir.commit import committed_directory, read_json, verify, write_json, write_text
@@ -266,9 +269,9 @@ def another_rate(run: Run) -> None:
     [
         (lambda _: None, None),
         (another_rate, None),
-        (moved_file, "samples of its batch are gone, such as samples/0/g0000000"),
+        (moved_file, r"samples/0/g0000000.*is missing"),
         (lambda run: run.batch(1).unlink(), "s000001.json is not the batch that was begun"),
-        (other_batch, "s000001.json is not the batch that was begun"),
+        (other_batch, "s000001.json is damaged: it holds the batch of step 2"),
         (other_loss, r"another trainer\.algorithm\.gamma$"),
         (other_size, r"another trainer\.critic_mini_batch_size$"),
         (lambda run: (run.checkpoint(0, 6) / "batch.json").unlink(), "it has no batch.json"),
@@ -304,11 +307,13 @@ def test_weights_of_its_step_must_be_there(runs: dict[str, Run], tmp_path: Path)
     """They are those of the policy before it went on, which is gone."""
     run = Run(tmp_path / "run")
     shutil.copytree(runs["inside"].path, run.path)
-    shutil.copy(run.batch(1), run.batch(2))
+    first = read_batch(run.batch(1))
+    assert first
+    write_batch(run, replace(first.batch, step=2), first.checksum)
     os.rename(run.checkpoint(0, 6), run.checkpoint(1, 6))
     trainer = Config.from_toml([run.config]).trainer
-    assert "v000001 is gone" in (unusable(run, trainer, run.checkpoint(1, 6)) or "")
-    with committed_directory(run.weights_of(1), 1):
+    assert "v000001 was never committed" in (unusable(run, trainer, run.checkpoint(1, 6)) or "")
+    with committed_directory(run.weights_of(1), 1, version=1, **weight_facts({}, None)):
         pass
     assert unusable(run, trainer, run.checkpoint(1, 6)) is None
 
