@@ -17,6 +17,7 @@ from hpcrl.errors import CommitError
 from hpcrl.rundir.commit import begin, finish
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import SharedScratch
+from hpcrl.runtime.token import read_token
 from hpcrl.units import readable_size
 
 _COPYING, _HELD, _FILES = "copying", "held", "files"
@@ -32,12 +33,14 @@ class NodeCopies:
         parent: generator.inference_engine.weight_copy_dir.
 
     Raises:
-        RunError: there can be no directory in `parent`.
+        RunError: there can be no directory in `parent`, or the run has no token.
     """
 
     def __init__(self, parent: Path, run: Run, attempt: int) -> None:
         self._attempt = attempt
-        self._scratch = SharedScratch(parent, f"weights-{blake2b(bytes(run.path), digest_size=8).hexdigest()}")
+        # a name that another user could work out would let that user take it first
+        name = blake2b(bytes(run.path), key=read_token(run).encode(), digest_size=16).hexdigest()
+        self._scratch = SharedScratch(parent, f"weights-{name}")
         self._held: int | None = None
 
     def hold(self, weights: PublishedWeights) -> PublishedWeights:

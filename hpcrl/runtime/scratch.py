@@ -6,12 +6,12 @@ import errno
 import fcntl
 import os
 import socket
-import subprocess
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from hpcrl.config import InferenceEngineConfig
+from hpcrl.envs.tools.python import discard_tree
 from hpcrl.errors import ConfigError, RunError
 
 _PREFIX = "hpcrl-"
@@ -151,10 +151,7 @@ def _remove_abandoned(directory: Path) -> bool:
 
 
 def _discard(directory: Path) -> None:
-    """Remove a directory whose lock is held: the lock last, so that what a kill leaves is found again.
-
-    Not with shutil.rmtree, which recurses in Python: a program can make directories deeper than that goes.
-    """
+    """Remove a directory whose lock is held: the lock last, so that what a kill leaves is found again."""
     held = [path for path in directory.glob("*") if path.name != _LOCK]
     for paths in (held, [directory]):
-        subprocess.run(["rm", "-rf", "--", *paths], stderr=subprocess.DEVNULL, check=False)
+        discard_tree(*paths)

@@ -82,6 +82,17 @@ def test_programs_of_the_policy_leave_nothing_behind_a_killed_worker(folder: Pat
     assert not list(folder.iterdir())
 
 
+def test_directories_that_nobody_may_enter_are_removed(folder: Path) -> None:
+    _, left = owner()[0].kill(), next(folder.iterdir())
+    (left / "closed" / "inside").mkdir(parents=True)
+    (left / "closed").chmod(0)
+    remove = [sys.executable, "-c", "from hpcrl.runtime.scratch import remove_abandoned; remove_abandoned()"]
+    if os.geteuid() == 0:  # whom modes do not stop
+        remove = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", *remove]
+    subprocess.run(remove, check=True)
+    assert not list(folder.iterdir())
+
+
 def test_what_another_node_or_user_made_is_left(folder: Path) -> None:
     foreign = folder / "hpcrl-agent-there"
     foreign.mkdir()

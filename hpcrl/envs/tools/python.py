@@ -60,9 +60,13 @@ def run_python(code: str, seconds: float = SECONDS) -> Ran:
             source.seek(0)
             return _run(source, directory, seconds)
     finally:
-        # Not shutil.rmtree, which recurses in Python: a program can make directories deeper than that goes, and such as nobody may enter.
-        for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-            subprocess.run([*command, "--", directory], stderr=subprocess.DEVNULL, check=False)
+        discard_tree(directory)
+
+
+def discard_tree(*paths: Path | str) -> None:
+    """Remove what a program of the policy may have made: directories that nobody may enter, and deeper ones than shutil.rmtree goes."""
+    for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        subprocess.run([*command, "--", *paths], stderr=subprocess.DEVNULL, check=False)
 
 
 def _run(source: IO[bytes], directory: str, seconds: float) -> Ran:

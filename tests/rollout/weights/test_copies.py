@@ -19,6 +19,7 @@ from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError, RunError
 from hpcrl.rollout.copies import NodeCopies
 from hpcrl.rollout.fetch import fetch
+from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import remove_abandoned
 from tests.rollout.material import make_model, publish, wait_for
@@ -29,7 +30,9 @@ REPLICAS = 8
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run(tmp_path / "run")
+    run = Run(tmp_path / "run")
+    write_text(run.token, "secret\n", mode=0o600)
+    return run
 
 
 @pytest.fixture
