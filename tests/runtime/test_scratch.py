@@ -83,7 +83,9 @@ def test_programs_of_the_policy_leave_nothing_behind_a_killed_worker(folder: Pat
 
 
 def test_directories_that_nobody_may_enter_are_removed(folder: Path) -> None:
-    _, left = owner()[0].kill(), next(folder.iterdir())
+    process, left = owner()
+    process.kill()
+    process.wait()
     (left / "closed" / "inside").mkdir(parents=True)
     (left / "closed").chmod(0)
     remove = [sys.executable, "-c", "from hpcrl.runtime.scratch import remove_abandoned; remove_abandoned()"]
