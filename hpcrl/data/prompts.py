@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import ConfigError, DataError, UserCodeError
-from hpcrl.types import Prompt
+from hpcrl.types import LONGEST_NAME, Prompt, is_name
 
 _ROWS_AT_ONCE = 1024
 _COUNTED_BYTES = 256 << 20
@@ -230,12 +230,17 @@ class _Columns:
             except (ConfigError, DataError, UserCodeError) as error:
                 raise DataError(f"{place}: {error}") from error
         _check_json(extras, place)
+        data_source = row.get("data_source") or self.source_names[source]
+        if not is_name(data_source):
+            raise DataError(
+                f"{place}, column `data_source`: expected a text of at most {LONGEST_NAME} characters that can be printed, found {data_source!r:.80}"
+            )
         return Prompt(
             uid=uid,
             messages=_messages(row[self.of_prompt], f"{place}, column `{self.of_prompt}`"),
             env_class=env_class or "",
             extras=extras,
-            data_source=row.get("data_source") or self.source_names[source],
+            data_source=data_source,
         )
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hpcrl.controller.api import Guard, Route, bind, serve
+from hpcrl.controller.schema import Schemas
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.runtime.token import read_token
@@ -64,7 +65,8 @@ class FakeController:
     @contextmanager
     def served(self, run: Run, attempt: int) -> Iterator[FakeController]:
         handlers = (self.claim, self.complete, self.report, self.leave)
-        routes = {f"/{handler.__name__}": Route(handler) for handler in handlers}
+        schemas = Schemas(replicas=9, total_steps=999, n_samples=1, eval_n_samples=1)
+        routes = {f"/{handler.__name__}": Route(handler, getattr(schemas, handler.__name__)) for handler in handlers}
         listener, over = bind("127.0.0.1"), threading.Event()
         serving = serve(Guard(routes, read_token(run), run.name, attempt), listener, asyncio.to_thread(over.wait))
         thread = threading.Thread(target=lambda: asyncio.run(serving), daemon=True)
