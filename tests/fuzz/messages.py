@@ -12,8 +12,9 @@ import os
 import pickle
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -305,7 +306,11 @@ class Player:
 @contextmanager
 def controller_of(scene: Scene) -> Iterator[Controller]:
     """A controller of a run of its own, which nobody waits for."""
-    with TemporaryDirectory(dir=_IN_MEMORY) as folder, pytest.MonkeyPatch.context() as patch:
+    with (
+        TemporaryDirectory(dir=_IN_MEMORY) as folder,
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(StringIO()),  # what a controller's log has of workers
+    ):
         patch.setattr(api, "WAIT_S", 0.0)
         run = Run(Path(folder) / "project" / "run")
         write_text(run.config, "")
