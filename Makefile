@@ -3,6 +3,7 @@
 # make learn   each family of algorithms learns the quickstart's task: whole training runs, minutes each
 # make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: an hour
 # make soak    one run, preempted or killed thirty times
+# make fuzz    a million messages to the controller and a million configurations, half an hour; HPCRL_FUZZ=1000: as many of each
 # make check   lint, format and types
 #
 # PYTHON=python3.12 make demo    with another Python than python3; where .venv is there already, remove it first
@@ -15,7 +16,7 @@ TORCH     := $(shell grep '^torch==' requirements.lock)
 TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 PIP       := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test learn faults soak check format slurm
+.PHONY: demo test learn faults soak fuzz check format slurm
 demo: $(VENV)/$(if $(filter vllm,$(ENGINE)),installed,embedded)
 	$(BIN)/hpcrl submit configs/quickstart.toml generator.inference_engine.backend=$(ENGINE) --local --follow
 
@@ -31,6 +32,9 @@ faults: $(VENV)/installed slurm
 
 soak: $(VENV)/installed slurm
 	$(BIN)/pytest -m soak -s tests/faults/test_soak.py
+
+fuzz: $(VENV)/installed
+	$(BIN)/pytest -m fuzz -s tests/fuzz
 
 check: $(VENV)/installed
 	$(BIN)/ruff check

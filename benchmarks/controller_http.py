@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.controller.api import Api, Guard, bind, serve
+from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
@@ -224,9 +225,10 @@ def serve_controller(directory: str, load: Load) -> None:
         order_seed=1,
         groups_at_once=None,
         eval_prompts_at_once=1024,
+        min_replicas=MinReplicas(replicas=load.workers),
     )
     ask = [{"role": "user", "content": "What is 3 + 4? " * 20}]
-    prompts = [Prompt(f"p{number}", ask, "gsm8k", {"answer": "7"}) for number in range(4 * load.batch_size)]
+    prompts = [Prompt(f"p{number}", ask, "gsm8k", {"answer": "7"}, "bench") for number in range(4 * load.batch_size)]
     listener = bind("127.0.0.1")
     print(listener.getsockname()[1], flush=True)
 

@@ -23,6 +23,29 @@ Array = TypeVar("Array")
 Kind = Literal["train", "eval"]
 StopReason = Literal["stop", "length", "abort", "failed"]
 
+LARGEST = 1e30
+"""Of a reward or a metric of an environment: sums of many still fit into float32."""
+LONGEST_NAME, LONGEST_FAILURE = 200, 2000
+
+
+def is_name(value: Any) -> bool:
+    """Return whether a value is a text that can stand in a table: not empty, not long, and without control characters or surrogates."""
+    return type(value) is str and 0 < len(value) <= LONGEST_NAME and value.isprintable()
+
+
+def is_plain_text(value: Any, longest: int) -> bool:
+    """Return whether a value is a text of at most so many characters, all of which can be printed or are tabs and ends of lines."""
+    if type(value) is not str or len(value) > longest:
+        return False
+    return value.isprintable() or all(letter.isprintable() or letter in "\n\t" for letter in value)
+
+
+def plain_text(text: str, longest: int) -> str:
+    """Return a text's beginning as `is_plain_text` wants it."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text[:longest]
+    )
+
 
 @dataclass(frozen=True)
 class Prompt:

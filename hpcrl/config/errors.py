@@ -48,7 +48,9 @@ def raise_together(
 
 def _line(problem: Problem, source: str | None) -> str:
     path = problem.path if len(problem.path) <= _LONGEST_PATH else problem.path[:_LONGEST_PATH] + "..."
-    return ": ".join(part for part in (source, path, problem.message) if part)
+    line = ": ".join(part for part in (source, path, problem.message) if part)
+    # what a file says may move the cursor or change the title of the terminal that shows the error
+    return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in line)
 
 
 def shown(value: Any) -> str:

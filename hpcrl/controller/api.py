@@ -13,20 +13,21 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from hpcrl.controller.replicas import TICK_S, ReplicaHealth
+from hpcrl.controller.schema import BadRequest, Schema
 from hpcrl.controller.service import FINISHED, Service
 from hpcrl.errors import HpcrlError
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import trainer_left
 from hpcrl.runtime.signals import stop_asked
 from hpcrl.runtime.token import NONCE, SIGNATURE, AttemptKey, Seen, same
-from hpcrl.types import GroupMeta, Work
+from hpcrl.types import Work
 
 WAIT_S = 10.0
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -36,18 +37,6 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _GOODBYE_S = 20.0
 _MAX_BODY = 16 << 20
 IDLE_S = 40.0  # a connection on which nothing is asked ends after this time, and at most as long again
-_GROUP_FIELDS = {one.name for one in fields(GroupMeta)}
-_GROUP_REQUIRED = {one.name for one in fields(GroupMeta) if one.default is MISSING and one.default_factory is MISSING}
-
-
-TEXT, WHOLE, NUMBER, NAMES, OBJECTS = "a text", "a whole number", "a number", "a list of names", "a list of objects"
-_FITS: dict[str, Callable[[Any], bool]] = {
-    TEXT: lambda value: type(value) is str,
-    WHOLE: lambda value: type(value) is int,
-    NUMBER: lambda value: type(value) in (int, float),
-    NAMES: lambda value: type(value) is list and all(type(one) is str for one in value),
-    OBJECTS: lambda value: type(value) is list and all(type(one) is dict for one in value),
-}
 
 
 class Refused(Exception):
@@ -58,40 +47,12 @@ class Refused(Exception):
         self.status = status
 
 
-class BadRequest(Exception):
-    """A request's body is not what its route expects."""
-
-
 @dataclass(frozen=True)
 class Route:
-    """What answers a path, and the fields of the requests that it takes.
-
-    Attributes:
-        required, optional: name of a field -> what it holds; fields of other names are ignored.
-    """
+    """What answers a path, and what it is asked."""
 
     handler: Handler
-    required: Mapping[str, str] = field(default_factory=dict)
-    optional: Mapping[str, str] = field(default_factory=dict)
-
-    def parse(self, content: bytes) -> dict[str, Any]:
-        """Return the fields of a request.
-
-        Raises:
-            BadRequest: it is no JSON object, or lacks a field, or one is of another type.
-        """
-        try:
-            body = json.loads(content)
-        except ValueError as error:
-            raise BadRequest(f"the body is no JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise BadRequest(f"expected a JSON object, found {body!r:.80}")
-        for name, kind in {**self.required, **self.optional}.items():
-            if name not in body and name in self.required:
-                raise BadRequest(f"field {name!r}: expected {kind}, found none")
-            if name in body and not _FITS[kind](body[name]):
-                raise BadRequest(f"field {name!r}: expected {kind}, found {body[name]!r:.80}")
-        return body
+    schema: Schema
 
 
 class Guard:
@@ -143,7 +104,7 @@ class Guard:
         if route is None or scope["method"] != "POST":
             return 404, {"error": f"expected POST to one of {', '.join(self._routes)}"}
         try:
-            return 200, await route.handler(route.parse(body))
+            return 200, await route.handler(route.schema.parse(body))
         except (HpcrlError, BadRequest) as error:
             return 400, {"error": f"{type(error).__name__}: {error}"}
 
@@ -166,27 +127,28 @@ class Api:
 
     def __init__(self, service: Service, save_seconds: float) -> None:
         self._service, self._save_seconds = service, save_seconds
+        self._schemas = service.schemas()
         self._changed = asyncio.Condition()
         self._waiting: dict[str, asyncio.Future[list[Work]]] = {}
         self._version: int | None = None
         self._trainer_got_end = False
 
     def routes(self) -> dict[str, Route]:
-        worker = {"worker": TEXT, "version": WHOLE}
-        routes = [
-            Route(self.report, {**worker, "state": TEXT}, {"holding": NAMES}),
-            Route(self.claim, {**worker, "capacity": WHOLE, "holding": NAMES}),
-            Route(self.complete, {"groups": OBJECTS}),
-            Route(self.leave, {"worker": TEXT}),
-            Route(self.start, {"step": WHOLE}),
-            Route(self.published, {"version": WHOLE}),
-            Route(self.next, {"step": WHOLE}, {"wait": NUMBER}),
-            Route(self.committed),
-            Route(self.status),
-        ]
-        return {f"/{route.handler.__name__}": route for route in routes}
+        handlers = (
+            self.report,
+            self.claim,
+            self.complete,
+            self.leave,
+            self.start,
+            self.published,
+            self.next,
+            self.committed,
+            self.status,
+        )
+        return {f"/{one.__name__}": Route(one, getattr(self._schemas, one.__name__)) for one in handlers}
 
     async def report(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._service.check_version(body["version"])
         worker = self._service.seen(body["worker"], body["version"], body["state"])
         worker.stop_sent = self._service.stop is not None
         unwanted = self._service.unwanted(body.get("holding", []))
@@ -194,6 +156,7 @@ class Api:
 
     async def claim(self, body: dict[str, Any]) -> dict[str, Any]:
         service, name, version = self._service, body["worker"], body["version"]
+        service.check_version(version)
         worker = service.seen(name, version, "waiting")
         service.reconcile(name, version, body["holding"])
         work = service.claim(name, version, body["capacity"])
@@ -207,7 +170,7 @@ class Api:
         return {"stop": service.stop, "version": service.version, "work": given, "unwanted": unwanted}
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        groups = [_group(value) for value in body["groups"]]
+        groups = self._schemas.groups(body["groups"])
         rejected = self._service.complete(groups)
         await self._notify()
         return {"accepted": [g.group_id for g in groups if g.group_id not in rejected], "rejected": rejected}
@@ -233,6 +196,7 @@ class Api:
     async def next(self, body: dict[str, Any]) -> dict[str, Any]:
         service, step, deadline = self._service, body["step"], time.monotonic() + body.get("wait", WAIT_S)
         if step > service.total_steps:
+            service.check_trained()
             self._trainer_got_end = True
             return {"stop": FINISHED, "path": None}
         path = service.batch(step)
@@ -327,14 +291,6 @@ class Api:
                 await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
         except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
             pass
-
-
-def _group(value: dict[str, Any]) -> GroupMeta:
-    if missing := _GROUP_REQUIRED - value.keys():
-        raise BadRequest(f"a group lacks {', '.join(sorted(missing))}")
-    if unknown := value.keys() - _GROUP_FIELDS:
-        raise BadRequest(f"a group has the unknown fields {', '.join(sorted(unknown))}")
-    return GroupMeta.from_json(value)
 
 
 def bind(address: str) -> socket.socket:

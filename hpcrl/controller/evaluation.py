@@ -8,6 +8,9 @@ from math import comb
 
 from hpcrl.types import GroupMeta, Prompt, Work
 
+EVAL_GROUP = r"e(?:\d{6}|[1-9]\d{6,14})-(?:\d{8}|[1-9]\d{8,14})"
+"""What ids of evaluated groups look like."""
+
 
 def eval_is_due(version: int, total_steps: int, interval: int, before_train: bool) -> bool:
     """Tell whether the policy `version` is to be evaluated: before training, every `interval` steps, and at the end."""
@@ -131,6 +134,10 @@ class EvalQueue:
     def worker_of(self, name: str) -> str | None:
         """Return who evaluates a row, or None."""
         return self._running[name][1] if name in self._running else None
+
+    def row_of(self, name: str) -> int | None:
+        """Return the row that a group evaluates, or None where nobody evaluates it."""
+        return self._running[name][0] if name in self._running else None
 
     def release(self, worker: str, holding: Collection[str] = ()) -> list[str]:
         """Let others evaluate the rows of a worker that is gone, or those that it was given but never got; return their names."""

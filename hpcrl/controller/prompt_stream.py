@@ -13,7 +13,9 @@ from functools import lru_cache
 
 from hpcrl.config import steps_per_epoch
 
-_GROUP = re.compile(r"g(\d+)")
+TRAIN_GROUP = r"g(\d{8}|[1-9]\d{8,14})"
+"""What ids of training groups look like: each index has one."""
+_GROUP = re.compile(TRAIN_GROUP, re.ASCII)
 
 
 def group_id(index: int) -> str:

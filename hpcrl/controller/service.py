@@ -20,6 +20,7 @@ from hpcrl.controller.metrics import batch_metrics, dropped_metrics, surplus_met
 from hpcrl.controller.prompt_stream import PromptStream, group_id, group_index
 from hpcrl.controller.recovery import read_history
 from hpcrl.controller.replicas import FailureWindow, MinReplicas, RegisteredWorker, WorkerRegistry
+from hpcrl.controller.schema import Schemas
 from hpcrl.data.batch_file import FIRST, read_batch, write_batch
 from hpcrl.errors import CommitError, DataError, HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsWriter
@@ -104,6 +105,11 @@ class Service:
         """The newest published version, or None before the trainer has started."""
         return self._version
 
+    def schemas(self) -> Schemas:
+        """Return what messages to this run's controller hold."""
+        s = self._schedule
+        return Schemas(s.min_replicas.replicas, s.total_steps, s.n_samples, s.eval_n_samples)
+
     @property
     def min_replicas(self) -> MinReplicas:
         return self._schedule.min_replicas
@@ -122,39 +128,61 @@ class Service:
 
     def start(self, step: int) -> int:
         """The trainer is ready to continue after `step`; return the number of steps of the run."""
-        if self._metrics is not None:  # the answer to the first request got lost
-            assert step == self._started, f"started after step {self._started}, now after {step}"
-            return self._schedule.total_steps
+        if self._metrics is not None:
+            if step != self._started:
+                raise RunError(
+                    f"training has started after step {self._started} already: it cannot start after step {step}"
+                )
+            return self._schedule.total_steps  # the answer to the first request got lost
         if step > self.total_steps:
             raise RunError(
                 f"training would continue after step {step}, but this run ends at step {self.total_steps}; raise trainer.max_steps "
                 "or trainer.epochs, or start from an earlier checkpoint"
             )
         bound = self._schedule.staleness
-        self._pruned = min(step, self._oldest_checkpoint())
+        pruned = min(step, self._oldest_checkpoint())
 
         def keep(following: int, meta: GroupMeta) -> bool:
             return 0 <= staleness(following, meta) <= bound and self._usable(meta)
 
-        history = read_history(self._run, step, self._schedule.batch_size, self._usable, keep, self._pruned)
+        history = read_history(self._run, step, self._schedule.batch_size, self._usable, keep, pruned)
         for path in self._run.evals.glob("v*"):
             if (version_of(path) or 0) > step:  # of a policy that will be trained anew
                 discard(path)
+        self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
         self._admission.restore(history.composed, history.used, history.finished)
         self._batches, self._checksum = history.batches, history.checksum
-        self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
-        self._started = step
+        self._pruned, self._started = pruned, step
         try:
             self._composer.drop_unwanted(history.finished.items())
         except DataError as error:
             self.failure = error
-        self.published(step)
+        self._publish(step)
         return self._schedule.total_steps
 
     def published(self, version: int) -> None:
-        """weights/v<version> is there (or, for version 0, the initial model is the newest)."""
+        """weights/v<version> is there.
+
+        Raises:
+            RunError: it cannot be: the trainer has not started, has no batch of that step, or has published a newer one.
+        """
+        if self._version is None:
+            raise RunError(f"version {version} cannot be published: the trainer has not started")
         if version == self._version:  # the answer to the first request got lost
             return
+        newest = self._admission.composed
+        if not self._version < version <= newest:
+            raise RunError(
+                f"version {version} cannot be published: version {self._version} is, and step {newest} is the newest that has a batch"
+            )
+        if self._eval.open:
+            raise RunError(
+                f"version {version} cannot be published: version {self._eval.version} is still being evaluated, and nothing is trained meanwhile"
+            )
+        self._publish(version)
+
+    def _publish(self, version: int) -> None:
+        """weights/v<version> is there (or, for version 0, the initial model is the newest)."""
         self._version = version
         for step in [step for step in self._batches if step <= version]:
             del self._batches[step]
@@ -206,7 +234,13 @@ class Service:
         return Work(group_id(index), "train", prompt, self._schedule.n_samples, self._stream.sampling_seed(index))
 
     def complete(self, groups: list[GroupMeta]) -> dict[str, str]:
-        """Take finished groups; return those that are not wanted, with the reason."""
+        """Take finished groups; return those that are not wanted, with the reason.
+
+        Raises:
+            RunError: one of them cannot be; none is taken.
+        """
+        for meta in groups:
+            self._check(meta)
         rejected = {}
         for meta in groups:
             if reason := self._complete(meta):
@@ -218,13 +252,38 @@ class Service:
         self._finish_if_done()
         return rejected
 
+    def check_version(self, version: int) -> None:
+        """Refuse what was never published.
+
+        Raises:
+            RunError: `version` is newer than the newest.
+        """
+        if version > (self._version or 0):
+            newest = (
+                "the trainer has not started" if self._version is None else f"the newest is version {self._version}"
+            )
+            raise RunError(f"no engine can hold version {version}: {newest}")
+
+    def _check(self, meta: GroupMeta) -> None:
+        """Refuse a group that is not as this run makes it, whether anybody waits for it or not."""
+        self.check_version(meta.newest_version)
+        if self._schedule.baselines and meta.kind == "train" and meta.baseline is None:
+            raise RunError(
+                f"group {meta.group_id} lacks the reward of a greedy response (baseline), which this run compares with"
+            )
+        index, row = group_index(meta.group_id), self._eval.row_of(meta.group_id)
+        if row is not None:
+            expected = self._validation[row].data_source
+        elif index is not None and self._admission.wants(index):
+            expected = self._train[self._stream.row(index)].data_source
+        else:
+            return
+        if meta.data_source != expected:
+            raise RunError(f"group {meta.group_id} is of the data source {expected!r}, not {meta.data_source!r}")
+
     def _complete(self, meta: GroupMeta) -> str | None:
         """Take a finished group; return None, or why it is not wanted."""
         index = group_index(meta.group_id)
-        if meta.kind == "train":
-            self._run.check_named(meta.path)  # who reads the file looks whether it is inside
-        if meta.kind == "train" and index is None:
-            return "unknown group"
         worker = self._eval.worker_of(meta.group_id) if index is None else self._admission.worker_of(index)
         try:
             reason = self._eval.complete(meta) if index is None else self._composer.complete(index, meta)
@@ -233,6 +292,15 @@ class Service:
         if worker is not None:
             self._dispatcher.load_changed(worker)
         return reason
+
+    def check_trained(self) -> None:
+        """Refuse that training is over where it is not.
+
+        Raises:
+            RunError: the last version is not published, and the run does not stop early.
+        """
+        if self._version != self.total_steps and not self.stop:
+            raise RunError(f"training ends after step {self.total_steps}, and the newest version is {self._version}")
 
     def batch(self, step: int) -> str | None:
         """Return the path of the batch of `step`, relative to the run directory, or None while it is not complete.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import ConfigError, DataError, UserCodeError
-from hpcrl.types import Prompt
+from hpcrl.types import LONGEST_NAME, Prompt, is_name
 
 _ROWS_AT_ONCE = 1024
 _COUNTED_BYTES = 256 << 20
@@ -229,13 +229,19 @@ class _Columns:
                 self.check(env_class or "", extras)
             except (ConfigError, DataError, UserCodeError) as error:
                 raise DataError(f"{place}: {error}") from error
-        _check_json(extras, place)
+        messages = _messages(row[self.of_prompt], f"{place}, column `{self.of_prompt}`")
+        _check_json({self.of_prompt: messages, **extras}, place)
+        data_source = row.get("data_source") or self.source_names[source]
+        if not is_name(data_source):
+            raise DataError(
+                f"{place}, column `data_source`: expected a text of at most {LONGEST_NAME} characters that can be printed, found {data_source!r:.80}"
+            )
         return Prompt(
             uid=uid,
-            messages=_messages(row[self.of_prompt], f"{place}, column `{self.of_prompt}`"),
+            messages=messages,
             env_class=env_class or "",
             extras=extras,
-            data_source=row.get("data_source") or self.source_names[source],
+            data_source=data_source,
         )
 
 
@@ -250,8 +256,8 @@ def _check_json(extras: dict[str, Any], place: str) -> None:
     """Prompts travel as JSON, and a timestamp or a NaN is better found now than in the middle of a run."""
     for name, value in extras.items():
         try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as error:
+            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # no half of a surrogate pair
+        except (TypeError, ValueError, RecursionError) as error:
             raise DataError(
                 f"{place}, column `{name}` cannot be written as JSON ({error}); convert or drop it"
             ) from error

@@ -5,7 +5,6 @@ Code of users is called here only: in threads, within a time limit, and with err
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -15,7 +14,7 @@ from hpcrl.envs.registry import make_environment
 from hpcrl.envs.rewards.response import Response, Scorer, truth_of
 from hpcrl.errors import DataError, UserCodeError
 from hpcrl.rollout.threads import Call, CallThreads, TooLong
-from hpcrl.types import Work
+from hpcrl.types import LARGEST, LONGEST_NAME, Work, is_name
 
 R = TypeVar("R")
 
@@ -126,8 +125,13 @@ class EnvSession:
 
 def _checked(turn: Turn) -> Turn:
     """Return the turn with plain Python numbers, which is what files and messages can hold."""
+    for name in turn.metrics:
+        if not is_name(name):
+            raise DataError(
+                f"a metric is called {name!r:.80}; expected a text of 1 to {LONGEST_NAME} characters that can be printed"
+            )
     numbers = {"reward": turn.reward, **turn.metrics}
     for name, value in numbers.items():
-        if not math.isfinite(float(value)):
-            raise DataError(f"{name} is {value}; expected a finite number")
+        if not -LARGEST <= float(value) <= LARGEST:  # neither is NaN
+            raise DataError(f"{name} is {value}; expected a finite number of at most {LARGEST:g}")
     return replace(turn, reward=float(turn.reward), metrics={name: float(turn.metrics[name]) for name in turn.metrics})

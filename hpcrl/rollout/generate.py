@@ -33,7 +33,7 @@ from hpcrl.rollout.engines.base import Engine, Generation, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession
 from hpcrl.rollout.threads import CallThreads
 from hpcrl.rollout.transcript import HALF_A_CHARACTER, Template, Transcript, cut_at_stop
-from hpcrl.types import GroupMeta, Kind, Sample, StopReason, Work
+from hpcrl.types import LONGEST_FAILURE, GroupMeta, Kind, Sample, StopReason, Work, plain_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -238,7 +238,7 @@ class GroupGenerator:
             try:
                 opened = await answer.result()
             except _FAILURES as error:
-                episode.failure = str(error)
+                episode.failure = _told(error)
             if opened != messages or not prompt:  # as a rule all samples begin alike
                 messages, prompt = opened, self._template.opening(opened)
             episode.transcripts, episode.past = [Transcript(prompt)], list(opened)
@@ -249,7 +249,7 @@ class GroupGenerator:
                 if answer:
                     await answer.result()
             except _FAILURES as error:
-                episode.failure = episode.failure or str(error)
+                episode.failure = episode.failure or _told(error)
 
     async def _together(self, episodes: Sequence[_Episode]) -> Sequence[Generation] | None:
         """Return the first turns from one request, which ends with the longest, where no sample goes on after it."""
@@ -310,7 +310,7 @@ class GroupGenerator:
         try:
             answer = await asked.result()
         except _FAILURES as error:
-            episode.failure = str(error)
+            episode.failure = _told(error)
             return None
         episode.metrics |= answer.metrics
         if answer.action is not None:
@@ -365,6 +365,11 @@ def _rewards(environment: EnvironmentConfig, kind: Kind) -> Scorer | None:
     own = kind == "eval" and environment.eval_reward_function
     setting = "environment.eval_reward_function" if own else "environment.reward_function"
     return WeightedRewards(setting, weights, environment) if weights else None
+
+
+def _told(error: Exception) -> str:
+    """Return what is told of a failure; a user's code may have put anything into its exception."""
+    return plain_text(str(error), LONGEST_FAILURE)
 
 
 def apply_stop_reason(sample: Row, config: GeneratorConfig) -> Row:

@@ -13,6 +13,7 @@ Controller routes, all POST, all JSON (`worker` is a process status name such as
     /committed  {step}                             -> {}                                 trainer: checkpoint of `step` is committed
     /status     {}                                 -> counts for people
 
+What each field may hold, hpcrl/controller/schema.py says; a message that is refused (400) changes nothing.
 `holding` names the groups that the worker generates or has yet to hand over; what else it was given got lost with an answer. Those that
 `unwanted` names need not be finished any more.
 `version` in an answer is what a worker should load before it claims again, null while the trainer has not started.

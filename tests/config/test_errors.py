@@ -294,3 +294,9 @@ def test_what_is_not_implemented_yet_is_not_explained_any_further(tmp_path: Path
     found = problems(tmp_path, "trainer.placement.colocate_all=true", "generator.inference_engine.num_engines=3")
     (told,) = [line for line in found if "trainer.placement.colocate_all: " in line]
     assert "not implemented yet (colocated engines)" in told
+
+
+def test_control_characters_of_a_file_are_shown_as_escapes(tmp_path: Path) -> None:
+    (found,) = problems(tmp_path, 'environment.env_class="\\u001b]0;x\\u0007"')
+    assert found.isprintable()
+    assert r'found "\x1b]0;x\x07"' in found

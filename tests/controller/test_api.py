@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from hpcrl.config.sections.algorithm import DynamicSamplingConfig
-from hpcrl.controller.api import TEXT, Api, Guard, Route, bind, serve
+from hpcrl.controller.api import Api, Guard, Route, bind, serve
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
+from hpcrl.controller.schema import NAME, Schema
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.data.batch_file import read_batch
 from hpcrl.data.group_file import write_group
@@ -43,6 +44,7 @@ SCHEDULE = Schedule(
     order_seed=1,
     groups_at_once=None,
     eval_prompts_at_once=1024,
+    min_replicas=MinReplicas(replicas=5),
 )
 
 
@@ -98,8 +100,10 @@ def end(run: Run, attempt: int, served: Served) -> None:
         return httpx.post(f"{served.url}/{route}", content=body, headers=headers, timeout=20).json()
 
     with contextlib.suppress(httpx.TransportError):  # everybody knew, and the controller has left
-        assert ask("next", step=99)["stop"] == "finished"
         write_json(run.stop, {"attempt": attempt, "reason": "finished"})
+        while ask("status")["stop"] is None:
+            time.sleep(0.05)
+        assert ask("next", step=3)["stop"] == "finished"
         for worker in ask("status")["workers"]:
             ask("claim", worker=worker, version=0, capacity=0, holding=[])
     served.thread.join(30)
@@ -360,19 +364,23 @@ def test_those_that_wait_are_served_without_asking_again(run: Run) -> None:
 
 def test_bad_requests_are_refused_with_a_reason(run: Run) -> None:
     controller = Controller(run, 1, patience_s=10)
-    with pytest.raises(RunError, match=r"400 .*field 'worker': expected a text, found none"):
+    with pytest.raises(RunError, match=r"400 .*field 'worker': expected a worker of this run, .*, found none"):
         controller.call("claim")
-    with pytest.raises(RunError, match=r"400 .*field 'version': expected a whole number, found True"):
-        controller.call("claim", worker="r", version=True, capacity=5, holding=[])
-    with pytest.raises(RunError, match=r"400 .*a group lacks data_source, group_id"):
-        controller.call("complete", worker="r", groups=[{}])
+    with pytest.raises(RunError, match=r"400 .*field 'version': expected a whole number from 0 to 2, found True"):
+        controller.call("claim", worker="rollout-0", version=True, capacity=5, holding=[])
+    with pytest.raises(
+        RunError, match=r"400 .*field 'groups\[0\]\.group_id': expected the id of a group, .*, found none"
+    ):
+        controller.call("complete", worker="rollout-0", groups=[{}])
     controller.call("start", step=0)
     work = next(
-        w for w in work_of(controller.call("claim", worker="r", version=0, capacity=5, holding=[])) if w.kind == "train"
+        w
+        for w in work_of(controller.call("claim", worker="rollout-0", version=0, capacity=5, holding=[]))
+        if w.kind == "train"
     )
     outside = {**finish(run, work, 0).to_json(), "path": "../../elsewhere"}
-    with pytest.raises(RunError, match="leaves the run directory"):
-        controller.call("complete", worker="r", groups=[outside])
+    with pytest.raises(RunError, match=r"path': expected samples/0/g00000000\.safetensors, found '\.\./"):
+        controller.call("complete", worker="rollout-0", groups=[outside])
     controller.close()
 
 
@@ -386,7 +394,7 @@ def test_errors_of_the_controller_itself_leave_a_traceback(tmp_path: Path, capsy
     listener, over = bind("127.0.0.1"), threading.Event()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     StatusWriter(run, "controller", 1).write("serving", url=url)
-    app = Guard({"/leave": Route(broken, {"worker": TEXT})}, read_token(run), run.name, 1)
+    app = Guard({"/leave": Route(broken, Schema({"worker": NAME}))}, read_token(run), run.name, 1)
     server = threading.Thread(
         target=lambda: asyncio.run(serve(app, listener, asyncio.to_thread(over.wait))), daemon=True
     )
@@ -394,7 +402,7 @@ def test_errors_of_the_controller_itself_leave_a_traceback(tmp_path: Path, capsy
     controller = Controller(run, 1, patience_s=10)
     with pytest.raises(RunError, match=r"failed at /leave, .*logs/1/controller\.log"):
         controller.call("leave", worker="rollout-7")
-    with pytest.raises(RunError, match=r"400 .*field 'worker': expected a text, found 7"):
+    with pytest.raises(RunError, match=r"400 .*field 'worker': expected a name: .*, found 7"):
         controller.call("leave", worker=7)
     controller.close()
     over.set()

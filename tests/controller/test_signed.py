@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from hpcrl.controller import api
-from hpcrl.controller.api import TEXT, Guard, Route, bind, serve
+from hpcrl.controller.api import Guard, Route, bind, serve
+from hpcrl.controller.schema import NAME, Schema
 from hpcrl.errors import RunError
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
@@ -36,7 +37,7 @@ class Echo:
         listener = bind("127.0.0.1")
         self.address = listener.getsockname()[:2]
         self.url = f"http://127.0.0.1:{self.address[1]}"
-        app = Guard({"/leave": Route(self._leave, {"worker": TEXT})}, read_token(run), run.name, 1)
+        app = Guard({"/leave": Route(self._leave, Schema({"worker": NAME}))}, read_token(run), run.name, 1)
         over = asyncio.to_thread(self._over.wait)
         self._thread = threading.Thread(target=lambda: asyncio.run(serve(app, listener, over)), daemon=True)
         self._thread.start()

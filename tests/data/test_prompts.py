@@ -222,3 +222,17 @@ def test_the_first_rows_of_each_file(tmp_path, suffix):
     if suffix == ".jsonl":
         (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]) + "\nno json\n")
         assert len(load_prompts([sources[0]], "e", first=1)) == 1
+
+
+@pytest.mark.parametrize("source", [7, "\x1b[2J", "a\nb", "x" * 201], ids=repr)
+def test_a_source_that_cannot_stand_in_a_table(tmp_path, source):
+    path = write(tmp_path / "rows.json", [{"prompt": CHAT, "data_source": source}])
+    with pytest.raises(DataError, match=r"row uid 0, column `data_source`: expected a text of at most 200 characters"):
+        load_prompts([path], "e")
+
+
+@pytest.mark.parametrize("row", [{"prompt": "\ud800"}, {"prompt": "x", "more": {"a": "\ud800"}}], ids=repr)
+def test_text_that_no_message_can_carry(tmp_path, row):
+    path = write(tmp_path / "rows.json", [row])
+    with pytest.raises(DataError, match=r"row uid 0, column `(prompt|more)` cannot be written as JSON \(.*surrogates"):
+        load_prompts([path], "e")

@@ -6,15 +6,23 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from hpcrl.controller.api import Guard, Route, bind, serve
+from hpcrl.controller.schema import Schema
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.runtime.token import read_token
 from hpcrl.types import GroupMeta, Work
+
+
+class Anything(Schema):
+    """Takes all objects: groups have short names here."""
+
+    def check(self, body: Mapping[str, Any], within: str = "") -> None:
+        pass
 
 
 class FakeController:
@@ -64,7 +72,7 @@ class FakeController:
     @contextmanager
     def served(self, run: Run, attempt: int) -> Iterator[FakeController]:
         handlers = (self.claim, self.complete, self.report, self.leave)
-        routes = {f"/{handler.__name__}": Route(handler) for handler in handlers}
+        routes = {f"/{handler.__name__}": Route(handler, Anything()) for handler in handlers}
         listener, over = bind("127.0.0.1"), threading.Event()
         serving = serve(Guard(routes, read_token(run), run.name, attempt), listener, asyncio.to_thread(over.wait))
         thread = threading.Thread(target=lambda: asyncio.run(serving), daemon=True)

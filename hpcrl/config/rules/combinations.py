@@ -66,7 +66,9 @@ from hpcrl.config.unimplemented import unimplemented_values
 
 Rule = Callable[[ConfigTree], Iterator[Problem]]
 
-_COUNTED = re.compile(r"(_size|_nodes|_per_node|_per_prompt|_engines|_steps|\.reshard_after_forward)$")
+_COUNTED = re.compile(
+    r"(_size|_nodes|_per_node|_per_prompt|_engines|_steps|\.reshard_after_forward|\.oversampling_ratio)$"
+)
 
 
 def check(config: ConfigTree) -> list[Problem]:
@@ -295,6 +297,7 @@ _CALCULATING: tuple[Rule, ...] = (
     equal_shares,
     enough_samples,
     sharding,
+    _staleness,
     colocated_engines,
 )
 """Rules that divide and multiply what `_COUNTED` names; they run only where all of that is in range."""
@@ -321,7 +324,6 @@ RULES: tuple[Rule, ...] = (
     _off_policy,
     _bounds,
     not_switched_on,
-    _staleness,
     _checkpoints,
     lengths,
     turns,

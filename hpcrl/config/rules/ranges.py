@@ -127,7 +127,7 @@ RANGES: dict[str, Range] = {
     "max_staleness_steps": _NOT_NEGATIVE,
     "num_parallel_generation_workers": _COUNT,
     "sync_weight_interval": _COUNT,
-    "oversampling_ratio": Range(1),
+    "oversampling_ratio": Range(1, 1000),
     "wait_steps": _NOT_NEGATIVE,
     "warmup_steps": _NOT_NEGATIVE,
     "active_steps": _COUNT,

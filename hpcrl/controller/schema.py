@@ -1,0 +1,277 @@
+"""What messages to the controller hold: one schema per message, of which each is checked as a whole before anything is done.
+
+A message has the fields that its schema names and no others, each of one kind. What depends on how far the run is, such as the newest
+version, service.py checks, before it changes anything.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from itertools import chain
+from math import isnan
+from reprlib import Repr
+from typing import Any
+
+from hpcrl.controller.evaluation import EVAL_GROUP
+from hpcrl.controller.prompt_stream import TRAIN_GROUP
+from hpcrl.types import LARGEST, LONGEST_FAILURE, LONGEST_NAME, GroupMeta, is_name, is_plain_text
+
+_MOST_ENTRIES = 1_000_000  # no list of a message that fits into a request is longer
+_MOST_TOKENS = 1_000_000_000
+_LONGEST_WAIT_S = 60.0
+_GROUP_IDS = {"train": re.compile(TRAIN_GROUP, re.ASCII), "eval": re.compile(EVAL_GROUP, re.ASCII)}
+_GROUP_ID = re.compile(f"{TRAIN_GROUP}|{EVAL_GROUP}", re.ASCII)
+_DIGEST = re.compile("([0-9a-f]{32})?")
+_NUMBERS, _WHOLE, _TEXT, _OBJECT = frozenset({int, float}), frozenset({int}), frozenset({str}), frozenset({dict})
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+
+
+class BadRequest(Exception):
+    """A request's body is not what its route expects."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a field may hold.
+
+    Attributes:
+        expected: in words, for errors.
+        fits: whether a value, of whatever JSON has, is such.
+    """
+
+    expected: str
+    fits: Callable[[Any], bool]
+
+
+def whole(most: int) -> Value:
+    return Value(f"a whole number from 0 to {most}", lambda value: type(value) is int and 0 <= value <= most)
+
+
+def number(least: float, most: float) -> Value:
+    # NaN is in no range
+    return Value(
+        f"a number from {least:g} to {most:g}",
+        lambda value: (type(value) is float or type(value) is int) and least <= value <= most,
+    )
+
+
+def numbers(least: float, most: float) -> Value:
+    return Value(
+        f"a list of numbers from {least:g} to {most:g}",
+        lambda value: type(value) is list and _all_within(value, least, most),
+    )
+
+
+def _all_within(values: Collection[Any], least: float, most: float) -> bool:
+    """Return whether all values are numbers of a range. It looks at each number of each group: loops in Python would take longer than all else."""
+    if not values:
+        return True
+    if not _NUMBERS.issuperset(map(type, values)):
+        return False
+    # the smallest and the largest of numbers is no NaN if it is not the first of them; a sum with a NaN is one
+    return least <= min(values) and max(values) <= most and not isnan(sum(values))
+
+
+def wholes(least: int, most: int) -> Value:
+    def fits(value: Any) -> bool:
+        if type(value) is not list or not _WHOLE.issuperset(map(type, value)):
+            return False
+        return not value or (least <= min(value) and max(value) <= most)
+
+    return Value(f"a list of whole numbers from {least} to {most}", fits)
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return type(value) is list and _TEXT.issuperset(map(type, value)) and all(map(is_name, set(value)))
+
+
+def listed(kind: Value, what: str) -> Value:
+    fits = kind.fits
+    return Value(
+        f"a list of {what}", lambda value: type(value) is list and len(value) <= _MOST_ENTRIES and all(map(fits, value))
+    )
+
+
+def _is_list_of_metrics(value: Any) -> bool:
+    if type(value) is not list or not _OBJECT.issuperset(map(type, value)):
+        return False
+    numbers = [*chain.from_iterable(map(dict.values, value))]
+    return _all_within(numbers, -LARGEST, LARGEST) and all(map(is_name, set(chain.from_iterable(value))))
+
+
+NAME = Value(f"a name: 1 to {LONGEST_NAME} characters that can be printed", is_name)
+_FAILURE = Value(
+    f"a text of at most {LONGEST_FAILURE} characters that can be printed, or are tabs and ends of lines",
+    lambda value: is_plain_text(value, LONGEST_FAILURE),
+)
+GROUP_ID = Value(
+    "the id of a group, such as g00000007",
+    lambda value: type(value) is str and _GROUP_ID.fullmatch(value) is not None,
+)
+GROUP_IDS = listed(GROUP_ID, "ids of groups")
+OBJECTS = Value("a list of objects", lambda value: type(value) is list and _OBJECT.issuperset(map(type, value)))
+REWARD, REWARDS = number(-LARGEST, LARGEST), numbers(-LARGEST, LARGEST)
+WAIT = number(0.0, _LONGEST_WAIT_S)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The fields of a message, or of an object in one.
+
+    Attributes:
+        required, optional: name of a field -> what it holds.
+    """
+
+    required: Mapping[str, Value] = field(default_factory=dict)
+    optional: Mapping[str, Value] = field(default_factory=dict)
+
+    def parse(self, content: bytes) -> dict[str, Any]:
+        """Return the fields of a message.
+
+        Raises:
+            BadRequest: it is no JSON object, or `check` refuses it.
+        """
+        try:
+            body = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"the body is no JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise BadRequest(f"expected a JSON object, found {shown(body)}")
+        self.check(body)
+        return body
+
+    def check(self, body: Mapping[str, Any], within: str = "") -> None:
+        """Look whether an object has all fields that it must have, no others, and each of its kind.
+
+        Args:
+            within: what stands before the names of fields in errors.
+
+        Raises:
+            BadRequest: a field is missing, unknown, or of another kind.
+        """
+        known = 0
+        for name, kind in self.required.items():
+            if name not in body:
+                raise BadRequest(f"field {within + name!r}: expected {kind.expected}, found none")
+            if not kind.fits(body[name]):
+                raise _wrong(within + name, kind.expected, body[name])
+            known += 1
+        for name, kind in self.optional.items():
+            if name in body:
+                if not kind.fits(body[name]):
+                    raise _wrong(within + name, kind.expected, body[name])
+                known += 1
+        if known < len(body):
+            unknown = next(name for name in body if name not in self.required and name not in self.optional)
+            names = ", ".join([*self.required, *self.optional]) or "no fields"
+            raise BadRequest(f"field {shown(unknown)} is unknown: expected {names}")
+
+
+def _wrong(name: str, expected: str, found: Any) -> BadRequest:
+    return BadRequest(f"field {name!r}: expected {expected}, found {shown(found)}")
+
+
+def shown(value: Any) -> str:
+    """Return a value in short, however long or deep it is, so that it can be printed."""
+    return _SHORT.repr(value)
+
+
+class Schemas:
+    """The schemas of all messages of one run.
+
+    Args:
+        replicas: that the run has at most: workers are named rollout-0 to the last of them.
+        total_steps: of the run.
+        n_samples, eval_n_samples: samples per group.
+    """
+
+    def __init__(self, replicas: int, total_steps: int, n_samples: int, eval_n_samples: int) -> None:
+        self._samples = {"train": n_samples, "eval": eval_n_samples}
+        step, worker = whole(total_steps), {"worker": _worker(replicas)}
+        calls = {**worker, "version": step}
+        self.report = Schema({**calls, "state": NAME}, {"holding": GROUP_IDS})
+        self.claim = Schema({**calls, "capacity": whole(_MOST_ENTRIES), "holding": GROUP_IDS})
+        self.complete = Schema({**worker, "groups": OBJECTS})
+        self.leave = Schema(worker)
+        self.start, self.published, self.committed = (
+            Schema({"step": step}),
+            Schema({"version": step}),
+            Schema({"step": step}),
+        )
+        self.next = Schema({"step": whole(total_steps + 1)}, {"wait": WAIT})
+        self.status = Schema()
+        self._group = _group_schema(replicas, total_steps)
+
+    def groups(self, values: list[dict[str, Any]]) -> list[GroupMeta]:
+        """Return the finished groups of a message.
+
+        Raises:
+            BadRequest: a group's fields are not what they must be, or do not fit each other.
+        """
+        for index, value in enumerate(values):
+            self._group.check(value, f"groups[{index}].")
+            self._check_fit(value, f"groups[{index}].")
+        return [GroupMeta.from_json(value) for value in values]
+
+    def _check_fit(self, group: dict[str, Any], within: str) -> None:
+        kind, name, rows = group["kind"], group["group_id"], group.get("rows")
+        samples = self._samples[kind]
+        if _GROUP_IDS[kind].fullmatch(name) is None:
+            raise _wrong(f"{within}kind", "what the group's id says", kind)
+        for one in ("rewards", "response_lengths", "stop_reasons"):
+            if len(group[one]) != samples:
+                raise _wrong(within + one, f"{samples} entries, one per sample", group[one])
+        for one in ("env_metrics", "raw_rewards", "rows"):
+            if group.get(one) and len(group[one]) != samples:
+                raise _wrong(within + one, f"{samples} entries, one per sample, or none", group[one])
+        if len(group["lengths"]) != (sum(rows) if rows else samples):
+            raise _wrong(f"{within}lengths", "one entry per row", group["lengths"])
+        if len(group.get("failures", ())) > samples + 1:
+            raise _wrong(f"{within}failures", f"at most one per sample, {samples}, and one more", group["failures"])
+        if group["oldest_version"] > group["newest_version"]:
+            raise _wrong(f"{within}oldest_version", f"at most {group['newest_version']}", group["oldest_version"])
+        if kind == "train" and group["path"] != f"samples/{group['replica']}/{name}.safetensors":
+            raise _wrong(f"{within}path", f"samples/{group['replica']}/{name}.safetensors", group["path"])
+
+
+def _worker(replicas: int) -> Value:
+    names = frozenset(f"rollout-{number}" for number in range(replicas))
+    last = f" to rollout-{replicas - 1}" if replicas > 1 else ""
+    return Value(f"a worker of this run, rollout-0{last}", lambda value: type(value) is str and value in names)
+
+
+def _group_schema(replicas: int, total_steps: int) -> Schema:
+    lengths = wholes(0, _MOST_TOKENS)
+    kinds = {
+        "group_id": GROUP_ID,
+        "kind": Value("train or eval", lambda value: type(value) is str and value in _GROUP_IDS),
+        "replica": whole(replicas - 1),
+        "path": NAME,
+        "rewards": REWARDS,
+        "lengths": lengths,
+        "response_lengths": lengths,
+        "stop_reasons": Value("a list of names", _is_list_of_names),
+        "oldest_version": whole(total_steps),
+        "newest_version": whole(total_steps),
+        "data_source": NAME,
+        "seconds": number(0.0, LARGEST),
+        "env_metrics": Value("a list of objects that hold numbers under names", _is_list_of_metrics),
+        "raw_rewards": REWARDS,
+        "baseline": Value(f"null, or {REWARD.expected}", lambda value: value is None or REWARD.fits(value)),
+        "failures": listed(_FAILURE, f"texts, each {_FAILURE.expected}"),
+        "rows": wholes(1, _MOST_ENTRIES),
+        "digest": Value(
+            "a checksum, or nothing", lambda value: type(value) is str and _DIGEST.fullmatch(value) is not None
+        ),
+    }
+    optional = {
+        one.name for one in fields(GroupMeta) if one.default is not MISSING or one.default_factory is not MISSING
+    }
+    return Schema(
+        {name: kind for name, kind in kinds.items() if name not in optional},
+        {name: kind for name, kind in kinds.items() if name in optional},
+    )

@@ -1,0 +1,186 @@
+"""What messages may hold: each is refused as a whole, with the field that is wrong, and changes nothing. tests/fuzz looks for more."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.controller.schema import BadRequest, Schema, Schemas
+from hpcrl.controller.service import Service
+from hpcrl.envs.base import Turn
+from hpcrl.errors import DataError, RunError
+from hpcrl.rollout.env_session import _checked
+from hpcrl.types import is_plain_text, plain_text
+from tests.controller.test_api import finish, make_run
+from tests.controller.test_service import service
+
+SCHEMAS = Schemas(replicas=3, total_steps=4, n_samples=2, eval_n_samples=1)
+CALL = {"worker": "rollout-0", "version": 0, "capacity": 1, "holding": []}
+GROUP: dict[str, Any] = {
+    "group_id": "g00000007",
+    "kind": "train",
+    "replica": 0,
+    "path": "samples/0/g00000007.safetensors",
+    "rewards": [0.0, 1],
+    "lengths": [5, 5],
+    "response_lengths": [2, 0],
+    "stop_reasons": ["stop", "length"],
+    "oldest_version": 0,
+    "newest_version": 0,
+    "data_source": "letters",
+    "seconds": 0.5,
+}
+
+
+def refusal(schema: Schema, body: Any) -> str:
+    with pytest.raises(BadRequest) as refused:
+        schema.parse(body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert str(refused.value).isprintable()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"worker": "\ud800"}, "'worker': expected a worker of this run, rollout-0 to rollout-2, found '\\ud800'"),
+        ({"worker": "rollout-3"}, "expected a worker of this run"),
+        ({"worker": "rollout-00"}, "expected a worker of this run"),
+        ({"worker": ["rollout-0"]}, "expected a worker of this run"),
+        ({"version": -1}, "'version': expected a whole number from 0 to 4, found -1"),
+        ({"version": 5}, "found 5"),
+        ({"version": 1.0}, "found 1.0"),
+        ({"version": True}, "found True"),
+        ({"capacity": -1}, "'capacity': expected a whole number from 0 to 1000000, found -1"),
+        ({"capacity": 10**100}, "found 1000000"),
+        ({"holding": "g00000000"}, "'holding': expected a list of ids of groups"),
+        ({"holding": ["g٣٣٣٣٣٣٣٣"]}, "ids of groups"),
+        ({"holding": ["g" + "9" * 5000]}, "ids of groups"),
+        ({"holding": ["g7"]}, "ids of groups"),
+        ({"more": 1}, "'more' is unknown: expected worker, version, capacity, holding"),
+    ],
+    ids=str,
+)
+def test_a_claim(changes: dict[str, Any], said: str) -> None:
+    assert SCHEMAS.claim.parse(json.dumps(CALL).encode()) == CALL
+    assert said in refusal(SCHEMAS.claim, {**CALL, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"rewards": [float("nan"), "x"]},
+            "rewards': expected a list of numbers from -1e+30 to 1e+30, found [nan, 'x']",
+        ),
+        ({"rewards": [1.0, float("nan")]}, "rewards'"),
+        ({"rewards": [float("inf"), 1.0]}, "rewards'"),
+        ({"rewards": [1.0, 1e308]}, "rewards'"),
+        ({"rewards": [1.0]}, "rewards': expected 2 entries, one per sample, found [1.0]"),
+        ({"lengths": [-5, 5]}, "lengths': expected a list of whole numbers from 0 to"),
+        ({"lengths": [5, 5, 5]}, "lengths': expected one entry per row"),
+        ({"rows": [2, 1]}, "lengths': expected one entry per row"),
+        ({"response_lengths": [2.0, 1]}, "response_lengths'"),
+        ({"stop_reasons": ["stop", None]}, "stop_reasons': expected a list of names"),
+        ({"env_metrics": [{"x": float("inf")}, {}]}, "env_metrics'"),
+        ({"env_metrics": [{"\x1b[2J": 1.0}, {}]}, "env_metrics'"),
+        ({"env_metrics": [{"x": 1.0}]}, "env_metrics': expected 2 entries, one per sample, or none"),
+        ({"failures": ["\x1b[2J"]}, "failures'"),
+        ({"failures": ["x"] * 4}, "failures': expected at most one per sample, 2, and one more"),
+        ({"baseline": "x"}, "baseline': expected null, or a number"),
+        ({"oldest_version": 1}, "oldest_version': expected at most 0, found 1"),
+        ({"kind": "eval"}, "kind': expected what the group's id says, found 'eval'"),
+        ({"path": 7}, "path': expected a name"),
+        ({"path": "../../x"}, "path': expected samples/0/g00000007.safetensors, found '../../x'"),
+        ({"replica": 3}, "replica': expected a whole number from 0 to 2"),
+        ({"data_source": "a\nb"}, "data_source': expected a name: 1 to 200 characters that can be printed"),
+        ({"seconds": -1}, "seconds'"),
+        ({"mine": 1}, "'mine' is unknown"),
+    ],
+    ids=str,
+)
+def test_a_group(changes: dict[str, Any], said: str) -> None:
+    (group,) = SCHEMAS.groups([GROUP])
+    assert group.rewards == [0.0, 1]
+    with pytest.raises(BadRequest) as refused:
+        SCHEMAS.groups([GROUP, {**GROUP, **changes}])
+    assert said in str(refused.value)
+    assert "groups[1]." in str(refused.value) or "mine" in changes
+
+
+@pytest.mark.parametrize("depth", [960, 20_000])
+def test_deep_json(depth: int) -> None:
+    deep = b"[" * depth + b"]" * depth
+    refusal(SCHEMAS.leave, deep)
+    refusal(SCHEMAS.leave, b'{"worker": ' + deep + b"}")
+
+
+@pytest.mark.parametrize("wait", [b"NaN", b"Infinity", b"1e300", b"-1", b"61", b'"1"'])
+def test_nobody_waits_for_ever(wait: bytes) -> None:
+    assert "'wait': expected a number from 0 to 60" in refusal(SCHEMAS.next, b'{"step": 1, "wait": ' + wait + b"}")
+
+
+def unchanged(controller: Service, ask: Any, said: str) -> None:
+    before = pickle.dumps(controller)
+    with pytest.raises(RunError, match=said):
+        ask()
+    assert pickle.dumps(controller) == before
+
+
+def test_what_a_run_has_not_come_to_yet_changes_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "project" / "run")
+    controller = service(run, eval_interval=0, baselines=False)
+    unchanged(controller, lambda: controller.published(1), "the trainer has not started")
+    unchanged(controller, lambda: controller.check_version(1), "no engine can hold version 1: the trainer has not")
+    controller.start(0)
+    unchanged(controller, lambda: controller.start(1), "started after step 0 already: it cannot start after step 1")
+    unchanged(controller, lambda: controller.published(1), "version 0 is, and step 0 is the newest that has a batch")
+    unchanged(controller, controller.check_trained, "training ends after step 4, and the newest version is 0")
+    first, second = (finish(run, item, 0) for item in controller.claim("rollout-0", 0, 2))
+    newer = finish(run, controller._train_work(1), 1)
+    unchanged(controller, lambda: controller.complete([first, newer]), "no engine can hold version 1")
+    other = type(second)(**{**vars(second), "data_source": "another"})
+    unchanged(controller, lambda: controller.complete([first, other]), "is of the data source 'letters', not 'another'")
+    assert controller.complete([first, second]) == {}
+    controller.published(1)
+    unchanged(controller, lambda: controller.published(0), "version 0 cannot be published: version 1 is")
+
+
+def test_a_version_is_not_published_while_another_is_evaluated(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "project" / "run")
+    controller = service(run, eval_before_train=True, staleness=1)
+    controller.start(0)
+    work = controller.claim("rollout-0", 0, 9)
+    controller.complete([finish(run, item, 0) for item in work if item.kind == "train"])
+    unchanged(controller, lambda: controller.published(1), "version 0 is still being evaluated")
+
+
+def test_a_group_without_the_baseline_that_the_run_compares_with(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "project" / "run")
+    controller = service(run, eval_interval=0, baselines=True)
+    controller.start(0)
+    (work,) = controller.claim("rollout-0", 0, 1)
+    unchanged(controller, lambda: controller.complete([finish(run, work, 0)]), "lacks the reward of a greedy response")
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        (Turn([], 1e300, True), "reward is 1e\\+300; expected a finite number of at most 1e\\+30"),
+        (Turn([], 0.0, True, {"x": float("nan")}), "x is nan; expected a finite number"),
+        (Turn([], 0.0, True, {"a\x1b": 1.0}), r"a metric is called 'a\\x1b'; expected a text"),
+    ],
+)
+def test_what_an_environment_says_can_be_handed_over(turn: Turn, said: str) -> None:
+    """So that its user hears of it, and not of a message that the controller refuses."""
+    with pytest.raises(DataError, match=said):
+        _checked(turn)
+
+
+def test_what_a_failure_says_can_be_handed_over() -> None:
+    told = plain_text("line\n\ttab \x1b[2J\ud800 é" + "x" * 5000, 2000)
+    assert told.startswith("line\n\ttab \N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER} éxxx")
+    assert is_plain_text(told, 2000)
