@@ -145,7 +145,7 @@ def write(run: Run, meta: GroupMeta) -> GroupMeta:
         Sample(**{name: np.zeros(length, kind) for name, kind in columns.items()}, stop_reason="stop")
         for length in meta.lengths
     ]
-    return write_group(run.inside(meta.path), rows, meta)
+    return write_group(run.path / meta.path, rows, meta)
 
 
 def batch_of(run: Run, step: int) -> Batch:
