@@ -74,26 +74,32 @@ def _json_lines(path: Path, whole: bool = False) -> Iterator[str]:
 
 
 def _samples(run: Run) -> Iterator[str]:
-    """Groups of batches whose samples may be gone are those up to the older one of the two newest checkpoints."""
-    kept = committed(run.checkpoints, step_of)[-2:]
-    pruned, seen = kept[0] if len(kept) == 2 else 0, set[Path]()
+    seen = set[Path]()
     for step in batch_steps(run):
         try:
             file = read_batch(run.batch(step))
         except DataError:
             continue  # told as such
-        for group in file.batch.groups if file and step > pruned else ():
+        for group in file.batch.groups if file else ():
             path = run.path / group.path
             seen.add(path)
-            yield from _told(lambda path=path, group=group: check_group(path, group))
+            if path.exists() or step > _pruned(run):
+                yield from _told(lambda path=path, group=group: check_group(path, group))
     for path in sorted(run.samples.glob("*/g*.safetensors")):
         if path not in seen:
-            yield from _told(lambda path=path: check_group(path))
+            yield from _told(lambda path=path: check_group(path), path)
+
+
+def _pruned(run: Run) -> int:
+    """Return the step up to which the samples of batches are removed: that of the older one of the two newest checkpoints."""
+    kept = committed(run.checkpoints, step_of)[-2:]
+    return kept[0] if len(kept) == 2 else 0
 
 
 def _weights(run: Run) -> Iterator[str]:
     for version in committed(run.weights, version_of):
-        yield from _told(lambda version=version: check_weights(run.weights_of(version)))
+        path = run.weights_of(version)
+        yield from _told(lambda path=path: check_weights(path), path)
 
 
 def _checkpoints(run: Run) -> Iterator[str]:
@@ -107,14 +113,20 @@ def _exports(run: Run) -> Iterator[str]:
 def _committed(folder: Path, number: Callable[[Path], object]) -> Iterator[str]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if number(path) is not None and is_committed(path):
-            yield from _told(lambda path=path: verify(path))
+            yield from _told(lambda path=path: verify(path), path)
 
 
-def _told(check: Callable[[], object]) -> Iterator[str]:
+def _told(check: Callable[[], object], listed: Path | None = None) -> Iterator[str]:
+    """Yield what a check says.
+
+    Args:
+        listed: what was there a moment ago; a run that goes on may have removed it since.
+    """
     try:
         check()
     except (CommitError, DataError) as error:
-        yield str(error)
+        if listed is None or listed.exists():
+            yield str(error)
 
 
 PARTS = (
