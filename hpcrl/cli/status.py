@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.cli._common import RUNS, add_root
@@ -45,10 +46,13 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _summary(state: RunState) -> Summary | None:
-    """Return what a run has achieved; None where its files may be damaged."""
+    """Return what a run has achieved; None where its files are damaged, or may be."""
+    from hpcrl.errors import RunError
     from hpcrl.observe.summary import summarise
 
-    return summarise(state.run) if state.kind != "unknown" else None
+    with suppress(RunError, OSError):  # the state names it
+        return summarise(state.run) if state.kind != "unknown" else None
+    return None
 
 
 def _detail(state: RunState) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 
 from hpcrl.data.group_file import read_arrays
 from hpcrl.errors import DataError, RunError
-from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.commit import parse_json, read_json
 from hpcrl.rundir.layout import Run, step_of, version_of
 from hpcrl.types import Batch, GroupMeta, Sample
 
@@ -83,6 +82,7 @@ def trained_samples(run: Run, step: int | None) -> tuple[int, list[tuple[GroupMe
 
     Raises:
         RunError: there is no such batch, or its samples were removed.
+        DataError: its file is damaged.
     """
     chosen = max(_steps(run), default=0) if step is None else step
     return chosen, [(group, at) for group in require_samples(run, chosen).groups for at in range(len(group.rewards))]
@@ -93,6 +93,7 @@ def require_samples(run: Run, step: int) -> Batch:
 
     Raises:
         RunError: there is none, or its samples were removed.
+        DataError: its file is damaged.
     """
     steps = _steps(run)
     if not steps:
@@ -115,8 +116,13 @@ def _steps(run: Run) -> list[int]:
 
 def _whole(run: Run, step: int) -> Batch | None:
     """Return the batch of a step if all its samples are there."""
-    value = read_json(run.batch(step))
-    batch = None if value is None else Batch.from_json(value)
+    try:
+        value = read_json(run.batch(step))
+        batch = None if value is None else Batch.from_json(value)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{run.batch(step)} is damaged ({error!r}); restore it from a backup, or name another step"
+        ) from error
     return batch if batch and all(run.inside(group.path).is_file() for group in batch.groups) else None
 
 
@@ -205,7 +211,7 @@ def _evaluated(path: Path, version: int) -> list[Rollout]:
     )  # an evaluation that goes on may have written half of the last one
     for number, text in enumerate(lines, 1):
         try:
-            line = json.loads(text)
+            line = parse_json(text)
             group = line["group_id"]
             rollout = Rollout(
                 name=f"{group}.{count[group]}",

@@ -108,11 +108,27 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value))
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is none, or nested more deeply than Python can follow.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_json(path: Path) -> Any | None:
-    """Return the JSON value at `path`, or None where there is no such file."""
+    """Return the JSON value at `path`, or None where there is no such file.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
     for last in (False, False, True):
         try:
-            return json.loads(path.read_text())
+            return parse_json(path.read_bytes())
         except FileNotFoundError:
             return None
         except OSError as error:
