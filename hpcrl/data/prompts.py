@@ -7,6 +7,7 @@ truth for rule-checked tasks, and any further columns that its environment wants
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from hpcrl.types import Prompt
 
 _ROWS_AT_ONCE = 1024
 _COUNTED_BYTES = 256 << 20
+_ROLE = re.compile(r"[\w .-]+")
 
 
 def load_prompts(
@@ -267,4 +269,6 @@ def _messages(value: Any, place: str) -> list[dict[str, str]]:
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise DataError(f"{place}: {wanted}, found the message {message!r:.80}")
+        if not _ROLE.fullmatch(message["role"]):  # templates may write it within a special token
+            raise DataError(f"{place}: expected a role such as user, found {message['role']!r:.80}")
     return value

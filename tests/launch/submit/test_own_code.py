@@ -101,7 +101,11 @@ def test_a_module_that_cannot_be_imported_is_refused(tmp_path: Path, text: str) 
 
 
 @pytest.mark.parametrize(
-    "where", ["import absent_here\n", "class Mine:\n init = step = close = print\n def __init__(self, extras):\n  import absent_here\n"]
+    "where",
+    [
+        "import absent_here\n",
+        "class Mine:\n init = step = close = print\n def __init__(self, extras):\n  import absent_here\n",
+    ],
 )
 def test_a_package_that_only_this_machine_lacks_is_a_warning(tmp_path: Path, where: str) -> None:
     name = f"own_lacking_{len(where)}"
