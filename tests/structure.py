@@ -22,7 +22,7 @@ FLOORS = {
     "hpcrl.data": 4, "hpcrl.runtime": 4,
     "hpcrl.algorithms": 3, "hpcrl.envs": 3, "hpcrl.rundir": 3,
     "hpcrl.config": 2,
-    "hpcrl.types": 1, "hpcrl.errors": 1, "hpcrl.units": 1, "hpcrl.faults": 1, "hpcrl": 0,
+    "hpcrl.types": 1, "hpcrl.errors": 1, "hpcrl.units": 1, "hpcrl.text": 1, "hpcrl.faults": 1, "hpcrl": 0,
 }  # fmt: skip
 """Imports go from a floor to a lower one, or stay within a folder."""
 

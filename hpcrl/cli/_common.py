@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.errors import HpcrlError
+from hpcrl.text import one_line, printable
 
 if TYPE_CHECKING:
     from hpcrl.rundir.layout import Run
@@ -73,7 +74,7 @@ def each_run(arguments: argparse.Namespace, act: Callable[[Run], None], at_once:
         try:
             act(run)
         except HpcrlError as error:
-            print(f"hpcrl: {error}", file=sys.stderr)
+            print(f"hpcrl: {printable(str(error))}", file=sys.stderr)
             return error.exit_code
         return 0
 
@@ -128,5 +129,5 @@ def follow(runs: list[Run]) -> int:
     states = states_of(runs)
     for state in states:
         if state.kind != "done":
-            print(f"{state.run.name}: {state.kind}: {state.detail}")
+            print(one_line(f"{state.run.name}: {state.kind}: {state.detail}"))
     return int(any(state.kind not in ("done", "cancelled", "interrupted") for state in states))

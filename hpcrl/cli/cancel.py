@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from hpcrl.cli._common import add_runs, each_run
+from hpcrl.text import printable
 
 if TYPE_CHECKING:
     from hpcrl.rundir.layout import Run
@@ -28,6 +29,8 @@ def _cancel(arguments: argparse.Namespace) -> int:
         said = f"{state.run.name}: {state.kind}: {state.detail}\n"
         if not state.over:
             said += "It was asked to save and to stop, and will; `hpcrl cancel --now` does not wait for that.\n"
-        print(said, end="", flush=True)  # in one write: other runs of the sweep are cancelled at the same time
+        print(
+            printable(said), end="", flush=True
+        )  # in one write: other runs of the sweep are cancelled at the same time
 
     return each_run(arguments, act, _AT_ONCE)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.cli._common import add_run, named_run
+from hpcrl.text import one_line
 
 if TYPE_CHECKING:
     from hpcrl.rundir.layout import Run
@@ -116,7 +117,8 @@ def _ls(arguments: argparse.Namespace) -> int:
     print(f"{'checkpoint':{width}}  {'state':12}  {'size':>10}  {'age':>7}  {'attempt':>7}  kept because")
     for row in rows:
         size, age = readable_size(row.size), rough_duration(row.age)
-        print(f"{row.path.name:{width}}  {row.state:12}  {size:>10}  {age:>7}  {row.attempt:>7}  {row.why}".rstrip())
+        line = f"{row.path.name:{width}}  {row.state:12}  {size:>10}  {age:>7}  {row.attempt:>7}  {row.why}"
+        print(one_line(line.rstrip()))
     return 0
 
 
@@ -139,7 +141,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             print(f"{path.name}: ok, {readable_size(size_of(verify(path)))}")
         except CommitError as error:
             damaged = True
-            print(f"{path.name}: damaged: {error}")
+            print(one_line(f"{path.name}: damaged: {error}"))
     if not paths:
         print(f"{run.name} has no committed checkpoints")
     return int(damaged)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from hpcrl.cli._common import split
+from hpcrl.text import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +38,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
     for finding in examine(arguments.root or Path(slurm.get("root") or default_root()), slurm, arguments.wait):
         findings.append(finding)
         if not arguments.json:
-            print(f"{finding.level:8} {finding.subject:18} {finding.found}", flush=True)
+            print(printable(f"{finding.level:8} {finding.subject:18} {finding.found}"), flush=True)
             if finding.remedy:
-                print(f"{'':8} {'':18} -> {finding.remedy}", flush=True)
+                print(printable(f"{'':8} {'':18} -> {finding.remedy}"), flush=True)
     if arguments.json:
         print(dumps([asdict(finding) for finding in findings], indent=2))
     return int(any(finding.level == "error" for finding in findings))

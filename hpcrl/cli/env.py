@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcrl.text import one_line, printable
+
 if TYPE_CHECKING:
     from hpcrl.config import Config
     from hpcrl.envs.base import Environment, Messages, Turn
@@ -133,15 +135,15 @@ def _play(environment: Environment, where: str, messages: Messages, max_turns: i
 
 def _show(messages: Messages) -> None:
     for message in messages:
-        print(f"[{message['role']}]\n{message['content']}\n")
+        print(printable(f"[{message['role']}]\n{message['content']}\n"))
 
 
 def _show_turn(turn: Turn) -> None:
     if turn.action is not None:
-        print(f"[replaced by]\n{turn.action}\n")
+        print(printable(f"[replaced by]\n{turn.action}\n"))
     print(f"reward {float(turn.reward):g}")
     for name, value in turn.metrics.items():
-        print(f"  {name} {float(value):g}")
+        print(one_line(f"  {name} {float(value):g}"))
     print()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.cli._common import add_root, positive, split
+from hpcrl.text import one_line
 
 _OUTER = ("avg_score", "generate/avg_num_tokens")
 
@@ -75,4 +76,6 @@ def _table(results: dict[str, Any]) -> list[str]:
         values = [metrics[f"eval/{source}/{name}"] for name in columns]
         cells = [f"{prompts[source]:8}", *(f"{value:8.4g}" for value in values)]
         lines.append("  ".join([f"{source:{width}}", *cells]))
-    return [*lines, *([f"{len(failures)} samples failed, the first: {failures[0]}"] if failures else [])]
+    if failures:
+        lines.append(f"{len(failures)} samples failed, the first: {failures[0]}")
+    return [one_line(line) for line in lines]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import hpcrl
 from hpcrl.errors import HpcrlError, did_you_mean
+from hpcrl.text import printable
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "start": {
@@ -108,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return arguments.action(arguments)
     except HpcrlError as error:
-        print(f"hpcrl: {error}", file=sys.stderr)
+        print(f"hpcrl: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

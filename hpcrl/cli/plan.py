@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hpcrl.cli._common import split
 from hpcrl.config.derive import gpu_count
+from hpcrl.text import printable
 
 if TYPE_CHECKING:
     from hpcrl.config import Config
@@ -40,7 +41,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if not files:
         raise ConfigError("no configuration file given; expected hpcrl plan FILE.toml [FILE.toml ...] [KEY=VALUE ...]")
     config = Config.from_toml([Path(file) for file in files], overrides)
-    print("\n".join([*plan_lines(config), *_notes(config)]))
+    print(printable("\n".join([*plan_lines(config), *_notes(config)])))
     return 0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.cli._common import add_run, named_run, positive
+from hpcrl.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,7 +60,11 @@ def _replay(arguments: argparse.Namespace) -> int:
         print(dumps(results, indent=2))
         return 0
     print(_title(run.name, plan, ranks))
-    print("\n".join(_table(merged(run)[plan.step], [one["metrics"] for one in results if one["step"] == plan.step])))
+    print(
+        printable(
+            "\n".join(_table(merged(run)[plan.step], [one["metrics"] for one in results if one["step"] == plan.step]))
+        )
+    )
     return 0
 
 

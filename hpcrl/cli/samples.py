@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import TYPE_CHECKING
 
 from hpcrl.cli._common import add_run, named_run, positive
+from hpcrl.text import one_line, printable
 
 if TYPE_CHECKING:
     from hpcrl.data.rollouts import Decode, Rollout, Segment
     from hpcrl.rundir.layout import Run
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +74,7 @@ def _print_json(rollouts: list[Rollout]) -> None:
     from dataclasses import asdict
     from json import dumps
 
-    print(dumps([asdict(rollout) for rollout in rollouts], indent=2, ensure_ascii=False))
+    print(printable(dumps([asdict(rollout) for rollout in rollouts], indent=2, ensure_ascii=False)))
 
 
 def _lines(rollout: Rollout) -> list[str]:
@@ -87,10 +85,10 @@ def _lines(rollout: Rollout) -> list[str]:
         facts.append(f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}")
     facts += [f"replica {rollout.replica}", f"source {rollout.data_source}"]
     facts += [f"{name} {value:g}" for name, value in rollout.env_metrics.items()]
-    lines, turn = [f"=== {rollout.name}: {', '.join(facts)}"], 0
+    lines, turn = [one_line(f"=== {rollout.name}: {', '.join(facts)}")], 0
     for part in rollout.parts:
         turn += part.by == "policy"
-        lines += [f"--- {_heading(part, turn)}", *_printable(part.text).split("\n")]
+        lines += [one_line(f"--- {_heading(part, turn)}"), *printable(part.text).split("\n")]
     return lines
 
 
@@ -103,8 +101,3 @@ def _heading(part: Segment, turn: int) -> str:
     if part.reward:
         facts.append(f"reward {part.reward:g}")
     return ", ".join(facts)
-
-
-def _printable(text: str) -> str:
-    """Return text without the characters that would steer a terminal: prompts and responses may hold any."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hpcrl.cli._common import add_run, named_run
+from hpcrl.text import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,5 +17,5 @@ def _stacks(arguments: argparse.Namespace) -> int:
     from hpcrl.launch.manage.stacks import stacks
 
     for process, text in stacks(named_run(arguments)).items():
-        print(f"== {process}\n{text}")
+        print(printable(f"== {process}\n{text}"))
     return 0

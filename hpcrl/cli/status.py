@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.cli._common import RUNS, add_root
+from hpcrl.text import one_line
 
 if TYPE_CHECKING:
     from hpcrl.launch.manage.state import RunState
@@ -40,15 +43,18 @@ def _status(arguments: argparse.Namespace) -> int:
     else:
         for state in states:
             name = f"{state.run.project}/{state.run.name}"
-            print(f"{name:40} {state.kind:12} job {state.submission.get('job_id', '-'):10} {_detail(state)}")
+            print(one_line(f"{name:40} {state.kind:12} job {state.submission.get('job_id', '-'):10} {_detail(state)}"))
     return 0
 
 
 def _summary(state: RunState) -> Summary | None:
-    """Return what a run has achieved; None where its files may be damaged."""
+    """Return what a run has achieved; None where its files are damaged, or may be."""
+    from hpcrl.errors import RunError
     from hpcrl.observe.summary import summarise
 
-    return summarise(state.run) if state.kind != "unknown" else None
+    with suppress(RunError, OSError):  # the state names it
+        return summarise(state.run) if state.kind != "unknown" else None
+    return None
 
 
 def _detail(state: RunState) -> str:
@@ -62,29 +68,32 @@ def _detail(state: RunState) -> str:
 
 
 def _show(state: RunState) -> None:
+    for line in _lines(state):
+        print(one_line(line))
+
+
+def _lines(state: RunState) -> Iterator[str]:
     from hpcrl.observe.view import summary_rows
 
     progress, submission = state.progress, state.submission
     detail = _detail(state) if state.kind == "done" else state.detail
-    print(f"{state.run.name}: {state.kind}" + (f": {detail}" if detail else ""))
+    yield f"{state.run.name}: {state.kind}" + (f": {detail}" if detail else "")
     if state.advice:
-        print(f"  next        {state.advice}")
-    print(f"  directory   {state.run.path}")
+        yield f"  next        {state.advice}"
+    yield f"  directory   {state.run.path}"
     found = ", found in the queue: its submission was cut short" if state.found else ""
-    print(
-        f"  job         {submission.get('job_id', '-')} ({submission.get('executor', '-')}, {state.job.name.lower()}{found})"
-    )
-    print(f"  attempt     {state.attempt}")
-    print(f"  checkpoint  {progress.checkpoint or 'none'}")
+    yield f"  job         {submission.get('job_id', '-')} ({submission.get('executor', '-')}, {state.job.name.lower()}{found})"
+    yield f"  attempt     {state.attempt}"
+    yield f"  checkpoint  {progress.checkpoint or 'none'}"
     if submission.get("overrides"):
-        print(f"  overrides   {' '.join(submission['overrides'])}")
+        yield f"  overrides   {' '.join(submission['overrides'])}"
     summary = _summary(state)
     for name, value in summary_rows(summary) if summary and summary.steps else ():
         if name in _ACHIEVED:
-            print(f"  {name:11} {value}")
+            yield f"  {name:11} {value}"
     for status in state.statuses if not state.over else ():
         age = max(0.0, time.time() - status.renewed)
-        print(f"  {status.process:11} {status.state} ({status.host}, {age:.0f} s ago)")
+        yield f"  {status.process:11} {status.state} ({status.host}, {age:.0f} s ago)"
 
 
 def _as_json(state: RunState) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.cli._common import announce, follow, split
+from hpcrl.text import printable
 
 if TYPE_CHECKING:
     from hpcrl.config import Config
@@ -52,7 +53,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     varied = elements(arguments.sweep, arguments.seeds, arguments.sweep_file)
     configs = load_elements(files, overrides, varied, check)
     for warning in warnings:
-        print(f"hpcrl: {warning}", file=sys.stderr)
+        print(f"hpcrl: {printable(warning)}", file=sys.stderr)
     name = configs[0].trainer.run_name or name_after(files[0] if files else Path("run"), time.strftime("%m%d-%H%M%S"))
     submission = submit.prepare(name, list(zip(configs, varied, strict=True)))
     if arguments.dry_run:

@@ -41,9 +41,10 @@ def uses_reward_service(environment: EnvironmentConfig, kind: Literal["train", "
 
 
 def names_own_code(config: ConfigTree) -> bool:
-    """Return whether the configuration names code of the user's, or where it is; rows may name some too."""
+    """Return whether the configuration names code of the user's, or where it is."""
     environment = config.environment
-    names = [environment.env_class or "", *environment.reward_function, *environment.eval_reward_function]
+    environments = [environment.env_class or "", *environment.allowed_env_classes]
+    names = [*environments, *environment.reward_function, *environment.eval_reward_function]
     return bool(config.config_class or config.python_path) or any(":" in name for name in names)
 
 

@@ -6,10 +6,13 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Sequence
 from math import comb
 
+from hpcrl.text import metric_name
 from hpcrl.types import GroupMeta, Prompt, Work
 
 EVAL_GROUP = r"e(?:\d{6}|[1-9]\d{6,14})-(?:\d{8}|[1-9]\d{8,14})"
 """What ids of evaluated groups look like."""
+MOST_SOURCES = 64
+"""A dataset decides how many sources it names; each becomes six curves or more."""
 
 
 def eval_is_due(version: int, total_steps: int, interval: int, before_train: bool) -> bool:
@@ -41,12 +44,15 @@ def evaluation_work(
 
 
 def by_source(groups: Sequence[GroupMeta]) -> dict[str, list[GroupMeta]]:
-    """Return the groups of all sources together, as "all", and of each: by its name with underscores for slashes, all_ for one called all."""
+    """Return the groups of all sources together, as "all", and of each: by its name with underscores for slashes and for what no
+    metric's name has, all_ for one called all. Beyond the most frequent `MOST_SOURCES`, they are "other" together."""
+    counts = Counter(metric_name(group.data_source).replace("/", "_") for group in groups)
+    most = dict(sorted(counts.items(), key=lambda one: (-one[1], one[0]))[:MOST_SOURCES])
     sources: dict[str, list[GroupMeta]] = defaultdict(list)
     for group in groups:
         sources["all"].append(group)
-        name = group.data_source.replace("/", "_")
-        sources["all_" if name == "all" else name].append(group)
+        name = metric_name(group.data_source).replace("/", "_")
+        sources["all_" if name == "all" else name if name in most else "other"].append(group)
     return dict(sources)
 
 

@@ -7,6 +7,7 @@ from math import sqrt
 from statistics import fmean
 
 from hpcrl.controller.admission import staleness
+from hpcrl.text import metric_name
 from hpcrl.types import Batch
 
 
@@ -25,7 +26,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     for group in groups:
         for metrics in group.env_metrics:
             for name, value in metrics.items():
-                environment[name].append(value)
+                environment[metric_name(name)].append(value)
     return {
         "reward/avg_raw_reward": fmean(rewards),
         "reward/mean_positive_reward": fmean(max(reward, 0.0) for reward in rewards),

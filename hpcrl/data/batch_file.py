@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.errors import DataError
-from hpcrl.rundir.commit import committed, digest_of, read_bytes, write_text
+from hpcrl.rundir.commit import committed, digest_of, parse_json, read_bytes, write_text
 from hpcrl.rundir.layout import Run, position_of, step_of
 from hpcrl.types import Batch
 
@@ -60,7 +60,7 @@ def read_batch(path: Path) -> BatchFile | None:
         checksum = digest_of(text.encode())
         if found and given != f'{checksum}"}}':
             raise ValueError("its checksum differs")
-        value = json.loads(text)
+        value = parse_json(text)
         previous = value.pop("previous", None)
         batch = Batch.from_json(value)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

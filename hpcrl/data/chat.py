@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.errors import ConfigError, DataError
@@ -52,15 +54,69 @@ def _read(name: str) -> str:
 
 
 def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], options: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    options: Mapping[str, Any],
+    special_tokens: bool = False,
 ) -> list[int]:
     """Return the tokens that the policy continues.
 
     Args:
         options: arguments of the template, `generator.chat_template_kwargs`.
+        special_tokens: those that are written in messages are not text; `generator.chat_template.allow_special_tokens`.
+
+    Raises:
+        DataError: as `cut_messages`.
     """
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
-    return cast(list[int], ids)
+    cut = messages if special_tokens else cut_messages(tokenizer, messages)
+    if cut == messages:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
+        return cast(list[int], ids)
+    text = tokenizer.apply_chat_template(cut, add_generation_prompt=True, tokenize=False, **options)
+    return encoded(tokenizer, str(text))
+
+
+_CUT = "\U0010fffd"  # the last private character, which means nothing; where a text has it, it is one more cut
+_Messages = TypeVar("_Messages")
+
+
+def cut_messages(tokenizer: PreTrainedTokenizerBase, messages: _Messages) -> _Messages:
+    """Return messages, or a text, with a mark inside of each special token that is written in it: `encoded` then makes text of it.
+
+    Raises:
+        DataError: one of them cannot be divided.
+    """
+    pattern = _special_tokens(tokenizer)
+
+    def halves(found: re.Match[str]) -> str:
+        head, tail = found[0][:1], found[0][1:]
+        if not tail or pattern.search(tail):
+            raise DataError(
+                f"{found[0]!r} is a special token that cannot be given as text; leave it out of the messages, or set "
+                "generator.chat_template.allow_special_tokens"
+            )
+        return head + _CUT + tail
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(halves, value)
+        if isinstance(value, dict):
+            return {name: cut(part) for name, part in value.items()}
+        return [cut(part) for part in value] if isinstance(value, list) else value
+
+    return cut(messages)
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a text in which `cut_messages` may have left its marks, which are no part of it."""
+    return [token_id for part in text.split(_CUT) for token_id in tokenizer.encode(part, add_special_tokens=False)]
+
+
+@lru_cache(maxsize=4)
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    names = sorted({*tokenizer.all_special_tokens, *added} - {""}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) or "(?!)")
 
 
 @contextmanager
@@ -81,9 +137,22 @@ def without_torch() -> Iterator[None]:
 
 
 def token_counter(model: str, template: ChatTemplateConfig, options: Mapping[str, Any]) -> Callable[[Prompt], int]:
-    """Return what counts the tokens of a prompt; arguments and errors as in `load_tokenizer` and `prompt_ids`."""
+    """Return what counts the tokens of a prompt; arguments and errors as in `load_tokenizer` and `prompt_ids`, with the row."""
+    from jinja2 import TemplateError
+
     tokenizer = load_tokenizer(model, template)
-    return lambda prompt: len(prompt_ids(tokenizer, prompt.messages, options))
+
+    def count(prompt: Prompt) -> int:
+        try:
+            return len(prompt_ids(tokenizer, prompt.messages, options, template.allow_special_tokens))
+        except DataError as error:
+            raise DataError(f"row uid {prompt.uid}, of {prompt.data_source}: {error}") from error
+        except TemplateError as error:  # such as roles that do not take turns
+            raise DataError(
+                f"row uid {prompt.uid}, of {prompt.data_source}: the chat template refuses its messages: {error}"
+            ) from error
+
+    return count
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:

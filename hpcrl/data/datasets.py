@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from hpcrl.envs.base import user_code
 from hpcrl.envs.registry import common_extras, environment_class
 from hpcrl.envs.rewards.response import truth_of
 from hpcrl.envs.rewards.weighted import GROUND_TRUTHS
+from hpcrl.errors import DataError
 from hpcrl.types import Kind, Prompt
 
 
@@ -47,7 +49,7 @@ def row_requirements(
 ) -> dict[str, Any]:
     """Return what rows must have that serve training, evaluation or both, as arguments of `load_prompts`.
 
-    Rows that an environment of hpcrl's own plays are tried on it.
+    Rows that an environment of hpcrl's own plays are tried on it. Of users' own, a row names only such as the configuration names too.
 
     Args:
         max_turns: generator.max_turns, which environments can read.
@@ -56,11 +58,17 @@ def row_requirements(
     weights = [reward_weights(environment, kind) for kind in kinds]
     reads = dict.fromkeys(GROUND_TRUTHS[name] for rewards in weights for name in rewards if name in GROUND_TRUTHS)
     scored = all(reward_weights(environment, kind) or uses_reward_service(environment, kind) for kind in kinds)
+    allowed = {environment.env_class, *environment.allowed_env_classes}
     played, extras_of_all = not scored, common_extras(environment, max_turns)
 
     def check(env_class: str, extras: Mapping[str, Any]) -> None:
         for read in reads:
             read(truth_of(extras))
+        if played and ":" in env_class and env_class not in allowed:
+            raise DataError(
+                f"environment {env_class!r} is not one that the configuration allows, and a dataset does not choose what code runs. "
+                f"If you trust it: environment.allowed_env_classes = [{json.dumps(env_class)}]"
+            )
         if played and (own or ":" not in env_class):
             made = environment_class(env_class)
             with user_code(f"environment {env_class!r}") if ":" in env_class else nullcontext():

@@ -7,6 +7,7 @@ truth for rule-checked tasks, and any further columns that its environment wants
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,13 +15,19 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcrl.errors import ConfigError, DataError, UserCodeError
+from hpcrl.rundir.commit import parse_json
 from hpcrl.types import LONGEST_NAME, Prompt, is_name
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
 
 _ROWS_AT_ONCE = 1024
 _COUNTED_BYTES = 256 << 20
+_DEEPEST = 100  # what sends and reads rows later has less room on the stack than what loads them
+_ROLE = re.compile(r"[\w .-]+")
 
 
 def load_prompts(
@@ -51,11 +58,13 @@ def load_prompts(
     Raises:
         DataError: a file is missing, unreadable or empty, or a row lacks what a prompt needs.
     """
-    rows = chain.from_iterable(((source, row) for row in islice(_rows(source), first)) for source in sources)
+    rows = chain.from_iterable(
+        ((source, number, row) for number, row in enumerate(islice(_rows(source), first))) for source in sources
+    )
     columns = _Columns(
         prompt_column, response_column, default_env_class, env_class_required, check, source_names(sources)
     )
-    return [columns.prompt(row, str(index), source) for index, (source, row) in enumerate(rows)]
+    return [columns.prompt(row, str(index), source, number) for index, (source, number, row) in enumerate(rows)]
 
 
 def count_rows(source: str) -> int | None:
@@ -155,8 +164,21 @@ def _read_parquet(path: Path) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
     with _readable_parquet(path):
-        for batch in pq.ParquetFile(path).iter_batches(_ROWS_AT_ONCE):
-            yield from batch.to_pylist()
+        number = 0
+        for batch in pq.ParquetFile(path, page_checksum_verification=True).iter_batches(_ROWS_AT_ONCE):
+            try:
+                yield from batch.to_pylist()
+            except UnicodeDecodeError:
+                yield from _row_by_row(batch, path, number)
+            number += batch.num_rows
+
+
+def _row_by_row(batch: RecordBatch, path: Path, first: int) -> Iterator[Any]:
+    for at in range(batch.num_rows):
+        try:
+            yield from batch.slice(at, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            raise DataError(f"dataset {path}, row {first + at} of the file: a text is no UTF-8 ({error})") from error
 
 
 @contextmanager
@@ -171,7 +193,7 @@ def _readable_parquet(path: Path) -> Iterator[None]:
 
 def _read_json(path: Path) -> Iterator[Any]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"dataset {path} cannot be read as JSON: {error}") from error
     if not isinstance(rows, list):
@@ -184,7 +206,7 @@ def _read_json_lines(path: Path) -> Iterator[Any]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield json.loads(line)
+                    yield parse_json(line)
                 except ValueError as error:
                     raise DataError(f"dataset {path}, line {number} cannot be read as JSON: {error}") from error
 
@@ -207,10 +229,11 @@ class _Columns:
     check: Callable[[str, Mapping[str, Any]], None] | None
     source_names: Mapping[str, str]
 
-    def prompt(self, row: Any, uid: str, source: str) -> Prompt:
-        place = f"dataset {source}, row uid {uid}"
+    def prompt(self, row: Any, uid: str, source: str, number: int) -> Prompt:
+        place = f"dataset {source}, row uid {uid}" + (f" (row {number} of the file)" if str(number) != uid else "")
         if not isinstance(row, dict):
             raise DataError(f"{place}: expected an object with columns, found {type(row).__name__}")
+        _check_json(row, place)
         for setting, column in (("prompt_column", self.of_prompt), ("response_column", self.of_response)):
             if column is not None and column not in row:
                 columns = ", ".join(sorted(row)) or "none"
@@ -218,8 +241,9 @@ class _Columns:
         env_class = row.get("env_class") or self.default_env_class
         if env_class is None and self.env_class_required:
             raise DataError(f"{place}: no `env_class`. Add the column, or set environment.env_class for all rows.")
-        if not isinstance(env_class, str | None):
-            raise DataError(f"{place}, column `env_class`: expected a text, found {env_class!r:.80}")
+        for name, value in (("env_class", env_class), ("data_source", row.get("data_source"))):
+            if not isinstance(value, str | None):
+                raise DataError(f"{place}, column `{name}`: expected a text, found {value!r:.80}")
         own = (self.of_prompt, "env_class", "data_source")
         extras = {name: value for name, value in row.items() if name not in own}
         if self.of_response is not None:
@@ -230,7 +254,6 @@ class _Columns:
             except (ConfigError, DataError, UserCodeError) as error:
                 raise DataError(f"{place}: {error}") from error
         messages = _messages(row[self.of_prompt], f"{place}, column `{self.of_prompt}`")
-        _check_json({self.of_prompt: messages, **extras}, place)
         data_source = row.get("data_source") or self.source_names[source]
         if not is_name(data_source):
             raise DataError(
@@ -252,15 +275,23 @@ def _with_truth(reward_spec: Any, answer: Any, place: str) -> dict[str, Any]:
     return spec if spec.get("ground_truth") is not None else {**spec, "ground_truth": answer}
 
 
-def _check_json(extras: dict[str, Any], place: str) -> None:
-    """Prompts travel as JSON, and a timestamp or a NaN is better found now than in the middle of a run."""
-    for name, value in extras.items():
+def _check_json(row: dict[str, Any], place: str) -> None:
+    """Prompts travel as JSON in UTF-8, and a timestamp, a NaN or half a character is better found now than in the middle of a run."""
+    for name, value in row.items():
         try:
-            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # no half of a surrogate pair
+            text = json.dumps({name: value}, allow_nan=False, ensure_ascii=False)
+            text.encode()
+            if text.count("[") + text.count("{") > _DEEPEST and _is_deep(value, _DEEPEST):
+                raise ValueError(f"it is nested more than {_DEEPEST} deep")
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(
                 f"{place}, column `{name}` cannot be written as JSON ({error}); convert or drop it"
             ) from error
+
+
+def _is_deep(value: Any, most: int) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return most < 0 or any(_is_deep(part, most - 1) for part in parts)
 
 
 def _messages(value: Any, place: str) -> list[dict[str, str]]:
@@ -273,4 +304,6 @@ def _messages(value: Any, place: str) -> list[dict[str, str]]:
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise DataError(f"{place}: {wanted}, found the message {message!r:.80}")
+        if not _ROLE.fullmatch(message["role"]):  # templates may write it within a special token
+            raise DataError(f"{place}: expected a role such as user, found {message['role']!r:.80}")
     return value

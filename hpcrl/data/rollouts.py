@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 from hpcrl.data.batch_file import batch_steps, read_batch
 from hpcrl.data.group_file import read_arrays
 from hpcrl.errors import DataError, RunError
+from hpcrl.rundir.commit import parse_json
 from hpcrl.rundir.layout import Run, version_of
 from hpcrl.types import Batch, GroupMeta, Sample
 
@@ -83,6 +83,7 @@ def trained_samples(run: Run, step: int | None) -> tuple[int, list[tuple[GroupMe
 
     Raises:
         RunError: there is no such batch, or its samples were removed.
+        DataError: its file is damaged.
     """
     chosen = max(batch_steps(run), default=0) if step is None else step
     return chosen, [(group, at) for group in require_samples(run, chosen).groups for at in range(len(group.rewards))]
@@ -93,6 +94,7 @@ def require_samples(run: Run, step: int) -> Batch:
 
     Raises:
         RunError: there is none, or its samples were removed.
+        DataError: its file is damaged.
     """
     steps = batch_steps(run)
     if not steps:
@@ -200,7 +202,7 @@ def _evaluated(path: Path, version: int) -> list[Rollout]:
     )  # an evaluation that goes on may have written half of the last one
     for number, text in enumerate(lines, 1):
         try:
-            line = json.loads(text)
+            line = parse_json(text)
             group = line["group_id"]
             rollout = Rollout(
                 name=f"{group}.{count[group]}",

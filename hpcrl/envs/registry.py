@@ -52,7 +52,7 @@ def environment_class(name: str) -> EnvironmentClass:
     """Return what makes the environments of a name.
 
     Raises:
-        ConfigError: nothing has this name.
+        ConfigError: nothing has this name, or what has it is no environment.
     """
     module_name, colon, class_name = name.partition(":")
     if name not in ENVIRONMENTS and not colon:
@@ -61,6 +61,12 @@ def environment_class(name: str) -> EnvironmentClass:
     found = imported(f"environment {name!r}", ENVIRONMENTS.get(name, name))
     if not isinstance(found, type):
         raise ConfigError(f"environment {name!r}: module {module_name!r} has no class {class_name!r}")
+    lacking = [method for method in ("init", "step", "close") if not callable(getattr(found, method, None))]
+    if lacking:
+        raise ConfigError(
+            f"environment {name!r} has no method {lacking[0]!r}; expected a class with the methods of hpcrl.envs.base.Environment, which may "
+            "derive from it"
+        )
     return found
 
 

@@ -15,11 +15,13 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpcrl.faults import fault
+from hpcrl.rundir.commit import parse_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.space import explained
 
@@ -116,7 +118,7 @@ class MetricsReader:
         return valid, outdated
 
     def _new_lines(self, path: Path) -> list[dict[str, Any]]:
-        """Return the whole lines since the last call; half lines of killed writers are passed over."""
+        """Return the whole lines since the last call; half lines of killed writers, and what nobody of us wrote, are passed over."""
         with path.open("rb") as file:
             file.seek(self._offsets.get(path, 0))
             data = file.read()
@@ -124,10 +126,9 @@ class MetricsReader:
         self._offsets[path] = self._offsets.get(path, 0) + len(whole)
         lines = []
         for line in whole.splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                continue
+            with suppress(ValueError):
+                if _is_line(value := parse_json(line)):
+                    lines.append(value)
         return lines
 
     def _resume(self, attempt: int, step: int) -> bool:
@@ -137,6 +138,16 @@ class MetricsReader:
     def _last_step(self, attempt: int) -> float:
         """Return the last step of an attempt that no later attempt made void."""
         return min((step for later, step in self._resumes.items() if later > attempt), default=math.inf)
+
+
+def _is_line(value: Any) -> bool:
+    if not isinstance(value, dict) or type(value.get("attempt")) is not int:
+        return False
+    if "resume" in value:
+        return type(value["resume"]) is int
+    metrics = value.get("metrics")
+    numbers = [value.get("time"), *metrics.values()] if isinstance(metrics, dict) else [None]
+    return type(value.get("step")) is int and all(type(number) in (int, float) for number in numbers)
 
 
 def _unique(process: str, metrics: dict[str, float]) -> dict[str, float]:

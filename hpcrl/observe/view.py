@@ -17,6 +17,7 @@ from rich.text import Text
 from hpcrl.observe.summary import Summary, summarise
 from hpcrl.observe.watch import ProcessRow, Watch
 from hpcrl.rundir.layout import Run
+from hpcrl.text import one_line
 from hpcrl.units import duration
 
 _LOOK_S = 0.5
@@ -54,7 +55,7 @@ def _board(run: Run, rows: list[ProcessRow]) -> Group:
     grid.add_column(overflow="ellipsis", no_wrap=True)
     for row in rows:
         bar = "" if row.share is None else ProgressBar(total=1.0, completed=row.share, width=20)
-        grid.add_row(row.process, bar, Text(row.text))
+        grid.add_row(Text(one_line(row.process)), bar, Text(one_line(row.text)))
     return Group(Text(f"{run.project}/{run.name}", style="dim"), grid)
 
 
@@ -69,16 +70,16 @@ class _Lines:
         for row in rows:
             if self._said.get(row.process) != row.state:
                 self._said[row.process] = row.state
-                line = f"{time.strftime('%H:%M:%S')} {row.process:<12} {row.text}"
+                line = one_line(f"{time.strftime('%H:%M:%S')} {row.process:<12} {row.text}")
                 self._console.print(line, markup=False, highlight=False, soft_wrap=True)
                 self._console.file.flush()
 
 
 def show_summary(run: Run, console: Console) -> None:
     """Print what a run has achieved, where it is, and how to look at its curves."""
-    table = Table(title=f"{run.project}/{run.name}", show_header=False, title_justify="left")
+    table = Table(title=Text(f"{run.project}/{run.name}"), show_header=False, title_justify="left")
     for name, value in summary_rows(summarise(run)):
-        table.add_row(name, Text(value))
+        table.add_row(name, Text(one_line(value)))
     console.print(table)
     for line in (f"run directory  {run.path}", f"curves         tensorboard --logdir {run.tensorboard}"):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -173,7 +173,8 @@ class GroupGenerator:
         baselines: bool = False,
     ) -> None:
         self._engine, self._config, self._baselines = engine, config, baselines
-        self._template, self._vocabulary = Template(tokenizer, config.chat_template_kwargs), len(tokenizer)
+        special = config.chat_template.allow_special_tokens
+        self._template, self._vocabulary = Template(tokenizer, config.chat_template_kwargs, special), len(tokenizer)
         gym = environment.skyrl_gym
         self._extras = common_extras(environment, config.max_turns)
         self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from hpcrl.data.chat import prompt_ids
+from hpcrl.data.chat import cut_messages, encoded, prompt_ids
 from hpcrl.envs.base import Messages
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Generation
@@ -30,17 +30,21 @@ class Template:
 
     Args:
         options: arguments of the template, `generator.chat_template_kwargs`.
+        special_tokens: those that are written in messages are not text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
-        self._tokenizer, self._options = tokenizer, options
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], special_tokens: bool = False
+    ) -> None:
+        self._tokenizer, self._options, self._special_tokens = tokenizer, options, special_tokens
 
     def opening(self, messages: Messages) -> list[int]:
         """Return the prompt of the first turn."""
-        return prompt_ids(self._tokenizer, messages, self._options)
+        return prompt_ids(self._tokenizer, messages, self._options, self._special_tokens)
 
     def encoded(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        """Return the tokens of what an environment says."""
+        return encoded(self._tokenizer, text if self._special_tokens else cut_messages(self._tokenizer, text))
 
     def decoded(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens."""
@@ -53,7 +57,7 @@ class Template:
     @cached_property
     def ending(self) -> list[int]:
         """What ends the policy's message, up to the last end-of-sequence token; empty where the template writes none."""
-        token_ids = self.encoded(self._after([], prompt=False))
+        token_ids = encoded(self._tokenizer, self._after([], prompt=False))
         return token_ids[: len(token_ids) - token_ids[::-1].index(self.eos)] if self.eos in token_ids else []
 
     def following(self, observations: Messages) -> list[int]:
@@ -62,7 +66,8 @@ class Template:
         Raises:
             ConfigError: the template ends the policy's messages now in this way, now in another.
         """
-        token_ids, ending = self.encoded(self._after(observations, prompt=True)), self.ending
+        said = observations if self._special_tokens else cut_messages(self._tokenizer, observations)
+        token_ids, ending = encoded(self._tokenizer, self._after(said, prompt=True)), self.ending
         if token_ids[: len(ending)] != ending:
             raise ConfigError(
                 f"generator.chat_template: the template ends a message of the assistant with the tokens {ending}, but "

@@ -23,9 +23,10 @@ from typing import Any, Literal
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import CommitError, DataError, RunError
 from hpcrl.faults import fault
-from hpcrl.rundir.commit import Fence, committed, committed_by, discard, is_committed, read_json, unfenced, verify
+from hpcrl.rundir.commit import Fence, committed, committed_by, discard, is_committed, unfenced, verify
 from hpcrl.rundir.layout import Run, position_of, step_of
 from hpcrl.rundir.ledger import read_outcomes
+from hpcrl.rundir.records import damaged, read_object
 from hpcrl.rundir.starts import Line, failed_loads, given_up_by, last_started, read_starts
 
 NEVER_DELETED = 2  # the newest may turn out to be damaged when it is needed
@@ -271,7 +272,10 @@ def lost_with(run: Run, trainer: TrainerConfig) -> tuple[list[Path], dict[str, A
     """Return the newest checkpoints, newest first, from which training cannot go on with these settings, and what those were begun with."""
     lost, changed = list[Path](), dict[str, Any]()
     for path in reversed(line_of(run)):
-        facts = read_json(path / FACTS) if (position_of(path) or (0, 0))[1] else None
+        remedy = f"delete the checkpoint: hpcrl checkpoint rm {run.name} {path.name} --force"
+        facts = read_object(path / FACTS, remedy) if (position_of(path) or (0, 0))[1] else None
+        if facts and not isinstance(facts.get("settings"), dict):
+            raise damaged(path / FACTS, "it has no settings", remedy)
         differs = changed_since(facts["settings"], trainer) if facts else {}
         if not differs:
             break

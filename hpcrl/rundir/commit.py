@@ -108,10 +108,26 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value))
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is none, or nested more deeply than Python can follow.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_json(path: Path) -> Any | None:
-    """Return the JSON value at `path`, or None where there is no such file."""
+    """Return the JSON value at `path`, or None where there is no such file.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
     content = read_bytes(path)
-    return None if content is None else json.loads(content)
+    return None if content is None else parse_json(content)
 
 
 def read_bytes(path: Path) -> bytes | None:

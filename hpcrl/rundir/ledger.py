@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import socket
 import time
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from hpcrl.errors import CommitError
-from hpcrl.rundir.commit import committed, place, read_json, write_json
+from hpcrl.errors import CommitError, RunError
+from hpcrl.rundir.commit import committed, committed_by, parse_json, place, write_json
 from hpcrl.rundir.layout import Run, position_of
+from hpcrl.rundir.records import as_record, read_object
 
 Kind = Literal["done", "failed", "hang", "cancelled", "interrupted", "lost"]
+
+_OUTCOME_FILE = re.compile(r"(\d+)\.json", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -77,23 +82,54 @@ class Outcome:
 
 
 def read_attempts(run: Run) -> list[Attempt]:
-    """Return all attempts, oldest first; a half-written last line is ignored."""
+    """Return all attempts, oldest first; a half-written last line is ignored.
+
+    Raises:
+        RunError: a line is JSON, but no attempt.
+    """
     attempts = []
-    for line in run.attempts.read_text().splitlines() if run.attempts.is_file() else []:
+    for number, line in enumerate(run.attempts.read_bytes().splitlines() if run.attempts.is_file() else [], 1):
         try:
-            attempts.append(Attempt(**json.loads(line)))
-        except json.JSONDecodeError:
+            value = parse_json(line)
+        except ValueError:
             continue
+        attempts.append(as_record(Attempt, value, f"{run.attempts}, line {number},", "delete that line"))
+    return attempts
+
+
+def require_attempts(run: Run) -> list[Attempt]:
+    """Return all attempts, oldest first; look whether later ones than the last of them have left outcomes, checkpoints or logs.
+
+    Without their lines an attempt would begin under the number of an earlier one, whose outcome and files would count as its own.
+
+    Raises:
+        RunError: some have, or a line is damaged.
+    """
+    logs = run.logs(0).parent
+    named = [path.name for path in logs.iterdir()] if logs.is_dir() else []
+    marks = [committed_by(run.checkpoint(*at)) or 0 for at in committed(run.checkpoints, position_of)]
+    last = max([*_ended(run), *marks, *(int(name) for name in named if name.isdecimal())], default=0)
+    attempts = read_attempts(run)  # after the traces of attempts, which are younger than their lines
+    if last > max((attempt.number for attempt in attempts), default=0):
+        line = json.dumps({"number": last, "job": "unknown.0", "hosts": [], "started": 0.0})
+        raise RunError(
+            f"{run.attempts} does not know attempt {last}, of which there are outcomes, checkpoints or logs. Restore it from a backup, or write "
+            f"down that there was one: echo '{line}' >> {shlex.quote(str(run.attempts))}"
+        )
     return attempts
 
 
 def open_attempt(run: Run, job: str, hosts: list[str]) -> Attempt:
-    """Append the next attempt; one before it that left no outcome is lost. Called by the agent of node 0 alone."""
-    attempts = read_attempts(run)
+    """Append the next attempt; one before it that left no outcome is lost. Called by the agent of node 0 alone.
+
+    Raises:
+        RunError: as `require_attempts`.
+    """
+    attempts = require_attempts(run)
     if attempts and outcome_of(run, attempts[-1].number) is None:
         report_outcome(run, attempts[-1].number, "lost", "it ended without a word", "the next attempt")
     attempt = Attempt(attempts[-1].number + 1 if attempts else 1, job, hosts, time.time())
-    whole = not run.attempts.is_file() or run.attempts.read_text().endswith("\n")
+    whole = not run.attempts.is_file() or run.attempts.read_bytes().endswith(b"\n")
     with run.attempts.open("a") as file:
         file.write(("" if whole else "\n") + json.dumps(asdict(attempt)) + "\n")
         file.flush()
@@ -112,13 +148,16 @@ def _ended(run: Run) -> list[int]:
     Listing the folder makes a network filesystem forget that a file was not there a moment ago.
     """
     names = os.listdir(run.outcomes) if run.outcomes.is_dir() else []
-    return sorted(int(name.removesuffix(".json")) for name in names if not name.startswith("."))
+    return sorted(int(match[1]) for name in names if (match := _OUTCOME_FILE.fullmatch(name)))
 
 
 def read_outcomes(run: Run) -> list[Outcome]:
-    """Return how each attempt ended, oldest first."""
-    values = [read_json(run.outcome(attempt)) for attempt in _ended(run)]
-    return [Outcome(**value) for value in values if value]
+    """Return how each attempt ended, oldest first.
+
+    Raises:
+        RunError: an outcome is damaged; so do `read_outcome` and `outcome_of`.
+    """
+    return [outcome for attempt in _ended(run) if (outcome := _read(run, attempt))]
 
 
 def read_outcome(run: Run) -> Outcome | None:
@@ -129,8 +168,13 @@ def read_outcome(run: Run) -> Outcome | None:
 
 def outcome_of(run: Run, attempt: int) -> Outcome | None:
     """Return how attempt `attempt` ended, or None while it runs."""
-    value = read_json(run.outcome(attempt)) if attempt in _ended(run) else None
-    return Outcome(**value) if value else None
+    return _read(run, attempt) if attempt in _ended(run) else None
+
+
+def _read(run: Run, attempt: int) -> Outcome | None:
+    path, remedy = run.outcome(attempt), f"remove it: attempt {attempt} then counts as one that left no outcome"
+    value = read_object(path, remedy)
+    return None if value is None else as_record(Outcome, value, path, remedy)
 
 
 def report_outcome(run: Run, attempt: int, kind: Kind, message: str, source: str, host: str = "") -> Outcome:

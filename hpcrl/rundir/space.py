@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import shutil
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 from hpcrl.errors import CommitError
 from hpcrl.units import readable_size
 
+_NOTHING = 4096
 _FREE_UP = "make room (`hpcrl checkpoint ls` and `rm`, exports/, dumps/) or lower trainer.max_ckpts_to_keep, then `hpcrl resume`"
 _REMEDIES = {
     errno.ENOSPC: _FREE_UP,
@@ -30,15 +31,35 @@ def failure(path: Path, why: str, number: int | None = None, need: int | None = 
     """
     needs = f"needs about {readable_size(need)}, " if need else ""
     free = _free(path)
-    there = f" ({needs}{readable_size(free)} free)" if free is not None else ""
+    no_files = "; no more files fit, see `df -i`: delete some, of whatever size" if _free_files(path) == 0 else ""
+    there = f" ({needs}{readable_size(free)} free{no_files})" if free is not None else ""
     remedy = _REMEDIES.get(number or 0, f"look at the filesystem; if it is full: {_FREE_UP}")
     return CommitError(f"{path} could not be written: {why}{there}. Earlier commits are untouched; {remedy}")
 
 
+def exhausted(path: Path) -> str | None:
+    """Return that nothing more can be written at `path`; None where that is not so, or not known. A quota is not seen by this."""
+    free = _free(path)
+    if free is not None and free < _NOTHING:
+        return f"the filesystem of {path} is full ({readable_size(free)} free): {_FREE_UP}"
+    return f"the filesystem of {path} takes no more files, see `df -i`: delete some" if _free_files(path) == 0 else None
+
+
 def _free(path: Path) -> int | None:
+    found = _statvfs(path)
+    return found.f_bavail * found.f_frsize if found else None
+
+
+def _free_files(path: Path) -> int | None:
+    """Return how many files can be made; None where the filesystem does not count them."""
+    found = _statvfs(path)
+    return found.f_favail if found and found.f_files else None
+
+
+def _statvfs(path: Path) -> os.statvfs_result | None:
     for place in (path, *path.parents):
         try:
-            return shutil.disk_usage(place).free
+            return os.statvfs(place)
         except FileNotFoundError:
             continue
         except OSError:

@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcrl.rundir.commit import parse_json
 from hpcrl.rundir.layout import Run, position_of
 from hpcrl.rundir.ledger import Outcome, outcome_of
+from hpcrl.rundir.records import damaged
 
 Line = dict[str, Any]
 
@@ -39,14 +41,27 @@ def note(run: Run, line: Line) -> None:
 
 
 def read_starts(run: Run) -> list[Line]:
-    """Return all lines, oldest first; one that was cut off is ignored."""
+    """Return all lines, oldest first; one that was cut off is ignored.
+
+    Raises:
+        RunError: a line is JSON, but none of these.
+    """
     lines = []
-    for line in run.starts.read_bytes().splitlines() if run.starts.is_file() else []:
+    for number, line in enumerate(run.starts.read_bytes().splitlines() if run.starts.is_file() else [], 1):
         try:
-            lines.append(json.loads(line))
+            value = parse_json(line)
         except ValueError:
             continue
+        if not _is_line(value):
+            raise damaged(f"{run.starts}, line {number},", f"found {value!r:.80}", "delete that line")
+        lines.append(value)
     return lines
+
+
+def _is_line(value: Any) -> bool:
+    if not isinstance(value, dict) or type(value.get("attempt")) is not int:
+        return False
+    return isinstance(value.get("from"), str | None) and isinstance(value.get("loads", ""), str)
 
 
 def last_started(lines: Sequence[Line]) -> int:

@@ -8,12 +8,16 @@ from __future__ import annotations
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from hpcrl.errors import RunError
 from hpcrl.faults import fault
-from hpcrl.rundir.commit import read_json, write_json
+from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.records import as_record, read_object
 from hpcrl.runtime.heartbeat import Heartbeat
 
 CONTROLLER = "controller"
@@ -23,6 +27,7 @@ GIVEN_UP = "given up"
 """How the state of a replica begins that failed, and once its agent will not start it again; the reason follows."""
 
 _LEFT = ("finished", "stopped")
+_REMEDY = "remove it: its process writes it again"
 
 
 @dataclass(frozen=True)
@@ -78,26 +83,40 @@ class StatusWriter:
             self._refused = True
 
     def _write(self, process_status: ProcessStatus) -> None:
-        if (written := read_json(self._path)) and written["attempt"] > self._attempt:
-            return  # this process was thought dead, and another has its place
+        with suppress(RunError):  # one that is damaged is replaced
+            if (written := _read(self._path)) and written.attempt > self._attempt:
+                return  # this process was thought dead, and another has its place
         fault("process_status")
         write_json(self._path, asdict(process_status))
 
 
 def read_process_status(run: Run, process: str, attempt: int) -> ProcessStatus | None:
-    """Return the process status of one process in one attempt, or None where it has none yet."""
-    value = read_json(run.status_file(process))
-    return ProcessStatus(**value) if value and value["attempt"] == attempt else None
+    """Return the process status of one process in one attempt, or None where it has none yet.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    status = _read(run.status_file(process))
+    return status if status and status.attempt == attempt else None
 
 
 def read_process_statuses(run: Run, attempt: int | None = None) -> list[ProcessStatus]:
-    """Return the process statuses of a run, of one attempt only where `attempt` is given, ordered by process name."""
+    """Return the process statuses of a run, of one attempt only where `attempt` is given, ordered by process name.
+
+    Raises:
+        RunError: a file is damaged.
+    """
     statuses = []
     for path in sorted(run.endpoints.glob("*.json")) if run.endpoints.is_dir() else []:
-        value = read_json(path)
-        if value is not None and "process" in value:
-            statuses.append(ProcessStatus(**value))
+        if status := _read(path):
+            statuses.append(status)
     return [status for status in statuses if attempt is None or status.attempt == attempt]
+
+
+def _read(path: Path) -> ProcessStatus | None:
+    """Return the process status at `path`; None where there is none, or the rendezvous of an attempt."""
+    value = read_object(path, _REMEDY)
+    return as_record(ProcessStatus, value, path, _REMEDY) if value is not None and "process" in value else None
 
 
 def trainer_left(run: Run, attempt: int) -> bool:

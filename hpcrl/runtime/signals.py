@@ -115,12 +115,17 @@ def ask_to_stop(run: Run, attempt: int, reason: Reason) -> None:
 
 
 def stop_asked(run: Run, attempt: int) -> Reason | None:
-    """Return why attempt `attempt` is to stop, or None. A file that is no JSON, made by hand, interrupts it."""
+    """Return why attempt `attempt` is to stop, or None. A file that is no request, made by hand, interrupts it."""
     try:
         request = read_json(run.stop)
     except ValueError:
         return "interrupted"
-    return request["reason"] if request and request["attempt"] == attempt else None
+    if request is None:
+        return None
+    try:
+        return request["reason"] if request["attempt"] == attempt else None
+    except (TypeError, KeyError):
+        return "interrupted"
 
 
 _PR_SET_PDEATHSIG = 1

@@ -78,6 +78,7 @@ def test_which_ranks_share_a_copy() -> None:
         ({"environment": {"env_class": "gsm8k"}}, False),
         ({"environment": {"reward_function": {"format": 1.0}}}, False),
         ({"environment": {"env_class": "tests.rollout.environments:CountLetters"}}, True),
+        ({"environment": {"allowed_env_classes": ["tests.rollout.environments:CountLetters"]}}, True),
         ({"environment": {"reward_function": {"tests.rollout.test_rewards:length": 1.0}}}, True),
         ({"python_path": ["."]}, True),
     ],

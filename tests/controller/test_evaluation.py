@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from hpcrl.controller.evaluation import pass_at, scores
+from hpcrl.controller.evaluation import MOST_SOURCES, by_source, pass_at, scores
 from hpcrl.types import GroupMeta
 
 
@@ -35,6 +35,19 @@ def test_pass_at_k_of_many_samples() -> None:
     for at in range(1000 - 17 + 1, 1001):
         product *= 1 - 64 / at
     assert pass_at(64, [1.0] * 17 + [0.0] * 983) == pytest.approx(1 - product, rel=1e-12)
+
+
+def test_what_a_dataset_calls_its_sources_is_fit_for_a_name_and_limited_in_number() -> None:
+    found = scores([group("a\x1b]0;x\x07\u202e\n/b" + "c" * 200, [1.0]), group("Übung 1", [0.0])])
+    sources = {name.split("/")[1] for name in found}
+    assert sources == {"all", "a_]0;x____b".replace("]", "_") + "c" * 69, "Übung 1"}
+    many = [group(f"s{number:03}", [1.0]) for number in range(100)] + [group("s099", [0.0])]
+    sources = {name.split("/")[1] for name in scores(many)}
+    assert len(sources) == MOST_SOURCES + 2
+    assert {"all", "other", "s000", "s099"} <= sources, "the most frequent have names"
+    assert {name: len(members) for name, members in by_source(many).items() if name in ("all", "other")} == {
+        "all": 101, "other": 36,
+    }  # fmt: skip
 
 
 def test_each_data_source_has_its_own_scores() -> None:

@@ -54,7 +54,7 @@ def test_rows_without_a_ground_truth(extras: dict[str, Any]) -> None:
 
 
 def test_evaluation_has_needs_of_its_own() -> None:
-    environment = EnvironmentConfig(eval_reward_function={"gsm8k": 1.0})
+    environment = EnvironmentConfig(env_class="mine:Own", eval_reward_function={"gsm8k": 1.0})
     assert not fails(environment, None)
     assert fails(environment, "forty-two", "eval")
     required = "env_class_required"
@@ -72,6 +72,12 @@ def test_evaluation_has_needs_of_its_own() -> None:
         ({"env_class": "countdown", "nums": [1, 2], "target": 3}, None),
         ({"env_class": "format"}, None),
         ({"env_class": "not_installed_here:Own"}, None),
+        ({"env_class": "not_installed_here:Further"}, None),
+        (
+            {"env_class": "subprocess:Popen"},
+            r"rows\.jsonl, row uid 0: environment 'subprocess:Popen' is not one that the conf",
+        ),
+        ({"env_class": "not_installed_here:own"}, r"environment\.allowed_env_classes = \[\"not_installed_here:own\"\]"),
     ],
 )
 def test_rows_are_tried_on_their_environment(tmp_path: Path, row: dict[str, Any], told: str | None) -> None:
@@ -81,11 +87,12 @@ def test_rows_are_tried_on_their_environment(tmp_path: Path, row: dict[str, Any]
         load_dataset([str(tmp_path / "rows.jsonl")], ("train",), DataConfig(train_data=[]), environment, 1)
 
     load(EnvironmentConfig(reward_function={"format": 1.0}))  # which pays in the place of any environment
+    own = EnvironmentConfig(env_class="not_installed_here:Own", allowed_env_classes=["not_installed_here:Further"])
     if told is None:
-        load(EnvironmentConfig())
+        load(own)
     else:
         with pytest.raises(DataError, match=told):
-            load(EnvironmentConfig())
+            load(own)
 
 
 def test_rows_of_the_page_on_data(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def test_users_own_class():
         ("shouting_env:LIMIT", "no class 'LIMIT'"),
         ("shouting_env:", "no class ''"),
         (":Shout", "cannot import ''"),
+        ("subprocess:Popen", "'subprocess:Popen' has no method 'init'"),
     ],
 )
 @pytest.mark.usefixtures("own_module")

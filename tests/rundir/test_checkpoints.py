@@ -344,8 +344,9 @@ def test_what_was_loaded_since_has_not_failed(run: Run) -> None:
 
 def test_an_older_attempt_puts_nothing_into_quarantine(begun: Run) -> None:
     for attempt in (2, 3):
+        assert open_attempt(begun, f"7.{attempt}", ["node-2"]).number == attempt
         fail(begun, attempt)
-    open_attempt(begun, "7.1", ["node-2"])
+    open_attempt(begun, "7.4", ["node-2"])
     with pytest.raises(CommitError, match="writes no more"):
         newest_usable(begun, 1, print, fence=lambda: require_newest(begun, 1))
     assert names(begun) == ["s000010", "s000020"]

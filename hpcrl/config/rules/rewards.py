@@ -104,6 +104,8 @@ def environments(config: ConfigTree) -> Iterator[Problem]:
     gym, path, name = config.environment.skyrl_gym, "environment.skyrl_gym", config.environment.env_class
     if name is not None:
         yield from misnamed("environment.env_class", name, ENVIRONMENTS, "one of", "Class")
+    for own in config.environment.allowed_env_classes:
+        yield from misnamed("environment.allowed_env_classes", own, ENVIRONMENTS, "one of", "Class")
     if name == "text2sql" and gym.text2sql.db_path is None:
         yield Problem(f"{path}.text2sql.db_path", "required by text2sql: the folder of the databases")
     if name == "llm_as_a_judge" and gym.llm_as_a_judge.model is None:

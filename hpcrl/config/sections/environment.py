@@ -126,6 +126,9 @@ class EnvironmentConfig:
     env_class: str | None = None
     """Environment of rows that have no env_class column: a name that `hpcrl env ls` shows, or your own as "package.module:Class"; unset: every row must have one, unless reward_function or remote_reward scores."""
 
+    allowed_env_classes: list[str] = field(default_factory=list)
+    """Environments of your own, as "package.module:Class", that rows may name in their column env_class beside those of hpcrl and the one of env_class. Rows that name any other are refused, so that no dataset chooses what code runs."""
+
     reward_function: dict[str, float] = field(default_factory=dict)
     """Named rewards and their weights in the sum that is each sample's reward, instead of an environment's: single_choice (the answer in <answer> tags, as a text), boxed_math (the answer as a formula, by math-verify), gsm8k (the number after ####), direct_math (the line after "Answer:", 1 or -1), format (<think> and <answer> tags), overlong (a penalty on long responses), or your own as "package.module:function". With weight 0 a reward is only reported, as environment/<name>. Empty: the environment scores."""
 

@@ -164,6 +164,9 @@ class ChatTemplateConfig:
     """Chat template instead of the tokenizer's own: a file of at most 1 MiB, or a name: qwen3_with_thinking (ChatML),
     qwen3_without_thinking (the same without the thoughts of all but the assistant's last turn)."""
 
+    allow_special_tokens: bool = False
+    """Whether special tokens (<|im_end|>, <s>, …) that are written in messages, of datasets and of environments, become those tokens; false: they are text like any other."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorConfig:

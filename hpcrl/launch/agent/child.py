@@ -14,11 +14,16 @@ from pathlib import Path
 
 from hpcrl import errors
 from hpcrl.errors import ConfigError, DataError, UserCodeError
+from hpcrl.rundir.space import exhausted
 from hpcrl.runtime.signals import die_with_parent
 
 _TAIL = 64 << 10
 # How torchrun ends its report of the first rank that failed.
 _ROOT_CAUSE = re.compile(r"^Root Cause .*?^\s+rank +: (\d+).*?^\s+traceback : (.+?)^={20,}$", re.DOTALL | re.MULTILINE)
+_NO_TRACEBACK = re.compile(
+    r"\s*To enable traceback see"
+)  # of a rank that ended while its script was read, or could write nothing
+_OF_TORCHRUN = re.compile(r"(?:\S+: )?(?:torch\.distributed\.elastic\.[\w.]+\.)?ChildFailedError\b")
 _OUR_NAMES = [name for name, kind in vars(errors).items() if isinstance(kind, type)]
 _OUR_ERROR = re.compile(rf"(?:hpcrl\.errors\.)?(?:{'|'.join(_OUR_NAMES)}): ")
 _ERROR_LINE = re.compile(r"^(?:\S+: )?(?:[\w.]+(?:Error|Exception|Interrupt|Exit)\b.*)$")
@@ -77,17 +82,22 @@ class Child:
 
     def first_error(self) -> str:
         """Return why the process failed, in one line, with the log that has the rest."""
-        return f"{self.name}: {self._reason()} (log: {self._log})"
+        full = exhausted(self._log)  # then the log may lack what was said at last
+        return f"{self.name}: {self._reason()}{f'; {full}' if full else ''} (log: {self._log})"
 
     def _reason(self) -> str:
-        if cause := _ROOT_CAUSE.search(self.log_tail()):
+        tail = self.log_tail()
+        cause = _ROOT_CAUSE.search(tail)
+        if cause and not _NO_TRACEBACK.match(cause[2]):
             return f"rank {cause[1]}: {cause[2].strip().splitlines()[-1].strip()}"
-        lines = [line.strip() for line in self.log_tail().splitlines() if _ERROR_LINE.match(line.strip())]
+        rank = f"rank {cause[1]}: " if cause else ""
+        lines = [line.strip() for line in tail.splitlines() if _ERROR_LINE.match(line.strip())]
+        lines = [line for line in lines if not _OF_TORCHRUN.match(line)]
         if ours := [line for line in lines if _OUR_ERROR.match(line)]:
-            return ours[-1]
+            return rank + ours[-1]
         status = self._process.returncode
         ended = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        return lines[-1] if lines else ended
+        return rank + (lines[-1] if lines else ended)
 
     def kill_group(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

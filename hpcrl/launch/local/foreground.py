@@ -14,6 +14,7 @@ from hpcrl.launch.agent.child import Child
 from hpcrl.launch.submit.submit import code_sources
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import read_process_status
+from hpcrl.text import printable
 
 _LOOK_S = 0.2
 _GRACE_S = 15.0
@@ -59,4 +60,4 @@ def run_here(
 
 
 def to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

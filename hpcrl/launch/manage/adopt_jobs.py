@@ -51,11 +51,13 @@ def _run_of(job: str, script: Path) -> Run | None:
     """Return the run that an element of a job array runs, from the end of its batch script."""
     try:
         match = _ELEMENTS.search(script.read_text())
-    except OSError:
+        runs = read_json(Path(shlex.split(match[1])[0])) if match else None
+    except (OSError, ValueError):  # not there any more, or damaged
         return None
-    runs = read_json(Path(shlex.split(match[1])[0])) if match else None
     index = job.partition("_")[2]
-    return Run(Path(runs[int(index)])) if runs and index.isdigit() and int(index) < len(runs) else None
+    if not isinstance(runs, list) or not index.isdigit() or int(index) >= len(runs):
+        return None
+    return Run(Path(runs[int(index)])) if isinstance(runs[int(index)], str) else None
 
 
 def _record(run: Run, before: Mapping[str, Any], job: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from hpcrl.errors import RunError
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
+from hpcrl.text import log_lines
 
 _POLL_S = 0.5
 
@@ -27,7 +28,7 @@ def _new_lines(path: Path, offsets: dict[Path, int]) -> Iterator[str]:
             if not line.endswith(b"\n"):
                 break
             offsets[path] = offsets.get(path, 0) + len(line)
-            yield line.decode(errors="replace").rstrip("\n")
+            yield line.decode(errors="replace").rstrip("\r\n")
 
 
 def show(run: Run, role: str | None, attempt: int | None) -> dict[Path, int]:
@@ -65,5 +66,6 @@ def follow(run: Run, role: str | None, over: Callable[[], bool]) -> None:
 def _print_new(files: list[Path], offsets: dict[Path, int]) -> None:
     for path in files:
         for line in _new_lines(path, offsets):
-            print(f"{path.parent.name}/{path.stem} | {line}")
+            for part in log_lines(line):
+                print(f"{path.parent.name}/{path.stem} | {part}")
     sys.stdout.flush()

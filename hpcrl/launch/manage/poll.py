@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
+from hpcrl.errors import RunError
 from hpcrl.launch.manage.state import RunState
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Outcome, outcome_of, read_attempts
@@ -41,11 +43,21 @@ class RunPoller:
         return state
 
     def over(self) -> bool:
-        return self.state().over
+        """Return whether the run is over.
+
+        Raises:
+            SubmitError, RunError: `ask` did, or that cannot be told, because a file is damaged.
+        """
+        state = self.state()
+        if state.damaged:
+            raise RunError(state.complaint)
+        return state.over
 
     def _outcome(self) -> Outcome | None:
-        attempts = read_attempts(self._run)
-        return outcome_of(self._run, attempts[-1].number if attempts else 0)
+        with suppress(RunError):  # a file is damaged, which the state tells
+            attempts = read_attempts(self._run)
+            return outcome_of(self._run, attempts[-1].number if attempts else 0)
+        return None
 
 
 def _pause(state: RunState, outcome: Outcome | None) -> float:

@@ -12,6 +12,7 @@ import tomli
 from hpcrl.rundir.checkpoints import line_of
 from hpcrl.rundir.commit import COMMIT
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.records import damaged
 from hpcrl.runtime.process_status import ProcessStatus
 from hpcrl.units import duration
 
@@ -113,7 +114,12 @@ def _age(path: os.PathLike[str]) -> float | None:
 
 def _replicas(run: Run) -> int | None:
     # not by Config, which would import the modules of a user's config_class
-    config = tomli.loads(run.config.read_text())
+    try:
+        config = tomli.loads(run.config.read_text())
+    except ValueError as error:
+        raise damaged(
+            run.config, f"it is no TOML ({error})", "copy config.<attempt>.toml, if one is beside it"
+        ) from None
     gang = config.get("generator", {}).get("inference_engine", {}).get("num_engines")
     pool = config.get("slurm", {}).get("elastic", {}).get("replicas", 0)
     return None if gang is None else gang + pool

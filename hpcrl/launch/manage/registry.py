@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_outcome
 
 _MOST_LISTED = 8
+_TEXTS = ("executor", "host", "job_id")
 
 
 def all_runs(root: Path) -> list[Run]:
@@ -104,10 +108,10 @@ def _states(runs: Sequence[Run], patience_s: float) -> list[RunState]:
     for run, submission in submissions.items():
         if submission.get("executor") == "local":
             jobs[run] = _local(submission)
+        elif not submission and records[run] is None:
+            jobs[run] = JobState("UNKNOWN", _unrecorded(run))
         elif failure:
             jobs[run] = GONE if _is_final(run) else JobState("UNKNOWN", failure)
-        elif not submission and records[run] is None:
-            jobs[run] = JobState("UNKNOWN", f"{run.submission} is damaged, so its job is not known")
         else:
             jobs[run] = find_job(submission.get("job_id", ""), queued)
     forgotten = {
@@ -117,24 +121,39 @@ def _states(runs: Sequence[Run], patience_s: float) -> list[RunState]:
     }
     accounted = accounting(forgotten.values())
     jobs |= {run: accounted.get(job, GONE) for run, job in forgotten.items()}
-    return [state_of(run, submissions[run], jobs[run], run in found) for run in runs]
+    states = [state_of(run, submissions[run], jobs[run], run in found) for run in runs]
+    return [
+        replace(state, damaged=True) if records[state.run] is None and not state.found else state for state in states
+    ]
 
 
 def _submission(run: Run) -> dict[str, Any] | None:
     """Return the record of a run's last job; {} where there is none, None where it is damaged."""
     try:
         record = read_json(run.submission)
-    except ValueError:
+    except (ValueError, OSError):
         return None
     if record is None:
         return {}
-    return record if isinstance(record, dict) and {"executor", "host", "job_id"} <= record.keys() else None
+    if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in _TEXTS):
+        return None
+    overrides = record.setdefault("overrides", [])
+    listed = isinstance(overrides, list) and all(isinstance(override, str) for override in overrides)
+    return record if listed and type(record.setdefault("submitted", 0.0)) in (int, float) else None
+
+
+def _unrecorded(run: Run) -> str:
+    gone = json.dumps({"executor": "slurm", "host": "", "job_id": "0"})
+    return (
+        f"{run.submission} is damaged, so its job is not known. Restore it from a backup; or, if squeue shows no job of {run.name}, write down "
+        f"that there is none: echo '{gone}' > {shlex.quote(str(run.submission))} (\"local\" for a run with --local)"
+    )
 
 
 def _is_final(run: Run) -> bool:
     try:
         outcome = read_outcome(run)
-    except (ValueError, TypeError):  # damaged, which its state tells
+    except (RunError, OSError):  # damaged, which its state tells
         return False
     return outcome is not None and outcome.final
 

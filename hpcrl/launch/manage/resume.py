@@ -104,6 +104,8 @@ def _ended(run: Run) -> RunState:
         time.sleep(LOOK_S)
     if not state.over:
         raise RunError(f"{run.name} is {state.kind}; there is nothing to resume")
+    if state.damaged:
+        raise RunError(state.complaint)
     if state.kind == "done":
         last = line_of(run)[-1] if line_of(run) else "a checkpoint of it"
         raise RunError(

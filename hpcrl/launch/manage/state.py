@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from hpcrl.errors import RunError
 from hpcrl.launch.manage.progress import SILENT_S, Progress, progress_of
 from hpcrl.launch.requeue.policy import RequeueDecision, requeue_decision
 from hpcrl.launch.scheduler import GONE, JobState
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import Attempt, Outcome, outcome_of, read_attempts
+from hpcrl.rundir.ledger import Attempt, Outcome, outcome_of, require_attempts
 from hpcrl.runtime.process_status import ProcessStatus, read_process_statuses
 from hpcrl.runtime.signals import stop_asked
 from hpcrl.units import duration
@@ -31,6 +32,7 @@ class RunState:
         detail: why it waits, the first error, or how far it is.
         advice: what to do, or empty.
         found: the job was not recorded, and found in the queue.
+        damaged: a file that says more cannot be read; detail names it.
     """
 
     run: Run
@@ -44,12 +46,18 @@ class RunState:
     detail: str
     advice: str = ""
     found: bool = False
+    damaged: bool = False
 
     @property
     def over(self) -> bool:
         if not self.job.known:
             return self.outcome is not None and self.outcome.final
         return not self.job.active
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong with a run of which a file is damaged, and what to do."""
+        return "; ".join(filter(None, [self.detail, self.advice]))
 
     @property
     def at_work(self) -> bool:
@@ -66,14 +74,19 @@ def state_of(run: Run, submission: dict[str, Any], job: JobState, found: bool = 
     """
     try:
         return _state_of(run, submission, job, found)
-    except (ValueError, KeyError, TypeError) as error:  # what cut-off or foreign JSON and TOML lead to
-        nothing = Progress("", None, None, None, 0, None, None, None, None)
+    except RunError as error:
+        detail, advice = str(error), ""
+    except OSError as error:
+        detail, advice = f"{error.filename} cannot be read: {error.strerror}", "make it readable, or remove it"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # numbers that are texts, and the like
         detail = f"a file in {run.path} is damaged ({type(error).__name__}: {error})"
-        return RunState(run, submission, job, 0, None, [], nothing, "unknown", detail, "restore it, or remove the run")
+        advice = "restore it, or remove the run"
+    nothing = Progress("", None, None, None, 0, None, None, None, None)
+    return RunState(run, submission, job, 0, None, [], nothing, "unknown", detail, advice, damaged=True)
 
 
 def _state_of(run: Run, submission: dict[str, Any], job: JobState, found: bool) -> RunState:
-    attempts = read_attempts(run)
+    attempts = require_attempts(run)
     attempt = attempts[-1] if attempts else None
     number = attempt.number if attempt else 0
     outcome = outcome_of(run, number)
@@ -162,7 +175,7 @@ class _View:
     def _decision(self) -> RequeueDecision | None:
         try:
             return requeue_decision(self.run)
-        except (KeyError, ValueError):  # the configuration of an older hpcrl
+        except (KeyError, ValueError, TypeError):  # the configuration of an older hpcrl, or none
             return None
 
     def _gone(self) -> tuple[str, str, str]:

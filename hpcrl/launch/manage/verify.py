@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from hpcrl.data.group_file import check_group
 from hpcrl.data.weight_files import check_weights
 from hpcrl.errors import CommitError, DataError
 from hpcrl.rundir.checksums import changed_files
-from hpcrl.rundir.commit import committed, is_committed, verify
+from hpcrl.rundir.commit import committed, is_committed, parse_json, verify
 from hpcrl.rundir.layout import Run, position_of, step_of, version_of
 
 
@@ -67,7 +66,7 @@ def _json_lines(path: Path, whole: bool = False) -> Iterator[str]:
         if not whole and not line.endswith(b"\n"):
             continue
         try:
-            if not isinstance(json.loads(line), dict):
+            if not isinstance(parse_json(line), dict):
                 raise ValueError("it is no object")
         except ValueError as error:
             yield f"{path}{'' if whole else f', line {number}'}: {error}"

@@ -24,9 +24,9 @@ from hpcrl.rundir.ledger import (
     find_attempt,
     open_attempt,
     outcome_of,
-    read_attempts,
     read_outcome,
     report_outcome,
+    require_attempts,
 )
 from hpcrl.runtime.signals import stop_asked
 
@@ -37,8 +37,11 @@ def ended_before(run: Run, job: str) -> Outcome | None:
     """Return the outcome by which a run was over when this start of its job began, or None.
 
     An attempt that was asked to cancel, and killed before it wrote an outcome, is cancelled here.
+
+    Raises:
+        RunError: as `require_attempts`: an old outcome would count as that of this start.
     """
-    attempts, outcome = read_attempts(run), read_outcome(run)
+    attempts, outcome = require_attempts(run), read_outcome(run)
     newest = attempts[-1] if attempts else None
     if newest and newest.job_id == _job_id(job) and newest.job != job and stop_asked(run, newest.number) == "cancelled":
         cancel_outcome(run, newest.number)

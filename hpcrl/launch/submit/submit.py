@@ -43,6 +43,7 @@ from hpcrl.launch.submit.sweep import run_names
 from hpcrl.rundir.checksums import note_checksums
 from hpcrl.rundir.commit import discard, write_json, write_text
 from hpcrl.rundir.layout import Run, default_root
+from hpcrl.text import printable
 
 
 def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submission:
@@ -170,7 +171,7 @@ def launch(submission: Submission, local: bool) -> None:
             'slurm.container: with --local the agents run as they are here; set slurm.container.kind = "none"'
         )
     for finding in [] if local else of_request(config.slurm, pool_has_scarce_cores(config)):
-        print(f"hpcrl: {finding.found}: {finding.remedy}", file=sys.stderr)
+        print(printable(f"hpcrl: {finding.found}: {finding.remedy}"), file=sys.stderr)
     write_json(submission.element_list, [str(run.path) for run in runs])
     executor = local_executor(submission) if local else slurm_executor(submission)
     paths, jobs = [str(run.path) for run in runs], list[Job[Any]]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from hpcrl import errors
+from hpcrl.errors import CommitError
 from hpcrl.launch.agent.child import Child
+from hpcrl.rundir.space import explained
 
 
 def wait(child: Child, seconds: float = 10) -> int:
@@ -68,6 +71,67 @@ def test_a_killed_process_says_by_which_signal(tmp_path: Path) -> None:
     child = start(tmp_path, "import os; os.kill(os.getpid(), 9)")
     wait(child)
     assert "killed by SIGKILL" in child.first_error()
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("def main(:\n", "trainer-0: rank 0: SyntaxError: invalid syntax (log: "),
+        (
+            "import nothing_of_the_kind\n",
+            "trainer-0: rank 0: ModuleNotFoundError: No module named 'nothing_of_the_kind' (log: ",
+        ),
+        ("raise SystemExit(7)\n", "trainer-0: rank 0: exit status 1 (log: "),
+    ],
+)
+def test_first_error_of_a_script_that_ended_before_torchrun_could_see_why(
+    tmp_path: Path, script: str, expected: str
+) -> None:
+    """Its report then is an address where one may read how to get a better one."""
+    (tmp_path / "rank.py").write_text(script)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=1",
+        str(tmp_path / "rank.py"),
+    ]
+    child = Child("trainer-0", command, os.environ, tmp_path / "trainer.log")
+    wait(child, 60)
+    assert expected in child.first_error()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts a filesystem")
+@pytest.mark.parametrize(
+    ("options", "fill", "expected"),
+    [
+        ("size=64k", "open(f'{place}/x', 'wb').write(bytes(1 << 20))", r"is full \(0 B free\): make room"),
+        ("nr_inodes=9", "[open(f'{place}/{n}', 'x').close() for n in range(9)]", "takes no more files, see `df -i`"),
+    ],
+)
+def test_a_full_filesystem_is_told_where_the_log_could_not(
+    tmp_path: Path, options: str, fill: str, expected: str
+) -> None:
+    place = tmp_path / "full"
+    place.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("may mount nothing")
+    try:
+        code = f"place = {str(place)!r}\ntry:\n  {fill}\nexcept OSError: raise SystemExit(1)"
+        child = Child("trainer-0", [sys.executable, "-c", code], os.environ, place / "trainer.log")
+        assert wait(child) == 1
+        assert re.search(expected, child.first_error())
+        if "nr_inodes" in options:
+            with (
+                pytest.raises(CommitError, match=r"No space left .*free; no more files fit, see `df -i`"),
+                explained(place),
+            ):
+                (place / "another").touch()
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,18 @@ def test_job_that_nobody_recorded_is_found_in_the_queue(
     assert state(other).submission["job_id"] == "8_0"
 
 
+@pytest.mark.parametrize("content", ["", "{", "7", "[1, 2]", "[" * 100_000])
+def test_a_damaged_list_of_another_sweep_hides_no_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    submitted(run, "5_0")
+    script = script_of(tmp_path / "runs" / "project" / ".slurm" / "sweep", [run])
+    for path in script.parent.glob("*.json"):
+        path.write_text(content)
+    squeue(monkeypatch, tmp_path, f"5_0|PENDING|N/A|Priority|{script}", f"8_1|PENDING|N/A|Priority|{script}")
+    assert state(run).kind == "pending"
+
+
 def test_resume_that_died_before_it_recorded_its_job(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     submitted(run, "5_0")
     write_json(run.submission, {**json.loads(run.submission.read_text()), "overrides": ["trainer.seed=1"]})

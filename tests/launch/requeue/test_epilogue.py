@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.errors import RunError
 from hpcrl.launch.requeue.epilogue import concluded, ended_before
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
@@ -81,6 +82,15 @@ def test_cancel_wins_over_a_requeue_by_slurm(tmp_path: Path) -> None:
     before = ended_before(run, "7_0.1")
     assert before is not None
     assert before.kind == "cancelled"
+
+
+def test_a_start_that_finds_no_list_of_attempts_is_not_over_by_an_old_outcome(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    open_attempt(run, "7_0.0", ["n1"])
+    report_outcome(run, 1, "cancelled", "cancelled by the user", "agent-0")
+    run.attempts.unlink()
+    with pytest.raises(RunError, match="does not know attempt 1"):
+        ended_before(run, "9_0.0")
 
 
 def test_interrupted_run_is_requeued_and_the_script_waits_to_be_ended(tmp_path: Path) -> None:

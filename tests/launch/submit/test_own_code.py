@@ -66,6 +66,7 @@ def told(given: list[str], *files: Path) -> str:
         ("trainer.algorithm.policy_loss_type", "own_a:greedy_loss", "its parameter 'surprise' is no setting"),
         ("trainer.algorithm.advantage_estimator", "own_a:estimate", "has no function 'estimate'"),
         ("environment.env_class", "own_a:Your", "has no class 'Your'"),
+        ("environment.env_class", "subprocess:Popen", "has no method 'init'"),
         ("environment.env_class", "hpcrl.nothing:Your", "cannot import 'hpcrl.nothing'"),
     ],
 )
@@ -100,7 +101,11 @@ def test_a_module_that_cannot_be_imported_is_refused(tmp_path: Path, text: str) 
 
 
 @pytest.mark.parametrize(
-    "where", ["import absent_here\n", "class Mine:\n def __init__(self, extras):\n  import absent_here\n"]
+    "where",
+    [
+        "import absent_here\n",
+        "class Mine:\n init = step = close = print\n def __init__(self, extras):\n  import absent_here\n",
+    ],
 )
 def test_a_package_that_only_this_machine_lacks_is_a_warning(tmp_path: Path, where: str) -> None:
     name = f"own_lacking_{len(where)}"

@@ -106,7 +106,16 @@ def test_folders_of_ones_own_modules_must_be_there(tmp_path: Path) -> None:
         ({"prompt": "2+2"}, ["environment.reward_function={format=1}"], None),
         ({"prompt": "2+2", "env_class": "arithmetic"}, [], r"row uid 0: the row needs a ground truth"),
         ({"prompt": "2+2", "env_class": "arithmetics"}, [], r"row uid 0: .* did you mean arithmetic"),
-        ({"prompt": "2+2", "env_class": "mine.envs:Mine"}, [], r"row uid 0: .* cannot import 'mine.envs'"),
+        (
+            {"prompt": "2+2", "env_class": "subprocess:Popen"},
+            [],
+            r"rows.jsonl, row uid 0: .*environment\.allowed_env_classes",
+        ),
+        (
+            {"prompt": "2+2", "env_class": "mine.envs:Mine"},
+            ["environment.allowed_env_classes=['mine.envs:Mine']"],
+            r"allowed_env_classes: .*cannot import 'mine.envs'",
+        ),
     ],
 )
 def test_the_first_row_of_a_dataset_is_looked_at(

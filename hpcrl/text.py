@@ -1,0 +1,34 @@
+"""Text that comes from elsewhere (datasets, policies, environments, users' exceptions, files of a run), made fit for a terminal or a name."""
+
+from __future__ import annotations
+
+import re
+
+# What steers a terminal, turns the direction of text or ends a line where others see none, and halves of characters, which no terminal
+# can be given. Newline and tab are none of them.
+_STEERING = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_NOT_IN_NAMES = re.compile(r"[^\w .,:;+=@%()/-]")
+_LONGEST_NAME = 80
+
+
+def printable(text: str) -> str:
+    """Return text with what would steer a terminal shown as \\u001b; lines and tabs stay. A JSON text means the same afterwards."""
+    return _STEERING.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def one_line(text: str) -> str:
+    """Return text as `printable`, in one line."""
+    return printable(text.replace("\n", " "))
+
+
+def log_lines(text: str) -> list[str]:
+    """Return a line of a log as `printable`, without its colours; what was written over with a carriage return comes as lines of its own."""
+    return [printable(part) for part in _COLOUR.sub("", text).split("\r") if part] or [""]
+
+
+def metric_name(text: str) -> str:
+    """Return text as a part of a metric's name: letters, digits and some signs, of at most 80 characters."""
+    return _NOT_IN_NAMES.sub("_", text)[:_LONGEST_NAME]
