@@ -286,7 +286,7 @@ def _verified(path: Path, checksums: bool) -> dict[str, Any]:
     manifest = path / MANIFEST
     try:
         mark = read_json(path / COMMIT)
-        expected = mark["manifest"] if mark is not None else None
+        expected, by = (mark["manifest"], mark["attempt"]) if mark is not None else (None, None)
     except (ValueError, TypeError, KeyError):
         raise CommitError(f"{path / COMMIT} is no mark of a commit") from None
     if expected is None:
@@ -297,7 +297,7 @@ def _verified(path: Path, checksums: bool) -> dict[str, Any]:
     if digest_of(text) != expected:
         raise CommitError(f"{manifest} is not the manifest that was committed")
     content = json.loads(text)
-    if mark["attempt"] != content["attempt"]:
+    if by != content["attempt"]:
         raise CommitError(f"{path / COMMIT} is not the mark of {manifest}")
     for name, entry in content["files"].items():
         file = path / name
