@@ -197,11 +197,8 @@ class Schemas:
         self.claim = Schema({**calls, "capacity": whole(_MOST_ENTRIES), "holding": GROUP_IDS})
         self.complete = Schema({**worker, "groups": OBJECTS})
         self.leave = Schema(worker)
-        self.start, self.published, self.committed = (
-            Schema({"step": step}),
-            Schema({"version": step}),
-            Schema({"step": step}),
-        )
+        self.start = Schema({"step": whole(_MOST_ENTRIES)})  # a step beyond the end is an error of the configuration
+        self.published, self.committed = Schema({"version": step}), Schema({"step": step})
         self.next = Schema({"step": whole(total_steps + 1)}, {"wait": WAIT})
         self.status = Schema()
         self._group = _group_schema(replicas, total_steps)

@@ -149,6 +149,13 @@ def test_what_a_run_has_not_come_to_yet_changes_nothing(tmp_path: Path) -> None:
     unchanged(controller, lambda: controller.published(0), "version 0 cannot be published: version 1 is")
 
 
+def test_a_start_beyond_the_end_is_told_with_its_remedy(tmp_path: Path) -> None:
+    controller = service(make_run(tmp_path / "project" / "run"))
+    asked = controller.schemas().start.parse(b'{"step": 5000}')
+    with pytest.raises(RunError, match=r"after step 5000, but this run ends at step \d+; raise trainer.max_steps"):
+        controller.start(**asked)
+
+
 def test_a_version_is_not_published_while_another_is_evaluated(tmp_path: Path) -> None:
     run = make_run(tmp_path / "project" / "run")
     controller = service(run, eval_before_train=True, staleness=1)
