@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hpcrl.data.batch_file import batch_steps, read_batch
 from hpcrl.observe.metrics import merged
-from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
-from hpcrl.types import Batch
 from tests.processes import command_of, processes_of
 
 HPCRL = str(Path(sys.executable).parent / "hpcrl")
@@ -64,10 +63,8 @@ def kill(pid: int) -> None:
 
 def trained_groups(run: Run) -> list[list[str]]:
     """Return the group ids of each batch, by step."""
-    return [
-        [group.group_id for group in Batch.from_json(read_json(path)).groups]
-        for path in sorted(run.batches.glob("s*.json"))
-    ]
+    files = [read_batch(run.batch(step)) for step in batch_steps(run)]
+    return [[group.group_id for group in file.batch.groups] for file in files if file]
 
 
 def curve(run: Run, name: str) -> dict[int, float]:
