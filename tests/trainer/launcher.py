@@ -9,6 +9,7 @@ torchrun itself starts the ranks of whole runs (tests/jobs, tests/slurm, tests/f
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import gc
 import importlib
@@ -32,6 +33,7 @@ from hpcrl.runtime.signals import die_with_parent
 from tests.paths import ROOT
 
 _POLL_S, _LIMIT_S = 0.02, 300
+_PORT = 8  # characters
 
 # ---- the side of the tests
 
@@ -126,12 +128,15 @@ def _supervise(request: Mapping[str, Any]) -> NoReturn:
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.alarm(request["limit_s"] or 0)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = set()
+    told, tell = os.pipe()
     for rank in range(request["ranks"]):
         if (pid := os.fork()) == 0:
-            _rank(rank, store.port, request)
+            _rank(rank, int(os.read(told, _PORT)), request)
         ranks.add(pid)
+    # after the ranks: its threads may hold a lock, which would stay locked in a process that is forked at that moment
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(tell, b"%*d" % (_PORT, store.port) * len(ranks))
     code = 0
     while ranks:
         pid, status = os.wait()
@@ -149,6 +154,8 @@ def _rank(rank: int, port: int, request: Mapping[str, Any]) -> NoReturn:
     for descriptor, name in enumerate((os.devnull, "out", "err")):
         path = Path(request["folder"], name)
         os.dup2(os.open(path, (os.O_WRONLY | os.O_APPEND) if descriptor else os.O_RDONLY), descriptor)
+    if request["limit_s"]:
+        faulthandler.dump_traceback_later(request["limit_s"] - 10)  # what hangs, before it is killed
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ |= request["environment"] | {

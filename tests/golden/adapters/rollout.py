@@ -26,6 +26,8 @@ class Letters:
     """The tokenizer of the cases: a token per character."""
 
     eos_token_id = _EOS
+    all_special_tokens: Sequence[str] = ()
+    added_tokens_decoder: Mapping[int, Any] = {}
 
     def __len__(self) -> int:
         return sys.maxunicode + 1
