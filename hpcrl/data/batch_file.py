@@ -86,13 +86,13 @@ def read_batches(run: Run, step: int) -> dict[int, BatchFile]:
         if newest < step and (found or committed(run.checkpoints, position_of)):
             raise DataError(f"batch file {run.batch(newest + 1)} is missing")
     except DataError as error:
-        if max(found, default=0) >= step:  # the controller composes it again
-            print(f"{error}; what follows step {max(found, default=0)} is composed again", flush=True)
-        elif found or committed(run.checkpoints, position_of):
+        newest = max(found, default=0)
+        if newest < step and (found or committed(run.checkpoints, position_of)):
             raise DataError(
                 f"{error}. Step {step} was trained, and without this file nobody knows with which groups. Put it back from a backup; or "
                 "submit a new run with trainer.resume_mode=from_path and trainer.resume_path set to the newest checkpoint of this one"
             ) from error
+        print(f"{error}; what follows step {max(newest, step)} is composed again", flush=True)
     return found
 
 

@@ -73,16 +73,16 @@ def _json_lines(path: Path, whole: bool = False) -> Iterator[str]:
 
 
 def _samples(run: Run) -> Iterator[str]:
-    seen = set[Path]()
+    seen, pruned = set[Path](), _pruned(run)
     for step in batch_steps(run):
         try:
             file = read_batch(run.batch(step))
         except DataError:
             continue  # told as such
-        for group in file.batch.groups if file else ():
+        for group in file.batch.groups if file and step > pruned else ():
             path = run.path / group.path
             seen.add(path)
-            if path.exists() or step > _pruned(run):
+            if path.exists() or step > (pruned := _pruned(run)):
                 yield from _told(lambda path=path, group=group: check_group(path, group))
     for path in sorted(run.samples.glob("*/g*.safetensors")):
         if path not in seen:
