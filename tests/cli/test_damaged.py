@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from pathlib import Path
 
@@ -49,10 +50,17 @@ def made(root: Path, name: str) -> Run:
     return run
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("whole")
+    made(root, "good")
+    made(root, "bad")
+    return root
+
+
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    made(tmp_path, "good")
-    made(tmp_path, "bad")
+def root(whole: Path, tmp_path: Path) -> Path:
+    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
     return tmp_path
 
 
