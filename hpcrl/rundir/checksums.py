@@ -52,5 +52,10 @@ def require_unchanged(run: Run) -> None:
 
 def _checksums(run: Run) -> dict[str, str]:
     files = [run.config] if run.config.is_file() else []
-    files += [path for path in run.code.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    files += [
+        path
+        for path in run.code.rglob("*")
+        # neither what Python, an editor or a network filesystem leaves
+        if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith(".") and path.name[-1] != "~"
+    ]
     return {str(path.relative_to(run.path)): checksum(path) for path in files}

@@ -238,6 +238,8 @@ def test_code_that_somebody_edited_is_not_run(tmp_path: Path) -> None:
     note_checksums(run)
     write_text(run.code / "jobs" / "trainer.py", "print('edited')")
     write_text(run.code / "torch.py", "print('not torch')")
+    for left in ("jobs/.trainer.py.swp", "jobs/trainer.py~", "jobs/.nfs0000012", "jobs/__pycache__/trainer.pyc"):
+        write_text(run.code / left, "")
     started = {"EXECUTOR": "local", "LOCAL_JOB_ID": "9", "LOCAL_NTASKS": "1", "LOCAL_GLOBALRANK": "0"}
     environment = {**os.environ, **{f"SUBMITIT_{name}": value for name, value in started.items()}}
     command = [sys.executable, "-c", f"from hpcrl.launch.agent.agent import main; main({str(run.path)!r})"]
