@@ -19,6 +19,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from hpcrl.controller.recovery import History
 from hpcrl.controller.replicas import TICK_S, ReplicaHealth
 from hpcrl.controller.schema import BadRequest, Schema
 from hpcrl.controller.service import FINISHED, Service
@@ -30,6 +31,7 @@ from hpcrl.runtime.token import NONCE, SIGNATURE, AttemptKey, Seen, same
 from hpcrl.types import Work
 
 WAIT_S = 10.0
+_READ_S = 10.0  # an answer to the trainer, while there is more to read
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -132,6 +134,7 @@ class Api:
         self._waiting: dict[str, asyncio.Future[list[Work]]] = {}
         self._version: int | None = None
         self._trainer_got_end = False
+        self._reading: tuple[int, asyncio.Task[History]] | None = None
 
     def routes(self) -> dict[str, Route]:
         handlers = (
@@ -184,9 +187,20 @@ class Api:
         return {}
 
     async def start(self, body: dict[str, Any]) -> dict[str, Any]:
-        total = self._service.start(body["step"])
+        service, step, history = self._service, body["step"], None
+        if service.version is None:
+            # beside the others, who get answers meanwhile: many samples on a shared filesystem take minutes
+            if self._reading is None or self._reading[0] != step:
+                self._reading = step, asyncio.create_task(asyncio.to_thread(service.history, step))
+            reading = self._reading[1]
+            await asyncio.wait([reading], timeout=_READ_S)
+            if not reading.done():
+                return {"total_steps": None, "steps_per_epoch": None}
+            self._reading = None
+            history = reading.result()
+        total = service.start(step, history)
         await self._notify()
-        return {"total_steps": total, "steps_per_epoch": self._service.steps_per_epoch}
+        return {"total_steps": total, "steps_per_epoch": service.steps_per_epoch}
 
     async def published(self, body: dict[str, Any]) -> dict[str, Any]:
         self._service.published(body["version"])

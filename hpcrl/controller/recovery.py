@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrl.controller.prompt_stream import group_index
-from hpcrl.data.batch_file import FIRST, batch_steps, read_batches
+from hpcrl.data.batch_file import FIRST, batch_steps, check_batch, read_batches
 from hpcrl.data.group_file import check_group
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.layout import Run
@@ -89,11 +89,11 @@ def read_history(
 
 def _unusable(run: Run, batch: Batch, usable: Callable[[GroupMeta], bool]) -> str | None:
     """Return why a batch cannot be trained; None: it can."""
+    for group in batch.groups:
+        if not usable(group):
+            return f"group {group.group_id} lacks what the settings of now ask of one"
     try:
-        for group in batch.groups:
-            if not usable(group):
-                return f"group {group.group_id} lacks what the settings of now ask of one"
-            check_group(run.inside(group.path), group)
+        check_batch(run, batch)
     except (DataError, RunError) as error:
         return str(error)
     return None

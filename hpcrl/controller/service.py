@@ -18,7 +18,7 @@ from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.evaluation import EvalQueue, eval_is_due, evaluation_work, scores
 from hpcrl.controller.metrics import batch_metrics, dropped_metrics, surplus_metrics
 from hpcrl.controller.prompt_stream import PromptStream, group_id, group_index
-from hpcrl.controller.recovery import read_history
+from hpcrl.controller.recovery import History, read_history
 from hpcrl.controller.replicas import FailureWindow, MinReplicas, RegisteredWorker, WorkerRegistry
 from hpcrl.controller.schema import Schemas
 from hpcrl.data.batch_file import FIRST, read_batch, write_batch
@@ -126,33 +126,45 @@ class Service:
     def steps_per_epoch(self) -> int:
         return self._stream.steps_per_epoch
 
-    def start(self, step: int) -> int:
-        """The trainer is ready to continue after `step`; return the number of steps of the run."""
+    def history(self, step: int) -> History:
+        """Return what earlier attempts left for a training that continues after `step`; another thread may call it while nothing has started.
+
+        Raises:
+            RunError: the run ends before.
+            DataError: as `read_history`.
+        """
+        if step > self.total_steps:
+            raise RunError(
+                f"training would continue after step {step}, but this run ends at step {self.total_steps}; raise trainer.max_steps "
+                "or trainer.epochs, or start from an earlier checkpoint"
+            )
+        bound, pruned = self._schedule.staleness, min(step, self._oldest_checkpoint())
+
+        def keep(following: int, meta: GroupMeta) -> bool:
+            return 0 <= staleness(following, meta) <= bound and self._usable(meta)
+
+        return read_history(self._run, step, self._schedule.batch_size, self._usable, keep, pruned)
+
+    def start(self, step: int, history: History | None = None) -> int:
+        """The trainer is ready to continue after `step`; return the number of steps of the run.
+
+        Args:
+            history: what `history` returned; None: it is read here.
+        """
         if self._metrics is not None:
             if step != self._started:
                 raise RunError(
                     f"training has started after step {self._started} already: it cannot start after step {step}"
                 )
             return self._schedule.total_steps  # the answer to the first request got lost
-        if step > self.total_steps:
-            raise RunError(
-                f"training would continue after step {step}, but this run ends at step {self.total_steps}; raise trainer.max_steps "
-                "or trainer.epochs, or start from an earlier checkpoint"
-            )
-        bound = self._schedule.staleness
-        pruned = min(step, self._oldest_checkpoint())
-
-        def keep(following: int, meta: GroupMeta) -> bool:
-            return 0 <= staleness(following, meta) <= bound and self._usable(meta)
-
-        history = read_history(self._run, step, self._schedule.batch_size, self._usable, keep, pruned)
+        history = history or self.history(step)
         for path in self._run.evals.glob("v*"):
             if (version_of(path) or 0) > step:  # of a policy that will be trained anew
                 discard(path)
         self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
         self._admission.restore(history.composed, history.used, history.finished)
         self._batches, self._checksum = history.batches, history.checksum
-        self._pruned, self._started = pruned, step
+        self._pruned, self._started = min(step, self._oldest_checkpoint()), step
         try:
             self._composer.drop_unwanted(history.finished.items())
         except DataError as error:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcrl.data.group_file import check_group
 from hpcrl.errors import DataError
 from hpcrl.rundir.commit import committed, digest_of, parse_json, read_bytes, write_text
 from hpcrl.rundir.layout import Run, position_of, step_of
 from hpcrl.types import Batch
 
 _CHECKSUM = ', "blake2b": "'
+_AT_ONCE = 8
 FIRST = ""
 """What the first batch of a run has in place of the checksum of the one before it."""
 
@@ -94,6 +97,18 @@ def read_batches(run: Run, step: int) -> dict[int, BatchFile]:
             ) from error
         print(f"{error}; what follows step {max(newest, step)} is composed again", flush=True)
     return found
+
+
+def check_batch(run: Run, batch: Batch) -> None:
+    """Compare the files of all groups of a batch with their checksums, several at a time.
+
+    Raises:
+        DataError: one is missing or damaged, or holds another group.
+        RunError: one lies outside the run directory.
+    """
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        for _ in threads.map(lambda group: check_group(run.inside(group.path), group), batch.groups):
+            pass
 
 
 def check_batches(run: Run) -> Iterator[str]:

@@ -214,14 +214,17 @@ class _Columns:
         first, size = int(counts[:start].sum()), int(counts[start:].sum())
         return [counts[start:].copy(), self.read(_MASK_IDS, first, first + size)]
 
-    def row(self, start: int, end: int) -> Iterator[bytearray]:
-        """Yield the bytes of a row as `_checksum` wants them."""
-        yield from (self.content(name, start, end) for name in _TENSORS)
-        if _MASK_COUNTS in self._header:
-            counts = struct.unpack(f"<{end}i", self.content(_MASK_COUNTS, 0, end))
-            first, size = sum(counts[:start]), sum(counts[start:])
-            yield self.content(_MASK_COUNTS, start, end)
-            yield self.content(_MASK_IDS, first, first + size)
+    def rows(self, lengths: Sequence[int]) -> Iterator[list[bytearray]]:
+        """Yield the bytes of each row as `_checksum` wants them."""
+        start = ids = 0
+        for length in lengths:
+            content = [self.content(name, start, start + length) for name in _TENSORS]
+            if _MASK_COUNTS in self._header:
+                counts = self.content(_MASK_COUNTS, start, start + length)
+                first, ids = ids, ids + sum(memoryview(counts).cast("i"))
+                content += [counts, self.content(_MASK_IDS, first, ids)]
+            start += length
+            yield content
 
     def _place(self, name: str) -> tuple[int, int, int]:
         """Return where a tensor begins and ends, and the bytes of an entry."""
@@ -248,9 +251,11 @@ def check_group(path: Path, expected: GroupMeta | None = None) -> GroupMeta:
             raise _damaged(path, f"it holds group {meta.group_id}")
         if digest_of(json.dumps(details).encode()) != meta.digest or len(meta.lengths) != len(details):
             raise _damaged(path, "it has no checksums of its rows")
-        ends = [0, *accumulate(meta.lengths)]
-        for row, given in enumerate(details):
-            if _checksum(columns.row(ends[row], ends[row + 1])) != given[_CHECKSUM]:
+        lengths = struct.unpack(f"<{len(details)}q", columns.content("lengths", 0, len(details)))
+        if list(lengths) != meta.lengths:
+            raise _damaged(path, f"samples of {list(lengths)} tokens where {meta.lengths} are expected")
+        for row, (given, content) in enumerate(zip(details, columns.rows(meta.lengths), strict=True)):
+            if _checksum(content) != given[_CHECKSUM]:
                 raise _damaged(path, f"row {row} is not what was written")
         return meta
 
@@ -262,6 +267,8 @@ def _opened(path: Path) -> Iterator[tuple[_Columns, GroupMeta, list[dict[str, An
         file = path.open("rb")
     except FileNotFoundError as error:
         raise DataError(f"sample file {path} is missing: it was removed, or this node does not see the run") from error
+    except OSError as error:
+        raise _damaged(path, f"it cannot be read: {error.strerror}") from error
     with file:
         try:
             columns = _Columns(path, file)

@@ -16,18 +16,14 @@ def note_checksums(run: Run) -> None:
 
 
 def changed_files(run: Run) -> list[str]:
-    """Return what became of files since they were noted, a sentence each, by path in the run directory.
-
-    Raises:
-        DataError: the checksums cannot be read.
-    """
+    """Return what became of files since they were noted, a sentence each, by path in the run directory."""
     try:
         noted = read_json(run.checksums)
         if noted is None:
             return [f"{run.checksums.name} is missing"]
         now, files = _checksums(run), dict[str, str](noted)
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{run.checksums} is damaged: {error}") from error
+    except (ValueError, TypeError):
+        return [f"{run.checksums.name} is damaged"]
     return [
         f"{name} {'is new' if name not in files else 'is missing' if name not in now else 'was changed'}"
         for name in sorted(now.keys() | files.keys())
@@ -56,6 +52,6 @@ def _checksums(run: Run) -> dict[str, str]:
         path
         for path in run.code.rglob("*")
         # neither what Python, an editor or a network filesystem leaves
-        if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith(".") and path.name[-1] != "~"
+        if path.is_file() and "__pycache__" not in path.parts and path.name[0] not in ".#" and path.name[-1] != "~"
     ]
     return {str(path.relative_to(run.path)): checksum(path) for path in files}

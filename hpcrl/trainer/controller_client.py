@@ -43,7 +43,8 @@ class ControllerClient:
         """Tell that training continues after `step`; return how many steps the run has, and an epoch."""
         if self._world.first:
             self._metrics = MetricsWriter(self._run, PROCESS, self._attempt, step)
-        answer = self._ask("start", step=step)
+        while (answer := self._ask("start", step=step))["total_steps"] is None:
+            self.report("waiting for the controller to read what earlier attempts left", step=step)
         self._total = answer["total_steps"]
         return self._total, answer["steps_per_epoch"]
 

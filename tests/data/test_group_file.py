@@ -187,3 +187,17 @@ def test_no_more_is_read_than_the_samples_wanted(tmp_path):
     read = bytes_read() - before - overhead
     assert same(found, samples[5])
     assert read < path.stat().st_size / 12, "one of 16 samples, and the header twice"
+
+
+def test_every_bit_of_rows_and_masks_is_looked_at(tmp_path: Path) -> None:
+    samples = [masked(sample(5, 0)), sample(7, 1), masked(sample(9, 2))]
+    path = tmp_path / "g000007.safetensors"
+    known = write_group(path, samples, meta(samples))
+    assert check_group(path, known) == known
+    whole = path.read_bytes()
+    header = 8 + struct.unpack("<Q", whole[:8])[0]
+    for at in range(header, len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        for read in (check_group, read_group):
+            with pytest.raises(DataError, match="damaged"):
+                read(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import sqlite3
 import sys
 from collections.abc import Iterator
@@ -29,14 +30,16 @@ _FORBIDDEN_FUNCTIONS = ("load_extension", "fts3_tokenizer")
 
 
 def main() -> None:
-    """Answer the request on standard input: `uri`, `sql`, `rows` (at most that many), `seconds` of processor time.
+    """Answer the request on standard input: `uri`, `sql`, `rows` (at most that many), `seconds` after which SIGALRM ends the process.
 
     The answer has `error`, or `columns` and `rows`. A value is as JSON has it, or {"hex": ...} for bytes.
     """
     request = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (request["seconds"], request["seconds"]))  # whoever waits may be gone
+    # the kernel ends it, whatever SQLite does, and also where whoever waits is gone
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     try:
         with closing(sqlite3.connect(request["uri"], uri=True, isolation_level=None)) as connection:
             answer = _answer(connection, request["sql"], request["rows"])

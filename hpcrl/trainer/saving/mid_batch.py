@@ -25,8 +25,7 @@ import torch
 from safetensors import safe_open
 
 from hpcrl.config.sections.trainer import TrainerConfig
-from hpcrl.data.batch_file import read_batch
-from hpcrl.data.group_file import check_group
+from hpcrl.data.batch_file import check_batch, read_batch
 from hpcrl.data.weight_files import check_weights
 from hpcrl.errors import CommitError, DataError, RunError
 from hpcrl.rundir.checkpoints import FACTS, changed_since, settings_of
@@ -141,11 +140,10 @@ def unusable(run: Run, trainer: TrainerConfig, checkpoint: Path) -> str | None:
         file = read_batch(run.batch(step + 1))
         if file is None or facts["groups"] != _named(file.batch):
             return f"{run.batch(step + 1)} is not the batch that was begun"
-        for group in file.batch.groups:
-            check_group(run.inside(group.path), group)
+        check_batch(run, file.batch)
         if step > 0:  # nobody can make them from a policy that went on
             check_weights(run.weights_of(step))
-    except (CommitError, DataError) as error:
+    except (CommitError, DataError, RunError) as error:
         return str(error)
     return None
 

@@ -297,6 +297,10 @@ def test_code_that_was_edited_since_is_told_and_noted(
     note_checksums(run)
     write_text(run.code / "jobs" / "train.py", "print('edited')")
     assert changed_files(run) == ["code/jobs/train.py was changed"]
+    noted = run.checksums.read_text()
+    run.checksums.write_text("[")
+    assert changed_files(run) == ["checksums.json is damaged"]
+    run.checksums.write_text(noted)
     program(bin_path, "sbatch", "echo Submitted batch job 8")
     resume(run)
     assert (

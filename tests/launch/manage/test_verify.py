@@ -242,14 +242,17 @@ def test_the_command_names_what_is_damaged(whole: Run, tmp_path: Path, capsys: p
     run.batch(1).unlink()
     run.outcome(1).write_text("[]")
     with run.attempts.open("a") as file:
-        file.write("[1]\ncut off")
+        file.write('{"number": 2, "jo\n[1]\ncut off')
+    run.checksums.write_text("[")
     assert main(["verify", str(run.path)]) == DataError.exit_code
     said, wrong = capsys.readouterr()
     assert f"{run.batch(1)} is missing" in said
     assert f"{run.batch(4)} is damaged: its checksum differs" in said
     assert f"{run.outcome(1)}: it is no object" in said
-    assert f"{run.attempts}, line 2: it is no object" in said
-    assert "line 3" not in said, "what was cut off by a crash is no damage"
+    assert f"{run.attempts}, line 3: it is no object" in said
+    assert "line 2" not in said, "what was cut off by a kill is no damage"
+    assert "line 4" not in said
+    assert "checksums.json is damaged" in said
     assert "batches: 2 damaged: those after the newest checkpoint are composed again" in said
     assert "checkpoints: ok" in said
-    assert "mine: 4 files are not as they were written" in wrong
+    assert "mine: 5 files are not as they were written" in wrong
