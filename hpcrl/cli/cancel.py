@@ -29,8 +29,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
         said = f"{state.run.name}: {state.kind}: {state.detail}\n"
         if not state.over:
             said += "It was asked to save and to stop, and will; `hpcrl cancel --now` does not wait for that.\n"
-        print(
-            printable(said), end="", flush=True
-        )  # in one write: other runs of the sweep are cancelled at the same time
+        # in one write: other runs of the sweep are cancelled at the same time
+        print(printable(said), end="", flush=True)
 
     return each_run(arguments, act, _AT_ONCE)

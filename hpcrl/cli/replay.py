@@ -60,11 +60,8 @@ def _replay(arguments: argparse.Namespace) -> int:
         print(dumps(results, indent=2))
         return 0
     print(_title(run.name, plan, ranks))
-    print(
-        printable(
-            "\n".join(_table(merged(run)[plan.step], [one["metrics"] for one in results if one["step"] == plan.step]))
-        )
-    )
+    replayed = [one["metrics"] for one in results if one["step"] == plan.step]
+    print(printable("\n".join(_table(merged(run)[plan.step], replayed))))
     return 0
 
 

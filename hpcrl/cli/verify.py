@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hpcrl.cli._common import add_runs, each_run
+from hpcrl.text import one_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             damaged += len(found)
             print(f"  {part.what}: {f'{len(found)} damaged: {part.remedy}' if found else 'ok'}")
             for sentence in found:
-                print(f"    {sentence}")
+                print(one_line(f"    {sentence}"))
         if damaged:
             raise DataError(f"{run.name}: {damaged} files are not as they were written")
 

@@ -46,12 +46,12 @@ def evaluation_work(
 def by_source(groups: Sequence[GroupMeta]) -> dict[str, list[GroupMeta]]:
     """Return the groups of all sources together, as "all", and of each: by its name with underscores for slashes and for what no
     metric's name has, all_ for one called all. Beyond the most frequent `MOST_SOURCES`, they are "other" together."""
-    counts = Counter(metric_name(group.data_source).replace("/", "_") for group in groups)
-    most = dict(sorted(counts.items(), key=lambda one: (-one[1], one[0]))[:MOST_SOURCES])
+    names = [metric_name(group.data_source).replace("/", "_") for group in groups]
+    counts = Counter(names)
+    most = set(sorted(counts, key=lambda name: (-counts[name], name))[:MOST_SOURCES])
     sources: dict[str, list[GroupMeta]] = defaultdict(list)
-    for group in groups:
+    for group, name in zip(groups, names, strict=True):
         sources["all"].append(group)
-        name = metric_name(group.data_source).replace("/", "_")
         sources["all_" if name == "all" else name if name in most else "other"].append(group)
     return dict(sources)
 

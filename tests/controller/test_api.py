@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -185,35 +184,6 @@ def test_a_whole_run_over_http(run: Run) -> None:
     assert read_json(run.evals_of(0) / "summary.json")["eval/letters/avg_score"] == 1.0
     assert read_json(run.evals_of(2) / "summary.json")["eval/all/pass_at_1"] == 1.0
     controller.close()
-
-
-def test_others_are_answered_while_much_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A named pipe takes as long to read as the test likes."""
-    monkeypatch.setattr("hpcrl.controller.api._READ_S", 0.1)
-    run = make_run(tmp_path / "project" / "run")
-    first = Service(run, 1, SCHEDULE, prompts(5), [])
-    first.start(0)
-    first.complete([finish(run, work, 0) for work in first.claim("rollout-0", 0, 9)])
-    slow = run.path / batch_of(run, 1).groups[0].path
-    slow.unlink()
-    os.mkfifo(slow)
-    served = serve_attempt(run, 2)
-    controller = Controller(run, 2, patience_s=10)
-    try:
-        assert controller.call("start", step=0) == {"total_steps": None, "steps_per_epoch": None}
-        assert controller.call("report", worker="rollout-0", version=0, state="ready")["version"] is None
-
-        def write() -> None:
-            while slow.exists():
-                slow.write_bytes(b"")
-
-        threading.Thread(target=write, daemon=True).start()
-        while (answer := controller.call("start", step=0))["total_steps"] is None:
-            pass
-        assert answer["total_steps"] == SCHEDULE.total_steps
-        assert not run.batch(1).exists(), "a group of it is gone"
-    finally:
-        end(run, 2, served)
 
 
 def test_next_attempt_uses_what_is_finished(run: Run) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import pickle
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,10 @@ from hpcrl.controller.service import Service
 from hpcrl.envs.base import Turn
 from hpcrl.errors import DataError, RunError
 from hpcrl.rollout.env_session import _checked
+from hpcrl.runtime.controller_client import Controller
 from hpcrl.types import is_plain_text, plain_text
-from tests.controller.test_api import finish, make_run
+from tests.controller.test_api import SCHEDULE as TWO_STEPS
+from tests.controller.test_api import batch_of, end, finish, make_run, prompts, serve_attempt
 from tests.controller.test_service import service
 
 SCHEMAS = Schemas(replicas=3, total_steps=4, n_samples=2, eval_n_samples=1)
@@ -191,3 +197,37 @@ def test_what_a_failure_says_can_be_handed_over() -> None:
     told = plain_text("line\n\ttab \x1b[2J\ud800 é" + "x" * 5000, 2000)
     assert told.startswith("line\n\ttab \N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER} éxxx")
     assert is_plain_text(told, 2000)
+
+
+def test_others_are_answered_while_much_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named pipe takes as long to read as the test likes."""
+    monkeypatch.setattr("hpcrl.controller.api._READ_S", 0.1)
+    run = make_run(tmp_path / "project" / "run")
+    first = Service(run, 1, TWO_STEPS, prompts(5), [])
+    first.start(0)
+    first.complete([finish(run, work, 0) for work in first.claim("rollout-0", 0, 9)])
+    slow = run.path / batch_of(run, 1).groups[0].path
+    slow.unlink()
+    os.mkfifo(slow)
+    served = serve_attempt(run, 2)
+    controller = Controller(run, 2, patience_s=10)
+    try:
+        assert controller.call("start", step=0) == {"total_steps": None, "steps_per_epoch": None}
+        assert controller.call("report", worker="rollout-0", version=0, state="ready")["version"] is None
+
+        def write() -> None:
+            while slow.exists():
+                with contextlib.suppress(OSError):  # nobody reads just now
+                    os.close(os.open(slow, os.O_WRONLY | os.O_NONBLOCK))
+                time.sleep(0.01)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        while (answer := controller.call("start", step=0))["total_steps"] is None:
+            pass
+        assert answer["total_steps"] == TWO_STEPS.total_steps
+        assert not run.batch(1).exists(), "a group of it is gone"
+        writer.join(10)
+        assert not writer.is_alive()
+    finally:
+        end(run, 2, served)

@@ -20,9 +20,8 @@ from hpcrl.runtime.signals import die_with_parent
 _TAIL = 64 << 10
 # How torchrun ends its report of the first rank that failed.
 _ROOT_CAUSE = re.compile(r"^Root Cause .*?^\s+rank +: (\d+).*?^\s+traceback : (.+?)^={20,}$", re.DOTALL | re.MULTILINE)
-_NO_TRACEBACK = re.compile(
-    r"\s*To enable traceback see"
-)  # of a rank that ended while its script was read, or could write nothing
+# Of a rank that ended while its script was read, or could write nothing.
+_NO_TRACEBACK = re.compile(r"\s*To enable traceback see")
 _OF_TORCHRUN = re.compile(r"(?:\S+: )?(?:torch\.distributed\.elastic\.[\w.]+\.)?ChildFailedError\b")
 _OUR_NAMES = [name for name, kind in vars(errors).items() if isinstance(kind, type)]
 _OUR_ERROR = re.compile(rf"(?:hpcrl\.errors\.)?(?:{'|'.join(_OUR_NAMES)}): ")

@@ -24,6 +24,7 @@ from hpcrl.rundir.checkpoints import line_of, lost_with, require_checkpoints
 from hpcrl.rundir.checksums import changed_files, note_checksums
 from hpcrl.rundir.commit import committed, write_text
 from hpcrl.rundir.layout import Run, position_of, step_of
+from hpcrl.text import one_line
 
 _LEAVING_S = 60.0
 
@@ -66,7 +67,8 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
         folder = Path(os.path.realpath(run.slurm))
         element = Element(run.name, config, [*state.submission["overrides"], *overrides])
         for edited in changed_files(run):
-            print(f"hpcrl: {run.name}: {edited}; the next attempt begins with the files as they are", file=sys.stderr)
+            told = f"hpcrl: {run.name}: {edited}; the next attempt begins with the files as they are"
+            print(one_line(told), file=sys.stderr)
         with _changed_config(run, kept, config) if config != current else nullcontext():
             note_checksums(run)
             launch(Submission(folder, [element]), local=state.submission["executor"] == "local")

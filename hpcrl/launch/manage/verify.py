@@ -131,7 +131,7 @@ PARTS = (
     Part("record of the run", _ledger, "put it back from a backup"),
     Part(
         "batches",
-        lambda run: check_batches(run),
+        check_batches,
         "those after the newest checkpoint are composed again when the run is resumed; put an earlier one back from a backup, or start a "
         "new run from a checkpoint (trainer.resume_mode=from_path)",
     ),

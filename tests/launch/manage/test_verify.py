@@ -256,3 +256,15 @@ def test_the_command_names_what_is_damaged(whole: Run, tmp_path: Path, capsys: p
     assert "batches: 2 damaged: those after the newest checkpoint are composed again" in said
     assert "checkpoints: ok" in said
     assert "mine: 5 files are not as they were written" in wrong
+
+
+def test_what_a_damaged_file_says_does_not_steer_the_terminal(
+    whole: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path / "project" / "mine")
+    shutil.copytree(whole.path, run.path, symlinks=True)
+    write_text(run.code / "jobs" / "\x1b[2J.py", "")
+    assert main(["verify", str(run.path)]) == DataError.exit_code
+    said = capsys.readouterr().out
+    assert "code/jobs/\\u001b[2J.py is new" in said
+    assert "\x1b" not in said
