@@ -66,11 +66,15 @@ class Instant(Engine, Launched):
         n_samples: int,
         seed: int | None,
         sampling: Mapping[str, Any],
+        name: str | None = None,  # noqa: ARG002
     ) -> list[Generation]:
         self.answered += 1
         drawn = random.Random(seed)
         said = [[*drawn.choices(_LETTERS, k=5), _EOS] for _ in range(n_samples)]
         return [Generation(token_ids, [-0.5] * 6, "stop", [self.version] * 6) for token_ids in said]
+
+    async def ended(self) -> dict[str, dict[int, Generation]]:
+        return {}
 
     async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
         self.version = weights.version

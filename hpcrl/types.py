@@ -166,6 +166,7 @@ class Work:
     Attributes:
         n_samples: samples of the group.
         seed: base of the sampling seeds; sample i uses seed + i, so a group does not depend on who generates it.
+        turns: files, relative to the run directory, with turns of it that earlier workers have left.
     """
 
     group_id: str
@@ -173,6 +174,7 @@ class Work:
     prompt: Prompt
     n_samples: int
     seed: int
+    turns: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {"prompt": vars(self.prompt)}

@@ -17,12 +17,15 @@ it did not wait for.
 With S = 0 this is strictly on-policy training: step s takes exactly B groups that version s - 1 began.
 
 A finished group that is not worth training is dropped, and the next claim begins another one instead: as many as are missing.
+
+A group of which an earlier worker has left turns goes on from them as if the version that began it had begun it now, where that version
+may; otherwise it begins anew, without them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -56,6 +59,7 @@ class Admission:
         self._at_once, self._surplus = at_once, surplus
         self._cursor = 0
         self._returned = set[int]()
+        self._left: Mapping[int, Collection[int]] = {}
         self._queue = list[int]()  # a heap of what is or was in _returned
         self._running: dict[int, Claim] = {}
         self._running_at: defaultdict[str, set[int]] = defaultdict(set)
@@ -108,6 +112,10 @@ class Admission:
         self._give_back(index for index in range(self._cursor) if index not in taken)
         self._renew()
 
+    def note_left(self, versions: Mapping[int, Collection[int]]) -> None:
+        """Take note of the groups of which earlier workers have left turns, with the versions that began them."""
+        self._left = versions
+
     def running_at(self, worker: str) -> int:
         return len(self._running_at[worker]) if worker in self._running_at else 0
 
@@ -125,6 +133,10 @@ class Admission:
         """Return whether a group that was begun has yet to be finished."""
         return index in self._running or index in self._returned
 
+    def may_begin(self, index: int) -> bool:
+        """Return whether a group has not begun yet, or was taken back."""
+        return index in self._returned or index >= self._cursor
+
     def room(self, version: int) -> int:
         """Return how many groups an engine that holds `version` may begin now; 0 or less for none."""
         allowed = self._fresh(version)
@@ -132,7 +144,12 @@ class Admission:
 
     def claim(self, worker: str, version: int, count: int) -> list[int]:
         """Return up to `count` groups that `worker`, whose engine holds `version`, may begin now."""
-        return [self._begin(self._next(), worker, version) for _ in range(min(count, self.room(version)))]
+        indices = [self._next() for _ in range(min(count, self.room(version)))]
+        return [self._begin(index, worker, self._began(index, version)) for index in indices]
+
+    def version_of(self, index: int) -> int:
+        """Return the version that a group which is being generated counts as begun with; turns of older ones are of no use to it."""
+        return self._running[index].version
 
     def complete(self, index: int, meta: GroupMeta) -> str | None:
         """Take a finished group; return None, or why it is not wanted."""
@@ -237,6 +254,11 @@ class Admission:
         for index in old:
             self._lose(index)
         self._give_back(old)
+
+    def _began(self, index: int, version: int) -> int:
+        """Return the oldest version that may have begun a group whose worker holds `version`."""
+        left = (older for older in self._left.get(index, ()) if older <= version and self._fresh(older) > 0)
+        return min(left, default=version)
 
     def _next(self) -> int:
         while self._queue:

@@ -22,9 +22,11 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from hpcrl.controller.recovery import History
 from hpcrl.controller.replicas import TICK_S, ReplicaHealth
 from hpcrl.controller.schema import BadRequest, Schema
-from hpcrl.controller.service import FINISHED, Service
+from hpcrl.controller.service import Service
 from hpcrl.errors import HpcrlError
+from hpcrl.rundir.commit import discard
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.controller_client import FINISHED
 from hpcrl.runtime.process_status import trainer_left
 from hpcrl.runtime.signals import stop_asked
 from hpcrl.runtime.token import NONCE, SIGNATURE, AttemptKey, Seen, same
@@ -258,6 +260,7 @@ class Api:
                 finished_at = finished_at or time.monotonic()
                 all_know = all(worker.stop_sent for worker in service.workers.values())
                 if all_know or time.monotonic() - finished_at > _GOODBYE_S:
+                    discard(run.turns)
                     return
             await asyncio.sleep(TICK_S)
 

@@ -26,7 +26,12 @@ def eval_is_due(version: int, total_steps: int, interval: int, before_train: boo
 
 def eval_group_id(version: int, row: int) -> str:
     """Return the group id of a row of the validation set, evaluated with the policy `version`."""
-    return f"e{version:06d}-{row:08d}"
+    return f"{eval_prefix(version)}{row:08d}"
+
+
+def eval_prefix(version: int) -> str:
+    """Return how the ids of all groups of an evaluation begin."""
+    return f"e{version:06d}-"
 
 
 def evaluation_work(

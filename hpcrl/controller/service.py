@@ -9,10 +9,11 @@ Methods are quick and not thread-safe; api.py calls them one at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hpcrl.controller.admission import Admission, staleness
 from hpcrl.controller.batches import BatchComposer
+from hpcrl.controller.begun_groups import BegunGroups
 from hpcrl.controller.dispatch import Assignment, Dispatcher
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.evaluation import EvalQueue, eval_is_due, evaluation_work, scores
@@ -27,9 +28,8 @@ from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rundir.commit import committed, discard, write_json
 from hpcrl.rundir.layout import Run, step_of, version_of
 from hpcrl.rundir.ledger import require_newest
+from hpcrl.runtime.controller_client import FINISHED
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
-
-FINISHED = "finished"
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ class Service:
         self._version: int | None = None
         self._eval = EvalQueue(schedule.eval_prompts_at_once)
         self._dispatcher = Dispatcher(self._admission, self._eval, schedule.n_samples, schedule.eval_n_samples)
+        self._begun = BegunGroups(run)
         self._pruned = self._started = self._taken_back = 0
         self._registry = WorkerRegistry()
         self._failure_window = FailureWindow(schedule.max_failed_ratio, schedule.batch_size)
@@ -169,6 +170,7 @@ class Service:
             self._composer.drop_unwanted(history.finished.items())
         except DataError as error:
             self.failure = error
+        self._admission.note_left(self._begun.restore(step, self._admission.may_begin))
         self._publish(step)
         return self._schedule.total_steps
 
@@ -237,13 +239,15 @@ class Service:
         return version == self._version and not self.stop and not self.failure
 
     def _work(self, assignment: Assignment) -> list[Work]:
-        s = self._schedule
-        evaluation = evaluation_work(self._validation, self._eval.version, s.eval_n_samples, s.seed, assignment.rows)
+        s, version = self._schedule, self._eval.version
+        evaluation = evaluation_work(self._validation, version, s.eval_n_samples, s.seed, assignment.rows)
+        evaluation = [replace(item, turns=self._begun.files(item.group_id, version)) for item in evaluation]
         return evaluation + [self._train_work(index) for index in assignment.indices]
 
     def _train_work(self, index: int) -> Work:
-        prompt = self._train[self._stream.row(index)]
-        return Work(group_id(index), "train", prompt, self._schedule.n_samples, self._stream.sampling_seed(index))
+        prompt, seed = self._train[self._stream.row(index)], self._stream.sampling_seed(index)
+        turns = self._begun.files(group_id(index), self._admission.version_of(index))
+        return Work(group_id(index), "train", prompt, self._schedule.n_samples, seed, turns)
 
     def complete(self, groups: list[GroupMeta]) -> dict[str, str]:
         """Take finished groups; return those that are not wanted, with the reason.
@@ -303,6 +307,7 @@ class Service:
             self.failure, reason = error, None
         if worker is not None:
             self._dispatcher.load_changed(worker)
+        self._begun.forget(meta.group_id)
         return reason
 
     def check_trained(self) -> None:
@@ -369,9 +374,9 @@ class Service:
         """A worker holds what it says: take back what an answer that never arrived gave to it, and let it go on with what was
         taken from it while it was silent."""
         indices = [index for group in holding if (index := group_index(group)) is not None]
-        self._admission.release(name, indices)
+        if self._admission.release(name, indices) + self._eval.release(name, holding):
+            self._begun.find(name)
         self._admission.reclaim(name, version, indices)
-        self._eval.release(name, holding)
 
     def unwanted(self, holding: list[str]) -> list[str]:
         """Return the training groups among these that nobody waits for any more: finished by another worker, or given up."""
@@ -392,6 +397,7 @@ class Service:
             return 0
         lost = len(self._admission.release(name)) + len(self._eval.release(name))
         self._taken_back += lost
+        self._begun.find(name)
         return lost
 
     def status(self) -> dict[str, object]:

@@ -33,6 +33,7 @@ from hpcrl.rollout.engines.base import Engine, Generation, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession
 from hpcrl.rollout.threads import CallThreads
 from hpcrl.rollout.transcript import HALF_A_CHARACTER, Template, Transcript, cut_at_stop
+from hpcrl.rollout.turns import Turns
 from hpcrl.types import LONGEST_FAILURE, GroupMeta, Kind, Sample, StopReason, Work, plain_text
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Group:
         failures: what went wrong in samples whose environment failed.
         seconds: from claim to the last token.
         baseline: reward of the greedy response; None where there is none.
+        kept_tokens: that the policy chose for those who had begun the group before.
     """
 
     work: Work
@@ -64,6 +66,7 @@ class Group:
     failures: list[str]
     seconds: float
     baseline: float | None = None
+    kept_tokens: int = 0
 
     @cached_property
     def samples(self) -> list[Row]:
@@ -126,6 +129,8 @@ class _Episode:
     """One sample while it is generated.
 
     Attributes:
+        turns: of its group.
+        number: in its group.
         seed: of the first turn.
         transcripts: one, or with step-wise trajectories one per turn.
         past: the conversation as the policy is shown it, with step-wise trajectories; else only what came before the sample.
@@ -134,6 +139,8 @@ class _Episode:
     """
 
     session: EnvSession
+    turns: Turns
+    number: int
     seed: int
     sampling: dict[str, Any]
     transcripts: list[Transcript] = field(default_factory=list)
@@ -143,8 +150,10 @@ class _Episode:
     stop_reason: StopReason = "stop"
     failure: str | None = None
 
-    def seed_of(self, turn: int) -> int:
-        return random.Random(f"turn-{self.seed}-{turn}").getrandbits(31) if turn else self.seed
+    async def say(self, turn: int, prompt: Sequence[int]) -> list[Generation]:
+        """Return what the policy says next."""
+        seed = random.Random(f"turn-{self.seed}-{turn}").getrandbits(31) if turn else self.seed
+        return await self.turns.say(self.number, turn, prompt, 1, seed, self.sampling)
 
     @property
     def transcript(self) -> Transcript:
@@ -182,29 +191,34 @@ class GroupGenerator:
         limits = gym.max_env_workers, environment.timeout_seconds
         self._threads = CallThreads(*limits) if gym.max_env_workers else None
 
-    async def generate(self, work: Work) -> Group:
+    async def generate(self, work: Work, turns: Turns | None = None) -> Group:
         """Return the group. A sample whose environment raises, or takes too long, is marked: it is not trained, and counts in its
         group as the mean of the others.
+
+        Args:
+            turns: of the group; they have what others have generated of it.
 
         Raises:
             HpcrlError: an environment or a reward lacks something that no other sample would have; the message names it and the group.
             EngineError: the engine failed.
         """
+        turns = turns or Turns(self._engine, work.group_id)
         started, version = time.monotonic(), self._engine.version
         sampling = engine_sampling(self._params[work.kind], work.kind, self._vocabulary)
         n, compared = work.n_samples, self._baselines and work.kind == "train"
-        episodes = [_Episode(self._session(work), work.seed + i, sampling) for i in range(n)]
+        episodes = [_Episode(self._session(work), turns, i, work.seed + i, sampling) for i in range(n)]
         if compared:
-            episodes.append(_Episode(self._session(work), work.seed, {**sampling, "temperature": 0.0, "logprobs": 0}))
+            greedy = {**sampling, "temperature": 0.0, "logprobs": 0}
+            episodes.append(_Episode(self._session(work), turns, n, work.seed, greedy))
         try:
             await self._open(episodes, work)
             first = await self._together(episodes[:n])
-            greedy = [self._turns(episode, work.kind) for episode in episodes[n:]]
+            own = [self._turns(episode, work.kind) for episode in episodes[n:]]
             if first is None:
-                own = [self._turns(episode, work.kind) for episode in episodes[:n]]
+                own += [self._turns(episode, work.kind) for episode in episodes[:n]]
             else:
-                own = [self._only_turns(episodes[:n], first, work.kind)]
-            await asyncio.gather(*own, *greedy)
+                own.append(self._only_turns(episodes[:n], first, work.kind))
+            await asyncio.gather(*own)
         finally:
             await self._close(episodes)
         said = [episode.rows() for episode in episodes[:n]]
@@ -220,6 +234,7 @@ class GroupGenerator:
             failures=[episode.failure for episode in episodes if episode.failure],
             seconds=time.monotonic() - started,
             baseline=self._baseline(episodes[n], rows) if compared else None,
+            kept_tokens=turns.kept_tokens,
         )
 
     def _baseline(self, greedy: _Episode, samples: Sequence[Sequence[Row]]) -> float:
@@ -258,7 +273,7 @@ class GroupGenerator:
         alike = all(episode.transcript.token_ids == prompt and not episode.failure for episode in episodes)
         if self._config.max_turns > 1 or not alike or self._too_long(first, prompt):
             return None
-        return await self._engine.generate(prompt, len(episodes), first.seed, first.sampling)
+        return await first.turns.say(0, 0, prompt, len(episodes), first.seed, first.sampling)
 
     async def _only_turns(self, episodes: Sequence[_Episode], said: Sequence[Generation], kind: Kind) -> None:
         """End samples that have one turn."""
@@ -275,7 +290,7 @@ class GroupGenerator:
             if turn and self._config.step_wise_trajectories:
                 episode.transcripts.append(Transcript(prompt))
             episode.transcript.add_context(prompt[len(episode.transcript.token_ids) :])
-            (said,) = await self._engine.generate(prompt, 1, episode.seed_of(turn), episode.sampling)
+            (said,) = await episode.say(turn, prompt)
             answer = await self._answer(episode, self._ask(episode, said, kind))
             if answer is None or answer.done or turn + 1 == self._config.max_turns:
                 self._say(episode.transcript, said, answer, over=True)

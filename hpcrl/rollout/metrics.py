@@ -11,6 +11,7 @@ class RolloutMetrics:
 
     Attributes:
         tokens: generated since the start; the owner adds to it.
+        kept: those that other workers had generated of groups which this one finished; the owner adds to it too.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class RolloutMetrics:
         self._since = time.monotonic()
         self._busy = 0.0
         self._idle = 0.0
-        self.tokens = 0
+        self.tokens = self.kept = 0
 
     def add(self, known: Mapping[str, float]) -> None:
         """Report further metrics of the change to this version."""
@@ -45,6 +46,8 @@ class RolloutMetrics:
         values = {**self._known, "generate/idle_seconds": self._idle, "generate/idle_ratio": share}
         if self.tokens:
             values["generate/tokens_per_second"] = self.tokens / max(self._busy, 1e-6)
+        if self.kept:
+            values["generate/tokens_kept"] = float(self.kept)
         return values
 
     def _settle(self) -> None:

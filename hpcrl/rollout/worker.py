@@ -2,7 +2,7 @@
 
     consumes   work from the controller, weights/v<k>
     waits for  the controller (a claim waits there for work or for a newer version)
-    produces   samples/<replica>/<group>.safetensors, evals/v<k>/<replica>.jsonl, metrics/rollout-<replica>.jsonl
+    produces   samples/<replica>/<group>.safetensors, turns/<worker>/, evals/v<k>/<replica>.jsonl, metrics/rollout-<replica>.jsonl
 
 Work of a claim begins before a newer version that the same answer names is loaded: it was assigned for the version that the engine holds.
 Running training groups go on under the new weights; running evaluation is waited for, since a score belongs to one version.
@@ -35,9 +35,10 @@ from hpcrl.rollout.generate import Group, GroupGenerator
 from hpcrl.rollout.limiter import ConcurrencyLimiter
 from hpcrl.rollout.metrics import RolloutMetrics
 from hpcrl.rollout.threads import in_thread
+from hpcrl.rollout.turns import KeptTurns
 from hpcrl.rundir.commit import write_files
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.controller_client import FINISHED, Controller
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
 from hpcrl.types import GroupMeta, Work
 
@@ -111,6 +112,7 @@ class Worker:
         self._options, self._launched, self._engine, self._generator = options, launched, engine, generator
         self._decode = decode
         self._status, self._controller = process_status, Controller(options.run, options.attempt)
+        self._turns = KeptTurns(options.run, options.name, engine)
         self._flight: dict[asyncio.Task[Group], Work] = {}
         self._finished: list[Group] = []
         self._delivering: list[Group] = []
@@ -131,10 +133,12 @@ class Worker:
         """
         options = self._options
         try:
-            loops = [self._work(), self._report(), self._adapt_limit()]
+            loops = [self._work(), self._report(), self._adapt_limit(), self._turns.keep()]
             await run_watched(self._launched, self._engine, loops, options.stall_s, options.load_s)
         finally:
             await asyncio.gather(*self._flight, return_exceptions=True)  # they are cancelled, or have failed as well
+            if self._stop != FINISHED:
+                self._turns.write()
             if self._metrics:
                 self._write_metrics()
                 self._metrics.close()
@@ -211,16 +215,22 @@ class Worker:
 
     def _begin(self, work: list[Work]) -> None:
         for item in work:
-            self._flight[asyncio.create_task(self._generator.generate(item))] = item
+            self._flight[asyncio.create_task(self._generate(item))] = item
         self._rollout_metrics.set_busy(bool(self._flight))
+
+    async def _generate(self, item: Work) -> Group:
+        return await self._generator.generate(item, await self._turns.begin(item))
 
     def _collect(self) -> None:
         for task in [task for task in self._flight if task.done()]:
-            del self._flight[task]
-            if not task.cancelled():
-                group = task.result()
-                self._rollout_metrics.tokens += sum(group.response_lengths)
-                self._finished.append(group)
+            item = self._flight.pop(task)
+            if task.cancelled():  # nobody wants it
+                self._turns.forget([item.group_id])
+                continue
+            group = task.result()
+            self._rollout_metrics.kept += group.kept_tokens
+            self._rollout_metrics.tokens += sum(group.response_lengths) - group.kept_tokens
+            self._finished.append(group)
         self._rollout_metrics.set_busy(bool(self._flight))
 
     def _deliver(self) -> asyncio.Task[None] | None:
@@ -250,6 +260,7 @@ class Worker:
         if contents:
             await in_thread(write_files, folder, contents)
         await self._call("complete", groups=[meta.to_json() for meta in metas])
+        self._turns.forget(group.work.group_id for group in self._delivering)
         self._delivering = []
 
     async def _update(self, version: int) -> None:

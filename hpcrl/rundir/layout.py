@@ -13,6 +13,7 @@
   logs/<attempt>/<process>.log     and stacks/<process>.txt, what each thread did when somebody asked; collectives/<rank>, what NCCL did
   weights/v000042/                 HF names, safetensors, manifest; committed by rename
   samples/<replica>/g….safetensors one file per finished group
+  turns/<worker>/g….v<k>.jsonl     what has ended of groups that have not, begun with version k
   batches/s000042.json             which groups train step 42, in order, with the data cursor
   checkpoints/s000040/             model, optimizer, RNG, scheduler; manifest; COMMIT
   checkpoints/s000041u2/           the same after 2 optimizer steps of step 42, where a stop request came in between
@@ -122,6 +123,10 @@ class Run:
         return self.path / "samples"
 
     @property
+    def turns(self) -> Path:
+        return self.path / "turns"
+
+    @property
     def batches(self) -> Path:
         return self.path / "batches"
 
@@ -210,6 +215,9 @@ class Run:
 
     def samples_of(self, replica: int) -> Path:
         return self.samples / str(replica)
+
+    def turns_of(self, worker: str) -> Path:
+        return self.turns / worker
 
     def evals_of(self, version: int) -> Path:
         return self.evals / f"v{version:06d}"

@@ -35,6 +35,8 @@ from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.process_status import CONTROLLER, read_process_status
 from hpcrl.runtime.token import NONCE, AttemptKey, Sender, read_token
 
+FINISHED = "finished"
+"""Why a run ends that has trained all its steps."""
 _RETRY_S = 0.5
 _ANSWER_S = 60.0
 _FAREWELL_S = 2.0

@@ -26,9 +26,10 @@ from hpcrl.controller import api
 from hpcrl.controller.api import Api, Guard
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
-from hpcrl.controller.service import FINISHED, Schedule, Service
+from hpcrl.controller.service import Schedule, Service
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.controller_client import FINISHED
 from hpcrl.runtime.token import NONCE, SIGNATURE, AttemptKey, Sender
 from hpcrl.types import Prompt
 from tests.fuzz.spoil import spoilt, spoilt_bytes

@@ -6,6 +6,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,11 @@ class Talks(CountLetters):
     def step(self, action: str) -> Turn:
         self.answered += 1
         return Turn([{"role": "user", "content": "abc"}], float(len(action)), done=self.answered == 3)
+
+
+class TalksOtherwise(Talks):
+    def step(self, action: str) -> Turn:
+        return replace(super().step(action), observations=[{"role": "user", "content": "cba"}])
 
 
 class Flaky(CountLetters):

@@ -46,7 +46,7 @@ class Script:
     def __init__(self, turns: Sequence[tuple[list[int], str]]) -> None:
         self._turns, self.prompts, self.seeds = iter(turns), list[list[int]](), list[int]()
 
-    async def generate(self, prompt_ids: list[int], n_samples: int, seed: int, _: object) -> list[Generation]:
+    async def generate(self, prompt_ids: list[int], n_samples: int, seed: int, *_: object) -> list[Generation]:
         assert n_samples == 1
         self.prompts.append(list(prompt_ids))
         self.seeds.append(seed)

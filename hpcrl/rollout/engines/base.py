@@ -84,15 +84,31 @@ class Engine(ABC):
 
     @abstractmethod
     async def generate(
-        self, prompt_ids: Sequence[int], n_samples: int, seed: int | None, sampling: Mapping[str, Any]
+        self,
+        prompt_ids: Sequence[int],
+        n_samples: int,
+        seed: int | None,
+        sampling: Mapping[str, Any],
+        name: str | None = None,
     ) -> list[Generation]:
         """Return `n_samples` responses to one prompt; sample i depends on the weights, the prompt, `sampling` and seed + i.
 
         Args:
             sampling: as `engine_sampling` names it.
+            name: of the call, by which `ended` tells of it; no other call has it.
 
         Raises:
             EngineError: the engine refused the request or failed.
+        """
+
+    @abstractmethod
+    async def ended(self) -> dict[str, dict[int, Generation]]:
+        """Return the responses that have ended, since this was asked last, of calls of `generate` which have not.
+
+        They are told by the call's name and their index; those of calls without a name are not.
+
+        Raises:
+            EngineError: it does not say within seconds.
         """
 
     @abstractmethod

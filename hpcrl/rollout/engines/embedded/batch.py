@@ -31,6 +31,7 @@ class Request:
     Attributes:
         limit: tokens of each response at most.
         responses: set when all have ended.
+        ended: those that have, by their number.
         abandoned: whether nobody waits for them any more.
     """
 
@@ -39,14 +40,14 @@ class Request:
     sampling: Sampling
     limit: int
     responses: Future[list[Generation]] = field(default_factory=Future)
+    ended: dict[int, Generation] = field(default_factory=dict)
     abandoned: bool = False
-    _found: dict[int, Generation] = field(default_factory=dict)
 
     def end(self, number: int, said: Generation) -> None:
         """Note a response."""
-        self._found[number] = said
-        if len(self._found) == len(self.seeds):
-            self.responses.set_result([self._found[at] for at in range(len(self.seeds))])
+        self.ended[number] = said
+        if len(self.ended) == len(self.seeds):
+            self.responses.set_result([self.ended[at] for at in range(len(self.seeds))])
 
     @property
     def longest(self) -> int:

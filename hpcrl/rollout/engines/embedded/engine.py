@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from hpcrl.data.weight_files import Probe, PublishedWeights
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation
+from hpcrl.rollout.engines.embedded.batch import Request
 from hpcrl.rollout.engines.embedded.compute import Compute
 from hpcrl.rollout.engines.embedded.model import read_tensors, replace_weights
 from hpcrl.rollout.engines.embedded.sampling import Sampling
@@ -41,6 +42,7 @@ class EmbeddedEngine(Engine):
         self._model, self._compute, self._keep_cache = model, compute, keep_cache
         self._who = f"the inference engine of {replica}" if replica else "the inference engine"
         self._waiting, self.answered = Counter[str](), 0
+        self._named: dict[str, tuple[Request, set[int]]] = {}
         self.version = compute.version
 
     @property
@@ -63,7 +65,12 @@ class EmbeddedEngine(Engine):
             self.answered += 1
 
     async def generate(
-        self, prompt_ids: Sequence[int], n_samples: int, seed: int | None, sampling: Mapping[str, Any]
+        self,
+        prompt_ids: Sequence[int],
+        n_samples: int,
+        seed: int | None,
+        sampling: Mapping[str, Any],
+        name: str | None = None,
     ) -> list[Generation]:
         asked = Sampling.of({name: value for name, value in sampling.items() if name != "seed"})
         room = self._compute.limits.length
@@ -75,12 +82,24 @@ class EmbeddedEngine(Engine):
         seeds = [first + number for number in range(1 if asked.greedy else n_samples)]
         with self._asked("generate"):
             request = self._compute.generate(list(prompt_ids), seeds, asked)
+            if name is not None:
+                self._named[name] = request, set()
             try:
                 said = await asyncio.wrap_future(request.responses)
             except asyncio.CancelledError:
                 request.abandoned = True
                 raise
+            finally:
+                if name is not None:
+                    del self._named[name]
         return said * n_samples if asked.greedy else said
+
+    async def ended(self) -> dict[str, dict[int, Generation]]:
+        found = dict[str, dict[int, Generation]]()
+        for name, (request, told) in self._named.items():
+            found[name] = {number: said for number, said in list(request.ended.items()) if number not in told}
+            told.update(found[name])
+        return found
 
     async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
         def take() -> dict[str, float]:

@@ -17,7 +17,7 @@ from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
-from hpcrl.rollout.engines.vllm.middleware import PATH
+from hpcrl.rollout.engines.vllm.middleware import ENDED, PATH
 from hpcrl.rollout.limiter import Load
 
 _TOKENS = "vllm:generation_tokens_total"
@@ -26,6 +26,7 @@ _PREEMPTED = "vllm:num_preemptions_total"
 _PROOF = "weight_proof"  # of vLLM's workers (weight_engine.WeightProof)
 _LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 _NAMED = "generate-tokens-"  # what vLLM puts before a request's id
+_AT_ONCE_S = 5.0  # of what the server answers whatever the engine does
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below
 _TOKEN_ID = "token_id:"  # how vLLM's answers name a token
 _LEFT_OUT = -9999.0  # what they have for the logarithm of 0
@@ -36,11 +37,15 @@ class _Running:
     """A request that the engine has yet to answer.
 
     Attributes:
+        name: of the call.
+        masked: whether its tokens have sampling masks.
         version: of the weights when it began.
         changes: since then, each the newer version, and how many tokens a sample had before, by its index. A sample that is missing was
             finished, or had not reached the engine: its tokens count as older ones.
     """
 
+    name: str | None
+    masked: bool
     version: int
     changes: list[tuple[int, dict[int, int]]] = field(default_factory=list)
 
@@ -54,10 +59,10 @@ class _Running:
         return (versions + [version] * count)[:count]
 
 
-def _generation(choice: Mapping[str, Any], running: _Running, *, masked: bool) -> Generation:
+def _generation(choice: Mapping[str, Any], running: _Running) -> Generation:
     content = choice["logprobs"]["content"]
     logprobs, masks = [token["logprob"] for token in content], None
-    if masked:
+    if running.masked:
         kept = [[top for top in token["top_logprobs"] if top["logprob"] > _LEFT_OUT] for token in content]
         masks = [[int(top["token"].removeprefix(_TOKEN_ID)) for top in tops] for tops in kept]
         # top_k keeps all tokens that share the last place, of which the answer may lack some: with its probability relative to those
@@ -110,24 +115,37 @@ class EngineClient(Engine):
         return any(self._waiting[path] for path in _LOADING)
 
     async def generate(
-        self, prompt_ids: Sequence[int], n_samples: int, seed: int | None, sampling: Mapping[str, Any]
+        self,
+        prompt_ids: Sequence[int],
+        n_samples: int,
+        seed: int | None,
+        sampling: Mapping[str, Any],
+        name: str | None = None,
     ) -> list[Generation]:
         greedy = sampling.get("temperature", 1.0) < _GREEDY  # the engine refuses to repeat itself
         asked = 1 if greedy else n_samples
         params = {"logprobs": 0, **sampling, "n": asked, "seed": seed, "detokenize": bool(sampling.get("stop"))}
-        name = uuid.uuid4().hex
-        request = {"request_id": name, "token_ids": list(prompt_ids), "sampling_params": params}
+        request_id = uuid.uuid4().hex
+        request = {"request_id": request_id, "token_ids": list(prompt_ids), "sampling_params": params}
         if self._keep_cache:  # caches of older weights are there too, which no request that begins now may find
             request["cache_salt"] = f"v{self.version}"
-        running = self._running[_NAMED + name] = _Running(self.version)
+        running = self._running[_NAMED + request_id] = _Running(name, params["logprobs"] > 0, self.version)
         try:
             answer = await self._call("POST", "/inference/v1/generate", json=request)
         finally:
-            del self._running[_NAMED + name]
+            del self._running[_NAMED + request_id]
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         assert len(choices) == asked, f"asked for {asked} samples, got {len(choices)}"
-        said = [_generation(choice, running, masked=params["logprobs"] > 0) for choice in choices]
+        said = [_generation(choice, running) for choice in choices]
         return said * n_samples if greedy else said
+
+    async def ended(self) -> dict[str, dict[int, Generation]]:
+        found = dict[str, dict[int, Generation]]()
+        for request_id, choices in (await self._asked_at_once(ENDED)).json().items():
+            running = self._running.get(request_id)
+            if running and running.name is not None:
+                found[running.name] = {choice["index"]: _generation(choice, running) for choice in choices}
+        return found
 
     async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
         version = weights.version
@@ -186,10 +204,7 @@ class EngineClient(Engine):
 
     async def _metrics(self, *names: str) -> dict[str, float]:
         """Return those of some metrics that the engine shows, each summed over its labels."""
-        try:
-            lines = (await self._http.get("/metrics", timeout=5.0)).text.splitlines()
-        except httpx.TransportError as error:
-            raise EngineError(f"the inference engine does not answer /metrics: {error!r}") from error
+        lines = (await self._asked_at_once("/metrics")).text.splitlines()
         found: dict[str, float] = {}
         for line in lines:
             name = line.partition("{")[0].partition(" ")[0]
@@ -197,9 +212,15 @@ class EngineClient(Engine):
                 found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
         return found
 
+    async def _asked_at_once(self, path: str) -> httpx.Response:
+        try:
+            return await self._http.get(path, timeout=_AT_ONCE_S)
+        except httpx.TransportError as error:
+            raise EngineError(f"the inference engine does not answer {path}: {error!r}") from error
+
     async def healthy(self) -> bool:
         try:
-            return (await self._http.get("/health", timeout=5.0)).status_code == 200
+            return (await self._http.get("/health", timeout=_AT_ONCE_S)).status_code == 200
         except httpx.TransportError:
             return False
 

@@ -1,4 +1,4 @@
-"""Middleware that puts vLLM's whole HTTP surface behind the run's token, and adds one route to it.
+"""Middleware that puts vLLM's whole HTTP surface behind the run's token, and adds two routes to it.
 
 vLLM's own `--api-key` protects only the paths under /v1; the development routes that change weights or run code on the workers
 stay open. This class is given to `--middleware`, sits outside the router, and lets nothing through without the token: known
@@ -11,7 +11,8 @@ import hmac
 import json
 import os
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hpcrl.runtime.token import RUN, authorized, read_token_file
 TOKEN_FILE = "HPCRL_TOKEN_FILE"
 RUN_NAME = "HPCRL_RUN_NAME"
 
+_LEAST = -9999.0  # what vLLM's answers have for the logarithm of 0, which JSON has not
 _REFUSAL = b'{"error": "this server answers only requests that carry the token of its run"}'
 
 Message = MutableMapping[str, Any]
@@ -38,6 +40,7 @@ class TokenRequired:
         self._app = app
         self._token = read_token_file(Path(os.environ[TOKEN_FILE]))
         self._run_name = os.environ[RUN_NAME].encode()
+        self._told: dict[str, set[int]] = {}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -46,6 +49,9 @@ class TokenRequired:
             if scope.get("path") == PATH:
                 counts = tokens_so_far(scope["app"].state.engine_client)
                 await _answer(send, 200, json.dumps(counts).encode())
+            elif scope.get("path") == ENDED:
+                said, self._told = ended_samples(scope["app"].state.engine_client, self._told)
+                await _answer(send, 200, json.dumps(said).encode())
             else:
                 await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -66,6 +72,7 @@ async def _answer(send: Send, status: int, body: bytes) -> None:
 
 
 PATH = "/hpcrl/tokens"
+ENDED = "/hpcrl/ended"
 
 
 def tokens_so_far(engine: Any) -> dict[str, dict[int, int]]:
@@ -78,3 +85,46 @@ def tokens_so_far(engine: Any) -> dict[str, dict[int, int]]:
     for state in engine.output_processor.request_states.values():
         counts[state.external_req_id][state.request_index] = state.detokenizer.num_output_tokens()
     return dict(counts)
+
+
+def ended_samples(
+    engine: Any, told: Mapping[str, set[int]]
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, set[int]]]:
+    """Return the samples that have ended of requests which have not, as vLLM answers them at the end, and which ones have been told.
+
+    Args:
+        engine: as in `tokens_so_far`.
+        told: those that were told before, by request id and index.
+    """
+    parents = {state.external_req_id: state.parent_req for state in engine.output_processor.request_states.values()}
+    said, now_told = dict[str, list[dict[str, Any]]](), dict[str, set[int]]()
+    for name, parent in parents.items():
+        ended = [output for output in parent.output_aggregator if output is not None] if parent else []
+        most = max(parent.sampling_params.logprobs, 1) if parent else 0
+        said[name] = [_choice(output, most) for output in ended if output.index not in told.get(name, ())]
+        now_told[name] = {output.index for output in ended}
+    return said, now_told
+
+
+def _choice(output: Any, most: int) -> dict[str, Any]:
+    """Return a `vllm.outputs.CompletionOutput` as an answer of vLLM's has it.
+
+    Args:
+        most: log-probabilities of a token at most.
+    """
+    content = [
+        {
+            "logprob": max(tops[token].logprob, _LEAST),
+            "top_logprobs": [
+                {"token": f"token_id:{other}", "logprob": max(top.logprob, _LEAST)}
+                for other, top in islice(tops.items(), most)
+            ],
+        }
+        for token, tops in zip(output.token_ids, output.logprobs, strict=True)
+    ]
+    return {
+        "index": output.index,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "logprobs": {"content": content},
+    }

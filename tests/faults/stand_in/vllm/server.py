@@ -55,7 +55,10 @@ class Waiting:
         names = [f"{index}_{request_id}" for index in range(samples)]
         for index, name in enumerate(names):
             self.request_states[name] = SimpleNamespace(
-                external_req_id=f"generate-tokens-{request_id}", request_index=index, detokenizer=Nothing
+                external_req_id=f"generate-tokens-{request_id}",
+                request_index=index,
+                detokenizer=Nothing,
+                parent_req=None,
             )
         return names
 

@@ -1,0 +1,65 @@
+"""The file in which a rollout worker keeps what has ended of a group that has not: turns of its samples, so that whoever generates the group
+next goes on from them.
+
+A line per turn, appended, with a checksum; a line that is damaged, or that a kill has cut off, is generated again. The file's name says which
+group it is of and the version that the group was begun with: no token in it is of an older one. So the controller finds and divides such
+files without reading them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcrl.rundir.commit import digest_of, parse_json
+from hpcrl.rundir.layout import Run
+
+_NAME = re.compile(r"(?P<group>[ge][0-9-]+)\.v(?P<version>\d+)\.jsonl")
+
+
+def turn_file(run: Run, worker: str, group_id: str, version: int) -> Path:
+    """Return where `worker` keeps the turns of a group that it begins with `version`."""
+    return run.turns_of(worker) / f"{group_id}.v{version}.jsonl"
+
+
+def turn_files(run: Run, worker: str = "*") -> dict[str, dict[Path, int]]:
+    """Return the files that `worker` has kept, those of all workers if unset: for each group the files, each with its version."""
+    found = defaultdict[str, dict[Path, int]](dict)
+    for path in run.turns.glob(f"{worker}/*.jsonl"):
+        if match := _NAME.fullmatch(path.name):
+            found[match["group"]][path] = int(match["version"])
+    return dict(found)
+
+
+def append_turns(path: Path, turns: Iterable[Mapping[str, Any]]) -> None:
+    """Append turns to a file, which is made where there is none; they outlive a crash of the node from then on."""
+    texts = [json.dumps(turn) for turn in turns]
+    # a kill may have cut off the last line there, which ends here
+    content = "".join(f"\n{digest_of(text.encode())} {text}" for text in texts)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(content.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_turns(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the turns in a file, and how many of its lines cannot be used; nothing where there is no such file."""
+    try:
+        lines = path.read_bytes().split(b"\n")[1:]
+    except FileNotFoundError:
+        return [], 0
+    turns = [turn for line in lines if (turn := _turn(line)) is not None]
+    return turns, len(lines) - len(turns)
+
+
+def _turn(line: bytes) -> dict[str, Any] | None:
+    digest, _, text = line.partition(b" ")
+    if digest_of(text).encode() != digest:
+        return None
+    return parse_json(text)

@@ -1,0 +1,265 @@
+"""What has ended of a group that has not outlives its worker: whoever generates the group next goes on from there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
+from hpcrl.data.turn_file import read_turns, turn_files
+from hpcrl.rollout.engines.base import Engine, Generation
+from hpcrl.rollout.generate import Group, GroupGenerator
+from hpcrl.rollout.turns import KeptTurns, Turns
+from hpcrl.rundir.layout import Run
+from hpcrl.types import Work
+from tests.rollout.conftest import WithEngine
+from tests.rollout.material import PROMPT, as_version, slowly
+from tests.rollout.test_generate import HERE, TOKENIZER, work
+
+WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 100, "logprobs": 0}
+N = 16
+TALKS = GeneratorConfig(max_turns=3, sampling_params=SamplingParams(max_generate_length=60))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+async def some_ended(engine: Engine, sampling: Mapping[str, Any]) -> tuple[dict[int, Generation], list[Generation]]:
+    """Generate, and return what was told to have ended before all had, and all."""
+    whole = asyncio.create_task(engine.generate(PROMPT, N, 5, sampling, "mine"))
+    nameless = asyncio.create_task(engine.generate(PROMPT, N, 500, sampling))
+    told = dict[int, Generation]()
+    while not whole.done():
+        found = await engine.ended()
+        assert found.keys() <= {"mine"}
+        assert not told.keys() & found.get("mine", {}).keys(), "told twice"
+        told |= found.get("mine", {})
+        await asyncio.sleep(0)
+    await nameless
+    return told, await whole
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5, "logprobs": 8}])
+def test_an_engine_tells_what_has_ended(
+    with_each_engine: WithEngine[Any], models: list[Path], options: dict[str, Any]
+) -> None:
+    with slowly(models[0]):
+        told, whole = with_each_engine(lambda engine: some_ended(engine, {**WHOLE, **options}))
+    assert len(told) > 0
+    assert {at: whole[at] for at in told} == told
+
+
+def test_what_ended_under_older_weights_has_their_version(
+    with_each_engine: WithEngine[Any], models: list[Path]
+) -> None:
+    async def play(engine: Engine) -> tuple[dict[int, Generation], list[Generation]]:
+        with slowly(models[0]):
+            whole = asyncio.create_task(engine.generate(PROMPT, N, 5, WHOLE, "mine"))
+            told = dict[int, Generation]()
+            while not told:
+                told = (await engine.ended()).get("mine", {})
+                await asyncio.sleep(0.01)
+            await engine.update_weights(as_version(models[0], 1))
+        return told, await whole
+
+    told, whole = with_each_engine(play)
+    assert {at: whole[at] for at in told} == told
+    assert all(set(said.versions) == {0} for said in told.values())
+    assert any(1 in said.versions for said in whole)
+
+
+async def begun(engine: Engine, run: Run, item: Work, config: GeneratorConfig, enough: int) -> None:
+    """Generate a group as a worker that is killed when so many turns have ended."""
+    kept = KeptTurns(run, "rollout-0", engine)
+    turns = await kept.begin(item)
+    generator = GroupGenerator(engine, TOKENIZER, config, EnvironmentConfig())
+    group = asyncio.create_task(generator.generate(item, turns))
+    while not group.done() and sum(len(read_turns(path)[0]) for path in written(run)) < enough:
+        turns.note(await engine.ended())
+        kept.write()
+        await asyncio.sleep(0)
+    assert not group.done(), "too late to kill its worker"
+    group.cancel()
+    await asyncio.gather(group, return_exceptions=True)
+
+
+def written(run: Run) -> list[Path]:
+    return [path for files in turn_files(run).values() for path in files]
+
+
+async def gone_on(engine: Engine, run: Run, item: Work, config: GeneratorConfig) -> Group:
+    """Generate a group as the next worker, which finds what the one before has left."""
+    kept, found = KeptTurns(run, "rollout-1", engine), left(run, item)
+    generator = GroupGenerator(engine, TOKENIZER, config, EnvironmentConfig())
+    group = await generator.generate(found, await kept.begin(found))
+    kept.write()
+    kept.forget([item.group_id])
+    assert not written(run), "what was left, and what this one has written"
+    return group
+
+
+def tokens_left(run: Run, turn: int | None = None) -> int:
+    turns = [one for path in written(run) for one in read_turns(path)[0]]
+    return sum(len(one["token_ids"]) for one in turns if turn in (None, one["turn"]))
+
+
+def left(run: Run, item: Work) -> Work:
+    return replace(item, turns=[str(path.relative_to(run.path)) for path in written(run)])
+
+
+class Says:
+    """An engine that always says the same."""
+
+    def __init__(self, said: Generation, version: int) -> None:
+        self._said, self.version = said, version
+
+    async def generate(self, *_: object) -> list[Generation]:
+        return [self._said]
+
+
+async def left_by(run: Run, said: Generation, kind: Any = "train") -> Turns:
+    """Return the turns of a worker that wrote one and was killed."""
+    kept = KeptTurns(run, "rollout-0", Says(said, min(said.versions)))  # type: ignore[arg-type]
+    turns = await kept.begin(work("Talks", kind))
+    await turns.say(0, 0, PROMPT, 1, 7, WHOLE)
+    kept.write()
+    return turns
+
+
+def same(one: Group, other: Group) -> bool:
+    return all(
+        (mine.token_ids == theirs.token_ids).all() and (mine.rewards == theirs.rewards).all()
+        for mine, theirs in zip(one.samples, other.samples, strict=True)
+    )
+
+
+STEPS = replace(TALKS, step_wise_trajectories=True)
+ONCE = replace(TALKS, max_turns=1, sampling_params=SamplingParams(max_generate_length=300))
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "enough"), [("train", TALKS, 12), ("train", STEPS, 12), ("train", ONCE, 4), ("eval", TALKS, 4)]
+)
+def test_the_next_worker_goes_on(
+    with_each_engine: WithEngine[Any], run: Run, models: list[Path], kind: Any, config: GeneratorConfig, enough: int
+) -> None:
+    item = work("Talks", kind=kind, n_samples=8)
+
+    async def play(engine: Engine) -> tuple[Group, Group, int, float]:
+        calm = await GroupGenerator(engine, TOKENIZER, config, EnvironmentConfig()).generate(item)
+        with slowly(models[0]):
+            await begun(engine, run, item, config, enough)
+        kept = tokens_left(run)
+        before = await engine.tokens() or 0
+        group = await gone_on(engine, run, item, config)
+        return calm, group, kept, (await engine.tokens() or 0) - before
+
+    calm, group, kept, generated = with_each_engine(play)
+    assert same(group, calm)
+    assert group.kept_tokens == kept > 0
+    expected = sum(group.response_lengths) - kept
+    assert expected <= generated <= expected + len(group.samples), "a sample that is given up may say one token more"
+
+
+def test_from_where_an_environment_answers_otherwise_it_is_generated(
+    with_engine: WithEngine[Any], run: Run, models: list[Path]
+) -> None:
+    item = work("Talks")
+    other = replace(item, prompt=replace(item.prompt, env_class=f"{HERE}:TalksOtherwise"))
+
+    async def play(engine: Engine) -> tuple[Group, Group, int]:
+        calm = await GroupGenerator(engine, TOKENIZER, TALKS, EnvironmentConfig()).generate(other)
+        with slowly(models[0]):
+            await begun(engine, run, item, TALKS, 8)
+        first = tokens_left(run, turn=0)
+        return calm, await gone_on(engine, run, other, TALKS), first
+
+    calm, group, first = with_engine(play)
+    assert same(group, calm)
+    assert group.kept_tokens == first > 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 41}, {"prompt": replace(work("Talks").prompt, messages=[{"role": "user", "content": "sort: ba"}])}],
+)
+def test_what_was_asked_otherwise_is_not_found(
+    with_engine: WithEngine[Any], run: Run, models: list[Path], change: dict[str, Any]
+) -> None:
+    async def play(engine: Engine) -> Group:
+        with slowly(models[0]):
+            await begun(engine, run, work("Talks"), TALKS, 4)
+        return await gone_on(engine, run, replace(work("Talks"), **change), TALKS)
+
+    assert with_engine(play).kept_tokens == 0
+
+
+@pytest.mark.parametrize(("kind", "versions", "found"), [
+    ("train", [2, 3], True), ("train", [3, 4], False), ("eval", [2, 3], False), ("eval", [3, 3], True),
+])  # fmt: skip
+def test_versions_of_what_is_found(run: Run, kind: Any, versions: list[int], found: bool) -> None:
+    """Not of a policy that is yet to be trained, and an evaluation is of one version."""
+    said = Generation([5, 1], [-1.0, -2.0], "stop", versions)
+    first = asyncio.run(left_by(run, said, kind))
+    assert first.version == min(versions)
+
+    async def next_worker() -> tuple[int, list[Generation]]:
+        engine = Says(replace(said, versions=[3, 3]), 3)
+        turns = await KeptTurns(run, "rollout-1", engine).begin(left(run, work("Talks", kind)))
+        return turns.version, await turns.say(0, 0, PROMPT, 1, 7, WHOLE)
+
+    version, (again,) = asyncio.run(next_worker())
+    assert again.versions == (versions if found else [3, 3])
+    assert version == (min(versions) if found else 3)
+
+
+def test_damaged_lines_are_generated_again(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    said = Generation([5, 1], [-1.0, -2.0], "stop", [3, 3], [[5, 6], [1]])
+    asyncio.run(left_by(run, said))
+    (path,) = written(run)
+    whole = path.read_bytes()
+    assert [
+        Generation(**{k: v for k, v in turn.items() if k not in ("sample", "turn", "asked")})
+        for turn in read_turns(path)[0]
+    ] == [said]
+    for damaged in (
+        whole[:-1],
+        whole[:-1] + b"?",
+        whole.replace(b"-2.0", b"-3.0"),
+        whole + b"\n{}",
+        whole + whole[:40] + whole,
+    ):
+        path.write_bytes(damaged)
+        turns, lines = read_turns(path)
+        assert (len(turns), lines) == ((0, 1) if len(damaged) <= len(whole) else (len(damaged) // len(whole), 1))
+
+    async def next_worker() -> list[Generation]:
+        turns = await KeptTurns(run, "rollout-1", Says(said, 3)).begin(left(run, work("Talks")))
+        return await turns.say(0, 0, PROMPT, 1, 7, WHOLE)
+
+    path.write_bytes(whole[:-3])
+    assert asyncio.run(next_worker()) == [said]
+    assert "1 lines are damaged" in capsys.readouterr().out
+
+
+def test_short_groups_leave_no_files(run: Run) -> None:
+    """Only what takes longer than some seconds is written while it is under way."""
+
+    async def play() -> None:
+        kept = KeptTurns(run, "rollout-0", Says(Generation([1], [0.0], "stop", [3]), 3))
+        keeping = asyncio.create_task(kept.keep())
+        turns = await kept.begin(work("Talks"))
+        await turns.say(0, 0, PROMPT, 1, 7, WHOLE)
+        kept.forget(["g7"])
+        await asyncio.sleep(0)
+        keeping.cancel()
+
+    asyncio.run(play())
+    assert not run.turns.exists()
