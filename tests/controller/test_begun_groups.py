@@ -1,0 +1,133 @@
+"""Groups that somebody has begun and not finished: who generates them next is told what there is, as far as their versions may still train."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from hpcrl.controller.admission import Admission, staleness
+from hpcrl.data.turn_file import append_turns, turn_file
+from hpcrl.rundir.layout import Run
+from tests.controller.test_admission import meta
+from tests.controller.test_api import make_run
+from tests.controller.test_service import do, service, train_to
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return make_run(tmp_path / "project" / "run")
+
+
+def leave_turns(run: Run, worker: str, group_id: str, version: int) -> str:
+    """Leave a file as a worker does; return its name as work has it."""
+    path = turn_file(run, worker, group_id, version)
+    append_turns(path, [{"sample": 0}])
+    return str(path.relative_to(run.path))
+
+
+def test_what_a_worker_leaves_is_given_with_its_groups(run: Run) -> None:
+    controller = service(run, eval_before_train=True, eval_n_samples=2)
+    controller.start(0)
+    for name in ("rollout-0", "rollout-1"):
+        controller.seen(name, 0, "waiting")
+    lost = controller.claim("rollout-0", 0, 9)
+    left = {item.group_id: leave_turns(run, "rollout-0", item.group_id, 0) for item in lost}
+    assert {item.kind for item in lost} == {"eval", "train"}
+    assert not any(item.turns for item in lost)
+    controller.leave("rollout-0")
+    again = controller.claim("rollout-1", 0, 9)
+    assert {item.group_id: item.turns for item in again if item.group_id in left} == {
+        name: [path] for name, path in left.items()
+    }
+
+
+def test_a_worker_that_was_started_again_is_told_too(run: Run) -> None:
+    controller = service(run, eval_interval=0)
+    controller.start(0)
+    first = controller.claim("rollout-0", 0, 2)
+    left = [leave_turns(run, "rollout-0", item.group_id, 0) for item in first]
+    controller.reconcile("rollout-0", 0, [])
+    again = controller.claim("rollout-0", 0, 2)
+    assert [item.turns for item in again] == [[path] for path in left]
+    do(run, controller, again, 0)
+
+
+def test_the_next_attempt_goes_on_with_what_it_may_use(run: Run) -> None:
+    first = service(run, eval_interval=1)
+    first.start(0)
+    train_to(run, first, 1, 2)
+    useful = [
+        leave_turns(run, "rollout-0", "g00000004", 2),
+        leave_turns(run, "rollout-3", "g00000005", 2),
+        leave_turns(run, "rollout-1", "e000002-00000001", 2),
+    ]
+    useless = {
+        "trained": leave_turns(run, "rollout-0", "g00000000", 0),
+        "of a policy that is yet to be trained": leave_turns(run, "rollout-0", "g00000005", 3),
+        "an evaluation that is over": leave_turns(run, "rollout-0", "e000001-00000000", 1),
+    }
+    (run.evals_of(2) / "summary.json").unlink(missing_ok=True)
+    controller = service(run, 2, eval_interval=1)
+    controller.start(2)
+    assert {name for name, path in useless.items() if (run.path / path).exists()} == set()
+    work = {item.group_id: item.turns for item in controller.claim("rollout-0", 2, 9)}
+    assert [work["g00000004"], work["g00000005"], work["e000002-00000001"]] == [[path] for path in useful]
+    assert sum(map(len, work.values())) == 3
+
+
+def test_turns_that_are_too_old_are_not_given(run: Run) -> None:
+    """On policy: a group that an older version began may not train any more, so it begins anew."""
+    first = service(run, eval_interval=0)
+    first.start(0)
+    train_to(run, first, 1, 2)
+    leave_turns(run, "rollout-0", "g00000004", 1)
+    newer = leave_turns(run, "rollout-1", "g00000004", 2)
+    for staleness_bound, given in ((0, [[newer], []]), (1, None)):
+        controller = service(run, 2, eval_interval=0, staleness=staleness_bound)
+        controller.start(2)
+        work = controller.claim("rollout-0", 2, 2)
+        assert [item.group_id for item in work] == ["g00000004", "g00000005"]
+        if given is not None:
+            assert [item.turns for item in work] == given
+        else:
+            assert len(work[0].turns) == 2
+
+
+def test_groups_that_go_on_stay_within_the_staleness() -> None:
+    """Workers come, generate, and are lost with turns on the disk; whatever they leave, no step trains what is too old, and all steps are done."""
+    assert sum(gone_on_with(random.Random(seed), steps=20) for seed in range(30)) > 30
+
+
+def gone_on_with(drawn: random.Random, steps: int) -> int:
+    """Play a run to its end; return how many groups went on as those of an older version."""
+    size, bound = drawn.randint(1, 5), drawn.randint(0, 3)
+    admission = Admission(size, bound, steps, surplus=drawn.choice([0, 0, 2]))
+    left: dict[int, set[int]] = {}
+    admission.note_left(left)
+    version = gone_on = 0
+    for _ in range(1000 * steps):
+        choice, worker = drawn.random(), f"rollout-{drawn.randrange(3)}"
+        if choice < 0.35:
+            begun = admission.claim(worker, version, drawn.randint(1, 4))
+            gone_on += sum(admission.version_of(index) < version for index in begun)
+        elif choice < 0.7:
+            running = [index for index in range(admission.cursor) if admission.worker_of(index)]
+            for index in drawn.sample(running, min(1, len(running))):
+                assert admission.complete(index, meta(index, admission.version_of(index))) is None
+                left.pop(index, None)
+        elif choice < 0.75:
+            oldest = {
+                index: admission.version_of(index) for index in range(admission.cursor) if admission.worker_of(index)
+            }
+            for index in admission.release(worker):
+                left.setdefault(index, set()).add(oldest[index])
+        elif version < admission.composed:
+            version += 1
+        elif ready := admission.ready():
+            assert all(0 <= staleness(admission.composed + 1, one) <= bound for _, one in ready)
+            admission.take([index for index, _ in ready])
+        if version == steps:
+            return gone_on
+    raise AssertionError("it came to no end")
