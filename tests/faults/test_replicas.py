@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 
 import pytest
 
+from hpcrl.data.turn_file import read_turns, turn_files
+from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 from hpcrl.runtime.process_status import read_process_statuses
 from tests.faults.history import assert_nothing_lost
 from tests.faults.scenario import START_S, Scenario
+from tests.jobs.small_run import curve, trained_groups
 from tests.processes import send
 
+OWN = Path(__file__).with_name("own")
 TWO = {"generator.inference_engine.num_engines": 2}
 
 
@@ -42,6 +47,39 @@ def test_23_engine_ends(scenario: Scenario, victim: str) -> None:
     send([scenario.engine(run) if victim == "engine" else scenario.worker(run)], SIGKILL)
     assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 1
+
+
+@pytest.mark.faults_slow
+@pytest.mark.parametrize("victim", ["worker", "engine", "rank", "job"])
+def test_41_in_the_middle_of_long_conversations(scenario: Scenario, victim: str) -> None:
+    """What had ended of them is not generated again: neither by the worker that is started again, nor in the next attempt."""
+    talks = {
+        "environment.env_class": "talks:Talks",
+        "python_path": [str(OWN)],
+        "generator.max_turns": 5,
+        "generator.max_input_length": 200,
+    }
+    scenario.knobs(latency_s=2.5)
+    run = scenario.submit({**talks, "trainer.max_steps": 2, "trainer.eval_interval": 0})
+    scenario.wait(lambda: _tokens_left(run) > 60, "turns that have ended", 60, run)
+    victims = {"worker": scenario.worker, "engine": scenario.engine, "rank": scenario.rank}
+    if victim == "job":
+        scenario.slurm("scontrol", "requeue", scenario.job_of(run))
+    else:
+        send([victims[victim](run)], SIGKILL)
+    left = _tokens_left(run)
+    scenario.wait(lambda: trained_groups(run), "the first batch", 2 * START_S, run)
+    scenario.knobs()
+    assert_nothing_lost(scenario, run, steps=2, same_values=False)
+    kept = curve(run, "generate/tokens_kept/rollout-0")
+    print(f"{victim}: {left} tokens were left, {kept} of them kept")
+    assert sum(kept.values()) >= left > 60
+    assert not run.turns.exists()
+
+
+def _tokens_left(run: Run) -> int:
+    files = [path for found in turn_files(run).values() for path in found]
+    return sum(len(turn["token_ids"]) for path in files for turn in read_turns(path)[0])
 
 
 @pytest.mark.nodes(3)
