@@ -2,8 +2,8 @@
 next goes on from them.
 
 A line per turn, appended, with a checksum; a line that is damaged, or that a kill has cut off, is generated again. The file's name says which
-group it is of and the version that the group was begun with: no token in it is of an older one. So the controller finds and divides such
-files without reading them.
+group it is of and the version that the group was begun with: a line with a token of an older one counts as damaged. So the controller finds
+and gives such files without reading them.
 """
 
 from __future__ import annotations
@@ -49,17 +49,23 @@ def append_turns(path: Path, turns: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_turns(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the turns in a file, and how many of its lines cannot be used; nothing where there is no such file."""
+    """Return the turns in a file, and how many of its lines are damaged; nothing where there is no such file.
+
+    The last line is not counted: a kill may have cut it off.
+    """
     try:
-        lines = path.read_bytes().split(b"\n")[1:]
+        _, *lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return [], 0
-    turns = [turn for line in lines if (turn := _turn(line)) is not None]
-    return turns, len(lines) - len(turns)
+    name = _NAME.fullmatch(path.name)
+    oldest = int(name["version"]) if name else 0
+    turns = [_turn(line, oldest) for line in lines]
+    return [turn for turn in turns if turn is not None], turns[:-1].count(None)
 
 
-def _turn(line: bytes) -> dict[str, Any] | None:
+def _turn(line: bytes, oldest: int) -> dict[str, Any] | None:
     digest, _, text = line.partition(b" ")
     if digest_of(text).encode() != digest:
         return None
-    return parse_json(text)
+    turn = parse_json(text)
+    return turn if min(turn["versions"]) >= oldest else None

@@ -161,7 +161,7 @@ class KeptTurns:
         for path in work.turns:
             turns, damaged = read_turns(self._run.inside(path))
             if damaged:
-                print(f"{path}: {damaged} lines are damaged or cut off; these turns are generated again", flush=True)
+                print(f"{path}: {damaged} of its lines are damaged; these turns are generated again", flush=True)
             for turn in turns:
                 key = turn.pop("sample"), turn.pop("turn"), turn.pop("asked")
                 said = Generation(**turn)

@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Run:
 def leave_turns(run: Run, worker: str, group_id: str, version: int) -> str:
     """Leave a file as a worker does; return its name as work has it."""
     path = turn_file(run, worker, group_id, version)
-    append_turns(path, [{"sample": 0}])
+    append_turns(path, [{"versions": [version]}])
     return str(path.relative_to(run.path))
 
 

@@ -1,7 +1,8 @@
-"""The controller's job as a process: which prompts it hands out is what section `data` says."""
+"""The controller's job as a process: which prompts it hands out is what section `data` says; and the controller under the load of many workers."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -11,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from benchmarks.controller_http import Load, measure
 from hpcrl.config import Config
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
@@ -97,3 +101,16 @@ def test_chat_template_counts_and_bounds_hold(tmp_path: Path) -> None:
         work = claimed(calls)
     assert [item.kind for item in work] == ["eval"] * 2 + ["train"] * 3
     assert {int(item.prompt.uid) for item in work if item.kind == "train"} <= {3, 4, 5}
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+def test_what_a_finished_group_costs(tmp_path: Path, groups: int) -> None:
+    """Beside other work on the machine waiting tells little; the processor's time says how many groups per second there could be."""
+    load = Load(rate=200.0, seconds=3.0, groups=groups, workers=20, batch_size=64)
+    result = asyncio.run(measure(tmp_path / "project" / "run", load))
+    assert result.refused == 0
+    assert result.taken >= 0.5 * load.rate * load.seconds
+    assert result.steps >= result.taken // load.batch_size - load.staleness - 1
+    assert result.cpu / result.taken < 0.001, (
+        "a thousand per second on a busy machine, more than two thousand on an idle one"
+    )

@@ -225,28 +225,35 @@ def test_damaged_lines_are_generated_again(run: Run, capsys: pytest.CaptureFixtu
     asyncio.run(left_by(run, said))
     (path,) = written(run)
     whole = path.read_bytes()
-    assert [
-        Generation(**{k: v for k, v in turn.items() if k not in ("sample", "turn", "asked")})
-        for turn in read_turns(path)[0]
-    ] == [said]
-    for damaged in (
-        whole[:-1],
-        whole[:-1] + b"?",
-        whole.replace(b"-2.0", b"-3.0"),
-        whole + b"\n{}",
-        whole + whole[:40] + whole,
-    ):
-        path.write_bytes(damaged)
-        turns, lines = read_turns(path)
-        assert (len(turns), lines) == ((0, 1) if len(damaged) <= len(whole) else (len(damaged) // len(whole), 1))
+    (turn,), damaged = read_turns(path)
+    assert (turn["token_ids"], turn["logprobs"], turn["sampling_mask"], damaged) == (
+        [5, 1],
+        [-1.0, -2.0],
+        [[5, 6], [1]],
+        0,
+    )
+    for content, turns, damaged in [
+        (whole[:-1], 0, 0),  # cut off
+        (whole.replace(b"-2.0", b"-3.0"), 0, 0),
+        (whole.replace(b"-2.0", b"-3.0") + whole, 1, 1),
+        (whole + whole[:40] + whole, 2, 1),
+        (whole + b"\n{}" + whole, 2, 1),
+        (b"", 0, 0),
+    ]:
+        path.write_bytes(content)
+        assert (len(read_turns(path)[0]), read_turns(path)[1]) == (turns, damaged)
+    path.write_bytes(whole)
+    newer = path.rename(path.with_name("g7.v4.jsonl"))
+    assert read_turns(newer) == ([], 0), "it is of an older version than the file says"
+    newer.rename(path)
 
     async def next_worker() -> list[Generation]:
         turns = await KeptTurns(run, "rollout-1", Says(said, 3)).begin(left(run, work("Talks")))
         return await turns.say(0, 0, PROMPT, 1, 7, WHOLE)
 
-    path.write_bytes(whole[:-3])
+    path.write_bytes(whole.replace(b"-2.0", b"-3.0") + whole[:-3])
     assert asyncio.run(next_worker()) == [said]
-    assert "1 lines are damaged" in capsys.readouterr().out
+    assert "1 of its lines are damaged" in capsys.readouterr().out
 
 
 def test_short_groups_leave_no_files(run: Run) -> None:

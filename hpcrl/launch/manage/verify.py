@@ -10,6 +10,7 @@ import tomli
 
 from hpcrl.data.batch_file import batch_steps, check_batches, read_batch
 from hpcrl.data.group_file import check_group
+from hpcrl.data.turn_file import read_turns, turn_files
 from hpcrl.data.weight_files import check_weights
 from hpcrl.errors import CommitError, DataError
 from hpcrl.rundir.checksums import changed_files
@@ -87,6 +88,13 @@ def _samples(run: Run) -> Iterator[str]:
             yield from _told(lambda path=path: check_group(path), path)
 
 
+def _turns(run: Run) -> Iterator[str]:
+    for path in sorted(path for files in turn_files(run).values() for path in files):
+        _, damaged = read_turns(path)
+        if damaged:
+            yield f"{path}: {damaged} of its lines"
+
+
 def _pruned(run: Run) -> int:
     """Return the step up to which the samples of batches are removed: that of the older one of the two newest checkpoints."""
     kept = committed(run.checkpoints, step_of)[-2:]
@@ -136,6 +144,7 @@ PARTS = (
         "new run from a checkpoint (trainer.resume_mode=from_path)",
     ),
     Part("samples", _samples, "they are generated again when the run is resumed"),
+    Part("turns of groups that are not finished", _turns, "they are generated again when the run is resumed"),
     Part("weights", _weights, "the newest version is published again when the run is resumed; no other is needed"),
     Part("checkpoints", _checkpoints, "the run is resumed from the newest one that is whole"),
     Part("exports", _exports, "`hpcrl checkpoint export` makes one again, where its checkpoint is there"),

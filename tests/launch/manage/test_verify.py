@@ -15,6 +15,7 @@ from hpcrl.cli.main import main
 from hpcrl.config import Config
 from hpcrl.controller.recovery import read_history
 from hpcrl.data.group_file import read_arrays
+from hpcrl.data.turn_file import append_turns, turn_file
 from hpcrl.data.weight_files import WeightFile, check_weights, weight_facts
 from hpcrl.errors import CommitError, DataError, HpcrlError
 from hpcrl.launch.manage.verify import PARTS
@@ -239,6 +240,8 @@ def test_the_command_names_what_is_damaged(whole: Run, tmp_path: Path, capsys: p
     assert main(["verify", str(run.path)]) == 0
     assert "damaged" not in capsys.readouterr().out
     flip(0.5)(run.batch(4))
+    turns = turn_file(run, "rollout-0", "g00000011", 4)
+    append_turns(turns, [{"versions": [version]} for version in (4, 3, 5)])
     run.batch(1).unlink()
     run.outcome(1).write_text("[]")
     with run.attempts.open("a") as file:
@@ -254,8 +257,9 @@ def test_the_command_names_what_is_damaged(whole: Run, tmp_path: Path, capsys: p
     assert "line 4" not in said
     assert "checksums.json is damaged" in said
     assert "batches: 2 damaged: those after the newest checkpoint are composed again" in said
+    assert f"{turns}: 1 of its lines" in said
     assert "checkpoints: ok" in said
-    assert "mine: 5 files are not as they were written" in wrong
+    assert "mine: 6 files are not as they were written" in wrong
 
 
 def test_what_a_damaged_file_says_does_not_steer_the_terminal(
