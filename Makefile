@@ -28,7 +28,7 @@ learn: $(VENV)/installed slurm
 	$(BIN)/pytest -m slow -s tests/jobs/test_learning.py tests/slurm/test_megatron.py
 
 faults: $(VENV)/installed slurm
-	$(BIN)/pytest -m "not soak and not slow" tests/faults tests/slurm/test_runs.py tests/slurm/test_pool.py tests/slurm/test_megatron.py tests/jobs/test_local_run.py
+	$(BIN)/pytest -m "not soak and not slow" tests/faults tests/slurm/test_runs.py tests/slurm/test_pool.py tests/slurm/test_megatron.py tests/jobs/test_local_run.py tests/rollout/test_worker.py
 
 soak: $(VENV)/installed slurm
 	$(BIN)/pytest -m soak -s tests/faults/test_soak.py

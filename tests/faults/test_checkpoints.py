@@ -34,9 +34,8 @@ POISONS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "poison", [pytest.param(name, marks=[] if name == "changed_byte" else pytest.mark.faults_slow) for name in POISONS]
-)
+@pytest.mark.faults_slow
+@pytest.mark.parametrize("poison", POISONS)
 def test_26_poisoned_newest_checkpoint(scenario: Scenario, poison: str) -> None:
     """What cannot be trusted is passed over with a message, and the one before it is used."""
     run = scenario.submit()

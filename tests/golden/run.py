@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -114,11 +114,11 @@ def report(outcomes: list[Outcome], verbose: bool) -> None:
     print(f"{states['passed']} passed, {states['failed']} failed, {states['skipped']} skipped")
 
 
-def main() -> int:
+def main(command: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Replay golden cases of other frameworks through hpcrl.")
     parser.add_argument("file", type=Path, metavar="FILE.json")
     parser.add_argument("--verbose", action="store_true", help="also tell what was skipped, and why")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(command)
     try:
         outcomes = replay_file(arguments.file)
     except (OSError, ValueError) as error:

@@ -378,7 +378,12 @@ def test_a_job_works_and_ends_on_sigterm_though_its_engine_hangs(
 
 @pytest.mark.parametrize(
     ("number", "said"),
-    [(signal.SIGSTOP, "hangs: no token and no answer for 3 s, while "), (signal.SIGKILL, "died")],
+    [
+        pytest.param(
+            signal.SIGSTOP, "hangs: no token and no answer for 3 s, while ", marks=pytest.mark.faults_slow, id="stop"
+        ),
+        pytest.param(signal.SIGKILL, "died", id="kill"),
+    ],
 )
 def test_a_job_whose_engine_hangs_or_dies_leaves_with_the_reason(
     run: Run, job: Job, controller: FakeController, number: signal.Signals, said: str
