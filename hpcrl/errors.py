@@ -4,11 +4,13 @@
     ├── ConfigError       2   a key, a type, a combination
     ├── SubmitError       3   Slurm, or the machine, refused
     ├── DataError         4   a dataset or a model path
+    │   └── DamagedError 11   a file that the run wrote itself is not what it was; the next attempt writes it again
     ├── RunError          5   a run directory is missing, taken or foreign
     ├── CommitError       6   a checkpoint or weight directory is not complete
     ├── EngineError       7   the inference engine failed
     ├── UserCodeError     8   an environment or a reward function raised
-    └── ServiceError      9   a service that an environment or a reward asks is away, or gives no usable answer
+    ├── ServiceError      9   a service that an environment or a reward asks is away, or gives no usable answer
+    └── DeviceError      10   a node lacks what the run is to use
 
 A message names the thing, what was expected and the remedy. What is wrong inside hpcrl itself is an `assert`.
 """
@@ -34,6 +36,10 @@ class SubmitError(HpcrlError):
 
 class DataError(HpcrlError):
     exit_code = 4
+
+
+class DamagedError(DataError):
+    exit_code = 11
 
 
 class RunError(HpcrlError):

@@ -21,6 +21,7 @@ from hpcrl.config import Config
 from hpcrl.config.derive import max_input_length, names_own_code, needs_baselines, surplus_groups
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.engines.launch import launched
+from hpcrl.rundir.checksums import require_unchanged
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
 def main(path: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     run, attempt, replica = Run.open(path), int(os.environ["HPCRL_ATTEMPT"]), int(os.environ["HPCRL_REPLICA"])
-    config = Config.from_toml([run.config])
     heartbeat = Heartbeat(run, attempt, f"rollout-{replica}")
     status = StatusWriter(run, f"rollout-{replica}", attempt, heartbeat)
     status.write("starting engine")
     try:
-        serve(run, config, attempt, replica, status, heartbeat)
+        require_unchanged(run)  # it may start long after the others of its attempt
+        serve(run, Config.from_toml([run.config]), attempt, replica, status, heartbeat)
     except BaseException as error:
         first_line = str(error).partition("\n")[0]
         status.write("stopped" if isinstance(error, SystemExit) else f"{FAILED}: {first_line}")

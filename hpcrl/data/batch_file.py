@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.data.group_file import check_group
-from hpcrl.errors import DataError
+from hpcrl.errors import DamagedError, DataError
 from hpcrl.rundir.commit import committed, digest_of, parse_json, read_bytes, write_text
 from hpcrl.rundir.layout import Run, position_of, step_of
 from hpcrl.types import Batch
@@ -53,7 +53,7 @@ def read_batch(path: Path) -> BatchFile | None:
     """Return what is in the file of a batch, or None where there is no such file.
 
     Raises:
-        DataError: it is damaged, or has the name of another step.
+        DamagedError: it is damaged, or has the name of another step.
     """
     if (content := read_bytes(path)) is None:
         return None
@@ -67,9 +67,9 @@ def read_batch(path: Path) -> BatchFile | None:
         previous = value.pop("previous", None)
         batch = Batch.from_json(value)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"batch file {path} is damaged: {error}") from error
+        raise DamagedError(f"batch file {path} is damaged: {error}") from error
     if batch.step != step_of(path):
-        raise DataError(f"batch file {path} is damaged: it holds the batch of step {batch.step}")
+        raise DamagedError(f"batch file {path} is damaged: it holds the batch of step {batch.step}")
     return BatchFile(batch, checksum, previous)
 
 
@@ -103,7 +103,7 @@ def check_batch(run: Run, batch: Batch) -> None:
     """Compare the files of all groups of a batch with their checksums, several at a time.
 
     Raises:
-        DataError: one is missing or damaged, or holds another group.
+        DamagedError: one is missing or damaged, or holds another group.
         RunError: one lies outside the run directory.
     """
     with ThreadPoolExecutor(_AT_ONCE) as threads:

@@ -20,7 +20,7 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.errors import DataError
+from hpcrl.errors import DamagedError
 from hpcrl.rundir.commit import digest_of, write_bytes
 from hpcrl.types import GroupMeta, Sample, SamplingMask
 
@@ -100,7 +100,7 @@ def read_group(
         expected: what the batch knows of the group; None: it may be any.
 
     Raises:
-        DataError: the file is missing or damaged, or holds another group than the one expected.
+        DamagedError: the file is missing or damaged, or holds another group than the one expected.
     """
     return [as_tensors(row) for row in read_arrays(path, expected, indices)]
 
@@ -243,7 +243,7 @@ def check_group(path: Path, expected: GroupMeta | None = None) -> GroupMeta:
         expected: what a batch knows of the group.
 
     Raises:
-        DataError: the file is missing or damaged, has no checksums, or holds another group than the one expected.
+        DamagedError: the file is missing or damaged, has no checksums, or holds another group than the one expected.
     """
     with _opened(path) as (columns, meta, details):
         _check_same(path, meta, expected)
@@ -266,7 +266,9 @@ def _opened(path: Path) -> Iterator[tuple[_Columns, GroupMeta, list[dict[str, An
     try:
         file = path.open("rb")
     except FileNotFoundError as error:
-        raise DataError(f"sample file {path} is missing: it was removed, or this node does not see the run") from error
+        raise DamagedError(
+            f"sample file {path} is missing: it was removed, or this node does not see the run"
+        ) from error
     except OSError as error:
         raise _damaged(path, f"it cannot be read: {error.strerror}") from error
     with file:
@@ -284,5 +286,5 @@ def _check_same(path: Path, meta: GroupMeta, expected: GroupMeta | None) -> None
         raise _damaged(path, f"it holds a group {meta.group_id}, but not the one that the batch was composed of")
 
 
-def _damaged(path: Path, why: str) -> DataError:
-    return DataError(f"sample file {path} is damaged ({why}); remove it and the group is generated again")
+def _damaged(path: Path, why: str) -> DamagedError:
+    return DamagedError(f"sample file {path} is damaged ({why}); the next attempt generates the group again")
