@@ -60,6 +60,8 @@ def test_what_only_a_person_can_mend_is_not_tried_again() -> None:
     found = judged(ended(1, "failed", message="controller: hpcrl.errors.DataError: no file x"))
     assert not found.requeue
     assert "another attempt would end the same way" in found.why
+    damaged = judged(ended(1, "failed", message="trainer-0: hpcrl.errors.DamagedError: sample file x is damaged"))
+    assert damaged.requeue, "the next attempt generates it again"
     theirs = "rollout-0: pandas.errors.DataError: no numeric types"
     assert judged(ended(1, "failed", message=theirs)).requeue, "another package's error may pass"
 
