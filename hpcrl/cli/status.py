@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcrl.cli._common import RUNS, add_root
 from hpcrl.text import one_line
 
 if TYPE_CHECKING:
     from hpcrl.launch.manage.state import RunState
-    from hpcrl.observe.summary import Summary
+    from hpcrl.observe.summary import Headline
+    from hpcrl.rundir.layout import Run
 
+Achieved = TypeVar("Achieved", bound="Headline")
 _ACHIEVED = ("eval score", "reward", "steps", "time")
 
 
@@ -33,7 +35,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
     root = arguments.root or default_root()
     named = dict.fromkeys(run for name in arguments.runs for run in find_runs(name, root))
-    states = known_states(list(named) or all_runs(root))
+    states = known_states(list(named) or all_runs(root), listed=not arguments.json and len(named) != 1)
     if arguments.json:
         print(dumps([_as_json(state) for state in states], indent=2))
     elif len(named) == 1:
@@ -41,30 +43,31 @@ def _status(arguments: argparse.Namespace) -> int:
     elif not states:
         print(f"no runs under {root.absolute()}")
     else:
-        for state in states:
-            name = f"{state.run.project}/{state.run.name}"
-            print(one_line(f"{name:40} {state.kind:12} job {state.submission.get('job_id', '-'):10} {_detail(state)}"))
+        from hpcrl.observe.summary import headline
+
+        print("\n".join(_line(state, _achieved(state, headline)) for state in states))
     return 0
 
 
-def _summary(state: RunState) -> Summary | None:
+def _line(state: RunState, achieved: Headline | None) -> str:
+    name, job = f"{state.run.project}/{state.run.name}", state.submission.get("job_id", "-")
+    return one_line(f"{name:40} {state.kind:12} job {job:10} {_detail(state, achieved)}")
+
+
+def _achieved(state: RunState, read: Callable[[Run], Achieved]) -> Achieved | None:
     """Return what a run has achieved; None where its files are damaged, or may be."""
     from hpcrl.errors import RunError
-    from hpcrl.observe.summary import summarise
 
     with suppress(RunError, OSError):  # the state names it
-        return summarise(state.run) if state.kind != "unknown" else None
+        return read(state.run) if state.kind != "unknown" else None
     return None
 
 
-def _detail(state: RunState) -> str:
-    from hpcrl.observe.summary import headline
-
-    summary = _summary(state)
-    achieved = headline(summary) if summary else ""
+def _detail(state: RunState, achieved: Headline | None) -> str:
+    said = str(achieved or "")
     if state.kind == "done":
-        return achieved or state.detail
-    return " · ".join(part for part in (state.detail, achieved) if part)
+        return said or state.detail
+    return " · ".join(part for part in (state.detail, said) if part)
 
 
 def _show(state: RunState) -> None:
@@ -73,10 +76,12 @@ def _show(state: RunState) -> None:
 
 
 def _lines(state: RunState) -> Iterator[str]:
+    from hpcrl.observe.summary import summarise
     from hpcrl.observe.view import summary_rows
 
     progress, submission = state.progress, state.submission
-    detail = _detail(state) if state.kind == "done" else state.detail
+    summary = _achieved(state, summarise)
+    detail = _detail(state, summary) if state.kind == "done" else state.detail
     yield f"{state.run.name}: {state.kind}" + (f": {detail}" if detail else "")
     if state.advice:
         yield f"  next        {state.advice}"
@@ -87,7 +92,6 @@ def _lines(state: RunState) -> Iterator[str]:
     yield f"  checkpoint  {progress.checkpoint or 'none'}"
     if submission.get("overrides"):
         yield f"  overrides   {' '.join(submission['overrides'])}"
-    summary = _summary(state)
     for name, value in summary_rows(summary) if summary and summary.steps else ():
         if name in _ACHIEVED:
             yield f"  {name:11} {value}"
@@ -99,7 +103,9 @@ def _lines(state: RunState) -> Iterator[str]:
 def _as_json(state: RunState) -> dict[str, Any]:
     from dataclasses import asdict
 
-    job, summary = state.job, _summary(state)
+    from hpcrl.observe.summary import summarise
+
+    job, summary = state.job, _achieved(state, summarise)
     return {
         "run": state.run.name,
         "project": state.run.project,

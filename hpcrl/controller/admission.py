@@ -96,20 +96,21 @@ class Admission:
     def dropped_count(self) -> int:
         return len(self._dropped)
 
-    def restore(self, composed: int, used: Iterable[int], finished: dict[int, GroupMeta]) -> None:
+    def restore(self, composed: int, used: Iterable[int], finished: dict[int, GroupMeta], below: int = 0) -> None:
         """Continue an earlier attempt.
 
         Args:
             composed: newest step whose batch exists.
             used: indices of all groups in those batches, and of those that were dropped or given up for them.
             finished: groups that are complete and in no batch; they train instead of being generated again.
+            below: all groups with a smaller index are used, too.
         """
         taken = set(used) | set(finished)
         self._composed = composed
         for index, meta in finished.items():
             self._keep(index, meta)
-        self._cursor = max(taken, default=-1) + 1
-        self._give_back(index for index in range(self._cursor) if index not in taken)
+        self._cursor = max(below, max(taken, default=-1) + 1)
+        self._give_back(index for index in range(below, self._cursor) if index not in taken)
         self._renew()
 
     def note_left(self, versions: Mapping[int, Collection[int]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,17 +20,29 @@ class History:
 
     Attributes:
         composed: newest step whose batch is complete on disk, at least the step that training continues after.
-        used: indices of all groups in those batches, and of those that were dropped or given up for them.
+        below: all groups with a smaller index are used.
+        used: indices from `below` on of the other groups in those batches, and of those that were dropped or given up for them.
         finished: complete groups that no batch has used; some may be of the kind that dynamic sampling drops.
         batches: batches that training has still to do.
         checksum: of the newest batch's file.
     """
 
     composed: int
+    below: int = 0
     used: set[int] = field(default_factory=set)
     finished: dict[int, GroupMeta] = field(default_factory=dict)
     batches: dict[int, Batch] = field(default_factory=dict)
     checksum: str = FIRST
+
+    def is_used(self, index: int) -> bool:
+        return index < self.below or index in self.used
+
+    def use(self, names: Iterable[str]) -> None:
+        """Count groups as used; what a long run has used is one number and a few indices."""
+        self.used |= {index for name in names if (index := group_index(name)) is not None}
+        while self.below in self.used:
+            self.used.remove(self.below)
+            self.below += 1
 
 
 def read_history(
@@ -56,10 +68,11 @@ def read_history(
     Raises:
         DataError: the batch of a step that was trained is damaged or missing.
     """
-    files = read_batches(run, step)
-    inherited = min([*files, step + 1]) - 1  # steps that another run has done
-    history = History(step, used=set(range(inherited * batch_size)))
-    for number, file in files.items():
+    history, needed, inherited = History(step), set[str](), True
+    for file in read_batches(run, step):
+        number = file.batch.step
+        if inherited:
+            history.below, inherited = (number - 1) * batch_size, False
         if number > step:
             if why := _unusable(run, file.batch, usable):
                 print(f"the batch of step {number} is composed again: {why}", flush=True)
@@ -67,17 +80,19 @@ def read_history(
             history.composed = number
             history.batches[number] = file.batch
         history.checksum = file.checksum
-        history.used |= {index for name in file.batch.generated if (index := group_index(name)) is not None}
+        history.use(file.batch.generated)
+        needed |= set(file.batch.generated) if number > pruned else set()
+    if inherited:
+        history.below = step * batch_size
     for number in batch_steps(run):
         if number > history.composed:
             run.batch(number).unlink()
-    expired = {name for number, file in files.items() if number <= pruned for name in file.batch.generated}
     for path in run.samples.glob("*/g*.safetensors"):
         index = group_index(path.stem)
-        if path.stem in expired:
-            path.unlink()
+        if index is None or path.stem in needed:
             continue
-        if index is None or index in history.used:
+        if history.is_used(index):
+            path.unlink()
             continue
         meta = _meta(path)
         if meta and keep(history.composed + 1, meta):

@@ -90,7 +90,7 @@ class Service:
         self._metrics: MetricsWriter | None = None
         self._batches: dict[int, Batch] = {}
         self._checksum = FIRST  # of the newest batch's file
-        self._described: set[int] = set()
+        self._described = 0
         self._version: int | None = None
         self._eval = EvalQueue(schedule.eval_prompts_at_once)
         self._dispatcher = Dispatcher(self._admission, self._eval, schedule.n_samples, schedule.eval_n_samples)
@@ -163,7 +163,7 @@ class Service:
             if (version_of(path) or 0) > step:  # of a policy that will be trained anew
                 discard(path)
         self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
-        self._admission.restore(history.composed, history.used, history.finished)
+        self._admission.restore(history.composed, history.used, history.finished, history.below)
         self._batches, self._checksum = history.batches, history.checksum
         self._pruned, self._started = min(step, self._oldest_checkpoint()), step
         try:
@@ -327,7 +327,7 @@ class Service:
         batch = self._batches.get(step)
         if batch is None or self._eval.open:
             return None
-        if step not in self._described:
+        if step > self._described:
             assert self._metrics is not None
             position = {
                 "trainer/global_step": step,
@@ -338,7 +338,7 @@ class Service:
             dropped = dropped_metrics(batch) if self._schedule.sampling.config.type else {}
             surplus = surplus_metrics(batch) if self._schedule.surplus else {}
             self._metrics.write(step, batch_metrics(batch) | dropped | surplus | position | self._replicas())
-            self._described.add(step)
+            self._described = step
         return str(self._run.batch(step).relative_to(self._run.path))
 
     def _replicas(self) -> dict[str, float]:
@@ -409,6 +409,7 @@ class Service:
             "finished": self._admission.finished,
             "dropped": self._admission.dropped_count,
             "eval_open": self._eval.open,
+            "replicas": self.min_replicas.replicas,
             "stop": self.stop,
             "workers": {name: {"version": w.version, "state": w.state} for name, w in self.workers.items()},
         }

@@ -6,7 +6,7 @@ JSON, with a checksum of its own text and that of the batch before it: a file th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,30 +73,36 @@ def read_batch(path: Path) -> BatchFile | None:
     return BatchFile(batch, checksum, previous)
 
 
-def read_batches(run: Run, step: int) -> dict[int, BatchFile]:
-    """Return the batches of a run by step, for a training that continues after `step`, up to the first one that is damaged or missing.
+def read_batches(run: Run, step: int) -> Iterator[BatchFile]:
+    """Yield the batches of a run in the order of their steps, for a training that continues after `step`, up to the first one that is
+    damaged or missing.
 
     Raises:
         DataError: that one was trained: what is in it might train again, or never.
     """
-    found = dict[int, BatchFile]()
+    before: BatchFile | None = None
     try:
         for number in batch_steps(run):
             if (file := read_batch(run.batch(number))) is not None:
-                _check_follows(run, number, file, found)
-                found[number] = file
-        newest = max(found, default=0)
-        if newest < step and (found or committed(run.checkpoints, position_of)):
-            raise DataError(f"batch file {run.batch(newest + 1)} is missing")
+                _check_follows(run, file, before)
+                yield (before := file)
+        if _is_missing(run, step, before):
+            raise DataError(f"batch file {run.batch((before.batch.step if before else 0) + 1)} is missing")
     except DataError as error:
-        newest = max(found, default=0)
-        if newest < step and (found or committed(run.checkpoints, position_of)):
+        if _is_missing(run, step, before):
             raise DataError(
                 f"{error}. Step {step} was trained, and without this file nobody knows with which groups. Put it back from a backup; or "
                 "submit a new run with trainer.resume_mode=from_path and trainer.resume_path set to the newest checkpoint of this one"
             ) from error
+        newest = before.batch.step if before else 0
         print(f"{error}; what follows step {max(newest, step)} is composed again", flush=True)
-    return found
+
+
+def _is_missing(run: Run, step: int, newest: BatchFile | None) -> bool:
+    """Return whether a run that was trained up to `step` lacks batches, where `newest` is the last that can be read."""
+    if newest is None:
+        return step > 0 and bool(committed(run.checkpoints, position_of))
+    return newest.batch.step < step
 
 
 def check_batch(run: Run, batch: Batch) -> None:
@@ -113,20 +119,21 @@ def check_batch(run: Run, batch: Batch) -> None:
 
 def check_batches(run: Run) -> Iterator[str]:
     """Yield what is wrong with the batches of a run, a sentence for each."""
-    found, damaged = dict[int, BatchFile](), set[int]()
+    before, damaged = None, None
     for number in batch_steps(run):
         try:
-            if (file := read_batch(run.batch(number))) is not None:
-                found[number] = file
+            if (file := read_batch(run.batch(number))) is None:
+                continue
         except DataError as error:
-            damaged.add(number)
+            damaged = number
             yield str(error)
-    for number, file in found.items():
+            continue
         try:
-            if number - 1 not in damaged:
-                _check_follows(run, number, file, {number - 1: found[number - 1]} if number - 1 in found else {})
+            if number - 1 != damaged:
+                _check_follows(run, file, before if before and before.batch.step == number - 1 else None)
         except DataError as error:
             yield str(error)
+        before = file
 
 
 def batch_steps(run: Run) -> list[int]:
@@ -134,9 +141,11 @@ def batch_steps(run: Run) -> list[int]:
     return sorted(number for path in run.batches.glob("s*.json") if (number := step_of(path)) is not None)
 
 
-def _check_follows(run: Run, number: int, file: BatchFile, found: Mapping[int, BatchFile]) -> None:
-    before = found.get(number - 1)
-    if before is None and (found or file.previous):
+def _check_follows(run: Run, file: BatchFile, before: BatchFile | None) -> None:
+    """Look whether a batch follows `before`, the last that was read; None: none was, or not that of the step before."""
+    number = file.batch.step
+    follows = before is not None and before.batch.step == number - 1
+    if not follows and (before or file.previous):
         raise DataError(f"batch file {run.batch(number - 1)} is missing")
     if before is not None and file.previous not in (None, before.checksum):
         raise DataError(f"batch file {run.batch(number - 1)} is not the one that {run.batch(number).name} follows")

@@ -13,10 +13,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from io import FileIO
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.space import explained
 
 _ALONE = ("trainer", "controller")
+_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,14 @@ class MetricsWriter:
 
 
 class MetricsReader:
-    """Reads the metrics of a run as they grow."""
+    """Reads the metrics of a run as they grow.
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    Args:
+        names: of the metrics that are wanted, with or without the process that is added to those of replicas; none: all.
+    """
+
+    def __init__(self, run: Run, *names: str) -> None:
+        self._run, self._names = run, names
         self._offsets: dict[Path, int] = {}
         self._resumes: dict[int, int] = {}
         self._highest: dict[int, int] = {}
@@ -110,26 +118,24 @@ class MetricsReader:
                 if "resume" in line:
                     outdated |= self._resume(line["attempt"], line["resume"])
                 else:
-                    metrics = _unique(path.stem, line["metrics"])
+                    metrics = _unique(path.stem, line["metrics"], self._names)
                     records.append(Record(path.stem, line["attempt"], line["step"], line["time"], metrics))
         valid = [record for record in records if record.step <= self._last_step(record.attempt)]
         for record in valid:
             self._highest[record.attempt] = max(record.step, self._highest.get(record.attempt, record.step))
-        return valid, outdated
+        return [record for record in valid if record.metrics], outdated
 
-    def _new_lines(self, path: Path) -> list[dict[str, Any]]:
-        """Return the whole lines since the last call; half lines of killed writers, and what nobody of us wrote, are passed over."""
+    def _new_lines(self, path: Path) -> Iterator[dict[str, Any]]:
+        """Yield the whole lines since the last call; half lines of killed writers, and what nobody of us wrote, are passed over."""
         with path.open("rb") as file:
             file.seek(self._offsets.get(path, 0))
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-        lines = []
-        for line in whole.splitlines():
-            with suppress(ValueError):
-                if _is_line(value := parse_json(line)):
-                    lines.append(value)
-        return lines
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offsets[path] = self._offsets.get(path, 0) + len(line)
+                with suppress(ValueError):
+                    if _is_line(value := parse_json(line)):
+                        yield value
 
     def _resume(self, attempt: int, step: int) -> bool:
         self._resumes[attempt] = min(step, self._resumes.get(attempt, step))
@@ -150,24 +156,75 @@ def _is_line(value: Any) -> bool:
     return type(value.get("step")) is int and all(type(number) in (int, float) for number in numbers)
 
 
-def _unique(process: str, metrics: dict[str, float]) -> dict[str, float]:
-    return metrics if process in _ALONE else {f"{name}/{process}": value for name, value in metrics.items()}
+def _unique(process: str, metrics: dict[str, float], wanted: Sequence[str]) -> dict[str, float]:
+    """Return metrics, of all those that are wanted, under names that are unique in the run."""
+    own = "" if process in _ALONE else f"/{process}"
+    # one text for a name in all steps: they would take more memory than the values
+    return {
+        sys.intern(name + own): value
+        for name, value in metrics.items()
+        if not wanted or name in wanted or name + own in wanted
+    }
 
 
-def last_reports(records: Iterable[Record]) -> list[Record]:
-    """Return the records ordered by step, attempt and time, each value of a step only in the last record that has it."""
+def last_reports(records: Iterable[Record]) -> Iterator[Record]:
+    """Yield the records ordered by step, attempt and time, each value of a step only in the last record that has it."""
     ordered = sorted(records, key=lambda record: (record.step, record.attempt, record.time))
-    last = {(record.step, name): record for record in ordered for name in record.metrics}
-    return [
-        replace(record, metrics={name: value for name, value in record.metrics.items() if last[record.step, name] is record})
-        for record in ordered
-    ]  # fmt: skip
+    for _, of_step in groupby(ordered, key=lambda record: record.step):
+        group = list(of_step)
+        last = {name: record for record in group for name in record.metrics}
+        for record in group:
+            metrics = {name: value for name, value in record.metrics.items() if last[name] is record}
+            yield record if len(metrics) == len(record.metrics) else replace(record, metrics=metrics)
 
 
-def read_metrics(run: Run) -> list[Record]:
-    """Return all valid records, ordered by step, attempt and time; each value of a step is in one of them, the last that had it."""
-    records, _ = MetricsReader(run).poll()
-    return last_reports(records)
+def first_record(run: Run, process: str, name: str, valid: Callable[[Record], bool]) -> Record | None:
+    """Return the first valid record of a process that has the metric `name`, without reading what follows it."""
+    with suppress(FileNotFoundError), run.metrics_of(process).open("rb") as file:
+        return next(_having(file, process, name, valid), None)
+    return None
+
+
+def last_record(run: Run, process: str, name: str, valid: Callable[[Record], bool]) -> Record | None:
+    """Return the last valid record of a process that has the metric `name`, without reading what lies before it."""
+    with suppress(FileNotFoundError), run.metrics_of(process).open("rb", buffering=0) as file:
+        return next(_having(_from_the_end(file), process, name, valid), None)
+    return None
+
+
+def _having(lines: Iterable[bytes], process: str, name: str, valid: Callable[[Record], bool]) -> Iterator[Record]:
+    """Yield the valid records of these lines, those without a metric of this name left out unread."""
+    wanted = json.dumps(name).encode()
+    for line in lines:
+        if wanted in line:
+            with suppress(ValueError):
+                value = parse_json(line)
+                if _is_line(value) and name in value.get("metrics", ()):
+                    record = Record(process, value["attempt"], value["step"], value["time"], value["metrics"])
+                    if valid(record):
+                        yield record
+
+
+def _from_the_end(file: FileIO) -> Iterator[bytes]:
+    """Yield the lines of a file, the last one first."""
+    end, rest = file.seek(0, os.SEEK_END), b""
+    while end > 0:
+        start = max(0, end - _BLOCK)
+        file.seek(start)
+        lines = (file.read(end - start) + rest).split(b"\n")
+        rest, end = lines[0], start
+        yield from reversed(lines[1:])
+    yield rest
+
+
+def read_metrics(run: Run, *names: str) -> list[Record]:
+    """Return all valid records, ordered by step, attempt and time; each value of a step is in one of them, the last that had it.
+
+    Args:
+        names: as of `MetricsReader`.
+    """
+    records, _ = MetricsReader(run, *names).poll()
+    return list(last_reports(records))
 
 
 def merged(run: Run) -> dict[int, dict[str, float]]:
@@ -178,6 +235,27 @@ def merged(run: Run) -> dict[int, dict[str, float]]:
     return steps
 
 
-def values_of(run: Run, name: str) -> dict[int, float]:
+class Curve:
+    """One metric by step; of what is there already each call reads only what it has gained."""
+
+    def __init__(self, run: Run, name: str) -> None:
+        self._run, self._name = run, name
+        self._forget()
+
+    def _forget(self) -> None:
+        self._reader, self._values = MetricsReader(self._run, self._name), dict[int, float]()
+
+    def values(self) -> Mapping[int, float]:
+        records, outdated = self._reader.poll()
+        if outdated:
+            self._forget()
+            records, _ = self._reader.poll()
+        for record in last_reports(records):
+            if self._name in record.metrics:
+                self._values[record.step] = record.metrics[self._name]
+        return self._values
+
+
+def values_of(run: Run, name: str) -> Mapping[int, float]:
     """Return one metric by step."""
-    return {record.step: record.metrics[name] for record in read_metrics(run) if name in record.metrics}
+    return Curve(run, name).values()

@@ -1,14 +1,20 @@
-"""What a run has achieved, from its metrics and its ledger."""
+"""What a run has achieved, from its metrics, its evaluations and its ledger."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+import os
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from statistics import fmean
+from pathlib import Path
+from typing import Any
 
-from hpcrl.observe.metrics import Record, read_metrics
-from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import Attempt, Outcome, read_attempts, read_outcome
+from hpcrl.observe.metrics import Record, first_record, last_record, read_metrics
+from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.layout import Run, version_of
+from hpcrl.rundir.ledger import Attempt, Outcome, read_attempts, read_outcomes
+from hpcrl.rundir.starts import read_starts, resumed_after
 from hpcrl.units import duration
 
 REWARD = "reward/avg_raw_reward"
@@ -21,97 +27,145 @@ PAUSE = "weights/pause_seconds"
 
 
 @dataclass(frozen=True)
-class Summary:
-    """One run in a dozen numbers; None is what it has not reported.
+class Headline:
+    """What a list of runs shows of each: read from the ends of its files, however long they are. None is what it has not reported.
 
     Attributes:
         steps: last step trained.
-        samples: samples trained.
         eval_first, eval_last: step and score of the first and the last evaluation.
         reward_first, reward_last: step and mean reward of the first and the last training batch.
-        tokens_per_second: mean over steps, weighted with their time.
-        seconds_per_step: mean over steps.
-        pause_mean, pause_max: seconds that a replica stood still for a weight update.
-        seconds: time in all attempts, from the start of each to the last that is known of it.
+        seconds: time in all attempts, from the start of each to its end, or to the last that is known of it.
         outcome: how the newest attempt ended, or None while it runs.
     """
 
     attempts: int
     steps: int
-    samples: int | None
     eval_first: tuple[int, float] | None
     eval_last: tuple[int, float] | None
     reward_first: tuple[int, float] | None
     reward_last: tuple[int, float] | None
+    seconds: float
+    outcome: Outcome | None
+
+    def __str__(self) -> str:
+        """Return steps, reward, evaluation and duration in one line; empty for a run that has trained nothing."""
+        if not self.steps:
+            return ""
+        parts = [f"{self.steps} step{'s' * (self.steps > 1)}"]
+        for name, first, last in (
+            ("reward", self.reward_first, self.reward_last),
+            ("eval", self.eval_first, self.eval_last),
+        ):
+            if first and last:
+                parts.append(f"{name} {last[1]:.3f}" if first == last else f"{name} {first[1]:.3f} → {last[1]:.3f}")
+        return " · ".join([*parts, duration(self.seconds)])
+
+
+@dataclass(frozen=True)
+class Summary(Headline):
+    """One run in a dozen numbers; None is what it has not reported.
+
+    Attributes:
+        samples: samples trained.
+        tokens_per_second: mean over steps, weighted with their time.
+        seconds_per_step: mean over steps.
+        pause_mean, pause_max: seconds that a replica stood still for a weight update.
+    """
+
+    samples: int | None
     tokens_per_second: float | None
     seconds_per_step: float | None
     pause_mean: float | None
     pause_max: float | None
-    seconds: float
-    outcome: Outcome | None
+
+
+def headline(run: Run) -> Headline:
+    """Return what a list shows of a run.
+
+    Raises:
+        RunError: a file of it is damaged.
+    """
+    attempts, outcomes = read_attempts(run), {outcome.attempt: outcome for outcome in read_outcomes(run)}
+    resumed = resumed_after(read_starts(run)) if len(attempts) > 1 else {}
+
+    def valid(record: Record) -> bool:
+        return all(record.step <= step for attempt, step in resumed.items() if attempt > record.attempt)
+
+    trained, rewarded = (
+        last_record(run, *which, valid) for which in (("trainer", STEP_SECONDS), ("controller", REWARD))
+    )
+    first = first_record(run, "controller", REWARD, valid) if rewarded else None
+    versions = sorted(version for path in _evaluations(run) if (version := version_of(path)) is not None)
+    return Headline(
+        attempts=len(attempts),
+        steps=trained.step if trained else 0,
+        eval_first=_score(run, versions),
+        eval_last=_score(run, versions[::-1]),
+        reward_first=(first.step, first.metrics[REWARD]) if first else None,
+        reward_last=(rewarded.step, rewarded.metrics[REWARD]) if rewarded else None,
+        seconds=sum(_seconds(run, attempt, outcomes.get(attempt.number), trained) for attempt in attempts),
+        outcome=outcomes.get(attempts[-1].number) if attempts else None,
+    )
 
 
 def summarise(run: Run) -> Summary:
-    """Return the summary of a run that ends, or has ended, or has only begun."""
-    records = read_metrics(run)
-    attempts = read_attempts(run)
-    outcome = read_outcome(run)
-    if outcome and attempts and outcome.attempt != attempts[-1].number:
-        outcome = None
-    scores, rewards, times = (_curve(records, name) for name in (EVAL_SCORE, REWARD, STEP_SECONDS))
-    samples, throughput = _curve(records, SAMPLES), _curve(records, TOKENS_PER_SECOND)
+    """Return the summary of a run that ends, or has ended, or has only begun; all its metrics are read.
+
+    Raises:
+        RunError: a file of it is damaged.
+    """
+    records = read_metrics(run, STEP_SECONDS, SAMPLES, TOKENS_PER_SECOND, PAUSE)
+    times, samples, throughput = (_curve(records, name) for name in (STEP_SECONDS, SAMPLES, TOKENS_PER_SECOND))
     pauses = [value for record in records for name, value in record.metrics.items() if name.startswith(PAUSE)]
     seconds = {step: times.get(step, 1.0) for step in throughput}
     tokens = sum(throughput[step] * seconds[step] for step in throughput)
     return Summary(
-        attempts=len(attempts),
-        steps=max(times, default=0),
+        **vars(headline(run)),
         samples=round(sum(samples.values())) if samples else None,
-        eval_first=_end(scores, min),
-        eval_last=_end(scores, max),
-        reward_first=_end(rewards, min),
-        reward_last=_end(rewards, max),
         tokens_per_second=tokens / sum(seconds.values()) if sum(seconds.values()) > 0 else None,
         seconds_per_step=_mean(times.values()),
         pause_mean=_mean(pauses),
         pause_max=max(pauses, default=None),
-        seconds=sum(_seconds(attempt, records, outcome) for attempt in attempts),
-        outcome=outcome,
     )
 
 
-def headline(summary: Summary) -> str:
-    """Return steps, reward, evaluation and duration in one line; empty for a run that has trained nothing."""
-    if not summary.steps:
-        return ""
-    parts = [f"{summary.steps} step{'s' * (summary.steps > 1)}"]
-    for name, first, last in (
-        ("reward", summary.reward_first, summary.reward_last),
-        ("eval", summary.eval_first, summary.eval_last),
-    ):
-        if first and last:
-            parts.append(f"{name} {last[1]:.3f}" if first == last else f"{name} {first[1]:.3f} → {last[1]:.3f}")
-    return " · ".join([*parts, duration(summary.seconds)])
+def _evaluations(run: Run) -> list[Path]:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return [Path(name) for name in os.listdir(run.evals)]
+    return []
+
+
+def _score(run: Run, versions: Iterable[int]) -> tuple[int, float] | None:
+    """Return version and score of the first of these evaluations that has come to its end."""
+    for version in versions:
+        with suppress(ValueError):
+            metrics: Any = read_json(run.evals_of(version) / "summary.json")
+            score = metrics.get(EVAL_SCORE) if isinstance(metrics, dict) else None
+            if isinstance(score, int | float):
+                return version, score
+    return None
 
 
 def _curve(records: Iterable[Record], name: str) -> dict[int, float]:
     return {record.step: record.metrics[name] for record in records if name in record.metrics}
 
 
-def _end(curve: dict[int, float], which: Callable[[Iterable[int]], int]) -> tuple[int, float] | None:
-    if not curve:
-        return None
-    step = which(curve)
-    return step, curve[step]
+def _mean(numbers: Collection[float]) -> float | None:
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
-def _mean(values: Iterable[float]) -> float | None:
-    numbers = list(values)
-    return fmean(numbers) if numbers else None
+def _seconds(run: Run, attempt: Attempt, outcome: Outcome | None, last: Record | None) -> float:
+    if outcome is None:
+        ended = last.time if last and last.attempt == attempt.number else attempt.started
+    elif outcome.kind == "lost":  # whoever came next wrote that down, perhaps days later
+        ended = min(outcome.ended, _last_word(run.logs(attempt.number)))
+    else:
+        ended = outcome.ended
+    return max(0.0, ended - attempt.started)
 
 
-def _seconds(attempt: Attempt, records: Iterable[Record], outcome: Outcome | None) -> float:
-    if outcome and outcome.attempt == attempt.number:
-        return max(0.0, outcome.ended - attempt.started)
-    last = max((record.time for record in records if record.attempt == attempt.number), default=attempt.started)
-    return max(0.0, last - attempt.started)
+def _last_word(logs: Path) -> float:
+    """Return when a log of this folder was last written to; 0 where there is none."""
+    with suppress(FileNotFoundError), os.scandir(logs) as entries:
+        return max((entry.stat().st_mtime for entry in entries), default=0.0)
+    return 0.0

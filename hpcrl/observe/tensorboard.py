@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
@@ -35,20 +36,27 @@ class EventFile:
     def update(self) -> None:
         """Append what the metrics have gained; make the file anew if it is gone, or if points in it were reported again or became void."""
         records, outdated = self._reader.poll()
-        points = [(tag, record.step) for record in records for tag in record.metrics]
-        again = len(set(points)) < len(points) or not self._seen.isdisjoint(points)
-        if outdated or again or _is_empty(self._path):
+        if outdated or self._behind(records) or _is_empty(self._path):
             self.close()
             self._rebuild()
         else:
             self._append(records)
+
+    def _behind(self, records: list[Record]) -> bool:
+        """Return whether one of these has a value of a step up to which the file has values of that name: it may be there already."""
+        newest = dict(self._newest)
+        for record in records:
+            if any(newest.get(tag, -1) >= record.step for tag in record.metrics):
+                return True
+            newest |= dict.fromkeys(record.metrics, record.step)
+        return False
 
     def close(self) -> None:
         self._file.close()
 
     def _rebuild(self) -> None:
         self._reader = MetricsReader(self._run)
-        self._seen: set[tuple[str, int]] = set()
+        self._newest: dict[str, int] = {}
         self._latest, self._shifts = 0.0, dict[int, float]()
         records, _ = self._reader.poll()
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -75,9 +83,9 @@ class EventFile:
         stamp = max(int(time.time()), *(stamp + 1 for stamp in stamps), 0)
         return f"{_PREFIX}{stamp:010d}.{socket.gethostname()}"
 
-    def _append(self, records: list[Record]) -> None:
+    def _append(self, records: Iterable[Record]) -> None:
         for record in records:
-            self._seen |= {(tag, record.step) for tag in record.metrics}
+            self._newest |= dict.fromkeys(record.metrics, record.step)
             points = [Summary.Value(tag=tag, simple_value=value) for tag, value in record.metrics.items()]
             self._write(Event(wall_time=self._wall_time(record), step=record.step, summary=Summary(value=points)))
         self._file.flush()

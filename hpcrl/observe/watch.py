@@ -47,7 +47,7 @@ class Watch:
         self._forget()
 
     def _forget(self) -> None:
-        self._reader = MetricsReader(self._run)
+        self._reader = MetricsReader(self._run, EVAL_SCORE, REWARD, STEP_SECONDS)
         self._pace: deque[float] = deque(maxlen=_PACE_STEPS)
         self._begun: set[int] = set()
         self._done: int | None = None

@@ -18,9 +18,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import CommitError, DataError, RunError
 from hpcrl.faults import fault
 from hpcrl.rundir.commit import Fence, committed, committed_by, discard, is_committed, unfenced, verify
@@ -28,6 +27,9 @@ from hpcrl.rundir.layout import Run, position_of, step_of
 from hpcrl.rundir.ledger import read_outcomes
 from hpcrl.rundir.records import damaged, read_object
 from hpcrl.rundir.starts import Line, failed_loads, given_up_by, last_started, read_starts
+
+if TYPE_CHECKING:
+    from hpcrl.config.sections.trainer import TrainerConfig
 
 NEVER_DELETED = 2  # the newest may turn out to be damaged when it is needed
 _MOST_FAILED_LOADS = 2
@@ -93,7 +95,18 @@ def needed(line: Sequence[Path], newest: int = NEVER_DELETED) -> list[Path]:
 def line_of(run: Run) -> list[Path]:
     """Return the committed checkpoints, oldest first, without those that a later attempt gave up."""
     lines = read_starts(run)
-    return [path for path in _named(run) if (by := committed_by(path)) is not None and not given_up_by(lines, path, by)]
+    return [path for path in _named(run) if _in_line(lines, path)]
+
+
+def newest_of_line(run: Run) -> Path | None:
+    """Return the last one of `line_of`, without a look at those before it."""
+    lines = read_starts(run)
+    return next((path for path in reversed(_named(run)) if _in_line(lines, path)), None)
+
+
+def _in_line(lines: Sequence[Line], path: Path) -> bool:
+    by = committed_by(path)
+    return by is not None and not given_up_by(lines, path, by)
 
 
 def find_checkpoint(run: Run, name: str) -> Path:

@@ -119,6 +119,19 @@ def require_attempts(run: Run) -> list[Attempt]:
     return attempts
 
 
+def listed_attempts(run: Run) -> list[Attempt]:
+    """Return what `require_attempts` does, for a list of many runs: traces are looked for only where the next attempt has left some.
+
+    Raises:
+        RunError: as `require_attempts`.
+    """
+    attempts = read_attempts(run)
+    last = max((attempt.number for attempt in attempts), default=0)
+    if os.path.exists(run.logs(last + 1)) or max(_ended(run), default=0) > last:
+        return require_attempts(run)
+    return attempts
+
+
 def open_attempt(run: Run, job: str, hosts: list[str]) -> Attempt:
     """Append the next attempt; one before it that left no outcome is lost. Called by the agent of node 0 alone.
 

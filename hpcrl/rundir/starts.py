@@ -69,6 +69,12 @@ def last_started(lines: Sequence[Line]) -> int:
     return max((line["attempt"] for line in lines if "from" in line), default=0)
 
 
+def resumed_after(lines: Sequence[Line]) -> dict[int, int]:
+    """Return by attempt the step after which it went on training."""
+    begun = {line["attempt"]: line["from"] for line in lines if "from" in line}
+    return {attempt: (position_of(Path(name)) or (0, 0))[0] if name else 0 for attempt, name in begun.items()}
+
+
 def failed_loads(run: Run, lines: Sequence[Line]) -> dict[tuple[str, int | None], list[int]]:
     """Return by checkpoint (name, attempt that committed it) the attempts whose trainer failed or hung while it loaded that one.
 

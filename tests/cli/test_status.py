@@ -128,10 +128,10 @@ def test_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None
 def test_status_tells_what_was_learned(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Run(root / "p" / "single")
     with MetricsWriter(run, "controller", 1, 0) as writer:
-        writer.write(0, {"eval/all/avg_score": 0.25})
         for step in (1, 2):
             writer.write(step, {"reward/avg_raw_reward": step / 4})
-        writer.write(2, {"eval/all/avg_score": 0.75})
+    for version, score in ((0, 0.25), (2, 0.75)):
+        write_json(run.evals_of(version) / "summary.json", {"eval/all/avg_score": score})
     with MetricsWriter(run, "trainer", 1, 0) as writer:
         writer.write(2, {"timing/step": 3.0})
     (line,) = [line for line in said(capsys, "status", "--root", str(root)).splitlines() if "p/single" in line]

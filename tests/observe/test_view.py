@@ -17,8 +17,10 @@ from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.summary import PAUSE, summarise
 from hpcrl.observe.view import follow, summary_rows
 from hpcrl.observe.watch import Watch
+from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
+from hpcrl.rundir.starts import note
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.units import duration
 
@@ -30,18 +32,24 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
+def evaluated(run: Run, controller: MetricsWriter, version: int, score: float) -> None:
+    controller.write(version, {"eval/all/avg_score": score})
+    write_json(run.evals_of(version) / "summary.json", {"eval/all/avg_score": score})
+
+
 def train(run: Run, attempt: int, resume: int, last: int) -> None:
     """Write the metrics of steps `resume` + 1 to `last`: 2 s and 8 samples each."""
+    note(run, {"attempt": attempt, "from": f"s{resume:06d}" if resume else None})
     with (
         MetricsWriter(run, "trainer", attempt, resume) as trainer,
         MetricsWriter(run, "controller", attempt, resume) as controller,
     ):
         if resume == 0:
-            controller.write(0, {"eval/all/avg_score": 0.25})
+            evaluated(run, controller, 0, 0.25)
         for step in range(resume + 1, last + 1):
             controller.write(step, {"reward/avg_raw_reward": step / 10, "generate/samples": 8})
             trainer.write(step, {"timing/step": 2.0, "throughput/tokens_per_second": 100.0 * step})
-        controller.write(last, {"eval/all/avg_score": 0.75})
+        evaluated(run, controller, last, 0.75)
     with MetricsWriter(run, "rollout-0", attempt, resume) as replica:
         replica.write(last, {PAUSE: 0.1})
     with MetricsWriter(run, "rollout-1", attempt, resume) as replica:

@@ -7,12 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tomli
-
-from hpcrl.rundir.checkpoints import line_of
+from hpcrl.rundir.checkpoints import newest_of_line
 from hpcrl.rundir.commit import COMMIT
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.records import damaged
 from hpcrl.runtime.process_status import ProcessStatus
 from hpcrl.units import duration
 
@@ -74,14 +71,13 @@ def progress_of(run: Run, statuses: Sequence[ProcessStatus], ended: bool) -> Pro
 
     Args:
         statuses: of the processes of its newest attempt.
-        ended: whether that has ended, and replicas are of no interest; a configuration takes long to read.
+        ended: whether that has ended, and replicas are of no interest.
     """
     by_name = {status.process: status for status in statuses}
     trainer, controller = by_name.get("trainer"), by_name.get("controller")
     facts = trainer.facts if trainer else {}
     total = facts.get("total") or (controller.facts.get("total_steps") if controller else None)
-    line = line_of(run)
-    newest = line[-1] if line else None
+    newest = newest_of_line(run)
     # ages by the clock of the file server, and not by those of the nodes
     ages = {status.process: _age(run.status_file(status.process)) for status in statuses}
     ready = [
@@ -98,7 +94,7 @@ def progress_of(run: Run, statuses: Sequence[ProcessStatus], ended: bool) -> Pro
         total=total,
         seconds_per_step=facts.get("seconds_per_step"),
         ready=len(ready),
-        replicas=None if ended else _replicas(run),
+        replicas=controller.facts.get("replicas") if controller and not ended else None,
         checkpoint=newest.name if newest else None,
         checkpoint_age=_age(newest / COMMIT) if newest else None,
         silence=min(known) if known else None,
@@ -110,16 +106,3 @@ def _age(path: os.PathLike[str]) -> float | None:
         return max(0.0, time.time() - os.stat(path).st_mtime)
     except FileNotFoundError:
         return None
-
-
-def _replicas(run: Run) -> int | None:
-    # not by Config, which would import the modules of a user's config_class
-    try:
-        config = tomli.loads(run.config.read_text())
-    except ValueError as error:
-        raise damaged(
-            run.config, f"it is no TOML ({error})", "copy config.<attempt>.toml, if one is beside it"
-        ) from None
-    gang = config.get("generator", {}).get("inference_engine", {}).get("num_engines")
-    pool = config.get("slurm", {}).get("elastic", {}).get("replicas", 0)
-    return None if gang is None else gang + pool

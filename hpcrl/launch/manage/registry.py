@@ -26,7 +26,20 @@ _TEXTS = ("executor", "host", "job_id")
 
 def all_runs(root: Path) -> list[Run]:
     """Return every run under `root`, by project and name."""
-    return [Run(path.parent.absolute()) for path in sorted(root.glob("*/[!.]*/config.toml"))]
+    root = root.absolute()
+    names = [(project, name) for project in _folders(root) for name in _folders(root / project) if name[0] != "."]
+    return [
+        Run(root / project / name) for project, name in names if os.path.exists(root / project / name / "config.toml")
+    ]
+
+
+def _folders(path: Path) -> list[str]:
+    """Return the names of the directories in one, links to some too; none where it cannot be read."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir())
+    except OSError:
+        return []
 
 
 def find_run(name: str, root: Path) -> Run:
@@ -90,15 +103,19 @@ def states_of(runs: Sequence[Run]) -> list[RunState]:
     return states
 
 
-def known_states(runs: Sequence[Run]) -> list[RunState]:
-    """Return the state of each run as far as it is known now: without an answer of the scheduler, by its files."""
-    return _states(runs, 0.0)
+def known_states(runs: Sequence[Run], *, listed: bool = False) -> list[RunState]:
+    """Return the state of each run as far as it is known now: without an answer of the scheduler, by its files.
+
+    Args:
+        listed: as of `state_of`.
+    """
+    return _states(runs, 0.0, listed)
 
 
-def _states(runs: Sequence[Run], patience_s: float) -> list[RunState]:
+def _states(runs: Sequence[Run], patience_s: float, listed: bool = False) -> list[RunState]:
     records = {run: _submission(run) for run in runs}
     submissions = {run: record or {} for run, record in records.items()}
-    jobs, queued, failure = {}, {}, ""
+    jobs, queued, failure, here = {}, {}, "", socket.gethostname()
     if any(submission.get("executor") != "local" for submission in submissions.values()):
         try:
             queued = queue(patience_s)
@@ -107,7 +124,7 @@ def _states(runs: Sequence[Run], patience_s: float) -> list[RunState]:
     found = adopt(submissions, queued)
     for run, submission in submissions.items():
         if submission.get("executor") == "local":
-            jobs[run] = _local(submission)
+            jobs[run] = _local(submission, here)
         elif not submission and records[run] is None:
             jobs[run] = JobState("UNKNOWN", _unrecorded(run))
         elif failure:
@@ -121,7 +138,7 @@ def _states(runs: Sequence[Run], patience_s: float) -> list[RunState]:
     }
     accounted = accounting(forgotten.values())
     jobs |= {run: accounted.get(job, GONE) for run, job in forgotten.items()}
-    states = [state_of(run, submissions[run], jobs[run], run in found) for run in runs]
+    states = [state_of(run, submissions[run], jobs[run], run in found, listed=listed) for run in runs]
     return [
         replace(state, damaged=True) if records[state.run] is None and not state.found else state for state in states
     ]
@@ -158,8 +175,8 @@ def _is_final(run: Run) -> bool:
     return outcome is not None and outcome.final
 
 
-def _local(submission: dict[str, Any]) -> JobState:
+def _local(submission: dict[str, Any], here: str) -> JobState:
     host = submission["host"]
-    if host != socket.gethostname():
+    if host != here:
         return JobState("UNKNOWN", f"this run was started with --local on {host}; ask there")
     return local_state(submission["job_id"])

@@ -8,10 +8,10 @@ from typing import Any
 
 from hpcrl.errors import RunError
 from hpcrl.launch.manage.progress import SILENT_S, Progress, progress_of
-from hpcrl.launch.requeue.policy import RequeueDecision, requeue_decision
+from hpcrl.launch.requeue.policy import RequeueDecision, repeats, requeue_decision
 from hpcrl.launch.scheduler import GONE, JobState
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import Attempt, Outcome, outcome_of, require_attempts
+from hpcrl.rundir.ledger import Attempt, Outcome, listed_attempts, outcome_of, require_attempts
 from hpcrl.runtime.process_status import ProcessStatus, read_process_statuses
 from hpcrl.runtime.signals import stop_asked
 from hpcrl.units import duration
@@ -33,6 +33,7 @@ class RunState:
         advice: what to do, or empty.
         found: the job was not recorded, and found in the queue.
         damaged: a file that says more cannot be read; detail names it.
+        statuses, progress: without content for a run in a list whose newest attempt has ended and waits for nothing.
     """
 
     run: Run
@@ -65,15 +66,18 @@ class RunState:
         return self.kind in ("running", "saving")
 
 
-def state_of(run: Run, submission: dict[str, Any], job: JobState, found: bool = False) -> RunState:
+def state_of(
+    run: Run, submission: dict[str, Any], job: JobState, found: bool = False, *, listed: bool = False
+) -> RunState:
     """Return the state of a run; one with a damaged file is unknown, and keeps nobody from seeing others.
 
     Args:
         submission: the record of its last job.
         job: state of that job.
+        listed: it is one of many, and what a line does not show is not read.
     """
     try:
-        return _state_of(run, submission, job, found)
+        return _state_of(run, submission, job, found, listed)
     except RunError as error:
         detail, advice = str(error), ""
     except OSError as error:
@@ -81,17 +85,21 @@ def state_of(run: Run, submission: dict[str, Any], job: JobState, found: bool = 
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # numbers that are texts, and the like
         detail = f"a file in {run.path} is damaged ({type(error).__name__}: {error})"
         advice = "restore it, or remove the run"
-    nothing = Progress("", None, None, None, 0, None, None, None, None)
-    return RunState(run, submission, job, 0, None, [], nothing, "unknown", detail, advice, damaged=True)
+    return RunState(run, submission, job, 0, None, [], _NOTHING, "unknown", detail, advice, damaged=True)
 
 
-def _state_of(run: Run, submission: dict[str, Any], job: JobState, found: bool) -> RunState:
-    attempts = require_attempts(run)
+_NOTHING = Progress("", None, None, None, 0, None, None, None, None)
+
+
+def _state_of(run: Run, submission: dict[str, Any], job: JobState, found: bool, listed: bool) -> RunState:
+    attempts = listed_attempts(run) if listed else require_attempts(run)
     attempt = attempts[-1] if attempts else None
     number = attempt.number if attempt else 0
     outcome = outcome_of(run, number)
-    statuses = read_process_statuses(run, number)
-    progress = progress_of(run, statuses, ended=outcome is not None)
+    statuses, progress = list[ProcessStatus](), _NOTHING
+    if not listed or outcome is None or job.active:
+        statuses = read_process_statuses(run, number)
+        progress = progress_of(run, statuses, ended=outcome is not None)
     kind, detail, advice = _View(run, submission, job, attempt, outcome, progress).describe()
     return RunState(run, submission, job, number, outcome, statuses, progress, kind, detail, advice, found)
 
@@ -191,18 +199,15 @@ class _View:
             return "lost", f"{how}, and it left no outcome", resume
         if outcome.final:
             return outcome.kind, outcome.message, ""
-        decision = self._decision
         if outcome.kind in ("interrupted", "lost"):
-            kind = "cancelled" if self.job.name == "CANCELLED" else outcome.kind
+            kind, decision = "cancelled" if self.job.name == "CANCELLED" else outcome.kind, self._decision
             return kind, decision.why if decision else outcome.message, resume
-        if decision and decision.repeats:
-            return (
-                outcome.kind,
-                outcome.message,
-                f"put that right first, another attempt would end the same way; then {resume}",
-            )
-        decision = decision if self.submission.get("executor") == "slurm" else None
-        if decision and decision.held:
+        if repeats(outcome):
+            advice = f"put that right first, another attempt would end the same way; then {resume}"
+            return outcome.kind, outcome.message, advice
+        # the first crash holds no run, and a list of many runs need not read their configurations
+        crashes = self.submission.get("executor") == "slurm" and outcome.attempt > 1
+        if crashes and (decision := self._decision) and decision.held:
             return "held", decision.why, f"hpcrl logs {self.run.name} shows it; {resume}"
         return outcome.kind, outcome.message, resume
 

@@ -57,7 +57,7 @@ def decide(
     exclude = bad_hosts(outcomes)
     if last.kind not in _CRASHES:
         return RequeueDecision(True, last.message, exclude)
-    if _REPEATS.search(last.message):
+    if repeats(last):
         return RequeueDecision(False, f"{last.message}; another attempt would end the same way", repeats=True)
     jobs = {attempt.number: attempt.job_id for attempt in attempts}
     crashes = [
@@ -70,6 +70,11 @@ def decide(
     message = f"crash {len(crashes)} of {crash_budget} without a new checkpoint (step {last.step}): {last.message}"
     spent = len(crashes) >= crash_budget
     return RequeueDecision(not spent, message, exclude, held=spent and len(crashes) > 1)
+
+
+def repeats(outcome: Outcome) -> bool:
+    """Return whether another attempt ends as this one, until somebody changes a file that the run reads."""
+    return outcome.kind in _CRASHES and _REPEATS.search(outcome.message) is not None
 
 
 def bad_hosts(outcomes: Sequence[Outcome]) -> tuple[str, ...]:

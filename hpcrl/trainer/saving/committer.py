@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hpcrl.errors import CommitError
 from hpcrl.faults import fault
-from hpcrl.observe.metrics import values_of
+from hpcrl.observe.metrics import Curve
 from hpcrl.rundir.checkpoints import Retention, retire
 from hpcrl.rundir.commit import abandon, begin, finish, listing, staging
 from hpcrl.rundir.layout import Run
@@ -64,6 +64,7 @@ class Committer:
 
     def __init__(self, run: Run, attempt: int, world: World, retention: Retention) -> None:
         self._run, self._attempt, self._world, self._retention = run, attempt, world, retention
+        self._scores = Curve(run, retention.metric) if retention.metric else None
         self._size: int | None = None
 
     def with_new_group(self) -> Committer:
@@ -131,8 +132,7 @@ class Committer:
 
     def _retire(self) -> None:
         try:
-            metric = self._retention.metric
-            retire(self._run, self._retention, values_of(self._run, metric) if metric else {}, self.fence)
+            retire(self._run, self._retention, self._scores.values() if self._scores else {}, self.fence)
         except OSError as error:
             log.warning("older checkpoints could not be deleted: %s", error)
 

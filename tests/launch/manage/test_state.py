@@ -147,6 +147,8 @@ def test_running_says_how_far(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     submitted(run)
     open_attempt(run, "7.0", ["n1"])
     squeue(monkeypatch, tmp_path, f"7|RUNNING|{PAST}|None|")
+    assert state(run).detail.startswith("starting")
+    StatusWriter(run, "controller", 1).write("serving", replicas=2)
     assert "starting · replicas 0/2" in state(run).detail
     StatusWriter(run, "trainer", 1).write("step 12/40", step=12, total=40, seconds_per_step=3.0)
     StatusWriter(run, "rollout-0", 1).write("generating", version=11)

@@ -109,7 +109,7 @@ def start(run: Run) -> Start:
         run.config.read_text(),
         {str(path): path.read_text() for path in sorted(run.code.rglob("*.py"))},
         (checkpoint.name, {path.name: path.read_bytes() for path in checkpoint.iterdir()}),
-        history.used,
+        {*range(history.below), *history.used},
         {n: {group.group_id: content(group) for group in batch.groups} for n, batch in history.batches.items()},
         {index: content(meta) for index, meta in history.finished.items()},
     )
