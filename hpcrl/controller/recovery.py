@@ -39,7 +39,8 @@ class History:
 
     def use(self, names: Iterable[str]) -> None:
         """Count groups as used; what a long run has used is one number and a few indices."""
-        self.used |= {index for name in names if (index := group_index(name)) is not None}
+        indices = {index for name in names if (index := group_index(name)) is not None}
+        self.used |= {index for index in indices if index >= self.below}
         while self.below in self.used:
             self.used.remove(self.below)
             self.below += 1

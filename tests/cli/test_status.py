@@ -10,10 +10,12 @@ import pytest
 
 from hpcrl.cli._common import short_name
 from hpcrl.cli.main import main
+from hpcrl.launch.manage.registry import all_runs
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.rundir.commit import write_json, write_text
+from hpcrl.rundir.commit import begin, finish, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
+from hpcrl.runtime.process_status import StatusWriter
 
 
 @pytest.fixture
@@ -172,3 +174,44 @@ def test_one_damaged_file_does_not_hide_the_other_runs(
     assert sum("done" in line for line in lines) >= 11
     assert len(json.loads(said(capsys, "status", "--json", "--root", str(root)))) == 12
     said(capsys, "status", "single", "--root", str(root))
+
+
+def test_a_list_tells_which_run_lost_the_list_of_its_attempts(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the outcome or by the logs of the attempt that the list would have next; checkpoints are looked through for one run alone."""
+    for name, left in (("s.1-lr-1", "outcomes"), ("s.2-lr-2", "logs"), ("s.3-lr-3", "checkpoints")):
+        run = Run(root / "p" / name)
+        if left != "outcomes":
+            run.outcome(1).unlink()
+        if left == "logs":
+            run.logs(1).mkdir(parents=True)
+        if left == "checkpoints":
+            begin(run.checkpoint(1), 1)
+            finish(run.checkpoint(1), 1, step=1)
+        run.attempts.unlink()
+    lines = said(capsys, "status", "--root", str(root)).splitlines()
+    assert len(lines) == 12
+    assert [line.split()[0] for line in lines if "does not know attempt" in line] == ["p/s.1-lr-1", "p/s.2-lr-2"]
+    assert "does not know attempt 1" in said(capsys, "status", "s.3-lr-3", "--root", str(root))
+
+
+def test_a_list_reads_little_of_each_run(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """However long their metrics and process statuses are: 1,000 runs are listed in a second."""
+    for run in all_runs(root):
+        with run.metrics_of("trainer").open("a") as file:
+            for step in range(1, 4001):
+                record = {"attempt": 1, "step": step, "time": 1.0, "metrics": {"timing/step": 1.0, "x" * 100: 0.5}}
+                file.write(json.dumps(record) + "\n")
+        StatusWriter(run, "trainer", 1).write("finished")
+    said(capsys, "status", "--root", str(root))
+    before = reads()
+    listed = said(capsys, "status", "--root", str(root))
+    calls, size = (after - earlier for after, earlier in zip(reads(), before, strict=True))
+    assert listed.count("4000 steps") == 12
+    assert calls / 12 < 20
+    assert size / 12 < 100_000
+
+
+def reads() -> tuple[int, int]:
+    """Return how often this process has read, and how many bytes."""
+    facts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(facts["syscr"]), int(facts["rchar"])

@@ -328,3 +328,20 @@ def test_groups_in_flight_are_bounded_over_all_workers(run: Run) -> None:
     assert controller.claim("rollout-1", 0, 9) == []
     do(run, controller, work[:1], 0)
     assert len(controller.claim("rollout-1", 0, 9)) == 1
+
+
+def test_what_a_long_run_has_used_is_one_number(run: Run) -> None:
+    first = service(run, eval_interval=0)
+    first.start(0)
+    train_to(run, first, 1, 3)
+    history = service(run, 2, eval_interval=0).history(3)
+    assert (history.below, history.used) == (6, set())
+    run.batch(3).unlink()
+    (one, other) = read_json(run.batch(2))["groups"]
+    history = service(run, 3, eval_interval=0).history(2)
+    assert history.below == 4
+    history.use(["g00000005"])
+    assert (history.below, history.used) == (4, {5})
+    assert [history.is_used(index) for index in (3, 4, 5, 6)] == [True, False, True, False]
+    history.use(["g00000004", one["group_id"], other["group_id"]])
+    assert (history.below, history.used) == (6, set())

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -294,3 +295,26 @@ def test_a_follower_ends_with_everything_written(run: Run) -> None:
     with Follower(run, 60.0):
         write(run, "trainer", 1, 0, range(3, 5))
     assert [step for step, _ in curve(run, "x")] == [1, 2, 3, 4]
+
+
+def test_steps_that_are_written_are_not_kept(run: Run) -> None:
+    """The controller held 12 kB for each step, for as long as the run went on."""
+    write(run, "trainer", 1, 0, range(0))
+    events, names = EventFile(run), [f"policy/loss_metrics/{number}" for number in range(80)]
+
+    def train(steps: range) -> int:
+        for step in steps:
+            record = {"attempt": 1, "step": step, "time": float(step), "metrics": dict.fromkeys(names, 0.5)}
+            with run.metrics_of("trainer").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            events.update()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = train(range(1, 11))
+        assert (train(range(11, 61)) - before) / 50 < 1000
+    finally:
+        tracemalloc.stop()
+    events.close()
+    assert len(curve(run, names[-1])) == 60

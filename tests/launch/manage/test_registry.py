@@ -171,3 +171,13 @@ def test_damaged_record_of_one_run_leaves_the_others_their_states(
     assert f"{run.submission} is damaged" in damaged.detail
     with pytest.raises(SubmitError, match=r"submission\.json is damaged"):
         states_of([run])
+
+
+def test_runs_are_found_in_any_project_but_not_beside_one(tmp_path: Path) -> None:
+    for name in ("b/two", "b/one", "a/z", "a/.slurm", "a/no-run/deeper"):
+        write_text(tmp_path / name / "config.toml", CONFIG)
+    (tmp_path / "a" / "file").touch()
+    (tmp_path / "c").symlink_to(tmp_path / "b")
+    found = [(run.project, run.name) for run in all_runs(tmp_path)]
+    assert found == [("a", "z"), ("b", "one"), ("b", "two"), ("c", "one"), ("c", "two")]
+    assert all_runs(tmp_path / "nothing") == []
