@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.errors import DamagedError
-from hpcrl.rundir.commit import digest_of, write_bytes
+from hpcrl.rundir.commit import digest_of, naming, write_bytes
 from hpcrl.types import GroupMeta, Sample, SamplingMask
 
 if TYPE_CHECKING:
@@ -269,9 +269,7 @@ def _opened(path: Path) -> Iterator[tuple[_Columns, GroupMeta, list[dict[str, An
         raise DamagedError(
             f"sample file {path} is missing: it was removed, or this node does not see the run"
         ) from error
-    except OSError as error:
-        raise _damaged(path, f"it cannot be read: {error.strerror}") from error
-    with file:
+    with file, naming(path):
         try:
             columns = _Columns(path, file)
             group = columns.group()

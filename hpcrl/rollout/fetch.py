@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -32,8 +31,6 @@ def fetch(source: Path, copies: NodeCopies | None = None, patience_s: float = 60
     """
     deadline = time.monotonic() + patience_s
     while not is_committed(source) and time.monotonic() < deadline:
-        if source.parent.is_dir():
-            os.listdir(source.parent)  # a fresh listing makes NFS drop what it remembers of the directory
         time.sleep(_POLL_S)
     weights, buffer = PublishedWeights.read(source), bytearray(_PART)
     try:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpcrl.errors import CommitError, DataError, RunError
 from hpcrl.faults import fault
-from hpcrl.rundir.commit import Fence, committed, committed_by, discard, is_committed, unfenced, verify
+from hpcrl.rundir.commit import Fence, children, committed, committed_by, discard, is_committed, unfenced, verify
 from hpcrl.rundir.layout import Run, position_of, step_of
 from hpcrl.rundir.ledger import read_outcomes
 from hpcrl.rundir.records import damaged, read_object
@@ -116,7 +116,7 @@ def find_checkpoint(run: Run, name: str) -> Path:
         RunError: there is none.
     """
     names = [name, f"s{int(name):06d}"] if name.isdecimal() else [name]
-    there = [path for path in run.checkpoints.iterdir() if path.is_dir()] if run.checkpoints.is_dir() else []
+    there = [run.checkpoints / name for name in children(run.checkpoints) if (run.checkpoints / name).is_dir()]
     for path in there:
         if path.name in names:
             return path
@@ -149,8 +149,8 @@ def require_checkpoints(run: Run) -> None:
 
 
 def _named(run: Run) -> list[Path]:
-    children = run.checkpoints.iterdir() if run.checkpoints.is_dir() else []
-    return sorted((path for path in children if position_of(path)), key=lambda path: position_of(path) or (0, 0))
+    paths = [run.checkpoints / name for name in children(run.checkpoints)]
+    return sorted((path for path in paths if position_of(path)), key=lambda path: position_of(path) or (0, 0))
 
 
 def newest_usable(
@@ -229,7 +229,7 @@ def set_aside_after(run: Run, attempt: int, start: Path | None, fence: Fence, re
     """
     fence()
     first = (position_of(start) if start else None) or (0, 0)
-    for path in list(run.checkpoints.iterdir()) if run.checkpoints.is_dir() else []:
+    for path in [run.checkpoints / name for name in children(run.checkpoints)]:
         position, staged = position_of(path), _STAGED.fullmatch(path.name)
         if (
             path.name.startswith(".trash-")

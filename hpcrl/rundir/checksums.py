@@ -6,7 +6,7 @@ checksums.json is written by `hpcrl submit`, before anything is queued, and agai
 from __future__ import annotations
 
 from hpcrl.errors import DataError
-from hpcrl.rundir.commit import checksum, read_json, write_json
+from hpcrl.rundir.commit import checksum, children, read_json, write_json
 from hpcrl.rundir.layout import Run
 
 
@@ -37,7 +37,7 @@ def require_unchanged(run: Run) -> None:
     Raises:
         DataError: one of the files is another.
     """
-    if not run.checksums.exists():  # an earlier version of hpcrl made the run
+    if run.checksums.name not in children(run.path):  # an earlier version of hpcrl made the run
         return
     if changed := changed_files(run):
         raise DataError(

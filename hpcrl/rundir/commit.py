@@ -131,16 +131,46 @@ def read_json(path: Path) -> Any | None:
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """Return what is in a file that others replace as a whole, or None where there is no such file."""
+    """Return what is in a file that others replace as a whole, or None where there is no such file.
+
+    Raises:
+        OSError: it cannot be read; names it.
+    """
     for last in (False, False, True):
         try:
-            return path.read_bytes()
-        except FileNotFoundError:
-            return None
+            with naming(path):
+                return path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            if last or path.name not in children(path.parent):
+                return None
         except OSError as error:
             if error.errno != errno.ESTALE or last:  # replaced on the server between our open and our read
                 raise
     return None
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError say that it is about `path`: one of a file that is open names nothing."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def children(directory: Path) -> list[str]:
+    """Return the names in a directory; none where it is not there.
+
+    A network filesystem may remember for a minute that something was not there. Listing the directory above makes it look again.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return os.listdir(directory)
+    if directory.name and directory.name in children(directory.parent):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return os.listdir(directory)
+    return []
 
 
 def digest_of(content: bytes) -> str:
@@ -151,7 +181,7 @@ def digest_of(content: bytes) -> str:
 def checksum(path: Path) -> str:
     """Return the BLAKE2b-128 digest of a file as hexadecimal text."""
     digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
@@ -262,12 +292,13 @@ def committed_by(path: Path) -> int | None:
     try:
         mark = read_json(path / COMMIT)
         return int(mark["attempt"]) if mark else None
-    except (ValueError, TypeError, KeyError, NotADirectoryError):
+    except (ValueError, TypeError, KeyError):
         return None
 
 
 def is_committed(path: Path) -> bool:
-    return (path / COMMIT).is_file()
+    """Return whether the mark is there, also where another node has made it a moment ago."""
+    return (path / COMMIT).is_file() or COMMIT in children(path)
 
 
 def verify(path: Path, checksums: bool = True) -> dict[str, Any]:
@@ -313,11 +344,8 @@ def _verified(path: Path, checksums: bool) -> dict[str, Any]:
 
 def committed(parent: Path, number: Callable[[Path], Number | None]) -> list[Number]:
     """Return the numbers of the committed directories in `parent`, ascending."""
-    return sorted(value for path in _children(parent) if (value := number(path)) is not None and is_committed(path))
-
-
-def _children(parent: Path) -> list[Path]:
-    return list(parent.iterdir()) if parent.is_dir() else []
+    paths = [parent / name for name in children(parent)]
+    return sorted(value for path in paths if (value := number(path)) is not None and is_committed(path))
 
 
 def discard(path: Path, fence: Fence = unfenced) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from hpcrl.errors import CommitError, RunError
-from hpcrl.rundir.commit import committed, committed_by, parse_json, place, write_json
+from hpcrl.rundir.commit import children, committed, committed_by, parse_json, place, read_bytes, write_json
 from hpcrl.rundir.layout import Run, position_of
 from hpcrl.rundir.records import as_record, read_object
 
@@ -88,7 +88,7 @@ def read_attempts(run: Run) -> list[Attempt]:
         RunError: a line is JSON, but no attempt.
     """
     attempts = []
-    for number, line in enumerate(run.attempts.read_bytes().splitlines() if run.attempts.is_file() else [], 1):
+    for number, line in enumerate((read_bytes(run.attempts) or b"").splitlines(), 1):
         try:
             value = parse_json(line)
         except ValueError:
@@ -106,9 +106,8 @@ def require_attempts(run: Run) -> list[Attempt]:
         RunError: some have, or a line is damaged.
     """
     logs = run.logs(0).parent
-    named = [path.name for path in logs.iterdir()] if logs.is_dir() else []
     marks = [committed_by(run.checkpoint(*at)) or 0 for at in committed(run.checkpoints, position_of)]
-    last = max([*_ended(run), *marks, *(int(name) for name in named if name.isdecimal())], default=0)
+    last = max([*_ended(run), *marks, *(int(name) for name in children(logs) if name.isdecimal())], default=0)
     attempts = read_attempts(run)  # after the traces of attempts, which are younger than their lines
     if last > max((attempt.number for attempt in attempts), default=0):
         line = json.dumps({"number": last, "job": "unknown.0", "hosts": [], "started": 0.0})
@@ -142,7 +141,7 @@ def open_attempt(run: Run, job: str, hosts: list[str]) -> Attempt:
     if attempts and outcome_of(run, attempts[-1].number) is None:
         report_outcome(run, attempts[-1].number, "lost", "it ended without a word", "the next attempt")
     attempt = Attempt(attempts[-1].number + 1 if attempts else 1, job, hosts, time.time())
-    whole = not run.attempts.is_file() or run.attempts.read_bytes().endswith(b"\n")
+    whole = (read_bytes(run.attempts) or b"\n").endswith(b"\n")
     with run.attempts.open("a") as file:
         file.write(("" if whole else "\n") + json.dumps(asdict(attempt)) + "\n")
         file.flush()
@@ -156,12 +155,8 @@ def find_attempt(run: Run, job: str) -> Attempt | None:
 
 
 def _ended(run: Run) -> list[int]:
-    """Return the attempts that have an outcome, ascending; 0 is a run that was cancelled before its first one.
-
-    Listing the folder makes a network filesystem forget that a file was not there a moment ago.
-    """
-    names = os.listdir(run.outcomes) if run.outcomes.is_dir() else []
-    return sorted(int(match[1]) for name in names if (match := _OUTCOME_FILE.fullmatch(name)))
+    """Return the attempts that have an outcome, ascending; 0 is a run that was cancelled before its first one."""
+    return sorted(int(match[1]) for name in children(run.outcomes) if (match := _OUTCOME_FILE.fullmatch(name)))
 
 
 def read_outcomes(run: Run) -> list[Outcome]:

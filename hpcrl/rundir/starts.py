@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrl.rundir.commit import parse_json
+from hpcrl.rundir.commit import parse_json, read_bytes
 from hpcrl.rundir.layout import Run, position_of
 from hpcrl.rundir.ledger import Outcome, outcome_of
 from hpcrl.rundir.records import damaged
@@ -47,7 +47,7 @@ def read_starts(run: Run) -> list[Line]:
         RunError: a line is JSON, but none of these.
     """
     lines = []
-    for number, line in enumerate(run.starts.read_bytes().splitlines() if run.starts.is_file() else [], 1):
+    for number, line in enumerate((read_bytes(run.starts) or b"").splitlines(), 1):
         try:
             value = parse_json(line)
         except ValueError:

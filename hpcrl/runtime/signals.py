@@ -92,12 +92,19 @@ class StopSignal:
                 now,
                 followed or now,
             )  # before it followed a run it could not have known whether it was asked
-            if stop_asked(self._run, self._attempt):
+            if self._asked(self._run):
                 self.mark_stopped()
                 if not self.has_progress and now - max(self.since or now, followed) > _ALONE_S:
                     self._leave(self._run)
             elif self._signalled is not None and now - max(self._signalled, followed) > _UNASKED_S:
                 os._exit(1)
+
+    def _asked(self, run: Run) -> bool:
+        try:
+            return stop_asked(run, self._attempt) is not None
+        except OSError as error:  # without this thread no stop request would be heard any more
+            print(f"waiting for the filesystem: {error}", flush=True)
+            return False
 
     def _leave(self, run: Run) -> None:
         if self._speaks:

@@ -63,7 +63,6 @@ def await_attempt(run: Run, context: NodeContext) -> Attempt:
         return open_attempt(run, context.job, context.hosts)
     deadline = time.monotonic() + _SHARED_S
     while time.monotonic() < deadline:
-        os.listdir(run.path)  # a fresh listing makes NFS drop what it remembers of the directory
         if attempt := find_attempt(run, context.job):
             return attempt
         time.sleep(0.2)

@@ -107,7 +107,6 @@ class Neighbours:
         if now - self._probed < _PROBE_S:
             return None
         self._probed = now
-        os.listdir(self._run.endpoints)
         for process in self._others or ("agent-0",):
             if process_status := read_process_status(self._run, process, self._attempt):
                 renewed, since = self._seen_statuses.get(process, (0.0, now))

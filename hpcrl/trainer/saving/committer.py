@@ -6,7 +6,6 @@ What fails on one rank fails on all of them, so that no rank waits for one that 
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hpcrl.errors import CommitError
 from hpcrl.faults import fault
 from hpcrl.observe.metrics import Curve
 from hpcrl.rundir.checkpoints import Retention, retire
-from hpcrl.rundir.commit import abandon, begin, finish, listing, staging
+from hpcrl.rundir.commit import abandon, begin, finish, listing, staging, write_bytes
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.rundir.space import explained, failure, require_space
@@ -33,7 +31,6 @@ from hpcrl.trainer.distributed import World
 log = logging.getLogger(__name__)
 
 _OF_RANK = re.compile(r"(?:__|[a-z]+-)(\d+)[_.-]")  # as the engine names what a rank writes, and as rng-1.safetensors
-_ERRNO = re.compile(r"os error (\d+)")
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class Committer:
                 with _disk_errors(target, self._size):
                     write(directory / folder, world.control)
             world.all_gather(lambda: self._write_own(directory, content))
-            # once all have written: safetensors writes under passing names, which another rank would take for files
+            # once all have written: under passing names, which another rank would take for files
             parts = world.all_gather(lambda: self._own_files(directory, target))
             files = {name: entry for part in parts for name, entry in part.items()}
             world.rank0_broadcast(lambda: self._finish(content, files))
@@ -163,15 +160,11 @@ def rng_file(checkpoint: Path, rank: int) -> Path:
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file.
+    """Write a safetensors file, which is on the disk then.
+
+    Its own writer would not say that a filesystem took the bytes and lost them: NFS and Lustre tell that where the file is synced or closed.
 
     Raises:
-        OSError: with the errno that safetensors only puts into words.
+        OSError: it could not be written.
     """
-    try:
-        save_file(tensors, path, metadata)
-    except SafetensorError as error:
-        number = _ERRNO.search(str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+    write_bytes(path, save(tensors, metadata))
