@@ -66,7 +66,7 @@ class Instant(Engine, Launched):
         n_samples: int,
         seed: int | None,
         sampling: Mapping[str, Any],
-        name: str | None = None,  # noqa: ARG002
+        name: str | None = None,
     ) -> list[Generation]:
         self.answered += 1
         drawn = random.Random(seed)
