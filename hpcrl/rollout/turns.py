@@ -101,9 +101,14 @@ class Turns:
         for name, call in self._calls.items():
             self._ended |= {(call, at): said for at, said in ended.get(name, {}).items()}
 
-    def write(self, run: Run, worker: str) -> None:
-        """Append what has ended and is not written to the group's file; another thread may call it."""
-        left = {place: said for place, said in self._ended.copy().items() if place not in self._written}
+    def write(self, run: Run, worker: str, proven: int) -> None:
+        """Append what has ended and is not written to the group's file; another thread may call it.
+
+        Args:
+            proven: no turn with a token of a newer version is written.
+        """
+        ended = self._ended.copy().items()
+        left = {at: said for at, said in ended if at not in self._written and max(said.versions) <= proven}
         if left:
             path = turn_file(run, worker, self._group_id, self.version)
             self.files = [str(path.relative_to(run.path))]
@@ -121,10 +126,14 @@ class KeptTurns:
 
     Args:
         worker: its name.
+
+    Attributes:
+        proven: the newest version that the engine is known to hold as it was published.
     """
 
     def __init__(self, run: Run, worker: str, engine: Engine) -> None:
         self._run, self._worker, self._engine = run, worker, engine
+        self.proven = engine.version
         self._groups: dict[str, tuple[Work, Turns]] = {}
 
     async def begin(self, work: Work) -> Turns:
@@ -172,7 +181,7 @@ class KeptTurns:
     def _write(self, groups: Sequence[Turns]) -> None:
         try:
             for turns in groups:
-                turns.write(self._run, self._worker)
+                turns.write(self._run, self._worker, self.proven)
         except OSError as error:
             print(f"turns that have ended cannot be kept, and would be generated again: {error}", flush=True)
 

@@ -281,7 +281,7 @@ class Worker:
             options.copies.release()
         self._rollout_metrics.start(known)
         differs = await self._engine.probe(weights, options.engine_dtype, options.probe_tolerance)
-        self._unproven = False
+        self._unproven, self._turns.proven = False, version
         if differs is not None:
             self._rollout_metrics.add({"weights/probe_difference": differs})
 

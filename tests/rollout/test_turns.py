@@ -127,6 +127,7 @@ class Says:
 async def left_by(run: Run, said: Generation, kind: Any = "train") -> Turns:
     """Return the turns of a worker that wrote one and was killed."""
     kept = KeptTurns(run, "rollout-0", Says(said, min(said.versions)))  # type: ignore[arg-type]
+    kept.proven = max(said.versions)
     turns = await kept.begin(work("Talks", kind))
     await turns.say(0, 0, PROMPT, 1, 7, WHOLE)
     kept.write()
@@ -218,6 +219,20 @@ def test_versions_of_what_is_found(run: Run, kind: Any, versions: list[int], fou
     version, (again,) = asyncio.run(next_worker())
     assert again.versions == (versions if found else [3, 3])
     assert version == (min(versions) if found else 3)
+
+
+def test_nothing_is_kept_that_unproven_weights_may_have_chosen(run: Run) -> None:
+    async def play() -> list[int]:
+        kept = KeptTurns(run, "rollout-0", Says(Generation([5, 1], [-1.0, -2.0], "stop", [2, 3]), 2))  # type: ignore[arg-type]
+        turns = await kept.begin(work("Talks"))
+        await turns.say(0, 0, PROMPT, 1, 7, WHOLE)
+        kept.write()
+        before = len(written(run))
+        kept.proven = 3
+        kept.write()
+        return [before, len(written(run))]
+
+    assert asyncio.run(play()) == [0, 1]
 
 
 def test_damaged_lines_are_generated_again(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
