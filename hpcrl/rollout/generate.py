@@ -28,7 +28,7 @@ from hpcrl.envs.registry import common_extras
 from hpcrl.envs.rewards.remote import RemoteRewards
 from hpcrl.envs.rewards.response import Scorer
 from hpcrl.envs.rewards.weighted import WeightedRewards
-from hpcrl.errors import ServiceError, UserCodeError
+from hpcrl.errors import DataError, ServiceError, UserCodeError
 from hpcrl.rollout.engines.base import Engine, Generation, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession
 from hpcrl.rollout.threads import CallThreads
@@ -296,7 +296,11 @@ class GroupGenerator:
                 self._say(episode.transcript, said, answer, over=True)
                 return
             self._say(episode.transcript, said, answer, over=False)
-            prompt = self._next_prompt(episode, said, answer)
+            try:
+                prompt = self._next_prompt(episode, said, answer)
+            except DataError as error:  # what the environment said has no tokens
+                episode.failure = _told(error)
+                return
 
     def _too_long(self, episode: _Episode, prompt: Sequence[int]) -> bool:
         longest = self._config.max_input_length

@@ -245,3 +245,15 @@ def test_stop_texts_do_not_reach_the_environment_when_they_are_left_out() -> Non
     group, engine = played(tokenizer, [cut, ended(tokenizer, "y")], ANSWERS[1:], sampling_params=params)
     assert group.conversations[0][0]["content"] == "ask"
     assert "ask</q><|im_end|>" in text(tokenizer, engine.prompts[1]), "the tokens stay"
+
+
+@pytest.mark.parametrize("settings", [{}, {"step_wise_trajectories": True}, {"use_conversation_multi_turn": False}])
+def test_an_answer_that_cannot_be_given_as_text_costs_its_sample(settings: dict[str, Any]) -> None:
+    """A special token of one character has no place for a cut."""
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, "#"]})
+    group, engine = played(tokenizer, [ended(tokenizer, "a")] * 2, [Turn(user("take #1"), 0.5, False)], **settings)
+    (failure,) = group.failures
+    assert failure.startswith("'#' is a special token that cannot be given as text")
+    assert group.samples[-1].stop_reason == "failed"
+    assert len(engine.prompts) == 1
