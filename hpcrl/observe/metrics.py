@@ -207,14 +207,19 @@ def _having(lines: Iterable[bytes], process: str, name: str, valid: Callable[[Re
 
 def _from_the_end(file: FileIO) -> Iterator[bytes]:
     """Yield the lines of a file, the last one first."""
-    end, rest = file.seek(0, os.SEEK_END), b""
+    end, ends = file.seek(0, os.SEEK_END), list[bytes]()
     while end > 0:
         start = max(0, end - _BLOCK)
         file.seek(start)
-        lines = (file.read(end - start) + rest).split(b"\n")
-        rest, end = lines[0], start
-        yield from reversed(lines[1:])
-    yield rest
+        first, *lines = file.read(end - start).split(b"\n")
+        end = start
+        if lines:
+            ends.append(lines.pop())
+            yield b"".join(reversed(ends))
+            yield from reversed(lines)
+            ends = []
+        ends.append(first)
+    yield b"".join(reversed(ends))
 
 
 def read_metrics(run: Run, *names: str) -> list[Record]:

@@ -104,7 +104,7 @@ def headline(run: Run) -> Headline:
         reward_first=(first.step, first.metrics[REWARD]) if first else None,
         reward_last=(rewarded.step, rewarded.metrics[REWARD]) if rewarded else None,
         seconds=sum(_seconds(run, attempt, outcomes.get(attempt.number), trained) for attempt in attempts),
-        outcome=outcomes.get(attempts[-1].number) if attempts else None,
+        outcome=outcomes.get(attempts[-1].number if attempts else 0),
     )
 
 

@@ -9,7 +9,7 @@
   attempts.jsonl                   each start of the run
   outcomes/<attempt>.json          how that attempt ended
   secrets/token                    0600; every HTTP request carries it
-  endpoints/                       one process status file per process, and the rendezvous of each attempt
+  endpoints/                       one process status file per process, and the rendezvous of the newest attempt
   logs/<attempt>/<process>.log     and stacks/<process>.txt, what each thread did when somebody asked; collectives/<rank>, what NCCL did
   weights/v000042/                 HF names, safetensors, manifest; committed by rename
   samples/<replica>/g….safetensors one file per finished group

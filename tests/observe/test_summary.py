@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,16 @@ def test_long_metrics_are_not_read_whole(run: Run) -> None:
     before = _bytes_read()
     assert (headline(run).steps, headline(run).reward_last) == (3000, (3000, 2.0))
     assert _bytes_read() - before < 600_000
+
+
+def test_a_damaged_file_that_is_one_long_line_takes_no_time(run: Run) -> None:
+    open_attempt(run, "1.0", ["a"])
+    run.metrics.mkdir()
+    run.metrics_of("trainer").write_text(line(1, 1, **{STEP_SECONDS: 2.0}))
+    os.truncate(run.metrics_of("trainer"), 100_000_000)
+    began = time.process_time()
+    assert headline(run).steps == 1
+    assert time.process_time() - began < 2
 
 
 def _bytes_read() -> int:

@@ -73,9 +73,11 @@ class NodeProcesses:
         self.children[name] = Child(name, command, everything, log, stop_signal, ignore_sigterm)
 
     def publish_rendezvous(self) -> None:
-        """Tell the nodes of the trainer where their torchruns meet. Called on node 0."""
+        """Tell the nodes of the trainer where their torchruns meet; places of earlier attempts go. Called on node 0."""
         value = {"number": self.rendezvous + 1, "address": self._address, "port": choose_port(self._address)}
         write_json(self._run.rendezvous(self._attempt), value)
+        for earlier in range(1, self._attempt):
+            self._run.rendezvous(earlier).unlink(missing_ok=True)
 
     def follow_rendezvous(self) -> None:
         """Start torchrun where node 0 says, and anew where node 0 had to choose another port."""

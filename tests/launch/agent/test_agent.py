@@ -124,6 +124,18 @@ def test_a_stop_request_before_anything_began(tmp_path: Path) -> None:
     assert (supervise(run).kind, supervise(run).message) == ("cancelled", "stopped before it began")
 
 
+def test_the_meeting_places_of_earlier_attempts_go(tmp_path: Path) -> None:
+    """Each attempt left one, and `hpcrl status` read them all."""
+    run = make_run(tmp_path, train="time.sleep(60)", controller="time.sleep(60)")
+    for attempt in (1, 2):
+        write_json(run.rendezvous(attempt), {"number": 1, "address": "127.0.0.1", "port": 1})
+        report_outcome(run, attempt, "interrupted", "preempted", "agent-0")
+        open_attempt(run, f"local-{attempt + 1}", ["here", "there"])
+    write_json(run.stop, {"attempt": 3, "reason": "cancelled"})
+    assert supervise(run).kind == "cancelled"
+    assert [path.name for path in run.endpoints.glob("rendezvous-*")] == ["rendezvous-3.json"]
+
+
 def test_a_rank_that_stands_still_ends_the_attempt_with_all_stacks(tmp_path: Path) -> None:
     run = make_run(
         tmp_path,
