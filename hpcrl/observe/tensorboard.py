@@ -22,6 +22,7 @@ from hpcrl.rundir.layout import Run
 
 _PREFIX = "events.out.tfevents."
 _EVERY_S = 2.0
+_LAST_TRIES = 3
 _EMPTY_FILES = 20  # an open TensorBoard looks every few seconds; a file may be made anew several times in between
 
 
@@ -134,13 +135,24 @@ class Follower:
         self._thread = threading.Thread(target=self._follow, args=(run, every_s), name="tensorboard", daemon=True)
 
     def _follow(self, run: Run, every_s: float) -> None:
-        events = EventFile(run)
+        events = self._updated(run, None)
+        while not self._ended.wait(every_s):
+            events = self._updated(run, events)
+        for _ in range(_LAST_TRIES):
+            if events := self._updated(run, events):
+                events.close()
+                return
+
+    def _updated(self, run: Run, events: EventFile | None) -> EventFile | None:
+        """Return the event file as the metrics are now; None: it could not be written and has to be made anew."""
         try:
-            while not self._ended.wait(every_s):
-                events.update()
+            if events is None:
+                return EventFile(run)
             events.update()
-        finally:
-            events.close()
+        except OSError as error:  # without this thread nothing would be written any more
+            print(f"{run.tensorboard} could not be written: {error}", flush=True)
+            return None
+        return events
 
     def __enter__(self) -> Follower:
         self._thread.start()

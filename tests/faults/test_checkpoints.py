@@ -1,17 +1,22 @@
-"""Saves that are cut short, refused, damaged or made by the dead (scenarios 26 to 31)."""
+"""Saves that are cut short, refused, damaged or made by the dead, and filesystems that are not this one (scenarios 26 to 31)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from signal import SIGKILL
+from signal import SIGKILL, SIGTERM
 
 import pytest
 
 from hpcrl.rundir.ledger import read_attempts, read_outcomes
 from tests.faults.history import assert_nothing_lost, last_saved
 from tests.faults.scenario import START_S, Scenario, fault, in_first_attempt
+from tests.filesystem.cluster import views
+from tests.filesystem.view import FORBIDDEN, Behaviour
 from tests.processes import processes_of, send
 
 
@@ -97,6 +102,95 @@ def test_28_filesystem_refuses_a_save_and_training_goes_on(scenario: Scenario) -
     assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 1
     assert "training goes on without this checkpoint" in run.log(1, "trainer-0").read_text()
+
+
+@contextmanager
+def seen_through(scenario: Scenario, behaviour: Behaviour, login: Behaviour | None = None) -> Iterator[Counter[str]]:
+    """Let each node of a scenario, and the login node, see the runs through a view of its own; count what happened on all of them."""
+    runs, total = scenario.path / "runs", Counter[str]()
+    runs.mkdir()
+    outer = json.loads((scenario.cluster.directory / "cluster.json").read_text())["pid"]
+    (first,) = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()
+    nodes = {node: scenario.daemons(node)[0] for node in scenario.nodes}
+    with views(runs, {"ctl": int(first)}, login or behaviour) as here, views(runs, nodes, behaviour) as there:
+        yield total
+    for count in (*here, *there):
+        total += count
+
+
+NFS = Behaviour(names_s=5, absent_s=5, attributes_s=5)
+
+
+@pytest.mark.nodes(3)
+@pytest.mark.faults_slow
+def test_29_files_are_seen_late_on_other_nodes(scenario: Scenario) -> None:
+    """As with NFS, with a trainer of two nodes: only the second one is told to stop, later a rank is killed."""
+    with seen_through(scenario, NFS) as counts:
+        run = scenario.submit({"trainer.placement.policy_num_nodes": 2})
+        scenario.reach(run, 4)
+        send([scenario.agent(run, 1)], SIGTERM)
+        assert scenario.outcome(run, 1).kind == "interrupted"
+        scenario.reach(run, 8)
+        send([scenario.rank(run, 1)], SIGKILL)
+        assert_nothing_lost(scenario, run, same_values=False)
+        assert [outcome.kind for outcome in read_outcomes(run)] == ["interrupted", "failed", "done"]
+    assert counts["stale"] > 10
+
+
+@pytest.mark.faults_slow
+def test_29_listings_and_replaced_files_are_seen_late_too(scenario: Scenario) -> None:
+    """Worse than NFS: what a listing, or opening a file or a directory shows may be ten seconds old."""
+    late = Behaviour(names_s=10, absent_s=10, attributes_s=10, close_to_open=False, late_listings=True, stale=False)
+    with seen_through(scenario, late) as counts:
+        run = scenario.submit()
+        scenario.reach(run, 4)
+        scenario.preempt()
+        assert scenario.outcome(run, 1).kind == "interrupted"
+        assert_nothing_lost(scenario, run)
+    assert counts["late"] > 10
+
+
+@pytest.mark.faults_slow
+def test_29_a_slow_filesystem(scenario: Scenario) -> None:
+    """Each call takes 20 ms, unless the node remembers the answer."""
+    with seen_through(scenario, replace(NFS, metadata_delay_s=0.02, data_delay_s=0.02)) as counts:
+        run = scenario.submit()
+        scenario.wait(run.batch(4).exists, "three steps", 400, run)
+        scenario.preempt()
+        assert scenario.outcome(run, 1).kind == "interrupted"
+        scenario.wait(run.batch(8).exists, "seven steps", 400, run)
+        assert_nothing_lost(scenario, run)
+    assert counts["operations"] > 10_000
+
+
+@pytest.mark.faults_slow
+def test_29_a_filesystem_that_forbids(scenario: Scenario) -> None:
+    """No hard links, no locks, no syncs of directories, no changes of modes and owners; listings without types; short writes."""
+    with seen_through(scenario, replace(NFS, errors=FORBIDDEN, types=False, short=0.2)) as counts:
+        run = scenario.submit()
+        scenario.reach(run, 4)
+        assert scenario.hpcrl("requeue", "run").returncode == 0
+        scenario.outcome(run, 1)
+        assert_nothing_lost(scenario, run)
+    assert min(counts[what] for what in ("LINK", "FSYNCDIR", "short")) > 0
+
+
+RARE = {
+    "OPEN": ("ESTALE", 2e-3), "READ": ("EIO", 1e-3), "LOOKUP": ("EIO", 2e-4), "WRITE": ("EIO", 4e-3), "FSYNC": ("EIO", 4e-3),
+    "WRITEBACK": ("EDQUOT", 4e-3), "RENAME": ("EIO", 4e-3),
+}  # fmt: skip
+TRIED_S = 900.0
+
+
+@pytest.mark.faults_slow
+def test_29_a_filesystem_that_fails_now_and_then(scenario: Scenario) -> None:
+    """Each attempt that an error ends says which file it was, and the next one goes on."""
+    with seen_through(scenario, replace(NFS, errors=RARE), login=NFS) as counts:
+        run = scenario.submit({"slurm.crash_budget": 100})
+        scenario.wait(lambda: not scenario.queued(run), "the run leaves the queue", TRIED_S, run)
+        assert_nothing_lost(scenario, run)
+    failures = [outcome for outcome in read_outcomes(run) if outcome.kind == "failed"]
+    print(dict(counts), *failures, sep="\n")
 
 
 @pytest.mark.nodes(3)

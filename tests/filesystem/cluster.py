@@ -36,8 +36,8 @@ def view(source: Path, place: Path, behaviour: Behaviour, entering: list[str] | 
         entering: a command that enters a node's namespaces.
 
     Yields:
-        How often what happened, filled in at the end: "late" is how often a name was said not to be there that was, the names of
-        `Behaviour.errors` how often they failed.
+        How often what happened, filled in at the end: "late" is how often a name was said not to be there that was, "stale" how often a
+        file was gone that this node remembered, the names of `Behaviour.errors` how often they failed.
     """
     needs_fuse()
     argv = [

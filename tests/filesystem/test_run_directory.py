@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hpcrl.config import Config
 from hpcrl.controller.recovery import read_history
 from hpcrl.data.group_file import check_group, write_group
-from hpcrl.errors import CommitError
+from hpcrl.errors import CommitError, SubmitError
+from hpcrl.launch.submit import submit
+from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.observe.tensorboard import Follower
 from hpcrl.rollout.fetch import fetch
 from hpcrl.rundir import commit
 from hpcrl.rundir.checkpoints import newest_usable, set_aside_after
@@ -30,6 +35,7 @@ from hpcrl.trainer.saving.committer import save_tensors
 from hpcrl.types import GroupMeta, Sample
 from tests.filesystem.cluster import view
 from tests.filesystem.view import FORBIDDEN, Behaviour
+from tests.paths import CONFIGS
 
 MINUTE = Behaviour(names_s=60, absent_s=60, attributes_s=60)
 """A node that looks again only where NFS does."""
@@ -122,7 +128,7 @@ def test_a_commit_that_another_node_made_a_moment_ago(nodes: tuple[Run, Run]) ->
 
 
 def test_a_filesystem_that_forbids(below: Path) -> None:
-    """No hard links, locks, syncs of directories, changes of modes and owners."""
+    """No hard links, locks, syncs of directories, changes of modes and owners; what is open cannot be removed."""
     place = below.with_name("writer")
     with view(below, place, Behaviour(errors=FORBIDDEN, types=False)) as counts:
         run = Run(place)
@@ -133,8 +139,11 @@ def test_a_filesystem_that_forbids(below: Path) -> None:
         save(run, 3)
         save(run, 6)
         assert newest_usable(run, 2, print) == run.checkpoint(6)
-        commit.discard(run.checkpoint(3))
-        assert sorted(os.listdir(run.checkpoints)) == ["s000006"]
+        with (run.checkpoint(3) / "model").open():
+            commit.discard(run.checkpoint(3))
+            assert "s000003" not in os.listdir(run.checkpoints)
+        set_aside_after(run, 2, run.checkpoint(6), commit.unfenced, print)
+        assert os.listdir(run.checkpoints) == ["s000006"]
     assert counts["LINK"]
     assert counts["FSYNCDIR"]
 
@@ -162,6 +171,32 @@ def group(run: Run, name: str) -> GroupMeta:
         name, "train", 0, str(path.relative_to(run.path)), [2000.0], [2000], [2000], ["stop"], 0, 0, "x", 1.0, [{}]
     )
     return write_group(path, [row], meta)
+
+
+def prepared(root: Path) -> submit.Submission:
+    quickstart = Config.from_toml(CONFIGS / "quickstart.toml", [f"slurm.root={root}", "trainer.run_name=run"])
+    return submit.prepare("run", [(quickstart, [])])
+
+
+@pytest.mark.parametrize("what", ["WRITE", "WRITEBACK"])
+def test_a_submission_that_the_filesystem_refuses_leaves_nothing(below: Path, what: str) -> None:
+    """And says which file it was about."""
+    place = below.with_name("writer")
+    with (
+        view(below, place, Behaviour(errors={what: ("EDQUOT", 0.02)})),
+        pytest.raises(SubmitError, match=r"quickstart.*cannot be written: Disk quota exceeded"),
+    ):
+        submit.submit(prepared(place), local=True)
+    assert list(below.iterdir()) == []
+
+
+def test_code_is_copied_where_modes_cannot_be_set(below: Path) -> None:
+    place = below.with_name("writer")
+    with view(below, place, Behaviour(errors=FORBIDDEN)):
+        submit._copy_code(place)
+    for name, source in submit.code_sources().items():
+        copied = {path.relative_to(below / "code" / name) for path in (below / "code" / name).rglob("*.py")}
+        assert copied == {path.relative_to(source) for path in source.rglob("*.py")}
 
 
 def test_writes_that_are_cut_short(below: Path) -> None:
@@ -202,6 +237,20 @@ def test_a_stop_request_is_heard_after_the_filesystem_was_away(below: Path) -> N
                 assert process.wait(10) == 7
         finally:
             process.kill()
+
+
+def test_tensorboard_goes_on_after_the_filesystem_was_away(below: Path) -> None:
+    run = Run(below.with_name("reader"))
+    with MetricsWriter(Run(below), "trainer", 1, 0) as metrics:
+        metrics.write(1, {"policy/loss": 1.0})
+    with ExitStack() as follows:
+        with view(below, run.path, Behaviour(errors={"OPEN": ("EIO", 1.0)})) as counts:
+            follows.enter_context(Follower(run, 0.05))
+            time.sleep(0.3)
+        with view(below, run.path, Behaviour()):
+            follows.close()
+    assert counts["OPEN"] > 1
+    assert [path for path in Run(below).tensorboard.glob("events.*") if b"policy/loss" in path.read_bytes()]
 
 
 FOLLOWS = """

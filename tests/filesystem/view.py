@@ -156,6 +156,7 @@ class View:
         """Return the descriptor of a node, unless another view has removed it."""
         descriptor = self._nodes[node].descriptor
         if self._as.stale and os.fstat(descriptor).st_nlink == 0:
+            self.counts["stale"] += 1
             raise OSError(errno.ESTALE, "removed or replaced by another node")
         return descriptor
 

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,11 @@ from hpcrl.launch.submit.executors import (
 from hpcrl.launch.submit.models import folder_of
 from hpcrl.launch.submit.sweep import run_names
 from hpcrl.rundir.checksums import note_checksums
-from hpcrl.rundir.commit import discard, write_json, write_text
+from hpcrl.rundir.commit import discard, naming, write_json, write_text
 from hpcrl.rundir.layout import Run, default_root
 from hpcrl.text import printable
+
+_AT_ONCE = 8  # files that are copied at the same time
 
 
 def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submission:
@@ -96,7 +99,7 @@ def code_sources() -> dict[str, Path]:
 
 
 def _make_folder(folder: Path) -> None:
-    """Take the name of the submission, and copy the code that every attempt will run, whatever happens to the checkout meanwhile.
+    """Take the name of the submission.
 
     Raises:
         RunError: somebody took the name a moment ago.
@@ -107,13 +110,40 @@ def _make_folder(folder: Path) -> None:
         raise RunError(f"{folder} exists from another submission; choose another trainer.run_name") from None
     except OSError as error:
         raise SubmitError(f"slurm.root: {folder} cannot be made: {error.strerror}; choose another slurm.root") from None
-    ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "_jobs")
+
+
+def _copy_code(folder: Path) -> None:
+    """Copy the code that every attempt will run, whatever happens to the checkout meanwhile.
+
+    Not its modes and times, which not every filesystem lets one set.
+    """
+    copies = list[tuple[Path, Path]]()
     for name, source in code_sources().items():
-        shutil.copytree(source, folder / "code" / name, ignore=ignore)
+        for path in [source, *sorted(source.rglob("*"))]:
+            target = folder / "code" / name / path.relative_to(source)
+            if not {"__pycache__", "_jobs"}.isdisjoint(path.relative_to(source).parts):
+                continue
+            if path.is_dir():
+                target.mkdir(parents=True)
+            elif path.suffix != ".pyc":
+                copies.append((path, target))
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        list(threads.map(_copy, copies))
+
+
+def _copy(copy: tuple[Path, Path]) -> None:
+    source, target = copy
+    content = source.read_bytes()
+    with naming(target):
+        target.write_bytes(content)
+
+
+def _staged(run: Run) -> Run:
+    return Run(run.path.with_name(f".tmp-{run.name}.{os.getpid()}"))
 
 
 def _make_run(run: Run, element: Element, folder: Path) -> None:
-    staged = Run(run.path.with_name(f".tmp-{run.name}.{os.getpid()}"))
+    staged = _staged(run)
     staged.path.mkdir(parents=True, mode=0o700)
     write_text(staged.config, element.config.to_toml())
     token = staged.token
@@ -132,22 +162,29 @@ def submit(submission: Submission, local: bool) -> list[Run]:
     """Make the run directories and hand them to Slurm, or to the local executor.
 
     Raises:
-        SubmitError: the executor refused; nothing is left behind.
+        SubmitError: the executor refused, or the filesystem; nothing is left behind.
     """
     folder, runs = submission.folder, submission.runs
     _make_folder(folder)
     made = [folder]
     try:
+        _copy_code(folder)
         for run, element in zip(runs, submission.elements, strict=True):
+            made.append(_staged(run).path)
             _make_run(run, element, folder)
             made.append(run.path)
         launch(submission, local)
-    except BaseException:
+    except BaseException as error:
         for path in made:
             discard(path)
         for parent in (folder.parent, folder.parent.parent, folder.parent.parent.parent):
             with suppress(OSError):  # others' runs are in it
                 parent.rmdir()
+        if isinstance(error, OSError):
+            where = error.filename or folder
+            raise SubmitError(
+                f"slurm.root: {where} cannot be written: {error.strerror}; look at that filesystem"
+            ) from error
         raise
     return runs
 
