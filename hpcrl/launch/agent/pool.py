@@ -16,7 +16,7 @@ from hpcrl.config.derive import gpu_count
 from hpcrl.errors import HpcrlError, SubmitError, UserCodeError
 from hpcrl.launch.agent.agent import Agent
 from hpcrl.launch.agent.child import Child
-from hpcrl.launch.agent.start import NodeContext, listen, log_to
+from hpcrl.launch.agent.start import NodeContext, listen, log_to, look_after_the_script
 from hpcrl.launch.doctor.rooms import Sizes
 from hpcrl.launch.nodes import Node, make_plan
 from hpcrl.launch.requeue.elastic import AGAIN, current_attempt, unwanted
@@ -79,6 +79,8 @@ def main(path: str, replica: int, sizes: Sizes | None = None) -> None:
     """Keep replica number `replica` of the run at `path` going; ends the process."""
     signals = listen()
     run, context = Run(Path(path)), NodeContext.here()
+    if not context.local:
+        look_after_the_script(signals)
     try:
         status = _serve(run, context, replica, signals, sizes)
     except HpcrlError as error:

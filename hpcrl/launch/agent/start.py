@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import submitit
 
 from hpcrl.errors import RunError
+from hpcrl.launch.requeue.requeue import requeue_if_its_script_was_killed
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, find_attempt, open_attempt
 
@@ -55,6 +58,21 @@ def listen() -> list[int]:
         signal.signal(number, lambda got, _frame: signals.append(got))
     signal.signal(signal.SIGCONT, lambda _got, _frame: None)  # submitit would count it
     return signals
+
+
+def look_after_the_script(signals: list[int]) -> None:
+    """From now on ask at each SIGTERM whether the batch script was killed, beside what the agent does with the signal, which is noted in `signals`.
+
+    For the agent of the node on which that script runs.
+    """
+
+    def told(number: int, _frame: FrameType | None) -> None:
+        signals.append(number)
+        threading.Thread(target=requeue_if_its_script_was_killed).start()
+
+    signal.signal(signal.SIGTERM, told)
+    if signal.SIGTERM in signals:
+        requeue_if_its_script_was_killed()
 
 
 def await_attempt(run: Run, context: NodeContext) -> Attempt:

@@ -2,7 +2,7 @@
 
     python -m hpcrl.launch.requeue.elastic RUN STATUS_OF_SRUN
 
-An element is queued again if its agent asked for that by its exit status, and the run goes on.
+An element is queued again if its agent asked for that by its exit status, or was killed, and the run goes on.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hpcrl.rundir.ledger import Attempt, outcome_of, read_attempts, read_outcome
 AGAIN = 75
 """Exit status of an element's agent where it is to be queued again: Slurm took its node away, or the run itself waits in the queue."""
 _LATER = "now+5minutes"
+_SIGNALLED = 128  # and above, as of a shell
 
 
 def cancel_pool(run: Run) -> None:
@@ -59,14 +60,15 @@ def unwanted(run: Run, pool: str) -> str | None:
 
 def main(run: Run, status: int) -> int:
     outlive_the_job()
-    if status != AGAIN:
+    killed = status >= _SIGNALLED
+    if status != AGAIN and not killed:
         return status
     if why := unwanted(run, os.environ["SLURM_ARRAY_JOB_ID"]):
         print(f"not queued again: {why}", flush=True)
         return 0
     attempt = current_attempt(run)
     runs = attempt is not None and outcome_of(run, attempt.number) is None
-    requeue_this_job(start=SOON if runs else _LATER, exclude=())
+    requeue_this_job(start=None if killed else SOON if runs else _LATER, exclude=())
     return 0
 
 

@@ -17,6 +17,9 @@ _PATIENCE_S = 150.0  # slurmctld may be restarting
 _KILLED_WITHIN_S = 90.0
 _UPDATES_S = 20.0
 _NONE = "(null)"
+# which of them says that a batch script did not end by itself differs between versions of Slurm, and between what they print
+_KILLED = ("JobLaunchFailure", "NonZeroExitCode", "RaisedSignal")
+_ANSWER_S = 10.0
 
 
 def job_name() -> str:
@@ -64,6 +67,24 @@ def requeue_this_job(*, start: str | None, exclude: Sequence[str]) -> None:
         time.sleep(min(_RETRY_S, max(0.0, deadline - time.monotonic())))
 
 
+def requeue_if_its_script_was_killed() -> None:
+    """Requeue the job that the caller is part of, where Slurm ends it because its batch script was killed.
+
+    To be asked by an agent that Slurm tells to end, while there is time. Who requeues jobs is that script, and Slurm takes its end for the
+    job's. What the policy says then counts at the end of the next attempt; a run that is over finds nothing to do in it.
+    """
+    job = job_name()
+    try:
+        shown = _run("scontrol", "show", "job", "-o", job, limit_s=_ANSWER_S).stdout.split()
+        facts = dict(word.split("=", 1) for word in shown if "=" in word)
+        # 0:15 is a script that was told to end; a job that somebody cancels, or that met its limit, has another reason
+        if facts.get("ExitCode", "").endswith(":9") and facts.get("Reason", "").startswith(_KILLED):
+            done = _run("scontrol", "requeue", job, limit_s=_ANSWER_S)
+            print(f"the batch script was killed; scontrol requeue {job}: {done.stderr.strip() or 'done'}", flush=True)
+    except subprocess.TimeoutExpired as error:
+        print(f"whether the batch script was killed is not known: {error}", flush=True)
+
+
 def _avoided(job: str, exclude: Sequence[str]) -> str:
     """Return `exclude` with the hosts that the job's user excludes; empty if too few are left.
 
@@ -80,10 +101,10 @@ def _avoided(job: str, exclude: Sequence[str]) -> str:
     return ",".join(sorted(avoided)) if _others_suffice(avoided) else ""
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
+def _run(*command: str, limit_s: float | None = None) -> subprocess.CompletedProcess[str]:
     """Run a program of Slurm's; where it is missing, as in a container that lacks them, it fails as in a shell."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
     except FileNotFoundError:
         remedy = "not on PATH here; mount Slurm's programs into the container, or set slurm.container.host_python"
         return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: {remedy}\n")

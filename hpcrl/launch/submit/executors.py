@@ -97,13 +97,13 @@ def slurm_executor(submission: Submission) -> ArrayExecutor:
     survives = rollout_nodes > (0 if slurm.elastic.replicas else 1)  # the loss of a node that has some of the replicas
     starter = _starter(submission)
     last = starter.outside_step(slurm.container)
-    finish = f"{last} -m hpcrl.launch.requeue.epilogue {shlex.quote(str(submission.element_list))} $?; exit $?"
+    finish = f"{last} -m hpcrl.launch.requeue.epilogue {shlex.quote(str(submission.element_list))}"
     parameters = _common(config, submission.folder) | {
         "job_name": f"hpcrl-{submission.folder.name}",
         "comment": f"hpcrl:{submission.folder.name}",
         "time": slurm.time_minutes,
         "nodes": len(plan),
-        "teardown": [finish],
+        "teardown": _until_decided(finish),
         "srun_args": ["--kill-on-bad-exit=0", *(["--no-kill"] if survives else [])],
         "additional_parameters": {
             **({"no-kill": True} if survives else {}),
@@ -129,13 +129,13 @@ def pool_executor(submission: Submission, run: Run, config: Config, gang: str) -
     # the exit status of the agent, srun's own, decides; see launch/requeue/elastic.py
     starter = _starter(submission)
     last = starter.outside_step(slurm.container)
-    finish = f"{last} -m hpcrl.launch.requeue.elastic {shlex.quote(str(run.path))} $?; exit $?"
+    finish = f"{last} -m hpcrl.launch.requeue.elastic {shlex.quote(str(run.path))}"
     parameters = _common(config, submission.folder) | {
         "job_name": f"hpcrl-{run.name}-pool",
         "comment": f"hpcrl-pool:{run.name}",
         "time": elastic.time_minutes or slurm.time_minutes,
         "nodes": 1,
-        "teardown": [finish],
+        "teardown": _until_decided(finish),
         "srun_args": ["--kill-on-bad-exit=0"],
         "array_parallelism": elastic.at_once or elastic.replicas,
         "dependency": f"after:{gang}",
@@ -150,6 +150,19 @@ def pool_executor(submission: Submission, run: Run, config: Config, gang: str) -
     wanted = {name: getattr(elastic, name) or value for name, value in of_run.items()}
     asked = replace(elastic, **wanted, cpus_per_task=cpus, mem_gb=memory)
     return _executor(submission.folder, parameters, asked, starter)
+
+
+def _until_decided(finish: str) -> list[str]:
+    """Return the last lines of a batch script: `finish` gets the status of srun, and is called again where a signal ended it."""
+    return [
+        "status=$?",
+        "for _ in 1 2 3 4 5; do",
+        f"  {finish} $status",
+        "  decided=$?",
+        "  [ $decided -lt 128 ] && break",
+        "done",
+        "exit $decided",
+    ]
 
 
 def _gpus(slurm: SlurmConfig, wanted: int | str) -> dict[str, Any]:

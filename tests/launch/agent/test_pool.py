@@ -262,9 +262,18 @@ def test_an_element_is_queued_again(tmp_path: Path, runs: bool) -> None:
     assert called(tmp_path)[:2] == ["scontrol requeue 9_1", f"scontrol update JobId=9_1 StartTime={when}"]
 
 
-@pytest.mark.parametrize(
-    ("status", "over", "code"), [(0, False, 0), (1, False, 1), (143, False, 143), (AGAIN, True, 0)]
-)
+def test_an_element_whose_agent_was_killed_is_queued_again(tmp_path: Path) -> None:
+    """Later, by Slurm's own delay: it may be killed each time."""
+    run = make_run(tmp_path)
+    open_attempt(run, f"{GANG}.0", ["n1"])
+    with batch_end(tmp_path, "hpcrl.launch.requeue.elastic", str(run.path), "137") as process:
+        wait_for(lambda: called(tmp_path), "nothing was called")
+        time.sleep(0.5)
+        assert called(tmp_path) == ["scontrol requeue 9_1"]
+        assert process.poll() is None, "it waits to be ended"
+
+
+@pytest.mark.parametrize(("status", "over", "code"), [(0, False, 0), (1, False, 1), (137, True, 0), (AGAIN, True, 0)])
 def test_an_element_is_not_queued_again(tmp_path: Path, status: int, over: bool, code: int) -> None:
     run = make_run(tmp_path)
     if over:

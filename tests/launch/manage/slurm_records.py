@@ -63,7 +63,7 @@ def script_of(folder: Path, runs: list[Run]) -> Path:
     write_json(elements, [str(run.path) for run in runs])
     script = folder / ".submission_file_0.sh"
     script.write_text(
-        f"#!/bin/bash\nsrun something\n'/bin/python3' -m hpcrl.launch.requeue.epilogue '{elements}' $?; exit $?"
+        f"#!/bin/bash\nsrun something\nstatus=$?\n  '/bin/python3' -m hpcrl.launch.requeue.epilogue '{elements}' $status\nexit $decided"
     )
     for run in runs:
         run.slurm.symlink_to(os.path.relpath(folder, run.path))

@@ -45,3 +45,31 @@ def test_a_container_without_slurms_programs_is_told_what_to_do(
     assert not requeue._scontrol("requeue", "7_0")
     assert "scontrol: not on PATH here; mount Slurm's programs into the container" in capsys.readouterr().out
     assert requeue._avoided("7", ["n1"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("facts", "requeues"),
+    [
+        ("JobState=COMPLETING Reason=JobLaunchFailure Requeue=1 ExitCode=0:9", True),
+        ("JobState=COMPLETING Reason=RaisedSignal:9(Killed) ExitCode=0:9", True),
+        ("JobState=RUNNING Reason=None ExitCode=0:0", False),
+        ("JobState=COMPLETING Reason=None ExitCode=0:15", False),
+        ("JobState=COMPLETING Reason=None ExitCode=0:9", False),
+        ("JobState=COMPLETING Reason=TimeLimit ExitCode=0:9", False),
+        ("JobState=COMPLETING Reason=NonZeroExitCode ExitCode=1:0", False),
+    ],
+)
+def test_a_job_is_requeued_by_its_agent_where_its_script_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: str, requeues: bool
+) -> None:
+    """Not where it was preempted, cancelled with and without patience, met its limit, or where the script ended by itself."""
+    (tmp_path / "scontrol").write_text(
+        f'#!/bin/sh\ncase $1 in show) echo "JobId=8 {facts} Dependency=(null)";; *) echo "$@" >> {tmp_path}/called;; esac\n'
+    )
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    requeue.requeue_if_its_script_was_killed()
+    called = tmp_path / "called"
+    assert (called.read_text() if called.exists() else "") == ("requeue 7_0\n" if requeues else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def options(script: str) -> dict[str, str | None]:
 
 
 def last(script: str) -> str:
-    return script.splitlines()[-1]
+    """Return the command that decides, at the end of a batch script, whether the job is requeued."""
+    (line,) = [line.strip() for line in script.splitlines() if "-m hpcrl.launch.requeue." in line]
+    return line
 
 
 @pytest.mark.parametrize("site", sorted(path.name for path in SITES.glob("*.toml")))
@@ -146,7 +149,7 @@ def test_apptainer_starts_agents_and_the_end_of_the_batch_script(tmp_path: Path)
     for script, module in ((run, "epilogue"), (pool, "elastic")):
         assert f" {command} -u -m submitit.core._submit " in script
         assert last(script).startswith(f"{command} -m hpcrl.launch.requeue.{module} ")
-        assert last(script).endswith(" $?; exit $?")
+        assert last(script).endswith(" $status")
         assert script.index("export PYTHONNOUSERSITE=1") < script.index("export PYTHONPATH=")
 
 
@@ -172,6 +175,22 @@ def test_apptainer_without_gpus_and_with_a_python_outside(tmp_path: Path) -> Non
     assert last(run).startswith("/env/bin/python -m hpcrl.launch.requeue.epilogue ")
 
 
+@pytest.mark.parametrize(("kills", "calls", "code"), [(0, 1, 7), (2, 3, 7), (99, 5, 137)])
+def test_the_end_of_a_batch_script_is_begun_again_where_it_is_killed(
+    tmp_path: Path, kills: int, calls: int, code: int
+) -> None:
+    """A real shell; the program notes the status of srun, here 75, and kills itself so often."""
+    program, noted = tmp_path / "program", tmp_path / "noted"
+    program.write_text(
+        f'#!/bin/sh\necho "$4" >> {noted}\n[ $(wc -l < {noted}) -gt {kills} ] || kill -KILL $$\nexit 7\n'
+    )
+    program.chmod(0o755)
+    run, _ = contained(tmp_path, "apptainer", f"slurm.container.host_python={program}")
+    end = "(exit 75)\n" + run[run.index("status=$?") :]
+    assert subprocess.run(["bash", "-c", end], stderr=subprocess.DEVNULL, check=False).returncode == code
+    assert noted.read_text().split() == ["75"] * calls
+
+
 def test_pyxis_is_options_of_srun(tmp_path: Path) -> None:
     run, pool = contained(
         tmp_path, "pyxis", "slurm.gpus_per_node=1", "slurm.container.arguments=['--no-container-mount-home']"
@@ -187,7 +206,7 @@ def test_pyxis_is_options_of_srun(tmp_path: Path) -> None:
         words = shlex.split(next(line for line in script.splitlines() if "submitit.core._submit" in line))
         at = words.index(wanted[0])
         assert words[at : at + 5] == [*wanted, "/opt/env/bin/python"]
-        end = shlex.split(last(script).removesuffix(" $?; exit $?"))
+        end = shlex.split(last(script).removesuffix(" $status"))
         step = ["srun", "--nodelist=$SLURMD_NODENAME", "--overlap", "--nodes=1", "--ntasks=1", "--unbuffered"]
         assert end[:-1] == [*step, *wanted, "/opt/env/bin/python", "-m", f"hpcrl.launch.requeue.{module}"]
 
