@@ -2,7 +2,7 @@
 # make test    install what is needed (with Slurm, where this is root on Debian or Ubuntu) and run all tests
 # make learn   each family of algorithms learns the quickstart's task: whole training runs, minutes each
 # make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: an hour
-# make soak    one run, preempted or killed thirty times, and one of 10,000 steps whose memory, files and descriptors are counted
+# make soak    a thousand processes of three runs killed, one after the other: hours; HPCRL_SOAK=300: so many; and 10,000 steps of one run
 # make fuzz    a million messages to the controller and a million configurations, half an hour; HPCRL_FUZZ=1000: as many of each
 # make check   lint, format and types
 #
@@ -31,7 +31,7 @@ faults: $(VENV)/installed slurm
 	$(BIN)/pytest -m "not soak and not slow" tests/faults tests/slurm/test_runs.py tests/slurm/test_pool.py tests/slurm/test_megatron.py tests/jobs/test_local_run.py tests/rollout/test_worker.py
 
 soak: $(VENV)/installed slurm
-	$(BIN)/pytest -m soak -s tests/faults/test_soak.py tests/jobs/test_growth.py
+	HPCRL_SOAK=$${HPCRL_SOAK:-1000} $(BIN)/pytest -m "not slow" -s tests/faults/test_soak.py tests/jobs/test_growth.py
 
 fuzz: $(VENV)/installed
 	$(BIN)/pytest -m fuzz -s tests/fuzz

@@ -29,6 +29,15 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def child_of(pid: int) -> int | None:
+    """Return a child of a process, or None where it has none or is gone."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return None
+    return int(children[0]) if children else None
+
+
 def ancestors_of(pid: int) -> list[int]:
     found = []
     while pid > 1:

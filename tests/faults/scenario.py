@@ -187,6 +187,17 @@ class Scenario:
         options = [f"-N{len(wanted)}", "-w", ",".join(wanted), "--exclusive", "-t1", "-o", "/dev/null"]
         return self.slurm("sbatch", "--parsable", "-p", "high", *options, "--wrap", f"sleep {seconds}")
 
+    def cut(self, node: str) -> None:
+        """Take a node off the network."""
+        self.slurm("ip", "link", "set", node, "down")
+
+    def join(self, node: str) -> None:
+        self.slurm("ip", "link", "set", node, "up")
+
+    def noted(self, what: str) -> int:
+        """Return how many samples the engines were asked for, or answered (stand_in/vllm/server.py)."""
+        return sum(map(int, self._knobs.with_suffix(f".{what}").read_text().split()))
+
     def processes(self, run: Run, *words: str) -> list[int]:
         """Return the processes of a run whose command line has all of `words`."""
         return [pid for pid in processes_of(run) if all(word in command_of(pid) for word in words)]
@@ -252,6 +263,10 @@ class Scenario:
         return found[0]
 
     # ---- waiting
+
+    def pause(self, seconds: float) -> None:
+        if self.ended.wait(seconds):
+            raise TakenDownError("a pause")
 
     def wait(self, condition: Callable[[], Any], what: str, seconds: float = START_S, run: Run | None = None) -> Any:
         """Return the first true value of `condition`."""

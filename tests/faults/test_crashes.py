@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from signal import SIGKILL
+from signal import SIGKILL, SIGTERM
 
 import pytest
 
@@ -53,15 +53,32 @@ def test_21_killed_first_agent_before_the_controller_serves(scenario: Scenario) 
 
 @pytest.mark.faults_slow
 def test_21_killed_batch_shell(scenario: Scenario) -> None:
-    """With the batch shell goes whoever could requeue the job: Slurm ends it, status tells what happened, and resume goes on."""
+    """With the batch shell goes who requeues the job: the first agent does, and saves beside that."""
     run = scenario.submit({"trainer.ckpt_interval": 2})
     scenario.reach(run, 4)
     send([scenario.batch_shell(run)], SIGKILL)
-    scenario.wait(lambda: not scenario.queued(run), "Slurm ends the job", 60, run)
-    word = scenario.told("status", "run").split(": ")[1]
-    assert word in ("interrupted", "failed", "lost", "held"), word
-    assert "slurm job" in scenario.told("resume", "run")
+    assert scenario.outcome(run, 1, ENDS_S).kind == "interrupted"
     assert_nothing_lost(scenario, run)
+    assert "the batch script was killed" in run.log(1, "agent-0").read_text()
+    assert len({attempt.job_id for attempt in read_attempts(run)}) == 1, "nobody has resumed it"
+    assert len(read_attempts(run)) == 2
+
+
+@pytest.mark.faults_slow
+def test_21_killed_at_its_end(scenario: Scenario) -> None:
+    """What requeues the job is killed when it wants to, twice: the batch shell begins it again."""
+    folder, tries = scenario.path / "bin", scenario.path / "tries"
+    folder.mkdir()
+    kills = f'if [ "$1" = requeue ]; then echo >> {tries}; [ $(wc -l < {tries}) -gt 2 ] || {{ kill -KILL $PPID; exit; }}; fi'
+    (folder / "scontrol").write_text(f'#!/bin/sh\n{kills}\nexec /usr/bin/scontrol "$@"\n')
+    (folder / "scontrol").chmod(0o755)
+    run = scenario.submit(setup=[f'export PATH="{folder}:$PATH"'])
+    scenario.reach(run, 3)
+    send(scenario.agents(run), SIGTERM)
+    assert scenario.outcome(run, 1, ENDS_S).kind == "interrupted"
+    assert_nothing_lost(scenario, run)
+    assert len(tries.read_text().splitlines()) == 3
+    assert len({attempt.job_id for attempt in read_attempts(run)}) == 1, "nobody has resumed it"
 
 
 @pytest.mark.nodes(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from signal import SIGKILL
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hpcrl.rundir.ledger import outcome_of, read_attempts
 from hpcrl.runtime.process_status import read_process_statuses
 from tests.faults.history import assert_nothing_lost
 from tests.faults.scenario import START_S, Scenario
+from tests.processes import parent_of, send, variable
 
 
 def elastic(scenario: Scenario, **settings: Any) -> dict[str, Any]:
@@ -70,3 +72,22 @@ def test_37_the_run_is_preempted_and_its_pool_is_not(scenario: Scenario) -> None
     pool = json.loads(run.submission.read_text())["pool"]
     assert "Restarts=0" in scenario.slurm("scontrol", "show", "job", "-o", f"{pool}_0")
     scenario.wait(lambda: not elements(scenario, run), "the pool has left the queue", 30, run)
+
+
+@pytest.mark.nodes(2)
+@pytest.mark.faults_slow
+@pytest.mark.parametrize("victim", ["agent", "batch shell"])
+def test_37_an_element_is_killed(scenario: Scenario, victim: str) -> None:
+    """The run has no other replica: it goes on when Slurm has started the element again, which nobody asks it to."""
+    scenario.knobs(latency_s=0.5)
+    run = scenario.submit(elastic(scenario, **{"slurm.elastic.replicas": 1}))
+    scenario.reach(run, 2)
+    pool = json.loads(run.submission.read_text())["pool"]
+    agent = next(pid for pid in scenario.agents(run) if variable(pid, "SLURM_ARRAY_JOB_ID") == pool)
+    sruns = [pid for pid in scenario.sruns(run) if variable(pid, "SLURM_ARRAY_JOB_ID") == pool]
+    shell = ({parent_of(pid) for pid in sruns} - set(sruns)).pop()
+    send([agent if victim == "agent" else shell], SIGKILL)
+    scenario.knobs()
+    assert_nothing_lost(scenario, run)
+    assert len(read_attempts(run)) == 1
+    assert "Restarts=1" in scenario.slurm("scontrol", "show", "job", "-o", f"{pool}_0")

@@ -1,190 +1,304 @@
-"""One run, interrupted thirty times at random moments: `make soak`. Its figures stand in docs/reliability.md."""
+"""One run of each shape, whose processes are killed again and again: `make soak`, a tenth of it in `make faults`.
+
+HPCRL_SOAK is the number of kills, over all shapes; HPCRL_SOAK_SEED chooses which, as far as a cluster does the same twice.
+The figures stand in docs/reliability.md.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import random
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from signal import SIGCONT, SIGKILL, SIGUSR2
+from contextlib import suppress
+from dataclasses import dataclass, field
+from signal import SIGCONT, SIGKILL, SIGSTOP, SIGUSR2
+from typing import Any
 
 import pytest
 
+from hpcrl.data.batch_file import batch_steps
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import outcome_of, read_attempts, read_outcome, read_outcomes
+from hpcrl.rundir.ledger import read_attempts, read_outcomes
 from tests.faults.history import assert_nothing_lost, checkpoints_of, curves_of
-from tests.faults.scenario import START_S, Scenario
+from tests.faults.scenario import BATCH, SAMPLES, Scenario
+from tests.faults.test_megatron import TWO_NODES
 from tests.jobs.small_run import curve, trained_groups
-from tests.processes import send
+from tests.processes import child_of, command_of, is_srun, parent_of, processes_of, send, variable
 
-SEED, STEPS, LONGEST_S = 5, 150, 45 * 60
-PACE_S, LATEST_S = 1.5, 9.0
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of fault.
-
-    Attributes:
-        times: how many there are of it.
-        saves: whether the attempt is given the time to save.
-        ends: whether the attempt ends.
-    """
-
-    times: int
-    saves: bool
-    ends: bool
-    inject: Callable[[Scenario, Run], object]
-
-
-KINDS = {
-    "TERM to every process": Kind(4, True, True, lambda scenario, run: _signal_all(scenario, run)),
-    "USR2 to the agents only": Kind(4, True, True, lambda scenario, run: send(scenario.agents(run), SIGUSR2, SIGCONT)),
-    "requeue by an operator": Kind(2, True, True, lambda scenario, run: _requeue(scenario, run)),
-    "preemption by a higher partition": Kind(
-        3, True, True, lambda scenario, _run: scenario.preempt(1, scenario.nodes[:2])
-    ),
-    "SIGKILL of a trainer rank": Kind(3, False, True, lambda scenario, run: send([scenario.rank(run)], SIGKILL)),
-    "SIGKILL of torchrun": Kind(2, False, True, lambda scenario, run: send([scenario.torchrun(run)], SIGKILL)),
-    "SIGKILL of the first agent": Kind(2, False, True, lambda scenario, run: send([scenario.agent(run)], SIGKILL)),
-    "SIGKILL of the controller": Kind(2, False, True, lambda scenario, run: send([scenario.controller(run)], SIGKILL)),
-    "SIGKILL of a rollout worker": Kind(4, False, False, lambda scenario, run: send([scenario.worker(run)], SIGKILL)),
-    "SIGKILL of an engine": Kind(4, False, False, lambda scenario, run: send([scenario.engine(run)], SIGKILL)),
+SEED = int(os.environ.get("HPCRL_SOAK_SEED", "5"))
+KILLS = int(os.environ.get("HPCRL_SOAK", "100"))
+NODES = 3
+GAP_S = (0.3, 5.5)
+LOOK_S = 0.4
+QUICK_S, SLOW_S, NEVER_S = 0.3, 4.0, 600.0
+LET_TRAIN, LET_TRAIN_S = 0.5, 120.0
+LONELY_S = 240.0  # a run that nobody requeues has no process; one that waits for a node that was cut off neither
+OTHERS = 0.12
+END_S = 900.0
+_COMMANDS = {
+    "hpcrl.launch.requeue.": "finish",
+    "slurm_script": "batch shell",
+    "submitit.core._submit": "agent",
+    "torch.distributed.run": "torchrun",
+    "/jobs/train.py": "rank",
+    "/jobs/controller.py": "controller",
+    "/jobs/rollout.py": "rollout worker",
+    "engines.vllm.main": "engine",
+    "spawn_main": "engine core",
 }
 
 
-def _signal_all(scenario: Scenario, run: Run) -> None:
-    scenario.slurm("scancel", "--signal=TERM", scenario.job_of(run))
+def _pool(nodes: list[str], others: list[str]) -> dict[str, Any]:
+    return {
+        "slurm.extra.nodelist": nodes[0],
+        "generator.inference_engine.num_engines": 0,
+        "slurm.elastic.replicas": 2,
+        "slurm.elastic.cpus_per_task": 1,
+        "slurm.elastic.extra": {"exclude": ",".join([nodes[0], *others]), "exclusive": True},
+    }
 
 
-def _requeue(scenario: Scenario, run: Run) -> None:
-    scenario.slurm("scontrol", "requeue", scenario.job_of(run))
+SHAPES: dict[str, Callable[[list[str], list[str]], dict[str, Any]]] = {
+    "two ranks": lambda nodes, _others: {
+        "slurm.extra.nodelist": ",".join(nodes),
+        "trainer.placement.policy_num_nodes": 2,
+    },
+    "megatron": lambda nodes, _others: {"slurm.extra.nodelist": ",".join(nodes), **TWO_NODES},
+    "elastic pool": _pool,
+}
 
 
 @dataclass(frozen=True)
-class Fault:
-    kind: str
-    attempt: int
-    at: float
+class Process:
+    """A process of a run, of its pool too."""
+
+    pid: int
+    role: str
+    job: str
 
 
-@pytest.mark.soak
-@pytest.mark.nodes(4)
-def test_soak(scenario: Scenario) -> None:
-    chance = random.Random(SEED)
-    kinds = [name for name, kind in KINDS.items() for _ in range(kind.times)]
-    chance.shuffle(kinds)
-    often = {
-        "trainer.max_steps": STEPS,
-        "trainer.ckpt_interval": 4,
-        "trainer.max_ckpts_to_keep": -1,  # all are counted
-        "slurm.crash_budget": 10,  # crashes come faster here than checkpoints
-        "slurm.replica_restarts": 20,
-        "slurm.time_minutes": LONGEST_S // 60,
+@dataclass
+class Soak:
+    """What happens to one run, and what is still to be undone."""
+
+    scenario: Scenario
+    run: Run
+    steps: int
+    wanted: int
+    chance: random.Random
+    kills: Counter[str] = field(default_factory=Counter)
+    others: Counter[str] = field(default_factory=Counter)
+    due: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
+    finishing: dict[int, float] = field(default_factory=dict)
+    latency_s: float = QUICK_S
+    shell: int = 0
+    started: float = 0.0
+    spared: bool = False
+    lonely: float | None = None
+
+    def storm(self) -> None:
+        next_at = time.monotonic()
+        while self.kills.total() < self.wanted:
+            self.scenario.pause(LOOK_S)
+            self._undo()
+            self._pace()
+            found = self.processes()
+            self._require_somebody(found)
+            self._finish(found)
+            if time.monotonic() < next_at or self._trains_first(found):
+                continue
+            if self.chance.random() < OTHERS:
+                self._disturb(found)
+            else:
+                self._kill(found)
+            next_at = time.monotonic() + self.chance.uniform(*GAP_S)
+        while self.due:
+            self.scenario.pause(LOOK_S)
+            self._undo()
+
+    def processes(self) -> list[Process]:
+        """Return all processes of the run, the shells of its batch scripts among them."""
+        pool = json.loads(self.run.submission.read_text()).get("pool")
+        found = {pid: _role(pid) for pid in processes_of(self.run)}
+        for pid in [pid for pid, role in found.items() if role in ("srun", "finish")]:
+            with suppress(OSError):  # it has just ended
+                found[parent_of(pid)] = _role(parent_of(pid))
+        every = []
+        for pid, role in found.items():
+            of_pool = pool and variable(pid, "SLURM_ARRAY_JOB_ID") == pool
+            name = f"pool's {role}" if of_pool and role in ("srun", "finish", "batch shell", "agent") else role
+            every += [Process(pid, name, variable(pid, "SLURM_JOB_ID") or "")] if role else []
+        return every
+
+    def _kill(self, found: list[Process]) -> None:
+        """Kill a process, whatever it does just now; each role is as likely as any other."""
+        victims = [process for process in found if not process.role.endswith("batch shell") or _noticed(process, found)]
+        if victims:
+            role = self.chance.choice(sorted({process.role for process in victims}))
+            self._send(self.chance.choice([process for process in victims if process.role == role]))
+
+    def _finish(self, found: list[Process]) -> None:
+        """The end of a batch script is there for a second or two: every other one is killed in it."""
+        for process in found:
+            if process.role.endswith("finish"):
+                soon = self.chance.uniform(0, 1.5) if self.chance.random() < 0.5 else float("inf")
+                if time.monotonic() > self.finishing.setdefault(process.pid, time.monotonic() + soon):
+                    self.finishing[process.pid] = float("inf")
+                    self._send(process)
+
+    def _send(self, process: Process) -> None:
+        send([process.pid], SIGKILL)
+        self.kills[process.role] += 1
+
+    def _disturb(self, found: list[Process]) -> None:
+        what = self.chance.choice(["stop", "cut", "TERM", "USR2", "requeue", "preemption"])
+        job, nodes = self.scenario.job_of(self.run), self.scenario.nodes[:NODES]
+        if what == "stop" and found:
+            stopped = self.chance.choice(found).pid
+            send([stopped], SIGSTOP)
+            self._later(self.chance.uniform(2, 40), lambda: send([stopped], SIGCONT))
+        elif what == "cut" and not self.due:
+            node = self.chance.choice(nodes)
+            self.scenario.cut(node)
+            self._later(self.chance.choice([3.0, 10.0, 25.0, 60.0]), lambda: self.scenario.join(node))
+        elif what == "TERM":
+            self.scenario.cluster.run(["scancel", "--signal=TERM", job])  # it may wait in the queue
+        elif what == "USR2":
+            send([process.pid for process in found if process.role == "agent"], SIGUSR2)
+        elif what == "requeue":
+            self.scenario.cluster.run(["scontrol", "requeue", job])
+        elif what == "preemption":
+            self.scenario.preempt(1, nodes[:1])
+        else:
+            return
+        self.others[what] += 1
+
+    def _later(self, seconds: float, undo: Callable[[], object]) -> None:
+        self.due.append((time.monotonic() + seconds, undo))
+
+    def _undo(self) -> None:
+        for one in [one for one in self.due if one[0] < time.monotonic()]:
+            self.due.remove(one)
+            one[1]()
+
+    def _pace(self) -> None:
+        """Keep the run as far as the soak is, so that it does not end before."""
+        newest = max(batch_steps(self.run), default=0)
+        ahead = newest > self.steps * self.kills.total() / self.wanted
+        wanted = NEVER_S if newest >= self.steps - 3 else SLOW_S if ahead else QUICK_S
+        if wanted != self.latency_s:
+            self.latency_s = wanted
+            self.scenario.knobs(latency_s=wanted)
+
+    def _trains_first(self, found: list[Process]) -> bool:
+        """Return whether this start of the job is left alone until it trains, as every other one: or nothing would ever be committed."""
+        shell = next((process.pid for process in found if process.role == "batch shell"), None)
+        if shell is not None and shell != self.shell:
+            self.shell, self.started = shell, time.time()
+            self.spared = self.chance.random() < LET_TRAIN
+        if self.spared:
+            path = self.run.metrics_of("trainer")
+            lines = path.read_text().splitlines() if path.exists() else []
+            trains = any(f'"attempt": {self._attempt()},' in line and '"step"' in line for line in lines[-2:])
+            self.spared = not trains and time.time() - self.started < LET_TRAIN_S
+        return self.spared
+
+    def _attempt(self) -> int:
+        attempts = read_attempts(self.run)
+        return attempts[-1].number if attempts and attempts[-1].started > self.started - LOOK_S else 0
+
+    def _require_somebody(self, found: list[Process]) -> None:
+        """Fail where nobody goes on with the run: it would have to be resumed by hand."""
+        if found:
+            self.lonely = None
+        elif self.lonely is None:
+            self.lonely = time.monotonic()
+        elif time.monotonic() - self.lonely > 20:
+            assert self.scenario.queued(self.run), f"nobody has requeued it\n{self.scenario.report(self.run)}"
+            assert time.monotonic() - self.lonely < LONELY_S, f"it is not started\n{self.scenario.report(self.run)}"
+
+
+def _role(pid: int) -> str:
+    command = command_of(pid)
+    if is_srun(pid):
+        return "srun"
+    return next((role for words, role in _COMMANDS.items() if words in command), "")
+
+
+def _noticed(shell: Process, found: list[Process]) -> bool:
+    """Return whether an agent has begun that learns from Slurm that this batch shell is killed: before that, nobody is there."""
+    return any(
+        process.role.endswith("agent")
+        and process.job == shell.job
+        and variable(process.pid, "SLURM_PROCID") == "0"
+        and child_of(process.pid)
+        for process in found
+    )
+
+
+@pytest.mark.faults_slow
+@pytest.mark.nodes(2 * NODES)
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_soak(scenario: Scenario, shape: str) -> None:
+    """Nothing is lost or doubled, all values are those of a run that nothing happened to, and nobody resumes it."""
+    nodes = scenario.nodes[:NODES]
+    place = list(SHAPES)
+    wanted = KILLS * (place.index(shape) + 1) // len(place) - KILLS * place.index(shape) // len(place)
+    steps = max(12, wanted)
+    settings = {
+        "trainer.max_steps": steps,
+        "trainer.ckpt_interval": 2,
+        "slurm.crash_budget": 1000,  # crashes come faster here than checkpoints
+        "slurm.replica_restarts": 1000,
+        "slurm.time_minutes": 600,
+        **SHAPES[shape](nodes, [*scenario.others, *scenario.nodes[NODES:]]),
     }
-    scenario.knobs(latency_s=PACE_S)
-    calm = scenario.submit({**often, "slurm.extra.nodelist": ",".join(scenario.nodes[2:])}, name="calm")
-    run = scenario.submit({**often, "slurm.extra.nodelist": ",".join(scenario.nodes[:2])}, name="soak")
-    began = time.monotonic()
-    faults = [_inject(scenario, run, kind, chance) for kind in kinds]
+    scenario.knobs(latency_s=QUICK_S)
+    run, began = scenario.submit(settings, name="soak"), time.monotonic()
+    soak = Soak(scenario, run, steps, wanted, random.Random(f"{SEED} {shape}"))
+    try:
+        soak.storm()
+    finally:
+        for _, undo in soak.due:
+            undo()
+    lasted = time.monotonic() - began
     scenario.knobs()
-    for one in (run, calm):
-        assert_nothing_lost(scenario, one, steps=STEPS, same_values=False)
+    scenario.wait(lambda: not scenario.queued(run), "it comes to its end", END_S, run)
+    assert_nothing_lost(scenario, run, steps=steps, same_values=False)
+    assert len({attempt.job_id for attempt in read_attempts(run)}) == 1, "somebody has resumed it"
+    generated = [scenario.noted(what) for what in ("asked", "answered")]
+    calm = scenario.submit(settings, name="calm")
+    scenario.wait(lambda: not scenario.queued(calm), "the calm run", END_S, calm)
     for name, expected in curves_of(calm).items():
         assert curve(run, name) == pytest.approx(expected, rel=1e-6, abs=1e-6), f"{name} differs"
-    assert time.monotonic() - began < LONGEST_S
-    print("\n" + "\n".join(figures(run, faults, time.monotonic() - began)))
+    print("\n" + "\n".join(figures(shape, soak, lasted, *generated)))
 
 
-def _inject(scenario: Scenario, run: Run, kind: str, chance: random.Random) -> Fault:
-    """Wait for a living attempt and some seconds more, then do it; wait until an attempt that ends by it has ended."""
-    before = read_outcome(run)
-    scenario.wait(lambda: len(read_attempts(run)) > (before.attempt if before else 0), "an attempt", START_S, run)
-    attempt = read_attempts(run)[-1].number
-    scenario.wait(lambda: scenario.processes(run, "/jobs/train.py"), "its trainer", 60, run)
-    if chance.random() < 0.7:  # otherwise it meets imports and loading
-        scenario.wait(lambda: _trains(run, attempt), "its first step", START_S, run)
-    time.sleep(chance.uniform(0, LATEST_S))
-    fault = Fault(kind, attempt, time.time())
-    _until_done(scenario, run, kind)
-    assert outcome_of(run, attempt) is None or KINDS[kind].ends
-    if KINDS[kind].ends:
-        scenario.outcome(run, attempt, 90)
-    return fault
-
-
-def _until_done(scenario: Scenario, run: Run, kind: str) -> None:
-    """Do it; a process that is not there yet, or not at this moment, is waited for."""
-
-    def done() -> bool:
-        try:
-            KINDS[kind].inject(scenario, run)
-        except AssertionError as error:
-            if "expected one process" not in str(error):
-                raise
-            return False
-        return True
-
-    scenario.wait(done, f"the victim of {kind}", 60, run)
-
-
-def _trains(run: Run, attempt: int) -> bool:
-    return any(record["attempt"] == attempt for record in _records(run))
-
-
-def _records(run: Run) -> list[dict[str, float]]:
-    """Return all records of trainers, those of steps that were trained again too."""
-    path = run.metrics_of("trainer")
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [line for line in lines if "step" in line]
-
-
-def figures(run: Run, faults: list[Fault], seconds: float) -> list[str]:
-    """Return the table of docs/reliability.md."""
+def figures(shape: str, soak: Soak, seconds: float, asked: int, answered: int) -> list[str]:
+    """Return a table for docs/reliability.md."""
+    run, kills = soak.run, soak.kills.total()
+    trained = soak.steps * BATCH * SAMPLES
+    commits = [path.name for path in checkpoints_of(run)]
     groups = Counter(group for step in trained_groups(run) for group in step)
-    wanted = {f"g{index:08d}" for index in range(STEPS * 4)}
-    commits = {path.name: (path / "COMMIT").stat().st_mtime for path in checkpoints_of(run)}
-    to_commit, to_step = _to_commit(run, faults, commits), _to_step(run)
+    outcomes = Counter(outcome.kind for outcome in read_outcomes(run))
     rows = [
-        ("faults", str(len(faults))),
-        *((f"- {kind}", str(count)) for kind, count in Counter(fault.kind for fault in faults).items()),
-        ("attempts", str(len(read_attempts(run)))),
-        ("outcomes", ", ".join(f"{n} {kind}" for kind, n in Counter(o.kind for o in read_outcomes(run)).items())),
-        ("steps", str(STEPS)),
-        ("commits", f"{len(commits)}, of them {sum('u' in name for name in commits)} inside a step"),
-        ("groups lost", str(len(wanted - set(groups)))),
-        ("groups trained twice", str(sum(count > 1 for count in groups.values()))),
-        ("signal to commit", _spread(to_commit)),
-        ("start of an attempt to its first step", _spread(to_step)),
-        ("seconds in all", f"{seconds:.0f}"),
+        ("shape", shape),
+        ("SIGKILL of", ", ".join(f"{role} {n}" for role, n in sorted(soak.kills.items()))),
+        (
+            "kills in all; beside them",
+            f"{kills}; {', '.join(f'{what} {n}' for what, n in sorted(soak.others.items()))}",
+        ),
+        ("seconds; for each kill", f"{seconds:.0f}; {seconds / kills:.1f}"),
+        ("attempts", f"{len(read_attempts(run))}: {', '.join(f'{n} {kind}' for kind, n in outcomes.items())}"),
+        (
+            "steps; commits",
+            f"{soak.steps}; {len(commits)}, of them {sum('u' in name for name in commits)} inside a step",
+        ),
+        ("groups lost; trained twice", f"{soak.steps * BATCH - len(groups)}; {sum(n > 1 for n in groups.values())}"),
+        ("samples trained; begun; finished", f"{trained}; {asked}; {answered}"),
+        ("finished samples beyond those trained, for each kill", f"{(answered - trained) / kills:.2f}"),
     ]
     return [f"| {name} | {value} |" for name, value in rows]
-
-
-def _to_commit(run: Run, faults: list[Fault], commits: dict[str, float]) -> list[float]:
-    """Return the seconds from each signal to the commit that followed it in the same attempt, where there was something to save."""
-    ended = {outcome.attempt: outcome.ended for outcome in read_outcomes(run)}
-    found = []
-    for fault in faults:
-        after = [at for at in commits.values() if fault.at <= at <= ended.get(fault.attempt, 0.0)]
-        if KINDS[fault.kind].saves and after:
-            found.append(max(after) - fault.at)
-    return found
-
-
-def _to_step(run: Run) -> list[float]:
-    records = _records(run)
-    firsts = {
-        attempt.number: min((r["time"] for r in records if r["attempt"] == attempt.number), default=None)
-        for attempt in read_attempts(run)
-    }
-    started = {attempt.number: attempt.started for attempt in read_attempts(run)}
-    return [first - started[number] for number, first in firsts.items() if first is not None]
-
-
-def _spread(values: list[float]) -> str:
-    assert values, "nothing was measured"
-    return f"median {statistics.median(values):.1f} s, worst {max(values):.1f} s (of {len(values)})"

@@ -32,6 +32,12 @@ from vllm.knobs import knob
 _POLL_S = 0.02
 
 
+def note(what: str, samples: int) -> None:
+    """Count what was asked for and answered, beside the file of the knobs: what is generated twice is not to be seen in the run."""
+    with Path(os.environ["STAND_IN"]).with_suffix(f".{what}").open("a") as file:
+        file.write(f"{samples}\n")
+
+
 def flood(megabytes: int) -> None:
     for _ in range(megabytes):
         print("\n".join(["INFO it says this once more".ljust(127)] * (1 << 13)), flush=True)
@@ -104,6 +110,7 @@ class Engine:
             return self.probed()
         self.running += 1
         names = self.output_processor.add(asked["request_id"], params["n"])
+        note("asked", params["n"])
         try:
             due = time.monotonic()
             while time.monotonic() < due + knob("latency_s", 0.0):
@@ -113,6 +120,7 @@ class Engine:
             wanted = {"token_ids": asked["token_ids"], "seed": params["seed"] or 0, "n": params["n"]}
             said = await self.ask("generate", wanted)
             self.tokens += sum(map(len, said))
+            note("answered", params["n"])
         finally:
             self.running -= 1
             for name in names:
