@@ -50,6 +50,14 @@ def is_srun(pid: int) -> bool:
     return command_of(pid).partition(" ")[0].endswith("srun")
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped by a signal, or is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return True
+
+
 def command_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()

@@ -21,20 +21,21 @@ import pytest
 
 from hpcrl.data.batch_file import batch_steps
 from hpcrl.rundir.layout import Run
-from hpcrl.rundir.ledger import read_attempts, read_outcomes
+from hpcrl.rundir.ledger import find_attempt, read_attempts, read_outcomes
 from tests.faults.history import assert_nothing_lost, checkpoints_of, curves_of
 from tests.faults.scenario import BATCH, SAMPLES, Scenario
 from tests.faults.test_megatron import TWO_NODES
 from tests.jobs.small_run import curve, trained_groups
-from tests.processes import child_of, command_of, is_srun, parent_of, processes_of, send, variable
+from tests.processes import child_of, command_of, is_srun, is_stopped, parent_of, processes_of, send, variable
 
 SEED = int(os.environ.get("HPCRL_SOAK_SEED", "5"))
 KILLS = int(os.environ.get("HPCRL_SOAK", "100"))
 NODES = 3
-GAP_S = (0.3, 5.5)
+GAP_S, AT_ONCE = (0.3, 5.5), (1, 1, 2, 3)
+NOTICED_S = 10.0
 LOOK_S = 0.4
-QUICK_S, SLOW_S, NEVER_S = 0.3, 4.0, 600.0
-LET_TRAIN, LET_TRAIN_S = 0.5, 120.0
+QUICK_S, SLOW_S, NEVER_S = 0.3, 12.0, 600.0
+LET_TRAIN, LET_TRAIN_S = 0.7, 120.0
 LONELY_S = 240.0  # a run that nobody requeues has no process; one that waits for a node that was cut off neither
 OTHERS = 0.12
 END_S = 900.0
@@ -93,9 +94,11 @@ class Soak:
     others: Counter[str] = field(default_factory=Counter)
     due: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
     finishing: dict[int, float] = field(default_factory=dict)
+    orphans: dict[str, float] = field(default_factory=dict)
     latency_s: float = QUICK_S
     shell: int = 0
-    started: float = 0.0
+    start: str = ""
+    began: float = 0.0
     spared: bool = False
     lonely: float | None = None
 
@@ -108,7 +111,7 @@ class Soak:
             found = self.processes()
             self._require_somebody(found)
             self._finish(found)
-            if time.monotonic() < next_at or self._trains_first(found):
+            if self._trains_first(found) or time.monotonic() < next_at:
                 continue
             if self.chance.random() < OTHERS:
                 self._disturb(found)
@@ -134,11 +137,24 @@ class Soak:
         return every
 
     def _kill(self, found: list[Process]) -> None:
-        """Kill a process, whatever it does just now; each role is as likely as any other."""
-        victims = [process for process in found if not process.role.endswith("batch shell") or _noticed(process, found)]
-        if victims:
+        """Kill one to three processes, whatever they do just now; each role is as likely as any other."""
+        for _ in range(min(self.chance.choice(AT_ONCE), self.wanted - self.kills.total())):
+            victims = [process for process in found if self._may_be_hit(process, found)]
+            if not victims:
+                return
             role = self.chance.choice(sorted({process.role for process in victims}))
-            self._send(self.chance.choice([process for process in victims if process.role == role]))
+            victim = self.chance.choice([process for process in victims if process.role == role])
+            found.remove(victim)
+            self._send(victim)
+
+    def _may_be_hit(self, process: Process, found: list[Process]) -> bool:
+        """Return False of a batch shell that no agent watches, and of the agent that has to notice that its batch shell was killed.
+
+        Who requeues the job is then gone, both halves of it: docs/reliability.md says so.
+        """
+        if process.role.endswith("batch shell"):
+            return any(one.job == process.job and one.role.endswith("agent") and _watches(one.pid) for one in found)
+        return not process.role.endswith("agent") or time.monotonic() > self.orphans.get(process.job, 0.0)
 
     def _finish(self, found: list[Process]) -> None:
         """The end of a batch script is there for a second or two: every other one is killed in it."""
@@ -152,12 +168,21 @@ class Soak:
     def _send(self, process: Process) -> None:
         send([process.pid], SIGKILL)
         self.kills[process.role] += 1
+        if process.role.endswith("batch shell"):
+            self.orphans[process.job] = time.monotonic() + NOTICED_S
+        self._note(f"SIGKILL of {process.role} {process.pid}")
+
+    def _note(self, what: str) -> None:
+        """Write down what was done when, beside the run, for whoever looks into a soak that failed."""
+        with (self.scenario.path / "soak.log").open("a") as file:
+            file.write(f"{time.time():.1f} {self.kills.total()} {what}\n")
 
     def _disturb(self, found: list[Process]) -> None:
         what = self.chance.choice(["stop", "cut", "TERM", "USR2", "requeue", "preemption"])
         job, nodes = self.scenario.job_of(self.run), self.scenario.nodes[:NODES]
-        if what == "stop" and found:
-            stopped = self.chance.choice(found).pid
+        hit = [process for process in found if self._may_be_hit(process, found)]
+        if what == "stop" and hit:
+            stopped = self.chance.choice(hit).pid
             send([stopped], SIGSTOP)
             self._later(self.chance.uniform(2, 40), lambda: send([stopped], SIGCONT))
         elif what == "cut" and not self.due:
@@ -175,6 +200,7 @@ class Soak:
         else:
             return
         self.others[what] += 1
+        self._note(what)
 
     def _later(self, seconds: float, undo: Callable[[], object]) -> None:
         self.due.append((time.monotonic() + seconds, undo))
@@ -194,21 +220,18 @@ class Soak:
             self.scenario.knobs(latency_s=wanted)
 
     def _trains_first(self, found: list[Process]) -> bool:
-        """Return whether this start of the job is left alone until it trains, as every other one: or nothing would ever be committed."""
+        """Return whether this start of the job is left alone until it trains, as some are that have to catch up: nothing would ever be committed."""
         shell = next((process.pid for process in found if process.role == "batch shell"), None)
         if shell is not None and shell != self.shell:
-            self.shell, self.started = shell, time.time()
-            self.spared = self.chance.random() < LET_TRAIN
+            self.shell, self.began = shell, time.monotonic()
+            self.start = f"{self.scenario.job_of(self.run)}.{variable(shell, 'SLURM_RESTART_COUNT') or 0}"
+            self.spared = self.latency_s == QUICK_S and self.chance.random() < LET_TRAIN
         if self.spared:
-            path = self.run.metrics_of("trainer")
-            lines = path.read_text().splitlines() if path.exists() else []
-            trains = any(f'"attempt": {self._attempt()},' in line and '"step"' in line for line in lines[-2:])
-            self.spared = not trains and time.time() - self.started < LET_TRAIN_S
+            path, attempt = self.run.metrics_of("trainer"), find_attempt(self.run, self.start)
+            lines = path.read_text().splitlines() if attempt and path.exists() else []
+            trains = any(f'"attempt": {attempt.number}, "step"' in line for line in lines[-2:] if attempt)
+            self.spared = not trains and time.monotonic() - self.began < LET_TRAIN_S
         return self.spared
-
-    def _attempt(self) -> int:
-        attempts = read_attempts(self.run)
-        return attempts[-1].number if attempts and attempts[-1].started > self.started - LOOK_S else 0
 
     def _require_somebody(self, found: list[Process]) -> None:
         """Fail where nobody goes on with the run: it would have to be resumed by hand."""
@@ -228,15 +251,9 @@ def _role(pid: int) -> str:
     return next((role for words, role in _COMMANDS.items() if words in command), "")
 
 
-def _noticed(shell: Process, found: list[Process]) -> bool:
-    """Return whether an agent has begun that learns from Slurm that this batch shell is killed: before that, nobody is there."""
-    return any(
-        process.role.endswith("agent")
-        and process.job == shell.job
-        and variable(process.pid, "SLURM_PROCID") == "0"
-        and child_of(process.pid)
-        for process in found
-    )
+def _watches(agent: int) -> bool:
+    """Return whether an agent has begun its work, and is on the node of the batch shell."""
+    return variable(agent, "SLURM_PROCID") == "0" and child_of(agent) is not None and not is_stopped(agent)
 
 
 @pytest.mark.faults_slow
