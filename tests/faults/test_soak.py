@@ -158,11 +158,12 @@ class Soak:
 
     def _finish(self, found: list[Process]) -> None:
         """The end of a batch script is there for a second or two: every other one is killed in it."""
-        for process in found:
+        for process in list(found):
             if process.role.endswith("finish"):
                 soon = self.chance.uniform(0, 1.5) if self.chance.random() < 0.5 else float("inf")
                 if time.monotonic() > self.finishing.setdefault(process.pid, time.monotonic() + soon):
                     self.finishing[process.pid] = float("inf")
+                    found.remove(process)
                     self._send(process)
 
     def _send(self, process: Process) -> None:
@@ -315,7 +316,8 @@ def figures(shape: str, soak: Soak, seconds: float, asked: int, answered: int) -
             f"{soak.steps}; {len(commits)}, of them {sum('u' in name for name in commits)} inside a step",
         ),
         ("groups lost; trained twice", f"{soak.steps * BATCH - len(groups)}; {sum(n > 1 for n in groups.values())}"),
-        ("samples trained; begun; finished", f"{trained}; {asked}; {answered}"),
-        ("finished samples beyond those trained, for each kill", f"{(answered - trained) / kills:.2f}"),
+        ("samples trained", f"{trained}"),
+        ("finished and not trained, for each kill", f"{(answered - trained) / kills:.2f}"),
+        ("begun and not finished, for each kill", f"{(asked - answered) / kills:.2f}"),
     ]
     return [f"| {name} | {value} |" for name, value in rows]
