@@ -32,11 +32,16 @@ SEED = int(os.environ.get("HPCRL_SOAK_SEED", "5"))
 KILLS = int(os.environ.get("HPCRL_SOAK", "100"))
 NODES = 3
 GAP_S, AT_ONCE = (0.3, 5.5), (1, 1, 2, 3)
+TRAINS_S = (0.0, 10.0)
 NOTICED_S = 10.0
 LOOK_S = 0.4
 QUICK_S, SLOW_S, NEVER_S = 0.3, 12.0, 600.0
 LET_TRAIN, LET_TRAIN_S = 0.7, 120.0
-LONELY_S = 240.0  # a run that nobody requeues has no process; one that waits for a node that was cut off neither
+REQUEUED_S, RECONFIGURE_S, LONELY_S = (
+    20.0,
+    100.0,
+    300.0,
+)  # a run that nobody requeues has no process; one that waits for a node that was cut off neither
 OTHERS = 0.12
 END_S = 900.0
 _COMMANDS = {
@@ -101,6 +106,7 @@ class Soak:
     began: float = 0.0
     spared: bool = False
     lonely: float | None = None
+    reconfigured: float = 0.0
 
     def storm(self) -> None:
         next_at = time.monotonic()
@@ -111,7 +117,9 @@ class Soak:
             found = self.processes()
             self._require_somebody(found)
             self._finish(found)
-            if self._trains_first(found) or time.monotonic() < next_at:
+            if self._trains_first(found):
+                next_at = time.monotonic() + self.chance.uniform(*TRAINS_S)
+            if time.monotonic() < next_at:
                 continue
             if self.chance.random() < OTHERS:
                 self._disturb(found)
@@ -236,13 +244,20 @@ class Soak:
 
     def _require_somebody(self, found: list[Process]) -> None:
         """Fail where nobody goes on with the run: it would have to be resumed by hand."""
+        alone = time.monotonic() - self.lonely if self.lonely else 0.0
         if found:
-            self.lonely = None
+            self.lonely, self.reconfigured = None, 0.0
         elif self.lonely is None:
             self.lonely = time.monotonic()
-        elif time.monotonic() - self.lonely > 20:
+        elif alone > REQUEUED_S:
             assert self.scenario.queued(self.run), f"nobody has requeued it\n{self.scenario.report(self.run)}"
-            assert time.monotonic() - self.lonely < LONELY_S, f"it is not started\n{self.scenario.report(self.run)}"
+            assert alone < LONELY_S, f"it is not started\n{self.scenario.report(self.run)}"
+            if not self.due and alone - self.reconfigured > RECONFIGURE_S:
+                # after a node went down with a job that was completing, slurmctld 22.05 may take idle nodes for busy
+                self.reconfigured = alone
+                self.scenario.slurm("scontrol", "reconfigure")
+                self.others["reconfigure"] += 1
+                self._note("reconfigure")
 
 
 def _role(pid: int) -> str:
