@@ -19,7 +19,7 @@ class BegunGroups:
         self._files: dict[str, dict[Path, int]] = {}
         self._versions: dict[int, Collection[int]] = {}
 
-    def find(self, worker: str = "*") -> None:
+    def find(self, worker: str | None = None) -> None:
         """Look for files that a worker, or any, has left."""
         for group, files in turn_files(self._run, worker).items():
             self._files.setdefault(group, {}).update(files)

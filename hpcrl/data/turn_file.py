@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcrl.rundir.commit import digest_of, parse_json
+from hpcrl.rundir.commit import children, digest_of, parse_json, read_bytes
 from hpcrl.rundir.layout import Run
 
 _NAME = re.compile(r"(?P<group>[ge][0-9-]+)\.v(?P<version>\d+)\.jsonl")
@@ -27,12 +27,13 @@ def turn_file(run: Run, worker: str, group_id: str, version: int) -> Path:
     return run.turns_of(worker) / f"{group_id}.v{version}.jsonl"
 
 
-def turn_files(run: Run, worker: str = "*") -> dict[str, dict[Path, int]]:
+def turn_files(run: Run, worker: str | None = None) -> dict[str, dict[Path, int]]:
     """Return the files that `worker` has kept, those of all workers if unset: for each group the files, each with its version."""
     found = defaultdict[str, dict[Path, int]](dict)
-    for path in run.turns.glob(f"{worker}/*.jsonl"):
-        if match := _NAME.fullmatch(path.name):
-            found[match["group"]][path] = int(match["version"])
+    for folder in children(run.turns) if worker is None else [worker]:
+        for name in children(run.turns_of(folder)):
+            if match := _NAME.fullmatch(name):
+                found[match["group"]][run.turns_of(folder) / name] = int(match["version"])
     return dict(found)
 
 
@@ -53,10 +54,7 @@ def read_turns(path: Path) -> tuple[list[dict[str, Any]], int]:
 
     The last line is not counted: a kill may have cut it off.
     """
-    try:
-        _, *lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return [], 0
+    _, *lines = (read_bytes(path) or b"").split(b"\n")
     name = _NAME.fullmatch(path.name)
     oldest = int(name["version"]) if name else 0
     turns = [_turn(line, oldest) for line in lines]
