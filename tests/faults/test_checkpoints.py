@@ -176,8 +176,8 @@ def test_29_a_filesystem_that_forbids(scenario: Scenario) -> None:
 
 
 RARE = {
-    "OPEN": ("ESTALE", 2e-3), "READ": ("EIO", 1e-3), "LOOKUP": ("EIO", 2e-4), "WRITE": ("EIO", 4e-3), "FSYNC": ("EIO", 4e-3),
-    "WRITEBACK": ("EDQUOT", 4e-3), "RENAME": ("EIO", 4e-3),
+    "OPEN": ("ESTALE", 1e-3), "READ": ("EIO", 5e-4), "LOOKUP": ("EIO", 1e-4), "WRITE": ("EIO", 1.5e-3), "FSYNC": ("EIO", 1.5e-3),
+    "WRITEBACK": ("EDQUOT", 1.5e-3), "RENAME": ("EIO", 1.5e-3),
 }  # fmt: skip
 TRIED_S = 900.0
 

@@ -239,6 +239,29 @@ def test_a_stop_request_is_heard_after_the_filesystem_was_away(below: Path) -> N
             process.kill()
 
 
+def test_the_end_of_a_batch_script_waits_for_the_filesystem(below: Path) -> None:
+    """Else nobody would requeue the job."""
+    run = Run(below.with_name("reader"))
+    (below / "config.toml").write_text('[trainer]\nresume_mode = "latest"\n[slurm]\ncrash_budget = 3\n')
+    (below / "outcomes").mkdir()
+    commit.write_json(below / "elements.json", [str(run.path)])
+    report_outcome(Run(below), open_attempt(Run(below), "7.0", ["n1"]).number, "done", "finished", "agent-0")
+    command = [sys.executable, "-m", "hpcrl.launch.requeue.epilogue", str(run.path / "elements.json"), "0"]
+    with ExitStack() as filesystem:
+        filesystem.enter_context(view(below, run.path, Behaviour(errors={"READ": ("EIO", 1.0)})))
+        with subprocess.Popen(
+            command, env={**os.environ, "SLURM_JOB_ID": "7"}, stdout=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    process.wait(4)
+                with view(below, run.path, Behaviour()):
+                    assert process.communicate(timeout=20)[0] == "attempt 1: done: finished\n"
+            finally:
+                process.kill()
+    assert process.returncode == 0
+
+
 def test_tensorboard_goes_on_after_the_filesystem_was_away(below: Path) -> None:
     run = Run(below.with_name("reader"))
     with MetricsWriter(Run(below), "trainer", 1, 0) as metrics:

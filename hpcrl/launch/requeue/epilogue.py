@@ -10,7 +10,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from hpcrl.launch.requeue.elastic import cancel_pool
 from hpcrl.launch.requeue.policy import requeue_decision
@@ -30,6 +34,10 @@ from hpcrl.rundir.ledger import (
 )
 from hpcrl.runtime.signals import stop_asked
 
+_Seen = TypeVar("_Seen")
+
+_TROUBLE_S = 60.0
+_LOOK_S = 1.0
 _ENDED_BY_STOP_SIGNAL = (128 + signal.SIGTERM, 128 + signal.SIGUSR2)  # of a task that had no handlers yet
 
 
@@ -83,8 +91,9 @@ def concluded(run: Run, job: str, status: int) -> Outcome:
 
 def settle(run: Run, job: str, status: int = 0) -> int:
     """Requeue this job where the policy says so; return the exit status of the batch script. `status` as of `concluded`."""
-    outcome, decision = concluded(run, job, status), requeue_decision(run)
-    print(f"attempt {outcome.attempt}: {outcome.kind}: {decision.why}", flush=True)
+    outcome, decision = _patiently(lambda: (concluded(run, job, status), requeue_decision(run)))
+    with suppress(OSError):  # what is printed lies on the filesystem of the run, too
+        print(f"attempt {outcome.attempt}: {outcome.kind}: {decision.why}", flush=True)
     if decision.requeue:
         requeue_this_job(start=SOON if outcome.kind == "interrupted" else None, exclude=decision.exclude)
     else:
@@ -92,13 +101,25 @@ def settle(run: Run, job: str, status: int = 0) -> int:
     return 0 if outcome.final else 1
 
 
+def _patiently(look: Callable[[], _Seen]) -> _Seen:
+    """Return what `look` does; a filesystem that fails for a moment must not keep the run out of the queue."""
+    deadline = time.monotonic() + _TROUBLE_S
+    while True:
+        try:
+            return look()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_LOOK_S)
+
+
 def main(element_list: Path, status: int) -> int:
     outlive_the_job()
-    runs = read_json(element_list)
+    runs = _patiently(lambda: read_json(element_list))
     assert runs, element_list
     run = Run(Path(runs[int(os.environ.get("SLURM_ARRAY_TASK_ID", "0"))]))
     job, start = job_name(), f"{job_name()}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-    if find_attempt(run, start) is None and _given_by_hand(run, element_list.parent, job):
+    if _patiently(lambda: find_attempt(run, start) is None and _given_by_hand(run, element_list.parent, job)):
         print(
             f"job {job} is none of {run.name}, whose batch script was given to sbatch by hand; `hpcrl resume` continues a run"
         )
