@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from hpcrl.config import Config
 from hpcrl.controller.recovery import read_history
@@ -26,12 +27,13 @@ from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.tensorboard import Follower
 from hpcrl.rollout.fetch import fetch
 from hpcrl.rundir import commit
-from hpcrl.rundir.checkpoints import newest_usable, set_aside_after
+from hpcrl.rundir.checkpoints import Retention, newest_usable, set_aside_after
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.ledger import find_attempt, open_attempt, outcome_of, read_attempts, report_outcome
 from hpcrl.runtime.process_status import StatusWriter, read_process_status
 from hpcrl.runtime.signals import ask_to_stop, stop_asked
-from hpcrl.trainer.saving.committer import save_tensors
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.saving.committer import CheckpointContent, Committer, save_tensors
 from hpcrl.types import GroupMeta, Sample
 from tests.filesystem.cluster import view
 from tests.filesystem.view import FORBIDDEN, Behaviour
@@ -160,6 +162,27 @@ def test_bytes_that_a_filesystem_takes_and_loses(below: Path, what: str) -> None
             save(Run(place), 3)
         assert not (place / "rng-0.safetensors").exists()
         assert not commit.is_committed(Run(place).checkpoint(3))
+
+
+def test_a_checkpoint_of_torch_whose_writes_fail(below: Path, alone: World) -> None:
+    """It says which one and why, whatever torch makes of it."""
+    run = Run(below.with_name("writer"))
+    told = list[str]()
+    with view(below, run.path, Behaviour(errors={"WRITE": ("EIO", 0.15)}, seed=5)):
+        for step in range(1, 11):
+            state = {f"tensor {number}": torch.ones(4000 + 100 * step) for number in range(10)}
+            content = CheckpointContent(
+                run.checkpoint(step),
+                {"model": lambda directory, _, state=state: save_state(state, checkpoint_id=directory, no_dist=True)},
+                {},
+                {"step": step},
+            )
+            try:
+                Committer(run, 1, alone, Retention()).commit(content)
+            except CommitError as error:
+                told.append(str(error))
+    assert len(told) > 5
+    assert all("Input/output error" in text and str(run.checkpoints) in text for text in told)
 
 
 def group(run: Run, name: str) -> GroupMeta:

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _OF_RANK = re.compile(r"(?:__|[a-z]+-)(\d+)[_.-]")  # as the engine names what a rank writes, and as rng-1.safetensors
 
+_OF_TORCH = re.compile("PytorchStreamWriter|inline_container")
+
 
 @dataclass(frozen=True)
 class CheckpointContent:
@@ -142,10 +144,11 @@ def _disk_errors(target: Path, need: int | None) -> Iterator[None]:
             yield
         except CheckpointException as error:
             for cause, _ in error.failures.values():
-                if isinstance(cause, OSError):
-                    raise cause from error
-                # has no cause but that writing failed
-                if isinstance(cause, RuntimeError) and "PytorchStreamWriter" in str(cause):
+                # torch ends a file that it could not write, and tells how that failed; of another rank without what was before
+                for told in (cause, cause.__context__):
+                    if isinstance(told, OSError):
+                        raise told from error
+                if isinstance(cause, RuntimeError) and _OF_TORCH.search(str(cause)):
                     raise failure(target, str(cause).splitlines()[0], None, need) from error
             raise
 
