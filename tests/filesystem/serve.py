@@ -1,7 +1,7 @@
 """Mount a view of a local directory and serve it until standard input ends: `python -m tests.filesystem.serve SOURCE PLACE BEHAVIOUR`.
 
 PLACE may be SOURCE: its content is then seen through the view by all who share this process's mounts. BEHAVIOUR is JSON, the
-attributes of `tests.filesystem.view.Behaviour`. "mounted" is printed once it is, and at the end as JSON how often what happened.
+attributes of `tests.filesystem.view.Behaviour`. "mounted" is printed once it is, or "refused" and why; at the end, as JSON, how often what happened.
 """
 
 from __future__ import annotations
@@ -92,9 +92,13 @@ def main() -> int:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     below = os.open(source, os.O_PATH | os.O_DIRECTORY)
-    connection = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        connection = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+        _mounted(connection, place)
+    except OSError as error:
+        print(f"refused: {error}", flush=True)
+        return 1
     server = Server(connection, below, Behaviour(**json.loads(behaviour)))
-    _mounted(connection, place)
     for _ in range(THREADS):
         threading.Thread(target=server.run, daemon=True).start()
     print("mounted", flush=True)
