@@ -42,6 +42,7 @@ from hpcrl.runtime.process_status import CONTROLLER, GIVEN_UP, RENEW_S, StatusWr
 from hpcrl.runtime.signals import ask_to_stop, stop_asked
 
 _POLL_S = 0.3
+_CONTROL_S = 1.0  # a request that is not there yet is looked for in a listing, which hundreds of nodes do
 _MARGIN_S = 30.0
 _RENDEZVOUS_TRIES = 5
 _CONSEQUENCE_S = 3.0
@@ -83,6 +84,7 @@ class Agent:
         self._signalled_ranks = float("-inf")
         self._signals = signals
         self._stacks_shown = read_json(run.stacks_request)
+        self._looked = float("-inf")
         self.alone = False
 
     def supervise(self) -> None:
@@ -112,11 +114,15 @@ class Agent:
             self._end()
 
     def _look(self) -> None:
-        self._look_for_stop()
+        due = time.monotonic() - self._looked > _CONTROL_S
+        if due or self._signals or self._stop_reason:
+            self._look_for_stop()
         self._look_at_children()
         self._look_for_stalls()
         self._look_at_neighbours()
-        self._show_stacks()
+        if due:
+            self._show_stacks()
+            self._looked = time.monotonic()
 
     def _ends(self) -> bool:
         return outcome_of(self._run, self._attempt) is not None
