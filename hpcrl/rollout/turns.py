@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from hpcrl.data.turn_file import append_turns, read_turns, turn_file
@@ -25,6 +26,7 @@ from hpcrl.types import Kind, Work
 
 KEEP_S = 5.0
 """Between two times that turns are written. A group that is done sooner never is: its file is written then."""
+_CALLS = count()
 Key = tuple[int, int, str]
 """The sample, its turn, and a digest of what was asked."""
 
@@ -68,7 +70,6 @@ class Turns:
         self.version = min([engine.version, *(min(said.versions) for said in self._found.values())])
         self.kept_tokens, self.files = 0, list[str]()
         self._calls: dict[str, _Call] = {}
-        self._asked = 0
         self._ended: dict[tuple[_Call, int], Generation] = {}
         self._written = set[tuple[_Call, int]]()
 
@@ -86,8 +87,7 @@ class Turns:
         return [said[at] if at in said else next(new)[0] for at in range(n)]
 
     async def _generate(self, call: _Call, n: int) -> list[Generation]:
-        self._asked += 1
-        name = f"{self._group_id}/{self._asked}"
+        name = f"{self._group_id}/{next(_CALLS)}"
         self._calls[name] = call
         try:
             said = await self._engine.generate(call.prompt, n, call.seed, call.sampling, name)
