@@ -45,6 +45,7 @@ def served(scenario: Scenario, run: Run, attempt: int) -> None:
 
 
 @pytest.mark.nodes(2)
+@pytest.mark.faults_slow
 def test_37_the_run_ends_before_its_pool(scenario: Scenario) -> None:
     """One element works, the other waits for its turn (%1): neither is left when the run has ended."""
     scenario.knobs(latency_s=1.0)

@@ -85,12 +85,10 @@ IN_PHASES = {
     "evaluation": (lambda run: (run.evals / "v000004").exists(), {"trainer.eval_interval": 4}, ()),
     "last_save": (lambda run: list(run.checkpoints.glob(".tmp-s000012*")), {}, ("checkpoints.written@4:sleep=3",)),
 }
-SOON = ("wait",)
 
 
-@pytest.mark.parametrize(
-    "phase", [pytest.param(name, marks=[] if name in SOON else pytest.mark.faults_slow) for name in IN_PHASES]
-)
+@pytest.mark.faults_slow
+@pytest.mark.parametrize("phase", IN_PHASES)
 def test_13_signal_in_each_phase(scenario: Scenario, phase: str) -> None:
     """USR2 to every process, at whatever it is: nothing is lost, and the run comes back by itself."""
     reached, settings, faults = IN_PHASES[phase]

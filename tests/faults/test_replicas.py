@@ -83,6 +83,7 @@ def _tokens_left(run: Run) -> int:
 
 
 @pytest.mark.nodes(3)
+@pytest.mark.faults_slow
 def test_23_engine_core_hangs_while_its_server_is_healthy(scenario: Scenario) -> None:
     """SIGSTOP of the engine core, /health answers 200: noticed by its lack of progress, its groups go to the other replica."""
     run = scenario.submit({**TWO, "trainer.max_steps": 20, "generator.inference_engine.stall_timeout_seconds": 5})
