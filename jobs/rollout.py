@@ -21,7 +21,6 @@ from hpcrl.config import Config
 from hpcrl.config.derive import max_input_length, names_own_code, needs_baselines, surplus_groups
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.engines.launch import launched
-from hpcrl.rundir.checksums import require_unchanged
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -39,7 +38,6 @@ def main(path: str) -> None:
     status = StatusWriter(run, f"rollout-{replica}", attempt, heartbeat)
     status.write("starting engine")
     try:
-        require_unchanged(run)  # it may start long after the others of its attempt
         serve(run, Config.from_toml([run.config]), attempt, replica, status, heartbeat)
     except BaseException as error:
         first_line = str(error).partition("\n")[0]

@@ -93,6 +93,7 @@ class Agent:
         Raises:
             RunError: the run directory cannot be read or written for a minute.
             DeviceError: the node lacks what the run is to use.
+            DataError: a replica would start again with another configuration or code than was submitted.
         """
         trouble, clock = None, SuspendAwareClock(_TROUBLE_S)
         try:
@@ -180,6 +181,7 @@ class Agent:
                 return
         for name, restarts in self._restarts.items():
             if restarts.due is not None and time.monotonic() >= restarts.due and not self._stop_reason:
+                require_unchanged(self._run)  # long after the others of its attempt
                 self._start_replica(name)
         if self._node.index == 0:
             self._look_for_the_end()

@@ -21,6 +21,7 @@ from hpcrl.launch.doctor.rooms import Sizes
 from hpcrl.launch.nodes import Node, make_plan
 from hpcrl.launch.requeue.elastic import AGAIN, current_attempt, unwanted
 from hpcrl.launch.scheduler import find_job, queue
+from hpcrl.rundir.checksums import require_unchanged
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, outcome_of
@@ -100,6 +101,7 @@ def _serve(run: Run, context: NodeContext, replica: int, signals: list[int], siz
         if attempt is not None and attempt.number != lost and outcome_of(run, attempt.number) is None:
             print(f"rollout-{replica} in attempt {attempt.number}", flush=True)
             log_to(run.log(attempt.number, f"agent-pool-{replica}"))
+            require_unchanged(run)
             agent = PoolAgent(run, Config.from_toml([run.config]), context, attempt, signals, replica, sizes)
             agent.supervise()
             if agent.left:
