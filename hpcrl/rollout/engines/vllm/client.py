@@ -17,7 +17,7 @@ from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
-from hpcrl.rollout.engines.vllm.middleware import ENDED, PATH
+from hpcrl.rollout.engines.vllm.middleware import ENDED, LEFT_OUT, PATH, TOKEN_ID
 from hpcrl.rollout.limiter import Load
 
 _TOKENS = "vllm:generation_tokens_total"
@@ -28,8 +28,6 @@ _LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 _NAMED = "generate-tokens-"  # what vLLM puts before a request's id
 _AT_ONCE_S = 5.0  # of what the server answers whatever the engine does
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below
-_TOKEN_ID = "token_id:"  # how vLLM's answers name a token
-_LEFT_OUT = -9999.0  # what they have for the logarithm of 0
 
 
 @dataclass
@@ -63,8 +61,8 @@ def _generation(choice: Mapping[str, Any], running: _Running) -> Generation:
     content = choice["logprobs"]["content"]
     logprobs, masks = [token["logprob"] for token in content], None
     if running.masked:
-        kept = [[top for top in token["top_logprobs"] if top["logprob"] > _LEFT_OUT] for token in content]
-        masks = [[int(top["token"].removeprefix(_TOKEN_ID)) for top in tops] for tops in kept]
+        kept = [[top for top in token["top_logprobs"] if top["logprob"] > LEFT_OUT] for token in content]
+        masks = [[int(top["token"].removeprefix(TOKEN_ID)) for top in tops] for tops in kept]
         # top_k keeps all tokens that share the last place, of which the answer may lack some: with its probability relative to those
         # that it has, a token has the same here and in the trainer
         totals = [math.log(math.fsum(math.exp(top["logprob"]) for top in tops)) for tops in kept]

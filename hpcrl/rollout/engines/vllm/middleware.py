@@ -21,7 +21,8 @@ from hpcrl.runtime.token import RUN, authorized, read_token_file
 TOKEN_FILE = "HPCRL_TOKEN_FILE"
 RUN_NAME = "HPCRL_RUN_NAME"
 
-_LEAST = -9999.0  # what vLLM's answers have for the logarithm of 0, which JSON has not
+LEFT_OUT = -9999.0  # what vLLM's answers have for the logarithm of 0, which JSON has not
+TOKEN_ID = "token_id:"  # how they name a token
 _REFUSAL = b'{"error": "this server answers only requests that carry the token of its run"}'
 
 Message = MutableMapping[str, Any]
@@ -114,9 +115,9 @@ def _choice(output: Any, most: int) -> dict[str, Any]:
     """
     content = [
         {
-            "logprob": max(tops[token].logprob, _LEAST),
+            "logprob": max(tops[token].logprob, LEFT_OUT),
             "top_logprobs": [
-                {"token": f"token_id:{other}", "logprob": max(top.logprob, _LEAST)}
+                {"token": f"{TOKEN_ID}{other}", "logprob": max(top.logprob, LEFT_OUT)}
                 for other, top in islice(tops.items(), most)
             ],
         }
