@@ -5,6 +5,7 @@ checksums.json is written by `hpcrl submit`, before anything is queued, and agai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from hpcrl.errors import DataError
@@ -19,13 +20,17 @@ def note_checksums(run: Run) -> None:
     write_json(run.checksums, _checksums(run))
 
 
-def changed_files(run: Run) -> list[str]:
-    """Return what became of files since they were noted, a sentence each, by path in the run directory."""
+def changed_files(run: Run, progress: Callable[[], object] = lambda: None) -> list[str]:
+    """Return what became of files since they were noted, a sentence each, by path in the run directory.
+
+    Args:
+        progress: called at each file that was found and at each that was read.
+    """
     try:
         noted = read_json(run.checksums)
         if noted is None:
             return [f"{run.checksums.name} is missing"]
-        now, files = _checksums(run), dict[str, str](noted)
+        now, files = _checksums(run, progress), dict[str, str](noted)
     except (ValueError, TypeError):
         return [f"{run.checksums.name} is damaged"]
     return [
@@ -35,29 +40,34 @@ def changed_files(run: Run) -> list[str]:
     ]
 
 
-def require_unchanged(run: Run) -> None:
+def require_unchanged(run: Run, progress: Callable[[], object] = lambda: None) -> None:
     """Let an attempt begin only with the configuration and the code that a person gave it.
+
+    Args:
+        progress: as for `changed_files`.
 
     Raises:
         DataError: one of the files is another.
     """
     if run.checksums.name not in children(run.path):  # an earlier version of hpcrl made the run
         return
-    if changed := changed_files(run):
+    if changed := changed_files(run, progress):
         raise DataError(
             f"{'; '.join(changed[:5])}{f'; {len(changed) - 5} more' if changed[5:] else ''}, since {run.name} was submitted or resumed. "
             f"Put it back, or `hpcrl resume {run.name}` to go on with it as it is now"
         )
 
 
-def _checksums(run: Run) -> dict[str, str]:
+def _checksums(run: Run, progress: Callable[[], object] = lambda: None) -> dict[str, str]:
     files = [run.config] if run.config.is_file() else []
-    files += [
-        path
-        for path in run.code.rglob("*")
+    for path in run.code.rglob("*"):
+        progress()
         # neither what Python, an editor or a network filesystem leaves
-        if path.is_file() and "__pycache__" not in path.parts and path.name[0] not in ".#" and path.name[-1] != "~"
-    ]
+        if path.is_file() and "__pycache__" not in path.parts and path.name[0] not in ".#" and path.name[-1] != "~":
+            files.append(path)
+    checksums = dict[str, str]()
     with ThreadPoolExecutor(_AT_ONCE) as threads:  # a network filesystem reads many in hardly more time than one
-        names = [str(path.relative_to(run.path)) for path in files]
-        return dict(zip(names, threads.map(checksum, files), strict=True))
+        for path, found in zip(files, threads.map(checksum, files), strict=True):
+            progress()
+            checksums[str(path.relative_to(run.path))] = found
+    return checksums

@@ -314,7 +314,8 @@ def main(path: str, sizes: Sizes | None = None) -> None:
     message, host, agent = "the agent ended without an outcome; its log says why", "", None
     try:
         if context.index == 0:
-            require_unchanged(run)
+            status = StatusWriter(run, "agent-0", attempt.number)  # the other nodes wait for it no longer than a minute
+            require_unchanged(run, lambda: status.write("comparing configuration and code"))
         agent = Agent(run, Config.from_toml([run.config]), context, attempt, signals, sizes=sizes)
         agent.supervise()
     except HpcrlError as error:

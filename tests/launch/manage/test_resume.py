@@ -17,7 +17,7 @@ from hpcrl.errors import ConfigError, DataError, RunError, SubmitError
 from hpcrl.launch.manage.registry import states_of
 from hpcrl.launch.manage.resume import resume
 from hpcrl.rundir.checkpoints import FACTS, require_checkpoints, settings_of
-from hpcrl.rundir.checksums import changed_files, note_checksums
+from hpcrl.rundir.checksums import changed_files, note_checksums, require_unchanged
 from hpcrl.rundir.commit import begin, committed_directory, discard, finish, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Kind, open_attempt, report_outcome
@@ -308,6 +308,16 @@ def test_code_that_was_edited_since_is_told_and_noted(
         in capsys.readouterr().err
     )
     assert changed_files(run) == []
+
+
+def test_who_compares_many_files_can_show_meanwhile_that_it_goes_on(tmp_path: Path) -> None:
+    run = ended(tmp_path)
+    for number in range(30):
+        write_text(run.code / "jobs" / f"part{number}.py", str(number))
+    note_checksums(run)
+    shown = list[None]()
+    require_unchanged(run, lambda: shown.append(None))
+    assert len(shown) >= 60  # each file when it is found, and when it was read
 
 
 def test_a_configuration_whose_submission_fails_is_noted_as_it_was(tmp_path: Path, bin_path: Path) -> None:
