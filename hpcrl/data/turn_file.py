@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcrl.rundir.commit import children, digest_of, parse_json, read_bytes
+from hpcrl.rundir.commit import children, digest_of, make_directory, parse_json, read_bytes
 from hpcrl.rundir.layout import Run
 
 _NAME = re.compile(r"(?P<group>[ge][0-9-]+)\.v(?P<version>\d+)\.jsonl")
@@ -42,7 +42,7 @@ def append_turns(path: Path, turns: Iterable[Mapping[str, Any]]) -> None:
     texts = [json.dumps(turn) for turn in turns]
     # a kill may have cut off the last line there, which ends here
     content = "".join(f"\n{digest_of(text.encode())} {text}" for text in texts)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     with path.open("ab") as file:
         file.write(content.encode())
         file.flush()

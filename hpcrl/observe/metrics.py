@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.faults import fault
-from hpcrl.rundir.commit import parse_json
+from hpcrl.rundir.commit import make_directory, parse_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.space import explained
 
@@ -63,7 +63,7 @@ class MetricsWriter:
         path = run.metrics_of(process)
         self._path, self._attempt = path, attempt
         with explained(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(path.parent)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         size = os.fstat(self._descriptor).st_size
         torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"

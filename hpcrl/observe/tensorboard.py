@@ -18,6 +18,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hpcrl.observe.metrics import MetricsReader, Record, last_reports
+from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 
 _PREFIX = "events.out.tfevents."
@@ -60,7 +61,7 @@ class EventFile:
         self._newest: dict[str, int] = {}
         self._latest, self._shifts = 0.0, dict[int, float]()
         records, _ = self._reader.poll()
-        self._directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self._directory)
         beside = self._directory / f".rebuilding.{socket.gethostname()}.{os.getpid()}"
         self._file = beside.open("wb")
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))

@@ -15,6 +15,7 @@ from hpcrl.data.rollouts import Decode, segments_of
 from hpcrl.rollout.engines.base import Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.generate import Group, GroupGenerator, sample_reward
+from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 from hpcrl.types import GroupMeta, Work
 
@@ -75,7 +76,7 @@ def append_evaluated(path: Path, groups: Sequence[Group], decode: Decode) -> Non
     Args:
         decode: token ids to text, special tokens included.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     with path.open("a", encoding="utf-8") as file:
         file.write(
             "".join(json.dumps(line, ensure_ascii=False) + "\n" for group in groups for line in _lines(group, decode))

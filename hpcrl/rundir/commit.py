@@ -82,6 +82,24 @@ def _opened(directory: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, where they are not there, whoever else makes them now.
+
+    Raises:
+        FileExistsError: something else has that name.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (
+        FileExistsError
+    ) as error:  # another node may have made it, and this one remembers that it was not there, as in `children`
+        made = Path(error.filename)
+        os.listdir(made.parent)
+        if not made.is_dir():
+            raise
+        make_directory(path)
+
+
 def write_bytes(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Replace the file at `path` as a whole; a reader sees the old content or the new one."""
     write_files(path.parent, {path.name: content}, mode)
@@ -93,7 +111,7 @@ def write_files(directory: Path, contents: Mapping[str, bytes], mode: int = 0o64
     Args:
         contents: by name of the file.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     with _opened(directory) as folder:
         _write(contents, mode, folder)
 

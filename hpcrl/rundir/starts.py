@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrl.rundir.commit import parse_json, read_bytes
+from hpcrl.rundir.commit import make_directory, parse_json, read_bytes
 from hpcrl.rundir.layout import Run, position_of
 from hpcrl.rundir.ledger import Outcome, outcome_of
 from hpcrl.rundir.records import damaged
@@ -31,7 +31,7 @@ _REFUSED = re.compile(r"\bRunError: ")  # the run cannot go on as it is configur
 
 def note(run: Run, line: Line) -> None:
     """Append one line, whole also after one that was cut off."""
-    run.starts.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(run.starts.parent)
     with run.starts.open("ab+") as file:
         if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
             file.write(b"\n")

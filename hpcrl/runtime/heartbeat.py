@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 
 DIRECTORY = "HPCRL_HEARTBEAT"
@@ -28,7 +29,7 @@ class Heartbeat:
     def __init__(self, run: Run, attempt: int, process: str) -> None:
         self._beats, self._file, self._phase = 0, -1, "load"
         stacks = run.stacks(attempt, process)
-        stacks.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(stacks.parent)
         self._stacks = stacks.open("a")  # stays open: the handler runs where nothing can be opened any more
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
         if directory := os.environ.get(DIRECTORY):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from hpcrl.config.sections.trainer import ProfilerConfig
+from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.distributed import World
 
@@ -30,7 +31,7 @@ def profiled(config: ProfilerConfig, run: Run, attempt: int, world: World) -> It
         if finished.step_num <= config.wait_steps + config.warmup_steps:
             log.warning("no profile: training ended after %d steps, before the first to record", finished.step_num)
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         finished.export_chrome_trace(str(path))
         log.info("profile written: %s", path)
 

@@ -111,6 +111,18 @@ def test_what_one_node_writes_another_reads_at_once(nodes: tuple[Run, Run]) -> N
     assert outcome_of(reader, 1)
 
 
+def test_a_directory_that_two_nodes_make_at_the_same_time(nodes: tuple[Run, Run]) -> None:
+    """The agents of two nodes did so with logs/1, and the second one ended."""
+    writer, reader = nodes
+    for path in (reader.path / "logs", reader.path / "logs" / "1" / "stacks"):
+        assert not path.exists()
+    commit.make_directory(writer.path / "logs" / "1")
+    commit.make_directory(reader.path / "logs" / "1" / "stacks")
+    (reader.path / "logs" / "1" / "agent-1.log").write_text("started")
+    with pytest.raises(FileExistsError):
+        commit.make_directory(writer.path / "logs" / "1" / "agent-1.log")
+
+
 def test_a_commit_that_another_node_made_a_moment_ago(nodes: tuple[Run, Run]) -> None:
     """A node that looked in between, and takes the directory for one that was never committed, would delete it."""
     writer, reader = nodes

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hpcrl import errors
 from hpcrl.errors import ConfigError, DataError, UserCodeError
+from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.space import exhausted
 from hpcrl.runtime.signals import die_with_parent
 
@@ -55,7 +56,7 @@ class Child:
     ) -> None:
         self.name, self._log, self._stop_signal = name, log, stop_signal
         self._asked = False
-        log.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(log.parent)
         with log.open("ab") as file:
             self._start = file.tell()
             self._process = subprocess.Popen(

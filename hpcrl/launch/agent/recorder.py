@@ -10,6 +10,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from hpcrl.rundir.commit import make_directory
+
 _COLLECTIVES = 2000
 _FILES = "rank"
 
@@ -28,7 +30,7 @@ class FlightRecorder:
 
     def prepare(self) -> dict[str, str]:
         """Make the directory of the files, which torch does not; return what has ranks record and write, variables of torch's."""
-        self._records.mkdir(parents=True, exist_ok=True)
+        make_directory(self._records)
         return {
             "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", str(_COLLECTIVES)),
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",

@@ -15,6 +15,7 @@ import submitit
 
 from hpcrl.errors import RunError
 from hpcrl.launch.requeue.requeue import requeue_if_its_script_was_killed
+from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, find_attempt, open_attempt
 
@@ -92,7 +93,7 @@ def await_attempt(run: Run, context: NodeContext) -> Attempt:
 
 def log_to(path: Path) -> None:
     """Append what this process prints to the file at `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     with path.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
