@@ -146,7 +146,7 @@ def _keep_freed_memory() -> None:
 def joined(
     deterministic: bool = False, on_gpu: bool = False, patience: PatienceConfig | None = None
 ) -> Iterator[World]:
-    """Join the ranks that torchrun started, and leave together.
+    """Join the ranks that torchrun started, and leave together; one rank alone meets nobody, and opens no port for it.
 
     Args:
         deterministic: only use kernels that give the same result each time; one that cannot raises RuntimeError.
@@ -174,7 +174,8 @@ def joined(
     else:
         _keep_freed_memory()
     timeout = _timeout(patience) if patience else _LEAST
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if os.environ["WORLD_SIZE"] == "1" else {}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, **alone)
     control = _control(timeout)
     yield World(dist.get_rank(), dist.get_world_size(), device, control, timeout=timeout)
     # gloo's threads must be gone before the interpreter is, or the process may abort after all work is done

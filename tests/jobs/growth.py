@@ -19,7 +19,7 @@ from hpcrl.runtime.process_status import read_process_status
 from tests.processes import command_of, processes_of, variable
 
 _STARTED_BY = (
-    ("/jobs/controller.py", "controller"), ("/jobs/rollout.py", "rollout-{HPCRL_REPLICA}"), ("torch.distributed.run", "torchrun"),
+    ("/jobs/controller.py", "controller"), ("/jobs/rollout.py", "rollout-{HPCRL_REPLICA}"),
     ("/jobs/train.py", "rank-{RANK}"), ("submitit.core._submit", "agent-{SUBMITIT_LOCAL_GLOBALID}"), ("submitit.local", "local job"), ("follow", "follow"),
 )  # fmt: skip
 _VARIABLE = re.compile(r"\{(\w+)\}")

@@ -115,7 +115,7 @@ def _processes(measured: list[Measurement]) -> tuple[list[str], list[str]]:
     """Return a row per process, and the rows of those that grow."""
     first, last, problems = measured[0], measured[-1], []
     rows = ["| process | memory (MiB) | bytes per step | descriptors | threads |"]
-    assert {"controller", "rank-0", "rollout-0", "torchrun", "agent-0", "agent-1", "follow"} <= first.processes.keys()
+    assert {"controller", "rank-0", "rollout-0", "agent-0", "agent-1", "follow"} <= first.processes.keys()
     assert first.processes.keys() == last.processes.keys()
     for name, before in first.processes.items():
         all_of = [one.processes[name] for one in measured if name in one.processes]

@@ -147,8 +147,6 @@ def world_of_one() -> Iterator[World]:
             "RANK": "0",
             "LOCAL_RANK": "0",
             "WORLD_SIZE": "1",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": "0",
         }.items():
             patch.setenv(name, value)
         with joined() as world:

@@ -340,7 +340,7 @@ def test_engines_get_weights_at_every_second_step(tmp_path: Path, model_path: Pa
 
 def test_the_first_error_is_recorded(tmp_path: Path) -> None:
     broken = make_run(tmp_path, tmp_path / "no-such-model")
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     variables |= environment() | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}
     done = subprocess.run(
         [sys.executable, str(JOB), str(broken.path)], env=variables, capture_output=True, text=True, timeout=60

@@ -1,4 +1,7 @@
-"""The processes of one node in one attempt: how each is started, and where the node's torchrun meets the others."""
+"""The processes of one node in one attempt: how each is started, and where the node's torchrun meets the others.
+
+A trainer of one rank is started without torchrun, which would be one more process that imports torch and a port that nobody needs.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,7 @@ class NodeProcesses:
     ) -> None:
         self._run, self._attempt, self._node, self._grace_s = run, attempt, node, grace_s
         self._trainer_nodes = trainer_nodes(make_plan(config))
+        self._one_rank = self._trainer_nodes * node.ranks == 1
         self._address = "127.0.0.1" if context.local else node_address(config.slurm.network_interface)
         interface = None if context.local else config.slurm.network_interface
         self._copies = weight_copy_dir(config.generator.inference_engine) if node.replicas else None
@@ -80,22 +84,26 @@ class NodeProcesses:
             self._run.rendezvous(earlier).unlink(missing_ok=True)
 
     def follow_rendezvous(self) -> None:
-        """Start torchrun where node 0 says, and anew where node 0 had to choose another port."""
+        """Start the ranks: by torchrun, which meets the others where node 0 says, and anew where node 0 had to choose another port."""
         meeting = read_json(self._run.rendezvous(self._attempt))
         if meeting is None or meeting["number"] == self.rendezvous:
             return
         self.rendezvous, name = meeting["number"], f"trainer-{self._node.index}"
         if old := self.children.pop(name, None):
             old.end(0.0)
-        command = [
-            sys.executable, "-m", "torch.distributed.run", f"--log-dir={self._scratch.path}", "--signals-to-handle=SIGHUP",
-            f"--nnodes={self._trainer_nodes}", f"--node-rank={self._node.index}", f"--nproc-per-node={self._node.ranks}",
-            f"--master-addr={meeting['address']}", f"--master-port={meeting['port']}", "--max-restarts=0",
-            self._job("train"), str(self._run.path),
-        ]  # fmt: skip
+        ranks = [self._job("train"), str(self._run.path)]
+        more = self.recorder.prepare()
+        if self._one_rank:
+            more |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        else:
+            ranks = [
+                "-m", "torch.distributed.run", f"--log-dir={self._scratch.path}", "--signals-to-handle=SIGHUP",
+                f"--nnodes={self._trainer_nodes}", f"--node-rank={self._node.index}", f"--nproc-per-node={self._node.ranks}",
+                f"--master-addr={meeting['address']}", f"--master-port={meeting['port']}", "--max-restarts=0", *ranks,
+            ]  # fmt: skip
+            more |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(self._grace_s))}
         # The ranks get the stop request themselves. torchrun would end at the second SIGTERM, and they with it, while they save.
-        more = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(self._grace_s)), **self.recorder.prepare()}
-        self._spawn(name, command, signal.SIGHUP, ignore_sigterm=True, **more)
+        self._spawn(name, [sys.executable, *ranks], signal.SIGHUP, ignore_sigterm=True, **more)
 
     def ended(self, name: str) -> bool:
         """Return whether a process was started and has ended."""

@@ -15,7 +15,7 @@ from hpcrl.trainer.distributed import joined
 from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.saving.publish import Publisher
 
-_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 def export_checkpoint(run: Run, checkpoint: Path, target: Path) -> None:
