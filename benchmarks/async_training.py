@@ -103,7 +103,7 @@ class Figures:
 def keep_apart(session: int) -> None:
     """Give the processes below `session` the core of their node."""
     for pid, (name, _) in processes({session}).items():
-        core = 0 if name in ("trainer rank", "torchrun", "controller") else 1
+        core = 0 if name in ("trainer rank", "controller") else 1
         with suppress(OSError):  # it has ended
             for thread in os.listdir(f"/proc/{pid}/task"):
                 os.sched_setaffinity(int(thread), {core})

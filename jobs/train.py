@@ -1,4 +1,4 @@
-"""The trainer; torchrun starts one process per rank with the run directory as only argument.
+"""The trainer: one process per rank, started by torchrun where there are several, with the run directory as only argument.
 
 consumes   config.toml, batches/, samples/, checkpoints/
 waits for  the controller's next batch

@@ -2,7 +2,7 @@
 
 It takes its role from the plan by its node id, starts that role's processes, supervises them, and ends when the attempt has an outcome:
 
-    trainer node    torchrun jobs/train.py; on node 0 also jobs/controller.py
+    trainer node    torchrun jobs/train.py (one rank: without torchrun); on node 0 also jobs/controller.py
     rollout node    jobs/rollout.py, one per replica; one that fails is started again
 
 A stop request (TERM, USR2, control/stop.json) reaches the processes through the stop file, a signal to the trainer's ranks, and the
