@@ -139,6 +139,14 @@ def ref_sharding(trainer: TrainerConfig) -> FSDPConfig:
     return FSDPConfig(**shared, mixed_precision=MixedPrecisionConfig(param_dtype=dtype))
 
 
+def reference_is_base(trainer: TrainerConfig) -> bool:
+    """Return whether the reference is the policy without its adapters, and needs no memory of its own."""
+    policy, ref = trainer.policy, trainer.ref
+    own = ref_sharding(trainer).mixed_precision.param_dtype != policy.fsdp_config.mixed_precision.param_dtype
+    same = ref_model_path(trainer) == policy.model.path and model_config_kwargs(ref) == model_config_kwargs(policy)
+    return policy.model.lora.rank > 0 and same and not own
+
+
 def needs_baselines(algorithm: AlgorithmConfig) -> bool:
     """Return whether each training group needs the reward of a greedy response."""
     return algorithm.advantage_estimator == "remax"

@@ -31,7 +31,7 @@ class Unimplemented:
 
 
 _DATA = Unimplemented("datasets on a hub and other columns")
-_LORA = Unimplemented("LoRA")
+_LORA = Unimplemented("further options of LoRA")
 _PARALLEL = Unimplemented("sequence parallelism")
 _SFT = Unimplemented("supervised fine-tuning")
 _LOADING = Unimplemented("further processes that read datasets", result=False)
@@ -39,6 +39,13 @@ _PRECISION = Unimplemented("low-precision training")
 _SPEED = Unimplemented("compiled and offloaded training", result=False)
 _TRACKING = Unimplemented("trackers and profiles", result=False)
 _ENGINE = Unimplemented("further engine options")
+
+
+def _lora(section: str) -> dict[str, Unimplemented]:
+    names = ("dropout", "modules_to_save", "adapter_names")
+    drawn = Unimplemented("adapters that begin with the model's own weights", ("xavier", "normal", "gaussian", "zero"))
+    return {f"{section}.{name}": _LORA for name in names} | {f"{section}.init_method": drawn}
+
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
     "data.subset": _DATA,
@@ -64,7 +71,7 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.placement.colocate_policy_ref": Unimplemented("a reference model on GPUs of its own"),
     "trainer.placement.colocate_all": Unimplemented("colocated engines"),
     "trainer.policy.model.revision": Unimplemented("models by revision"),
-    "trainer.policy.model.lora": _LORA,
+    **_lora("trainer.policy.model.lora"),
     "trainer.policy.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.policy.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.policy.megatron_config.lora_type": _LORA,
@@ -77,7 +84,7 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.enable_liger_kernel": _SPEED,
     "trainer.policy.record_memory": _TRACKING,
     "trainer.ref.sequence_parallel_size": _PARALLEL,
-    "trainer.critic.model.lora": _LORA,
+    **_lora("trainer.critic.model.lora"),
     "trainer.critic.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.critic.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.critic.sequence_parallel_size": _PARALLEL,
@@ -121,7 +128,7 @@ def unimplemented_values(given: Iterable[tuple[Setting, Any]]) -> Iterator[Probl
 
 def _instead(setting: Setting, missing: Unimplemented) -> str:
     working = (setting.default, *missing.works)
-    values = [shown(value) for value in working if value not in (None, [], "") and not isinstance(value, dict)]
+    values = [shown(value) for value in working if value not in (None, [], "")]
     return f"supported: {', '.join(values)}" if values else "leave it out"
 
 

@@ -65,10 +65,11 @@ def _fsdp(config: Config, models: Mapping[str, Shapes]) -> Estimate:
         fsdp = ref_sharding(trainer) if role == "ref" else _sharding(trainer, role)
         precision = fsdp.mixed_precision
         dtype = precision.param_dtype if role == "ref" else precision.master_dtype
-        whole = fsdp_state(shapes.weights, 1, dtype)
+        frozen = precision.param_dtype if _adapted(trainer, role) else dtype
+        whole = fsdp_state(shapes.weights, 1, dtype, frozen_dtype=frozen)
         on_node, state = trainer.placement.policy_num_gpus_per_node, whole.weights + whole.gradients + whole.optimizer
         copy = copy_ranks(fsdp.fsdp_size, ranks, on_node, state, memory_of_rank(config)[0] if on_gpu else None)
-        need = fsdp_state(shapes.weights, copy, dtype)
+        need = fsdp_state(shapes.weights, copy, dtype, frozen_dtype=frozen)
         if fsdp.cpu_offload and on_gpu:
             need = Need(weights=0, gradients=0, optimizer=0)
         if needs_fsdp(fsdp, ranks, dtype, on_gpu=on_gpu):
@@ -95,6 +96,11 @@ def _fsdp(config: Config, models: Mapping[str, Shapes]) -> Estimate:
 
 def _sharding(trainer: TrainerConfig, role: str) -> FSDPConfig:
     return trainer.critic.fsdp_config if role == "critic" else trainer.policy.fsdp_config
+
+
+def _adapted(trainer: TrainerConfig, role: str) -> bool:
+    models = {"policy": trainer.policy.model, "critic": trainer.critic.model}
+    return role in models and models[role].lora.rank > 0
 
 
 def _logprobs(trainer: TrainerConfig, tokens: int, vocabulary: int) -> int:

@@ -112,19 +112,22 @@ def shard(shape: Sequence[int], ranks: int, index: int = 0) -> int:
     return max(0, min(rows, shape[0] - index * rows)) * math.prod(shape[1:])
 
 
-def fsdp_state(weights: Sequence[Weight], ranks: int, dtype: str, index: int = 0) -> Need:
-    """Return what FSDP2 holds of a model on a rank: all in one type, gradients between backward and step only.
+def fsdp_state(
+    weights: Sequence[Weight], ranks: int, dtype: str, index: int = 0, *, frozen_dtype: str | None = None
+) -> Need:
+    """Return what FSDP2 holds of a model on a rank; gradients between backward and step only.
 
     Args:
         ranks: that share one copy.
         dtype: of master weights (mixed_precision.master_dtype), of which gradients and Adam's moments are too.
         index: of the rank among them; the first has most.
+        frozen_dtype: of what is not trained; None: the same.
     """
     size, trained = BYTES[dtype], [weight for weight in weights if weight.trained]
     held = sum(shard(weight.shape, ranks, index) for weight in trained)
     frozen = sum(shard(weight.shape, ranks, index) for weight in weights if not weight.trained)
     return Need(
-        weights=size * (held + frozen),
+        weights=size * held + BYTES[frozen_dtype or dtype] * frozen,
         gradients=size * held,
         optimizer=_MOMENTS * size * held + _STEP * len(trained),
     )

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from hpcrl.config.derive import ref_sharding, uses_reference
-from hpcrl.config.sections.model import FSDPConfig, PolicyConfig
+from hpcrl.config.derive import ref_sharding, reference_is_base, uses_reference
+from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.planning.memory import Shapes, Weight, Width
 from hpcrl.trainer.backends.fsdp.sharding import units
 from hpcrl.trainer.models.attention import PACKED
-from hpcrl.trainer.models.hf import ModelSource, critic_source, freeze, policy_source, reference_source
+from hpcrl.trainer.models.hf import ModelSource, critic_source, policy_source, reference_source
+from hpcrl.trainer.models.trained import mark_trained
 
 
 def model_shapes(trainer: TrainerConfig, folder_of: Callable[[str], Path | None]) -> dict[str, Shapes]:
@@ -28,10 +28,10 @@ def model_shapes(trainer: TrainerConfig, folder_of: Callable[[str], Path | None]
     Raises:
         DataError: a model cannot be loaded, or does not have what the configuration names.
     """
-    sources: dict[str, tuple[ModelSource, FSDPConfig, Any]] = {
+    sources: dict[str, tuple[ModelSource, FSDPConfig, PolicyConfig | CriticConfig | None]] = {
         "policy": (policy_source(trainer), trainer.policy.fsdp_config, trainer.policy)
     }
-    if uses_reference(trainer):
+    if uses_reference(trainer) and not reference_is_base(trainer):
         sources["ref"] = reference_source(trainer), ref_sharding(trainer), None
     if trainer.critic.model.path is not None:
         sources["critic"] = critic_source(trainer), trainer.critic.fsdp_config, trainer.critic
@@ -41,7 +41,7 @@ def model_shapes(trainer: TrainerConfig, folder_of: Callable[[str], Path | None]
     }
 
 
-def shapes(source: ModelSource, fsdp: FSDPConfig, trained: Any) -> Shapes:
+def shapes(source: ModelSource, fsdp: FSDPConfig, trained: PolicyConfig | CriticConfig | None) -> Shapes:
     """Return a model's parameters and sizes.
 
     Args:
@@ -50,9 +50,8 @@ def shapes(source: ModelSource, fsdp: FSDPConfig, trained: Any) -> Shapes:
     Raises:
         DataError: it cannot be loaded, or does not have what the configuration names.
     """
-    model = source.empty(torch.float32, PACKED).requires_grad_(trained is not None)
-    if isinstance(trained, PolicyConfig):
-        freeze(model, trained.trainable_map, trained.freeze_pattern)
+    model = source.empty(torch.float32, PACKED)
+    mark_trained(model, trained, torch.float32)
     unit_of: dict[torch.nn.Parameter, int] = {}
     for number, module in enumerate(units(model, fsdp.wrap_policy), 1):
         for parameter in module.parameters():

@@ -174,7 +174,8 @@ def joined(
     else:
         _keep_freed_memory()
     timeout = _timeout(patience) if patience else _LEAST
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if os.environ["WORLD_SIZE"] == "1" else {}
+    store = dist.HashStore() if os.environ["WORLD_SIZE"] == "1" else None  # pyright: ignore[reportPrivateImportUsage]
+    alone = {"store": store, "rank": 0, "world_size": 1} if store else {}
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, **alone)
     control = _control(timeout)
     yield World(dist.get_rank(), dist.get_world_size(), device, control, timeout=timeout)

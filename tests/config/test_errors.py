@@ -59,11 +59,6 @@ def test_a_number_out_of_range_hides_no_rule_about_others(tmp_path: Path) -> Non
     ]
 
 
-def test_a_table_that_is_not_implemented_yet_is_to_be_left_out(tmp_path: Path) -> None:
-    (line,) = problems(tmp_path, "trainer.policy.model.lora.alpha_pattern.x=1")
-    assert line.endswith("a table is not implemented yet (LoRA); leave it out")
-
-
 def test_a_name_with_dots_in_quotes_is_explained(tmp_path: Path) -> None:
     for text in ('"trainer.seed" = 3', '[trainer]\n"policy.compile_model" = true'):
         (line,) = problems(tmp_path, text=text)

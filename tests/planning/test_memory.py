@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpcrl.config import Config, TrainerConfig
 from hpcrl.config.derive import copy_ranks, largest_micro_batch, longest_sample, ref_sharding
 from hpcrl.config.load import nested
-from hpcrl.config.sections.model import FSDPConfig
+from hpcrl.config.sections.model import FSDPConfig, ModelConfig, PolicyConfig
 from hpcrl.config.validate import build
 from hpcrl.planning.estimate import estimate
 from hpcrl.planning.memory import (
@@ -243,7 +243,9 @@ def test_a_pipeline_needs_most_where_most_lies(tmp_path: Path) -> None:
         num_key_value_heads=2,
         tie_word_embeddings=True,
     ).save_pretrained(tmp_path)
-    model = shapes(ModelSource(path=str(tmp_path), role="trainer.policy"), FSDPConfig(), {})
+    model = shapes(
+        ModelSource(path=str(tmp_path), role="trainer.policy"), FSDPConfig(), PolicyConfig(model=ModelConfig(path=""))
+    )
     assert model.count == 494_032_768
     megatron = "trainer.policy.megatron_config"
     settings = {

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages
 from hpcrl.config.sections.megatron import MegatronModelConfig
-from hpcrl.config.sections.model import FSDPConfig
+from hpcrl.config.sections.model import FSDPConfig, ModelConfig, PolicyConfig
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
 from hpcrl.planning.memory import Shapes, Weight
@@ -54,7 +54,9 @@ CASES: list[tuple[dict[str, Any], dict[str, int]]] = [
 
 def saved(folder: Path, entries: dict[str, Any]) -> Shapes:
     AutoConfig.for_model(**entries).save_pretrained(folder)
-    return shapes(ModelSource(path=str(folder), role="trainer.policy"), FSDPConfig(), {})
+    return shapes(
+        ModelSource(path=str(folder), role="trainer.policy"), FSDPConfig(), PolicyConfig(model=ModelConfig(path=""))
+    )
 
 
 def test_parts_are_what_megatron_core_builds(tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_layers_of_an_interleaved_schedule_are_dealt_in_turn() -> None:
 def test_the_head_of_a_critic_is_whole(tmp_path: Path) -> None:
     AutoConfig.for_model(**TIED).save_pretrained(tmp_path)
     source = CriticSource(path=str(tmp_path), role="trainer.critic", head="value_head", seed=1)
-    critic = shapes(source, FSDPConfig(), {})
+    critic = shapes(source, FSDPConfig(), PolicyConfig(model=ModelConfig(path="")))
     layout = ParallelLayout(ranks=2, tensor=1, context=1, pipeline=2, expert=1, expert_tensor=1)
     first, last = stage_parameters(critic.weights, layout, [2, 2], value_head="value_head")
     assert first.count + last.count == critic.count

@@ -107,7 +107,24 @@ def _compilation(config: ConfigTree) -> Iterator[Problem]:
 
 
 def _lora(config: ConfigTree) -> Iterator[Problem]:
-    policy = config.trainer.policy
+    trainer, policy = config.trainer, config.trainer.policy
+    adapted = {"policy": policy.model.lora, "critic": trainer.critic.model.lora}
+    for role, lora in adapted.items():
+        path = f"trainer.{role}.model.lora"
+        if lora.rank and trainer.strategy == "megatron":
+            yield Problem(f"{path}.rank", 'not implemented with trainer.strategy="megatron" yet; use "fsdp2"')
+        if lora.rank and lora.init_method == "zero":
+            yield Problem(
+                f"{path}.init_method",
+                "both matrices of each adapter would be 0, and no gradient would reach either; use kaiming",
+            )
+    follows = trainer.algorithm.reference_reset_interval is not None or trainer.update_ref_every_epoch
+    if policy.model.lora.rank and follows:
+        setting = "update_ref_every_epoch" if trainer.update_ref_every_epoch else "algorithm.reference_reset_interval"
+        yield Problem(
+            f"trainer.{setting}",
+            "not implemented with LoRA yet: its reference is the model without adapters; leave it out",
+        )
     trained = [name for name, whether in policy.trainable_map.items() if whether]
     if policy.model.lora.rank and trained:
         yield Problem(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from hpcrl.config.derive import model_config_kwargs, ref_model_path
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.model_config import ConfiguredModel
-from hpcrl.errors import DataError, did_you_mean
+from hpcrl.errors import DataError
 
 _LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 
@@ -175,37 +174,6 @@ def _empty(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, atten
     build = getattr(model_class, "from_config", None) or model_class._from_config
     with torch.device("meta"):
         return build(config, dtype=dtype, attn_implementation=attention)
-
-
-def freeze(model: nn.Module, trainable_map: dict[str, bool], freeze_pattern: list[str]) -> None:
-    """Stop or start the training of parameters: first what `trainable_map` names, in its order, then what a pattern finds.
-
-    Args:
-        trainable_map: full name of a parameter or module -> whether it is trained.
-        freeze_pattern: regular expressions, searched in the names of parameters.
-
-    Raises:
-        DataError: the model has no such name, a pattern finds nothing, or nothing is left to train.
-    """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    for name, trained in trainable_map.items():
-        if name not in parameters and name not in modules:
-            raise _unknown(f"trainer.policy.trainable_map.{name}", name, [*modules, *parameters])
-        (parameters[name] if name in parameters else modules[name]).requires_grad_(trained)
-    for pattern in freeze_pattern:
-        found = [name for name in parameters if re.search(pattern, name)]
-        if not found:
-            raise _unknown(f'trainer.policy.freeze_pattern "{pattern}"', pattern, list(parameters))
-        for name in found:
-            parameters[name].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise DataError("trainer.policy.trainable_map and freeze_pattern freeze every parameter; leave one to train")
-
-
-def _unknown(what: str, name: str, known: list[str]) -> DataError:
-    hint = did_you_mean(name, known, 3, 0.3) or f"; it has {', '.join(known[:3])}"
-    return DataError(f"{what}: the model has nothing of that name{hint}")
 
 
 def policy_source(trainer: TrainerConfig) -> ModelSource:

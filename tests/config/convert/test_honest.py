@@ -58,10 +58,14 @@ VALID = {
             "environment.overlong_reward.buffer_length": 512, "environment.overlong_reward.penalty_factor": 0.5,
         },
     ),
+    "lora": (
+        script("trainer.policy.model.lora.rank=8 trainer.policy.model.lora.alpha=32 trainer.policy.optimizer_config.lr=3e-5"),
+        {"trainer.policy.model.lora.rank": 8, "trainer.policy.model.lora.alpha": 32.0},
+    ),
 }  # fmt: skip
 
 REFUSED = {
-    "lora": (script("trainer.policy.model.lora.rank=8 trainer.policy.optimizer_config.lr=3e-5"), "trainer.policy.model.lora.rank: 8"),
+    "lora with dropout": (script("trainer.policy.model.lora.rank=8 trainer.policy.model.lora.dropout=0.1"), "trainer.policy.model.lora.dropout: 0.1"),
     "FSDP1": (script("trainer.strategy=fsdp"), 'trainer.strategy: "fsdp"'),
     "a program of its own": (script("", "", "python -m mine.main "), "unconverted.mine.main: a program of its own"),
     "a file of its own": (script("", "", "python train/mine.py "), "unconverted.train/mine.py: a program of its own"),

@@ -43,6 +43,22 @@ COSMOS = [
         {f"{LORA}.rank": 8},
     ),
     Case(
+        "LoRA is for FSDP2",
+        {f"{LORA}.rank": 8, "trainer.strategy": "megatron"}, f"{LORA}.rank", 'use "fsdp2"',
+        {f"{LORA}.rank": 8},
+    ),
+    Case(
+        "adapters that begin at 0 stay there",
+        {f"{LORA}.rank": 8, f"{LORA}.init_method": "zero"}, f"{LORA}.init_method", "no gradient would reach either",
+        {f"{LORA}.rank": 8, f"{LORA}.init_method": "xavier"},
+    ),
+    Case(
+        "a reference without adapters follows nobody",
+        {f"{LORA}.rank": 8, "trainer.update_ref_every_epoch": True, "trainer.algorithm.use_kl_loss": True},
+        "trainer.update_ref_every_epoch", "the model without adapters",
+        {f"{LORA}.rank": 8, "trainer.algorithm.use_kl_loss": True},
+    ),
+    Case(
         "beside adapters the map only freezes",
         {f"{LORA}.rank": 8, "trainer.policy.trainable_map": {"lm_head": True}},
         "trainer.policy.trainable_map.lm_head", "trainer.policy.model.lora.modules_to_save",

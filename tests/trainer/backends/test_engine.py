@@ -102,12 +102,14 @@ class Truth:
         batches: list[Batch],
         optimizer: Callable[..., torch.optim.Optimizer] = AdamW,
         frozen: str | None = None,
+        adapt: Callable[[torch.nn.Module], object] = lambda _: None,
     ) -> None:
         self.model, self.reference = (
             AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
             for _ in range(2)
         )
         self.run = run
+        adapt(self.model)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(frozen is None or not re.search(frozen, name))
         self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from hpcrl.config.derive import ref_sharding, uses_reference
+from hpcrl.config.derive import ref_sharding, reference_is_base, uses_reference
 from hpcrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer, merge
@@ -39,6 +40,7 @@ from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import DTYPES, at_temperature, forward_config
 from hpcrl.trainer.models.hf import critic_source, export_config, policy_source, reference_source
+from hpcrl.trainer.models.lora import merged, own_parameters, without_adapters
 from hpcrl.trainer.packing import untrained_micro_batch
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class FsdpEngine(Generic[Model]):
         self._model, self._world, self.data = model, world, world
         self._optimizer_config: OptimizerConfig = section.optimizer_config
         self._stager: DefaultStager | None = None
+        self._adapted = section.model.lora.rank > 0
         self.updates = 0
         self._total_updates = 0
         if trainer.gradient_checkpointing:
@@ -128,14 +131,18 @@ class FsdpEngine(Generic[Model]):
         for group in state["optimizer"]["param_groups"]:  # not the settings of the run that saved
             group |= adam_settings(self._optimizer_config)
         set_state_dict(
-            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            self._model,
+            self._optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=self._partial(),
         )
         self.updates = int(state["updates"])
 
     def restore_weights(self, directory: Path) -> None:
-        weights = get_model_state_dict(self._model)
+        weights = self._saved(get_model_state_dict(self._model))
         load({"model": weights}, checkpoint_id=directory, process_group=self._world.control)
-        set_model_state_dict(self._model, weights)
+        set_model_state_dict(self._model, weights, options=self._partial())
 
     def _states(self) -> dict[str, dict[str, Any]]:
         """Return what is saved, by folder of the checkpoint."""
@@ -146,7 +153,16 @@ class FsdpEngine(Generic[Model]):
             get_state_dict(self._model, self._optimizer)
             forget_moments(self._optimizer)  # which that makes by a step without gradients, and counts
         model, optimizer = get_state_dict(self._model, self._optimizer)
-        return {"model": model, "optimizer": optimizer, "updates": torch.tensor(self.updates)}
+        return {"model": self._saved(model), "optimizer": optimizer, "updates": torch.tensor(self.updates)}
+
+    def _saved(self, model: dict[str, Any]) -> dict[str, Any]:
+        """Return the part of a model's state that changes: with LoRA the adapters."""
+        named = self._model.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in named if self._adapted and not parameter.requires_grad}
+        return {name: value for name, value in model.items() if name not in frozen}
+
+    def _partial(self) -> StateDictOptions:
+        return StateDictOptions(strict=not self._adapted)
 
     def _each_without_gradient(self, model: PackedModel, batches: MicroBatches) -> Iterator[torch.Tensor]:
         for batch in batches:
@@ -165,10 +181,13 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
 
     def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
         forward, section, self._source = forward_config(trainer, temperature), trainer.policy, policy_source(trainer)
-        model = load_model(PackedPolicy, self._source, section.fsdp_config, forward, world, trained=section)
+        model = load_model(
+            PackedPolicy, self._source, section.fsdp_config, forward, world, trained=section, seed=trainer.seed
+        )
         super().__init__(model, section, trainer, world)
         self._reference: PackedPolicy | None = None
-        if uses_reference(trainer):
+        self._reference_is_base = reference_is_base(trainer)
+        if uses_reference(trainer) and not self._reference_is_base:
             self._reference = load_model(PackedPolicy, reference_source(trainer), ref_sharding(trainer), forward, world)
             if follows_policy(trainer):
                 require_same_shape(self._reference, model)
@@ -176,9 +195,16 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
         self.dtype = DTYPES[section.fsdp_config.mixed_precision.param_dtype]
 
     def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
-        model = self._reference if reference else self._model
-        assert model is not None, "this engine was made without a reference"
-        return self._each_without_gradient(model, batches)
+        if not reference:
+            yield from self._each_without_gradient(self._model, batches)
+        elif self._reference_is_base:
+            for batch in batches:
+                with without_adapters(self._model):  # not while others compute in between
+                    (logprobs_P,) = self._each_without_gradient(self._model, [batch])
+                yield logprobs_P
+        else:
+            assert self._reference is not None, "this engine was made without a reference"
+            yield from self._each_without_gradient(self._reference, batches)
 
     def reset_reference(self, *, fresh_optimizer: bool) -> None:
         assert self._reference is not None, "this engine was made without a reference"
@@ -219,7 +245,7 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
         everyone, model = range(self._world.size), self._model.model
         pieces = [
             {name: torch.empty(parameter.shape, dtype=dtype, device="meta")}
-            for name, parameter in model.named_parameters()
+            for name, parameter, _ in own_parameters(model)
         ]
         return [ExportPiece(self._named_on_the_hub(piece), everyone) for piece in pieces] + [
             ExportPiece({name: buffer.to("meta")}, everyone) for name, buffer in self._saved_buffers()
@@ -228,9 +254,10 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
     def export_weights(self, dtype: torch.dtype, owners: Sequence[int]) -> Iterator[dict[str, torch.Tensor]]:
         free_gathered(self._model)
         remaining = iter(owners)
-        for name, parameter in self._model.model.named_parameters():
+        for name, parameter, adapter in own_parameters(self._model.model):
             # cast first: what is gathered is then no larger than what is written
-            value = whole(parameter.detach().to(dtype))
+            value = whole(parameter.detach() if adapter else parameter.detach().to(dtype))
+            value = merged(value, adapter, whole).to(dtype) if adapter else value
             yield self._named_on_the_hub({name: value.cpu()}) if next(remaining) == self._world.rank else {}
         for name, buffer in self._saved_buffers():
             yield {name: buffer.cpu()} if next(remaining) == self._world.rank else {}
@@ -258,7 +285,15 @@ class FsdpCritic(FsdpEngine[PackedCritic]):
 
     def __init__(self, trainer: TrainerConfig, world: World) -> None:
         section, forward = trainer.critic, forward_config(trainer)
-        model = load_model(PackedCritic, critic_source(trainer), section.fsdp_config, forward, world, trained=section)
+        model = load_model(
+            PackedCritic,
+            critic_source(trainer),
+            section.fsdp_config,
+            forward,
+            world,
+            trained=section,
+            seed=trainer.seed,
+        )
         super().__init__(model, section, trainer, world)
 
     def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:

@@ -16,8 +16,9 @@ from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.attention import PACKED, PADDED, PackedSequences
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig
-from hpcrl.trainer.models.hf import ModelSource, freeze
+from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.logprobs import among_zeros, compiled_rows, plain_rows, token_logprobs
+from hpcrl.trainer.models.trained import mark_trained
 from hpcrl.types import MicroBatch
 
 
@@ -121,33 +122,37 @@ def load_model(
     forward: ForwardConfig,
     world: World,
     trained: PolicyConfig | CriticConfig | None = None,
+    seed: int = 0,
 ) -> Packed:
     """Return the model of `source`, sharded; rank 0 reads it, in the type of its files, and each rank casts its shards.
 
     Args:
         packed: PackedPolicy or PackedCritic.
-        trained: section with what is trained; None: nothing, and parameters are kept in the type of the computation.
+        trained: section with what is trained; None: nothing. What is frozen as a whole, also below adapters, is kept in the type of the
+            computation.
+        seed: of the first values of adapters.
 
     Raises:
         DataError: `source` is no model in Hugging Face format, or does not have what the configuration names.
     """
     precision = fsdp.mixed_precision
+    adapted = trained is not None and trained.model.lora.rank > 0
     kept = precision.param_dtype if trained is None else precision.master_dtype
-    dtype = DTYPES[kept]
+    dtype = DTYPES[precision.param_dtype if adapted else kept]
     attention = PACKED if forward.flash else PADDED
     stored: list[PreTrainedModel] = []
 
     def read() -> dict[str, str]:
         whole = source.whole(source.stored_dtype() or dtype, attention)
         stored.append(whole)
+        mark_trained(whole, trained, DTYPES[kept], seed)
         return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in whole.state_dict().items()}
 
     # the others wait with the patience of control messages, which is longer than a collective's
     types = world.rank0_broadcast(read)
     empty = source.empty(dtype, attention)
-    model = packed(empty, forward).train(trained is not None).requires_grad_(trained is not None)
-    if isinstance(trained, PolicyConfig):
-        freeze(empty, trained.trainable_map, trained.freeze_pattern)
+    mark_trained(empty, trained, DTYPES[kept])
+    model = packed(empty, forward).train(trained is not None)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # old and new log-probabilities of a policy must come from the same function

@@ -20,7 +20,7 @@ from torch import nn
 from hpcrl.errors import DataError
 from hpcrl.trainer.backends.megatron.architecture import Architecture
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models import hf as sources
+from hpcrl.trainer.models import trained as by_transformers
 from hpcrl.trainer.models.hf import ModelSource
 
 EMBEDDING, HEAD, VALUE_HEAD = "embedding.word_embeddings.weight", "output_layer.weight", "value_head.weight"
@@ -264,7 +264,7 @@ def freeze(
     freeze_pattern: list[str],
     world: World,
 ) -> None:
-    """Stop or start the training of parameters, as hpcrl.trainer.models.hf.freeze, whose names and errors these are.
+    """Stop or start the training of parameters, as hpcrl.trainer.models.trained.freeze, whose names and errors these are.
 
     Raises:
         DataError: as there; or a part of a parameter would be trained, but not all of it.
@@ -272,7 +272,7 @@ def freeze(
 
     def apply() -> None:
         model = source.empty(torch.float32, "eager")
-        sources.freeze(model, trainable_map, freeze_pattern)
+        by_transformers.freeze(model, trainable_map, freeze_pattern)
         trained = {name: value.requires_grad for name, value in model.named_parameters(remove_duplicate=False)}
         for parameter, names in hf_names(chunks, architecture).items():
             frozen = [name for name in names if not trained[name_in_memory(name)]]

@@ -1,0 +1,164 @@
+"""LoRA on FSDP2: however it is spread, it is what PEFT and transformers compute; checkpoints hold adapters, engines get merged weights."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM
+
+from hpcrl.config.sections.model import LoraConfig
+from hpcrl.errors import DataError
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.lora import add_adapters
+from tests.trainer import scenarios
+from tests.trainer.backends.test_engine import GROUPS, SIZE, expect_same, true, variant
+from tests.trainer.material import make_batch, make_run
+from tests.trainer.ranks import Ranks
+from tests.trainer.saving.test_checkpoint import life, losses, steps
+
+SEED = 42  # trainer.seed
+ONLY_ADAPTERS = r"^(?!.*\.lora_)"
+PLAIN: dict[str, Any] = {"rank": 4}
+PATTERNS: dict[str, Any] = {
+    "rank": 4,
+    "alpha": 8.0,
+    "use_rslora": True,
+    "target_modules": ["q_proj", "layers.1.mlp"],
+    "exclude_modules": "down_proj",
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"layers.1.mlp.up_proj": 3.0},
+    "init_method": "gaussian",
+}
+OURS = {"all": PLAIN, "some": PATTERNS}
+THEIRS = {
+    "all": peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"),
+    "some": peft.LoraConfig(
+        r=4,
+        lora_alpha=8,
+        use_rslora=True,
+        target_modules=r".*\.(q_proj|layers\.1\.mlp\.(gate|up)_proj)",
+        rank_pattern={"q_proj": 2},
+        alpha_pattern={"layers.1.mlp.up_proj": 3.0},
+    ),
+}
+
+
+def with_lora(lora: dict[str, Any], micro: int = 4, **options: Any) -> dict[str, Any]:
+    policy = options.pop("policy", {})
+    return variant(micro, policy={"model": {"lora": lora}, **policy}, **options)
+
+
+VARIANTS = {
+    1: {
+        "all": with_lora(PLAIN),
+        "some": with_lora(PATTERNS, logprobs_chunk_size=5, gradient_checkpointing=True),
+    },
+    2: {
+        "all-two-ranks": with_lora(PLAIN, 1),
+        "some-reentrant": with_lora(
+            PATTERNS, 2, gradient_checkpointing=True, gradient_checkpointing_use_reentrant=True
+        ),
+        "all-bf16": with_lora(PLAIN, 2, policy={"fsdp_config": {"mixed_precision": {"param_dtype": "bf16"}}}),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, model_path: Path, alone: World, two: Ranks) -> Path:
+    path = tmp_path_factory.mktemp("lora")
+    run = make_run(path / "run")
+    for step in (1, 2):
+        make_batch(run, step, GROUPS, SIZE)
+    options = {"model": str(model_path), "run": str(run.path), "out": str(path)}
+    scenarios.variants(alone, {**options, "variants": VARIANTS[1]})
+    two.play([("scenarios:variants", {**options, "variants": VARIANTS[2]})])
+    return path
+
+
+def adapt(kind: str, model: torch.nn.Module) -> None:
+    """Give a model PEFT's adapters, with the first values that ours have."""
+    peft.inject_adapter_in_model(THEIRS[kind], model)
+    path = model.config._name_or_path  # pyright: ignore[reportAttributeAccessIssue]
+    own = AutoModelForCausalLM.from_pretrained(path)
+    add_adapters(own, LoraConfig(**OURS[kind]), "trainer.policy", torch.float32, SEED)
+    drawn = {name: value for name, value in own.state_dict().items() if ".lora_" in name}
+    missing, unexpected = model.load_state_dict(drawn, strict=False)
+    assert not unexpected
+    assert not [name for name in missing if ".lora_" in name]
+
+
+@pytest.mark.parametrize("name", ["all", "some", "all-two-ranks", "some-reentrant"])
+def test_every_way_is_what_peft_computes(results: Path, model_path: Path, name: str) -> None:
+    truth = true(results, model_path, frozen=ONLY_ADAPTERS, adapt=partial(adapt, name.partition("-")[0]))
+    expect_same(results, truth, name)
+
+
+def test_what_lies_below_adapters_is_kept_in_the_type_of_the_computation(results: Path) -> None:
+    tensors = load_file(results / "all-bf16.safetensors")
+    types = {name: value.dtype for name, value in tensors.items() if name.startswith("parameter.")}
+    assert {type_ for name, type_ in types.items() if ".lora_" in name} == {torch.float32}
+    assert {type_ for name, type_ in types.items() if ".lora_" not in name} == {torch.bfloat16}
+    exact, rounded = (json.loads((results / f"{name}.json").read_text()) for name in ("all", "all-bf16"))
+    assert [u["final_loss"] for u in rounded] == pytest.approx([u["final_loss"] for u in exact], abs=0.05)
+
+
+def test_a_checkpoint_holds_adapters_and_weights_are_merged(
+    model_path: Path, tmp_path: Path, alone: World, two: Ranks
+) -> None:
+    """Two ranks save step 1; one rank goes on, and exports what transformers alone computes."""
+    run = make_run(tmp_path / "run")
+    for step in (1, 2):
+        make_batch(run, step, GROUPS, SIZE)
+    trainer = {"policy": {"model": {"lora": PATTERNS}}}
+    saved = life(model_path, run.path, tmp_path / "saved.json", until=2, saves=[1], trainer=trainer)
+    two.play([("scenarios:lifetime", saved)])
+    scenarios.rewind(alone, {"run": str(run.path), "to": str(tmp_path / "on"), "steps": [1]})
+    scores = tmp_path / "scores.safetensors"
+    on = life(
+        model_path, tmp_path / "on", tmp_path / "on.json", until=2, attempt=2, trainer=trainer, export=str(scores)
+    )
+    scenarios.lifetime(alone, on)
+    assert losses(steps(tmp_path, "on")) == pytest.approx(losses(steps(tmp_path, "saved"))[2:], abs=1e-6)
+
+    saved_names = FileSystemReader(run.checkpoint(1)).read_metadata().state_dict_metadata
+    for folder in ("model.", "optimizer.state."):
+        tensors = [name for name in saved_names if name.startswith(folder)]
+        assert tensors
+        assert all(".lora_" in name for name in tensors)
+
+    expect_scores(Run.open(tmp_path / "on").export(2), load_file(scores))
+
+
+def expect_scores(model: Path, found: dict[str, torch.Tensor]) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for name, ids in found.items():
+        number, _, what = name.partition(".")
+        if what == "ids":
+            with torch.no_grad():
+                logprobs = (plain(input_ids=ids[None]).logits[0, :-1] / 0.9).log_softmax(-1)
+            expected = logprobs.gather(-1, ids[1:, None])[:, 0]
+            scored = found[f"{number}.logprobs"][:-1]
+            torch.testing.assert_close(scored[scored != 0], expected[scored != 0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"target_modules": ["q_porj"]}, 'target_modules "q_porj": the model has no linear layer with that in its name; did you mean'),
+        ({"exclude_modules": "proj"}, "exclude_modules leaves no module to adapt"),
+        ({"exclude_modules": ["head"]}, 'exclude_modules "head": the model has no linear layer'),
+    ],
+)  # fmt: skip
+def test_names_that_find_nothing(model_path: Path, lora: dict[str, Any], said: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    with pytest.raises(DataError, match=f"trainer.policy.model.lora.{said}"):
+        add_adapters(model, LoraConfig(rank=2, **lora), "trainer.policy", torch.float32, SEED)
