@@ -50,6 +50,8 @@ def trainers(model: Path) -> dict[str, Any]:
     frozen = section(model)
     frozen["policy"]["freeze_pattern"] = [FROZEN]
     critic = {"model": {"path": str(model)}, "fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}}}
+    adapted = section(model, mixed_precision={"param_dtype": "bf16"})
+    adapted["policy"]["model"]["lora"] = {"rank": 4}
     return {
         "plain": plain,
         "two-copies": section(model, fsdp_size=2),
@@ -57,6 +59,7 @@ def trainers(model: Path) -> dict[str, Any]:
         "master-bf16": section(model, mixed_precision={"param_dtype": "bf16", "master_dtype": "bf16"}),
         "for-loop": {**plain, "policy": plain["policy"] | {"optimizer_config": {"implementation": "for-loop"}}},
         "frozen": frozen,
+        "lora": {**adapted, "algorithm": {}, "critic": {**critic, "model": {"path": str(model), "lora": {"rank": 2}}}},
         "all-models": {**section(model, mixed_precision={"param_dtype": "bf16"}), "algorithm": {}, "critic": critic},
     }
 
@@ -70,7 +73,9 @@ def expected(table: dict[str, Any], ranks: int, index: int) -> dict[str, dict[st
         sharding, precision = fsdp[role], fsdp[role].mixed_precision
         copy = copy_ranks(sharding.fsdp_size, ranks, ranks)
         dtype = precision.param_dtype if role == "ref" else precision.master_dtype
-        need = fsdp_state(model.weights, copy, dtype, index % copy)
+        adapted = {"policy": trainer.policy, "critic": trainer.critic}[role].model.lora.rank if role != "ref" else 0
+        frozen = precision.param_dtype if adapted else None
+        need = fsdp_state(model.weights, copy, dtype, index % copy, frozen_dtype=frozen)
         found[role] = {name: getattr(need, name) for name in ("weights", "gradients", "optimizer")}
     return found
 
@@ -78,7 +83,8 @@ def expected(table: dict[str, Any], ranks: int, index: int) -> dict[str, dict[st
 def test_one_rank_holds_what_the_arithmetic_says(model_path: Path, alone: World) -> None:
     sections = trainers(model_path)
     held = bytes_of(alone, sections)
-    assert len(held) == len(sections) + 2
+    assert len(held) == len(sections) + 3
+    assert "lora/ref" not in held, "the reference is the policy without its adapters"
     for name, found in held.items():
         section, _, role = name.partition("/")
         assert expected(sections[section], 1, 0)[role] == found, name

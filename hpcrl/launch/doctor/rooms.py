@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hpcrl.config import Config
 from hpcrl.config.derive import model_paths, saves_checkpoints
+from hpcrl.config.sections.model import LoraConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.rundir.checkpoints import NEVER_DELETED
 from hpcrl.rundir.commit import committed
@@ -57,11 +58,16 @@ class Sizes:
         """
         trainer = config.trainer
         trained = {role: path for role, path in model_paths(trainer).items() if role != "ref"}
-        counts = {role: _parameters(folder_of(path)) for role, path in trained.items()}
-        if not all(counts.values()):
+        adapters = {"policy": trainer.policy.model.lora, "critic": trainer.critic.model.lora}
+        files = {role: _shapes(folder_of(path)) for role, path in trained.items()}
+        if not all(files.values()):
             return None
+        counts = {role: _saved_parameters(shapes, adapters[role]) for role, shapes in files.items()}
         weight = 4 if config.generator.inference_engine.model_dtype == "float32" else 2
-        return cls(weight * counts["policy"], sum(_saved(trainer, role) * count for role, count in counts.items()))
+        return cls(
+            weight * sum(map(math.prod, files["policy"])),
+            sum(_saved(trainer, role) * count for role, count in counts.items()),
+        )
 
 
 def _saved(trainer: TrainerConfig, role: str) -> int:
@@ -87,20 +93,26 @@ def rooms(run: Run, config: Config, sizes: Sizes | None) -> dict[str, Room]:
     }
 
 
-def _parameters(folder: Path | None) -> int:
-    """Return the number of parameters in the safetensors files of a model; 0 where it has none, or they cannot be read."""
+def _saved_parameters(shapes: list[list[int]], lora: LoraConfig) -> int:
+    """Return how many parameters of a model a checkpoint has; with LoRA those of adapters of all its matrices, which may be more than there are."""
+    if not lora.rank:
+        return sum(map(math.prod, shapes))
+    return max(lora.rank, *lora.rank_pattern.values(), 0) * sum(sum(shape) for shape in shapes if len(shape) == 2)
+
+
+def _shapes(folder: Path | None) -> list[list[int]]:
+    """Return the shapes of a model's tensors, by the headers of its safetensors files; none where it has no such files, or they cannot be read."""
     try:
-        files = sorted(folder.glob("*.safetensors")) if folder else []
-        return sum(map(_count, files))
+        return [shape for path in (sorted(folder.glob("*.safetensors")) if folder else []) for shape in _listed(path)]
     except (OSError, ValueError):
-        return 0
+        return []
 
 
-def _count(path: Path) -> int:
-    """Return the numbers in a safetensors file: eight bytes, the length of a JSON header of its tensors, then that header."""
+def _listed(path: Path) -> list[list[int]]:
+    """Return the shapes in a safetensors file: eight bytes, the length of a JSON header of its tensors, then that header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _HEADER_LIMIT:
             raise ValueError(f"{path} is no safetensors file")
         header = json.loads(file.read(length))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return [entry["shape"] for name, entry in header.items() if name != "__metadata__"]

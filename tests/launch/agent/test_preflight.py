@@ -165,8 +165,11 @@ def test_sizes_of_a_model(tmp_path: Path) -> None:
         }
     ).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    config = Config.from_toml([QUICKSTART], ["generator.inference_engine.model_dtype=bfloat16"])
+    settings = ["generator.inference_engine.model_dtype=bfloat16"]
+    config = Config.from_toml([QUICKSTART], settings)
     assert Sizes.of(config, lambda _: tmp_path) == Sizes(weights=2 * 201, checkpoint=12 * 201)
+    adapted = Config.from_toml([QUICKSTART], [*settings, "trainer.policy.model.lora.rank=4"])
+    assert Sizes.of(adapted, lambda _: tmp_path) == Sizes(weights=2 * 201, checkpoint=12 * 4 * (10 + 20))
     assert Sizes.of(config, lambda _: None) is None
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
     assert Sizes.of(config, lambda _: tmp_path) is None
