@@ -164,6 +164,10 @@ class PolicyEngine(Engine, Protocol):
         """Write what makes exported weights a model: its configuration and generation settings. Rank 0 writes."""
         ...
 
+    def adapter_writer(self) -> Callable[[Path], None] | None:
+        """Return what writes the adapters into a new directory, as PEFT reads them; None: there are none. All ranks call it, one may write."""
+        ...
+
 
 class CriticEngine(Engine, Protocol):
     """A critic in training."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -19,7 +21,7 @@ from hpcrl.config.sections.model import LoraConfig
 from hpcrl.errors import DataError, did_you_mean
 
 _ADAPTER = "default"
-_BASE = ".base_layer."
+_BASE, _LORA = ".base_layer.", ".lora_"
 _ALL = "all-linear"
 
 _Draw = Callable[[torch.Tensor, torch.Generator], object]
@@ -43,19 +45,12 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
     Raises:
         DataError: names of modules find nothing.
     """
-    import peft  # takes half a second, and most runs have no adapters
+    import peft
 
     model.requires_grad_(False)
     targets = _targets(model, lora, f"{role}.model.lora")
-    config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
-        target_modules=targets,
-        use_rslora=lora.use_rslora,
-        alpha_pattern=lora.alpha_pattern,
-        rank_pattern=lora.rank_pattern,
-    )
-    peft.inject_adapter_in_model(config, model, _ADAPTER, low_cpu_mem_usage=True)  # their values come below
+    # their values come below
+    peft.inject_adapter_in_model(_peft_config(lora, targets), model, _ADAPTER, low_cpu_mem_usage=True)
     generator = torch.Generator().manual_seed(seed)
     for name in targets:
         layer = model.get_submodule(name)
@@ -66,6 +61,22 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
         if device.type != "meta":
             _DRAWN[lora.init_method](a.weight, generator)
             nn.init.zeros_(b.weight)
+
+
+def _peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -> Any:
+    import peft  # takes half a second, and most runs have no adapters
+
+    return peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        use_rslora=lora.use_rslora,
+        alpha_pattern=lora.alpha_pattern,
+        rank_pattern=lora.rank_pattern,
+    )
 
 
 def _targets(model: PreTrainedModel, lora: LoraConfig, section: str) -> list[str]:
@@ -103,7 +114,7 @@ def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]]:
         owner, is_base, leaf = name.rpartition(_BASE)
         if is_base:
             yield own_name(name), parameter, model.get_submodule(owner) if leaf == "weight" else None
-        elif f".{_ADAPTER}." not in name:
+        elif _LORA not in name:
             yield name, parameter, None
 
 
@@ -117,6 +128,39 @@ def merged(base: torch.Tensor, layer: Any, whole: Callable[[torch.Tensor], torch
     """
     A, B = (whole(matrix.weight.detach()).float() for matrix in _matrices(layer))
     return base.float() + layer.scaling[_ADAPTER] * (B @ A)
+
+
+def adapter_writer(
+    model: nn.Module, lora: LoraConfig, base: str, whole: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[Path], None]:
+    """Return what writes a model's adapters into a new directory, as PEFT reads them.
+
+    Args:
+        base: path or hub id of the model that they adapt.
+        whole: gathers a parameter that may be sharded.
+    """
+    found = [(name, whole(value.detach()).cpu()) for name, value in model.named_parameters() if _LORA in name]
+    tensors = {f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}": value for name, value in found}
+    config = _peft_config(lora, sorted({name.partition(_LORA)[0] for name, _ in found}), base)
+
+    def write(directory: Path) -> None:
+        config.save_pretrained(str(directory))
+        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    return write
+
+
+@contextmanager
+def without_dropout(model: nn.Module, dropout: float) -> Iterator[None]:
+    """Let a model compute as it does when it is not trained; `dropout` is the probability that its adapters have, and all that it has."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Dropout)] if dropout else []
+    for layer in layers:
+        layer.eval()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.train()
 
 
 @contextmanager

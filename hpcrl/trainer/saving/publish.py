@@ -28,6 +28,8 @@ from hpcrl.trainer.saving.shards import ShardPlan, ShardWriter
 
 _INDEX = "model.safetensors.index.json"
 _PROBE_TOKENS = 32
+ADAPTER = "adapter"
+"""Directory of an export with the adapters alone, where LoRA trained them."""
 
 
 class Publisher:
@@ -117,9 +119,12 @@ class Publisher:
         def complete(directory: Path) -> None:
             engine.export_config(directory, self._dtype)
             load_tokenizer(model, template).save_pretrained(directory)
+            if write_adapter:
+                write_adapter(directory / ADAPTER)
 
         place = target or self._run.export(step)
         if self._world.rank0_broadcast(lambda: committed_by(place)) != self._attempt:
+            write_adapter = engine.adapter_writer()
             self._write(engine, place, complete, step=step)
         return place
 

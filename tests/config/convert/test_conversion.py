@@ -38,11 +38,15 @@ def test_what_is_not_implemented_yet_is_written_unless_it_changes_nothing_that_i
 
 
 def test_what_is_not_implemented_yet_is_refused(tmp_path: Path) -> None:
-    words = ["data.train_data=[t.parquet]", "trainer.policy.model.path=m", "trainer.policy.model.lora.dropout=0.5"]
+    words = [
+        "data.train_data=[t.parquet]",
+        "trainer.policy.model.path=m",
+        "trainer.policy.model.lora.init_method=pissa",
+    ]
     message = _refusal(
         convert_overrides([*words, "trainer.logger=wandb", "trainer.eval_interval=-1"], "a command"), tmp_path
     )
-    assert "trainer.policy.model.lora.dropout: 0.5 (number) is not implemented yet (further options of LoRA)" in message
+    assert 'trainer.policy.model.lora.init_method: "pissa" (text) is not implemented yet (adapters that begin' in message
     assert "trainer.logger" not in message
 
 

@@ -65,7 +65,7 @@ VALID = {
 }  # fmt: skip
 
 REFUSED = {
-    "lora with dropout": (script("trainer.policy.model.lora.rank=8 trainer.policy.model.lora.dropout=0.1"), "trainer.policy.model.lora.dropout: 0.1"),
+    "lora by pissa": (script("trainer.policy.model.lora.rank=8 trainer.policy.model.lora.init_method=pissa"), 'model.lora.init_method: "pissa"'),
     "FSDP1": (script("trainer.strategy=fsdp"), 'trainer.strategy: "fsdp"'),
     "a program of its own": (script("", "", "python -m mine.main "), "unconverted.mine.main: a program of its own"),
     "a file of its own": (script("", "", "python train/mine.py "), "unconverted.train/mine.py: a program of its own"),

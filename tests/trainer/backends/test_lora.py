@@ -19,9 +19,11 @@ from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.lora import add_adapters
+from hpcrl.trainer.packing import pack
+from hpcrl.trainer.saving.publish import ADAPTER
 from tests.trainer import scenarios
 from tests.trainer.backends.test_engine import GROUPS, SIZE, expect_same, true, variant
-from tests.trainer.material import make_batch, make_run
+from tests.trainer.material import make_batch, make_run, make_sample
 from tests.trainer.ranks import Ranks
 from tests.trainer.saving.test_checkpoint import life, losses, steps
 
@@ -135,11 +137,14 @@ def test_a_checkpoint_holds_adapters_and_weights_are_merged(
         assert tensors
         assert all(".lora_" in name for name in tensors)
 
-    expect_scores(Run.open(tmp_path / "on").export(2), load_file(scores))
+    export = Run.open(tmp_path / "on").export(2)
+    expect_scores(AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32), load_file(scores))
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, str(export / ADAPTER))
+    expect_scores(adapted, load_file(scores))
 
 
-def expect_scores(model: Path, found: dict[str, torch.Tensor]) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+def expect_scores(plain: torch.nn.Module, found: dict[str, torch.Tensor]) -> None:
     for name, ids in found.items():
         number, _, what = name.partition(".")
         if what == "ids":
@@ -148,6 +153,21 @@ def expect_scores(model: Path, found: dict[str, torch.Tensor]) -> None:
             expected = logprobs.gather(-1, ids[1:, None])[:, 0]
             scored = found[f"{number}.logprobs"][:-1]
             torch.testing.assert_close(scored[scored != 0], expected[scored != 0], atol=1e-5, rtol=0)
+
+
+def test_inputs_of_adapters_are_dropped_in_training_only(results: Path, model_path: Path, alone: World) -> None:
+    run, options = Run.open(results / "run"), with_lora({**PLAIN, "dropout": 0.5})
+    engine = scenarios.make_engine(alone, str(model_path), options)
+    scenarios.train_steps(engine, run, range(1, 2), alone, options)
+    batch = pack([make_sample(torch.Generator().manual_seed(1), 12, prompt=3)]).whole()
+    scored = [next(engine.logprobs([batch])) for _ in range(2)]
+    trained = [
+        engine.forward_backward([batch], lambda _, logprobs_P, *_others: (logprobs_P.sum(), {"sum": logprobs_P.sum()}))
+        for _ in range(2)
+    ]
+    engine.skip()
+    assert torch.equal(*scored)
+    assert len({scored[0].sum().item(), *(found["sum"].item() for found in trained)}) == 3
 
 
 @pytest.mark.parametrize(

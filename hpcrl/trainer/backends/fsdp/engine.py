@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -40,7 +40,7 @@ from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import DTYPES, at_temperature, forward_config
 from hpcrl.trainer.models.hf import critic_source, export_config, policy_source, reference_source
-from hpcrl.trainer.models.lora import merged, own_parameters, without_adapters
+from hpcrl.trainer.models.lora import adapter_writer, merged, own_parameters, without_adapters, without_dropout
 from hpcrl.trainer.packing import untrained_micro_batch
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class FsdpEngine(Generic[Model]):
         self._model, self._world, self.data = model, world, world
         self._optimizer_config: OptimizerConfig = section.optimizer_config
         self._stager: DefaultStager | None = None
-        self._adapted = section.model.lora.rank > 0
+        self._lora = section.model.lora
         self.updates = 0
         self._total_updates = 0
         if trainer.gradient_checkpointing:
@@ -158,15 +158,15 @@ class FsdpEngine(Generic[Model]):
     def _saved(self, model: dict[str, Any]) -> dict[str, Any]:
         """Return the part of a model's state that changes: with LoRA the adapters."""
         named = self._model.named_parameters(remove_duplicate=False)
-        frozen = {name for name, parameter in named if self._adapted and not parameter.requires_grad}
+        frozen = {name for name, parameter in named if self._lora.rank and not parameter.requires_grad}
         return {name: value for name, value in model.items() if name not in frozen}
 
     def _partial(self) -> StateDictOptions:
-        return StateDictOptions(strict=not self._adapted)
+        return StateDictOptions(strict=not self._lora.rank)
 
     def _each_without_gradient(self, model: PackedModel, batches: MicroBatches) -> Iterator[torch.Tensor]:
         for batch in batches:
-            with torch.no_grad():
+            with torch.no_grad(), without_dropout(model, self._lora.dropout):
                 first_P, *_ = model.run(batch.to(self._world.device))
                 free_gathered(model)
             yield first_P
@@ -278,6 +278,10 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
         if not self._world.first:
             return
         export_config(self._source, directory, dtype)
+
+    def adapter_writer(self) -> Callable[[Path], None] | None:
+        free_gathered(self._model)
+        return adapter_writer(self._model.model, self._lora, self._source.path, whole) if self._lora.rank else None
 
 
 class FsdpCritic(FsdpEngine[PackedCritic]):

@@ -151,11 +151,11 @@ def load_model(
     # the others wait with the patience of control messages, which is longer than a collective's
     types = world.rank0_broadcast(read)
     empty = source.empty(dtype, attention)
-    mark_trained(empty, trained, DTYPES[kept])
-    model = packed(empty, forward).train(trained is not None)
-    for module in model.modules():
+    for module in empty.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # old and new log-probabilities of a policy must come from the same function
+    mark_trained(empty, trained, DTYPES[kept])
+    model = packed(empty, forward).train(trained is not None)
     shard(model, empty, fsdp, kept, world)
     offloaded = fsdp.cpu_offload and world.device.type == "cuda"
     model.to_empty(device="cpu" if offloaded else world.device)

@@ -252,6 +252,9 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
         if self._world.first:
             export_config(self._source, directory, dtype)
 
+    def adapter_writer(self) -> None:
+        return None
+
 
 class MegatronCritic(MegatronEngine[CriticModel]):
     """CriticEngine on Megatron-core, split as the policy is."""
