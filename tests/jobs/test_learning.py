@@ -35,6 +35,7 @@ FAMILIES = {
         "trainer.critic_mini_batch_size=32",
     ],
     "sapo": [f"{ALGORITHM}policy_loss_type=sapo", f"{ALGORITHM}loss_reduction=sequence_mean"],
+    "lora": ["trainer.policy.model.lora.rank=8", "trainer.policy.optimizer_config.lr=2e-3"],
     "dapo": [
         f"{ALGORITHM}eps_clip_high=0.28",
         f"{ALGORITHM}dynamic_sampling.type=filter",
