@@ -43,6 +43,7 @@ REQUEUED_S, RECONFIGURE_S, LONELY_S = (
     300.0,
 )  # a run that nobody requeues has no process; one that waits for a node that was cut off neither
 OTHERS = 0.12
+HELD = "requeued held"
 END_S = 900.0
 _COMMANDS = {
     "hpcrl.launch.requeue.": "finish",
@@ -129,6 +130,24 @@ class Soak:
         while self.due:
             self.scenario.pause(LOOK_S)
             self._undo()
+
+    def comes_to_its_end(self) -> bool:
+        """Return whether the run has left the queue; what Slurm holds until then is let go."""
+        queued = self.scenario.queued(self.run)
+        if HELD in queued:
+            self._release()
+        return not queued
+
+    def _release(self) -> None:
+        """Do what `hpcrl status` tells a person to: after a cut a node may come back with a batch script that slurmctld has started anew meanwhile."""
+        told = self.scenario.told("status", self.run.name)
+        assert "scontrol release" in told, told
+        drained = self.scenario.slurm("sinfo", "-h", "-N", "-t", "drain", "-o", "%N").split()
+        for node in sorted(set(drained) & set(self.scenario.nodes)):
+            self.scenario.slurm("scontrol", "update", f"nodename={node}", "state=resume")
+        self.scenario.slurm("scontrol", "release", self.scenario.job_of(self.run))
+        self.others["release"] += 1
+        self._note("release")
 
     def processes(self) -> list[Process]:
         """Return all processes of the run, the shells of its batch scripts among them."""
@@ -250,7 +269,10 @@ class Soak:
         elif self.lonely is None:
             self.lonely = time.monotonic()
         elif alone > REQUEUED_S:
-            assert self.scenario.queued(self.run), f"nobody has requeued it\n{self.scenario.report(self.run)}"
+            queued = self.scenario.queued(self.run)
+            assert queued, f"nobody has requeued it\n{self.scenario.report(self.run)}"
+            if HELD in queued:
+                self._release()
             assert alone < LONELY_S, f"it is not started\n{self.scenario.report(self.run)}"
             if not self.due and alone - self.reconfigured > RECONFIGURE_S:
                 # after a node went down with a job that was completing, slurmctld 22.05 may take idle nodes for busy
@@ -299,7 +321,7 @@ def test_soak(scenario: Scenario, shape: str) -> None:
             undo()
     lasted = time.monotonic() - began
     scenario.knobs()
-    scenario.wait(lambda: not scenario.queued(run), "it comes to its end", END_S, run)
+    scenario.wait(soak.comes_to_its_end, "it comes to its end", END_S, run)
     assert_nothing_lost(scenario, run, steps=steps, same_values=False)
     assert len({attempt.job_id for attempt in read_attempts(run)}) == 1, "somebody has resumed it"
     generated = [scenario.noted(what) for what in ("asked", "answered")]
