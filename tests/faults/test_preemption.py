@@ -27,13 +27,16 @@ def saved_when_told(scenario: Scenario, run: Run, attempt: int = 1, seconds: flo
 
 
 @pytest.mark.faults_slow
-def test_09_preemption_with_grace(scenario: Scenario) -> None:
+@pytest.mark.parametrize("model", [{}, {"lora.rank": 4}], ids=["all_weights", "adapters"])
+def test_09_preemption_with_grace(scenario: Scenario, model: dict[str, int]) -> None:
     """Slurm sends CONT and TERM to every process of the steps; the run saves within the grace, requeues itself and comes back."""
-    run = scenario.submit(STEPS_PER_ATTEMPT)
+    run = scenario.submit(
+        {**STEPS_PER_ATTEMPT, **{f"trainer.policy.model.{name}": value for name, value in model.items()}}
+    )
     scenario.reach(run, 4)
     scenario.preempt()
     saved_when_told(scenario, run)
-    assert_nothing_lost(scenario, run)
+    assert_nothing_lost(scenario, run, same_values=not model)
     assert len(read_attempts(run)) == 2
 
 
