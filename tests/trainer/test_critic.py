@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -41,16 +42,19 @@ def fsdp(**options: Any) -> dict[str, Any]:
     return {"critic": {"fsdp_config": options}}
 
 
+ADAPTERS = {"critic": {"model": {"lora": {"rank": 4}}}}
 VARIANTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "together": {"micro": 64},
         "one by one": {"micro": 1, "trainer": {"gradient_checkpointing": True}},
         "padded rows": {"micro": 4, "trainer": {"use_sample_packing": False}},
         "one step": {"micro": 4, "trainer": {"critic_mini_batch_size": 4}},
+        "adapters": {"micro": 4, "trainer": ADAPTERS},
         "two epochs": {"micro": 4, "trainer": {"update_epochs_per_batch": 2}},
     },
     2: {
         "two ranks": {"micro": 2},
+        "adapters of two ranks": {"micro": 2, "trainer": ADAPTERS},
         "by tokens": {"micro": 1, "tokens": 30},
         "policy trains all at once": {"micro": 2, "trainer": {"policy_mini_batch_size": 4}},
         "policy trains one by one": {"micro": 2, "trainer": {"policy_mini_batch_size": 1}},
@@ -59,7 +63,7 @@ VARIANTS: dict[int, dict[str, dict[str, Any]]] = {
         "bf16": {"micro": 2, "trainer": fsdp(mixed_precision={"param_dtype": "bf16"})},
     },
 }
-APART = {"one step", "one step of two ranks", "two epochs", "bf16"}
+APART = {"one step", "one step of two ranks", "two epochs", "bf16", "adapters", "adapters of two ranks"}
 EXACT = [name for variants in VARIANTS.values() for name in variants if name not in APART]
 
 
@@ -80,10 +84,14 @@ def results(tmp_path_factory: pytest.TempPathFactory, model_path: Path, alone: W
 class Truth:
     """One batch of a critic with nothing but transformers and torch: one sample at a time, one token after the other."""
 
-    def __init__(self, model_path: Path, head: torch.Tensor, run: Run) -> None:
+    def __init__(self, model_path: Path, initial: dict[str, torch.Tensor], run: Run) -> None:
         self.model = AutoModel.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
-        self.model.value_head = torch.nn.Linear(head.shape[1], 1, bias=False)
-        self.model.value_head.weight.data.copy_(head)
+        adapters = {name: value for name, value in initial.items() if ".lora_" in name}
+        if adapters:
+            peft.inject_adapter_in_model(peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"), self.model)
+            assert not self.model.load_state_dict(adapters, strict=False).unexpected_keys
+        self.model.value_head = torch.nn.Linear(initial[HEAD].shape[1], 1, bias=False)
+        self.model.value_head.weight.data.copy_(initial[HEAD])
         batch = Batch.from_json(json.loads(run.batch(1).read_text()))
         self.samples = {
             f"{group}-{index}": sample
@@ -132,8 +140,14 @@ class Truth:
 
 @pytest.fixture(scope="module")
 def truth(results: Path, model_path: Path) -> Truth:
-    head = load_file(results / "together.safetensors")[f"initial.{HEAD}"]
-    return Truth(model_path, head, Run.open(results / "run"))
+    return true(results, model_path, "together")
+
+
+def true(results: Path, model_path: Path, name: str) -> Truth:
+    """Return what comes of the values that a variant began with."""
+    tensors = load_file(results / f"{name}.safetensors")
+    initial = {key.removeprefix("initial."): value for key, value in tensors.items() if key.startswith("initial.")}
+    return Truth(model_path, initial, Run.open(results / "run"))
 
 
 def of_samples(results: Path, name: str, kind: str) -> dict[str, torch.Tensor]:
@@ -161,13 +175,24 @@ def test_values_returns_and_advantages(results: Path, truth: Truth, name: str) -
 
 @pytest.mark.parametrize("name", EXACT)
 def test_every_way_is_the_same_optimizer_step(results: Path, truth: Truth, name: str) -> None:
+    expect_same_step(results, truth, name)
+
+
+@pytest.mark.parametrize("name", ["adapters", "adapters of two ranks"])
+def test_adapters_and_the_new_head_are_trained(results: Path, model_path: Path, name: str) -> None:
+    expect_same_step(results, true(results, model_path, name), name)
+
+
+def expect_same_step(results: Path, truth: Truth, name: str) -> None:
     told, tensors = json.loads((results / f"{name}.json").read_text()), load_file(results / f"{name}.safetensors")
     assert told["updates"] == 2
     assert told["kept"], "the weights of the policy's loss are not the critic's"
     assert told["metrics"]["critic/critic_loss"] == pytest.approx(sum(truth.losses) / 2, abs=1e-6)
     for key, parameter in truth.model.named_parameters():
         for number, gradients in enumerate(truth.gradients):
-            torch.testing.assert_close(tensors[f"gradient.{number}.{key}"], gradients[key], atol=1e-5, rtol=1e-4)
+            assert (f"gradient.{number}.{key}" in tensors) == (key in gradients)
+            if key in gradients:
+                torch.testing.assert_close(tensors[f"gradient.{number}.{key}"], gradients[key], atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(tensors[f"parameter.{key}"], parameter.detach(), atol=1e-4, rtol=0)
     assert not torch.equal(tensors[f"parameter.{HEAD}"], tensors[f"initial.{HEAD}"])
 
