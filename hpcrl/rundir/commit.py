@@ -90,9 +90,8 @@ def make_directory(path: Path) -> None:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except (
-        FileExistsError
-    ) as error:  # another node may have made it, and this one remembers that it was not there, as in `children`
+    except FileExistsError as error:
+        # another node may have made it, and this one remembers that it was not there, as in `children`
         made = Path(error.filename)
         os.listdir(made.parent)
         if not made.is_dir():
