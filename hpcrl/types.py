@@ -167,6 +167,7 @@ class Work:
         n_samples: samples of the group.
         seed: base of the sampling seeds; sample i uses seed + i, so a group does not depend on who generates it.
         turns: files, relative to the run directory, with turns of it that earlier workers have left.
+        asked: digest of all that decides what a row of an evaluation becomes, but the weights; empty: nobody asks for it once more.
     """
 
     group_id: str
@@ -175,6 +176,7 @@ class Work:
     n_samples: int
     seed: int
     turns: list[str] = field(default_factory=list)
+    asked: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {"prompt": vars(self.prompt)}

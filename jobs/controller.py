@@ -1,6 +1,6 @@
 """The controller of a run: python jobs/controller.py RUN
 
-consumes   the datasets, batches/ and samples/ of earlier attempts, control/stop.json
+consumes   the datasets, batches/, samples/ and evals/ of earlier attempts, control/stop.json
 waits for  requests of the trainer and of the rollout workers (hpcrl/runtime/controller_client.py)
 produces   batches/s<step>.json, metrics/controller.jsonl, evals/*/summary.json, tensorboard/
 ends       when the last step is trained and evaluated and every worker knows; under a stop request its agent ends it
@@ -14,6 +14,7 @@ import sys
 
 from hpcrl.config import Config, max_replicas, order_seed, sampling_seed, total_steps
 from hpcrl.config.derive import needs_baselines, surplus_groups
+from hpcrl.config.resume_changes import evaluation_settings
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
@@ -96,6 +97,7 @@ def schedule(config: Config, n_prompts: int) -> Schedule:
             elastic=slurm.elastic.replicas > 0,
         ),
         max_failed_ratio=config.environment.max_failed_ratio,
+        eval_settings=evaluation_settings(config),
     )
 
 

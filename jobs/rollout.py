@@ -2,7 +2,7 @@
 
 consumes   work of the controller, weights/v<k>, the initial model
 waits for  its own engine, then the controller
-produces   samples/<replica>/, evals/v<k>/<replica>.jsonl, metrics/rollout-<replica>.jsonl
+produces   samples/<replica>/, evals/v<k>/<replica>.jsonl and .rows, metrics/rollout-<replica>.jsonl
 ends       with 0 when the controller says stop or on SIGTERM; with the exit code of hpcrl/errors.py otherwise: ConfigError,
            DataError and UserCodeError would end every replica, all else concerns this one. The engine never outlives it
 """

@@ -34,7 +34,7 @@ class Difference:
 
 def differences(left: ConfigTree, right: ConfigTree) -> list[Difference]:
     """Return what differs, in the order of the settings; 1 and 1.0 are equal, 1 and true are not."""
-    ours, theirs = dict(_flat(asdict(left), "")), dict(_flat(asdict(right), ""))
+    ours, theirs = dict(flat(asdict(left))), dict(flat(asdict(right)))
     return [
         Difference(path, ours.get(path), theirs.get(path))
         for path in ours | theirs
@@ -60,11 +60,12 @@ def as_yaml(tree: Mapping[str, Any]) -> str:
     return yaml.safe_dump(tree, sort_keys=False)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a tree of tables, by dotted path."""
     for key, value in tree.items():
         path = prefix + _key(key)
         if isinstance(value, Mapping):
-            yield from _flat(value, path + ".")
+            yield from flat(value, path + ".")
         else:
             yield path, value
 

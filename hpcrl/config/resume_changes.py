@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from typing import Literal
 
-from hpcrl.config.difference import Difference, differences
+from hpcrl.config.difference import Difference, differences, flat
 from hpcrl.config.root import Config
 
 Kind = Literal["harmless", "warning", "refused"]
@@ -248,6 +249,18 @@ def changes(old: Config, new: Config) -> list[Change]:
         effect = effect_of(difference.path) or _YOURS
         found.append(Change(difference, effect.kind, effect.reason))
     return sorted(found, key=lambda change: ("refused", "warning", "harmless").index(change.kind))
+
+
+def evaluation_settings(config: Config) -> str:
+    """Return the settings that decide what is said and scored in an evaluation, as a text: those that a run may be resumed with and that
+    are not harmless."""
+    tree = {
+        "generator": asdict(config.generator),
+        "environment": asdict(config.environment),
+        "python_path": config.python_path,
+    }
+    settings = {path: value for path, value in flat(tree) if (effect_of(path) or _YOURS).kind != "harmless"}
+    return json.dumps(settings, default=str)
 
 
 def changes_from_path(saved: Config, new: Config) -> list[Change]:

@@ -25,18 +25,22 @@ class BegunGroups:
             self._files.setdefault(group, {}).update(files)
             self._note(group)
 
-    def restore(self, version: int, wanted: Callable[[int], bool]) -> Mapping[int, Collection[int]]:
+    def restore(
+        self, version: int, wanted: Callable[[int], bool], evaluated: Collection[str] = ()
+    ) -> Mapping[int, Collection[int]]:
         """Look for what earlier attempts have left, and remove what cannot be used when training continues with `version`.
 
         Returns the versions that began files, for each training group that has any, by its index; it is kept up to date.
 
         Args:
             wanted: tells whether a training group, by its index, will be generated.
+            evaluated: rows of the evaluation that will not be.
         """
         self.find()
         for group, files in list(self._files.items()):
             index = group_index(group)
-            useful = group.startswith(eval_prefix(version)) if index is None else wanted(index)
+            evaluates = group.startswith(eval_prefix(version)) and group not in evaluated
+            useful = evaluates if index is None else wanted(index)
             for path in [path for path, began in files.items() if began > version or not useful]:
                 path.unlink(missing_ok=True)
                 del files[path]

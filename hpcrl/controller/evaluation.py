@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import comb
 
+from hpcrl.rundir.commit import digest_of
 from hpcrl.text import metric_name
 from hpcrl.types import GroupMeta, Prompt, Work
 
@@ -35,17 +37,29 @@ def eval_prefix(version: int) -> str:
 
 
 def evaluation_work(
-    prompts: Sequence[Prompt], version: int, n_samples: int, seed: int, rows: Sequence[int] | None = None
+    prompts: Sequence[Prompt],
+    version: int,
+    n_samples: int,
+    seed: int,
+    rows: Sequence[int] | None = None,
+    settings: str | None = None,
 ) -> list[Work]:
     """Return the work of evaluating `rows` of a validation set, all of them if unset.
 
     Ids and seeds depend on row, version and `seed` alone, so that an evaluation outside of training generates the
     same groups as that of the run.
+
+    Args:
+        settings: all of them that decide what is said and scored, where rows that are finished may count in a later attempt.
     """
-    return [
-        Work(eval_group_id(version, row), "eval", prompts[row], n_samples, seed + row)
-        for row in (range(len(prompts)) if rows is None else rows)
-    ]
+
+    def work(row: int) -> Work:
+        name, prompt = eval_group_id(version, row), prompts[row]
+        decides = [settings, name, vars(prompt), n_samples, seed + row]
+        asked = "" if settings is None else digest_of(json.dumps(decides).encode())
+        return Work(name, "eval", prompt, n_samples, seed + row, asked=asked)
+
+    return [work(row) for row in (range(len(prompts)) if rows is None else rows)]
 
 
 def by_source(groups: Sequence[GroupMeta]) -> dict[str, list[GroupMeta]]:
@@ -120,9 +134,15 @@ class EvalQueue:
         """Rows that may begin now."""
         return min(len(self._waiting), self._at_once - len(self._running))
 
-    def begin(self, version: int, rows: int) -> None:
+    def begin(self, version: int, rows: int, finished: Mapping[str, GroupMeta] | None = None) -> None:
+        """Begin with so many rows.
+
+        Args:
+            finished: rows that an earlier attempt has finished, by their names.
+        """
         assert not self.open, f"version {self.version} is still being evaluated"
-        self.version, self._waiting = version, deque(range(rows))
+        self.version, self._finished = version, dict(finished or {})
+        self._waiting = deque(row for row in range(rows) if eval_group_id(version, row) not in self._finished)
 
     def claim(self, worker: str, version: int, count: int) -> list[int]:
         if version < self.version:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrl.controller.prompt_stream import group_index
-from hpcrl.data.batch_file import FIRST, batch_steps, check_batch, read_batches
+from hpcrl.data.batch_file import FIRST, batch_steps, check_batch, read_batch, read_batches
 from hpcrl.data.group_file import check_group
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.layout import Run
@@ -25,6 +25,7 @@ class History:
         finished: complete groups that no batch has used; some may be of the kind that dynamic sampling drops.
         batches: batches that training has still to do.
         checksum: of the newest batch's file.
+        evaluated: rows that are finished of an evaluation that is not, by their names.
     """
 
     composed: int
@@ -33,6 +34,7 @@ class History:
     finished: dict[int, GroupMeta] = field(default_factory=dict)
     batches: dict[int, Batch] = field(default_factory=dict)
     checksum: str = FIRST
+    evaluated: dict[str, GroupMeta] = field(default_factory=dict)
 
     def is_used(self, index: int) -> bool:
         return index < self.below or index in self.used
@@ -101,6 +103,16 @@ def read_history(
         else:
             path.unlink()
     return history
+
+
+def remove_samples(run: Run, steps: Iterable[int]) -> None:
+    """Remove the samples of the groups that were generated for some steps."""
+    files = [read_batch(run.batch(step)) for step in steps]
+    names = {name for file in files if file for name in file.batch.generated}
+    # one pass over the folders: looking for each file in each of them takes minutes on a shared filesystem
+    for path in run.samples.glob("*/g*.safetensors") if names else ():
+        if path.stem in names:
+            path.unlink(missing_ok=True)
 
 
 def _unusable(run: Run, batch: Batch, usable: Callable[[GroupMeta], bool]) -> str | None:

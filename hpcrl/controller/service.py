@@ -8,7 +8,7 @@ Methods are quick and not thread-safe; api.py calls them one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpcrl.controller.admission import Admission, staleness
@@ -16,17 +16,18 @@ from hpcrl.controller.batches import BatchComposer
 from hpcrl.controller.begun_groups import BegunGroups
 from hpcrl.controller.dispatch import Assignment, Dispatcher
 from hpcrl.controller.dynamic_sampling import DynamicSampling
+from hpcrl.controller.eval_results import discard_after, finished_rows, is_evaluated, write_summary
 from hpcrl.controller.evaluation import EvalQueue, eval_is_due, evaluation_work, scores
 from hpcrl.controller.metrics import batch_metrics, dropped_metrics, surplus_metrics
 from hpcrl.controller.prompt_stream import PromptStream, group_id, group_index
-from hpcrl.controller.recovery import History, read_history
+from hpcrl.controller.recovery import History, read_history, remove_samples
 from hpcrl.controller.replicas import FailureWindow, MinReplicas, RegisteredWorker, WorkerRegistry
 from hpcrl.controller.schema import Schemas
-from hpcrl.data.batch_file import FIRST, read_batch, write_batch
+from hpcrl.data.batch_file import FIRST, write_batch
 from hpcrl.errors import CommitError, DataError, HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.rundir.commit import committed, discard, write_json
-from hpcrl.rundir.layout import Run, step_of, version_of
+from hpcrl.rundir.checkpoints import samples_removed
+from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.controller_client import FINISHED
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
@@ -45,6 +46,7 @@ class Schedule:
         surplus: training groups that are begun beyond those that steps need.
         eval_prompts_at_once: prompts that are evaluated at the same time at most.
         eval_interval: steps between evaluations; 0 or less for none.
+        eval_settings: as `evaluation_work`.
         sampling: what becomes of groups whose samples are all equally good.
         baselines: whether groups have the reward of a greedy response.
         min_replicas: when there are too few replicas to go on.
@@ -67,6 +69,7 @@ class Schedule:
     baselines: bool = False
     min_replicas: MinReplicas = field(default_factory=MinReplicas)
     max_failed_ratio: float = 0.5
+    eval_settings: str = ""
 
 
 class Service:
@@ -139,12 +142,15 @@ class Service:
                 f"training would continue after step {step}, but this run ends at step {self.total_steps}; raise trainer.max_steps "
                 "or trainer.epochs, or start from an earlier checkpoint"
             )
-        bound, pruned = self._schedule.staleness, min(step, self._oldest_checkpoint())
+        bound, pruned = self._schedule.staleness, min(step, samples_removed(self._run))
 
         def keep(following: int, meta: GroupMeta) -> bool:
             return 0 <= staleness(following, meta) <= bound and self._usable(meta)
 
-        return read_history(self._run, step, self._schedule.batch_size, self._usable, keep, pruned)
+        history = read_history(self._run, step, self._schedule.batch_size, self._usable, keep, pruned)
+        if self._evaluates(step):
+            history.evaluated = finished_rows(self._run, step, self._eval_work(step))
+        return history
 
     def start(self, step: int, history: History | None = None) -> int:
         """The trainer is ready to continue after `step`; return the number of steps of the run.
@@ -159,19 +165,17 @@ class Service:
                 )
             return self._schedule.total_steps  # the answer to the first request got lost
         history = history or self.history(step)
-        for path in self._run.evals.glob("v*"):
-            if (version_of(path) or 0) > step:  # of a policy that will be trained anew
-                discard(path)
+        discard_after(self._run, step)
         self._metrics = MetricsWriter(self._run, "controller", self._attempt, step)
         self._admission.restore(history.composed, history.used, history.finished, history.below)
         self._batches, self._checksum = history.batches, history.checksum
-        self._pruned, self._started = min(step, self._oldest_checkpoint()), step
+        self._pruned, self._started = min(step, samples_removed(self._run)), step
         try:
             self._composer.drop_unwanted(history.finished.items())
         except DataError as error:
             self.failure = error
-        self._admission.note_left(self._begun.restore(step, self._admission.may_begin))
-        self._publish(step)
+        self._admission.note_left(self._begun.restore(step, self._admission.may_begin, history.evaluated))
+        self._publish(step, history.evaluated)
         return self._schedule.total_steps
 
     def published(self, version: int) -> None:
@@ -195,16 +199,19 @@ class Service:
             )
         self._publish(version)
 
-    def _publish(self, version: int) -> None:
-        """weights/v<version> is there (or, for version 0, the initial model is the newest)."""
+    def _evaluates(self, version: int) -> bool:
+        s = self._schedule
+        due = eval_is_due(version, s.total_steps, s.eval_interval, s.eval_before_train)
+        return due and bool(self._validation) and not is_evaluated(self._run, version)
+
+    def _publish(self, version: int, evaluated: Mapping[str, GroupMeta] | None = None) -> None:
+        """weights/v<version> is there (or, for version 0, the initial model is the newest); some rows of it may be evaluated."""
         self._version = version
         for step in [step for step in self._batches if step <= version]:
             del self._batches[step]
-        s = self._schedule
-        due = eval_is_due(version, s.total_steps, s.eval_interval, s.eval_before_train) and self._validation
-        if due and not (self._run.evals_of(version) / "summary.json").exists():
-            discard(self._run.evals_of(version))
-            self._eval.begin(version, len(self._validation))
+        if self._evaluates(version):
+            self._eval.begin(version, len(self._validation), evaluated)
+            self._conclude_evaluation()
         self._compose()
         self._finish_if_done()
 
@@ -239,10 +246,14 @@ class Service:
         return version == self._version and not self.stop and not self.failure
 
     def _work(self, assignment: Assignment) -> list[Work]:
-        s, version = self._schedule, self._eval.version
-        evaluation = evaluation_work(self._validation, version, s.eval_n_samples, s.seed, assignment.rows)
+        version = self._eval.version
+        evaluation = self._eval_work(version, assignment.rows)
         evaluation = [replace(item, turns=self._begun.files(item.group_id, version)) for item in evaluation]
         return evaluation + [self._train_work(index) for index in assignment.indices]
+
+    def _eval_work(self, version: int, rows: Sequence[int] | None = None) -> list[Work]:
+        s = self._schedule
+        return evaluation_work(self._validation, version, s.eval_n_samples, s.seed, rows, s.eval_settings)
 
     def _train_work(self, index: int) -> Work:
         prompt, seed = self._train[self._stream.row(index)], self._stream.sampling_seed(index)
@@ -351,19 +362,9 @@ class Service:
 
     def committed(self) -> None:
         """A checkpoint is committed: samples that only checkpoints older than the newest two could train again are removed."""
-        due = range(self._pruned + 1, self._oldest_checkpoint() + 1)
-        files = [read_batch(self._run.batch(step)) for step in due]
-        names = {name for file in files if file for name in file.batch.generated}
-        # one pass over the folders: looking for each file in each of them takes minutes on a shared filesystem
-        for path in self._run.samples.glob("*/g*.safetensors") if names else ():
-            if path.stem in names:
-                path.unlink(missing_ok=True)
+        due = range(self._pruned + 1, samples_removed(self._run) + 1)
+        remove_samples(self._run, due)
         self._pruned += len(due)
-
-    def _oldest_checkpoint(self) -> int:
-        """Return the step of the older one of the two newest checkpoints, or 0 where there are not two."""
-        kept = committed(self._run.checkpoints, step_of)[-2:]
-        return kept[0] if len(kept) == 2 else 0
 
     def seen(self, name: str, version: int, state: str) -> RegisteredWorker:
         """A worker has called; return it."""
@@ -435,10 +436,9 @@ class Service:
         if (groups := self._eval.conclude()) is None:
             return
         assert self._metrics is not None
-        version = self._eval.version
-        metrics = scores(groups)
+        version, metrics = self._eval.version, scores(groups)
         self._metrics.write(version, metrics)
-        write_json(self._run.evals_of(version) / "summary.json", metrics)
+        write_summary(self._run, version, metrics)
 
     def _epoch(self, batch: Batch) -> int:
         """Return the epoch of the last prompt that a batch trains."""

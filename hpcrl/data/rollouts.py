@@ -189,23 +189,25 @@ def evaluated_samples(run: Run, version: int | None) -> tuple[int, list[Rollout]
         raise RunError(
             f"{run.name} has no samples of an evaluation of version {chosen}; there are those of {', '.join(map(str, versions))}"
         )
-    found: list[Rollout] = []
+    found = dict[tuple[str, int], Rollout]()  # one that a worker could not report before it was killed is there twice
     for path in sorted(path for path in dumps if version_of(path.parent) == chosen):
-        found += _evaluated(path, chosen)
-    return chosen, sorted(found, key=lambda rollout: rollout.name.rpartition(".")[0])
+        found |= _evaluated(path, chosen)
+    return chosen, [found[place] for place in sorted(found)]
 
 
-def _evaluated(path: Path, version: int) -> list[Rollout]:
-    found, count = [], Counter[str]()
-    *lines, _ = path.read_text(encoding="utf-8").split(
-        "\n"
-    )  # an evaluation that goes on may have written half of the last one
-    for number, text in enumerate(lines, 1):
+def _evaluated(path: Path, version: int) -> dict[tuple[str, int], Rollout]:
+    """Return the samples in a file, by their group and place in it."""
+    found, count = dict[tuple[str, int], Rollout](), Counter[str]()
+    for number, text in enumerate(path.read_bytes().split(b"\n"), 1):
         try:
             line = parse_json(text)
+        except ValueError:  # cut off by a kill, or it is being written
+            continue
+        try:
             group = line["group_id"]
+            at = int(line.get("sample", count[group]))
             rollout = Rollout(
-                name=f"{group}.{count[group]}",
+                name=f"{group}.{at}",
                 replica=int(path.stem),
                 data_source=line["data_source"],
                 reward=line["score"],
@@ -216,6 +218,6 @@ def _evaluated(path: Path, version: int) -> list[Rollout]:
             )
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}, line {number} is no sample of an evaluation: {error!r}") from error
-        found.append(rollout)
+        found[group, at] = rollout
         count[group] += 1
     return found

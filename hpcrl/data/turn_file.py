@@ -1,22 +1,20 @@
 """The file in which a rollout worker keeps what has ended of a group that has not: turns of its samples, so that whoever generates the group
 next goes on from them.
 
-A line per turn, appended, with a checksum; a line that is damaged, or that a kill has cut off, is generated again. The file's name says which
+A line per turn (hpcrl/data/checked_lines.py); one that is damaged, or that a kill has cut off, is generated again. The file's name says which
 group it is of and the version that the group was begun with: a line with a token of an older one counts as damaged. So the controller finds
 and gives such files without reading them.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpcrl.rundir.commit import children, digest_of, make_directory, parse_json, read_bytes
+from hpcrl.data.checked_lines import damaged, read_lines
+from hpcrl.rundir.commit import children
 from hpcrl.rundir.layout import Run
 
 _NAME = re.compile(r"(?P<group>[ge][0-9-]+)\.v(?P<version>\d+)\.jsonl")
@@ -37,33 +35,12 @@ def turn_files(run: Run, worker: str | None = None) -> dict[str, dict[Path, int]
     return dict(found)
 
 
-def append_turns(path: Path, turns: Iterable[Mapping[str, Any]]) -> None:
-    """Append turns to a file, which is made where there is none; they outlive a crash of the node from then on."""
-    texts = [json.dumps(turn) for turn in turns]
-    # a kill may have cut off the last line there, which ends here
-    content = "".join(f"\n{digest_of(text.encode())} {text}" for text in texts)
-    make_directory(path.parent)
-    with path.open("ab") as file:
-        file.write(content.encode())
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def read_turns(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the turns in a file, and how many of its lines are damaged; nothing where there is no such file.
 
     The last line is not counted: a kill may have cut it off.
     """
-    _, *lines = (read_bytes(path) or b"").split(b"\n")
     name = _NAME.fullmatch(path.name)
     oldest = int(name["version"]) if name else 0
-    turns = [_turn(line, oldest) for line in lines]
-    return [turn for turn in turns if turn is not None], turns[:-1].count(None)
-
-
-def _turn(line: bytes, oldest: int) -> dict[str, Any] | None:
-    digest, _, text = line.partition(b" ")
-    if digest_of(text).encode() != digest:
-        return None
-    turn = parse_json(text)
-    return turn if min(turn["versions"]) >= oldest else None
+    turns = [turn if turn and min(turn["versions"]) >= oldest else None for turn in read_lines(path)]
+    return [turn for turn in turns if turn is not None], damaged(turns)

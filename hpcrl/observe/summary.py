@@ -139,7 +139,7 @@ def _score(run: Run, versions: Iterable[int]) -> tuple[int, float] | None:
     """Return version and score of the first of these evaluations that has come to its end."""
     for version in versions:
         with suppress(ValueError):
-            metrics: Any = read_json(run.evals_of(version) / "summary.json")
+            metrics: Any = read_json(run.eval_summary(version))
             score = metrics.get(EVAL_SCORE) if isinstance(metrics, dict) else None
             if isinstance(score, int | float):
                 return version, score

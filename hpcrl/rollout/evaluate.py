@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -55,7 +56,7 @@ async def evaluate(
         nonlocal finished
         async with room:
             group = await groups.generate(item)
-        append_evaluated(dump, [group], decode)
+        append_text(dump, evaluated_text([group], decode))
         finished += 1
         on_finished(finished)
         return group.meta(_REPLICA, str(dump.relative_to(directory.path)))
@@ -70,17 +71,24 @@ async def evaluate(
         await engine.close()
 
 
-def append_evaluated(path: Path, groups: Sequence[Group], decode: Decode) -> None:
-    """Append a line per sample of some groups; hpcrl/data/rollouts.py reads them.
+def evaluated_text(groups: Sequence[Group], decode: Decode) -> str:
+    """Return a line per sample of some groups; hpcrl/data/rollouts.py reads them.
 
     Args:
         decode: token ids to text, special tokens included.
     """
+    lines = [line for group in groups for line in _lines(group, decode)]
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append lines to a file, which is made where there is none; they outlive a crash of the node from then on."""
     make_directory(path.parent)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(
-            "".join(json.dumps(line, ensure_ascii=False) + "\n" for group in groups for line in _lines(group, decode))
-        )
+    with path.open("a+b") as file:
+        cut_off = file.tell() and file.seek(-1, os.SEEK_END) and file.read() != b"\n"  # by a kill; that line ends here
+        file.write((b"\n" if cut_off else b"") + text.encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _lines(group: Group, decode: Decode) -> list[dict[str, Any]]:
@@ -96,7 +104,8 @@ def _lines(group: Group, decode: Decode) -> list[dict[str, Any]]:
             "stop_reason": rows[-1].stop_reason,
             "env_metrics": rows[-1].env_metrics,
             "group_id": group.work.group_id,
+            "sample": at,
             "parts": [asdict(part) for sample in rows for part in segments_of(sample, decode)],
         }
-        for text, messages, rows in zip(group.texts, group.conversations, group.rows, strict=True)
+        for at, (text, messages, rows) in enumerate(zip(group.texts, group.conversations, group.rows, strict=True))
     ]

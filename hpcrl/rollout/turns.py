@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from hpcrl.data.turn_file import append_turns, read_turns, turn_file
+from hpcrl.data.checked_lines import append_lines
+from hpcrl.data.turn_file import read_turns, turn_file
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.threads import in_thread
@@ -112,7 +113,7 @@ class Turns:
         if left:
             path = turn_file(run, worker, self._group_id, self.version)
             self.files = [str(path.relative_to(run.path))]
-            append_turns(path, (_line(call.key(at), said) for (call, at), said in left.items()))
+            append_lines(path, (_line(call.key(at), said) for (call, at), said in left.items()))
             self._written |= left.keys()
 
 

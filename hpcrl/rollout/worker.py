@@ -2,7 +2,7 @@
 
     consumes   work from the controller, weights/v<k>
     waits for  the controller (a claim waits there for work or for a newer version)
-    produces   samples/<replica>/<group>.safetensors, turns/<worker>/, evals/v<k>/<replica>.jsonl, metrics/rollout-<replica>.jsonl
+    produces   samples/<replica>/<group>.safetensors, turns/<worker>/, evals/v<k>/<replica>.jsonl and .rows, metrics/rollout-<replica>.jsonl
 
 Work of a claim begins before a newer version that the same answer names is loaded: it was assigned for the version that the engine holds.
 Running training groups go on under the new weights; running evaluation is waited for, since a score belongs to one version.
@@ -17,11 +17,11 @@ from collections import defaultdict
 from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
 from hpcrl.data.chat import decoder
+from hpcrl.data.eval_file import EvalRow, append_rows
 from hpcrl.data.group_file import group_bytes
 from hpcrl.data.rollouts import Decode
 from hpcrl.errors import CommitError, EngineError
@@ -29,7 +29,7 @@ from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rollout.copies import NodeCopies
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
-from hpcrl.rollout.evaluate import append_evaluated
+from hpcrl.rollout.evaluate import append_text, evaluated_text
 from hpcrl.rollout.fetch import fetch
 from hpcrl.rollout.generate import Group, GroupGenerator
 from hpcrl.rollout.limiter import ConcurrencyLimiter
@@ -121,6 +121,7 @@ class Worker:
         self._limiter = ConcurrencyLimiter(options.capacity)
         self._newest = 0
         self._unproven = False
+        self._weights = engine.version, ""  # what it is proven to hold, and the digest of that
         self._stop: str | None = None
         self._news = asyncio.Event()
 
@@ -245,23 +246,36 @@ class Worker:
         run, replica = self._options.run, self._options.replica
         folder = run.samples_of(replica)
         named = str(folder.relative_to(run.path))
-        metas, contents, evaluated = list[GroupMeta](), dict[str, bytes](), defaultdict[Path, list[Group]](list)
+        metas, contents = list[GroupMeta](), dict[str, bytes]()
+        evaluated = defaultdict[int, list[tuple[Group, GroupMeta]]](list)
         for group in self._delivering:
             if group.work.kind == "eval":
                 path = run.eval_dump(group.oldest_version, replica)
-                evaluated[path].append(group)
                 meta = group.meta(replica, str(path.relative_to(run.path)))
+                evaluated[group.oldest_version].append((group, meta))
             else:
                 name = f"{group.work.group_id}.safetensors"
                 contents[name], meta = group_bytes(group.samples, group.meta(replica, f"{named}/{name}"))
             metas.append(meta)
-        for path, members in evaluated.items() if self._options.dump_evals else ():
-            append_evaluated(path, members, self._decode)  # a tokenizer is not for several threads
+        for version, members in evaluated.items():
+            await self._write_evaluated(version, members)
         if contents:
             await in_thread(write_files, folder, contents)
         await self._call("complete", groups=[meta.to_json() for meta in metas])
         self._turns.forget(group.work.group_id for group in self._delivering)
         self._delivering = []
+
+    async def _write_evaluated(self, version: int, groups: list[tuple[Group, GroupMeta]]) -> None:
+        """Write what was said in rows of an evaluation, and then that they are finished, for the next attempt."""
+        run, replica = self._options.run, self._options.replica
+        if self._options.dump_evals:
+            # here, as a tokenizer is not for several threads
+            text = evaluated_text([group for group, _ in groups], self._decode)
+            await in_thread(append_text, run.eval_dump(version, replica), text)
+        held, weights = self._weights
+        rows = [EvalRow(meta, group.work.asked, weights) for group, meta in groups if group.work.asked]
+        if rows and held == version:
+            await in_thread(append_rows, run.eval_rows(version, replica), rows)
 
     async def _update(self, version: int) -> None:
         started, options = time.monotonic(), self._options
@@ -281,7 +295,7 @@ class Worker:
             options.copies.release()
         self._rollout_metrics.start(known)
         differs = await self._engine.probe(weights, options.engine_dtype, options.probe_tolerance)
-        self._unproven, self._turns.proven = False, version
+        self._unproven, self._turns.proven, self._weights = False, version, (version, weights.digest)
         if differs is not None:
             self._rollout_metrics.add({"weights/probe_difference": differs})
 

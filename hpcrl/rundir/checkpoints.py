@@ -134,6 +134,12 @@ def steps_left(run: Run) -> list[int]:
     return left
 
 
+def samples_removed(run: Run) -> int:
+    """Return the step up to which the samples of batches are not needed: that of the older one of the two newest checkpoints, else 0."""
+    kept = committed(run.checkpoints, step_of)[-2:]
+    return kept[0] if len(kept) == 2 else 0
+
+
 def require_checkpoints(run: Run) -> None:
     """Raise DataError if the run had a checkpoint and there is none: it does not begin anew by itself.
 

@@ -21,6 +21,7 @@
   exports/s000040/                 HF format
   dumps/s000042/                   what step 42 trained, with advantages; trainer.dump_data_batch
   evals/v000010/<replica>.jsonl    texts and scores of the evaluation samples
+  evals/v000010/<replica>.rows     what has ended of an evaluation that has not
   evaluations/<name>/              of `hpcrl eval`, each laid out as a run directory (hpcrl/launch/local/evaluate.py)
   metrics/*.jsonl                  one writer per file; the truth
   profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks
@@ -224,6 +225,12 @@ class Run:
 
     def eval_dump(self, version: int, replica: int) -> Path:
         return self.evals_of(version) / f"{replica}.jsonl"
+
+    def eval_rows(self, version: int, replica: int) -> Path:
+        return self.evals_of(version) / f"{replica}.rows"
+
+    def eval_summary(self, version: int) -> Path:
+        return self.evals_of(version) / "summary.json"
 
     def metrics_of(self, process: str) -> Path:
         return self.metrics / f"{process}.jsonl"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.controller.admission import Admission, staleness
-from hpcrl.data.turn_file import append_turns, turn_file
+from hpcrl.data.checked_lines import append_lines
+from hpcrl.data.turn_file import turn_file
 from hpcrl.rundir.layout import Run
 from tests.controller.test_admission import meta
 from tests.controller.test_api import make_run
@@ -23,7 +24,7 @@ def run(tmp_path: Path) -> Run:
 def leave_turns(run: Run, worker: str, group_id: str, version: int) -> str:
     """Leave a file as a worker does; return its name as work has it."""
     path = turn_file(run, worker, group_id, version)
-    append_turns(path, [{"versions": [version]}])
+    append_lines(path, [{"versions": [version]}])
     return str(path.relative_to(run.path))
 
 

@@ -13,6 +13,7 @@ from hpcrl.data.batch_file import FIRST, write_batch
 from hpcrl.data.group_file import write_group
 from hpcrl.data.rollouts import evaluated_samples, ordered, read_trained, segments_of, trained_samples
 from hpcrl.errors import DataError, RunError
+from hpcrl.rollout.evaluate import append_text
 from hpcrl.rundir.layout import Run
 from hpcrl.types import Batch, GroupMeta, Sample
 
@@ -112,6 +113,21 @@ def line(group: str, score: float, text: str) -> str:
         "group_id": group, "data_source": "letters", "score": score, "stop_reason": "stop", "env_metrics": {}, "parts": parts,
     }  # fmt: skip
     return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+def test_what_kills_leave_of_an_evaluation_is_shown_once(run: Run) -> None:
+    """A worker is killed in the middle of a line, another one before it could report, and both rows are generated again."""
+
+    def sample(group: str, at: int, text: str) -> str:
+        return json.dumps({**json.loads(line(group, 1.0, text)), "sample": at}) + "\n"
+
+    append_text(run.eval_dump(2, 0), sample("e1", 0, "a") + sample("e1", 1, "b") + sample("e0", 0, "c")[:-9])
+    append_text(run.eval_dump(2, 0), sample("e0", 0, "c") + sample("e0", 1, "d"))
+    append_text(run.eval_dump(2, 1), sample("e2", 0, "e") + sample("e1", 1, "b") + sample("e1", 0, "a"))
+    _, found = evaluated_samples(run, 2)
+    assert [(each.name, each.parts[1].text) for each in found] == [
+        ("e0.0", "c"), ("e0.1", "d"), ("e1.0", "a"), ("e1.1", "b"), ("e2.0", "e"),
+    ]  # fmt: skip
 
 
 def test_samples_of_an_evaluation(run: Run) -> None:

@@ -13,7 +13,7 @@ from hpcrl.config import SamplingParams
 from hpcrl.data.group_file import check_group, read_group, write_group
 from hpcrl.data.rollouts import evaluated_samples, read_trained
 from hpcrl.envs.base import Turn
-from hpcrl.rollout.evaluate import append_evaluated
+from hpcrl.rollout.evaluate import append_text, evaluated_text
 from hpcrl.rollout.generate import Group, neutralize_failed
 from hpcrl.rundir.layout import Run
 from tests.rollout.conftest import WithEngine
@@ -151,7 +151,7 @@ def test_files_and_what_a_person_sees(tmp_path: Path) -> None:
     assert [part.reward for part in shown.parts[1::2]] == pytest.approx([0.1, 0.2, 1.0])
     assert [part.text for part in shown.parts[::2]] == [text(tokenizer, prompt) for prompt in engine.prompts]
     assert (shown.reward, shown.versions, shown.stop_reason) == (1.0, (3, 3), "stop")
-    append_evaluated(run.eval_dump(3, 0), [group], lambda ids: text(tokenizer, ids))
+    append_text(run.eval_dump(3, 0), evaluated_text([group], lambda ids: text(tokenizer, ids)))
     _, (evaluated,) = evaluated_samples(run, None)
     assert (evaluated.parts, evaluated.reward, evaluated.stop_reason) == (shown.parts, 1.0, "stop")
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.eval_file import read_rows
 from hpcrl.data.group_file import read_group
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError, ConfigError, EngineError, HpcrlError
@@ -113,17 +115,16 @@ def start(
 def test_groups_of_each_version(
     run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any], models: list[Path]
 ) -> None:
-    controller.work.extend(
-        [item("g1"), item("g2"), item("e1", "eval", 1), item("e2", "eval", 2), item("g3"), item("g4")]
-    )
+    asked = replace(item("e2", "eval", 2), asked="what e2 is")
+    controller.work.extend([item("g1"), item("g2"), item("e1", "eval", 1), asked, item("g3"), item("g4")])
     thread, failed = start(run, server, with_engine)
     try:
         wait_for(lambda: len(controller.completed) == 6, 60, f"only {controller.completed}, {failed}")
         publish(run, 1, models[1])
         controller.version = 1
         wait_for(lambda: controller.claims and controller.claims[-1]["version"] == 1, 30, f"still version 0, {failed}")
-        controller.work.append(item("g5"))
-        wait_for(lambda: len(controller.completed) == 7, 30, f"no g5, {failed}")
+        controller.work.extend([item("g5"), replace(item("e3", "eval"), asked="what e3 is")])
+        wait_for(lambda: len(controller.completed) == 8, 30, f"no g5, {failed}")
     finally:
         controller.stop = "finished"
         thread.join(30)
@@ -145,12 +146,18 @@ def test_groups_of_each_version(
             torch.testing.assert_close(sample.rollout_logprobs[chosen], expected, atol=1e-3, rtol=0)
 
     lines = [json.loads(line) for line in run.eval_dump(0, 5).read_text().splitlines()]
-    assert sorted(line["group_id"] for line in lines) == ["e1", "e2", "e2"]
+    assert sorted((line["group_id"], line["sample"]) for line in lines) == [("e1", 0), ("e2", 0), ("e2", 1)]
     assert set(lines[0]) == {
-        "prompt", "response", "score", "stop_reason", "env_class", "data_source", "group_id", "env_metrics", "parts",
+        "prompt", "response", "score", "stop_reason", "env_class", "data_source", "group_id", "sample", "env_metrics", "parts",
     }  # fmt: skip
     assert [part["by"] for part in lines[0]["parts"]] == ["prompt", "policy"]
     assert not (run.samples_of(5) / "e1.safetensors").exists()
+
+    weights = PublishedWeights.read(run.weights_of(1)).digest
+    kept = [row for version in (0, 1) for row in read_rows(run.eval_rows(version, 5))[0]]
+    assert [(row.asked, row.weights, row.group) for row in kept] == [
+        ("what e2 is", "", by_name["e2"]), ("what e3 is", weights, by_name["e3"]),
+    ], "what nobody would ask for again is not kept"  # fmt: skip
 
     metrics = merged(run)
     assert 0 < metrics[1]["weights/pause_seconds/rollout-5"] < 5

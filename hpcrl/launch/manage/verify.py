@@ -9,10 +9,12 @@ from pathlib import Path
 import tomli
 
 from hpcrl.data.batch_file import batch_steps, check_batches, read_batch
+from hpcrl.data.eval_file import read_rows
 from hpcrl.data.group_file import check_group
 from hpcrl.data.turn_file import read_turns, turn_files
 from hpcrl.data.weight_files import check_weights
 from hpcrl.errors import CommitError, DataError
+from hpcrl.rundir.checkpoints import samples_removed
 from hpcrl.rundir.checksums import changed_files
 from hpcrl.rundir.commit import committed, is_committed, parse_json, verify
 from hpcrl.rundir.layout import Run, position_of, step_of, version_of
@@ -72,7 +74,7 @@ def _json_lines(path: Path, whole: bool = False) -> Iterator[str]:
 
 
 def _samples(run: Run) -> Iterator[str]:
-    seen, pruned = set[Path](), _pruned(run)
+    seen, pruned = set[Path](), samples_removed(run)
     for step in batch_steps(run):
         try:
             file = read_batch(run.batch(step))
@@ -81,7 +83,7 @@ def _samples(run: Run) -> Iterator[str]:
         for group in file.batch.groups if file and step > pruned else ():
             path = run.path / group.path
             seen.add(path)
-            if path.exists() or step > (pruned := _pruned(run)):
+            if path.exists() or step > (pruned := samples_removed(run)):
                 yield from _told(lambda path=path, group=group: check_group(path, group))
     for path in sorted(run.samples.glob("*/g*.safetensors")):
         if path not in seen:
@@ -95,10 +97,11 @@ def _turns(run: Run) -> Iterator[str]:
             yield f"{path}: {damaged} of its lines"
 
 
-def _pruned(run: Run) -> int:
-    """Return the step up to which the samples of batches are removed: that of the older one of the two newest checkpoints."""
-    kept = committed(run.checkpoints, step_of)[-2:]
-    return kept[0] if len(kept) == 2 else 0
+def _rows(run: Run) -> Iterator[str]:
+    for path in sorted(run.evals.glob("v*/*.rows")):
+        _, damaged = read_rows(path)
+        if damaged:
+            yield f"{path}: {damaged} of its lines"
 
 
 def _weights(run: Run) -> Iterator[str]:
@@ -145,6 +148,7 @@ PARTS = (
     ),
     Part("samples", _samples, "they are generated again when the run is resumed"),
     Part("turns of groups that are not finished", _turns, "they are generated again when the run is resumed"),
+    Part("rows of an evaluation that is not over", _rows, "they are generated again when the run is resumed"),
     Part("weights", _weights, "the newest version is published again when the run is resumed; no other is needed"),
     Part("checkpoints", _checkpoints, "the run is resumed from the newest one that is whole"),
     Part("exports", _exports, "`hpcrl checkpoint export` makes one again, where its checkpoint is there"),

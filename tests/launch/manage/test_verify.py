@@ -14,8 +14,9 @@ import torch
 from hpcrl.cli.main import main
 from hpcrl.config import Config
 from hpcrl.controller.recovery import read_history
+from hpcrl.data.checked_lines import append_lines
 from hpcrl.data.group_file import read_arrays
-from hpcrl.data.turn_file import append_turns, turn_file
+from hpcrl.data.turn_file import turn_file
 from hpcrl.data.weight_files import WeightFile, check_weights, weight_facts
 from hpcrl.errors import CommitError, DataError, HpcrlError
 from hpcrl.launch.manage.verify import PARTS
@@ -241,7 +242,9 @@ def test_the_command_names_what_is_damaged(whole: Run, tmp_path: Path, capsys: p
     assert "damaged" not in capsys.readouterr().out
     flip(0.5)(run.batch(4))
     turns = turn_file(run, "rollout-0", "g00000011", 4)
-    append_turns(turns, [{"versions": [version]} for version in (4, 3, 5)])
+    append_lines(turns, [{"versions": [version]} for version in (4, 3, 5)])
+    rows = run.eval_rows(4, 0)
+    append_lines(rows, ["no row", ["asked", "weights", {}], "cut off"])
     run.batch(1).unlink()
     run.outcome(1).write_text("[]")
     with run.attempts.open("a") as file:
@@ -258,8 +261,9 @@ def test_the_command_names_what_is_damaged(whole: Run, tmp_path: Path, capsys: p
     assert "checksums.json is damaged" in said
     assert "batches: 2 damaged: those after the newest checkpoint are composed again" in said
     assert f"{turns}: 1 of its lines" in said
+    assert f"{rows}: 2 of its lines" in said
     assert "checkpoints: ok" in said
-    assert "mine: 6 files are not as they were written" in wrong
+    assert "mine: 7 files are not as they were written" in wrong
 
 
 def test_what_a_damaged_file_says_does_not_steer_the_terminal(
