@@ -122,7 +122,7 @@ class Scenario:
 
     def _experiment(self, name: str, settings: dict[str, Any], setup: list[str], pinned: bool) -> dict[str, Any]:
         rows = self.path / "rows.jsonl"
-        rows.write_text("".join(json.dumps(row) + "\n" for row in _rows()))
+        write_rows(rows, 640)
         if not self._knobs.exists():
             self.knobs()
         tree = tomli.loads(_EXPERIMENT)
@@ -347,10 +347,11 @@ exclusive = true
 """
 
 
-def _rows(count: int = 640) -> list[dict[str, Any]]:
+def write_rows(path: Path, count: int) -> None:
+    """Write a dataset of so many rows."""
     source, rows = random.Random(7), []
     for _ in range(count):
         word = "".join(source.choices("abcdefghijkl", k=5))
         truth = {"method": "rule", "ground_truth": "".join(sorted(word))}
         rows.append({"prompt": [{"role": "user", "content": f"sort: {word}"}], "reward_spec": truth})
-    return rows
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -7,14 +7,16 @@ from signal import SIGKILL, SIGSTOP
 
 import pytest
 
+from hpcrl.data.rollouts import evaluated_samples
 from hpcrl.data.turn_file import read_turns, turn_files
+from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 from hpcrl.runtime.process_status import read_process_statuses
-from tests.faults.history import assert_nothing_lost
-from tests.faults.scenario import START_S, Scenario
+from tests.faults.history import assert_nothing_lost, last_saved
+from tests.faults.scenario import BATCH, SAMPLES, START_S, Scenario, write_rows
 from tests.jobs.small_run import curve, trained_groups
-from tests.processes import send
+from tests.processes import processes_of, send
 
 OWN = Path(__file__).with_name("own")
 TWO = {"generator.inference_engine.num_engines": 2}
@@ -75,6 +77,48 @@ def test_41_in_the_middle_of_long_conversations(scenario: Scenario, victim: str)
     print(f"{victim}: {left} tokens were left, {kept} of them kept")
     assert sum(kept.values()) >= left > 60
     assert not run.turns.exists()
+
+
+EVALUATED = 40
+
+
+@pytest.mark.faults_slow
+@pytest.mark.parametrize("end", ["preempted", "killed"])
+def test_43_in_the_middle_of_an_evaluation(scenario: Scenario, end: str) -> None:
+    """Rows that are finished are not generated again in the next attempt, and the scores are those of all rows, each once."""
+    validation, at_once = scenario.path / "validation.jsonl", 4
+    write_rows(validation, EVALUATED)
+    evaluation = {"eval_interval": 3, "eval_before_train": False, "eval_batch_size": at_once, "max_steps": 4}
+    settings = {f"trainer.{name}": value for name, value in evaluation.items()}
+    scenario.knobs(latency_s=1.0)
+    run = scenario.submit({**settings, "data.val_data": [str(validation)]})
+    scenario.wait(lambda: len(_evaluated(run, 3)) >= EVALUATED // 2, "rows that are finished", START_S, run)
+    assert last_saved(run) == (3, 0)
+    if end == "preempted":
+        scenario.preempt()
+        assert scenario.outcome(run, 1, 60).kind == "interrupted"
+    else:
+        spared = {scenario.batch_shell(run), *scenario.sruns(run), *scenario.agents(run)}
+        send([pid for pid in processes_of(run) if pid not in spared], SIGKILL)
+    finished = len(_evaluated(run, 3))
+    assert finished < EVALUATED
+    scenario.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", START_S, run)
+    scenario.knobs()
+    assert_nothing_lost(scenario, run, steps=4)
+    again = scenario.noted("asked") - 4 * BATCH * SAMPLES - 2 * EVALUATED
+    told = read_json(run.eval_summary(3))
+    assert told is not None
+    tokens = round(again * told["eval/all/generate/avg_num_tokens"])
+    print(f"{end}: {finished} of {EVALUATED} rows were finished; {again} samples, {tokens} tokens were generated again")
+    assert again <= at_once, "only rows that were under way"
+    assert told == read_json(run.eval_summary(4)), "which nothing interrupted: tokens depend on prompt and seed alone"
+    for version in (3, 4):
+        assert _evaluated(run, version) == [f"e{version:06d}-{row:08d}.0" for row in range(EVALUATED)]
+
+
+def _evaluated(run: Run, version: int) -> list[str]:
+    """Return the names of the samples whose texts a worker has written."""
+    return [one.name for one in evaluated_samples(run, version)[1]] if run.eval_dump(version, 0).exists() else []
 
 
 def _tokens_left(run: Run) -> int:
