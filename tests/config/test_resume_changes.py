@@ -9,7 +9,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.config.fields import leaves, settings
-from hpcrl.config.resume_changes import EFFECTS, changes, changes_from_path, effect_of
+from hpcrl.config.resume_changes import EFFECTS, changes, changes_from_path, effect_of, evaluation_settings
 
 BASE = {"data": {"train_data": ["/t.parquet"]}, "trainer": {"policy": {"model": {"path": "/m"}}, "eval_interval": 0}}
 
@@ -103,3 +103,26 @@ def test_a_setting_of_the_users_own_is_a_warning() -> None:
     old = Mine.from_dict(BASE)
     (change,) = changes(old, replace(old, bonus=1.0))
     assert str(change).startswith("warning: bonus: 0.0 -> 1.0 (a setting of your own")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "decides"),
+    [
+        ("generator.eval_sampling_params.temperature", 0.5, True),
+        ("generator.sampling_params.max_generate_length", 7, True),
+        ("generator.max_turns", 3, True),
+        ("environment.env_class", "gsm8k", True),
+        ("environment.eval_reward_function", {"format": 1.0}, True),
+        ("generator.inference_engine.seed", 5, True),
+        ("python_path", ["/code"], True),
+        ("generator.inference_engine.num_engines", 7, False),
+        ("generator.inference_engine.max_num_seqs", 7, False),
+        ("environment.max_failed_ratio", 0.1, False),
+        ("trainer.eval_batch_size", 7, False),
+        ("trainer.policy.optimizer_config.lr", 0.1, False),
+    ],
+)
+def test_what_decides_an_evaluation(setting: str, value: Any, decides: bool) -> None:
+    """Rows that an earlier attempt has finished count only where nothing of it has changed."""
+    changed = config(**{setting.replace(".", "__"): value})
+    assert (evaluation_settings(changed) != evaluation_settings(config())) == decides
