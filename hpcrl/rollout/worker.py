@@ -266,15 +266,19 @@ class Worker:
         self._delivering = []
 
     async def _write_evaluated(self, version: int, groups: list[tuple[Group, GroupMeta]]) -> None:
-        """Write what was said in rows of an evaluation, and then that they are finished, for the next attempt."""
+        """Write what was said in rows of an evaluation, and then that they are finished, for the next attempt.
+
+        It tries those once more whose environments failed: it may have been started because they did.
+        """
         run, replica = self._options.run, self._options.replica
         if self._options.dump_evals:
             # here, as a tokenizer is not for several threads
             text = evaluated_text([group for group, _ in groups], self._decode)
             await in_thread(append_text, run.eval_dump(version, replica), text)
         held, weights = self._weights
-        rows = [EvalRow(meta, group.work.asked, weights) for group, meta in groups if group.work.asked]
-        if rows and held == version:
+        whole = [(group, meta) for group, meta in groups if group.work.asked and not group.failures]
+        if whole and held == version:
+            rows = [EvalRow(meta, group.work.asked, weights) for group, meta in whole]
             await in_thread(append_rows, run.eval_rows(version, replica), rows)
 
     async def _update(self, version: int) -> None:

@@ -101,9 +101,18 @@ def run(tmp_path: Path) -> Run:
     return make_run(tmp_path / "project" / "run")
 
 
-def evaluating(run: Run, attempt: int, rows: int = ROWS, **changes: Any) -> Service:
+def evaluating(run: Run, attempt: int, rows: int = ROWS, last: str = "p", **changes: Any) -> Service:
+    """Return an attempt's controller.
+
+    Args:
+        rows: of the validation set.
+        last: name of the last of them.
+    """
     settings = {"eval_before_train": True, "eval_interval": 2, "eval_settings": "greedily", **changes}
-    return Service(run, attempt, replace(SCHEDULE, **settings), prompts(9), prompts(rows))
+    *validation, end = prompts(rows)
+    return Service(
+        run, attempt, replace(SCHEDULE, **settings), prompts(9), [*validation, replace(end, extras={"answer": last})]
+    )
 
 
 def publish(run: Run, version: int, tensor: str) -> str:
@@ -142,6 +151,15 @@ def interrupted(run: Run, version: int, count: int) -> str:
     return weights
 
 
+def all_but_the_summary(run: Run) -> None:
+    """Play two attempts, of which the second one ends before the last row is reported."""
+    interrupted(run, 0, ROWS - 1)
+    second = evaluating(run, 2)
+    second.start(0)
+    (item,) = [item for item in second.claim("rollout-1", 0, 9) if item.kind == "eval"]
+    append_rows(run.eval_rows(0, 1), [EvalRow(finish(run, item, 0, reward_of(item)), item.asked, "")])
+
+
 def rows_of(work: list[Work]) -> list[int]:
     return [int(item.group_id[-1]) for item in work]
 
@@ -164,11 +182,7 @@ def test_rows_that_an_earlier_attempt_has_finished_are_not_asked_for_again(run: 
 
 
 def test_an_evaluation_of_which_only_the_summary_is_missing(run: Run) -> None:
-    interrupted(run, 0, ROWS - 1)
-    last = evaluating(run, 2)
-    last.start(0)
-    (item,) = [item for item in last.claim("rollout-1", 0, 9) if item.kind == "eval"]
-    append_rows(run.eval_rows(0, 1), [EvalRow(finish(run, item, 0, reward_of(item)), item.asked, "")])
+    all_but_the_summary(run)
     again = evaluating(run, 3)
     again.start(0)
     summary = read_json(run.eval_summary(0))
@@ -199,12 +213,14 @@ def test_rows_whose_lines_are_damaged_are_generated_again(run: Run, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    "changes", [{"eval_settings": "at 0.7"}, {"seed": 2}, {"eval_n_samples": 2}, {"rows": ROWS - 2}], ids=str
+    "changes",
+    [{"eval_settings": "at 0.7"}, {"seed": 2}, {"eval_n_samples": 2}, {"rows": ROWS - 2}, {"last": "q"}],
+    ids=str,
 )
 def test_rows_of_other_settings_or_prompts_do_not_count(run: Run, changes: dict[str, Any]) -> None:
-    interrupted(run, 0, 5)
+    all_but_the_summary(run)
     run.eval_dump(0, 0).write_text("what was said then")
-    again = evaluating(run, 2, **changes)
+    again = evaluating(run, 3, **changes)
     again.start(0)
     assert not run.evals_of(0).exists()
     assert len(evaluate(run, again, 0, "", 0)) == changes.get("rows", ROWS)

@@ -294,17 +294,20 @@ def test_an_environment_that_is_not_there_ends_the_worker(
 def test_an_environment_that_raises_costs_its_samples(
     run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any]
 ) -> None:
-    controller.work.append(item("g8", env_class="tests.rollout.environments:Raises"))
+    raises = "tests.rollout.environments:Raises"
+    evaluated = replace(item("e1", "eval", 1, raises), asked="what e1 is")
+    controller.work.extend([item("g8", env_class=raises), evaluated])
     thread, failed = start(run, server, with_engine)
     try:
-        wait_for(lambda: controller.completed, 60, f"nothing completed, {failed}")
+        wait_for(lambda: len(controller.completed) == 2, 60, f"only {controller.completed}, {failed}")
     finally:
         controller.stop = "finished"
         thread.join(30)
     assert not failed
-    (meta,) = controller.completed
-    assert set(meta.stop_reasons) == {"failed"}
-    assert "ZeroDivisionError" in meta.failures[0]
+    for meta in controller.completed:
+        assert set(meta.stop_reasons) == {"failed"}
+        assert "ZeroDivisionError" in meta.failures[0]
+    assert not run.eval_rows(0, 5).exists(), "the next attempt tries it once more"
 
 
 class Job:
