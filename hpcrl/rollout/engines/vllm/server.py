@@ -32,6 +32,7 @@ from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.vllm.main import PARENT
 from hpcrl.rollout.engines.vllm.middleware import RUN_NAME, TOKEN_FILE
 from hpcrl.rollout.engines.vllm.plugin import BACKEND, WORKER_EXTENSION
+from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.token import bearer, read_token_file
@@ -86,7 +87,7 @@ class Server(Launched):
         self._log, self._keep_cache = log, options.engine.keep_cache_on_update
         self.socket = directory / "http"
         self._headers = bearer(read_token_file(options.token_file), options.run_name)
-        log.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(log.parent)
         with log.open("ab") as file:
             self._start = file.tell()
             self._process = subprocess.Popen(
