@@ -218,7 +218,8 @@ class Soak:
             self.scenario.cut(node)
             self._later(self.chance.choice([3.0, 10.0, 25.0, 60.0]), lambda: self.scenario.join(node))
         elif what == "TERM":
-            self.scenario.cluster.run(["scancel", "--signal=TERM", job])  # it may wait in the queue
+            # it may wait in the queue, where scancel tries for a minute
+            self.scenario.cluster.run(["timeout", "10", "scancel", "--signal=TERM", job])
         elif what == "USR2":
             send([process.pid for process in found if process.role == "agent"], SIGUSR2)
         elif what == "requeue":
