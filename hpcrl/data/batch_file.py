@@ -5,7 +5,6 @@ JSON, with a checksum of its own text and that of the batch before it: a file th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,11 +12,11 @@ from pathlib import Path
 
 from hpcrl.data.group_file import check_group
 from hpcrl.errors import DamagedError, DataError
-from hpcrl.rundir.commit import committed, digest_of, parse_json, read_bytes, write_text
+from hpcrl.rundir.commit import committed, read_bytes, write_text
 from hpcrl.rundir.layout import Run, position_of, step_of
+from hpcrl.rundir.records import parse_record, with_checksum
 from hpcrl.types import Batch
 
-_CHECKSUM = ', "blake2b": "'
 _AT_ONCE = 8
 FIRST = ""
 """What the first batch of a run has in place of the checksum of the one before it."""
@@ -43,9 +42,8 @@ def write_batch(run: Run, batch: Batch, previous: str) -> str:
     Args:
         previous: checksum of the batch of the step before, or `FIRST`.
     """
-    text = json.dumps(batch.to_json() | {"previous": previous})
-    checksum = digest_of(text.encode())
-    write_text(run.batch(batch.step), f'{text[:-1]}{_CHECKSUM}{checksum}"}}')
+    text, checksum = with_checksum(batch.to_json() | {"previous": previous})
+    write_text(run.batch(batch.step), text)
     return checksum
 
 
@@ -58,12 +56,7 @@ def read_batch(path: Path) -> BatchFile | None:
     if (content := read_bytes(path)) is None:
         return None
     try:
-        text, found, given = content.decode().rpartition(_CHECKSUM)
-        text = f"{text}}}" if found else content.decode()
-        checksum = digest_of(text.encode())
-        if found and given != f'{checksum}"}}':
-            raise ValueError("its checksum differs")
-        value = parse_json(text)
+        value, checksum = parse_record(content)
         previous = value.pop("previous", None)
         batch = Batch.from_json(value)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -31,7 +31,7 @@ class EvalRow:
 
 def append_rows(path: Path, rows: Iterable[EvalRow]) -> None:
     """Append rows; they outlive a crash of the node from then on."""
-    append_lines(path, ([row.asked, row.weights, row.group.to_json()] for row in rows))
+    append_lines(path, ({"asked": row.asked, "weights": row.weights, "group": row.group.to_json()} for row in rows))
 
 
 def read_rows(path: Path) -> tuple[list[EvalRow], int]:
@@ -43,9 +43,8 @@ def read_rows(path: Path) -> tuple[list[EvalRow], int]:
     return [row for row in rows if row is not None], damaged(rows)
 
 
-def _row(line: Any) -> EvalRow | None:
+def _row(line: dict[str, Any] | None) -> EvalRow | None:
     try:
-        asked, weights, group = line
-        return EvalRow(GroupMeta.from_json(group), asked, weights)
-    except (TypeError, ValueError):  # damaged, or of another version of hpcrl
+        return EvalRow(GroupMeta.from_json(line["group"]), line["asked"], line["weights"]) if line else None
+    except (TypeError, ValueError, KeyError):  # of another version of hpcrl
         return None

@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from hpcrl.errors import CommitError, RunError
-from hpcrl.rundir.commit import children, committed, committed_by, parse_json, place, read_bytes, write_json
+from hpcrl.rundir.commit import children, committed, committed_by, place, read_bytes, write_text
 from hpcrl.rundir.layout import Run, position_of
-from hpcrl.rundir.records import as_record, read_object
+from hpcrl.rundir.records import as_record, damaged, parse_line, read_object, whole_lines, with_checksum
 
 Kind = Literal["done", "failed", "hang", "cancelled", "interrupted", "lost"]
 
+_DELETE = "delete that line"
 _OUTCOME_FILE = re.compile(r"(\d+)\.json", re.ASCII)
 
 
@@ -82,19 +83,22 @@ class Outcome:
 
 
 def read_attempts(run: Run) -> list[Attempt]:
-    """Return all attempts, oldest first; a half-written last line is ignored.
+    """Return all attempts, oldest first; a half-written line is ignored.
 
     Raises:
-        RunError: a line is JSON, but no attempt.
+        RunError: a line is no attempt, or not the one that was written.
     """
-    attempts = []
-    for number, line in enumerate((read_bytes(run.attempts) or b"").splitlines(), 1):
-        try:
-            value = parse_json(line)
-        except ValueError:
-            continue
-        attempts.append(as_record(Attempt, value, f"{run.attempts}, line {number},", "delete that line"))
-    return attempts
+    attempts = [parse_attempt(where, line) for where, line in whole_lines(run.attempts)]
+    return sorted(attempts, key=lambda attempt: attempt.number)  # a person may have put a lost one back at the end
+
+
+def parse_attempt(where: str, line: bytes) -> Attempt:
+    """Return the attempt that a line of attempts.jsonl tells of.
+
+    Raises:
+        RunError: as `read_attempts`.
+    """
+    return as_record(Attempt, parse_line(where, line, _DELETE), where, _DELETE)
 
 
 def require_attempts(run: Run) -> list[Attempt]:
@@ -107,7 +111,7 @@ def require_attempts(run: Run) -> list[Attempt]:
     """
     logs = run.logs(0).parent
     marks = [committed_by(run.checkpoint(*at)) or 0 for at in committed(run.checkpoints, position_of)]
-    last = max([*_ended(run), *marks, *(int(name) for name in children(logs) if name.isdecimal())], default=0)
+    last = max([*ended_attempts(run), *marks, *(int(name) for name in children(logs) if name.isdecimal())], default=0)
     attempts = read_attempts(run)  # after the traces of attempts, which are younger than their lines
     if last > max((attempt.number for attempt in attempts), default=0):
         line = json.dumps({"number": last, "job": "unknown.0", "hosts": [], "started": 0.0})
@@ -126,24 +130,25 @@ def listed_attempts(run: Run) -> list[Attempt]:
     """
     attempts = read_attempts(run)
     last = max((attempt.number for attempt in attempts), default=0)
-    if os.path.exists(run.logs(last + 1)) or max(_ended(run), default=0) > last:
+    if os.path.exists(run.logs(last + 1)) or max(ended_attempts(run), default=0) > last:
         return require_attempts(run)
     return attempts
 
 
 def open_attempt(run: Run, job: str, hosts: list[str]) -> Attempt:
-    """Append the next attempt; one before it that left no outcome is lost. Called by the agent of node 0 alone.
+    """Append the next attempt; those before it that left no outcome are lost. Called by the agent of node 0 alone.
 
     Raises:
         RunError: as `require_attempts`.
     """
-    attempts = require_attempts(run)
-    if attempts and outcome_of(run, attempts[-1].number) is None:
-        report_outcome(run, attempts[-1].number, "lost", "it ended without a word", "the next attempt")
+    attempts, ended = require_attempts(run), ended_attempts(run)
+    for earlier in attempts:
+        if earlier.number not in ended:
+            report_outcome(run, earlier.number, "lost", "it ended without a word", "the next attempt")
     attempt = Attempt(attempts[-1].number + 1 if attempts else 1, job, hosts, time.time())
     whole = (read_bytes(run.attempts) or b"\n").endswith(b"\n")
     with run.attempts.open("a") as file:
-        file.write(("" if whole else "\n") + json.dumps(asdict(attempt)) + "\n")
+        file.write(("" if whole else "\n") + with_checksum(asdict(attempt))[0] + "\n")
         file.flush()
         os.fsync(file.fileno())
     return attempt
@@ -154,7 +159,7 @@ def find_attempt(run: Run, job: str) -> Attempt | None:
     return next((attempt for attempt in reversed(read_attempts(run)) if attempt.job == job), None)
 
 
-def _ended(run: Run) -> list[int]:
+def ended_attempts(run: Run) -> list[int]:
     """Return the attempts that have an outcome, ascending; 0 is a run that was cancelled before its first one."""
     return sorted(int(match[1]) for name in children(run.outcomes) if (match := _OUTCOME_FILE.fullmatch(name)))
 
@@ -165,24 +170,28 @@ def read_outcomes(run: Run) -> list[Outcome]:
     Raises:
         RunError: an outcome is damaged; so do `read_outcome` and `outcome_of`.
     """
-    return [outcome for attempt in _ended(run) if (outcome := _read(run, attempt))]
+    return [outcome for attempt in ended_attempts(run) if (outcome := _read(run, attempt))]
 
 
 def read_outcome(run: Run) -> Outcome | None:
     """Return how the newest finished attempt ended, or None."""
-    ended = _ended(run)
+    ended = ended_attempts(run)
     return outcome_of(run, ended[-1]) if ended else None
 
 
 def outcome_of(run: Run, attempt: int) -> Outcome | None:
     """Return how attempt `attempt` ended, or None while it runs."""
-    return _read(run, attempt) if attempt in _ended(run) else None
+    return _read(run, attempt) if attempt in ended_attempts(run) else None
 
 
 def _read(run: Run, attempt: int) -> Outcome | None:
     path, remedy = run.outcome(attempt), f"remove it: attempt {attempt} then counts as one that left no outcome"
-    value = read_object(path, remedy)
-    return None if value is None else as_record(Outcome, value, path, remedy)
+    if (value := read_object(path, remedy)) is None:
+        return None
+    outcome = as_record(Outcome, value, path, remedy)
+    if outcome.attempt != attempt:
+        raise damaged(path, f"it is the outcome of attempt {outcome.attempt}", remedy)
+    return outcome
 
 
 def report_outcome(run: Run, attempt: int, kind: Kind, message: str, source: str, host: str = "") -> Outcome:
@@ -190,7 +199,7 @@ def report_outcome(run: Run, attempt: int, kind: Kind, message: str, source: str
     outcome = _make(run, attempt, kind, message, source, host)
     target = run.outcome(attempt)
     beside = target.with_name(f".{attempt}.{socket.gethostname()}.{os.getpid()}")
-    write_json(beside, asdict(outcome))
+    write_text(beside, with_checksum(asdict(outcome))[0])
     place(beside, target)
     return outcome_of(run, attempt) or outcome
 
@@ -198,7 +207,7 @@ def report_outcome(run: Run, attempt: int, kind: Kind, message: str, source: str
 def cancel_outcome(run: Run, attempt: int) -> None:
     """Make cancelled what was interrupted, and waits to be continued."""
     outcome = _make(run, attempt, "cancelled", "cancelled by the user", "hpcrl cancel", "")
-    write_json(run.outcome(attempt), asdict(outcome))
+    write_text(run.outcome(attempt), with_checksum(asdict(outcome))[0])
 
 
 def _make(run: Run, attempt: int, kind: Kind, message: str, source: str, host: str) -> Outcome:

@@ -1,10 +1,16 @@
-"""Small JSON files of a run, read as what they should hold; one that holds something else is named, with the remedy.
+"""JSON records of a run, in files of their own and as lines of others; one that is not what was written is named, with the remedy.
 
-They are few and not checksummed, because a person may read and repair them.
+The last field of a record is the checksum of the text before it:
+
+    {"attempt": 3, "from": "s000040", "blake2b": "0f343b0931126a20f133d67c2b018a3b"}
+
+A record without one was written by a person or by an earlier version of hpcrl, and is believed if it has the right form.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from functools import lru_cache
@@ -12,9 +18,72 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hpcrl.errors import RunError
-from hpcrl.rundir.commit import read_json
+from hpcrl.rundir.commit import digest_of, parse_json, read_bytes
 
 Record = TypeVar("Record")
+
+_CHECKSUM = "blake2b"
+_AT_END = re.compile(rb'(.*), "blake2b": "([0-9a-f]{32})"\}[ \t\r\n]*', re.DOTALL)
+_NAME_DAMAGED = re.compile(rb', "[^"]{7}": "[0-9a-f]{32}"\}\s*\Z')
+_BEFORE_END = re.compile(rb'"blake2b": "[0-9a-f]{32}".', re.DOTALL)
+
+
+def with_checksum(record: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the text of a record, which has a field, with its checksum as the last one; and that checksum."""
+    text = json.dumps(record)
+    checksum = digest_of(text.encode())
+    return f'{text[:-1]}, "{_CHECKSUM}": "{checksum}"}}', checksum
+
+
+def parse_record(content: bytes, required: bool = False) -> tuple[Any, str]:
+    """Return the value of a record without its checksum, and the checksum of the text without it.
+
+    Args:
+        required: what has no checksum is none.
+
+    Raises:
+        ValueError: it is no JSON, or its checksum differs.
+    """
+    found = _AT_END.fullmatch(content)
+    text = found[1] + b"}" if found else content
+    checksum = digest_of(text)
+    if found and found[2].decode() != checksum:
+        raise ValueError("its checksum differs")
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"it is no JSON ({error})") from None
+    # where the damage is in the checksum itself, or in its name
+    unusable = (isinstance(value, dict) and _CHECKSUM in value) or _NAME_DAMAGED.search(content)
+    if not found and (required or unusable):
+        raise ValueError("it has no usable checksum")
+    return value, checksum
+
+
+def whole_lines(path: Path) -> list[tuple[str, bytes]]:
+    """Return the lines of a file to which records are appended, each after its place, for errors; without what a kill has cut off.
+
+    A node that goes down may leave zeros in the place of what it wrote last.
+    """
+    lines = [line.rstrip(b"\0") for line in (read_bytes(path) or b"").split(b"\n")]
+    return [(f"{path}, line {number},", line) for number, line in enumerate(lines, 1) if not _is_cut_off(line)]
+
+
+def _is_cut_off(line: bytes) -> bool:
+    """Return whether it is no more than the beginning of a record, or nothing."""
+    return not line.strip() or (line[:1] == b"{" and line[-1:] != b"}" and not _BEFORE_END.search(line))
+
+
+def parse_line(place: str, line: bytes, remedy: str) -> Any:
+    """Return the value of one of `whole_lines` without its checksum.
+
+    Raises:
+        RunError: it is not what was written.
+    """
+    try:
+        return parse_record(line)[0]
+    except ValueError as error:
+        raise damaged(place, str(error), remedy) from None
 
 
 def damaged(place: str | Path, why: str, remedy: str) -> RunError:
@@ -23,19 +92,21 @@ def damaged(place: str | Path, why: str, remedy: str) -> RunError:
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any] | None:
-    """Return the JSON object at `path`, or None where there is no such file.
+    """Return the record at `path` without its checksum, or None where there is no such file.
 
     Args:
         remedy: what to do where there is no backup.
 
     Raises:
-        RunError: it holds anything else.
+        RunError: it holds anything else, or is not what was written.
     """
+    if (content := read_bytes(path)) is None:
+        return None
     try:
-        value = read_json(path)
+        value, _ = parse_record(content)
     except ValueError as error:
-        raise damaged(path, f"it is no JSON ({error})", remedy) from None
-    if value is not None and not isinstance(value, dict):
+        raise damaged(path, str(error), remedy) from None
+    if not isinstance(value, dict):
         raise damaged(path, f"expected an object, found {type(value).__name__}", remedy)
     return value
 

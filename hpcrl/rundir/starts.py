@@ -13,17 +13,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrl.rundir.commit import make_directory, parse_json, read_bytes
+from hpcrl.errors import CommitError, RunError
+from hpcrl.rundir.commit import committed, committed_by, make_directory, verify
 from hpcrl.rundir.layout import Run, position_of
 from hpcrl.rundir.ledger import Outcome, outcome_of
-from hpcrl.rundir.records import damaged
+from hpcrl.rundir.records import damaged, parse_line, whole_lines, with_checksum
 
 Line = dict[str, Any]
 
+_DELETE = "delete that line"
 _FAULTS = ("failed", "hang")  # an attempt that was preempted or lost is no evidence against what it loaded
 _TRAINER = re.compile(r"(?:trainer|rank)-\d+\b")  # how agents begin what they report of the trainer's own processes
 _REFUSED = re.compile(r"\bRunError: ")  # the run cannot go on as it is configured
@@ -35,7 +38,7 @@ def note(run: Run, line: Line) -> None:
     with run.starts.open("ab+") as file:
         if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
             file.write(b"\n")
-        file.write(json.dumps(line).encode() + b"\n")
+        file.write(with_checksum(line)[0].encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -44,18 +47,50 @@ def read_starts(run: Run) -> list[Line]:
     """Return all lines, oldest first; one that was cut off is ignored.
 
     Raises:
-        RunError: a line is JSON, but none of these.
+        RunError: a line is none of these, or not the one that was written.
     """
-    lines = []
-    for number, line in enumerate((read_bytes(run.starts) or b"").splitlines(), 1):
-        try:
-            value = parse_json(line)
-        except ValueError:
-            continue
-        if not _is_line(value):
-            raise damaged(f"{run.starts}, line {number},", f"found {value!r:.80}", "delete that line")
-        lines.append(value)
-    return lines
+    return [parse_start(place, line) for place, line in whole_lines(run.starts)]
+
+
+def parse_start(place: str, line: bytes) -> Line:
+    """Return what a line of starts.jsonl tells.
+
+    Raises:
+        RunError: as `read_starts`.
+    """
+    value = parse_line(place, line, _DELETE)
+    if not _is_line(value):
+        raise damaged(place, f"found {value!r:.80}", _DELETE)
+    return value
+
+
+def require_starts(run: Run) -> None:
+    """Look whether each attempt that committed a checkpoint is known to have started: what a later one gave up must not be used.
+
+    Raises:
+        RunError: one is not, or a line is damaged.
+    """
+    paths = [run.checkpoint(*at) for at in committed(run.checkpoints, position_of)]
+    begun, before = {line["attempt"] for line in read_starts(run) if "from" in line}, dict[str, int]()
+    for path in paths:
+        by = committed_by(path)
+        if by is not None and by not in begun and _is_marked_by(path, by):
+            start = next((name for name, other in reversed(before.items()) if other < by), None)
+            line = json.dumps({"attempt": by, "from": start})
+            raise RunError(
+                f"{run.starts} does not know where attempt {by} started, which committed {path.name}. Restore it from a backup, or, if it "
+                f"went on from {start or 'the beginning'}, write that down: echo '{line}' >> {shlex.quote(str(run.starts))}"
+            )
+        if by is not None:
+            before[path.name] = by
+
+
+def _is_marked_by(path: Path, by: int) -> bool:
+    """Return whether attempt `by` committed the checkpoint; whoever reads one whose mark is damaged passes over it."""
+    try:
+        return verify(path, checksums=False)["attempt"] == by
+    except CommitError:
+        return False
 
 
 def _is_line(value: Any) -> bool:

@@ -14,6 +14,7 @@ from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rundir.commit import begin, finish, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, read_attempts, report_outcome
+from hpcrl.rundir.records import with_checksum
 from hpcrl.rundir.starts import note
 from hpcrl.runtime.process_status import StatusWriter
 from tests.paths import QUICKSTART
@@ -135,7 +136,9 @@ def test_a_run_that_lost_the_list_of_its_attempts_does_not_begin_under_an_old_nu
 
 def test_what_a_later_version_adds_to_a_record_is_passed_over(root: Path) -> None:
     run = Run(root / "p" / "good")
-    run.attempts.write_text(json.dumps({**json.loads(run.attempts.read_text()), "colour": "red"}) + "\n")
+    line = json.loads(run.attempts.read_text())
+    del line["blake2b"]
+    run.attempts.write_text(with_checksum({**line, "colour": "red"})[0] + "\n")
     assert [attempt.job for attempt in read_attempts(run)] == ["local-1"]
 
 

@@ -24,6 +24,7 @@ from hpcrl.rundir.checkpoints import line_of, lost_with, require_checkpoints
 from hpcrl.rundir.checksums import changed_files, note_checksums
 from hpcrl.rundir.commit import committed, write_text
 from hpcrl.rundir.layout import Run, position_of, step_of
+from hpcrl.rundir.starts import require_starts
 from hpcrl.text import one_line
 
 _LEAVING_S = 60.0
@@ -59,6 +60,7 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
                 f"{run.name} never continues a checkpoint (trainer.resume_mode is none): submit a new run, or resume this one "
                 "with trainer.resume_mode=latest"
             )
+        require_starts(run)
         require_checkpoints(run)
         _check_end(run, config)
         _check_step(run, config)

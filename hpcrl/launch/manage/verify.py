@@ -13,11 +13,14 @@ from hpcrl.data.eval_file import read_rows
 from hpcrl.data.group_file import check_group
 from hpcrl.data.turn_file import read_turns, turn_files
 from hpcrl.data.weight_files import check_weights
-from hpcrl.errors import CommitError, DataError
+from hpcrl.errors import CommitError, DataError, RunError
 from hpcrl.rundir.checkpoints import samples_removed
 from hpcrl.rundir.checksums import changed_files
 from hpcrl.rundir.commit import committed, is_committed, parse_json, verify
 from hpcrl.rundir.layout import Run, position_of, step_of, version_of
+from hpcrl.rundir.ledger import ended_attempts, outcome_of, parse_attempt
+from hpcrl.rundir.records import whole_lines
+from hpcrl.rundir.starts import parse_start, require_starts
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,28 @@ def _configuration(run: Run) -> Iterator[str]:
 
 
 def _ledger(run: Run) -> Iterator[str]:
-    outcomes = sorted(path for path in run.outcomes.glob("*") if not path.name.startswith("."))
-    for path in (run.submission, *outcomes):
-        yield from _json_lines(path, whole=True)
-    for path in (run.attempts, run.starts):
-        yield from _json_lines(path)
-    ended = {path.stem for path in outcomes} - {"0"}
-    if ended and not run.attempts.exists():
-        yield f"{run.attempts} is missing"
+    yield from _json_lines(run.submission, whole=True)
+    attempts, ended = list[int](), ended_attempts(run)
+    damaged = [
+        *_of_lines(run.attempts, lambda where, line: attempts.append(parse_attempt(where, line).number)),
+        *_of_lines(run.starts, parse_start),
+    ]
+    for attempt in ended:
+        damaged += _told(lambda attempt=attempt: outcome_of(run, attempt))
+    yield from damaged
+    if damaged:  # what is missing then may be in what cannot be read
+        return
+    for attempt in sorted({*range(1, max([0, *attempts])), *ended} - {0}):
+        if attempt not in attempts:
+            yield f"{run.attempts} does not know attempt {attempt}"
+        elif attempt not in ended:
+            yield f"{run.outcome(attempt)} is missing"
+    yield from _told(lambda: require_starts(run))
+
+
+def _of_lines(path: Path, parse: Callable[[str, bytes], object]) -> Iterator[str]:
+    for where, line in whole_lines(path):
+        yield from _told(lambda where=where, line=line: parse(where, line))
 
 
 def _metrics(run: Run) -> Iterator[str]:
@@ -132,7 +149,7 @@ def _told(check: Callable[[], object], listed: Path | None = None) -> Iterator[s
     """
     try:
         check()
-    except (CommitError, DataError) as error:
+    except (CommitError, DataError, RunError) as error:
         if listed is None or listed.exists():
             yield str(error)
 

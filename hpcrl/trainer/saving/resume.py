@@ -17,6 +17,7 @@ from hpcrl.rundir.checkpoints import newest_usable, require_checkpoints, size_of
 from hpcrl.rundir.commit import verify
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.space import explained
+from hpcrl.rundir.starts import require_starts
 from hpcrl.trainer.backends.base import Engine
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.rng import set_random_state
@@ -64,6 +65,7 @@ def find_checkpoint(
     """
     if mode == "none":
         return None
+    require_starts(run)
     with explained(run.checkpoints):
         own = newest_usable(run, attempt, log_skipped, unusable, fence)
     if own is not None:

@@ -21,6 +21,7 @@ from hpcrl.rundir.checksums import changed_files, note_checksums, require_unchan
 from hpcrl.rundir.commit import begin, committed_directory, discard, finish, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Kind, open_attempt, report_outcome
+from hpcrl.rundir.starts import note
 from tests.paths import QUICKSTART
 
 
@@ -54,6 +55,7 @@ def ended(tmp_path: Path, *overrides: str, kind: Kind = "failed") -> Run:
         {"executor": "slurm", "host": "h", "job_id": "7_0", "overrides": ["trainer.seed=42"], "submitted": 1.0},
     )
     open_attempt(run, "7_0.0", ["n1"])
+    note(run, {"attempt": 1, "from": None})
     report_outcome(run, 1, kind, "why", "agent-0")
     return run
 

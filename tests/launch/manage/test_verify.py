@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from hpcrl.rundir.checkpoints import newest_usable
 from hpcrl.rundir.checksums import note_checksums, require_unchanged
 from hpcrl.rundir.commit import begin, committed_directory, finish, write_json, write_text
 from hpcrl.rundir.layout import Run, position_of
-from hpcrl.rundir.ledger import open_attempt, report_outcome
+from hpcrl.rundir.ledger import Attempt, Outcome, open_attempt, read_outcomes, report_outcome, require_attempts
+from hpcrl.rundir.starts import note, read_starts, require_starts
 from hpcrl.types import GroupMeta
 from tests.controller.test_service import SCHEDULE, do, train_to
 from tests.controller.test_service import service as controller_of
@@ -63,7 +65,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     for version in (3, 4):
         publish(run, version)
     do(run, controller, controller.claim("rollout-0", 4, 3), 4)
-    write_json(run.starts, {"attempt": 1, "from": None})
+    note(run, {"attempt": 1, "from": None})
     write_text(run.metrics_of("trainer"), '{"step": 1}\n{"step": 2}\n')
     report_outcome(run, 1, "interrupted", "asked to stop", "agent-0")
     assert [run.batch(step).exists() for step in range(1, 7)] == [True] * 5 + [False]
@@ -76,6 +78,7 @@ class Start:
 
     Attributes:
         settings, code: the texts.
+        attempts, outcomes, starts: what the ones before it have left.
         checkpoint: position and content.
         composed: batches after it; groups by id, with all their tensors.
         finished: groups that no batch has.
@@ -83,6 +86,9 @@ class Start:
 
     settings: str
     code: dict[str, str]
+    attempts: list[Attempt]
+    outcomes: list[Outcome]
+    starts: list[dict[str, Any]]
     checkpoint: tuple[str, dict[str, bytes]]
     used: set[int]
     composed: dict[int, dict[str, list[Any]]]
@@ -95,7 +101,9 @@ def start(run: Run) -> Start:
     Raises:
         HpcrlError: it refuses to.
     """
+    attempts, outcomes = require_attempts(run), read_outcomes(run)
     require_unchanged(run)
+    require_starts(run)
     Config.from_toml([run.config])
     checkpoint = newest_usable(run, 2, lambda _: None)
     assert checkpoint
@@ -109,6 +117,9 @@ def start(run: Run) -> Start:
     return Start(
         run.config.read_text(),
         {str(path): path.read_text() for path in sorted(run.code.rglob("*.py"))},
+        attempts,
+        outcomes,
+        read_starts(run),
         (checkpoint.name, {path.name: path.read_bytes() for path in checkpoint.iterdir()}),
         {*range(history.below), *history.used},
         {n: {group.group_id: content(group) for group in batch.groups} for n, batch in history.batches.items()},
@@ -172,6 +183,9 @@ REFUSED, REPAIRED, SAME = "refused", "repaired", "same"
 KINDS: dict[str, tuple[Callable[[Run], Path], str]] = {
     "configuration": (lambda run: run.config, REFUSED),
     "code": (lambda run: run.code / "jobs" / "train.py", REFUSED),
+    "attempts": (lambda run: run.attempts, REFUSED),
+    "starts": (lambda run: run.starts, REFUSED),
+    "outcome": (lambda run: run.outcome(1), REFUSED),
     "first batch": (lambda run: run.batch(1), REFUSED),
     "batch before the checkpoint": (lambda run: run.batch(2), REFUSED),
     "batch of the checkpoint": (lambda run: run.batch(CHECKPOINT), REFUSED),
@@ -204,12 +218,18 @@ def test_no_damage_changes_training_without_a_word(
 
     found = [sentence for part in PARTS for sentence in part.damaged(run)]
     # as if the last thing before the end had not been written
-    never_there = damage == "deleted" and (path.name == "COMMIT" or kind in ("last batch", "samples without a batch"))
+    last = kind in ("last batch", "samples without a batch", "outcome")
+    never_there = damage == "deleted" and (path.name == "COMMIT" or last)
     assert bool(found) != never_there, found
     capsys.readouterr()
-    if expected == REFUSED:
-        with pytest.raises(HpcrlError, match=path.name if kind == "configuration" else path.stem):
+    if expected == REFUSED and not never_there:
+        with pytest.raises(HpcrlError, match=re.escape(path.stem if kind == "code" else path.name)):
             start(run)
+        return
+    if kind == "outcome":
+        assert start(run) == replace(before, outcomes=[])
+        open_attempt(run, "7.1", ["n1"])
+        assert [(outcome.attempt, outcome.kind) for outcome in read_outcomes(run)] == [(1, "lost")]
         return
     after, said = start(run), capsys.readouterr().out
     if expected == SAME:
@@ -248,14 +268,14 @@ def test_the_command_names_what_is_damaged(whole: Run, tmp_path: Path, capsys: p
     run.batch(1).unlink()
     run.outcome(1).write_text("[]")
     with run.attempts.open("a") as file:
-        file.write('{"number": 2, "jo\n[1]\ncut off')
+        file.write('{"number": 2, "jo\n[1]\n{"number": 3, "jo')
     run.checksums.write_text("[")
     assert main(["verify", str(run.path)]) == DataError.exit_code
     said, wrong = capsys.readouterr()
     assert f"{run.batch(1)} is missing" in said
     assert f"{run.batch(4)} is damaged: its checksum differs" in said
-    assert f"{run.outcome(1)}: it is no object" in said
-    assert f"{run.attempts}, line 3: it is no object" in said
+    assert f"{run.outcome(1)} is damaged: expected an object" in said
+    assert f"{run.attempts}, line 3, is damaged: expected an object" in said
     assert "line 2" not in said, "what was cut off by a kill is no damage"
     assert "line 4" not in said
     assert "checksums.json is damaged" in said
@@ -276,3 +296,24 @@ def test_what_a_damaged_file_says_does_not_steer_the_terminal(
     said = capsys.readouterr().out
     assert "code/jobs/\\u001b[2J.py is new" in said
     assert "\x1b" not in said
+
+
+def test_the_command_names_what_is_missing_between_others(
+    whole: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path / "project" / "mine")
+    shutil.copytree(whole.path, run.path, symlinks=True)
+    for number in (2, 3, 4):
+        open_attempt(run, f"7.{number}", ["n1"])
+    assert main(["verify", str(run.path)]) == 0
+    first, _, *others = run.attempts.read_text().splitlines()
+    run.attempts.write_text("\n".join([first, *others]))
+    run.outcome(3).unlink()
+    run.starts.unlink()
+    capsys.readouterr()
+    assert main(["verify", str(run.path)]) == DataError.exit_code
+    said = capsys.readouterr().out
+    assert "record of the run: 3 damaged" in said
+    assert f"{run.attempts} does not know attempt 2" in said
+    assert f"{run.outcome(3)} is missing" in said
+    assert f"{run.starts} does not know where attempt 1 started" in said
