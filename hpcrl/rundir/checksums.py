@@ -1,47 +1,79 @@
 """What a run was submitted with: checksums of its configuration and its code, against changes that nobody meant.
 
-checksums.json is written by `hpcrl submit`, before anything is queued, and again by `hpcrl resume`, which tells what changed.
+checksums.json is written by `hpcrl submit`, before anything is queued, and again by `hpcrl resume`, which tells what changed:
+
+    {"config.toml": "0f34…", "code/jobs/train.py": "86ab…", …,
+     "/home/me/study": {"mine/task.py": "71c2…", …},            a user's own modules, by the folder that they are imported from
+     "blake2b": "413b…"}                                        of the text before it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 from hpcrl.errors import DataError
-from hpcrl.rundir.commit import checksum, children, read_json, write_json
+from hpcrl.rundir.commit import checksum, children, read_bytes, write_text
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.records import parse_record, with_checksum
 
 _AT_ONCE = 8  # files that are read at the same time
 
+OwnFiles = Mapping[str, Sequence[str]]
+"""Files outside the run directory: by folder, relative to it."""
 
-def note_checksums(run: Run) -> None:
-    """Note configuration and code as they are now."""
-    write_json(run.checksums, _checksums(run))
+
+def note_checksums(run: Run, own: OwnFiles) -> None:
+    """Note configuration, code and a user's own files as they are now."""
+    noted: dict[str, Any] = dict(_checksums(run.path, _of_run(run, lambda: None)))
+    for folder, names in own.items():
+        noted[folder] = _checksums(Path(folder), [Path(folder, name) for name in names])
+    write_text(run.checksums, with_checksum(noted)[0])
 
 
 def changed_files(run: Run, progress: Callable[[], object] = lambda: None) -> list[str]:
-    """Return what became of files since they were noted, a sentence each, by path in the run directory.
+    """Return what became of files since they were noted, a sentence each, by path in the run directory or absolute path.
 
     Args:
         progress: called at each file that was found and at each that was read.
     """
+    changed, unseen = _changes(run, progress)
+    return [*changed, *(f"{folder}, from which it imports, is missing" for folder in unseen)]
+
+
+def _changes(run: Run, progress: Callable[[], object]) -> tuple[list[str], list[str]]:
+    """Return what became of files, and the folders of a user's own files that are not to be seen here."""
     try:
-        noted = read_json(run.checksums)
-        if noted is None:
-            return [f"{run.checksums.name} is missing"]
-        now, files = _checksums(run, progress), dict[str, str](noted)
-    except (ValueError, TypeError):
-        return [f"{run.checksums.name} is damaged"]
-    return [
+        content = read_bytes(run.checksums)
+        if content is None:
+            return [f"{run.checksums.name} is missing"], []
+        noted, _ = parse_record(content)
+        own = {folder: dict(files) for folder, files in noted.items() if isinstance(files, dict)}
+        files = {name: digest for name, digest in noted.items() if isinstance(digest, str)}
+    except (ValueError, AttributeError):
+        return [f"{run.checksums.name} is damaged"], []
+    now, unseen = _checksums(run.path, _of_run(run, progress), progress), []
+    for folder, of_folder in own.items():
+        if not Path(folder).is_dir():
+            unseen.append(folder)
+            continue
+        there = [path for name in of_folder if (path := Path(folder, name)).is_file()]
+        files |= {str(Path(folder, name)): digest for name, digest in of_folder.items()}
+        now |= {str(Path(folder, name)): digest for name, digest in _checksums(Path(folder), there, progress).items()}
+    changed = [
         f"{name} {'is new' if name not in files else 'is missing' if name not in now else 'was changed'}"
         for name in sorted(now.keys() | files.keys())
         if now.get(name) != files.get(name)
     ]
+    return changed, unseen
 
 
 def require_unchanged(run: Run, progress: Callable[[], object] = lambda: None) -> None:
     """Let an attempt begin only with the configuration and the code that a person gave it.
+
+    A folder of a user's own modules that this node does not have is passed over: they are imported from elsewhere, or cannot be.
 
     Args:
         progress: as for `changed_files`.
@@ -51,23 +83,29 @@ def require_unchanged(run: Run, progress: Callable[[], object] = lambda: None) -
     """
     if run.checksums.name not in children(run.path):  # an earlier version of hpcrl made the run
         return
-    if changed := changed_files(run, progress):
+    # a container need not have the folder of modules that are a part of its image
+    if changed := _changes(run, progress)[0]:
         raise DataError(
             f"{'; '.join(changed[:5])}{f'; {len(changed) - 5} more' if changed[5:] else ''}, since {run.name} was submitted or resumed. "
             f"Put it back, or `hpcrl resume {run.name}` to go on with it as it is now"
         )
 
 
-def _checksums(run: Run, progress: Callable[[], object] = lambda: None) -> dict[str, str]:
-    files = [run.config] if run.config.is_file() else []
+def _of_run(run: Run, progress: Callable[[], object]) -> Iterator[Path]:
+    if run.config.is_file():
+        yield run.config
     for path in run.code.rglob("*"):
         progress()
         # neither what Python, an editor or a network filesystem leaves
         if path.is_file() and "__pycache__" not in path.parts and path.name[0] not in ".#" and path.name[-1] != "~":
-            files.append(path)
-    checksums = dict[str, str]()
+            yield path
+
+
+def _checksums(folder: Path, files: Iterable[Path], progress: Callable[[], object] = lambda: None) -> dict[str, str]:
+    """Return the checksum of each file, by its path relative to `folder`."""
+    paths, checksums = list(files), dict[str, str]()
     with ThreadPoolExecutor(_AT_ONCE) as threads:  # a network filesystem reads many in hardly more time than one
-        for path, found in zip(files, threads.map(checksum, files), strict=True):
+        for path, found in zip(paths, threads.map(checksum, paths), strict=True):
             progress()
-            checksums[str(path.relative_to(run.path))] = found
+            checksums[str(path.relative_to(folder))] = found
     return checksums

@@ -112,6 +112,9 @@ def test_run_of_a_users_own_class_trains(study: Path, tmp_path: Path) -> None:
     assert written["pay"] == {"right": 0.25}
     assert written["trainer"]["algorithm"]["shaping"] == 0.5
 
+    noted = json.loads(run.checksums.read_text())[str(study.parent)]
+    assert list(noted) == ["mine/__init__.py", "mine/config.py", "mine/task.py"]
+
     code = (
         f"from pathlib import Path; from hpcrl.config import Config; c = Config.from_toml([Path({str(run.config)!r})])"
     )

@@ -18,11 +18,12 @@ from hpcrl.errors import ConfigError, RunError
 from hpcrl.launch.manage.poll import LOOK_S, RunPoller
 from hpcrl.launch.manage.registry import RunState, states_of
 from hpcrl.launch.submit.executors import Element, Submission
+from hpcrl.launch.submit.own_files import own_files, own_modules
 from hpcrl.launch.submit.preflight import check_files
 from hpcrl.launch.submit.submit import launch
 from hpcrl.rundir.checkpoints import line_of, lost_with, require_checkpoints
 from hpcrl.rundir.checksums import changed_files, note_checksums
-from hpcrl.rundir.commit import committed, write_text
+from hpcrl.rundir.commit import committed, read_bytes, write_bytes, write_text
 from hpcrl.rundir.layout import Run, position_of, step_of
 from hpcrl.rundir.starts import require_starts
 from hpcrl.text import one_line
@@ -71,8 +72,7 @@ def resume(run: Run, overrides: Sequence[str] = ()) -> list[Change]:
         for edited in changed_files(run):
             told = f"hpcrl: {run.name}: {edited}; the next attempt begins with the files as they are"
             print(one_line(told), file=sys.stderr)
-        with _changed_config(run, kept, config) if config != current else nullcontext():
-            note_checksums(run)
+        with _changed_config(run, kept, config) if config != current else nullcontext(), _noted(run, config):
             launch(Submission(folder, [element]), local=state.submission["executor"] == "local")
         return found
 
@@ -158,7 +158,21 @@ def _changed_config(run: Run, kept: Path, config: Config) -> Iterator[None]:
         yield
     except BaseException:
         write_text(run.config, before)
-        note_checksums(run)
         if new:
             kept.unlink()
+        raise
+
+
+@contextmanager
+def _noted(run: Run, config: Config) -> Iterator[None]:
+    """Note the files that the next attempt begins with; what was noted before is noted again if what follows fails."""
+    before = read_bytes(run.checksums)
+    note_checksums(run, own_files(own_modules(config)))
+    try:
+        yield
+    except BaseException:
+        if before is None:
+            run.checksums.unlink()
+        else:
+            write_bytes(run.checksums, before)
         raise

@@ -40,8 +40,9 @@ from hpcrl.launch.submit.executors import (
     submit_with_retry,
 )
 from hpcrl.launch.submit.models import folder_of
+from hpcrl.launch.submit.own_files import own_files, own_modules
 from hpcrl.launch.submit.sweep import run_names
-from hpcrl.rundir.checksums import note_checksums
+from hpcrl.rundir.checksums import OwnFiles, note_checksums
 from hpcrl.rundir.commit import discard, naming, write_json, write_text
 from hpcrl.rundir.layout import Run, default_root
 from hpcrl.text import printable
@@ -142,7 +143,7 @@ def _staged(run: Run) -> Run:
     return Run(run.path.with_name(f".tmp-{run.name}.{os.getpid()}"))
 
 
-def _make_run(run: Run, element: Element, folder: Path) -> None:
+def _make_run(run: Run, element: Element, folder: Path, own: OwnFiles) -> None:
     staged = _staged(run)
     staged.path.mkdir(parents=True, mode=0o700)
     write_text(staged.config, element.config.to_toml())
@@ -152,7 +153,7 @@ def _make_run(run: Run, element: Element, folder: Path) -> None:
     shared = os.path.relpath(folder, run.path)
     staged.slurm.symlink_to(shared)
     staged.code.symlink_to(f"{shared}/code")
-    note_checksums(staged)
+    note_checksums(staged, own)
     for directory in (staged.endpoints, staged.stop.parent, staged.metrics, staged.samples, staged.batches):
         directory.mkdir()
     os.rename(staged.path, run.path)
@@ -169,9 +170,10 @@ def submit(submission: Submission, local: bool) -> list[Run]:
     made = [folder]
     try:
         _copy_code(folder)
+        own = {modules: own_files(modules) for modules in {own_modules(each.config) for each in submission.elements}}
         for run, element in zip(runs, submission.elements, strict=True):
             made.append(_staged(run).path)
-            _make_run(run, element, folder)
+            _make_run(run, element, folder, own[own_modules(element.config)])
             made.append(run.path)
         launch(submission, local)
     except BaseException as error:

@@ -247,7 +247,10 @@ while True:
 
 def test_code_that_somebody_edited_is_not_run(tmp_path: Path) -> None:
     run = make_run(tmp_path, trainer="print('as submitted')")
-    note_checksums(run)
+    study = tmp_path / "study"
+    write_text(study / "task.py", "")
+    note_checksums(run, {str(study): ["task.py"]})
+    write_text(study / "task.py", "print('edited')")
     write_text(run.code / "jobs" / "trainer.py", "print('edited')")
     write_text(run.code / "torch.py", "print('not torch')")
     for left in ("jobs/.trainer.py.swp", "jobs/trainer.py~", "jobs/.nfs0000012", "jobs/__pycache__/trainer.pyc"):
@@ -259,7 +262,6 @@ def test_code_that_somebody_edited_is_not_run(tmp_path: Path) -> None:
     outcome = read_outcome(run)
     assert outcome
     assert outcome.kind == "failed"
-    assert (
-        "code/jobs/trainer.py was changed; code/torch.py is new, since run was submitted or resumed" in outcome.message
-    )
+    changed = [f"{study}/task.py was changed", "code/jobs/trainer.py was changed", "code/torch.py is new"]
+    assert f"{'; '.join(changed)}, since run was submitted or resumed" in outcome.message
     assert "hpcrl resume run" in outcome.message

@@ -16,6 +16,7 @@ from hpcrl.config import Config
 from hpcrl.errors import ConfigError, DataError, RunError, SubmitError
 from hpcrl.launch.manage.registry import states_of
 from hpcrl.launch.manage.resume import resume
+from hpcrl.launch.submit.submit import prepare, submit
 from hpcrl.rundir.checkpoints import FACTS, require_checkpoints, settings_of
 from hpcrl.rundir.checksums import changed_files, note_checksums, require_unchanged
 from hpcrl.rundir.commit import begin, committed_directory, discard, finish, write_json, write_text
@@ -296,7 +297,7 @@ def test_code_that_was_edited_since_is_told_and_noted(
 ) -> None:
     run = ended(tmp_path)
     write_text(run.code / "jobs" / "train.py", "print('as submitted')")
-    note_checksums(run)
+    note_checksums(run, {})
     write_text(run.code / "jobs" / "train.py", "print('edited')")
     assert changed_files(run) == ["code/jobs/train.py was changed"]
     noted = run.checksums.read_text()
@@ -316,7 +317,7 @@ def test_who_compares_many_files_can_show_meanwhile_that_it_goes_on(tmp_path: Pa
     run = ended(tmp_path)
     for number in range(30):
         write_text(run.code / "jobs" / f"part{number}.py", str(number))
-    note_checksums(run)
+    note_checksums(run, {})
     shown = list[None]()
     require_unchanged(run, lambda: shown.append(None))
     assert len(shown) >= 60  # each file when it is found, and when it was read
@@ -324,8 +325,60 @@ def test_who_compares_many_files_can_show_meanwhile_that_it_goes_on(tmp_path: Pa
 
 def test_a_configuration_whose_submission_fails_is_noted_as_it_was(tmp_path: Path, bin_path: Path) -> None:
     run = ended(tmp_path)
-    note_checksums(run)
+    note_checksums(run, {})
     program(bin_path, "sbatch", "echo sbatch: error: no >&2; exit 1")
     with pytest.raises(SubmitError):
         resume(run, ["trainer.ckpt_interval=3"])
+    assert changed_files(run) == []
+
+
+@pytest.mark.usefixtures("bin_path")
+def test_own_modules_that_were_edited_since_are_refused_told_and_noted(
+    tmp_path: Path, bin_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = tmp_path / "study"
+    write_text(study / "own_task.py", "from own_tools import scale\nclass Mine: init = step = close = print\n")
+    write_text(study / "own_tools.py", "scale = 1\n")
+    write_text(study / "own_other.py", "")
+    settings = [f"slurm.root={tmp_path}/runs", f'python_path=["{study}"]', "environment.env_class=own_task:Mine"]
+    program(bin_path, "sbatch", "echo Submitted batch job 7")
+    submission = prepare("mine", [(Config.from_toml([QUICKSTART], settings), [])])
+    (run,) = submit(submission, local=False)
+    write_text(study / "own_other.py", "what no setting names, nor what one names imports")
+    require_unchanged(run)
+    assert changed_files(run) == []
+    write_text(study / "own_tools.py", "scale = 2\n")
+    told = f"{study}/own_tools.py was changed"
+    with pytest.raises(
+        DataError, match=f"^{told}, since mine was submitted or resumed. Put it back, or `hpcrl resume mine`"
+    ):
+        require_unchanged(run)
+    assert main(["verify", str(run.path)]) == DataError.exit_code
+    assert told in capsys.readouterr().out
+
+    study.rename(tmp_path / "elsewhere")
+    require_unchanged(run)  # as in a container that has the modules itself
+    assert changed_files(run) == [f"{study}, from which it imports, is missing"]
+    (tmp_path / "elsewhere").rename(study)
+    program(bin_path, "sbatch", "echo sbatch: error: no >&2; exit 1")
+    with pytest.raises(SubmitError):
+        resume(run)
+    assert changed_files(run) == [told]
+    (study / "own_task.py").rename(study / "own_task.txt")
+    program(bin_path, "sbatch", "echo Submitted batch job 8")
+    capsys.readouterr()
+    resume(run)
+    said = capsys.readouterr().err
+    assert f"mine: {told}; the next attempt begins with the files as they are" in said
+    assert f"{study}/own_task.py is missing" in said
+    assert changed_files(run) == []
+
+
+def test_a_run_of_an_earlier_version_has_no_checksums_of_its_own_checksums(tmp_path: Path) -> None:
+    run = ended(tmp_path)
+    note_checksums(run, {str(tmp_path): ["runs/quickstart/mine/config.toml"]})
+    noted = json.loads(run.checksums.read_text())
+    run.checksums.write_text(json.dumps(noted | {"config.toml": "0" * 32}))
+    assert changed_files(run) == ["checksums.json is damaged"]
+    run.checksums.write_text(json.dumps({"config.toml": noted["config.toml"]}))
     assert changed_files(run) == []

@@ -53,7 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     write_text(run.token, "secret\n", mode=0o600)
     write_text(run.code / "jobs" / "train.py", "print('hello')\n")
     write_text(run.code / "hpcrl" / "__init__.py", "")
-    note_checksums(run)
+    note_checksums(run, {})
     open_attempt(run, "7.0", ["n1"])
     write_json(run.submission, {"executor": "slurm", "job_id": "7", "overrides": [], "submitted": 1.0})
     controller = controller_of(run, eval_interval=0, total_steps=9, staleness=1)
