@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import sysconfig
 from collections.abc import Collection, Iterator
-from importlib import invalidate_caches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,6 @@ def own_files(modules: Collection[str]) -> dict[str, list[str]]:
     A module that this machine does not have is left out. Of an installed one, and of one that imports several hundreds of files, only its
     own files are meant.
     """
-    invalidate_caches()  # files may be younger than what Python remembers of their folder
     named = dict[Path, list[str]]()
     for module in sorted(modules):
         for folder in _folders(module.partition(".")[0]):

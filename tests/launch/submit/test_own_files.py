@@ -55,19 +55,19 @@ def test_what_a_module_imports_from_its_folder_is_followed(folder: Path) -> None
 def test_those_are_what_python_reads(folder: Path) -> None:
     """A package goes before a module of its name, a folder without __init__.py after it."""
     for path, text in {
-        "own_r.py": "import own_s.x, own_t.x",
-        "own_s/__init__.py": "",
-        "own_s/x.py": "",
-        "own_s.py": "",
-        "own_t/x.py": "from own_t.y import *",
-        "own_t/y/__init__.py": "",
-        "own_t/y.py": "",
+        "read_r.py": "import read_s.x, read_t.x",
+        "read_s/__init__.py": "",
+        "read_s/x.py": "",
+        "read_s.py": "",
+        "read_t/x.py": "from read_t.y import *",
+        "read_t/y/__init__.py": "",
+        "read_t/y.py": "",
     }.items():
         (folder / path).parent.mkdir(exist_ok=True, parents=True)
         (folder / path).write_text(text)
-    code = "import sys, own_r; print(*sorted(m.__file__ for n, m in sys.modules.items() if n[:4] == 'own_' and m.__file__), sep='\\n')"
+    code = "import sys, read_r; print(*sorted(m.__file__ for n, m in sys.modules.items() if n[:5] == 'read_' and m.__file__), sep='\\n')"
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
-    (found,) = own_files(["own_r"]).values()
+    (found,) = own_files(["read_r"]).values()
     assert [str(folder / name) for name in found] == done.stdout.split()
 
 
