@@ -335,6 +335,7 @@ def test_checkpoints_with_and_without_a_critic(
     run, trainer = make_run(tmp_path / "run"), critic_scenarios.section(str(model_path), {})
     policy, critic = FsdpPolicy(trainer, 1.0, alone), critic_scenarios.make_critic(alone, trainer)
     checkpoints = Checkpoints(run, 1, alone, keep=Retention(), seed=0)
+    checkpoints.resume(policy, None, "latest", None)
     checkpoints.save(policy, None, make_batch(run, 1, GROUPS, SIZE), {})
     assert not (run.checkpoint(1) / "critic").exists()
     with pytest.raises(RunError, match=r"s000001 was saved without a critic: leave out trainer\.critic\.model\.path"):
