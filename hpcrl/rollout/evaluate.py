@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
@@ -16,8 +14,9 @@ from hpcrl.data.rollouts import Decode, segments_of
 from hpcrl.rollout.engines.base import Launched
 from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.generate import Group, GroupGenerator, sample_reward
-from hpcrl.rundir.commit import make_directory
+from hpcrl.rollout.threads import in_thread
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.records import append_text
 from hpcrl.types import GroupMeta, Work
 
 _REPLICA = 0
@@ -56,7 +55,7 @@ async def evaluate(
         nonlocal finished
         async with room:
             group = await groups.generate(item)
-        append_text(dump, evaluated_text([group], decode))
+        await in_thread(append_text, dump, evaluated_text([group], decode))
         finished += 1
         on_finished(finished)
         return group.meta(_REPLICA, str(dump.relative_to(directory.path)))
@@ -79,16 +78,6 @@ def evaluated_text(groups: Sequence[Group], decode: Decode) -> str:
     """
     lines = [line for group in groups for line in _lines(group, decode)]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-
-
-def append_text(path: Path, text: str) -> None:
-    """Append lines to a file, which is made where there is none; they outlive a crash of the node from then on."""
-    make_directory(path.parent)
-    with path.open("a+b") as file:
-        cut_off = file.tell() and file.seek(-1, os.SEEK_END) and file.read() != b"\n"  # by a kill; that line ends here
-        file.write((b"\n" if cut_off else b"") + text.encode())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _lines(group: Group, decode: Decode) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rollout.copies import NodeCopies
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
-from hpcrl.rollout.evaluate import append_text, evaluated_text
+from hpcrl.rollout.evaluate import evaluated_text
 from hpcrl.rollout.fetch import fetch
 from hpcrl.rollout.generate import Group, GroupGenerator
 from hpcrl.rollout.limiter import ConcurrencyLimiter
@@ -38,6 +38,7 @@ from hpcrl.rollout.threads import in_thread
 from hpcrl.rollout.turns import KeptTurns
 from hpcrl.rundir.commit import write_files
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.records import append_text
 from hpcrl.runtime.controller_client import FINISHED, Controller
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
 from hpcrl.types import GroupMeta, Work

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from hpcrl.errors import CommitError, RunError
-from hpcrl.rundir.commit import children, committed, committed_by, place, read_bytes, write_text
+from hpcrl.rundir.commit import children, committed, committed_by, place, write_text
 from hpcrl.rundir.layout import Run, position_of
-from hpcrl.rundir.records import as_record, damaged, parse_line, read_object, whole_lines, with_checksum
+from hpcrl.rundir.records import append_text, as_record, damaged, parse_line, read_object, whole_lines, with_checksum
 
 Kind = Literal["done", "failed", "hang", "cancelled", "interrupted", "lost"]
 
@@ -146,11 +146,7 @@ def open_attempt(run: Run, job: str, hosts: list[str]) -> Attempt:
         if earlier.number not in ended:
             report_outcome(run, earlier.number, "lost", "it ended without a word", "the next attempt")
     attempt = Attempt(attempts[-1].number + 1 if attempts else 1, job, hosts, time.time())
-    whole = (read_bytes(run.attempts) or b"\n").endswith(b"\n")
-    with run.attempts.open("a") as file:
-        file.write(("" if whole else "\n") + with_checksum(asdict(attempt))[0] + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    append_text(run.attempts, with_checksum(asdict(attempt))[0] + "\n")
     return attempt
 
 

@@ -10,6 +10,7 @@ A record without one was written by a person or by an earlier version of hpcrl, 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hpcrl.errors import RunError
-from hpcrl.rundir.commit import digest_of, parse_json, read_bytes
+from hpcrl.rundir.commit import digest_of, make_directory, parse_json, read_bytes
 
 Record = TypeVar("Record")
 
@@ -58,6 +59,18 @@ def parse_record(content: bytes, required: bool = False) -> tuple[Any, str]:
     if not found and (required or unusable):
         raise ValueError("it has no usable checksum")
     return value, checksum
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append whole lines to a file, which is made where there is none; one that a kill has cut off ends before them. They outlive a crash of the
+    node from then on."""
+    make_directory(path.parent)
+    with path.open("ab+") as file:
+        end = file.tell()
+        cut_off = end > 0 and os.pread(file.fileno(), 1, end - 1) != b"\n"
+        file.write((b"\n" if cut_off else b"") + text.encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def whole_lines(path: Path) -> list[tuple[str, bytes]]:

@@ -11,7 +11,6 @@ once attempt 3 has started there belongs to a line of training that was given up
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -19,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import CommitError, RunError
-from hpcrl.rundir.commit import committed, committed_by, make_directory, verify
+from hpcrl.rundir.commit import committed, committed_by, verify
 from hpcrl.rundir.layout import Run, position_of
 from hpcrl.rundir.ledger import Outcome, outcome_of
-from hpcrl.rundir.records import damaged, parse_line, whole_lines, with_checksum
+from hpcrl.rundir.records import append_text, damaged, parse_line, whole_lines, with_checksum
 
 Line = dict[str, Any]
 
@@ -34,13 +33,7 @@ _REFUSED = re.compile(r"\bRunError: ")  # the run cannot go on as it is configur
 
 def note(run: Run, line: Line) -> None:
     """Append one line, whole also after one that was cut off."""
-    make_directory(run.starts.parent)
-    with run.starts.open("ab+") as file:
-        if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-            file.write(b"\n")
-        file.write(with_checksum(line)[0].encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    append_text(run.starts, with_checksum(line)[0] + "\n")
 
 
 def read_starts(run: Run) -> list[Line]:

@@ -13,8 +13,8 @@ from hpcrl.data.batch_file import FIRST, write_batch
 from hpcrl.data.group_file import write_group
 from hpcrl.data.rollouts import evaluated_samples, ordered, read_trained, segments_of, trained_samples
 from hpcrl.errors import DataError, RunError
-from hpcrl.rollout.evaluate import append_text
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.records import append_text
 from hpcrl.types import Batch, GroupMeta, Sample
 
 
