@@ -12,7 +12,14 @@ from hpcrl.config.sections.data import DataConfig
 from hpcrl.config.sections.environment import EnvironmentConfig
 from hpcrl.config.sections.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.sections.megatron import MegatronModelConfig
-from hpcrl.config.sections.model import FSDPConfig, MixedPrecisionConfig, PolicyConfig, RefConfig, ShardingConfig
+from hpcrl.config.sections.model import (
+    FSDPConfig,
+    LoraConfig,
+    MixedPrecisionConfig,
+    PolicyConfig,
+    RefConfig,
+    ShardingConfig,
+)
 from hpcrl.config.sections.slurm import SlurmConfig
 from hpcrl.config.sections.trainer import PlacementConfig, TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
@@ -137,6 +144,12 @@ def ref_sharding(trainer: TrainerConfig) -> FSDPConfig:
     dtype = own.mixed_precision.param_dtype or trainer.policy.fsdp_config.mixed_precision.param_dtype
     shared = {field.name: getattr(own, field.name) for field in fields(ShardingConfig)}
     return FSDPConfig(**shared, mixed_precision=MixedPrecisionConfig(param_dtype=dtype))
+
+
+def adapters(trainer: TrainerConfig) -> dict[str, LoraConfig]:
+    """Return the settings of adapters by the role of the models that are trained with some: policy, critic."""
+    found = {"policy": trainer.policy.model.lora, "critic": trainer.critic.model.lora}
+    return {role: lora for role, lora in found.items() if lora.rank > 0}
 
 
 def reference_is_base(trainer: TrainerConfig) -> bool:

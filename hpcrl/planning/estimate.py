@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hpcrl.config import Config, TrainerConfig, trainer_ranks
-from hpcrl.config.derive import copy_ranks, gpu_count, largest_micro_batch, needs_fsdp, ref_sharding
+from hpcrl.config.derive import adapters, copy_ranks, gpu_count, largest_micro_batch, needs_fsdp, ref_sharding
 from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded
 from hpcrl.config.sections.model import FSDPConfig
 from hpcrl.errors import DataError
@@ -65,7 +65,7 @@ def _fsdp(config: Config, models: Mapping[str, Shapes]) -> Estimate:
         fsdp = ref_sharding(trainer) if role == "ref" else _sharding(trainer, role)
         precision = fsdp.mixed_precision
         dtype = precision.param_dtype if role == "ref" else precision.master_dtype
-        frozen = precision.param_dtype if _adapted(trainer, role) else dtype
+        frozen = precision.param_dtype if role in adapters(trainer) else dtype
         whole = fsdp_state(shapes.weights, 1, dtype, frozen_dtype=frozen)
         on_node, state = trainer.placement.policy_num_gpus_per_node, whole.weights + whole.gradients + whole.optimizer
         copy = copy_ranks(fsdp.fsdp_size, ranks, on_node, state, memory_of_rank(config)[0] if on_gpu else None)
@@ -96,11 +96,6 @@ def _fsdp(config: Config, models: Mapping[str, Shapes]) -> Estimate:
 
 def _sharding(trainer: TrainerConfig, role: str) -> FSDPConfig:
     return trainer.critic.fsdp_config if role == "critic" else trainer.policy.fsdp_config
-
-
-def _adapted(trainer: TrainerConfig, role: str) -> bool:
-    models = {"policy": trainer.policy.model, "critic": trainer.critic.model}
-    return role in models and models[role].lora.rank > 0
 
 
 def _logprobs(trainer: TrainerConfig, tokens: int, vocabulary: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpcrl.config import Config, TrainerConfig
-from hpcrl.config.derive import copy_ranks, largest_micro_batch, longest_sample, ref_sharding
+from hpcrl.config.derive import adapters, copy_ranks, largest_micro_batch, longest_sample, ref_sharding
 from hpcrl.config.load import nested
 from hpcrl.config.sections.model import FSDPConfig, ModelConfig, PolicyConfig
 from hpcrl.config.validate import build
@@ -73,8 +73,7 @@ def expected(table: dict[str, Any], ranks: int, index: int) -> dict[str, dict[st
         sharding, precision = fsdp[role], fsdp[role].mixed_precision
         copy = copy_ranks(sharding.fsdp_size, ranks, ranks)
         dtype = precision.param_dtype if role == "ref" else precision.master_dtype
-        adapted = {"policy": trainer.policy, "critic": trainer.critic}[role].model.lora.rank if role != "ref" else 0
-        frozen = precision.param_dtype if adapted else None
+        frozen = precision.param_dtype if role in adapters(trainer) else None
         need = fsdp_state(model.weights, copy, dtype, index % copy, frozen_dtype=frozen)
         found[role] = {name: getattr(need, name) for name in ("weights", "gradients", "optimizer")}
     return found

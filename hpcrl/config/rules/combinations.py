@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from hpcrl.config.derive import surplus_groups, uses_reference
+from hpcrl.config.derive import adapters, surplus_groups, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import Setting, values
 from hpcrl.config.import_path import misnamed
@@ -108,12 +108,11 @@ def _compilation(config: ConfigTree) -> Iterator[Problem]:
 
 def _lora(config: ConfigTree) -> Iterator[Problem]:
     trainer, policy = config.trainer, config.trainer.policy
-    adapted = {"policy": policy.model.lora, "critic": trainer.critic.model.lora}
-    for role, lora in adapted.items():
+    for role, lora in adapters(trainer).items():
         path = f"trainer.{role}.model.lora"
-        if lora.rank and trainer.strategy == "megatron":
+        if trainer.strategy == "megatron":
             yield Problem(f"{path}.rank", 'not implemented with trainer.strategy="megatron" yet; use "fsdp2"')
-        if lora.rank and lora.init_method == "zero":
+        if lora.init_method == "zero":
             yield Problem(
                 f"{path}.init_method",
                 "both matrices of each adapter would be 0, and no gradient would reach either; use kaiming",

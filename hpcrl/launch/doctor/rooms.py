@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.derive import model_paths, saves_checkpoints
+from hpcrl.config.derive import adapters, model_paths, saves_checkpoints
 from hpcrl.config.sections.model import LoraConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.rundir.checkpoints import NEVER_DELETED
@@ -58,11 +58,10 @@ class Sizes:
         """
         trainer = config.trainer
         trained = {role: path for role, path in model_paths(trainer).items() if role != "ref"}
-        adapters = {"policy": trainer.policy.model.lora, "critic": trainer.critic.model.lora}
         files = {role: _shapes(folder_of(path)) for role, path in trained.items()}
         if not all(files.values()):
             return None
-        counts = {role: _saved_parameters(shapes, adapters[role]) for role, shapes in files.items()}
+        counts = {role: _saved_parameters(shapes, adapters(trainer).get(role)) for role, shapes in files.items()}
         weight = 4 if config.generator.inference_engine.model_dtype == "float32" else 2
         return cls(
             weight * sum(map(math.prod, files["policy"])),
@@ -93,9 +92,9 @@ def rooms(run: Run, config: Config, sizes: Sizes | None) -> dict[str, Room]:
     }
 
 
-def _saved_parameters(shapes: list[list[int]], lora: LoraConfig) -> int:
+def _saved_parameters(shapes: list[list[int]], lora: LoraConfig | None) -> int:
     """Return how many parameters of a model a checkpoint has; with LoRA those of adapters of all its matrices, which may be more than there are."""
-    if not lora.rank:
+    if lora is None:
         return sum(map(math.prod, shapes))
     return max(lora.rank, *lora.rank_pattern.values(), 0) * sum(sum(shape) for shape in shapes if len(shape) == 2)
 
