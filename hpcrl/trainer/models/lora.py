@@ -91,12 +91,13 @@ def _targets(model: PreTrainedModel, lora: LoraConfig, section: str) -> list[str
 
 
 def _named(linear: list[str], parts: str | list[str], setting: str) -> list[str]:
-    for part in [parts] if isinstance(parts, str) else parts:
+    parts = [parts] if isinstance(parts, str) else parts
+    for part in parts:
         if not any(part in name for name in linear):
             leaves = sorted({name.rpartition(".")[2] for name in linear})
             hint = did_you_mean(part, leaves, 3, 0.3) or f"; it has {', '.join(leaves)}"
             raise DataError(f'{setting} "{part}": the model has no linear layer with that in its name{hint}')
-    return [name for name in linear if any(part in name for part in ([parts] if isinstance(parts, str) else parts))]
+    return [name for name in linear if any(part in name for part in parts)]
 
 
 def _matrices(layer: Any) -> tuple[nn.Linear, nn.Linear]:
@@ -118,16 +119,15 @@ def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]]:
             yield name, parameter, None
 
 
-def merged(base: torch.Tensor, layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return W + s B A, float32.
+def merging(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what makes W + s B A, float32, of W, [out, in]. All ranks call it, whoever merges.
 
     Args:
-        base: W, [out, in].
-        layer: that adapts it.
+        layer: that adapts W.
         whole: gathers a parameter that may be sharded.
     """
     A, B = (whole(matrix.weight.detach()).float() for matrix in _matrices(layer))
-    return base.float() + layer.scaling[_ADAPTER] * (B @ A)
+    return lambda W: W.float() + layer.scaling[_ADAPTER] * (B @ A)
 
 
 def adapter_writer(
@@ -166,11 +166,11 @@ def without_dropout(model: nn.Module, dropout: float) -> Iterator[None]:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Let a model compute as if it had no adapters."""
-    layers = [model.get_submodule(name.rpartition(_BASE)[0]) for name, _ in model.named_parameters() if _BASE in name]
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "base_layer")]
     for layer in layers:  # PEFT's enable_adapters would also freeze them
-        layer._disable_adapters = True  # pyright: ignore[reportArgumentType]
+        layer._disable_adapters = True
     try:
         yield
     finally:
         for layer in layers:
-            layer._disable_adapters = False  # pyright: ignore[reportArgumentType]
+            layer._disable_adapters = False

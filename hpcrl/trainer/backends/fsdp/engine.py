@@ -40,7 +40,7 @@ from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import DTYPES, at_temperature, forward_config
 from hpcrl.trainer.models.hf import critic_source, export_config, policy_source, reference_source
-from hpcrl.trainer.models.lora import adapter_writer, merged, own_parameters, without_adapters, without_dropout
+from hpcrl.trainer.models.lora import adapter_writer, merging, own_parameters, without_adapters, without_dropout
 from hpcrl.trainer.packing import untrained_micro_batch
 
 log = logging.getLogger(__name__)
@@ -257,8 +257,11 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
         for name, parameter, adapter in own_parameters(self._model.model):
             # cast first: what is gathered is then no larger than what is written
             value = whole(parameter.detach() if adapter else parameter.detach().to(dtype))
-            value = merged(value, adapter, whole).to(dtype) if adapter else value
-            yield self._named_on_the_hub({name: value.cpu()}) if next(remaining) == self._world.rank else {}
+            merge = merging(adapter, whole) if adapter else None
+            if next(remaining) != self._world.rank:
+                yield {}
+                continue
+            yield self._named_on_the_hub({name: (merge(value).to(dtype) if merge else value).cpu()})
         for name, buffer in self._saved_buffers():
             yield {name: buffer.cpu()} if next(remaining) == self._world.rank else {}
 
