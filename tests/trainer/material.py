@@ -230,6 +230,14 @@ def make_run(path: Path) -> Run:
     return Run.open(path)
 
 
+def run_of_two(path: Path, groups: int, size: int) -> Run:
+    """Return a run that has the batches of its first two steps."""
+    run = make_run(path)
+    for step in (1, 2):
+        make_batch(run, step, groups, size)
+    return run
+
+
 def torchrun(ranks: int, script: Path, *arguments: object) -> list[str]:
     """Return the command that starts `script` on a port that nobody else uses."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

@@ -20,7 +20,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.types import Batch
 from tests.trainer import scenarios
 from tests.trainer.launcher import run_ranks
-from tests.trainer.material import make_batch, make_run
+from tests.trainer.material import run_of_two
 from tests.trainer.ranks import Ranks
 
 GROUPS, SIZE = 4, 3
@@ -155,9 +155,7 @@ class Truth:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, model_path: Path, alone: World, two: Ranks) -> Path:
     path = tmp_path_factory.mktemp("engine")
-    run = make_run(path / "run")
-    for step in (1, 2):
-        make_batch(run, step, GROUPS, SIZE)
+    run = run_of_two(path / "run", GROUPS, SIZE)
     for ranks, variants in VARIANTS.items():
         options = {"model": str(model_path), "run": str(run.path), "out": str(path), "variants": variants}
         poison = {**options, "out": str(path / f"poisoned-{ranks}.json")}

@@ -23,7 +23,7 @@ from hpcrl.trainer.packing import pack
 from hpcrl.trainer.saving.publish import ADAPTER
 from tests.trainer import scenarios
 from tests.trainer.backends.test_engine import GROUPS, SIZE, expect_same, true, variant
-from tests.trainer.material import make_batch, make_run, make_sample
+from tests.trainer.material import make_sample, run_of_two
 from tests.trainer.ranks import Ranks
 from tests.trainer.saving.test_checkpoint import life, losses, steps
 
@@ -77,9 +77,7 @@ VARIANTS = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, model_path: Path, alone: World, two: Ranks) -> Path:
     path = tmp_path_factory.mktemp("lora")
-    run = make_run(path / "run")
-    for step in (1, 2):
-        make_batch(run, step, GROUPS, SIZE)
+    run = run_of_two(path / "run", GROUPS, SIZE)
     options = {"model": str(model_path), "run": str(run.path), "out": str(path)}
     scenarios.variants(alone, {**options, "variants": VARIANTS[1]})
     two.play([("scenarios:variants", {**options, "variants": VARIANTS[2]})])
@@ -117,9 +115,7 @@ def test_a_checkpoint_holds_adapters_and_weights_are_merged(
     model_path: Path, tmp_path: Path, alone: World, two: Ranks
 ) -> None:
     """Two ranks save step 1; one rank goes on, and exports what transformers alone computes."""
-    run = make_run(tmp_path / "run")
-    for step in (1, 2):
-        make_batch(run, step, GROUPS, SIZE)
+    run = run_of_two(tmp_path / "run", GROUPS, SIZE)
     trainer = {"policy": {"model": {"lora": PATTERNS}}}
     saved = life(model_path, run.path, tmp_path / "saved.json", until=2, saves=[1], trainer=trainer)
     two.play([("scenarios:lifetime", saved)])

@@ -22,7 +22,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from tests.trainer import scenarios
 from tests.trainer.launcher import run_ranks
-from tests.trainer.material import load_weights, make_batch, make_run
+from tests.trainer.material import load_weights, make_batch, make_run, run_of_two
 from tests.trainer.ranks import Ranks
 
 CHANGED = {"name": "Adam", "implementation": "for-loop", "eps": 1e-3, "adam_betas": [0.5, 0.6], "weight_decay": 0.25}
@@ -126,9 +126,7 @@ def test_copies_and_frozen_parameters_are_saved_and_other_optimizer_settings_hol
     model_path: Path, tmp_path: Path, alone: World
 ) -> None:
     """Four ranks with two copies save step 1; one rank goes on with the optimizer as it is then configured."""
-    run = make_run(tmp_path / "run")
-    for step in (1, 2):
-        make_batch(run, step, groups=4, size=3)
+    run = run_of_two(tmp_path / "run", groups=4, size=3)
     frozen = {"freeze_pattern": ["embed_tokens", "layers.0"]}
     copies = {"policy": {"fsdp_config": {"fsdp_size": 2}, **frozen}}
     saved = life(model_path, run.path, tmp_path / "saved.json", until=1, saves=[1], trainer=copies, micro=1)
