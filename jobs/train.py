@@ -27,7 +27,14 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
-from hpcrl.config.derive import checkpoint_interval, gpu_count, longest_sample, publishes
+from hpcrl.config.derive import (
+    checkpoint_interval,
+    gpu_count,
+    kept_versions,
+    loads_adapters,
+    longest_sample,
+    publishes,
+)
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.trainer.backends.schedule import is_due
@@ -69,8 +76,8 @@ def work(
         checkpoints = Checkpoints.of(trainer, run, attempt, world, controller.committed)
         resume = partial(checkpoints.resume, mode=trainer.resume_mode, path=trainer.resume_path)
         learner = load_learner(run, config, world, consensus, resume, Dumps(run, attempt, world))
-        staleness = trainer.fully_async.max_staleness_steps
-        publisher = Publisher(run, attempt, world, dtype, staleness, longest=longest_sample(config))
+        kept, adapters = kept_versions(trainer), loads_adapters(config)
+        publisher = Publisher(run, attempt, world, dtype, kept, longest_sample(config), adapters=adapters)
         publisher.resume(None if learner.start.updates else learner.policy, learner.start.step)
         gc.freeze()  # what is loaded stays: to look through it for garbage, again and again, takes long
         train(config, learner, checkpoints, publisher, controller, profile_step)

@@ -98,7 +98,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "generator.inference_engine.expert_parallel_size": _ENGINE,
     "generator.inference_engine.weight_sync_backend": Unimplemented("weights pushed over NCCL"),
     "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unimplemented("colocated engines"),
-    "generator.inference_engine.fully_sharded_loras": _LORA,
     "vla": Unimplemented("vision-language-action models"),
 }
 

@@ -9,20 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from hpcrl.config.sections.model import LoraConfig
+from hpcrl.data.weight_files import ADAPTER_FILE, WeightFile
 from hpcrl.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    import peft
 
 _ADAPTER = "default"
 _BASE, _LORA = ".base_layer.", ".lora_"
 _ALL = "all-linear"
+_IN_FILES, _PARTS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 
 _Draw = Callable[[torch.Tensor, torch.Generator], object]
 # Of A, [r, in]; B begins at 0, so that training begins with the model as it is. xavier and normal as in Megatron-Bridge, the others as in PEFT.
@@ -63,7 +68,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
             nn.init.zeros_(b.weight)
 
 
-def _peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -> Any:
+def _peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -> peft.LoraConfig:
     import peft  # takes half a second, and most runs have no adapters
 
     return peft.LoraConfig(
@@ -130,24 +135,62 @@ def merging(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> Callab
     return lambda W: W.float() + layer.scaling[_ADAPTER] * (B @ A)
 
 
-def adapter_writer(
+@dataclass(frozen=True)
+class Adapter:
+    """The adapters of a model, whole and on the CPU, under the names that its layers have on the hub.
+
+    Attributes:
+        matrices: A [r, in] and B [out, r] of each layer.
+        scales: s of each layer.
+        config: what PEFT reads beside them.
+    """
+
+    matrices: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    scales: dict[str, float]
+    config: peft.LoraConfig
+
+    def scaled(self, dtype: torch.dtype) -> Adapter:
+        """Return the same adapters with s = 1, in another type: vLLM knows one alpha for all layers."""
+        matrices = {name: (A.to(dtype), (self.scales[name] * B).to(dtype)) for name, (A, B) in self.matrices.items()}
+        rank = max(len(A) for A, _ in matrices.values())
+        others = {name: len(A) for name, (A, _) in matrices.items() if len(A) < rank}
+        config = replace(
+            self.config, r=rank, lora_alpha=rank, use_rslora=False, alpha_pattern=others, rank_pattern=others
+        )
+        return Adapter(matrices, dict.fromkeys(matrices, 1.0), config)
+
+    def write(self, directory: Path) -> dict[str, str]:
+        """Write a directory that PEFT loads; return the digest of each tensor.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        named = [(f"{_IN_FILES}{name}", *matrices) for name, matrices in self.matrices.items()]
+        tensors = {f"{name}{part}": tensor for name, *both in named for part, tensor in zip(_PARTS, both, strict=True)}
+        self.config.save_pretrained(str(directory))
+        file = WeightFile(directory / ADAPTER_FILE, {name: tensor.to("meta") for name, tensor in tensors.items()})
+        try:
+            return {name: file.write(name, tensor) for name, tensor in tensors.items()}
+        finally:
+            file.close()
+
+
+def gather_adapter(
     model: nn.Module, lora: LoraConfig, base: str, whole: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[Path], None]:
-    """Return what writes a model's adapters into a new directory, as PEFT reads them.
+) -> Adapter:
+    """Return the adapters of a model. All ranks call it.
 
     Args:
         base: path or hub id of the model that they adapt.
         whole: gathers a parameter that may be sharded.
     """
-    found = [(name, whole(value.detach()).cpu()) for name, value in model.named_parameters() if _LORA in name]
-    tensors = {f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}": value for name, value in found}
-    config = _peft_config(lora, sorted({name.partition(_LORA)[0] for name, _ in found}), base)
-
-    def write(directory: Path) -> None:
-        config.save_pretrained(str(directory))
-        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-
-    return write
+    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if hasattr(layer, "base_layer")}
+    matrices = {}
+    for name, layer in layers.items():
+        A, B = (whole(matrix.weight.detach()).cpu() for matrix in _matrices(layer))
+        matrices[name] = A, B
+    scales = {name: layer.scaling[_ADAPTER] for name, layer in layers.items()}
+    return Adapter(matrices, scales, _peft_config(lora, sorted(layers), base))
 
 
 @contextmanager

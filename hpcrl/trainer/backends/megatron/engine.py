@@ -252,7 +252,7 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
         if self._world.first:
             export_config(self._source, directory, dtype)
 
-    def adapter_writer(self) -> None:
+    def adapter(self) -> None:
         return None
 
 
