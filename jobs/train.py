@@ -28,6 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
 from hpcrl.config.derive import (
+    begins_with_model,
     checkpoint_interval,
     gpu_count,
     kept_versions,
@@ -78,7 +79,8 @@ def work(
         learner = load_learner(run, config, world, consensus, resume, Dumps(run, attempt, world))
         kept, adapters = kept_versions(trainer), loads_adapters(config)
         publisher = Publisher(run, attempt, world, dtype, kept, longest_sample(config), adapters=adapters)
-        publisher.resume(None if learner.start.updates else learner.policy, learner.start.step)
+        policy = None if learner.start.updates else learner.policy
+        publisher.resume(policy, learner.start.step, from_model=begins_with_model(trainer))
         gc.freeze()  # what is loaded stays: to look through it for garbage, again and again, takes long
         train(config, learner, checkpoints, publisher, controller, profile_step)
     except Stopping:

@@ -163,6 +163,11 @@ def loads_adapters(config: ConfigTree) -> bool:
     return config.trainer.policy.model.lora.rank > 0 and not config.generator.inference_engine.merge_lora
 
 
+def begins_with_model(trainer: TrainerConfig) -> bool:
+    """Return whether version 0 of the policy is the model where it lies, and need not be published."""
+    return trainer.policy.model.lora.rank == 0 or trainer.policy.model.lora.adapter_path is None
+
+
 def reference_is_base(trainer: TrainerConfig) -> bool:
     """Return whether the reference is the policy without its adapters, and needs no memory of its own."""
     policy, ref = trainer.policy, trainer.ref

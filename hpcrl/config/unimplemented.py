@@ -85,6 +85,7 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.record_memory": _TRACKING,
     "trainer.ref.sequence_parallel_size": _PARALLEL,
     **_lora("trainer.critic.model.lora"),
+    "trainer.critic.model.lora.adapter_path": _LORA,
     "trainer.critic.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.critic.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.critic.sequence_parallel_size": _PARALLEL,

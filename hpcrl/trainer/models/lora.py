@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -48,12 +49,13 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
         seed: of their first values.
 
     Raises:
-        DataError: names of modules find nothing.
+        DataError: names of modules find nothing, or adapter_path has no adapters for them.
     """
     import peft
 
     model.requires_grad_(False)
-    targets = _targets(model, lora, f"{role}.model.lora")
+    section = f"{role}.model.lora"
+    targets = _targets(model, lora, section)
     # their values come below
     peft.inject_adapter_in_model(_peft_config(lora, targets), model, _ADAPTER, low_cpu_mem_usage=True)
     generator = torch.Generator().manual_seed(seed)
@@ -66,6 +68,40 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
         if device.type != "meta":
             _DRAWN[lora.init_method](a.weight, generator)
             nn.init.zeros_(b.weight)
+    if lora.adapter_path is not None and model.device.type != "meta":
+        _fill(model, targets, Path(lora.adapter_path), section)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, targets: list[str], directory: Path, section: str) -> None:
+    """Give adapters the values of others, scaled so that they do the same here."""
+    import peft
+    from peft.utils.other import get_pattern_key
+
+    try:
+        theirs = cast("peft.LoraConfig", peft.LoraConfig.from_pretrained(str(directory)))
+        tensors = load_file(directory / ADAPTER_FILE)
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{section}.adapter_path: {directory} has no adapters that PEFT reads: {error}") from error
+    alphas = theirs.alpha_pattern or {}
+    named = {name: [f"{_IN_FILES}{name}{part}" for part in _PARTS] for name in targets}
+    if others := sorted(tensors.keys() ^ {name for pair in named.values() for name in pair}):
+        raise DataError(
+            f"{section}.adapter_path: {directory} adapts other modules, by {others[0].removeprefix(_IN_FILES)}; set target_modules and "
+            "exclude_modules to those of its adapter_config.json"
+        )
+    for name, pair in named.items():
+        layer: Any = model.get_submodule(name)
+        (A, B), (a, b) = (tensors[part] for part in pair), _matrices(layer)
+        if (A.shape, B.shape) != (a.weight.shape, b.weight.shape):
+            raise DataError(
+                f"{section}.adapter_path: {directory} has rank {len(A)} and {A.shape[1]} inputs for {name}, and expected were rank "
+                f"{len(a.weight)} and {a.weight.shape[1]}; set rank and rank_pattern to those of its adapter_config.json"
+            )
+        alpha = alphas.get(get_pattern_key(list(alphas), name), theirs.lora_alpha)
+        scale = alpha / (math.sqrt(len(A)) if theirs.use_rslora else len(A))
+        a.weight.copy_(A)
+        b.weight.copy_(B.float() * (scale / layer.scaling[_ADAPTER]))
 
 
 def _peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -> peft.LoraConfig:

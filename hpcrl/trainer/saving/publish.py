@@ -59,15 +59,16 @@ class Publisher:
         self._adapters, self._kept_versions = adapters, kept_versions
         self._probe_tokens = min(_PROBE_TOKENS, longest - 1)  # an engine says one more
 
-    def resume(self, engine: PolicyEngine | None, step: int) -> None:
+    def resume(self, engine: PolicyEngine | None, step: int, *, from_model: bool = True) -> None:
         """Make weights/ fit a training that continues after `step`: version `step` is there and whole, and none above it.
 
         Args:
             engine: what the policy is after `step`; None: training continues inside the next one, and found the version whole.
+            from_model: whether version 0 is the initial model where it lies.
         """
         self._forget_after(step)
-        # version 0 is the initial model where it lies; writing another one anew takes no longer than reading whether it is whole
-        if step > 0 and engine is not None:
+        # writing a version anew takes no longer than reading whether it is whole
+        if (step > 0 or not from_model) and engine is not None:
             self.publish(engine, step)
 
     def _forget_after(self, step: int) -> None:

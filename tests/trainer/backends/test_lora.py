@@ -19,7 +19,7 @@ from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.lora import add_adapters
+from hpcrl.trainer.models.lora import add_adapters, gather_adapter
 from hpcrl.trainer.packing import pack
 from hpcrl.trainer.saving.publish import ADAPTER
 from tests.trainer import scenarios
@@ -184,6 +184,58 @@ def test_inputs_of_adapters_are_dropped_in_training_only(results: Path, model_pa
     engine.skip()
     assert torch.equal(*scored)
     assert len({scored[0].sum().item(), *(found["sum"].item() for found in trained)}) == 3
+
+
+def adapter_of(model_path: Path, lora: LoraConfig, target: Path) -> torch.nn.Module:
+    """Write random adapters of a model; return what PEFT makes of both."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    add_adapters(model, lora, "trainer.policy", torch.float32, SEED)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    gather_adapter(model, lora, str(model_path), lambda parameter: parameter).write(target)
+    return peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), str(target)
+    )
+
+
+def test_a_run_begins_with_given_adapters(model_path: Path, tmp_path: Path) -> None:
+    theirs = adapter_of(model_path, LoraConfig(**PATTERNS), tmp_path / "adapter")
+    given = {
+        **PATTERNS,
+        "alpha": 5.0,
+        "alpha_pattern": {},
+        "use_rslora": False,
+        "adapter_path": str(tmp_path / "adapter"),
+    }
+    ours = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    add_adapters(ours, LoraConfig(**given), "trainer.policy", torch.float32, SEED)
+    token_ids = torch.tensor([[4, 9, 2, 7]])
+    with torch.no_grad():
+        torch.testing.assert_close(ours(token_ids).logits, theirs(token_ids).logits, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rank": 8}, r"has rank 4 and 32 inputs for .*gate_proj, and expected were rank 8 and 32; set rank and rank_pattern"),
+        ({"exclude_modules": None}, r"adapts other modules, by model.layers.1.mlp.down_proj.lora_A.weight; set target_modules"),
+        ({"adapter_path": "nowhere"}, r"nowhere has no adapters that PEFT reads"),
+    ],
+)  # fmt: skip
+def test_given_adapters_for_other_modules_or_ranks(
+    model_path: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    adapter_of(model_path, LoraConfig(**PATTERNS), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    with pytest.raises(DataError, match=f"trainer.policy.model.lora.adapter_path: .*{said}"):
+        add_adapters(
+            model,
+            LoraConfig(**{**PATTERNS, "adapter_path": str(tmp_path), **changes}),
+            "trainer.policy",
+            torch.float32,
+            SEED,
+        )
 
 
 @pytest.mark.parametrize(
