@@ -5,7 +5,7 @@
     produces   samples/<replica>/<group>.safetensors, turns/<worker>/, evals/v<k>/<replica>.jsonl and .rows, metrics/rollout-<replica>.jsonl
 
 Work of a claim begins before a newer version that the same answer names is loaded: it was assigned for the version that the engine holds.
-Running training groups go on under the new weights; running evaluation is waited for, since a score belongs to one version.
+Running training groups go on meanwhile, as `Engine.update_weights` says; running evaluation is waited for, since a score belongs to one version.
 """
 
 from __future__ import annotations
