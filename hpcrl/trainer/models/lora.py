@@ -7,8 +7,9 @@ and the adapter is `q_proj.lora_A.default.weight` [r, in] and `q_proj.lora_B.def
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,22 @@ _DRAWN: dict[str, _Draw] = {
 }
 
 
+@dataclass(frozen=True)
+class Adapted:
+    """A linear layer with an adapter.
+
+    Attributes:
+        name: that the layer has in the model without adapters.
+        A, B: parameters, [r, in] and [out, r].
+        scaling: s.
+    """
+
+    name: str
+    A: nn.Parameter
+    B: nn.Parameter
+    scaling: float
+
+
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: torch.dtype, seed: int) -> None:
     """Freeze a model and give it adapters; where it is on the meta device, they have no values either.
 
@@ -51,16 +68,33 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
     targets = _targets(model, lora, f"{role}.model.lora")
     # their values come below
     peft.inject_adapter_in_model(_peft_config(lora, targets), model, _ADAPTER, low_cpu_mem_usage=True)
-    generator = torch.Generator().manual_seed(seed)
     for name in targets:
         layer = model.get_submodule(name)
         device = next(layer.base_layer.parameters()).device  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
-        a, b = _matrices(layer)
-        a.to_empty(device=device).to(dtype)
-        b.to_empty(device=device).to(dtype)
-        if device.type != "meta":
-            _DRAWN[lora.init_method](a.weight, generator)
-            nn.init.zeros_(b.weight)
+        for matrix in _matrices(layer):
+            matrix.to_empty(device=device).to(dtype)
+    if model.device.type != "meta":
+        for adapted, first_A in zip(adapted_layers(model), first_values(model, lora, seed), strict=True):
+            adapted.A.data.copy_(first_A)
+            nn.init.zeros_(adapted.B)
+
+
+def adapted_layers(model: nn.Module) -> Iterator[Adapted]:
+    """Yield the layers that have adapters."""
+    for name, layer in model.named_modules():
+        if hasattr(layer, "base_layer"):
+            a, b = _matrices(layer)
+            scaling: Any = layer.scaling
+            yield Adapted(name, a.weight, b.weight, scaling[_ADAPTER])
+
+
+def first_values(model: nn.Module, lora: LoraConfig, seed: int) -> Iterator[torch.Tensor]:
+    """Yield A of each adapted layer, [r, in] float32 on the CPU, as training begins with it; B begins at 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for adapted in adapted_layers(model):
+        A = torch.empty(adapted.A.shape, device="cpu")
+        _DRAWN[lora.init_method](A, generator)
+        yield A
 
 
 def _peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -> Any:
@@ -139,9 +173,28 @@ def adapter_writer(
         base: path or hub id of the model that they adapt.
         whole: gathers a parameter that may be sharded.
     """
-    found = [(name, whole(value.detach()).cpu()) for name, value in model.named_parameters() if _LORA in name]
-    tensors = {f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}": value for name, value in found}
-    config = _peft_config(lora, sorted({name.partition(_LORA)[0] for name, _ in found}), base)
+    found = {
+        adapted.name: (whole(adapted.A.detach()).cpu(), whole(adapted.B.detach()).cpu())
+        for adapted in adapted_layers(model)
+    }
+    return peft_writer(found, lora, base)
+
+
+def peft_writer(
+    adapters: Mapping[str, tuple[torch.Tensor, torch.Tensor]], lora: LoraConfig, base: str
+) -> Callable[[Path], None]:
+    """Return what writes adapters into a new directory, as PEFT reads them.
+
+    Args:
+        adapters: by the name of the layer that they adapt: A and B, whole.
+        base: path or hub id of the model that they adapt.
+    """
+    config = _peft_config(lora, sorted(adapters), base)
+    tensors = {
+        f"base_model.model.{name}{_LORA}{letter}.weight": matrix
+        for name, matrices in adapters.items()
+        for letter, matrix in zip("AB", matrices, strict=True)
+    }
 
     def write(directory: Path) -> None:
         config.save_pretrained(str(directory))

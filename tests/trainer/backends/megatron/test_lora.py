@@ -1,0 +1,237 @@
+"""LoRA on Megatron-core: however ranks share the model, it is what PEFT computes with FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("megatron.core")
+
+from tests.trainer.backends.megatron.material import write_model
+from tests.trainer.backends.megatron.parity import PROBE
+from tests.trainer.backends.megatron.seam import Seam, Told, Way, expect_same, megatron
+from tests.trainer.scenarios import laid_over
+
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CP2, EP2 = {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}
+VPP = PP2 | {"pipeline_schedule": "Interleaved1F1B", "pipeline_layers_per_stage": 1}
+OVERLAP = {"ddp_config": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
+WHOLE = {"optimizer_config_kwargs": {"use_distributed_optimizer": False}}
+CANONICAL = {"lora_type": "canonical_lora"}
+
+PLAIN: dict[str, Any] = {"rank": 4}
+PATTERNS: dict[str, Any] = {
+    "rank": 4,
+    "alpha": 8.0,
+    "use_rslora": True,
+    "target_modules": ["q_proj", "v_proj", "layers.1.mlp"],
+    "exclude_modules": "gate_proj",
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"layers.1.mlp.up_proj": 3.0},
+    "init_method": "gaussian",
+}
+FUSED: dict[str, Any] = PLAIN | {"target_modules": ["q_proj", "k_proj", "v_proj", "layers.1.mlp"]}
+
+
+def adapted(lora: dict[str, Any], **policy: Any) -> dict[str, Any]:
+    return {"policy": {"model": {"lora": lora}, **policy}}
+
+
+RECOMPUTED = {"gradient_checkpointing": True}
+CLIPPED = {"optimizer_config": {"max_grad_norm": 0.05, "weight_decay": 1.0}}
+CRITIC: dict[str, Any] = {
+    "algorithm": {"advantage_estimator": "gae", "lambd": 0.8, "gamma": 0.9, "use_kl_loss": False, "value_clip": 0.01},
+    "critic": {"model": {"lora": PLAIN}},
+}
+# what one rank of FSDP2 does: the model, the section of the trainer, and what is special about the way
+TRUTHS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "each": ("tied", adapted(PLAIN), {}),
+    "some": ("untied", adapted(PATTERNS, **CLIPPED), {}),
+    "frozen": ("untied", adapted(PLAIN, freeze_pattern=[r"layers\.[01]\."]), {}),
+    "experts": ("moe", adapted(PLAIN), {}),
+    "beside-experts": ("shared", adapted(PLAIN | {"exclude_modules": "expert_gate"}), {}),
+    "together": ("tied", adapted(PLAIN), {"one_A": True}),
+    "fused": ("untied", adapted(FUSED, **CLIPPED), {"one_A": True}),
+    "critic": ("tied", CRITIC, {"critic": True}),
+}
+# per number of ranks: megatron's options, the rest of the section, what it is like
+Row = tuple[dict[str, Any], dict[str, Any], str]
+WAYS: dict[int, dict[str, Row]] = {
+    1: {
+        "each": (CANONICAL, {}, "each"),
+        "together": ({}, {}, "together"),
+    },
+    2: {
+        "each-tp2": (TP2 | CANONICAL, {}, "each"),
+        "each-pp2": (PP2 | CANONICAL, {}, "each"),
+        "some-tp2-recomputed": (TP2 | CANONICAL, RECOMPUTED, "some"),
+        "some-dp2-overlap": (CANONICAL | OVERLAP, {}, "some"),
+        "frozen-pp2": (PP2 | CANONICAL, {}, "frozen"),
+        "experts-ep2": (EP2 | CANONICAL, {}, "experts"),
+        "beside-experts-tp2": (TP2 | CANONICAL | {"expert_tensor_parallel_size": 1}, {}, "beside-experts"),
+        "together-tp2": (TP2, {}, "together"),
+        "together-vpp2-recomputed": (VPP, RECOMPUTED, "together"),
+        "fused-tp2": (TP2 | WHOLE, {}, "fused"),
+        "fused-cp2": (CP2, {}, "fused"),
+        "critic-tp2": (TP2 | CANONICAL, {}, "critic"),
+    },
+    4: {
+        "each-tp4": ({"tensor_model_parallel_size": 4} | CANONICAL, {}, "each"),  # more ranks than groups of queries
+        "together-tp2-pp2": (TP2 | PP2, {}, "together"),
+    },
+}
+SAVED, RESTORED = "each-tp2", {1: ("each-on-one", CANONICAL), 2: ("each-on-pp2", PP2 | CANONICAL)}
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
+    "a-part": (
+        "tied",
+        TP2,
+        PLAIN | {"target_modules": ["q_proj"]},
+        ["lora_type=lora, q_proj, k_proj, v_proj of model.layers.0.self_attn", "lora_type=canonical_lora"],
+    ),
+    "ranks": (
+        "tied",
+        PP2,
+        PLAIN | {"rank_pattern": {"up_proj": 2}},
+        ["gate_proj, up_proj of model.layers.0.mlp", "ranks or alphas differ"],
+    ),
+    "no-such-layer": (
+        "shared",
+        EP2,
+        PLAIN,
+        ["cannot adapt model.layers.1.mlp.shared_expert_gate", "trainer.policy.model.lora.exclude_modules"],
+    ),
+    "unknown": ("tied", {}, PLAIN | {"target_modules": ["linear_qkv"]}, ['target_modules "linear_qkv"', "q_proj"]),
+    "tokens": (
+        "tied",
+        TP2 | {"transformer_config_kwargs": {"sequence_parallel": False}},
+        PLAIN,
+        ["transformer_config_kwargs.sequence_parallel=false does not work with LoRA"],
+    ),
+}
+
+
+class Played:
+    """What came of all ways; those of two ranks save what one rank and two pipeline stages go on from."""
+
+    def __init__(self, seam: Seam) -> None:
+        self.seam = seam
+        self.ways: dict[str, Way] = {}
+        write_model("qwen2-moe", seam.folder / "shared")
+        truths = {
+            f"truth-{name}": seam.way(f"truth-{name}", model, trainer, **special)
+            for name, (model, trainer, special) in TRUTHS.items()
+        }
+        self._play(1, truths)
+        for size, rows in WAYS.items():
+            self._play(size, {name: self._way(name, *row) for name, row in rows.items()})
+        do = [("restore", self.place(SAVED)), ("train", 2)]
+        for size, (name, options) in RESTORED.items():
+            self._play(size, {name: seam.way(name, "tied", laid_over(megatron(**options), adapted(PLAIN)), do)})
+
+    def _play(self, size: int, ways: dict[str, Way]) -> None:
+        self.seam.play(size, list(ways.values()))
+        self.ways |= ways
+
+    def _way(self, name: str, options: dict[str, Any], more: dict[str, Any], like: str) -> Way:
+        model, trainer, special = TRUTHS[like]
+        train: list[Any] = [("train", 1), ("save", self.place(name)), ("train", 2)] if name == SAVED else [("train", 1), ("train", 2)]
+        if like in ("each", "together"):
+            train.append(("export", self.place(f"exported-{name}")))
+        more = laid_over(laid_over(megatron(**options), trainer), more)
+        return self.seam.way(name, model, more, train, critic=special.get("critic", False))
+
+    def place(self, name: str) -> str:
+        return str(self.seam.folder / f"of-{name}")
+
+    def told(self, name: str) -> Told:
+        return self.seam.told(self.ways[name])
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+    seam = Seam(tmp_path_factory.mktemp("adapted"))
+    yield Played(seam)
+    seam.close()
+
+
+@pytest.mark.parametrize(("name", "like"), [(name, row[2]) for rows in WAYS.values() for name, row in rows.items()])
+def test_every_layout_trains_as_peft(played: Played, name: str, like: str) -> None:
+    truth = played.told(f"truth-{like}")
+    assert any(".gradient." in name and ".lora_A." in name for name in truth.tensors)
+    expect_same(without_probe(played.told(name)), truth)
+
+
+def without_probe(told: Told) -> Told:
+    return Told(told.told, {name: value for name, value in told.tensors.items() if name != "probe"}, told.samples)
+
+
+def test_what_is_compared_does_something(played: Played) -> None:
+    each, together, some = (played.told(f"truth-{name}") for name in ("each", "together", "some"))
+    moved = [name for name in each.tensors if name.startswith("weights.")]
+    assert max((each.tensors[name] - together.tensors[name]).abs().max().item() for name in moved) > 1e-3
+    assert min(update["grad_norm"] for update in some.told["updates"]) > CLIPPED["optimizer_config"]["max_grad_norm"]
+    scored = {name: value for name, value in each.samples.items() if name.startswith("2.policy.")}
+    base = torch.cat([each.samples[name.replace("policy", "reference")] for name in scored])
+    assert (torch.cat(list(scored.values())) - base).abs().max() > 1e-3, "the reference has no adapters"
+
+
+@pytest.mark.parametrize("name", [name for name, _ in RESTORED.values()])
+def test_another_layout_goes_on_from_a_checkpoint_of_adapters(played: Played, name: str) -> None:
+    expect_same(played.told(name), played.told("truth-each").from_step_2())
+
+
+def test_a_checkpoint_has_adapters_only(played: Played) -> None:
+    names = FileSystemReader(played.place(SAVED)).read_metadata().state_dict_metadata
+    matrices = {name for name in names if ".lora_" in name}
+    assert len(matrices) == 3 * 2 * 4 * 7, "weights and two moments of A and B of seven layers"
+    assert "model.layers.3.mlp.down_proj.lora_A.weight" in matrices
+    others = names.keys() - matrices
+    assert not [name for name in others if "weight" in name or "bias" in name], others
+
+
+@pytest.mark.parametrize("name", ["each-tp2", "each-pp2", "together-tp2-pp2"])
+def test_exports_are_what_transformers_and_peft_compute(played: Played, name: str) -> None:
+    export, ids = played.place(f"exported-{name}"), torch.tensor([PROBE])
+    base = AutoModelForCausalLM.from_pretrained(played.seam.folder / "tied", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    for model in (merged, peft.PeftModel.from_pretrained(base, f"{export}/adapter")):
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, :-1]
+        said = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(played.told(name).tensors["probe"], said, atol=1e-5, rtol=0)
+
+
+def test_what_cannot_be_adapted_is_refused_on_every_rank(played: Played) -> None:
+    ways = {
+        name: played.seam.way(f"refused-{name}", model, laid_over(megatron(**options), adapted(lora)))
+        for name, (model, options, lora, _) in REFUSED.items()
+    }
+    played.seam.play(2, list(ways.values()))
+    for name, way in ways.items():
+        error = played.seam.told(way).told["error"]
+        assert all(part in error for part in REFUSED[name][3]), error
+
+
+def test_inputs_of_adapters_are_dropped_in_training_only(played: Played) -> None:
+    """Each time other ones, also where the layers are computed again; the first reference and policy are the same model."""
+    dropping = adapted(PLAIN | {"dropout": 0.5})
+    ways = {
+        name: played.seam.way(f"dropout-{name}", "tied", laid_over(laid_over(megatron(**options), dropping), more))
+        for name, options, more in (("tp2", TP2, {}), ("tp2-recomputed", TP2, RECOMPUTED), ("dp2", {}, {}))
+    }
+    played.seam.play(2, list(ways.values()))
+    plain, told = played.told("together"), {name: played.seam.told(way) for name, way in ways.items()}
+    for found in told.values():
+        for name, value in found.samples.items():
+            if name.startswith("1."):
+                torch.testing.assert_close(value, plain.samples[name], atol=1e-5, rtol=1e-5)
+        assert found.told["updates"][0]["grad_norm"] != pytest.approx(plain.told["updates"][0]["grad_norm"], rel=0.01)
+    expect_same(told["tp2-recomputed"], told["tp2"])
