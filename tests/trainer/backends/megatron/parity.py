@@ -36,6 +36,7 @@ from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.models.lora import merging as merged_by_peft
 from hpcrl.trainer.models.lora import own_parameters
 from hpcrl.trainer.packing import MiniBatch, regrouped
+from hpcrl.trainer.rng import random_state, set_random_state
 from hpcrl.types import Batch
 from tests.trainer.backends.megatron.leave import leave_groups
 from tests.trainer.backends.megatron.weights_scenarios import whole as whole_export
@@ -184,6 +185,12 @@ class Way:
         report = self._trained(mini, objective).report
         assert report.skipped
         assert not math.isfinite(report.grad_norm)
+
+    def seed(self, number: int) -> None:
+        """Let what is drawn at random follow from a number."""
+        torch.manual_seed(number)
+        state = torch.get_rng_state()
+        set_random_state(dict.fromkeys(random_state(self.world.device), state), self.world.device)
 
     def save(self, path: str) -> None:
         self.engine.save(self._directory(path))
