@@ -46,8 +46,8 @@ class Adapted:
     """
 
     name: str
-    A: nn.Parameter
-    B: nn.Parameter
+    A: torch.Tensor
+    B: torch.Tensor
     scaling: float
 
 
@@ -83,9 +83,9 @@ def adapted_layers(model: nn.Module) -> Iterator[Adapted]:
     """Yield the layers that have adapters."""
     for name, layer in model.named_modules():
         if hasattr(layer, "base_layer"):
-            a, b = _matrices(layer)
-            scaling: Any = layer.scaling
-            yield Adapted(name, a.weight, b.weight, scaling[_ADAPTER])
+            adapter: Any = layer
+            a, b = _matrices(adapter)
+            yield Adapted(name, a.weight, b.weight, adapter.scaling[_ADAPTER])
 
 
 def first_values(model: nn.Module, lora: LoraConfig, seed: int) -> Iterator[torch.Tensor]:

@@ -107,7 +107,9 @@ class Adapter(nn.Module):
         found = [(name, matrix) for letter, name, matrix in self.matrices() if letter == "A"]
         low = linear(self._dropout(hidden), torch.cat([A for _, A in found]))
         # under tensor parallelism, tokens are always shared too (sequence parallelism)
-        exchange: Any = gather_from_sequence_parallel_region if self.by_rows else reduce_scatter_to_sequence_parallel_region
+        exchange: Any = (
+            gather_from_sequence_parallel_region if self.by_rows else reduce_scatter_to_sequence_parallel_region
+        )
         parts = exchange(low, group=tensor_group()).split([len(A) for _, A in found], -1)
         lows = dict(zip((name for name, _ in found), parts, strict=True))
         return self._in_order(lambda name, B: linear(lows[self.source[name]], B), lows[self.layers[0]])
@@ -140,7 +142,9 @@ def _rows(names: list[str], blocks: list[tuple[str, int, int]]) -> tuple[dict[st
     rows, ends, at = {}, dict[str, int](), 0
     for name in names:
         of_name = [(start, stop) for found, start, stop in blocks if found == name]
-        rows[name] = range(min((start for start, _ in of_name), default=0), max((stop for _, stop in of_name), default=0))
+        rows[name] = range(
+            min((start for start, _ in of_name), default=0), max((stop for _, stop in of_name), default=0)
+        )
         assert len(rows[name]) == sum(stop - start for start, stop in of_name)
         ends[name] = at
         at += len(rows[name])
@@ -193,9 +197,7 @@ def add_adapters(
         raise DataError(
             "trainer.policy.megatron_config.transformer_config_kwargs.moe_shared_expert_overlap=true does not work with LoRA; leave it out"
         )
-    table = {
-        name: slot for name, slot in slots(architecture).items() if _LINEAR.search(name) and slot.expert is None
-    }
+    table = {name: slot for name, slot in slots(architecture).items() if _LINEAR.search(name) and slot.expert is None}
     adapted = {table_name(each.name): each for each in adapted_layers(model)}
     _require_layers(table, adapted, section)
     if shared:
@@ -300,41 +302,42 @@ def _matrix_name(letter: str, name: str) -> str:
 
 
 def whole_adapters(
-    chunks: Sequence[GPTModel], world: World, values: Callable[[nn.Parameter], torch.Tensor] = torch.Tensor.detach
+    chunks: Sequence[GPTModel], value: Callable[[nn.Parameter], torch.Tensor], world: World
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return A and B of each adapter by the name of transformers' layer, whole on the CPU of every rank. All ranks call it.
+    """Return A and B of each adapter by the name of transformers' layer, whole, on the CPU of every rank. All ranks call it.
 
     Args:
-        values: what is gathered of a matrix, of its shape.
+        value: what is gathered of a rank's share of a matrix, of its shape and type: its data, or its gradient.
     """
-    here, ranks = {}, tensor_group().size()
-    sources = {name: source for _, adapter in adapted_modules(chunks) for name, source in adapter.source.items()}
-    for _, adapter in adapted_modules(chunks):
-        for letter, name, matrix in adapter.matrices():
-            here[_matrix_name(letter, name)] = matrix, adapter.axis(letter)
-
-    def described() -> Any:
-        shapes = {}
-        for name, (matrix, axis) in here.items():
-            shape = list(matrix.shape)
-            shapes[name] = [size * ranks if place == axis else size for place, size in enumerate(shape)]
-        return [sources, shapes]
-
-    everyones, found = world.all_gather(described), {}
-    for rank, (_, shapes) in enumerate(everyones):
-        for name in [name for name in shapes if name not in found]:
-            tensor = _gathered(values(here[name][0]), here[name][1]) if name in here else None
-            if tensor is None:
-                dtype, device = chunks[0].config.params_dtype, torch.cuda.current_device()
-                tensor = torch.empty(shapes[name], dtype=dtype, device=device)
-            if any(name not in other for _, other in everyones):
-                dist.broadcast(tensor, rank)
-            found[name] = tensor.cpu()
-    names: dict[str, str] = {name: source for told, _ in everyones for name, source in told.items()}
-    return {
-        name: (found[_matrix_name("A", source)].clone(), found[_matrix_name("B", name)])
-        for name, source in names.items()
+    adapters = [adapter for _, adapter in adapted_modules(chunks)]
+    sources = {name: source for adapter in adapters for name, source in adapter.source.items()}
+    here = {
+        _matrix_name(letter, name): (value(matrix), adapter.axis(letter))
+        for adapter in adapters
+        for letter, name, matrix in adapter.matrices()
     }
+    shapes = {name: _whole_shape(*share) for name, share in here.items()}
+    everyones, whole = world.all_gather(lambda: [sources, shapes]), dict[str, torch.Tensor]()
+    for rank, (_, shapes_there) in enumerate(everyones):
+        for name in [name for name in shapes_there if name not in whole]:
+            if name in here:
+                found = _gathered(*here[name])
+            else:
+                dtype, device = chunks[0].config.params_dtype, torch.cuda.current_device()
+                found = torch.empty(shapes_there[name], dtype=dtype, device=device)
+            if any(name not in others for _, others in everyones):  # only some pipeline stages have it
+                dist.broadcast(found, rank)
+            whole[name] = found.cpu()
+    return {
+        # a file cannot have one tensor twice
+        name: (whole[_matrix_name("A", source)].clone(), whole[_matrix_name("B", name)])
+        for told, _ in everyones
+        for name, source in told.items()
+    }
+
+
+def _whole_shape(share: torch.Tensor, axis: int | None) -> list[int]:
+    return [size * (tensor_group().size() if dim == axis else 1) for dim, size in enumerate(share.shape)]
 
 
 def _gathered(share: torch.Tensor, axis: int | None) -> torch.Tensor:

@@ -74,9 +74,7 @@ class MegatronEngine(Generic[Model]):
         self._total_updates = 0
         self._chunks, self._architecture, self.data = build(kind, source, forward, megatron, role, trainer, world)
         lora_type, self._lora = megatron.lora_type, section.model.lora
-        mark_trained(
-            self._chunks, self._architecture, source, section, world, lora_type=lora_type, seed=trainer.seed
-        )
+        mark_trained(self._chunks, self._architecture, source, section, world, lora_type=lora_type, seed=trainer.seed)
         settings = optimizer_config(section.optimizer_config, megatron, role)
         config: Any = self._chunks[0].config
         config.finalize_model_grads_func = finalize_model_grads
@@ -273,7 +271,9 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
         if not self._lora.rank:
             return None
         self._gather()
-        return peft_writer(whole_adapters(self._chunks, self._world), self._lora, self._source.path)
+        return peft_writer(
+            whole_adapters(self._chunks, lambda matrix: matrix.data, self._world), self._lora, self._source.path
+        )
 
 
 class MegatronCritic(MegatronEngine[CriticModel]):

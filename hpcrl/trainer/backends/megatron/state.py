@@ -49,9 +49,7 @@ class ShardedState:
         adapted: the model has adapters, and what lies below them is not saved.
     """
 
-    def __init__(
-        self, chunks: Sequence[GPTModel], optimizer: Any, *, reshardable: bool, adapted: bool = False
-    ) -> None:
+    def __init__(self, chunks: Sequence[GPTModel], optimizer: Any, *, reshardable: bool, adapted: bool = False) -> None:
         self._chunks, self._optimizer, self._adapted = list(chunks), optimizer, adapted
         for part in optimizer.chained_optimizers if optimizer is not None else ():
             if isinstance(part, DistributedOptimizer):

@@ -40,7 +40,8 @@ def mark_trained(
         DataError: as there; or a part of a parameter would be trained, but not all of it; or Megatron-core cannot adapt what is named.
     """
     lora, policy = section.model.lora, isinstance(section, PolicyConfig)
-    if not (lora.rank or (policy and (section.trainable_map or section.freeze_pattern))):
+    frozen = isinstance(section, PolicyConfig) and (section.trainable_map or section.freeze_pattern)
+    if not (lora.rank or frozen):
         return
 
     def apply() -> None:

@@ -341,7 +341,7 @@ def gradients(engine: Any, world: World) -> Values:
 
 
 def _adapters(engine: Any, world: World, value: Callable[[Any], torch.Tensor]) -> Values:
-    found = whole_adapters(engine._chunks, world, value)
+    found = whole_adapters(engine._chunks, value, world)
     return {
         f"{name}.lora_{letter}.default.weight": matrix.clone()
         for name, matrices in found.items()

@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("megatron.core")
@@ -143,7 +143,9 @@ class Played:
 
     def _way(self, name: str, options: dict[str, Any], more: dict[str, Any], like: str) -> Way:
         model, trainer, special = TRUTHS[like]
-        train: list[Any] = [("train", 1), ("save", self.place(name)), ("train", 2)] if name == SAVED else [("train", 1), ("train", 2)]
+        train: list[Any] = (
+            [("train", 1), ("save", self.place(name)), ("train", 2)] if name == SAVED else [("train", 1), ("train", 2)]
+        )
         if like in ("each", "together"):
             train.append(("export", self.place(f"exported-{name}")))
         more = laid_over(laid_over(megatron(**options), trainer), more)
@@ -192,7 +194,9 @@ def test_another_layout_goes_on_from_a_checkpoint_of_adapters(played: Played, na
 def test_a_checkpoint_has_adapters_only(played: Played) -> None:
     names = FileSystemReader(played.place(SAVED)).read_metadata().state_dict_metadata
     matrices = {name for name in names if ".lora_" in name}
-    assert len(matrices) == 4 * 2 * 4 * 7, "A and B of seven layers, in the model, in the optimizer, and their two moments"
+    assert len(matrices) == 4 * 2 * 4 * 7, (
+        "A and B of seven layers, in the model, in the optimizer, and their two moments"
+    )
     assert "model.layers.3.mlp.down_proj.lora_A.weight" in matrices
     others = names.keys() - matrices
     assert not [name for name in others if "weight" in name or "bias" in name], others

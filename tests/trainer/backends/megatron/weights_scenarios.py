@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hpcrl.config.sections.model import PolicyConfig
+from hpcrl.config.sections.model import ModelConfig, PolicyConfig
 from hpcrl.errors import DataError
 from hpcrl.trainer.backends.megatron import shims
 from hpcrl.trainer.backends.megatron.architecture import Architecture, architecture_of
@@ -203,7 +203,7 @@ def freezing(world: World, options: dict[str, Any]) -> None:
             maps: Any = trainable_map,
             patterns: Any = pattern,
         ) -> None:
-            section = PolicyConfig(trainable_map=maps, freeze_pattern=patterns)
+            section = PolicyConfig(model=ModelConfig(path=""), trainable_map=maps, freeze_pattern=patterns)
             mark_trained(chunks, architecture(model), source_of(path), section, world)
 
         error = _attempt(world, attempt)
