@@ -288,7 +288,9 @@ def sharded_adapters(chunk: GPTModel) -> dict[str, Any]:
     }
     found = {}
     for prefix, module in chunk.named_modules():
-        for letter, name, matrix in module.matrices() if isinstance(module, Adapter) else ():
+        if not isinstance(module, Adapter):
+            continue
+        for letter, name, matrix in module.matrices():
             if matrix.requires_grad:
                 key, axis = _matrix_name(letter, name), module.axis(letter)
                 made = make_sharded_tensor_for_checkpoint if axis is None else make_tp_sharded_tensor_for_checkpoint

@@ -61,33 +61,33 @@ TRUTHS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fused": ("untied", adapted(FUSED, **CLIPPED), {"one_A": True}),
     "critic": ("tied", CRITIC, {"critic": True}),
 }
-# per number of ranks: megatron's options, the rest of the section, what it is like
-Row = tuple[dict[str, Any], dict[str, Any], str]
-WAYS: dict[int, dict[str, Row]] = {
-    1: {
-        "each": (CANONICAL, {}, "each"),
-        "together": ({}, {}, "together"),
-    },
-    2: {
-        "each-tp2": (TP2 | CANONICAL, {}, "each"),
-        "each-pp2": (PP2 | CANONICAL, {}, "each"),
-        "some-tp2-recomputed": (TP2 | CANONICAL, RECOMPUTED, "some"),
-        "some-dp2-overlap": (CANONICAL | OVERLAP, {}, "some"),
-        "frozen-pp2": (PP2 | CANONICAL, {}, "frozen"),
-        "experts-ep2": (EP2 | CANONICAL, {}, "experts"),
-        "beside-experts-tp2": (TP2 | CANONICAL | {"expert_tensor_parallel_size": 1}, {}, "beside-experts"),
-        "together-tp2": (TP2, {}, "together"),
-        "together-vpp2-recomputed": (VPP, RECOMPUTED, "together"),
-        "fused-tp2": (TP2 | WHOLE, {}, "fused"),
-        "fused-cp2": (CP2, {}, "fused"),
-        "critic-tp2": (TP2 | CANONICAL, {}, "critic"),
-    },
-    4: {
-        "each-tp4": ({"tensor_model_parallel_size": 4} | CANONICAL, {}, "each"),  # more ranks than groups of queries
-        "together-tp2-pp2": (TP2 | PP2, {}, "together"),
-    },
+# number of ranks, megatron's options, the rest of the section, what it is like
+Row = tuple[int, dict[str, Any], dict[str, Any], str]
+WAYS: dict[str, Row] = {
+    "each-tp2": (2, TP2 | CANONICAL, {}, "each"),
+    "together-tp2": (2, TP2, {}, "together"),
+    "together-pp2-recomputed": (2, PP2, RECOMPUTED, "together"),
 }
-SAVED, RESTORED = "each-tp2", {1: ("each-on-one", CANONICAL), 2: ("each-on-pp2", PP2 | CANONICAL)}
+MORE: dict[str, Row] = {
+    "each": (1, CANONICAL, {}, "each"),
+    "together": (1, {}, {}, "together"),
+    "each-pp2": (2, PP2 | CANONICAL, {}, "each"),
+    "some-tp2-recomputed": (2, TP2 | CANONICAL, RECOMPUTED, "some"),
+    "some-dp2-overlap": (2, CANONICAL | OVERLAP, {}, "some"),
+    "frozen-pp2": (2, PP2 | CANONICAL, {}, "frozen"),
+    "experts-ep2": (2, EP2 | CANONICAL, {}, "experts"),
+    "beside-experts-tp2": (2, TP2 | CANONICAL | {"expert_tensor_parallel_size": 1}, {}, "beside-experts"),
+    "together-vpp2-recomputed": (2, VPP, RECOMPUTED, "together"),
+    "fused-tp2": (2, TP2 | WHOLE, {}, "fused"),
+    "fused-cp2": (2, CP2, {}, "fused"),
+    "critic-tp2": (2, TP2 | CANONICAL, {}, "critic"),
+    "each-tp4": (4, {"tensor_model_parallel_size": 4} | CANONICAL, {}, "each"),  # more ranks than groups of queries
+    "together-tp2-pp2": (4, TP2 | PP2, {}, "together"),
+}
+SAVED = "each-tp2"
+RESTORED: dict[str, tuple[int, dict[str, Any]]] = {"on-pp2": (2, PP2 | CANONICAL), "on-one": (1, CANONICAL)}
+EXPORTED = ("each-tp2", "together-pp2-recomputed", "together-tp2-pp2")
+rarely = pytest.mark.faults_slow
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
@@ -120,53 +120,72 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
 
 
 class Played:
-    """What came of all ways; those of two ranks save what one rank and two pipeline stages go on from."""
+    """What comes of ways; those of one number of ranks are gone at once."""
 
     def __init__(self, seam: Seam) -> None:
         self.seam = seam
-        self.ways: dict[str, Way] = {}
+        self._gone: dict[str, Way] = {}
         write_model("qwen2-moe", seam.folder / "shared")
-        truths = {
-            f"truth-{name}": seam.way(f"truth-{name}", model, trainer, **special)
-            for name, (model, trainer, special) in TRUTHS.items()
-        }
-        self._play(1, truths)
-        for size, rows in WAYS.items():
-            self._play(size, {name: self._way(name, *row) for name, row in rows.items()})
-        do = [("restore", self.place(SAVED)), ("train", 2)]
-        for size, (name, options) in RESTORED.items():
-            self._play(size, {name: seam.way(name, "tied", laid_over(megatron(**options), adapted(PLAIN)), do)})
 
-    def _play(self, size: int, ways: dict[str, Way]) -> None:
-        self.seam.play(size, list(ways.values()))
-        self.ways |= ways
+    def go(self, size: int, ways: dict[str, Way]) -> None:
+        new = {name: way for name, way in ways.items() if name not in self._gone}
+        if new:
+            self.seam.play(size, list(new.values()))
+            self._gone |= new
+
+    def go_all(self, table: dict[str, Row]) -> None:
+        self.go(1, {f"truth-{row[3]}": self._truth(row[3]) for row in table.values()})
+        for size in (1, 2, 4):
+            self.go(size, {name: self._way(name, *row[1:]) for name, row in table.items() if row[0] == size})
+
+    def _truth(self, like: str) -> Way:
+        model, trainer, special = TRUTHS[like]
+        return self.seam.way(f"truth-{like}", model, trainer, **special)
 
     def _way(self, name: str, options: dict[str, Any], more: dict[str, Any], like: str) -> Way:
         model, trainer, special = TRUTHS[like]
-        train: list[Any] = (
-            [("train", 1), ("save", self.place(name)), ("train", 2)] if name == SAVED else [("train", 1), ("train", 2)]
-        )
-        if like in ("each", "together"):
-            train.append(("export", self.place(f"exported-{name}")))
+        do: list[Any] = [("train", 1), ("train", 2)]
+        if name == SAVED:
+            do.insert(1, ("save", self.place(name)))
+        if name in EXPORTED:
+            do.append(("export", self.place(f"exported-{name}")))
         more = laid_over(laid_over(megatron(**options), trainer), more)
-        return self.seam.way(name, model, more, train, critic=special.get("critic", False))
+        return self.seam.way(name, model, more, do, critic=special.get("critic", False))
 
     def place(self, name: str) -> str:
         return str(self.seam.folder / f"of-{name}")
 
     def told(self, name: str) -> Told:
-        return self.seam.told(self.ways[name])
+        return self.seam.told(self._gone[name])
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     seam = Seam(tmp_path_factory.mktemp("adapted"))
-    yield Played(seam)
+    played = Played(seam)
+    played.go_all(WAYS)
+    yield played
     seam.close()
 
 
-@pytest.mark.parametrize(("name", "like"), [(name, row[2]) for rows in WAYS.values() for name, row in rows.items()])
-def test_every_layout_trains_as_peft(played: Played, name: str, like: str) -> None:
+@pytest.fixture(scope="module")
+def all_played(played: Played) -> Played:
+    played.go_all(MORE)
+    return played
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_layouts_train_as_peft(played: Played, name: str) -> None:
+    expect_truth(played, name, WAYS[name][3])
+
+
+@rarely
+@pytest.mark.parametrize("name", MORE)
+def test_every_layout_trains_as_peft(all_played: Played, name: str) -> None:
+    expect_truth(all_played, name, MORE[name][3])
+
+
+def expect_truth(played: Played, name: str, like: str) -> None:
     truth = played.told(f"truth-{like}")
     assert any(".gradient." in name and ".lora_A." in name for name in truth.tensors)
     expect_same(without_probe(played.told(name)), truth)
@@ -177,17 +196,25 @@ def without_probe(told: Told) -> Told:
 
 
 def test_what_is_compared_does_something(played: Played) -> None:
-    each, together, some = (played.told(f"truth-{name}") for name in ("each", "together", "some"))
+    each, together = played.told("truth-each"), played.told("truth-together")
     moved = [name for name in each.tensors if name.startswith("weights.")]
     assert max((each.tensors[name] - together.tensors[name]).abs().max().item() for name in moved) > 1e-3
-    assert min(update["grad_norm"] for update in some.told["updates"]) > CLIPPED["optimizer_config"]["max_grad_norm"]
     scored = {name: value for name, value in each.samples.items() if name.startswith("2.policy.")}
     base = torch.cat([each.samples[name.replace("policy", "reference")] for name in scored])
     assert (torch.cat(list(scored.values())) - base).abs().max() > 1e-3, "the reference has no adapters"
 
 
-@pytest.mark.parametrize("name", [name for name, _ in RESTORED.values()])
+@rarely
+def test_gradients_are_clipped(all_played: Played) -> None:
+    norms = [update["grad_norm"] for update in all_played.told("truth-some").told["updates"]]
+    assert min(norms) > CLIPPED["optimizer_config"]["max_grad_norm"]
+
+
+@pytest.mark.parametrize("name", ["on-pp2", pytest.param("on-one", marks=rarely)])
 def test_another_layout_goes_on_from_a_checkpoint_of_adapters(played: Played, name: str) -> None:
+    size, options = RESTORED[name]
+    do = [("restore", played.place(SAVED)), ("train", 2)]
+    played.go(size, {name: played.seam.way(name, "tied", laid_over(megatron(**options), adapted(PLAIN)), do)})
     expect_same(played.told(name), played.told("truth-each").from_step_2())
 
 
@@ -202,8 +229,18 @@ def test_a_checkpoint_has_adapters_only(played: Played) -> None:
     assert not [name for name in others if "weight" in name or "bias" in name], others
 
 
-@pytest.mark.parametrize("name", ["each-tp2", "each-pp2", "together-tp2-pp2"])
+@pytest.mark.parametrize("name", EXPORTED[:2])
 def test_exports_are_what_transformers_and_peft_compute(played: Played, name: str) -> None:
+    expect_export(played, name)
+
+
+@rarely
+@pytest.mark.parametrize("name", EXPORTED[2:])
+def test_exports_of_four_ranks(all_played: Played, name: str) -> None:
+    expect_export(all_played, name)
+
+
+def expect_export(played: Played, name: str) -> None:
     export, ids = played.place(f"exported-{name}"), torch.tensor([PROBE])
     base = AutoModelForCausalLM.from_pretrained(played.seam.folder / "tied", dtype=torch.float32)
     merged = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
@@ -216,15 +253,16 @@ def test_exports_are_what_transformers_and_peft_compute(played: Played, name: st
 
 def test_what_cannot_be_adapted_is_refused_on_every_rank(played: Played) -> None:
     ways = {
-        name: played.seam.way(f"refused-{name}", model, laid_over(megatron(**options), adapted(lora)))
+        name: played.seam.way(name, model, laid_over(megatron(**options), adapted(lora)))
         for name, (model, options, lora, _) in REFUSED.items()
     }
-    played.seam.play(2, list(ways.values()))
-    for name, way in ways.items():
-        error = played.seam.told(way).told["error"]
+    played.go(2, ways)
+    for name in REFUSED:
+        error = played.told(name).told["error"]
         assert all(part in error for part in REFUSED[name][3]), error
 
 
+@rarely
 def test_inputs_of_adapters_are_dropped_in_training_only(played: Played) -> None:
     """The same ones where layers are computed again."""
     dropping = adapted(PLAIN | {"dropout": 0.5})
@@ -244,7 +282,7 @@ def test_inputs_of_adapters_are_dropped_in_training_only(played: Played) -> None
         )
     }
     played.seam.play(2, list(ways.values()))
-    plain, told = played.told("together"), {name: played.seam.told(way) for name, way in ways.items()}
+    plain, told = played.told("together-tp2"), {name: played.seam.told(way) for name, way in ways.items()}
     for found in told.values():
         for name, value in found.samples.items():
             if name.startswith("1."):  # before anything was trained
