@@ -308,7 +308,7 @@ def weights(engine: Any, world: World) -> Values:
         engine._gather()
         return _exported(engine, world, merging(engine._chunks)) | _adapters(engine, world, torch.Tensor.detach)
     model = engine._model.model
-    adapters = {name: p for name, p in model.named_parameters(remove_duplicate=False) if ".lora_" in name}
+    adapters = _adapters_of_peft(model)
     if hasattr(engine, "export_weights"):
         exported = engine.export_weights(torch.float32, [0] * len(engine.export_pieces(torch.float32)))
         return {name: value for piece in exported for name, value in piece.items()} | _whole(adapters)
@@ -319,12 +319,17 @@ def weights(engine: Any, world: World) -> Values:
     return _named(_whole(merged | adapters), engine)
 
 
+def _adapters_of_peft(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    # each layer's A, also where it is another's
+    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if ".lora_" in name}
+
+
 def gradients(engine: Any, world: World) -> Values:
     """Return whole gradients of what is trained under Hugging Face names, on rank 0."""
     if not isinstance(engine, MegatronEngine):
         model = engine._model.model
-        named = model.named_parameters(remove_duplicate=False)
-        found = _named(_whole({name: p.grad for name, p in named if p.grad is not None}), engine)
+        named = dict(model.named_parameters()) | _adapters_of_peft(model)
+        found = _named(_whole({name: p.grad for name, p in named.items() if p.grad is not None}), engine)
         return (
             revert_weight_conversion(model, found) if get_model_conversion_mapping(model, add_legacy=False) else found
         )
