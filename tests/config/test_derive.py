@@ -15,7 +15,7 @@ from hpcrl.config import (
     total_steps,
     trainer_ranks,
 )
-from hpcrl.config.derive import copy_ranks, names_own_code
+from hpcrl.config.derive import copy_ranks, names_own_code, reference_is_base
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.errors import DataError
 
@@ -85,3 +85,24 @@ def test_which_ranks_share_a_copy() -> None:
 )
 def test_code_of_the_users(sections: dict[str, Any], own: bool) -> None:
     assert names_own_code(config(**sections)) == own
+
+
+BF16_REFERENCE: dict[str, dict[str, Any]] = {
+    "fsdp2": {"fsdp_config": {"mixed_precision": {"param_dtype": "bf16"}}},
+    "megatron": {"megatron_config": {"dtype": "bf16"}},
+}
+
+
+@pytest.mark.parametrize("strategy", BF16_REFERENCE)
+def test_the_reference_is_the_policy_without_its_adapters_where_both_are_alike(strategy: str) -> None:
+    fp32 = {"fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}}, "megatron_config": {"dtype": "fp32"}}
+
+    def found(rank: int, **reference: Any) -> bool:
+        policy = {"model": {"path": "m", "lora": {"rank": rank}}, **fp32}
+        ref = {"megatron_config": {"dtype": "fp32"}, **reference}
+        return reference_is_base(config(trainer={"strategy": strategy, "policy": policy, "ref": ref}).trainer)
+
+    assert found(8)
+    assert not found(0)
+    assert not found(8, **BF16_REFERENCE[strategy])
+    assert not found(8, model={"path": "other"})
