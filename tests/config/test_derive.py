@@ -87,22 +87,20 @@ def test_code_of_the_users(sections: dict[str, Any], own: bool) -> None:
     assert names_own_code(config(**sections)) == own
 
 
-BF16_REFERENCE: dict[str, dict[str, Any]] = {
-    "fsdp2": {"fsdp_config": {"mixed_precision": {"param_dtype": "bf16"}}},
-    "megatron": {"megatron_config": {"dtype": "bf16"}},
-}
+def of_type(strategy: str, dtype: str) -> dict[str, Any]:
+    """Return what says the number type of a model."""
+    megatron, fsdp = {"megatron_config": {"dtype": dtype}}, {"fsdp_config": {"mixed_precision": {"param_dtype": dtype}}}
+    return megatron if strategy == "megatron" else fsdp
 
 
-@pytest.mark.parametrize("strategy", BF16_REFERENCE)
+@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
 def test_the_reference_is_the_policy_without_its_adapters_where_both_are_alike(strategy: str) -> None:
-    fp32 = {"fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}}, "megatron_config": {"dtype": "fp32"}}
-
-    def found(rank: int, **reference: Any) -> bool:
-        policy = {"model": {"path": "m", "lora": {"rank": rank}}, **fp32}
-        ref = {"megatron_config": {"dtype": "fp32"}, **reference}
+    def found(rank: int, dtype: str = "fp32", path: str = "m") -> bool:
+        policy = {"model": {"path": "m", "lora": {"rank": rank}}, **of_type(strategy, "fp32")}
+        ref = {"model": {"path": path}, **of_type(strategy, dtype)}
         return reference_is_base(config(trainer={"strategy": strategy, "policy": policy, "ref": ref}).trainer)
 
     assert found(8)
     assert not found(0)
-    assert not found(8, **BF16_REFERENCE[strategy])
-    assert not found(8, model={"path": "other"})
+    assert not found(8, dtype="bf16")
+    assert not found(8, path="other")
