@@ -291,3 +291,17 @@ def test_inputs_of_adapters_are_dropped_in_training_only(played: Played) -> None
     assert min(abs(one - other) for one, other in combinations(norms, 2)) > 0.01
     for name in ("tp2", "dp2"):
         expect_same(told[f"{name}-recomputed"], told[name])
+
+
+@rarely
+def test_bf16_trains_nearly_alike(played: Played) -> None:
+    """The frozen model and the adapters in bf16, the optimizer in fp32."""
+    options = megatron(dtype="bf16", **TP2, **CANONICAL)
+    played.go(2, {"bf16": played.seam.way("bf16", "tied", laid_over(options, adapted(PLAIN)))})
+    found, truth = played.told("bf16"), played.told("truth-each")
+    first, other = (each.told["updates"][0]["grad_norm"] for each in (found, truth))
+    assert first == pytest.approx(other, rel=0.02)
+    for part in ("1.0.gradient", "weights."):
+        names = [name for name in truth.tensors if name.startswith(part)]
+        ours, theirs = (torch.cat([each.tensors[name].flatten().float() for name in names]) for each in (found, truth))
+        assert torch.nn.functional.cosine_similarity(ours, theirs, 0) > 0.99, part
