@@ -281,7 +281,7 @@ def publish(machine: Machine) -> Found:
     """Seconds and GiB of publishing weights for engines."""
     with joined() as world, tempfile.TemporaryDirectory() as place:
         policy = machine.engine(world)
-        return Publisher(Run(Path(place)), 0, world, torch.bfloat16, 0, longest=64).publish(policy, 1)
+        return Publisher(Run(Path(place)), 0, world, torch.bfloat16, 2, longest=64).publish(policy, 1)
 
 
 def memory(machine: Machine) -> Found:

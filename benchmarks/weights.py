@@ -63,7 +63,7 @@ def publish(place: Path, repetitions: int) -> None:
     policy = PolicyConfig(model=ModelConfig(path=str(place / "model")))
     with joined() as world:
         engine = FsdpPolicy(TrainerConfig(policy=policy, algorithm=AlgorithmConfig(use_kl_loss=False)), 1.0, world)
-        publisher, seconds = Publisher(Run(place / "run"), 1, world, torch.bfloat16, 0, longest=64), []
+        publisher, seconds = Publisher(Run(place / "run"), 1, world, torch.bfloat16, 2, longest=64), []
         for version in range(1, repetitions + 2):
             world.barrier()
             began = time.monotonic()

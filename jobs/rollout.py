@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpcrl.config import Config
-from hpcrl.config.derive import max_input_length, names_own_code, needs_baselines, surplus_groups
+from hpcrl.config.derive import begins_with_model, max_input_length, names_own_code, needs_baselines, surplus_groups
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.layout import Run
@@ -87,6 +87,7 @@ def worker_options(run: Run, config: Config, attempt: int, replica: int) -> Work
         load_s=engine.start_timeout_seconds,
         engine_dtype=engine.model_dtype,
         probe_tolerance=engine.probe_tolerance,
+        from_model=begins_with_model(config.trainer),
     )
 
 

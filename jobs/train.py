@@ -27,7 +27,15 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
-from hpcrl.config.derive import checkpoint_interval, gpu_count, longest_sample, publishes
+from hpcrl.config.derive import (
+    begins_with_model,
+    checkpoint_interval,
+    gpu_count,
+    kept_versions,
+    loads_adapters,
+    longest_sample,
+    publishes,
+)
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.trainer.backends.schedule import is_due
@@ -69,9 +77,10 @@ def work(
         checkpoints = Checkpoints.of(trainer, run, attempt, world, controller.committed)
         resume = partial(checkpoints.resume, mode=trainer.resume_mode, path=trainer.resume_path)
         learner = load_learner(run, config, world, consensus, resume, Dumps(run, attempt, world))
-        staleness = trainer.fully_async.max_staleness_steps
-        publisher = Publisher(run, attempt, world, dtype, staleness, longest=longest_sample(config))
-        publisher.resume(None if learner.start.updates else learner.policy, learner.start.step)
+        kept, adapters = kept_versions(trainer), loads_adapters(config)
+        publisher = Publisher(run, attempt, world, dtype, kept, longest_sample(config), adapters=adapters)
+        policy = None if learner.start.updates else learner.policy
+        publisher.resume(policy, learner.start.step, from_model=begins_with_model(trainer))
         gc.freeze()  # what is loaded stays: to look through it for garbage, again and again, takes long
         train(config, learner, checkpoints, publisher, controller, profile_step)
     except Stopping:

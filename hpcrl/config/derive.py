@@ -27,6 +27,8 @@ from hpcrl.errors import DataError
 
 MOST_KEPT = 256
 """The largest sampling mask: each of its tokens is 4 bytes in the sample's file, and much more in the engine's answer."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""For which vLLM can reserve room."""
 _LEAST_TOKENS = 16384  # of a micro-batch on a GPU
 
 
@@ -150,6 +152,20 @@ def adapters(trainer: TrainerConfig) -> dict[str, LoraConfig]:
     """Return the settings of adapters by the role of the models that are trained with some: policy, critic."""
     found = {"policy": trainer.policy.model.lora, "critic": trainer.critic.model.lora}
     return {role: lora for role, lora in found.items() if lora.rank > 0}
+
+
+def largest_rank(lora: LoraConfig) -> int:
+    return max(lora.rank, *lora.rank_pattern.values(), 0)
+
+
+def loads_adapters(config: ConfigTree) -> bool:
+    """Return whether engines get the policy's adapters after each step, instead of the whole policy."""
+    return config.trainer.policy.model.lora.rank > 0 and not config.generator.inference_engine.merge_lora
+
+
+def begins_with_model(trainer: TrainerConfig) -> bool:
+    """Return whether version 0 of the policy is the model where it lies, and need not be published."""
+    return trainer.policy.model.lora.rank == 0 or trainer.policy.model.lora.adapter_path is None
 
 
 def reference_is_base(trainer: TrainerConfig) -> bool:
@@ -345,6 +361,11 @@ def publishes(trainer: TrainerConfig, step: int, total: int) -> bool:
     """Return whether engines get the weights that `step` of `total` leaves."""
     evaluated = trainer.eval_interval > 0 and step % trainer.eval_interval == 0
     return evaluated or step == total or step % trainer.fully_async.sync_weight_interval == 0
+
+
+def kept_versions(trainer: TrainerConfig) -> int:
+    """Return how many versions of the weights stay readable: all that engines may still load or generate with."""
+    return trainer.fully_async.max_staleness_steps + 2
 
 
 def saves_checkpoints(trainer: TrainerConfig) -> bool:

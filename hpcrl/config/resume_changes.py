@@ -91,6 +91,10 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         "trainer.resume_path",
     ),
     (
+        Effect("refused", "a step that was begun would go on with weights of the other kind"),
+        "generator.inference_engine.merge_lora",
+    ),
+    (
         Effect("warning", "it decides whether this attempt and later ones continue a checkpoint"),
         "trainer.resume_mode",
     ),

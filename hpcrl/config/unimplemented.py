@@ -84,6 +84,7 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.record_memory": _TRACKING,
     "trainer.ref.sequence_parallel_size": _PARALLEL,
     **_lora("trainer.critic.model.lora"),
+    "trainer.critic.model.lora.adapter_path": _LORA,
     "trainer.critic.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.critic.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.critic.sequence_parallel_size": _PARALLEL,
@@ -97,7 +98,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "generator.inference_engine.expert_parallel_size": _ENGINE,
     "generator.inference_engine.weight_sync_backend": Unimplemented("weights pushed over NCCL"),
     "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": Unimplemented("colocated engines"),
-    "generator.inference_engine.fully_sharded_loras": _LORA,
     "vla": Unimplemented("vision-language-action models"),
 }
 

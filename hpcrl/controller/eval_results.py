@@ -8,7 +8,7 @@ from pathlib import Path
 from hpcrl.data.eval_file import EvalRow, read_rows
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError
-from hpcrl.rundir.commit import children, discard, write_json
+from hpcrl.rundir.commit import children, discard, is_committed, write_json
 from hpcrl.rundir.layout import Run, version_of
 from hpcrl.types import GroupMeta, Work
 
@@ -72,7 +72,8 @@ def _read(path: Path) -> list[EvalRow]:
 def _digest(run: Run, version: int) -> str | None:
     """Return that of the weights that are published as `version`, as `EvalRow` has it; None where they cannot be read."""
     try:
-        return PublishedWeights.read(run.weights_of(version)).digest if version else ""
+        published = run.weights_of(version)  # version 0 is not, where it is the initial model
+        return PublishedWeights.read(published).digest if version or is_committed(published) else ""
     except CommitError as error:
         print(error, flush=True)
         return None

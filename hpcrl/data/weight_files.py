@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # a worker whose engine is another process reads manifests on
     import torch
 
 SUFFIX = ".safetensors"
+ADAPTER_FILE = f"adapter_model{SUFFIX}"  # the name that PEFT and vLLM look for
 _NAMES = {
     "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.int64": "I64",
     "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8", "torch.bool": "BOOL",
@@ -62,6 +63,7 @@ class PublishedWeights:
         tensors: digest by name, in the order of the model.
         size: bytes of its files.
         probe: None where the trainer gave none.
+        adapter: whether it is an adapter of the model that the engine was started with, in PEFT's format, and not the whole policy.
     """
 
     path: Path
@@ -69,6 +71,7 @@ class PublishedWeights:
     tensors: dict[str, str]
     size: int
     probe: Probe | None = None
+    adapter: bool = False
 
     @classmethod
     def read(cls, path: Path) -> PublishedWeights:
@@ -82,7 +85,8 @@ class PublishedWeights:
             raise CommitError(f"{path} has no digests of its tensors: another version of hpcrl published it")
         size = sum(entry["size"] for entry in manifest["files"].values())
         probe = Probe(**manifest["probe"]) if manifest.get("probe") else None
-        return cls(path, manifest["version"], manifest["tensors"], size, probe)
+        adapter = ADAPTER_FILE in manifest["files"]
+        return cls(path, manifest["version"], manifest["tensors"], size, probe, adapter)
 
     @property
     def digest(self) -> str:

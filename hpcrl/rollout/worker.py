@@ -5,7 +5,7 @@
     produces   samples/<replica>/<group>.safetensors, turns/<worker>/, evals/v<k>/<replica>.jsonl and .rows, metrics/rollout-<replica>.jsonl
 
 Work of a claim begins before a newer version that the same answer names is loaded: it was assigned for the version that the engine holds.
-Running training groups go on under the new weights; running evaluation is waited for, since a score belongs to one version.
+Running training groups go on meanwhile, as `Engine.update_weights` says; running evaluation is waited for, since a score belongs to one version.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class WorkerOptions:
         dump_evals: whether texts and scores of evaluation samples are written.
         baselines: whether training groups get the reward of a greedy response.
         copies: of new weights on this node; None: engines read them in the run directory.
+        from_model: whether version 0 is the model that the engine was started with.
     """
 
     run: Run
@@ -74,6 +75,7 @@ class WorkerOptions:
     engine_dtype: str = "bfloat16"
     probe_tolerance: float | None = None
     copies: NodeCopies | None = None
+    from_model: bool = True
 
     @property
     def name(self) -> str:
@@ -121,7 +123,7 @@ class Worker:
         self._rollout_metrics = RolloutMetrics()
         self._limiter = ConcurrencyLimiter(options.capacity)
         self._newest = 0
-        self._unproven = False
+        self._unproven, self._lacks_first = False, not options.from_model
         self._weights = engine.version, ""  # what it is proven to hold, and the digest of that
         self._stop: str | None = None
         self._news = asyncio.Event()
@@ -151,10 +153,10 @@ class Worker:
         update: asyncio.Task[None] | None = None
         delivery: asyncio.Task[None] | None = None
         while self._stop is None:
-            free, behind = self._free(), self._newest > self._engine.version
+            free, behind = self._free(), self._newest > self._engine.version or self._lacks_first
             evaluating = any(item.kind == "eval" for item in self._flight.values())
             # a claim under way may be answered with work for the version at hand; with news it is answered at once
-            if behind and update is None and claim is None and not evaluating:
+            if behind and self._metrics and update is None and claim is None and not evaluating:
                 update = asyncio.create_task(self._update(self._newest))
             if not behind and claim is None and free > 0:
                 claim = asyncio.create_task(self._claim(free))
@@ -208,6 +210,7 @@ class Worker:
         version = answer["version"]
         if self._metrics is None and version is not None:
             self._metrics = MetricsWriter(self._options.run, self._options.name, self._options.attempt, version)
+            self._news.set()
         for task, item in self._flight.items():
             if item.group_id in answer["unwanted"]:
                 task.cancel()
@@ -293,7 +296,7 @@ class Worker:
             return  # so slow that the version was retired meanwhile: on to the newest
         known = {"weights/fetch_seconds": time.monotonic() - started, "weights/load_gib": weights.size / 2**30}
         self._write_metrics()
-        self._unproven = True
+        self._unproven, self._lacks_first = True, False
         known |= await self._engine.update_weights(weights)
         self._news.set()  # groups may begin while the version is proven
         if options.copies:

@@ -32,7 +32,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({}, ["about 11.4 MiB", "the newest 3 stay", "with the one on its way 45.8 MiB", "1.9 MiB each", "newest 2 versions", "5.7 MiB"]),
+        ({}, ["about 11.4 MiB", "the newest 3 stay", "with the one on its way 45.8 MiB", "weights have 1.9 MiB", "newest 2 versions", "5.7 MiB"]),
         ({"trainer.max_ckpts_to_keep": -1}, ["all are kept (trainer.max_ckpts_to_keep)\n"]),
         ({"trainer.max_ckpts_to_keep": 1}, ["the newest 2 stay", "34.3 MiB"]),
         ({"trainer.ckpt_keep_best": "reward"}, ["and the best by reward: with the one on its way 57.2 MiB"]),
@@ -41,8 +41,10 @@ def model(tmp_path: Path) -> Path:
         ({"trainer.critic.model.path": "a/critic"}, ["about 22.9 MiB"]),
         ({"trainer.strategy": "megatron", "trainer.algorithm.use_kl_loss": False}, ["about 13.4 MiB"]),
         ({"trainer.policy.fsdp_config.mixed_precision.master_dtype": "bf16"}, ["about 5.7 MiB"]),
-        ({"generator.inference_engine.model_dtype": "float32", "trainer.hf_save_interval": 5}, ["3.8 MiB each", "never deleted"]),
+        ({"generator.inference_engine.model_dtype": "float32", "trainer.hf_save_interval": 5}, ["an export has 3.8 MiB, and none is deleted"]),
         ({"generator.inference_engine.weight_copy_dir": "$TMPDIR"}, ["copies of them take 1.9 MiB of $TMPDIR on each", "3.8 MiB"]),
+        ({"trainer.policy.model.lora.rank": 4}, ["published adapters have 23.4 KiB"]),
+        ({"trainer.policy.model.lora.rank": 4, "generator.inference_engine.merge_lora": True}, ["weights have 1.9 MiB"]),
     ],
 )  # fmt: skip
 def test_sizes(model: Path, settings: dict[str, Any], parts: list[str]) -> None:

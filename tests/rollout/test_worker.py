@@ -33,7 +33,7 @@ from hpcrl.rundir.commit import COMMIT, MANIFEST, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
 from hpcrl.runtime.token import bearer
-from hpcrl.types import Kind, Prompt, Work
+from hpcrl.types import GroupMeta, Kind, Prompt, Work
 from tests.paths import ROOT
 from tests.rollout import material
 from tests.rollout.conftest import WithEngine
@@ -82,34 +82,36 @@ def publish(run: Run, version: int, model: Path) -> Path:
 
 
 def start(
-    run: Run, server: Server, with_engine: WithEngine[Any], capacity: int = 4
+    run: Run, server: Server, with_engine: WithEngine[Any], capacity: int = 4, *, from_model: bool = True
 ) -> tuple[threading.Thread, list[BaseException]]:
     """Run the worker in a thread; the list receives the error that ends it."""
 
     async def nothing(_engine: EngineClient) -> None: ...
 
     with_engine(nothing)  # version 0 again
-    options = WorkerOptions(run, ATTEMPT, 5, capacity, n_samples=4, dump_evals=True, engine_dtype="float32")
-    failed: list[BaseException] = []
+    options = WorkerOptions(
+        run, ATTEMPT, 5, capacity, n_samples=4, dump_evals=True, engine_dtype="float32", from_model=from_model
+    )
+    status, failed = StatusWriter(run, "rollout-5", ATTEMPT), list[BaseException]()
 
     def main() -> None:
         try:
-            asyncio.run(
-                work(
-                    options,
-                    server,
-                    TOKENIZER,
-                    GENERATOR,
-                    EnvironmentConfig(),
-                    StatusWriter(run, "rollout-5", ATTEMPT),
-                )
-            )
+            asyncio.run(work(options, server, TOKENIZER, GENERATOR, EnvironmentConfig(), status))
         except HpcrlError as error:
             failed.append(error)
 
     thread = threading.Thread(target=main)
     thread.start()
     return thread, failed
+
+
+def assert_said_by(model: Path, run: Run, meta: GroupMeta) -> None:
+    samples = read_group(run.inside(meta.path))
+    assert len(samples) == 4
+    for sample in samples:
+        chosen = sample.loss_mask > 0
+        expected = logprobs(model, sample.token_ids[~chosen].tolist(), sample.token_ids[chosen].tolist())
+        torch.testing.assert_close(sample.rollout_logprobs[chosen], expected, atol=1e-3, rtol=0)
 
 
 def test_groups_of_each_version(
@@ -136,14 +138,8 @@ def test_groups_of_each_version(
     for name in ("g1", "g2", "g3", "g4", "g5"):
         meta, version = by_name[name], int(name == "g5")
         assert (meta.oldest_version, meta.newest_version) == (version, version)
-        samples = read_group(run.inside(meta.path))
         assert meta.path == f"samples/5/{name}.safetensors"
-        assert len(samples) == 4
-        for sample in samples:
-            chosen = sample.loss_mask > 0
-            prompt, said = sample.token_ids[~chosen].tolist(), sample.token_ids[chosen].tolist()
-            expected = logprobs(models[version], prompt, said)
-            torch.testing.assert_close(sample.rollout_logprobs[chosen], expected, atol=1e-3, rtol=0)
+        assert_said_by(models[version], run, meta)
 
     lines = [json.loads(line) for line in run.eval_dump(0, 5).read_text().splitlines()]
     assert sorted((line["group_id"], line["sample"]) for line in lines) == [("e1", 0), ("e2", 0), ("e2", 1)]
@@ -173,6 +169,21 @@ def test_groups_of_each_version(
         if process_status.process == "rollout-5"
     ]
     assert process_status.facts["version"] in (0, 1)
+
+
+def test_a_first_version_that_is_published_comes_before_all_work(
+    run: Run, controller: FakeController, server: Server, with_engine: WithEngine[Any], models: list[Path]
+) -> None:
+    publish(run, 0, models[1])
+    controller.work.append(item("g1"))
+    thread, failed = start(run, server, with_engine, from_model=False)
+    try:
+        wait_for(lambda: len(controller.completed) == 1, 60, f"no g1, {failed}")
+    finally:
+        controller.stop = "finished"
+        thread.join(30)
+    assert not failed
+    assert_said_by(models[1], run, controller.completed[0])
 
 
 def test_work_that_comes_with_news_of_a_newer_version_is_done(

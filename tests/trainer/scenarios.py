@@ -228,7 +228,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
     run, attempt = Run.open(options["run"]), options["attempt"]
     mode = options.get("save_mode", "sync")
     checkpoints = Checkpoints(run, attempt, world, keep=Retention(options.get("keep", -1)), seed=3, mode=mode)
-    publisher = Publisher(run, attempt, world, torch.float32, max_staleness=0)
+    publisher = Publisher(run, attempt, world, torch.float32, kept_versions=2, adapters=True)
     start = checkpoints.resume(engine, None, options.get("mode", "latest"), options.get("path"))
     step, carried = start.step, start.extra_state
     publisher.resume(engine, step)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from hpcrl.config.derive import engine_gpus, gpu_count, max_replicas, replicas_per_node, takes_whole_nodes
+from hpcrl.config.derive import (
+    LORA_RANKS,
+    engine_gpus,
+    gpu_count,
+    largest_rank,
+    loads_adapters,
+    max_replicas,
+    replicas_per_node,
+    takes_whole_nodes,
+)
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.generator import InferenceEngineConfig
 from hpcrl.config.sections.slurm import ElasticConfig
@@ -19,9 +28,12 @@ _ENGINE_OWN |= {
     "served_model_name",
     "max_logprobs",
     "worker_extension_cls",
+    "enable_lora",
+    "max_lora_rank",
 }
 _OF_VLLM = (
     *("tensor_parallel_size", "enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "use_flashinfer"),
+    "fully_sharded_loras",
     "engine_init_kwargs",
 )
 EMBEDDED_SAMPLING = ("ignore_eos", "min_tokens")
@@ -80,6 +92,22 @@ def embedded_engine(config: ConfigTree) -> Iterator[Problem]:
                     f"generator.{section}.additional_kwargs.{name}",
                     f'{path}.backend="transformers" has only {" and ".join(EMBEDDED_SAMPLING)}; leave it out, or use vllm',
                 )
+
+
+def adapters_of_engines(config: ConfigTree) -> Iterator[Problem]:
+    engine, lora = config.generator.inference_engine, config.trainer.policy.model.lora
+    if not loads_adapters(config):
+        for name in ("merge_lora", "fully_sharded_loras"):
+            if getattr(engine, name) and not (lora.rank > 0 and name == "merge_lora"):
+                why = "they get merged weights" if lora.rank else "without trainer.policy.model.lora.rank"
+                yield Problem(
+                    f"generator.inference_engine.{name}", f"has no effect: engines get no adapters, {why}; leave it out"
+                )
+    elif engine.backend == "vllm" and largest_rank(lora) > LORA_RANKS[-1]:
+        yield Problem(
+            "trainer.policy.model.lora.rank",
+            f"vLLM loads adapters up to rank {LORA_RANKS[-1]}, found {largest_rank(lora)}; set generator.inference_engine.merge_lora=true",
+        )
 
 
 def copies_of_weights(config: ConfigTree) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from hpcrl.config.errors import Problem
 from hpcrl.config.fields import Setting, values
 from hpcrl.config.import_path import misnamed
 from hpcrl.config.rules.cluster import (
+    adapters_of_engines,
     container,
     copies_of_weights,
     counted_gpus,
@@ -355,6 +356,7 @@ RULES: tuple[Rule, ...] = (
     overlong,
     remote_reward,
     environments,
+    adapters_of_engines,
     embedded_engine,
     engine_options,
     copies_of_weights,

@@ -67,8 +67,12 @@ class InferenceEngineConfig:
     biased: tokens that follow are sampled with keys and values of older weights, by no version of the policy, and the trainer's
     probabilities for them are of another distribution than the engine's."""
 
+    merge_lora: bool = False
+    """Give engines the policy with its adapters merged into it, instead of the adapters: as many bytes as without LoRA, and a pause for each
+    version, but no adapters to compute with for each token, and any model that the engine knows."""
+
     fully_sharded_loras: bool = False
-    """Split adapters over the GPUs of a replica too."""
+    """Split both matrices of adapters over the GPUs of a replica, and not one of them alone; faster with large ranks or many GPUs."""
 
     use_flashinfer: bool = False
     """Use FlashInfer for attention; needs GPUs with vLLM's FlashInfer. Otherwise vLLM chooses."""

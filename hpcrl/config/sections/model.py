@@ -48,6 +48,10 @@ class LoraConfig:
     init_method: Literal["kaiming", "xavier", "normal", "zero", "gaussian", "eva", "olora", "pissa"] = "kaiming"
     """How adapters start; kaiming, xavier, normal, zero, gaussian: so the first matrix, the second at 0; eva, olora, pissa: both from the model's own weights or activations."""
 
+    adapter_path: Location | None = None
+    """Directory of adapters in PEFT's format, such as an export's adapter/, that the run begins with, instead of init_method; they adapt the
+    same modules with the same ranks, and are scaled to this alpha. Unset: the run begins with the model as it is."""
+
     use_rslora: bool = False
     """Scale adapters by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.derive import adapters, model_paths, saves_checkpoints
+from hpcrl.config.derive import adapters, kept_versions, largest_rank, loads_adapters, model_paths, saves_checkpoints
 from hpcrl.config.sections.model import LoraConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.rundir.checkpoints import NEVER_DELETED
@@ -44,10 +44,12 @@ class Sizes:
     Attributes:
         weights: one version of what the engines get.
         checkpoint: one checkpoint.
+        export: one export.
     """
 
     weights: int
     checkpoint: int
+    export: int
 
     @classmethod
     def of(cls, config: Config, folder_of: Callable[[str], Path | None]) -> Sizes | None:
@@ -62,10 +64,14 @@ class Sizes:
         if not all(files.values()):
             return None
         counts = {role: _saved_parameters(shapes, adapters(trainer).get(role)) for role, shapes in files.items()}
-        weight = 4 if config.generator.inference_engine.model_dtype == "float32" else 2
+        weight, whole = (
+            4 if config.generator.inference_engine.model_dtype == "float32" else 2,
+            _saved_parameters(files["policy"], None),
+        )
         return cls(
-            weight * sum(map(math.prod, files["policy"])),
+            weight * (counts["policy"] if loads_adapters(config) else whole),
             sum(_saved(trainer, role) * count for role, count in counts.items()),
+            weight * whole,
         )
 
 
@@ -84,7 +90,7 @@ def rooms(run: Run, config: Config, sizes: Sizes | None) -> dict[str, Room]:
     trainer = config.trainer
     checkpoint = sizes.checkpoint if saves_checkpoints(trainer) else 0
     kept, there = max(trainer.max_ckpts_to_keep, NEVER_DELETED), len(committed(run.checkpoints, position_of))
-    versions = trainer.fully_async.max_staleness_steps + 2 - len(committed(run.weights, version_of))
+    versions = kept_versions(trainer) - len(committed(run.weights, version_of))
     most = checkpoint * max(1, kept + 1 - there) + sizes.weights * max(1, versions)
     return {
         "root": Room(checkpoint + sizes.weights, most, "a checkpoint and the weights for the engines"),
@@ -96,7 +102,7 @@ def _saved_parameters(shapes: list[list[int]], lora: LoraConfig | None) -> int:
     """Return how many parameters of a model a checkpoint has; with LoRA those of adapters of all its matrices, which may be more than there are."""
     if lora is None:
         return sum(map(math.prod, shapes))
-    return max(lora.rank, *lora.rank_pattern.values(), 0) * sum(sum(shape) for shape in shapes if len(shape) == 2)
+    return largest_rank(lora) * sum(sum(shape) for shape in shapes if len(shape) == 2)
 
 
 def _shapes(folder: Path | None) -> list[list[int]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, engine_rope
-from hpcrl.config.derive import max_input_length, max_model_len, model_config_kwargs
+from hpcrl.config.derive import loads_adapters, max_input_length, max_model_len, model_config_kwargs
 from hpcrl.config.errors import Problem
 from hpcrl.config.rules.model_fit import text_entries
 from hpcrl.errors import did_you_mean
@@ -23,6 +23,7 @@ _LENGTHS = (
 )
 _SCALED_ALREADY = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default")
 _OPTIONS = (("engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")),)
+_MODELS = "vllm.model_executor.models."
 _OPTIONS += (("entrypoints/launchers/cli_args.py", ("BaseFrontendArgs", "FrontendArgs")),)
 
 
@@ -31,6 +32,7 @@ def check_engine(config: Config) -> Iterator[Problem]:
     entries = entries_of(config.trainer.policy.model.path)
     if entries is not None:
         yield from _lengths(config, entries)
+        yield from _adapters(config, entries)
     engine = config.generator.inference_engine
     # where torch is missing too, this is a login node, of which nothing follows for the nodes; nor does it from outside of a container
     if (
@@ -50,6 +52,54 @@ def check_engine(config: Config) -> Iterator[Problem]:
         if own not in known and own.removeprefix("no_") not in known:
             path = f"generator.inference_engine.engine_init_kwargs.{name}"
             yield Problem(path, f"the vLLM that is installed here has no option {name!r}{did_you_mean(own, known)}")
+
+
+def _adapters(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
+    if config.generator.inference_engine.backend != "vllm" or not loads_adapters(config):
+        return
+    for architecture in entries.get("architectures") or []:
+        if loads_lora(architecture) is False:
+            yield Problem(
+                "generator.inference_engine.merge_lora",
+                f"the vLLM that is installed here loads no adapters for models of {architecture}; set it to true",
+            )
+
+
+@cache
+def loads_lora(architecture: str) -> bool | None:
+    """Return whether vLLM loads adapters for a model, read from its source without importing it; None: it cannot be told."""
+    spec = find_spec("vllm")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    models = Path(places[0], "model_executor", "models") if places else None
+    if models is None or not (models / "registry.py").is_file():
+        return None
+    found = re.search(
+        rf'"{re.escape(architecture)}": \(\s*"(\w+)",\s*"(\w+)"', (models / "registry.py").read_text("utf-8")
+    )
+    return _inherits_lora(models, *found.groups()) if found else None
+
+
+def _inherits_lora(models: Path, module: str, name: str) -> bool:
+    """Return whether a class of vLLM's models has, or may have, the base class SupportsLoRA, maybe by another class of them."""
+    path = models / f"{module}.py"
+    if not path.is_file():
+        return True  # not known, and vLLM will say
+    body = ast.parse(path.read_text("utf-8")).body
+    bases = [
+        ast.unparse(base)
+        for node in body
+        if isinstance(node, ast.ClassDef) and node.name == name
+        for base in node.bases
+    ]
+    imported = {
+        alias.name: node.module.removeprefix(_MODELS)
+        for node in body
+        if isinstance(node, ast.ImportFrom) and node.module and (node.level == 1 or node.module.startswith(_MODELS))
+        for alias in node.names
+    }
+    return "SupportsLoRA" in bases or any(
+        _inherits_lora(models, imported.get(base, module), base) for base in bases if base != name
+    )
 
 
 def _lengths(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:

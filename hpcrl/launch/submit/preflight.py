@@ -19,6 +19,7 @@ from hpcrl.config.resume_changes import Change, changes_from_path
 from hpcrl.data.chat import chat_template
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import count_aside, count_rows
+from hpcrl.data.weight_files import ADAPTER_FILE
 from hpcrl.envs.registry import environment_class
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.submit.engine import check_engine
@@ -95,6 +96,12 @@ def _of_models(config: Config) -> Iterator[Problem]:
     for name, path in models.items():
         if path and is_local(path) and not folder_of(path):
             yield Problem(name, f"{path} is no model directory (it has no {MODEL_FILE})")
+    adapter = config.trainer.policy.model.lora.adapter_path
+    if adapter and not Path(adapter, ADAPTER_FILE).is_file():
+        yield Problem(
+            "trainer.policy.model.lora.adapter_path",
+            f"{adapter} is no directory of adapters (it has no {ADAPTER_FILE})",
+        )
 
 
 def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:

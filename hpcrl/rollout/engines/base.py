@@ -116,7 +116,8 @@ class Engine(ABC):
         """Load a published version; return metrics: seconds of the pause, and of loading in it.
 
         Running requests go on with the new weights. Their key-value caches are dropped and computed again, so that each token's logprob
-        belongs to exactly one version; unless they are to keep them.
+        belongs to exactly one version; unless they are to keep them. Where a version is an adapter, an engine may let them go on with the
+        adapter that they began with instead, and then does not pause.
 
         Raises:
             EngineError: the engine could not load them, or a rank of it holds others. It is unusable then.

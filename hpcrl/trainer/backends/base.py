@@ -11,6 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.lora import Adapter
 from hpcrl.types import MicroBatch
 
 Objective = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -164,8 +165,8 @@ class PolicyEngine(Engine, Protocol):
         """Write what makes exported weights a model: its configuration and generation settings. Rank 0 writes."""
         ...
 
-    def adapter_writer(self) -> Callable[[Path], None] | None:
-        """Return what writes the adapters into a new directory, as PEFT reads them; None: there are none. All ranks call it, one may write."""
+    def adapter(self) -> Adapter | None:
+        """Return the adapters, on every rank; None: there are none. All ranks call it."""
         ...
 
 

@@ -7,23 +7,28 @@ and the adapter is `q_proj.lora_A.default.weight` [r, in] and `q_proj.lora_B.def
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from hpcrl.config.sections.model import LoraConfig
+from hpcrl.data.weight_files import ADAPTER_FILE, WeightFile
 from hpcrl.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    import peft
 
 _ADAPTER = "default"
 _BASE, _LORA = ".base_layer.", ".lora_"
 _ALL = "all-linear"
+_IN_FILES, _PARTS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 
 _Draw = Callable[[torch.Tensor, torch.Generator], object]
 # Of A, [r, in]; B begins at 0, so that training begins with the model as it is. xavier and normal as in Megatron-Bridge, the others as in PEFT.
@@ -60,12 +65,13 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
         seed: of their first values.
 
     Raises:
-        DataError: names of modules find nothing.
+        DataError: names of modules find nothing, or adapter_path has no adapters for them.
     """
     import peft
 
     model.requires_grad_(False)
-    targets = _targets(model, lora, f"{role}.model.lora")
+    section = f"{role}.model.lora"
+    targets = _targets(model, lora, section)
     # their values come below
     peft.inject_adapter_in_model(_peft_config(lora, targets), model, _ADAPTER, low_cpu_mem_usage=True)
     for name in targets:
@@ -74,9 +80,9 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
         for matrix in _matrices(layer):
             matrix.to_empty(device=device).to(dtype)
     if model.device.type != "meta":
-        for adapted, first_A in zip(adapted_layers(model), first_values(model, lora, seed), strict=True):
-            adapted.A.data.copy_(first_A)
-            nn.init.zeros_(adapted.B)
+        for adapted, (A, B) in zip(adapted_layers(model), first_values(model, lora, seed, section), strict=True):
+            adapted.A.data.copy_(A)
+            adapted.B.data.copy_(B)
 
 
 def adapted_layers(model: nn.Module) -> Iterator[Adapted]:
@@ -88,16 +94,57 @@ def adapted_layers(model: nn.Module) -> Iterator[Adapted]:
             yield Adapted(name, a.weight, b.weight, adapter.scaling[_ADAPTER])
 
 
-def first_values(model: nn.Module, lora: LoraConfig, seed: int) -> Iterator[torch.Tensor]:
-    """Yield A of each adapted layer, [r, in] float32 on the CPU, as training begins with it; B begins at 0."""
+def first_values(
+    model: nn.Module, lora: LoraConfig, seed: int, section: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield A and B of each adapted layer, whole and on the CPU, as training begins with them.
+
+    Args:
+        section: of `lora`, for errors.
+
+    Raises:
+        DataError: adapter_path has no adapters for them.
+    """
+    if lora.adapter_path is not None:
+        yield from _given(list(adapted_layers(model)), Path(lora.adapter_path), section)
+        return
     generator = torch.Generator().manual_seed(seed)
     for adapted in adapted_layers(model):
         A = torch.empty(adapted.A.shape, device="cpu")
         _DRAWN[lora.init_method](A, generator)
-        yield A
+        yield A, torch.zeros(adapted.B.shape, device="cpu")
 
 
-def _peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -> Any:
+def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the values of other adapters, scaled so that they do the same here."""
+    import peft
+    from peft.utils.other import get_pattern_key
+
+    try:
+        theirs = cast("peft.LoraConfig", peft.LoraConfig.from_pretrained(str(directory)))
+        tensors = load_file(directory / ADAPTER_FILE)
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{section}.adapter_path: {directory} has no adapters that PEFT reads: {error}") from error
+    alphas = theirs.alpha_pattern or {}
+    named = {name: [f"{_IN_FILES}{name}{part}" for part in _PARTS] for name in (each.name for each in layers)}
+    if others := sorted(tensors.keys() ^ {name for pair in named.values() for name in pair}):
+        raise DataError(
+            f"{section}.adapter_path: {directory} adapts other modules, by {others[0].removeprefix(_IN_FILES)}; set target_modules and "
+            "exclude_modules to those of its adapter_config.json"
+        )
+    for layer, (name, pair) in zip(layers, named.items(), strict=True):
+        A, B = (tensors[part] for part in pair)
+        if (A.shape, B.shape) != (layer.A.shape, layer.B.shape):
+            raise DataError(
+                f"{section}.adapter_path: {directory} has rank {len(A)} and {A.shape[1]} inputs for {name}, and expected were rank "
+                f"{len(layer.A)} and {layer.A.shape[1]}; set rank and rank_pattern to those of its adapter_config.json"
+            )
+        alpha = alphas.get(get_pattern_key(list(alphas), name), theirs.lora_alpha)
+        scale = alpha / (math.sqrt(len(A)) if theirs.use_rslora else len(A))
+        yield A, B.float() * (scale / layer.scaling)
+
+
+def _peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -> peft.LoraConfig:
     import peft  # takes half a second, and most runs have no adapters
 
     return peft.LoraConfig(
@@ -164,43 +211,65 @@ def merging(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> Callab
     return lambda W: W.float() + layer.scaling[_ADAPTER] * (B @ A)
 
 
-def adapter_writer(
+@dataclass(frozen=True)
+class Adapter:
+    """The adapters of a model, whole and on the CPU, under the names that its layers have on the hub.
+
+    Attributes:
+        matrices: A [r, in] and B [out, r] of each layer.
+        scales: s of each layer.
+        config: what PEFT reads beside them.
+    """
+
+    matrices: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    scales: dict[str, float]
+    config: peft.LoraConfig
+
+    def scaled(self, dtype: torch.dtype) -> Adapter:
+        """Return the same adapters with s = 1, in another type: vLLM knows one alpha for all layers."""
+        matrices = {name: (A.to(dtype), (self.scales[name] * B).to(dtype)) for name, (A, B) in self.matrices.items()}
+        rank = max(len(A) for A, _ in matrices.values())
+        others = {name: len(A) for name, (A, _) in matrices.items() if len(A) < rank}
+        config = replace(
+            self.config, r=rank, lora_alpha=rank, use_rslora=False, alpha_pattern=others, rank_pattern=others
+        )
+        return Adapter(matrices, dict.fromkeys(matrices, 1.0), config)
+
+    def write(self, directory: Path) -> dict[str, str]:
+        """Write a directory that PEFT loads; return the digest of each tensor.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        named = [(f"{_IN_FILES}{name}", *matrices) for name, matrices in self.matrices.items()]
+        tensors = {f"{name}{part}": tensor for name, *both in named for part, tensor in zip(_PARTS, both, strict=True)}
+        self.config.save_pretrained(str(directory))
+        file = WeightFile(directory / ADAPTER_FILE, {name: tensor.to("meta") for name, tensor in tensors.items()})
+        try:
+            return {name: file.write(name, tensor) for name, tensor in tensors.items()}
+        finally:
+            file.close()
+
+
+def gather_adapter(
     model: nn.Module, lora: LoraConfig, base: str, whole: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[Path], None]:
-    """Return what writes a model's adapters into a new directory, as PEFT reads them.
+) -> Adapter:
+    """Return the adapters of a model. All ranks call it.
 
     Args:
         base: path or hub id of the model that they adapt.
         whole: gathers a parameter that may be sharded.
     """
-    found = {
-        adapted.name: (whole(adapted.A.detach()).cpu(), whole(adapted.B.detach()).cpu())
-        for adapted in adapted_layers(model)
-    }
-    return peft_writer(found, lora, base)
+    layers = list(adapted_layers(model))
+    matrices = {each.name: (whole(each.A.detach()).cpu(), whole(each.B.detach()).cpu()) for each in layers}
+    return made_adapter(matrices, {each.name: each.scaling for each in layers}, lora, base)
 
 
-def peft_writer(
-    adapters: Mapping[str, tuple[torch.Tensor, torch.Tensor]], lora: LoraConfig, base: str
-) -> Callable[[Path], None]:
-    """Return what writes adapters into a new directory, as PEFT reads them.
-
-    Args:
-        adapters: by the name of the layer that they adapt: A and B, whole.
-        base: path or hub id of the model that they adapt.
-    """
-    config = _peft_config(lora, sorted(adapters), base)
-    tensors = {
-        f"base_model.model.{name}{_LORA}{letter}.weight": matrix
-        for name, matrices in adapters.items()
-        for letter, matrix in zip("AB", matrices, strict=True)
-    }
-
-    def write(directory: Path) -> None:
-        config.save_pretrained(str(directory))
-        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-
-    return write
+def made_adapter(
+    matrices: dict[str, tuple[torch.Tensor, torch.Tensor]], scales: dict[str, float], lora: LoraConfig, base: str
+) -> Adapter:
+    """Return adapters with what PEFT reads beside them."""
+    return Adapter(matrices, scales, _peft_config(lora, sorted(matrices), base))
 
 
 @contextmanager

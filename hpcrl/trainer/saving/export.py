@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcrl.config import Config, FSDPConfig, temperature
+from hpcrl.config.derive import kept_versions
 from hpcrl.config.rules.megatron_groups import on_one_rank
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.rundir.layout import Run, position_of
@@ -34,7 +35,7 @@ def export_checkpoint(run: Run, checkpoint: Path, target: Path) -> None:
         engine = build_policy(_alone(config.trainer), temperature(config), world)
         engine.restore_weights(checkpoint)
         dtype = DTYPES[config.generator.inference_engine.model_dtype]
-        publisher = Publisher(run, 0, world, dtype, config.trainer.fully_async.max_staleness_steps)
+        publisher = Publisher(run, 0, world, dtype, kept_versions(config.trainer))
         publisher.export(
             engine, position[0], config.trainer.policy.model.path, config.generator.chat_template, target=target
         )

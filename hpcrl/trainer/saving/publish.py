@@ -1,7 +1,8 @@
 """The policy as a model that others load: weights/v<k> for the inference engines, exports/s<k> for people.
 
 Both are the same files, safetensors under Hugging Face names, to which every rank writes its part; an export adds configuration and
-tokenizer, weights add what proves to engines that they hold them: a digest of each tensor, and a probe.
+tokenizer, weights add what proves to engines that they hold them: a digest of each tensor, and a probe. Where engines load adapters,
+weights/v<k> is one instead, which rank 0 writes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hpcrl.rundir.ledger import require_newest
 from hpcrl.rundir.space import explained
 from hpcrl.trainer.backends.base import PolicyEngine
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.lora import Adapter
 from hpcrl.trainer.saving.shards import ShardPlan, ShardWriter
 
 _INDEX = "model.safetensors.index.json"
@@ -37,26 +39,36 @@ class Publisher:
 
     Args:
         dtype: of the written tensors, generator.inference_engine.model_dtype.
-        max_staleness: steps that a sample may be old; it decides how many versions must stay readable.
+        kept_versions: of the newest, that must stay readable.
         longest: tokens that an engine takes at most; fewer than two: versions get no probe.
+        adapters: whether engines load adapters, and get nothing else.
     """
 
     def __init__(
-        self, run: Run, attempt: int, world: World, dtype: torch.dtype, max_staleness: int, longest: int = 0
+        self,
+        run: Run,
+        attempt: int,
+        world: World,
+        dtype: torch.dtype,
+        kept_versions: int,
+        longest: int = 0,
+        *,
+        adapters: bool = False,
     ) -> None:
         self._run, self._attempt, self._world, self._dtype = run, attempt, world, dtype
-        self._kept_versions = max_staleness + 2
+        self._adapters, self._kept_versions = adapters, kept_versions
         self._probe_tokens = min(_PROBE_TOKENS, longest - 1)  # an engine says one more
 
-    def resume(self, engine: PolicyEngine | None, step: int) -> None:
+    def resume(self, engine: PolicyEngine | None, step: int, *, from_model: bool = True) -> None:
         """Make weights/ fit a training that continues after `step`: version `step` is there and whole, and none above it.
 
         Args:
             engine: what the policy is after `step`; None: training continues inside the next one, and found the version whole.
+            from_model: whether version 0 is the initial model where it lies.
         """
         self._forget_after(step)
-        # version 0 is the initial model where it lies; writing another one anew takes no longer than reading whether it is whole
-        if step > 0 and engine is not None:
+        # writing a version anew takes no longer than reading whether it is whole
+        if (step > 0 or not from_model) and engine is not None:
             self.publish(engine, step)
 
     def _forget_after(self, step: int) -> None:
@@ -79,7 +91,11 @@ class Publisher:
         if self._world.rank0_broadcast(lambda: committed_by(target)) == self._attempt:
             return {}
         began = time.monotonic()
-        size = self._write(engine, target, probe=self._probe(engine), version=version)
+        adapter, probe = engine.adapter() if self._adapters else None, self._probe(engine)
+        if adapter:
+            size = self._write_adapter(adapter.scaled(self._dtype), target, probe, version)
+        else:
+            size = self._write(engine, target, probe=probe, version=version)
         return {"timing/publish_weights": time.monotonic() - began, "throughput/published_gib": size / 2**30}
 
     def _probe(self, engine: PolicyEngine) -> Probe | None:
@@ -119,12 +135,12 @@ class Publisher:
         def complete(directory: Path) -> None:
             engine.export_config(directory, self._dtype)
             load_tokenizer(model, template).save_pretrained(directory)
-            if write_adapter:
-                write_adapter(directory / ADAPTER)
+            if adapter:
+                adapter.write(directory / ADAPTER)
 
         place = target or self._run.export(step)
         if self._world.rank0_broadcast(lambda: committed_by(place)) != self._attempt:
-            write_adapter = engine.adapter_writer()
+            adapter = engine.adapter()
             self._write(engine, place, complete, step=step)
         return place
 
@@ -161,6 +177,23 @@ class Publisher:
                 abandon(target, self._attempt, self._fence)
             raise
         return sum(shard.size for shard in plan.shards)
+
+    def _write_adapter(self, adapter: Adapter, target: Path, probe: Probe | None, version: int) -> int:
+        def write() -> int:
+            try:
+                self._begin(target)
+                directory = staging(target, self._attempt)
+                with explained(target):
+                    tensors = adapter.write(directory)
+                    files = listing(directory)
+                    facts = weight_facts(tensors, probe)
+                    finish(target, self._attempt, fence=self._fence, files=files, version=version, **facts)
+            except HpcrlError:
+                abandon(target, self._attempt, self._fence)
+                raise
+            return sum(entry["size"] for entry in files.values())
+
+        return self._world.rank0_broadcast(write)
 
     def _begin(self, target: Path) -> None:
         self._fence()

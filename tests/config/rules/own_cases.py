@@ -341,6 +341,23 @@ OURS = [
         {f"{ENGINE}.use_flashinfer": True, "slurm.gpus_per_node": 1},
     ),
     Case(
+        "only adapters are merged for engines",
+        {f"{ENGINE}.merge_lora": True}, f"{ENGINE}.merge_lora", "without trainer.policy.model.lora.rank; leave it out",
+        {f"{ENGINE}.merge_lora": True, "trainer.policy.model.lora.rank": 8},
+    ),
+    Case(
+        "merged adapters are not split",
+        {f"{ENGINE}.fully_sharded_loras": True, f"{ENGINE}.merge_lora": True, "trainer.policy.model.lora.rank": 8},
+        f"{ENGINE}.fully_sharded_loras", "they get merged weights; leave it out",
+        {f"{ENGINE}.fully_sharded_loras": True, "trainer.policy.model.lora.rank": 8},
+    ),
+    Case(
+        "ranks that vLLM takes",
+        {"trainer.policy.model.lora.rank_pattern": {"q_proj": 600}, "trainer.policy.model.lora.rank": 8},
+        "trainer.policy.model.lora.rank", "up to rank 512, found 600; set generator.inference_engine.merge_lora=true",
+        {f"{ENGINE}.merge_lora": True, "trainer.policy.model.lora.rank_pattern": {"q_proj": 600}, "trainer.policy.model.lora.rank": 8},
+    ),
+    Case(
         "a run that is told to leave has done something before",
         {"slurm.signal_seconds": 200, "slurm.time_minutes": 5}, "slurm.signal_seconds", "at most half of slurm.time_minutes (150 s), found 200",
         {"slurm.signal_seconds": 200, "slurm.time_minutes": 10},

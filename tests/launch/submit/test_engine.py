@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.errors import DataError
-from hpcrl.launch.submit.engine import position_limit, vllm_options
+from hpcrl.launch.submit.engine import loads_lora, position_limit, vllm_options
 from hpcrl.launch.submit.preflight import check_files
 from tests.paths import QUICKSTART
 
@@ -53,6 +55,30 @@ def test_changed_entries_of_the_model_count() -> None:
     check_files(
         Config.from_toml([QUICKSTART], [*given, "trainer.policy.model_config_kwargs.max_position_embeddings=4096"])
     )
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_models_for_which_vllm_loads_no_adapters(tmp_path: Path) -> None:
+    own = {
+        name: loads_lora(name)
+        for name in ("Qwen2ForCausalLM", "MistralForCausalLM", "BloomForCausalLM", "NewForCausalLM")
+    }
+    assert own == {
+        "Qwen2ForCausalLM": True,
+        "MistralForCausalLM": True,
+        "BloomForCausalLM": False,
+        "NewForCausalLM": None,
+    }
+    model = tmp_path / "bloom"
+    shutil.copytree(QUICKSTART.parent / "quickstart" / "model", model)
+    entries = json.loads((model / "config.json").read_text()) | {"architectures": ["BloomForCausalLM"]}
+    (model / "config.json").write_text(json.dumps(entries))
+    given = [VLLM, "trainer.policy.model.lora.rank=8", f"trainer.policy.model.path={model}"]
+    with pytest.raises(
+        DataError, match=r"merge_lora: .* loads no adapters for models of BloomForCausalLM; set it to true"
+    ):
+        check_files(Config.from_toml([QUICKSTART], given))
+    check_files(Config.from_toml([QUICKSTART], [*given, "generator.inference_engine.merge_lora=true"]))
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

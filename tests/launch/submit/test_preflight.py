@@ -181,3 +181,11 @@ def test_data_that_end_before_the_last_step_are_told(tmp_path: Path, kind: str) 
         DataError, match=r"data.train_data: has 100 usable prompts, fewer than trainer.train_batch_size"
     ):
         warnings("trainer.train_batch_size=120", "trainer.policy_mini_batch_size=120")
+
+
+def test_a_directory_without_adapters(tmp_path: Path) -> None:
+    given = ["trainer.policy.model.lora.rank=8", f"trainer.policy.model.lora.adapter_path={tmp_path}"]
+    with pytest.raises(
+        DataError, match=r"adapter_path: .* is no directory of adapters \(it has no adapter_model.safetensors\)"
+    ):
+        check_files(Config.from_toml([QUICKSTART], given))

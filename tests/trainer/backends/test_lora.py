@@ -1,4 +1,4 @@
-"""LoRA on FSDP2: however it is spread, it is what PEFT and transformers compute; checkpoints hold adapters, engines get merged weights."""
+"""LoRA on FSDP2: however it is spread, it is what PEFT and transformers compute; checkpoints hold adapters, exports merged weights, engines get either."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hpcrl.config.sections.model import LoraConfig
+from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.lora import add_adapters
+from hpcrl.trainer.models.lora import add_adapters, gather_adapter
 from hpcrl.trainer.packing import pack
 from hpcrl.trainer.saving.publish import ADAPTER
 from tests.trainer import scenarios
@@ -139,8 +140,14 @@ def test_a_checkpoint_holds_adapters_and_weights_are_merged(
     adapted = peft.PeftModel.from_pretrained(base, str(export / ADAPTER))
     expect_scores(adapted, load_file(scores))
 
+    for published, most in ((Run.open(tmp_path / "on"), 1e-5), (run, 1e-4)):  # by one rank and by two
+        weights = PublishedWeights.read(published.weights_of(2))
+        assert weights.adapter
+        base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        expect_scores(peft.PeftModel.from_pretrained(base, str(weights.path)), load_file(scores), most)
 
-def expect_scores(plain: torch.nn.Module, found: dict[str, torch.Tensor]) -> None:
+
+def expect_scores(plain: torch.nn.Module, found: dict[str, torch.Tensor], most: float = 1e-5) -> None:
     for name, ids in found.items():
         number, _, what = name.partition(".")
         if what == "ids":
@@ -148,7 +155,20 @@ def expect_scores(plain: torch.nn.Module, found: dict[str, torch.Tensor]) -> Non
                 logprobs = (plain(input_ids=ids[None]).logits[0, :-1] / 0.9).log_softmax(-1)
             expected = logprobs.gather(-1, ids[1:, None])[:, 0]
             scored = found[f"{number}.logprobs"][:-1]
-            torch.testing.assert_close(scored[scored != 0], expected[scored != 0], atol=1e-5, rtol=0)
+            torch.testing.assert_close(scored[scored != 0], expected[scored != 0], atol=most, rtol=0)
+
+
+def test_an_update_is_small() -> None:
+    """The shapes of Qwen2.5-1.5B: adapters of rank 8 are less than a fiftieth of the model."""
+    sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+    config = Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    whole = model.num_parameters()
+    add_adapters(model, LoraConfig(rank=8), "trainer.policy", torch.bfloat16, SEED)
+    adapters = sum(parameter.numel() for name, parameter in model.named_parameters() if ".lora_" in name)
+    assert (whole, adapters) == (1_543_714_304, 9_232_384)
+    assert adapters < 0.02 * whole
 
 
 def test_inputs_of_adapters_are_dropped_in_training_only(results: Path, model_path: Path, alone: World) -> None:
@@ -164,6 +184,58 @@ def test_inputs_of_adapters_are_dropped_in_training_only(results: Path, model_pa
     engine.skip()
     assert torch.equal(*scored)
     assert len({scored[0].sum().item(), *(found["sum"].item() for found in trained)}) == 3
+
+
+def adapter_of(model_path: Path, lora: LoraConfig, target: Path) -> torch.nn.Module:
+    """Write random adapters of a model; return what PEFT makes of both."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    add_adapters(model, lora, "trainer.policy", torch.float32, SEED)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    gather_adapter(model, lora, str(model_path), lambda parameter: parameter).write(target)
+    return peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), str(target)
+    )
+
+
+def test_a_run_begins_with_given_adapters(model_path: Path, tmp_path: Path) -> None:
+    theirs = adapter_of(model_path, LoraConfig(**PATTERNS), tmp_path / "adapter")
+    given = {
+        **PATTERNS,
+        "alpha": 5.0,
+        "alpha_pattern": {},
+        "use_rslora": False,
+        "adapter_path": str(tmp_path / "adapter"),
+    }
+    ours = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    add_adapters(ours, LoraConfig(**given), "trainer.policy", torch.float32, SEED)
+    token_ids = torch.tensor([[4, 9, 2, 7]])
+    with torch.no_grad():
+        torch.testing.assert_close(ours(token_ids).logits, theirs(token_ids).logits, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rank": 8}, r"has rank 4 and 32 inputs for .*gate_proj, and expected were rank 8 and 32; set rank and rank_pattern"),
+        ({"exclude_modules": None}, r"adapts other modules, by model.layers.1.mlp.down_proj.lora_A.weight; set target_modules"),
+        ({"adapter_path": "nowhere"}, r"nowhere has no adapters that PEFT reads"),
+    ],
+)  # fmt: skip
+def test_given_adapters_for_other_modules_or_ranks(
+    model_path: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    adapter_of(model_path, LoraConfig(**PATTERNS), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    with pytest.raises(DataError, match=f"trainer.policy.model.lora.adapter_path: .*{said}"):
+        add_adapters(
+            model,
+            LoraConfig(**{**PATTERNS, "adapter_path": str(tmp_path), **changes}),
+            "trainer.policy",
+            torch.float32,
+            SEED,
+        )
 
 
 @pytest.mark.parametrize(

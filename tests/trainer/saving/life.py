@@ -132,7 +132,7 @@ def behind(world: World, options: dict[str, Any]) -> dict[str, Any]:
 def published(world: World, options: dict[str, Any]) -> dict[str, Any]:
     """Each rank writes its part of the weights, unless it cannot, or the first one cannot commit."""
     life, found = Life(world, options, "published"), {}
-    publisher = Publisher(life.run, 1, world, torch.float32, max_staleness=0, longest=20)
+    publisher = Publisher(life.run, 1, world, torch.float32, kept_versions=2, longest=20)
     metrics = publisher.publish(life.engine, 1)
     found["metrics"] = sorted(metrics)
     for rank, point in enumerate(["weights.manifest:raise=EIO", "weights.shard:raise=ENOSPC"]):

@@ -205,7 +205,7 @@ def test_too_little_space_is_told_before_it_is_written(
 
 def test_an_attempt_that_was_thought_dead_ends(alone: World, model_path: Path, source: Run, tmp_path: Path) -> None:
     life = make_life(alone, model_path, source, tmp_path, on_error="continue")
-    publisher = Publisher(life.run, 1, alone, torch.float32, max_staleness=0)
+    publisher = Publisher(life.run, 1, alone, torch.float32, kept_versions=2)
     open_attempt(life.run, "7.1", ["node-1"])
     assert life.save(1) == "ok"
     open_attempt(life.run, "7.2", ["node-2"])
@@ -221,7 +221,7 @@ def test_weights_that_cannot_be_written(
     alone: World, model_path: Path, source: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = make_life(alone, model_path, source, tmp_path)
-    publisher = Publisher(life.run, 1, alone, torch.float32, max_staleness=0)
+    publisher = Publisher(life.run, 1, alone, torch.float32, kept_versions=2)
     publisher.publish(life.engine, 1)
     fault._passed.clear()
     monkeypatch.setenv("HPCRL_FAULT", "weights.manifest:raise=ENOSPC")
@@ -230,7 +230,7 @@ def test_weights_that_cannot_be_written(
     assert [path.name for path in life.run.weights.iterdir()] == ["v000001"]
     monkeypatch.delenv("HPCRL_FAULT")
     life.checkpoints._attempt = 2
-    Publisher(life.run, 2, alone, torch.float32, max_staleness=0).publish(life.engine, 1)
+    Publisher(life.run, 2, alone, torch.float32, kept_versions=2).publish(life.engine, 1)
     assert verify(life.run.weights_of(1))["attempt"] == 2, (
         "what an older attempt published of a step that is trained anew"
     )

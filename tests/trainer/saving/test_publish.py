@@ -78,7 +78,7 @@ def expect_same_logprobs(path: Path, engine: FsdpPolicy, temperature: float, ato
 
 
 def test_an_export_is_a_model(run: Run, alone: World, engine: FsdpPolicy, model_path: Path) -> None:
-    Publisher(run, 1, alone, torch.float32, 0).export(engine, 3, str(model_path), ChatTemplateConfig())
+    Publisher(run, 1, alone, torch.float32, 2).export(engine, 3, str(model_path), ChatTemplateConfig())
     assert is_committed(run.export(3))
     expect_same_logprobs(run.export(3), engine, temperature=0.7)
     text = [{"role": "user", "content": "a"}]
@@ -93,13 +93,13 @@ def test_an_export_keeps_the_chat_template_of_the_run(
     file = tmp_path / "own.jinja"
     file.write_text("{% for message in messages %}{{ message.content }}{% endfor %} b")
     own = ChatTemplateConfig(source="file", name_or_path=str(file))
-    Publisher(run, 1, alone, torch.float32, 0).export(engine, 1, str(model_path), own)
+    Publisher(run, 1, alone, torch.float32, 2).export(engine, 1, str(model_path), own)
     text = [{"role": "user", "content": "a"}]
     assert AutoTokenizer.from_pretrained(run.export(1)).apply_chat_template(text, tokenize=False) == "a b"
 
 
 def test_weights_have_the_engines_type_and_tied_ones_come_once(run: Run, alone: World, engine: FsdpPolicy) -> None:
-    Publisher(run, 1, alone, torch.bfloat16, 0).publish(engine, 1)
+    Publisher(run, 1, alone, torch.bfloat16, 2).publish(engine, 1)
     with safe_open(run.weights_of(1) / "model-00001.safetensors", "pt") as file:
         names = set(file.keys())
         assert {file.get_tensor(name).dtype for name in names} == {torch.bfloat16}
@@ -110,7 +110,7 @@ def test_weights_have_the_engines_type_and_tied_ones_come_once(run: Run, alone: 
 
 
 def test_versions(run: Run, alone: World, engine: FsdpPolicy) -> None:
-    publisher = Publisher(run, 1, alone, torch.float32, max_staleness=1)
+    publisher = Publisher(run, 1, alone, torch.float32, kept_versions=3)
     for version in range(1, 5):
         publisher.publish(engine, version)
         publisher.retire()
@@ -119,9 +119,9 @@ def test_versions(run: Run, alone: World, engine: FsdpPolicy) -> None:
     publisher.publish(engine, 4)
     assert run.weights_of(4).stat().st_ino == inode, "a committed version is being read"
     (run.weights / ".tmp-v000005.1").mkdir()
-    Publisher(run, 2, alone, torch.float32, max_staleness=1).resume(engine, 2)
+    Publisher(run, 2, alone, torch.float32, kept_versions=3).resume(engine, 2)
     assert [path.name for path in run.weights.iterdir()] == ["v000002"]
-    Publisher(run, 3, alone, torch.float32, max_staleness=1).resume(engine, 1)
+    Publisher(run, 3, alone, torch.float32, kept_versions=3).resume(engine, 1)
     assert committed(run.weights, version_of) == [1], "a version that retention removed is published again"
 
 
@@ -173,7 +173,7 @@ def test_fused_experts_are_exported_under_their_names_on_the_hub(run: Run, alone
     config = Qwen3MoeConfig(**sizes, **layers, num_experts_per_tok=2, initializer_range=0.2)
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
     engine = make_engine(tmp_path / "moe", alone)
-    Publisher(run, 1, alone, torch.float32, 0).publish(engine, 1)
+    Publisher(run, 1, alone, torch.float32, 2).publish(engine, 1)
     with (
         safe_open(run.weights_of(1) / "model-00001.safetensors", "pt") as new,
         safe_open(tmp_path / "moe" / "model.safetensors", "pt") as old,
@@ -203,7 +203,7 @@ def test_exports_carry_rotary_positions_and_replaced_entries(run: Run, alone: Wo
     ):
         changed = make_engine(model_path, alone, **options)
         assert (next(changed.logprobs([batch])) - next(own.logprobs([batch]))).abs().max() > 1e-3, options
-        Publisher(run, 1, alone, torch.float32, 0).export(changed, number, str(model_path), ChatTemplateConfig())
+        Publisher(run, 1, alone, torch.float32, 2).export(changed, number, str(model_path), ChatTemplateConfig())
         assert AutoConfig.from_pretrained(run.export(number)).rope_parameters == expected
         expect_same_logprobs(run.export(number), changed, temperature=1.0)
 

@@ -18,7 +18,7 @@ from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.engines.embedded.batch import Request
 from hpcrl.rollout.engines.embedded.compute import Compute
-from hpcrl.rollout.engines.embedded.model import read_tensors, replace_weights
+from hpcrl.rollout.engines.embedded.model import read_tensors, replace_adapter, replace_weights
 from hpcrl.rollout.engines.embedded.sampling import Sampling
 from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.limiter import Load
@@ -104,7 +104,8 @@ class EmbeddedEngine(Engine):
     async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
         def take() -> dict[str, float]:
             started = time.monotonic()
-            replace_weights(self._model, tensors, weights.path)
+            replace = replace_adapter if weights.adapter else replace_weights
+            replace(self._model, tensors, weights.path)
             loaded = time.monotonic()
             self._compute.version = weights.version
             if not self._keep_cache:

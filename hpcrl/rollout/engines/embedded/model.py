@@ -89,3 +89,33 @@ def replace_weights(model: PreTrainedModel, tensors: dict[str, torch.Tensor], so
         raise EngineError(f"{source} lacks {', '.join(missing[:_MOST_NAMED])}, or has them in another shape")
     for mine, other in zip(model.parameters(), newer.parameters(), strict=True):
         mine.copy_(other)
+
+
+@torch.inference_mode()
+def replace_adapter(model: PreTrainedModel, tensors: dict[str, torch.Tensor], source: Path) -> None:
+    """Let a model compute with an adapter instead of the one that it had, if it had one.
+
+    Args:
+        tensors: by their names in PEFT's files.
+        source: directory with PEFT's configuration beside them.
+
+    Raises:
+        EngineError: they are not for this model.
+    """
+    if not (own := _adapter_of(model)):
+        import peft  # takes half a second, and most runs have no adapters
+
+        peft.inject_adapter_in_model(peft.LoraConfig.from_pretrained(str(source)), model)
+        own = _adapter_of(model)
+    named = {
+        name.removeprefix("base_model.model.").replace(".weight", ".default.weight"): tensor
+        for name, tensor in tensors.items()
+    }
+    if wrong := sorted(own.keys() ^ named.keys()):
+        raise EngineError(f"{source} is no adapter of this model, by {', '.join(wrong[:_MOST_NAMED])}")
+    for name, tensor in named.items():
+        own[name].copy_(tensor)
+
+
+def _adapter_of(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}

@@ -23,8 +23,9 @@ from hpcrl.rollout.limiter import Load
 _TOKENS = "vllm:generation_tokens_total"
 _USAGE, _QUEUED = "vllm:kv_cache_usage_perc", "vllm:num_requests_waiting"
 _PREEMPTED = "vllm:num_preemptions_total"
-_PROOF = "weight_proof"  # of vLLM's workers (weight_engine.WeightProof)
-_LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update")
+_PROOF, _ADAPTER_PROOF = "weight_proof", "adapter_proof"  # of vLLM's workers (weight_engine.WeightProof)
+_ADD_ADAPTER, _DROP_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_LOADING = ("/start_weight_update", "/update_weights", "/finish_weight_update", _ADD_ADAPTER)
 _NAMED = "generate-tokens-"  # what vLLM puts before a request's id
 _AT_ONCE_S = 5.0  # of what the server answers whatever the engine does
 _GREEDY = 1e-5  # vLLM samples greedily at temperatures below
@@ -76,6 +77,10 @@ def _generation(choice: Mapping[str, Any], running: _Running) -> Generation:
     )
 
 
+def _name(version: int) -> str:
+    return f"v{version}"
+
+
 class EngineClient(Engine):
     """Client of one engine.
 
@@ -103,6 +108,7 @@ class EngineClient(Engine):
         self.answered = 0
         self._waiting: Counter[str] = Counter()
         self._running: dict[str, _Running] = {}
+        self._adapters: dict[int, int] = {}  # versions that the engine has as adapters, and vLLM's numbers of them
 
     @property
     def waiting(self) -> list[str]:
@@ -125,6 +131,7 @@ class EngineClient(Engine):
         params = {"logprobs": 0, **sampling, "n": asked, "seed": seed, "detokenize": bool(sampling.get("stop"))}
         request_id = uuid.uuid4().hex
         request = {"request_id": request_id, "token_ids": list(prompt_ids), "sampling_params": params}
+        request |= self._adapter()
         if self._keep_cache:  # caches of older weights are there too, which no request that begins now may find
             request["cache_salt"] = f"v{self.version}"
         running = self._running[_NAMED + request_id] = _Running(name, params["logprobs"] > 0, self.version)
@@ -145,7 +152,13 @@ class EngineClient(Engine):
                 found[running.name] = {choice["index"]: _generation(choice, running) for choice in choices}
         return found
 
+    def _adapter(self) -> dict[str, str]:
+        """Return what lets a request compute with the adapter of the version at hand, if it is one."""
+        return {"model": _name(self.version)} if self.version in self._adapters else {}
+
     async def update_weights(self, weights: PublishedWeights) -> dict[str, float]:
+        if weights.adapter:
+            return await self._load_adapter(weights)
         version = weights.version
         started = time.monotonic()
         await self._call("POST", "/pause", params={"mode": "keep", "clear_cache": "false"})
@@ -156,8 +169,7 @@ class EngineClient(Engine):
         loaded = time.monotonic() - loading
         if (held := await self.weight_version()) != str(version):
             raise EngineError(f"{self._who} was given the weights of version {version} and says that it holds {held!r}")
-        proofs = await self._call("POST", "/collective_rpc", json={"method": _PROOF})
-        check_ranks(proofs["results"], weights, self._who)
+        check_ranks(await self._on_each_rank(_PROOF), weights, self._who)
         counts = await self._call("GET", PATH)
         for name, running in self._running.items():
             had = {int(index): count for index, count in counts.get(name, {}).items()}
@@ -170,11 +182,32 @@ class EngineClient(Engine):
         await self._call("POST", "/resume")
         return {"weights/pause_seconds": time.monotonic() - started, "weights/load_seconds": loaded}
 
+    async def _load_adapter(self, weights: PublishedWeights) -> dict[str, float]:
+        """Load a version beside those that there are: what runs goes on with the adapter that it began with."""
+        started = time.monotonic()
+        await self._call(
+            "POST", _ADD_ADAPTER, json={"lora_name": _name(weights.version), "lora_path": str(weights.path)}
+        )
+        loaded = time.monotonic() - started
+        number = max((await self._on_each_rank("list_loras"))[0])  # vLLM counts them
+        check_ranks(await self._on_each_rank(_ADAPTER_PROOF, str(weights.path), number), weights, self._who)
+        used = {running.version for running in self._running.values()}
+        for version in [version for version in self._adapters if version not in used]:
+            await self._call("POST", _DROP_ADAPTER, json={"lora_name": _name(version)})
+            await self._on_each_rank("remove_lora", self._adapters.pop(version))
+        self._adapters[weights.version] = number
+        self.version = weights.version
+        self._updates += 1
+        return {"weights/pause_seconds": 0.0, "weights/load_seconds": loaded}
+
+    async def _on_each_rank(self, method: str, *args: Any) -> list[Any]:
+        return (await self._call("POST", "/collective_rpc", json={"method": method, "args": args}))["results"]
+
     async def probe(self, weights: PublishedWeights, dtype: str, allowed: float | None) -> float | None:
         if weights.probe is None:
             return None
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        request = {"token_ids": weights.probe.token_ids, "sampling_params": params}
+        request = {"token_ids": weights.probe.token_ids, "sampling_params": params, **self._adapter()}
         answer = await self._call("POST", "/inference/v1/generate", json=request)
         places = zip(weights.probe.token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
         found = difference(weights.probe, [(place or {})[str(token)]["logprob"] for token, place in places])
@@ -236,4 +269,4 @@ class EngineClient(Engine):
             self.answered += 1
         if answer.status_code != 200:
             raise EngineError(f"the inference engine refused {path} ({answer.status_code}): {answer.text}")
-        return answer.json()
+        return answer.json() if answer.headers.get("content-type") == "application/json" else {}

@@ -25,7 +25,17 @@ from typing import Any
 import httpx
 
 from hpcrl.config import Config, InferenceEngineConfig, engine_gpus, engine_rope, sampling_seed
-from hpcrl.config.derive import MOST_KEPT, gpu_count, max_model_len, model_config_kwargs, runs_eagerly
+from hpcrl.config.derive import (
+    LORA_RANKS,
+    MOST_KEPT,
+    gpu_count,
+    kept_versions,
+    largest_rank,
+    loads_adapters,
+    max_model_len,
+    model_config_kwargs,
+    runs_eagerly,
+)
 from hpcrl.config.sections.model import rope_parameters
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.engines.base import Engine, Launched
@@ -58,6 +68,8 @@ class ServerOptions:
         run_name, token_file: who may call it.
         model_config_kwargs: entries of the model's config.json that are replaced.
         rope_scaling, rope_theta: replace the model's rotary positions; empty and None: the model's own.
+        lora_rank: largest rank of the adapters that it loads; 0: it gets whole policies.
+        lora_slots: adapters that requests may use at the same time.
     """
 
     model: str
@@ -70,6 +82,8 @@ class ServerOptions:
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     rope_theta: float | None = None
+    lora_rank: int = 0
+    lora_slots: int = 1
 
 
 class Server(Launched):
@@ -186,6 +200,13 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "weight-transfer-config": {"backend": BACKEND},
         "worker-extension-cls": WORKER_EXTENSION,
     }
+    if options.lora_rank:
+        arguments |= {
+            "enable-lora": True,
+            "max-lora-rank": min(rank for rank in LORA_RANKS if rank >= options.lora_rank),
+            "max-loras": options.lora_slots,
+            "fully-sharded-loras": engine.fully_sharded_loras,
+        }
     if options.on_cpu:
         arguments["kv-cache-memory-bytes"] = _CPU_CACHE_BYTES
     arguments |= {name.replace("_", "-"): value for name, value in engine.engine_init_kwargs.items()}
@@ -239,6 +260,8 @@ def _environment(options: ServerOptions, directory: Path) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",  # one replica is on one node
         "NCCL_SOCKET_IFNAME": "lo",
     }
+    if options.lora_rank:
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if options.on_cpu:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -275,4 +298,6 @@ def server_options(run: Run, config: Config) -> ServerOptions:
         model_config_kwargs=model_config_kwargs(config.trainer.policy),
         rope_scaling=rope_scaling,
         rope_theta=rope_theta,
+        lora_rank=largest_rank(config.trainer.policy.model.lora) if loads_adapters(config) else 0,
+        lora_slots=kept_versions(config.trainer),
     )

@@ -94,11 +94,22 @@ class WeightProof:
     def weight_proof(self) -> dict[str, Any]:
         """Return this rank, how many there are, and what it holds."""
         worker = cast(Any, self)
-        return {
-            "rank": worker.rank,
-            "of": worker.parallel_config.world_size,
-            **(worker.weight_transfer_engine.held or {}),
-        }
+        return _of_rank(worker) | (worker.weight_transfer_engine.held or {})
+
+    def adapter_proof(self, path: str, number: int) -> dict[str, Any]:
+        """Return the same for an adapter: what this rank reads where it was loaded from, if it was.
+
+        Args:
+            number: vLLM's.
+        """
+        worker, weights = cast(Any, self), PublishedWeights.read(Path(path))
+        with closing(WeightReader(weights.path)) as reader:
+            given = {name: digest for name, _, digest in reader}
+        return _of_rank(worker) | (weights.held(given) if number in worker.list_loras() else {})
+
+
+def _of_rank(worker: Any) -> dict[str, Any]:
+    return {"rank": worker.rank, "of": worker.parallel_config.world_size}
 
 
 def _noting(reader: WeightReader, given: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -40,7 +40,14 @@ from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import DTYPES, at_temperature, forward_config
 from hpcrl.trainer.models.hf import critic_source, export_config, policy_source, reference_source
-from hpcrl.trainer.models.lora import adapter_writer, merging, own_parameters, without_adapters, without_dropout
+from hpcrl.trainer.models.lora import (
+    Adapter,
+    gather_adapter,
+    merging,
+    own_parameters,
+    without_adapters,
+    without_dropout,
+)
 from hpcrl.trainer.packing import untrained_micro_batch
 
 log = logging.getLogger(__name__)
@@ -282,9 +289,9 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
             return
         export_config(self._source, directory, dtype)
 
-    def adapter_writer(self) -> Callable[[Path], None] | None:
+    def adapter(self) -> Adapter | None:
         free_gathered(self._model)
-        return adapter_writer(self._model.model, self._lora, self._source.path, whole) if self._lora.rank else None
+        return gather_adapter(self._model.model, self._lora, self._source.path, whole) if self._lora.rank else None
 
 
 class FsdpCritic(FsdpEngine[PackedCritic]):

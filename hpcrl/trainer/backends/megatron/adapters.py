@@ -33,7 +33,7 @@ from hpcrl.trainer.models.lora import Adapted, adapted_layers, first_values
 _LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2)\.weight$")
 
 
-class Adapter(nn.Module):
+class LayerAdapter(nn.Module):
     """What is added to the output of a linear layer: for the rows of each of transformers' layers in it, s B A x.
 
     Where ranks share the layer's rows, each has those rows of B, and all of A; it computes A x of its own tokens. Where more ranks than groups
@@ -42,7 +42,7 @@ class Adapter(nn.Module):
     Args:
         slot: the layer's weight.
         adapted: transformers' layers that have adapters, by name; some of those in the slot.
-        first: A of each, whole, as training begins.
+        first: A and B of each, whole, as training begins.
         shared: they have one A, that of the first.
         dropout: probability that a number of the input is left out.
     """
@@ -51,7 +51,7 @@ class Adapter(nn.Module):
         self,
         slot: Slot,
         adapted: Mapping[str, Adapted],
-        first: Mapping[str, torch.Tensor],
+        first: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
         config: TransformerConfig,
         dropout: float,
         *,
@@ -71,14 +71,16 @@ class Adapter(nn.Module):
                 self._order = torch.tensor(order, device=torch.cuda.current_device())
         self.layers = [name for name in sizes if name in adapted]
         self.source = {name: self.layers[0] if shared else name for name in self.layers}
-        self._scaling = {name: adapted[name].scaling for name in self.layers}
+        self.scaling = {name: adapted[name].scaling for name in self.layers}
         self._dropout = nn.Dropout(dropout)
         for name in self.layers:
+            A, B = first[name]
             if self.source[name] == name:
-                A = first[name] if self.by_rows else first[name].chunk(ranks, 1)[rank]
-                self._add("A", name, A, adapted[name].A.requires_grad, config)
-            rows = len(self._rows[name]) if self._even else sizes[name]
-            self._add("B", name, torch.zeros(rows, len(first[name])), adapted[name].B.requires_grad, config)
+                share = A if self.by_rows else A.chunk(ranks, 1)[rank]
+                self._add("A", name, share, adapted[name].A.requires_grad, config)
+            if self._even:
+                B = B[self._rows[name].start : self._rows[name].stop]
+            self._add("B", name, B, adapted[name].B.requires_grad, config)
 
     def _add(self, letter: str, name: str, value: torch.Tensor, trained: bool, config: TransformerConfig) -> None:
         value = value.to(torch.cuda.current_device(), config.params_dtype, copy=True).contiguous()
@@ -126,7 +128,7 @@ class Adapter(nn.Module):
         for name, rows in self._rows.items():
             if name in B:
                 own = B[name] if self._even else B[name][rows.start : rows.stop]
-                parts.append(self._scaling[name] * part(name, own))
+                parts.append(self.scaling[name] * part(name, own))
             else:
                 parts.append(like.new_zeros(*like.shape[:-1], len(rows)))
         together = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
@@ -157,7 +159,7 @@ def _attribute(letter: str, name: str) -> str:
 
 
 def _add_output(layer: Any, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    adapter: Adapter = layer.get_submodule(ADAPTER)
+    adapter: LayerAdapter = layer.get_submodule(ADAPTER)
     if not adapter.enabled:
         return output
     hidden, norm = inputs[0], getattr(layer, "layer_norm_weight", None)
@@ -186,7 +188,8 @@ def add_adapters(
         shared: the layers of transformers in one of Megatron-core have one A (lora_type "lora").
 
     Raises:
-        DataError: Megatron-core has no such layer, or only a part of a layer would be adapted, where they have one A.
+        DataError: Megatron-core has no such layer; only a part of a layer would be adapted, where they have one A; or adapter_path has no
+            such adapters.
     """
     config = chunks[0].config
     if tensor_group().size() > 1 and not config.sequence_parallel:
@@ -211,11 +214,14 @@ def add_adapters(
     }
     here = {part.name: layer_of[part.parameter] for part in local_weights(chunks, architecture) if part.name in table}
     wanted = {name.removesuffix(".weight") for each in here for name in table[each].tensors}
-    values = zip(adapted, first_values(model, lora, seed), strict=True)
-    first = {name: A for name, A in values if name in wanted}
+    values = zip(adapted, first_values(model, lora, seed, section), strict=True)
+    first = {name: matrices for name, matrices in values if name in wanted}
+    if shared and lora.adapter_path is not None:
+        for slot in table.values():
+            _require_one_A(slot, first, section)
     for name, layer in here.items():
         if any(each.removesuffix(".weight") in adapted for each in table[name].tensors):
-            layer.add_module(ADAPTER, Adapter(table[name], adapted, first, config, lora.dropout, shared=shared))
+            layer.add_module(ADAPTER, LayerAdapter(table[name], adapted, first, config, lora.dropout, shared=shared))
             layer.register_forward_hook(_add_output)
 
 
@@ -245,12 +251,22 @@ def _require_alike(slot: Slot, adapted: Mapping[str, Adapted], section: str) -> 
         )
 
 
-def adapted_modules(chunks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Adapter]]:
+def _require_one_A(slot: Slot, first: Mapping[str, tuple[torch.Tensor, torch.Tensor]], section: str) -> None:
+    names = [name.removesuffix(".weight") for name in slot.tensors]
+    found = {name: first[name][0] for name in names if name in first}
+    if any(not torch.equal(A, found[names[0]]) for A in found.values()):
+        raise DataError(
+            f"{section}.adapter_path: {', '.join(found)} have different first matrices there; with trainer.policy.megatron_config.lora_type="
+            "lora they have one together. Set lora_type=canonical_lora"
+        )
+
+
+def adapted_modules(chunks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, LayerAdapter]]:
     """Yield the linear layers of this rank that have adapters, with them."""
     for chunk in chunks:
         for module in chunk.modules():
             adapter = module._modules.get(ADAPTER)
-            if isinstance(adapter, Adapter):
+            if isinstance(adapter, LayerAdapter):
                 yield module, adapter
 
 
@@ -288,7 +304,7 @@ def sharded_adapters(chunk: GPTModel) -> dict[str, Any]:
     }
     found = {}
     for prefix, module in chunk.named_modules():
-        if not isinstance(module, Adapter):
+        if not isinstance(module, LayerAdapter):
             continue
         for letter, name, matrix in module.matrices():
             if matrix.requires_grad:
@@ -305,21 +321,21 @@ def _matrix_name(letter: str, name: str) -> str:
 
 def whole_adapters(
     chunks: Sequence[GPTModel], value: Callable[[nn.Parameter], torch.Tensor], world: World
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return A and B of each adapter by the name of transformers' layer, whole, on the CPU of every rank. All ranks call it.
+) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, float]]:
+    """Return A and B of each adapter by the name of transformers' layer, whole, on the CPU of every rank, and s of each. All ranks call it.
 
     Args:
         value: what is gathered of a rank's share of a matrix, of its shape and type: its data, or its gradient.
     """
     adapters = [adapter for _, adapter in adapted_modules(chunks)]
-    sources = {name: source for adapter in adapters for name, source in adapter.source.items()}
+    layers = {name: [adapter.source[name], adapter.scaling[name]] for adapter in adapters for name in adapter.layers}
     here = {
         _matrix_name(letter, name): (value(matrix), adapter.axis(letter))
         for adapter in adapters
         for letter, name, matrix in adapter.matrices()
     }
     shapes = {name: _whole_shape(*share) for name, share in here.items()}
-    everyones, whole = world.all_gather(lambda: [sources, shapes]), dict[str, torch.Tensor]()
+    everyones, whole = world.all_gather(lambda: [layers, shapes]), dict[str, torch.Tensor]()
     for rank, (_, shapes_there) in enumerate(everyones):
         for name in [name for name in shapes_there if name not in whole]:
             if name in here:
@@ -330,12 +346,13 @@ def whole_adapters(
             if any(name not in others for _, others in everyones):  # only some pipeline stages have it
                 dist.broadcast(found, rank)
             whole[name] = found.cpu()
-    return {
+    everywhere: dict[str, tuple[str, float]] = {name: layer for told, _ in everyones for name, layer in told.items()}
+    matrices = {
         # a file cannot have one tensor twice
         name: (whole[_matrix_name("A", source)].clone(), whole[_matrix_name("B", name)])
-        for told, _ in everyones
-        for name, source in told.items()
+        for name, (source, _) in everywhere.items()
     }
+    return matrices, {name: scaling for name, (_, scaling) in everywhere.items()}
 
 
 def _whole_shape(share: torch.Tensor, axis: int | None) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -43,7 +43,7 @@ from hpcrl.trainer.models.hf import (
     policy_source,
     reference_source,
 )
-from hpcrl.trainer.models.lora import peft_writer
+from hpcrl.trainer.models.lora import Adapter, made_adapter
 from hpcrl.trainer.packing import untrained_micro_batch
 
 Model = TypeVar("Model", bound=StageModel)
@@ -267,13 +267,12 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
         if self._world.first:
             export_config(self._source, directory, dtype)
 
-    def adapter_writer(self) -> Callable[[Path], None] | None:
+    def adapter(self) -> Adapter | None:
         if not self._lora.rank:
             return None
         self._gather()
-        return peft_writer(
-            whole_adapters(self._chunks, lambda matrix: matrix.data, self._world), self._lora, self._source.path
-        )
+        found = whole_adapters(self._chunks, lambda matrix: matrix.data, self._world)
+        return made_adapter(*found, self._lora, self._source.path)
 
 
 class MegatronCritic(MegatronEngine[CriticModel]):

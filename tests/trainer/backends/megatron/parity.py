@@ -259,12 +259,13 @@ class PolicyWay(Way):
         everyones = self.world.all_gather(lambda: said)
         assert all(other == everyones[0] for other in everyones), "ranks agree"
         self.tensors["probe"] = torch.tensor(said)
-        write_adapter = self.engine.adapter_writer()
+        adapter = self.engine.adapter()
         if self.world.first:
             merged = {name: value for name, value in whole.items() if ".lora_" not in name}
             save_file(merged, target / "model.safetensors", {"format": "pt"})
-            if write_adapter:
-                write_adapter(target / "adapter")
+            if adapter:
+                (target / "adapter").mkdir()
+                adapter.write(target / "adapter")
         self.world.barrier()
 
 
@@ -346,7 +347,7 @@ def gradients(engine: Any, world: World) -> Values:
 
 
 def _adapters(engine: Any, world: World, value: Callable[[Any], torch.Tensor]) -> Values:
-    found = whole_adapters(engine._chunks, value, world)
+    found, _ = whole_adapters(engine._chunks, value, world)
     return {
         f"{name}.lora_{letter}.default.weight": matrix.clone()
         for name, matrices in found.items()

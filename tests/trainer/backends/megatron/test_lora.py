@@ -251,6 +251,32 @@ def expect_export(played: Played, name: str) -> None:
         torch.testing.assert_close(played.told(name).tensors["probe"], said, atol=1e-5, rtol=0)
 
 
+@rarely
+def test_training_begins_with_given_adapters(played: Played) -> None:
+    """Of other ranks and another strategy, with another alpha; one A for layers that have one is refused where they have several."""
+    each, together = (f"{played.place(f'exported-{name}')}/adapter" for name in EXPORTED[:2])
+    given = {
+        name: adapted(PLAIN | {"alpha": 2.0, "adapter_path": path})
+        for name, path in (("each", each), ("together", together))
+    }
+    played.go(
+        1,
+        {
+            "given": played.seam.way("given", "tied", given["each"]),
+            "given-together": played.seam.way("given-together", "tied", given["together"], one_A=True),
+        },
+    )
+    ways = {
+        "given-tp2": laid_over(megatron(**TP2, **CANONICAL), given["each"]),
+        "given-together-pp2": laid_over(megatron(**PP2), given["together"]),
+        "given-refused": laid_over(megatron(**TP2), given["each"]),
+    }
+    played.go(2, {name: played.seam.way(name, "tied", trainer) for name, trainer in ways.items()})
+    expect_same(played.told("given-tp2"), played.told("given"))
+    expect_same(played.told("given-together-pp2"), played.told("given-together"))
+    assert "adapter_path: model.layers.0.self_attn.q_proj" in played.told("given-refused").told["error"]
+
+
 def test_what_cannot_be_adapted_is_refused_on_every_rank(played: Played) -> None:
     ways = {
         name: played.seam.way(name, model, laid_over(megatron(**options), adapted(lora)))

@@ -1,0 +1,188 @@
+"""Engines that load adapters: log-probabilities are those of PEFT, also where a prompt is in a cache of another version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hpcrl.data.weight_files import Probe, PublishedWeights, weight_facts
+from hpcrl.errors import EngineError
+from hpcrl.rollout.engines.base import Engine, Generation, Launched
+from hpcrl.rollout.engines.vllm.client import EngineClient
+from hpcrl.rundir.commit import begin, finish, is_committed
+from hpcrl.trainer.models.lora import Adapter
+from tests.rollout.material import LONG_PROMPT, options, served, slowly, started
+
+RANK = 4
+WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}
+TESTS = ["test_versions_are_told_apart", "test_running_requests", "test_a_probe_is_computed_with_the_adapter"]
+RUNNING, LENGTH = 8, 120  # samples that an update meets
+
+
+def _layers(model: Path) -> dict[str, torch.nn.Linear]:
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    return {
+        name: layer
+        for name, layer in loaded.named_modules()
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head"
+    }
+
+
+def publish_adapter(model: Path, target: Path, version: int, ranks: tuple[int, int] = (RANK, 2)) -> PublishedWeights:
+    """Commit random adapters of a model's linear layers as the trainer does, of two ranks in turn."""
+    generator = torch.Generator().manual_seed(version)
+    matrices, scales = {}, {}
+    for number, (name, layer) in enumerate(_layers(model).items()):
+        rank = ranks[number % 2]
+        A, B = (
+            torch.randn(rank, layer.in_features, generator=generator),
+            torch.randn(layer.out_features, rank, generator=generator),
+        )
+        matrices[name], scales[name] = (A, B), 0.02 * (1 + number % 3)
+    adapter = Adapter(matrices, scales, peft.LoraConfig(r=max(ranks), target_modules=list(matrices)))
+    tensors = adapter.scaled(torch.float32).write(begin(target, 1))
+    finish(target, 1, version=version, **weight_facts(tensors, None))
+    return PublishedWeights.read(target)
+
+
+def logprobs(model: Path, adapter: Path, said: list[int]) -> torch.Tensor:
+    """Return PEFT's log-probabilities of tokens after the long prompt, [len(said)]."""
+    policy = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), str(adapter)
+    )
+    with torch.no_grad():
+        logits = policy(torch.tensor([[*LONG_PROMPT, *said]])).logits[0]
+    return torch.log_softmax(logits, -1)[len(LONG_PROMPT) - 1 : -1].gather(1, torch.tensor(said)[:, None])[:, 0]
+
+
+def differs(said: Generation, model: Path, adapter: Path) -> torch.Tensor:
+    """Return by how much an engine's log-probabilities differ from PEFT's, by token."""
+    return (torch.tensor(said.logprobs) - logprobs(model, adapter, said.token_ids)).abs()
+
+
+@pytest.fixture
+def versions(models: list[Path], request: pytest.FixtureRequest) -> list[PublishedWeights]:
+    """Three adapters of the first model, under numbers that no other test has."""
+    first, folder = 1 + 3 * TESTS.index(request.function.__name__), models[0].parent / "adapters"
+    places = {version: folder / f"v{version:06d}" for version in range(first, first + 3)}
+    return [
+        PublishedWeights.read(place) if is_committed(place) else publish_adapter(models[0], place, version)
+        for version, place in places.items()
+    ]
+
+
+@pytest.fixture(scope="module", params=["vllm", "transformers"])
+def launched(
+    request: pytest.FixtureRequest, models: list[Path], token_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Launched]:
+    if request.param == "transformers":
+        with started(models[0]) as embedded:
+            yield embedded
+    else:
+        given = replace(options(str(models[0]), token_file), lora_rank=RANK, lora_slots=2)
+        with served(given, tmp_path_factory.mktemp("log") / "engine.log") as server:
+            yield server
+
+
+def test_versions_are_told_apart(launched: Launched, models: list[Path], versions: list[PublishedWeights]) -> None:
+    async def play() -> None:
+        engine = launched.connect()
+        for weights, other in pairwise([*versions, versions[0]]):
+            measured = await engine.update_weights(weights)
+            assert 0 < measured["weights/load_seconds"] < 5
+            assert engine.version == weights.version
+            for _ in range(2):  # the second may find the prompt in a cache
+                for said in await engine.generate(LONG_PROMPT, 2, 8, WHOLE):
+                    assert set(said.versions) == {weights.version}
+                    assert differs(said, models[0], weights.path).max() < 1e-3
+                    assert differs(said, models[0], other.path).max() > 0.1
+        await engine.close()
+
+    asyncio.run(play())
+
+
+def test_running_requests(launched: Launched, models: list[Path], versions: list[PublishedWeights]) -> None:
+    """vLLM's go on with the adapter that they began with, and it is dropped afterwards; the embedded engine's go on with the new one."""
+    first, second, third = versions
+
+    async def play() -> list[Generation]:
+        engine = launched.connect()
+        await engine.update_weights(first)
+        said = await _updated_while_running(engine, second, models[0])
+        await engine.update_weights(third)
+        if isinstance(engine, EngineClient):
+            assert [len(numbers) for numbers in await engine._on_each_rank("list_loras")] == [1]
+        await engine.close()
+        return said
+
+    for said in asyncio.run(play()):
+        switch = said.versions.count(first.version)
+        assert said.versions == [first.version] * switch + [second.version] * (LENGTH - switch)
+        assert (switch == LENGTH) == (type(launched).__name__ == "Server")
+        assert switch > 0
+        assert (differs(said, models[0], first.path)[:switch] < 1e-3).all()
+        assert (differs(said, models[0], second.path)[switch:] < 1e-3).all()
+
+
+async def _updated_while_running(engine: Engine, newer: PublishedWeights, model: Path) -> list[Generation]:
+    sampling = {"temperature": 1.0, "max_tokens": LENGTH, "ignore_eos": True}
+    begun = await engine.tokens() or 0
+    with slowly(model):
+        running = asyncio.create_task(engine.generate(LONG_PROMPT, RUNNING, 9, sampling))
+        while (await engine.tokens() or 0) < begun + RUNNING * 10:
+            await asyncio.sleep(0.01)
+        await engine.update_weights(newer)
+        (later,) = await engine.generate(LONG_PROMPT, 1, 9, {**sampling, "max_tokens": 4})
+        assert later.versions == [newer.version] * 4
+    return await running
+
+
+def test_a_probe_is_computed_with_the_adapter(
+    launched: Launched, models: list[Path], versions: list[PublishedWeights]
+) -> None:
+    def with_probe(weights: PublishedWeights, of: PublishedWeights) -> PublishedWeights:
+        tokens = [*LONG_PROMPT, 5, 6, 7]
+        return replace(weights, probe=Probe(tokens[-4:], _after_first(models[0], of.path, tokens[-4:]), "float32"))
+
+    async def play() -> None:
+        engine = launched.connect()
+        await engine.update_weights(versions[0])
+        found = await engine.probe(with_probe(versions[0], versions[0]), "float32", None)
+        assert found == pytest.approx(0, abs=1e-3)
+        with pytest.raises(EngineError, match="does not compute what the trainer does"):
+            await engine.probe(with_probe(versions[0], versions[1]), "float32", None)
+        await engine.close()
+
+    asyncio.run(play())
+
+
+def _after_first(model: Path, adapter: Path, tokens: list[int]) -> list[float]:
+    policy = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), str(adapter)
+    )
+    with torch.no_grad():
+        logits = cast(Any, policy)(torch.tensor([tokens])).logits[0, :-1]
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[1:, None])[:, 0].tolist()
+
+
+def test_an_adapter_that_the_engine_cannot_take(launched: Launched, models: list[Path], tmp_path: Path) -> None:
+    too_large = publish_adapter(models[0], tmp_path / "v000010", 10, (2 * RANK, 40))
+
+    async def play() -> None:
+        engine = launched.connect()
+        try:
+            with pytest.raises(EngineError, match=r"rank|shape|size"):
+                await engine.update_weights(too_large)
+        finally:
+            await engine.close()
+
+    asyncio.run(play())
