@@ -28,7 +28,7 @@ learn: $(VENV)/installed slurm
 	$(BIN)/pytest -m slow -s tests/jobs/test_learning.py tests/slurm/test_megatron.py
 
 faults: $(VENV)/installed slurm
-	$(BIN)/pytest -m "not soak and not slow" tests/faults tests/slurm/test_runs.py tests/slurm/test_pool.py tests/slurm/test_megatron.py tests/jobs/test_local_run.py tests/rollout/test_worker.py
+	$(BIN)/pytest -m "not soak and not slow" tests/faults tests/slurm/test_runs.py tests/slurm/test_pool.py tests/slurm/test_megatron.py tests/jobs/test_local_run.py tests/rollout/test_worker.py tests/trainer/backends/megatron/test_lora.py
 
 soak: $(VENV)/installed slurm
 	HPCRL_SOAK=$${HPCRL_SOAK:-1000} $(BIN)/pytest -m "not slow" -s tests/faults/test_soak.py tests/jobs/test_growth.py

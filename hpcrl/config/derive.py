@@ -171,7 +171,10 @@ def begins_with_model(trainer: TrainerConfig) -> bool:
 def reference_is_base(trainer: TrainerConfig) -> bool:
     """Return whether the reference is the policy without its adapters, and needs no memory of its own."""
     policy, ref = trainer.policy, trainer.ref
-    own = ref_sharding(trainer).mixed_precision.param_dtype != policy.fsdp_config.mixed_precision.param_dtype
+    if trainer.strategy == "megatron":
+        own = ref.megatron_config.dtype != policy.megatron_config.dtype
+    else:
+        own = ref_sharding(trainer).mixed_precision.param_dtype != policy.fsdp_config.mixed_precision.param_dtype
     same = ref_model_path(trainer) == policy.model.path and model_config_kwargs(ref) == model_config_kwargs(policy)
     return policy.model.lora.rank > 0 and same and not own
 

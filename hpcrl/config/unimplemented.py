@@ -74,7 +74,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     **_lora("trainer.policy.model.lora"),
     "trainer.policy.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.policy.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
-    "trainer.policy.megatron_config.lora_type": _LORA,
     "trainer.policy.low_precision": _PRECISION,
     "trainer.policy.diffusers": Unimplemented("diffusion models"),
     "trainer.policy.sequence_parallel_size": _PARALLEL,

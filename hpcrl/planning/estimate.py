@@ -114,7 +114,10 @@ def _megatron(config: Config, models: Mapping[str, Shapes]) -> Estimate:
                 "cannot be estimated"
             )
         head = trainer.algorithm.value_head_prefix if role == "critic" else None
-        shared[role] = stage_parameters(shapes.weights, layout, layers, sizes.pipeline_layers_per_stage, head)
+        one_A = sizes.lora_type == "lora"
+        shared[role] = stage_parameters(
+            shapes.weights, layout, layers, sizes.pipeline_layers_per_stage, head, one_A=one_A
+        )
     stages = [
         {role: _of_stage(config, layout, role, shapes, shared[role][stage], stage) for role, shapes in models.items()}
         for stage in range(layout.pipeline)
@@ -139,7 +142,7 @@ def _of_stage(
         fp32_gradients=sizes.ddp_config.grad_reduce_in_fp32,
         distributed=options.get("use_distributed_optimizer", True),
         offloaded=options.get("optimizer_offload_fraction", 0.0) if options.get("optimizer_cpu_offload") else 0.0,
-        frozen=role == "ref",
+        frozen=part.frozen,
     )
     tokens, layers = largest_micro_batch(config), layers_of_stages(shapes.width.layers, sizes)
     assert layers is not None

@@ -169,7 +169,7 @@ def megatron_state(
     fp32_gradients: bool = True,
     distributed: bool = True,
     offloaded: float = 0.0,
-    frozen: bool = False,
+    frozen: int = 0,
 ) -> Need:
     """Return what Megatron-core holds of a model on a rank.
 
@@ -177,22 +177,20 @@ def megatron_state(
     (Megatron-core's documentation, "Distributed Optimizer": 6 + 12 / d bytes per parameter with fp32 gradients, 8 + 8 / d in fp32).
 
     Args:
-        dense, experts: parameters of this rank, those of experts apart.
+        dense, experts: parameters of this rank that are trained, those of experts apart.
         copies, expert_copies: ranks that hold the same parameters.
         fp32_gradients: ddp_config.grad_reduce_in_fp32.
         offloaded: share of the optimizer's state in host memory.
-        frozen: a reference model.
+        frozen: parameters that are not trained.
     """
     size = 2 if bf16 else 4
-    if frozen:
-        return Need(weights=size * (dense + experts), gradients=0, optimizer=0)
     gradient = 4 if fp32_gradients else size
     state = 4 * _MOMENTS + (4 if bf16 else 0)
     divided = [
         -(-count // (ranks if distributed else 1)) for count, ranks in ((dense, copies), (experts, expert_copies))
     ]
     return Need(
-        weights=size * (dense + experts),
+        weights=size * (dense + experts + frozen),
         gradients=gradient * (dense + experts),
         optimizer=round(state * sum(divided) * (1 - offloaded)),
         stays=True,

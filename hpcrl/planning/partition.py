@@ -18,6 +18,10 @@ _SPLIT = re.compile(
 _WHOLE = re.compile(
     r"(?:norm\.weight|o_proj\.bias|down_proj\.bias|mlp\.gate\.weight|router\.weight|shared_expert_gate\.weight)$"
 )
+_ADAPTER = re.compile(r"\.(?P<layer>\w+)\.lora_(?P<letter>[AB])\.default\.weight$")
+_BY_COLUMNS = ("o_proj", "down_proj")
+# with one A for the layers of transformers in one of Megatron-core's: that of the first
+_WITHOUT_A = ("k_proj", "v_proj", "up_proj")
 _EMBEDDING, _HEAD = re.compile(r"(?:^|\.)embed_tokens\.weight$"), re.compile(r"(?:^|\.)lm_head\.weight$")
 
 
@@ -26,15 +30,17 @@ class StageParameters:
     """Parameters of each rank of a pipeline stage.
 
     Attributes:
-        experts: those of experts, which other ranks share than the dense rest.
+        dense, experts: those that are trained; of experts apart, which other ranks share than the rest.
+        frozen: those that are not.
     """
 
     dense: int
     experts: int
+    frozen: int = 0
 
     @property
     def count(self) -> int:
-        return self.dense + self.experts
+        return self.dense + self.experts + self.frozen
 
 
 def stage_parameters(
@@ -43,6 +49,8 @@ def stage_parameters(
     stages: Sequence[int],
     per_stage: int | None = None,
     value_head: str | None = None,
+    *,
+    one_A: bool = False,
 ) -> list[StageParameters]:
     """Return the parameters of a rank of each pipeline stage.
 
@@ -53,33 +61,44 @@ def stage_parameters(
         stages: layers of each.
         per_stage: layers of a virtual stage, in an interleaved schedule.
         value_head: name of a critic's head.
+        one_A: adapters of layers that Megatron-core has as one share their first matrix (lora_type "lora").
 
     Raises:
         DataError: the model has parameters that hpcrl does not know how to share.
     """
-    dense, experts = [0] * layout.pipeline, [0] * layout.pipeline
+    counts = [{"dense": 0, "experts": 0, "frozen": 0} for _ in range(layout.pipeline)]
     weights, stage_of = list(weights), _stages_of_layers(stages, per_stage)
     tied = value_head is None and not any(_HEAD.search(weight.name) for weight in weights)
     for weight in weights:
-        stage, layer = 0, _LAYER.search(weight.name)
-        if layer:
+        name, stage = weight.name.replace(".base_layer.", "."), 0
+        if layer := _LAYER.search(name):
             stage = stage_of[int(layer[1])]
-        elif not _EMBEDDING.search(weight.name):
+        elif not _EMBEDDING.search(name):
             stage = layout.pipeline - 1
-        if _EMBEDDING.search(weight.name) or _HEAD.search(weight.name):
-            own = padded(weight.shape[0], layout.tensor) // layout.tensor * weight.shape[1]
-            dense[stage] += own
-            if tied and layout.pipeline > 1:
-                dense[-1] += own
-        elif _EXPERTS.search(weight.name):
-            experts[stage] += weight.count // (layout.expert * layout.expert_tensor)
-        elif _SPLIT.search(weight.name):
-            dense[stage] += weight.count // layout.tensor
-        elif _WHOLE.search(weight.name) or weight.name == f"{value_head}.weight":
-            dense[stage] += weight.count
-        else:
-            raise DataError(f"how Megatron's ranks share {weight.name} is not known, so its memory cannot be estimated")
-    return [StageParameters(*counts) for counts in zip(dense, experts, strict=True)]
+        kind = ("experts" if _EXPERTS.search(name) else "dense") if weight.trained else "frozen"
+        own = _share(name, weight, layout, value_head, one_A)
+        counts[stage][kind] += own
+        if tied and layout.pipeline > 1 and _EMBEDDING.search(name):
+            counts[-1][kind] += own
+    return [StageParameters(**found) for found in counts]
+
+
+def _share(name: str, weight: Weight, layout: ParallelLayout, value_head: str | None, one_A: bool) -> int:
+    """Return how much of a parameter a rank has."""
+    if _EMBEDDING.search(name) or _HEAD.search(name):
+        return padded(weight.shape[0], layout.tensor) // layout.tensor * weight.shape[1]
+    if adapter := _ADAPTER.search(name):
+        if one_A and adapter["letter"] == "A" and adapter["layer"] in _WITHOUT_A:
+            return 0
+        split = (adapter["layer"] in _BY_COLUMNS) == (adapter["letter"] == "A")
+        return weight.count // layout.tensor if split else weight.count
+    if _EXPERTS.search(name):
+        return weight.count // (layout.expert * layout.expert_tensor)
+    if _SPLIT.search(name):
+        return weight.count // layout.tensor
+    if _WHOLE.search(name) or name == f"{value_head}.weight":
+        return weight.count
+    raise DataError(f"how Megatron's ranks share {name} is not known, so its memory cannot be estimated")
 
 
 def _stages_of_layers(stages: Sequence[int], per_stage: int | None) -> list[int]:

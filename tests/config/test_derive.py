@@ -15,7 +15,7 @@ from hpcrl.config import (
     total_steps,
     trainer_ranks,
 )
-from hpcrl.config.derive import copy_ranks, names_own_code
+from hpcrl.config.derive import copy_ranks, names_own_code, reference_is_base
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.errors import DataError
 
@@ -85,3 +85,22 @@ def test_which_ranks_share_a_copy() -> None:
 )
 def test_code_of_the_users(sections: dict[str, Any], own: bool) -> None:
     assert names_own_code(config(**sections)) == own
+
+
+def of_type(strategy: str, dtype: str) -> dict[str, Any]:
+    """Return what says the number type of a model."""
+    megatron, fsdp = {"megatron_config": {"dtype": dtype}}, {"fsdp_config": {"mixed_precision": {"param_dtype": dtype}}}
+    return megatron if strategy == "megatron" else fsdp
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])
+def test_the_reference_is_the_policy_without_its_adapters_where_both_are_alike(strategy: str) -> None:
+    def found(rank: int, dtype: str = "fp32", path: str = "m") -> bool:
+        policy = {"model": {"path": "m", "lora": {"rank": rank}}, **of_type(strategy, "fp32")}
+        ref = {"model": {"path": path}, **of_type(strategy, dtype)}
+        return reference_is_base(config(trainer={"strategy": strategy, "policy": policy, "ref": ref}).trainer)
+
+    assert found(8)
+    assert not found(0)
+    assert not found(8, dtype="bf16")
+    assert not found(8, path="other")

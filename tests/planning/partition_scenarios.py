@@ -7,28 +7,33 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from hpcrl.config.sections.megatron import MegatronModelConfig
+from hpcrl.config.sections.model import PolicyConfig
+from hpcrl.config.validate import build
 from hpcrl.trainer.backends.megatron import shims
 from hpcrl.trainer.backends.megatron.architecture import architecture_of
 from hpcrl.trainer.backends.megatron.models import PolicyModel
 from hpcrl.trainer.backends.megatron.process_groups import join_groups
 from hpcrl.trainer.backends.megatron.settings import transformer_config
+from hpcrl.trainer.backends.megatron.trained import mark_trained
 from hpcrl.trainer.distributed import World, joined
 from hpcrl.trainer.models.forward import ForwardConfig
+from hpcrl.trainer.models.hf import ModelSource
 from tests.trainer.backends.megatron.leave import leave_groups
 
 
-def built(entries: dict[str, Any], sizes: dict[str, Any], world: World) -> list[int]:
-    """Return the parameters of this rank: of experts, and of all else."""
-    architecture, megatron = architecture_of(AutoConfig.for_model(**entries), "it"), MegatronModelConfig(**sizes)
+def built(case: dict[str, Any], world: World) -> list[int]:
+    """Return the parameters of this rank that are trained: of experts, and of all else; and those that are not."""
+    source, megatron = ModelSource(path=case["model"], role="trainer.policy"), MegatronModelConfig(**case["sizes"])
+    architecture = architecture_of(source.config(), "it")
     join_groups(megatron, None, world, 1)
     config = transformer_config(architecture, megatron, "trainer.policy", recompute=False, deterministic=False)
     model = PolicyModel(config, architecture, ForwardConfig(temperature=1.0, chunk_rows=1), None)
-    counts = [0, 0]
+    section = build(PolicyConfig, {"model": {"path": "", "lora": case["lora"]}})
+    mark_trained([model], architecture, source, section, world, lora_type=case["lora_type"])
+    counts = [0, 0, 0]
     for name, parameter in model.named_parameters():
-        counts[".experts." not in name] += parameter.numel()
+        counts[(".experts." not in name) if parameter.requires_grad else 2] += parameter.numel()
     del model
     leave_groups(world)
     return counts
@@ -39,7 +44,7 @@ def main() -> None:
     with joined() as world:
         if world.device.type != "cuda":
             shims.install()
-        found = [built(case["model"], case["sizes"], world) for case in options["cases"]]
+        found = [built(case, world) for case in options["cases"]]
         Path(options["out"], f"{world.rank}.json").write_text(json.dumps(found))
 
 

@@ -168,7 +168,7 @@ def test_megatron_holds_what_its_documentation_says() -> None:
     assert each(8, bf16=False) == 8 + 8 / 8
     assert each(8, distributed=False) == 18
     assert each(8, fp32_gradients=False) == 4 + 12 / 8
-    assert each(8, frozen=True) == 2
+    assert each(8, frozen=8000) == 6 + 12 / 8 + 2
     assert each(1, offloaded=0.5) == 6 + 6
     experts = megatron_state(0, 800, 8, 2)
     assert experts.optimizer == 12 * 800 / 2

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages
 from hpcrl.config.sections.megatron import MegatronModelConfig
-from hpcrl.config.sections.model import FSDPConfig, ModelConfig, PolicyConfig
+from hpcrl.config.sections.model import FSDPConfig, LoraConfig, ModelConfig, PolicyConfig
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
 from hpcrl.planning.memory import Shapes, Weight
@@ -37,7 +37,9 @@ TIED = BASE | {"model_type": "qwen2", "tie_word_embeddings": True}
 LLAMA = BASE | {"model_type": "llama", "tie_word_embeddings": False}
 QWEN3 = BASE | {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 16}
 EXPERTS = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 24}
-CASES: list[tuple[dict[str, Any], dict[str, int]]] = [
+ADAPTERS = {"lora": {"rank": 4}}
+EACH = ADAPTERS | {"lora_type": "canonical_lora"}
+CASES: list[tuple[dict[str, Any], dict[str, int]] | tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     (TIED, {}),
     (TIED, {TENSOR: 2}),
     (TIED, {TENSOR: 2, PIPELINE: 2}),
@@ -49,33 +51,40 @@ CASES: list[tuple[dict[str, Any], dict[str, int]]] = [
     (EXPERTS, {TENSOR: 2, EXPERT: 2, "expert_tensor_parallel_size": 1}),
     (EXPERTS, {TENSOR: 2, EXPERT: 2, "expert_tensor_parallel_size": 2}),
     (EXPERTS, {EXPERT: 2, PIPELINE: 2}),
+    (TIED, {TENSOR: 2, PIPELINE: 2}, ADAPTERS),
+    (TIED, {TENSOR: 2, PIPELINE: 2}, EACH),
+    (EXPERTS, {EXPERT: 2, PIPELINE: 2}, ADAPTERS),
 ]
 
 
-def saved(folder: Path, entries: dict[str, Any]) -> Shapes:
+def saved(folder: Path, entries: dict[str, Any], lora: LoraConfig | None = None) -> Shapes:
     AutoConfig.for_model(**entries).save_pretrained(folder)
-    return shapes(
-        ModelSource(path=str(folder), role="trainer.policy"), FSDPConfig(), PolicyConfig(model=ModelConfig(path=""))
-    )
+    policy = PolicyConfig(model=ModelConfig(path="", lora=lora or LoraConfig()))
+    return shapes(ModelSource(path=str(folder), role="trainer.policy"), FSDPConfig(), policy)
 
 
 def test_parts_are_what_megatron_core_builds(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     plain = {TENSOR: 1, PIPELINE: 1, "context_parallel_size": 1, EXPERT: 1}
-    cases = [{"model": model, "sizes": plain | sizes} for model, sizes in CASES]
+    of_models, cases = list[Shapes](), list[dict[str, Any]]()
+    for number, (model, sizes, *given) in enumerate(CASES):
+        adapters: dict[str, Any] = {"lora": {}, "lora_type": "lora"} | dict(*given)
+        of_models.append(saved(tmp_path / str(number), model, build(LoraConfig, adapters["lora"])))
+        cases.append({"model": str(tmp_path / str(number)), "sizes": plain | sizes, **adapters})
     done = run_ranks(
         RANKS, json.dumps({"cases": cases, "out": str(tmp_path)}), script="planning/partition_scenarios.py"
     )
     assert done.returncode == 0, done.stderr
     built = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    for number, (model, sizes) in enumerate(CASES):
+    for number, (model, sizes, *_) in enumerate(CASES):
         section = build(MegatronModelConfig, dict(sizes))
         layout, stages = ParallelLayout.of(section, RANKS), layers_of_stages(model["num_hidden_layers"], section)
         assert stages is not None
-        found = stage_parameters(saved(tmp_path / str(number), model).weights, layout, stages)
+        one_A = cases[number]["lora_type"] == "lora"
+        found = stage_parameters(of_models[number].weights, layout, stages, one_A=one_A)
         for stage, part in enumerate(found):
             for rank in layout.ranks_of_stage(stage):
-                assert built[rank][number] == [part.experts, part.dense], (sizes, rank)
+                assert built[rank][number] == [part.experts, part.dense, part.frozen], (sizes, rank)
 
 
 def test_all_ranks_together_have_the_model_and_its_padding_once(tmp_path: Path) -> None:

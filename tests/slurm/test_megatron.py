@@ -18,6 +18,7 @@ from tests.slurm.test_runs import SITE, ask, finish
 
 MEGATRON = QUICKSTART.with_name("quickstart_megatron.toml")
 TWO_NODES = ["trainer.placement.policy_num_nodes=2", "trainer.placement.policy_num_gpus_per_node=1"]
+TRAINED = {"all": [], "adapters": ["trainer.policy.model.lora.rank=8", "trainer.policy.optimizer_config.lr=2e-3"]}
 MISMATCH = "policy/rollout_train_logprobs_abs_diff_mean"
 
 
@@ -83,14 +84,15 @@ def test_killed_and_resumed_with_other_sizes(cluster: DevCluster, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_quickstart_over_two_nodes(cluster: DevCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", TRAINED)
+def test_quickstart_over_two_nodes(cluster: DevCluster, tmp_path: Path, trained: str) -> None:
     """Each matrix lies on two nodes, and the policy learns what it learns with FSDP2."""
-    run = submit(cluster, tmp_path, "learns")
+    run = submit(cluster, tmp_path, f"learns-{trained}", *TRAINED[trained])
     assert finish(cluster, tmp_path, run, 1, 1200) == "done", logs_of(run)
     before, after = (read_json(run.evals_of(version) / "summary.json") for version in (0, 30))
     assert before is not None
     assert after is not None
     scores = [summary["eval/all/avg_score"] for summary in (before, after)]
-    print(f"Megatron-core over two nodes: {scores[0]:.3f} -> {scores[1]:.3f}")
+    print(f"Megatron-core over two nodes, {trained}: {scores[0]:.3f} -> {scores[1]:.3f}")
     assert scores[0] < 0.5
     assert scores[1] >= 0.95

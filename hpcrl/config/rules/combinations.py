@@ -111,8 +111,6 @@ def _lora(config: ConfigTree) -> Iterator[Problem]:
     trainer, policy = config.trainer, config.trainer.policy
     for role, lora in adapters(trainer).items():
         path = f"trainer.{role}.model.lora"
-        if trainer.strategy == "megatron":
-            yield Problem(f"{path}.rank", 'not implemented with trainer.strategy="megatron" yet; use "fsdp2"')
         if lora.init_method == "zero":
             yield Problem(
                 f"{path}.init_method",

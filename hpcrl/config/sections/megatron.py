@@ -95,7 +95,7 @@ class MegatronConfig(MegatronModelConfig):
     ddp_config: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
 
     lora_type: Literal["lora", "canonical_lora"] = "lora"
-    """One adapter per fused projection, or (canonical_lora) one each for q, k, v, gate and up."""
+    """How adapters of policy and critic lie in Megatron-core's matrices: with one first matrix for q, k and v, and one for gate and up; or (canonical_lora) one each, as with FSDP2."""
 
     optimizer_config_kwargs: dict[str, Any] = field(default_factory=_optimizer_defaults)
     """Further fields of Megatron-core's OptimizerConfig; given keys replace single defaults and win over optimizer_config."""

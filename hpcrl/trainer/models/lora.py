@@ -40,6 +40,22 @@ _DRAWN: dict[str, _Draw] = {
 }
 
 
+@dataclass(frozen=True)
+class Adapted:
+    """A linear layer with an adapter.
+
+    Attributes:
+        name: that the layer has in the model without adapters.
+        A, B: parameters, [r, in] and [out, r].
+        scaling: s.
+    """
+
+    name: str
+    A: torch.Tensor
+    B: torch.Tensor
+    scaling: float
+
+
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: torch.dtype, seed: int) -> None:
     """Freeze a model and give it adapters; where it is on the meta device, they have no values either.
 
@@ -58,23 +74,49 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
     targets = _targets(model, lora, section)
     # their values come below
     peft.inject_adapter_in_model(_peft_config(lora, targets), model, _ADAPTER, low_cpu_mem_usage=True)
-    generator = torch.Generator().manual_seed(seed)
     for name in targets:
         layer = model.get_submodule(name)
         device = next(layer.base_layer.parameters()).device  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
-        a, b = _matrices(layer)
-        a.to_empty(device=device).to(dtype)
-        b.to_empty(device=device).to(dtype)
-        if device.type != "meta":
-            _DRAWN[lora.init_method](a.weight, generator)
-            nn.init.zeros_(b.weight)
-    if lora.adapter_path is not None and model.device.type != "meta":
-        _fill(model, targets, Path(lora.adapter_path), section)
+        for matrix in _matrices(layer):
+            matrix.to_empty(device=device).to(dtype)
+    if model.device.type != "meta":
+        for adapted, (A, B) in zip(adapted_layers(model), first_values(model, lora, seed, section), strict=True):
+            adapted.A.data.copy_(A)
+            adapted.B.data.copy_(B)
 
 
-@torch.no_grad()
-def _fill(model: nn.Module, targets: list[str], directory: Path, section: str) -> None:
-    """Give adapters the values of others, scaled so that they do the same here."""
+def adapted_layers(model: nn.Module) -> Iterator[Adapted]:
+    """Yield the layers that have adapters."""
+    for name, layer in model.named_modules():
+        if hasattr(layer, "base_layer"):
+            adapter: Any = layer
+            a, b = _matrices(adapter)
+            yield Adapted(name, a.weight, b.weight, adapter.scaling[_ADAPTER])
+
+
+def first_values(
+    model: nn.Module, lora: LoraConfig, seed: int, section: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield A and B of each adapted layer, whole and on the CPU, as training begins with them.
+
+    Args:
+        section: of `lora`, for errors.
+
+    Raises:
+        DataError: adapter_path has no adapters for them.
+    """
+    if lora.adapter_path is not None:
+        yield from _given(list(adapted_layers(model)), Path(lora.adapter_path), section)
+        return
+    generator = torch.Generator().manual_seed(seed)
+    for adapted in adapted_layers(model):
+        A = torch.empty(adapted.A.shape, device="cpu")
+        _DRAWN[lora.init_method](A, generator)
+        yield A, torch.zeros(adapted.B.shape, device="cpu")
+
+
+def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the values of other adapters, scaled so that they do the same here."""
     import peft
     from peft.utils.other import get_pattern_key
 
@@ -84,24 +126,22 @@ def _fill(model: nn.Module, targets: list[str], directory: Path, section: str) -
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{section}.adapter_path: {directory} has no adapters that PEFT reads: {error}") from error
     alphas = theirs.alpha_pattern or {}
-    named = {name: [f"{_IN_FILES}{name}{part}" for part in _PARTS] for name in targets}
+    named = {name: [f"{_IN_FILES}{name}{part}" for part in _PARTS] for name in (each.name for each in layers)}
     if others := sorted(tensors.keys() ^ {name for pair in named.values() for name in pair}):
         raise DataError(
             f"{section}.adapter_path: {directory} adapts other modules, by {others[0].removeprefix(_IN_FILES)}; set target_modules and "
             "exclude_modules to those of its adapter_config.json"
         )
-    for name, pair in named.items():
-        layer: Any = model.get_submodule(name)
-        (A, B), (a, b) = (tensors[part] for part in pair), _matrices(layer)
-        if (A.shape, B.shape) != (a.weight.shape, b.weight.shape):
+    for layer, (name, pair) in zip(layers, named.items(), strict=True):
+        A, B = (tensors[part] for part in pair)
+        if (A.shape, B.shape) != (layer.A.shape, layer.B.shape):
             raise DataError(
                 f"{section}.adapter_path: {directory} has rank {len(A)} and {A.shape[1]} inputs for {name}, and expected were rank "
-                f"{len(a.weight)} and {a.weight.shape[1]}; set rank and rank_pattern to those of its adapter_config.json"
+                f"{len(layer.A)} and {layer.A.shape[1]}; set rank and rank_pattern to those of its adapter_config.json"
             )
         alpha = alphas.get(get_pattern_key(list(alphas), name), theirs.lora_alpha)
         scale = alpha / (math.sqrt(len(A)) if theirs.use_rslora else len(A))
-        a.weight.copy_(A)
-        b.weight.copy_(B.float() * (scale / layer.scaling[_ADAPTER]))
+        yield A, B.float() * (scale / layer.scaling)
 
 
 def _peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -> peft.LoraConfig:
@@ -220,13 +260,16 @@ def gather_adapter(
         base: path or hub id of the model that they adapt.
         whole: gathers a parameter that may be sharded.
     """
-    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if hasattr(layer, "base_layer")}
-    matrices = {}
-    for name, layer in layers.items():
-        A, B = (whole(matrix.weight.detach()).cpu() for matrix in _matrices(layer))
-        matrices[name] = A, B
-    scales = {name: layer.scaling[_ADAPTER] for name, layer in layers.items()}
-    return Adapter(matrices, scales, _peft_config(lora, sorted(layers), base))
+    layers = list(adapted_layers(model))
+    matrices = {each.name: (whole(each.A.detach()).cpu(), whole(each.B.detach()).cpu()) for each in layers}
+    return made_adapter(matrices, {each.name: each.scaling for each in layers}, lora, base)
+
+
+def made_adapter(
+    matrices: dict[str, tuple[torch.Tensor, torch.Tensor]], scales: dict[str, float], lora: LoraConfig, base: str
+) -> Adapter:
+    """Return adapters with what PEFT reads beside them."""
+    return Adapter(matrices, scales, _peft_config(lora, sorted(matrices), base))
 
 
 @contextmanager

@@ -43,11 +43,6 @@ COSMOS = [
         {f"{LORA}.rank": 8},
     ),
     Case(
-        "LoRA is for FSDP2",
-        {f"{LORA}.rank": 8, "trainer.strategy": "megatron"}, f"{LORA}.rank", 'use "fsdp2"',
-        {f"{LORA}.rank": 8},
-    ),
-    Case(
         "adapters that begin at 0 stay there",
         {f"{LORA}.rank": 8, f"{LORA}.init_method": "zero"}, f"{LORA}.init_method", "no gradient would reach either",
         {f"{LORA}.rank": 8, f"{LORA}.init_method": "xavier"},

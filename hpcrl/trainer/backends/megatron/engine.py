@@ -15,20 +15,21 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import nn
 
-from hpcrl.config.derive import uses_reference
+from hpcrl.config.derive import reference_is_base, uses_reference
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import CriticConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer
 from hpcrl.trainer.backends.megatron import shims
+from hpcrl.trainer.backends.megatron.adapters import merging, whole_adapters, without_adapters
 from hpcrl.trainer.backends.megatron.architecture import Architecture, architecture_of
 from hpcrl.trainer.backends.megatron.layers import uses_transformer_engine
 from hpcrl.trainer.backends.megatron.models import CriticModel, PolicyModel, StageModel
-from hpcrl.trainer.backends.megatron.names import freeze
 from hpcrl.trainer.backends.megatron.pipeline import Pipeline
 from hpcrl.trainer.backends.megatron.process_groups import join_groups
 from hpcrl.trainer.backends.megatron.settings import ddp_config, optimizer_config, transformer_config, virtual_stages
 from hpcrl.trainer.backends.megatron.state import ShardedState
+from hpcrl.trainer.backends.megatron.trained import mark_trained
 from hpcrl.trainer.backends.megatron.weights import export, export_pieces, load
 from hpcrl.trainer.backends.reference import REFERENCE, follows_policy, forget_moments, require_same_shape
 from hpcrl.trainer.backends.schedule import lr_factor
@@ -42,6 +43,7 @@ from hpcrl.trainer.models.hf import (
     policy_source,
     reference_source,
 )
+from hpcrl.trainer.models.lora import Adapter, made_adapter
 from hpcrl.trainer.packing import untrained_micro_batch
 
 Model = TypeVar("Model", bound=StageModel)
@@ -71,8 +73,8 @@ class MegatronEngine(Generic[Model]):
         self.updates = 0
         self._total_updates = 0
         self._chunks, self._architecture, self.data = build(kind, source, forward, megatron, role, trainer, world)
-        if isinstance(section, PolicyConfig) and (section.trainable_map or section.freeze_pattern):
-            freeze(self._chunks, self._architecture, source, section.trainable_map, section.freeze_pattern, world)
+        lora_type, self._lora = megatron.lora_type, section.model.lora
+        mark_trained(self._chunks, self._architecture, source, section, world, lora_type=lora_type, seed=trainer.seed)
         settings = optimizer_config(section.optimizer_config, megatron, role)
         config: Any = self._chunks[0].config
         config.finalize_model_grads_func = finalize_model_grads
@@ -89,7 +91,8 @@ class MegatronEngine(Generic[Model]):
         self._optimizer: Any = get_megatron_optimizer(settings, self._wrapped, config_overrides={})
         # without TransformerEngine, Megatron-core forgets the count of optimizer steps in the other format
         reshardable = megatron.dist_ckpt_optim_fully_reshardable or not uses_transformer_engine()
-        self._saved = ShardedState(self._chunks, self._optimizer, reshardable=reshardable)
+        adapted = self._lora.rank > 0
+        self._saved = ShardedState(self._chunks, self._optimizer, reshardable=reshardable, adapted=adapted)
         self._pipeline = Pipeline(self._wrapped, self.data, dynamic=megatron.pipeline_dynamic_shape)
 
     def schedule(self, total_updates: int) -> None:
@@ -168,7 +171,8 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
         self._source = policy_source(trainer)
         super().__init__(PolicyModel, self._source, forward, section, "trainer.policy", trainer, world)
         self._reference: list[PolicyModel] | None = None
-        if uses_reference(trainer):
+        self._reference_is_base = reference_is_base(trainer)
+        if uses_reference(trainer) and not self._reference_is_base:
             megatron = trainer.ref.megatron_config
             source = reference_source(trainer)
             chunks, *_ = build(PolicyModel, source, forward, megatron, "trainer.ref", trainer, world)
@@ -184,8 +188,19 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
     def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
         if not reference:
             return self._pipeline.first_output(batches)
+        if self._reference_is_base:
+            return self._without_adapters(batches)
         assert self._reference is not None, "this engine was made without a reference"
         return self._reference_pipeline.first_output(batches)
+
+    def _without_adapters(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        found = self._pipeline.first_output(batches)
+        while True:
+            with without_adapters(self._chunks):  # not while others compute in between
+                logprobs_P = next(found, None)
+            if logprobs_P is None:
+                return
+            yield logprobs_P
 
     def _require_same_shape(self) -> None:
         assert self._reference is not None
@@ -246,14 +261,18 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
 
     def export_weights(self, dtype: torch.dtype, owners: Sequence[int]) -> Iterator[dict[str, torch.Tensor]]:
         self._gather()
-        return export(self._chunks, self._architecture, lambda parameter: parameter.data, dtype, owners)
+        return export(self._chunks, self._architecture, merging(self._chunks), dtype, owners)
 
     def export_config(self, directory: Path, dtype: torch.dtype) -> None:
         if self._world.first:
             export_config(self._source, directory, dtype)
 
-    def adapter(self) -> None:
-        return None
+    def adapter(self) -> Adapter | None:
+        if not self._lora.rank:
+            return None
+        self._gather()
+        found = whole_adapters(self._chunks, lambda matrix: matrix.data, self._world)
+        return made_adapter(*found, self._lora, self._source.path)
 
 
 class MegatronCritic(MegatronEngine[CriticModel]):

@@ -68,6 +68,9 @@ class StageModel(GPTModel):
             if self.config.sequence_parallel:
                 ids = ids.chunk(tensor_group().size())[tensor_group().rank()]
             hidden = torch.where((ids == self._padding)[:, None, None], hidden.detach(), hidden)
+        if hidden is not None and self.training and self.config.recompute_granularity is not None:
+            # what is recomputed only runs backward where an input wants a gradient, which a frozen embedding's would not
+            hidden.requires_grad_(True)
         return hidden, *rest
 
     def _postprocess(  # pyright: ignore[reportIncompatibleMethodOverride]

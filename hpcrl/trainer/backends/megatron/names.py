@@ -17,13 +17,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from hpcrl.errors import DataError
 from hpcrl.trainer.backends.megatron.architecture import Architecture
-from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models import trained as by_transformers
-from hpcrl.trainer.models.hf import ModelSource
 
 EMBEDDING, HEAD, VALUE_HEAD = "embedding.word_embeddings.weight", "output_layer.weight", "value_head.weight"
+ADAPTER = "adapter"
+"""Name of the adapter in the linear layer that it adapts."""
 
 # TransformerEngine's linear layers hold the norm before them
 _FUSED_NORMS = {
@@ -221,7 +219,7 @@ class LocalWeight:
 
 
 def local_weights(chunks: Sequence[GPTModel], architecture: Architecture) -> Iterator[LocalWeight]:
-    """Yield what this rank holds of the model.
+    """Yield what this rank holds of the model, without adapters.
 
     Args:
         chunks: the rank's pipeline stages, bare: without wrappers.
@@ -230,6 +228,8 @@ def local_weights(chunks: Sequence[GPTModel], architecture: Architecture) -> Ite
     for chunk in chunks:
         layers = [cast("TransformerLayer", layer).layer_number - 1 for layer in chunk.decoder.layers]
         for name, parameter in chunk.named_parameters():
+            if f".{ADAPTER}." in name:
+                continue
             inside = _OF_LAYER.fullmatch(name)
             found = slot_names(name, layers[int(inside[1])] if inside else 0, experts)
             if name == HEAD and architecture.tied:
@@ -256,39 +256,13 @@ def hf_names(chunks: Sequence[GPTModel], architecture: Architecture) -> dict[nn.
     return names
 
 
-def freeze(
-    chunks: Sequence[GPTModel],
-    architecture: Architecture,
-    source: ModelSource,
-    trainable_map: dict[str, bool],
-    freeze_pattern: list[str],
-    world: World,
-) -> None:
-    """Stop or start the training of parameters, as hpcrl.trainer.models.trained.freeze, whose names and errors these are.
-
-    Raises:
-        DataError: as there; or a part of a parameter would be trained, but not all of it.
-    """
-
-    def apply() -> None:
-        model = source.empty(torch.float32, "eager")
-        by_transformers.freeze(model, trainable_map, freeze_pattern)
-        trained = {name: value.requires_grad for name, value in model.named_parameters(remove_duplicate=False)}
-        for parameter, names in hf_names(chunks, architecture).items():
-            frozen = [name for name in names if not trained[name_in_memory(name)]]
-            if frozen and len(frozen) < len(names):
-                raise DataError(
-                    "trainer.policy.trainable_map and freeze_pattern freeze "
-                    f"{', '.join(frozen[:3])}, but not all of {', '.join(names[:3])}{' …' if len(names) > 3 else ''}, which "
-                    "trainer.strategy=megatron keeps as one parameter; freeze all of them or none, or use trainer.strategy=fsdp2"
-                )
-            parameter.requires_grad_(not frozen)
-
-    world.all_gather(apply)
-
-
 def name_in_memory(name: str) -> str:
     """Return how transformers names the parameter in which a tensor of a file lies: experts are one there."""
     name = name.replace(".block_sparse_moe.", ".mlp.")
     name = re.sub(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$", ".experts.gate_up_proj", name)
     return re.sub(r"\.experts\.\d+\.(down_proj|w2)\.weight$", ".experts.down_proj", name)
+
+
+def table_name(name: str) -> str:
+    """Return how the table names what transformers' model has, whose body has no prefix in a critic."""
+    return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name

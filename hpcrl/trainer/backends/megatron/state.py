@@ -32,6 +32,7 @@ from torch.nn.functional import pad
 
 from hpcrl.errors import CommitError, ConfigError
 from hpcrl.trainer.backends.base import Writer
+from hpcrl.trainer.backends.megatron.adapters import sharded_adapters
 from hpcrl.trainer.distributed import tell
 
 _MODEL = "model"
@@ -45,10 +46,11 @@ class ShardedState:
         chunks: bare, of this rank.
         optimizer: Megatron-core's; None: the model is not trained.
         reshardable: also the optimizer's state can be loaded by another layout; otherwise only by another number of data parallel ranks.
+        adapted: the model has adapters, and what lies below them is not saved.
     """
 
-    def __init__(self, chunks: Sequence[GPTModel], optimizer: Any, *, reshardable: bool) -> None:
-        self._chunks, self._optimizer = list(chunks), optimizer
+    def __init__(self, chunks: Sequence[GPTModel], optimizer: Any, *, reshardable: bool, adapted: bool = False) -> None:
+        self._chunks, self._optimizer, self._adapted = list(chunks), optimizer, adapted
         for part in optimizer.chained_optimizers if optimizer is not None else ():
             if isinstance(part, DistributedOptimizer):
                 _keep_places(part)
@@ -139,11 +141,19 @@ class ShardedState:
             self._optimizer.reload_model_params()
 
     def _weights(self) -> dict[str, Any]:
-        return {name: chunk.sharded_state_dict(metadata=self._metadata) for name, chunk in self._named()}
+        return {name: self._of_chunk(chunk) for name, chunk in self._named()}
+
+    def _of_chunk(self, chunk: GPTModel) -> dict[str, Any]:
+        """Return what is saved of a chunk: all of it, or with adapters what is trained."""
+        state = chunk.sharded_state_dict(metadata=self._metadata)
+        if not self._adapted:
+            return state
+        trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+        return {name: state[name] for name in state if name in trained} | sharded_adapters(chunk)
 
     def _take(self, loaded: dict[str, Any]) -> None:
         for name, chunk in self._named():
-            chunk.load_state_dict(loaded[name])
+            chunk.load_state_dict(loaded[name], strict=not self._adapted)
 
     def _named(self) -> list[tuple[str, GPTModel]]:
         # the optimizer looks for these names

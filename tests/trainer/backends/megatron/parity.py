@@ -26,12 +26,17 @@ from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.backends.base import Objective, UpdateResult
 from hpcrl.trainer.backends.build import build_critic, build_policy
 from hpcrl.trainer.backends.fsdp import sharding
+from hpcrl.trainer.backends.fsdp.engine import adam_settings
+from hpcrl.trainer.backends.megatron.adapters import merging, whole_adapters
 from hpcrl.trainer.backends.megatron.engine import MegatronEngine
 from hpcrl.trainer.batching import MicroBatchLimit
 from hpcrl.trainer.critic import CRITIC_REDUCTION, build_critic_objective
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective
+from hpcrl.trainer.models.lora import merging as merged_by_peft
+from hpcrl.trainer.models.lora import own_parameters
 from hpcrl.trainer.packing import MiniBatch, regrouped
+from hpcrl.trainer.rng import random_state, set_random_state
 from hpcrl.types import Batch
 from tests.trainer.backends.megatron.leave import leave_groups
 from tests.trainer.backends.megatron.weights_scenarios import whole as whole_export
@@ -181,6 +186,12 @@ class Way:
         assert report.skipped
         assert not math.isfinite(report.grad_norm)
 
+    def seed(self, number: int) -> None:
+        """Let what is drawn at random follow from a number."""
+        torch.manual_seed(number)
+        state = torch.get_rng_state()
+        set_random_state(dict.fromkeys(random_state(self.world.device), state), self.world.device)
+
     def save(self, path: str) -> None:
         self.engine.save(self._directory(path))
 
@@ -210,7 +221,10 @@ class Way:
 
 class PolicyWay(Way):
     def made(self) -> Any:
-        return build_policy(self.trainer, 0.9, self.world)
+        engine = build_policy(self.trainer, 0.9, self.world)
+        if self.way.get("one_A"):
+            have_one_A(engine)
+        return engine
 
     def updates(self, step: int) -> list[tuple[MiniBatch, Objective]]:
         batch = self.batch(step)
@@ -245,8 +259,13 @@ class PolicyWay(Way):
         everyones = self.world.all_gather(lambda: said)
         assert all(other == everyones[0] for other in everyones), "ranks agree"
         self.tensors["probe"] = torch.tensor(said)
+        adapter = self.engine.adapter()
         if self.world.first:
-            save_file(whole, target / "model.safetensors", {"format": "pt"})
+            merged = {name: value for name, value in whole.items() if ".lora_" not in name}
+            save_file(merged, target / "model.safetensors", {"format": "pt"})
+            if adapter:
+                (target / "adapter").mkdir()
+                adapter.write(target / "adapter")
         self.world.barrier()
 
 
@@ -273,24 +292,45 @@ class CriticWay(Way):
 PROBE = [3, 11, 7, 0, 16, 5, 9, 2]
 
 
+def have_one_A(engine: Any) -> None:
+    """Let PEFT's layers for q, k and v, and those for gate and up, share their A on FSDP2's one rank."""
+    for name, module in engine._model.named_modules():
+        names = ("q_proj", "k_proj", "v_proj") if name.endswith(".self_attn") else ("gate_proj", "up_proj")
+        layers = [getattr(module, each) for each in names if hasattr(getattr(module, each, None), "lora_A")]
+        for layer in layers[1:]:
+            layer.lora_A.default.weight = layers[0].lora_A.default.weight
+    trained = [parameter for parameter in engine._model.parameters() if parameter.requires_grad]
+    engine._optimizer = torch.optim.Adam(trained, **adam_settings(engine._optimizer_config))
+
+
 def weights(engine: Any, world: World) -> Values:
-    """Return whole weights under Hugging Face names, on rank 0; of a critic too."""
+    """Return whole weights under Hugging Face names, on rank 0, merged with adapters, and the adapters; of a critic too."""
     if isinstance(engine, MegatronEngine):
         engine._gather()
-        return _exported(engine, world, lambda parameter: parameter.data)
+        return _exported(engine, world, merging(engine._chunks)) | _adapters(engine, world, torch.Tensor.detach)
+    model = engine._model.model
+    adapters = _adapters_of_peft(model)
     if hasattr(engine, "export_weights"):
-        owners = [0] * len(engine.export_pieces(torch.float32))
-        return {name: value for piece in engine.export_weights(torch.float32, owners) for name, value in piece.items()}
-    return _named(
-        _whole({name: parameter.detach() for name, parameter in engine._model.model.named_parameters()}), engine
-    )
+        exported = engine.export_weights(torch.float32, [0] * len(engine.export_pieces(torch.float32)))
+        return {name: value for piece in exported for name, value in piece.items()} | _whole(adapters)
+    merged = {
+        name: merged_by_peft(layer, sharding.whole)(value) if layer else value
+        for name, value, layer in own_parameters(model)
+    }
+    return _named(_whole(merged | adapters), engine)
+
+
+def _adapters_of_peft(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    # each layer's A, also where it is another's
+    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if ".lora_" in name}
 
 
 def gradients(engine: Any, world: World) -> Values:
     """Return whole gradients of what is trained under Hugging Face names, on rank 0."""
     if not isinstance(engine, MegatronEngine):
         model = engine._model.model
-        found = _named(_whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None}), engine)
+        named = dict(model.named_parameters()) | _adapters_of_peft(model)
+        found = _named(_whole({name: p.grad for name, p in named.items() if p.grad is not None}), engine)
         return (
             revert_weight_conversion(model, found) if get_model_conversion_mapping(model, add_legacy=False) else found
         )
@@ -298,8 +338,21 @@ def gradients(engine: Any, world: World) -> Values:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             if chunk.ddp_config.use_distributed_optimizer:
                 _complete(group)
-    found = _exported(engine, world, lambda p: p.main_grad if p.requires_grad else torch.full_like(p, math.nan))
+
+    def gradient(parameter: Any) -> torch.Tensor:
+        return parameter.main_grad if parameter.requires_grad else torch.full_like(parameter, math.nan)
+
+    found = _exported(engine, world, gradient) | _adapters(engine, world, gradient)
     return {name: value for name, value in found.items() if not value.isnan().all()}
+
+
+def _adapters(engine: Any, world: World, value: Callable[[Any], torch.Tensor]) -> Values:
+    found, _ = whole_adapters(engine._chunks, value, world)
+    return {
+        f"{name}.lora_{letter}.default.weight": matrix.clone()
+        for name, matrices in found.items()
+        for letter, matrix in zip("AB", matrices, strict=True)
+    }
 
 
 def _named(tensors: Values, engine: Any) -> Values:
@@ -322,4 +375,4 @@ def _exported(engine: Any, world: World, value: Callable[[Any], torch.Tensor]) -
 
 
 def _whole(tensors: dict[str, Any]) -> Values:
-    return {name: sharding.whole(tensor).clone() for name, tensor in tensors.items()}
+    return {name: sharding.whole(tensor).detach().clone() for name, tensor in tensors.items()}

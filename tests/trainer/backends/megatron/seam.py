@@ -97,7 +97,8 @@ def _made(path: Path) -> Path:
 
 def megatron(**options: Any) -> dict[str, Any]:
     """Return the trainer's section with options of megatron_config; the reference is laid out as the policy."""
-    ref = {name: value for name, value in options.items() if name not in ("optimizer_config_kwargs", "ddp_config")}
+    trained = ("optimizer_config_kwargs", "ddp_config", "lora_type")
+    ref = {name: value for name, value in options.items() if name not in trained}
     return {"strategy": "megatron", "policy": {"megatron_config": options}, "ref": {"megatron_config": ref}}
 
 

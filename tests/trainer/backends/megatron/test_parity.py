@@ -91,7 +91,7 @@ OPTIONS: dict[int, list[Row]] = {
         ("tp2-clipped", TP2, {}, "clipped", ["tied"]),
         ("tp2-adam", TP2, {}, "adam", ["tied"]),
         ("tp2-recomputed", TP2, RECOMPUTED, "plain", ["untied"]),
-        ("tp2-frozen", TP2, {}, "frozen", ["untied"]),
+        ("tp2-frozen-recomputed", TP2, RECOMPUTED, "frozen", ["untied"]),
         ("pp2-clipped", PP2, {}, "clipped", ["tied", "moe"]),
         (
             "pp2-dynamic",

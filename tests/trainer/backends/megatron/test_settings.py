@@ -175,8 +175,8 @@ OF_OPTIMIZER: dict[str, list[tuple[Table, Table]]] = {
     ],
 }
 
-ELSEWHERE = {"ddp_config", "model_config_kwargs", "empty_cuda_cache", "dist_ckpt_optim_fully_reshardable"}
-"""Those that the tests below speak about by name."""
+ELSEWHERE = {"ddp_config", "model_config_kwargs", "empty_cuda_cache", "dist_ckpt_optim_fully_reshardable", "lora_type"}
+"""Those that the tests below, or in test_lora.py, speak about by name."""
 
 
 def trainer(policy: Table, **others: Table) -> TrainerConfig:

@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hpcrl.config.sections.model import ModelConfig, PolicyConfig
 from hpcrl.errors import DataError
 from hpcrl.trainer.backends.megatron import shims
 from hpcrl.trainer.backends.megatron.architecture import Architecture, architecture_of
-from hpcrl.trainer.backends.megatron.names import freeze, hf_names
+from hpcrl.trainer.backends.megatron.names import hf_names
+from hpcrl.trainer.backends.megatron.trained import mark_trained
 from hpcrl.trainer.backends.megatron.weights import export, export_pieces, load
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.hf import CriticSource, ModelSource
@@ -201,7 +203,8 @@ def freezing(world: World, options: dict[str, Any]) -> None:
             maps: Any = trainable_map,
             patterns: Any = pattern,
         ) -> None:
-            freeze(chunks, architecture(model), source_of(path), maps, patterns, world)
+            section = PolicyConfig(model=ModelConfig(path=""), trainable_map=maps, freeze_pattern=patterns)
+            mark_trained(chunks, architecture(model), source_of(path), section, world)
 
         error = _attempt(world, attempt)
         names = hf_names(chunks, architecture(model))

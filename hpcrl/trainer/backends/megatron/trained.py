@@ -1,0 +1,73 @@
+"""What of a model is trained: all of it, some parameters, or adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from transformers import PreTrainedModel
+
+from hpcrl.config.sections.model import CriticConfig, PolicyConfig
+from hpcrl.errors import DataError
+from hpcrl.trainer.backends.megatron.adapters import add_adapters
+from hpcrl.trainer.backends.megatron.architecture import Architecture
+from hpcrl.trainer.backends.megatron.names import hf_names, name_in_memory, table_name
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models import trained as by_transformers
+from hpcrl.trainer.models.hf import ModelSource
+from hpcrl.trainer.models.lora import own_name
+
+
+def mark_trained(
+    chunks: Sequence[GPTModel],
+    architecture: Architecture,
+    source: ModelSource,
+    section: PolicyConfig | CriticConfig,
+    world: World,
+    *,
+    lora_type: str = "lora",
+    seed: int = 0,
+) -> None:
+    """Stop the training of what is not trained, and give a model its adapters: as hpcrl.trainer.models.trained.mark_trained, whose names and
+    errors these are.
+
+    Args:
+        lora_type: trainer.policy.megatron_config.lora_type.
+        seed: of the first values of adapters.
+
+    Raises:
+        DataError: as there; or a part of a parameter would be trained, but not all of it; or Megatron-core cannot adapt what is named.
+    """
+    lora, policy = section.model.lora, isinstance(section, PolicyConfig)
+    frozen = isinstance(section, PolicyConfig) and (section.trainable_map or section.freeze_pattern)
+    if not (lora.rank or frozen):
+        return
+
+    def apply() -> None:
+        model = source.empty(torch.float32, "eager")
+        by_transformers.mark_trained(model, section, torch.float32)
+        _freeze(chunks, architecture, model)
+        if lora.rank:
+            role = "trainer.policy" if policy else "trainer.critic"
+            shared = lora_type == "lora"
+            add_adapters(chunks, architecture, model, lora, f"{role}.model.lora", seed, shared=shared)
+
+    world.all_gather(apply)
+
+
+def _freeze(chunks: Sequence[GPTModel], architecture: Architecture, model: PreTrainedModel) -> None:
+    """Train the parameters of this rank of which transformers' model trains all tensors."""
+    trained = {
+        table_name(own_name(name)): value.requires_grad
+        for name, value in model.named_parameters(remove_duplicate=False)
+    }
+    for parameter, names in hf_names(chunks, architecture).items():
+        frozen = [name for name in names if not trained[name_in_memory(name)]]
+        if frozen and len(frozen) < len(names):
+            raise DataError(
+                "trainer.policy.trainable_map and freeze_pattern freeze "
+                f"{', '.join(frozen[:3])}, but not all of {', '.join(names[:3])}{' …' if len(names) > 3 else ''}, which "
+                "trainer.strategy=megatron keeps as one parameter; freeze all of them or none, or use trainer.strategy=fsdp2"
+            )
+        parameter.requires_grad_(not frozen)
