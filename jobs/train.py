@@ -1,6 +1,6 @@
 """The trainer: one process per rank, started by torchrun where there are several, with the run directory as only argument.
 
-consumes   config.toml, batches/, samples/, checkpoints/
+consumes   config.toml, batches/, samples/ or dataset/, checkpoints/
 waits for  the controller's next batch
 produces   weights/v<step> after every step that engines get, checkpoints/, exports/, metrics/trainer.jsonl
 ends       with 0 when the steps are done or it was asked to stop, and then all that it trained is committed, up to the last optimizer step
@@ -27,7 +27,7 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
-from hpcrl.config.derive import checkpoint_interval, gpu_count, longest_sample, publishes
+from hpcrl.config.derive import checkpoint_interval, gpu_count, has_engines, longest_sample, publishes
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.trainer.backends.schedule import is_due
@@ -70,7 +70,8 @@ def work(
         resume = partial(checkpoints.resume, mode=trainer.resume_mode, path=trainer.resume_path)
         learner = load_learner(run, config, world, consensus, resume, Dumps(run, attempt, world))
         staleness = trainer.fully_async.max_staleness_steps
-        publisher = Publisher(run, attempt, world, dtype, staleness, longest=longest_sample(config))
+        longest, engines = longest_sample(config), has_engines(config)
+        publisher = Publisher(run, attempt, world, dtype, staleness, longest=longest, engines=engines)
         publisher.resume(None if learner.start.updates else learner.policy, learner.start.step)
         gc.freeze()  # what is loaded stays: to look through it for garbage, again and again, takes long
         train(config, learner, checkpoints, publisher, controller, profile_step)
@@ -98,6 +99,8 @@ def train(
     if publisher.misses_export(start.checkpoint) and is_due(export_interval, step, total):
         export(step)
     try:
+        if not start.updates:
+            controller.measured(step, learner.validate(step, total, timer))
         while (batch := controller.next(step, timer)) is not None:
             controller.report(f"step {batch.step}/{total}", step=batch.step, total=total, **timer.pace())
             metrics = learner.train(batch, timer)
@@ -110,6 +113,7 @@ def train(
             learner.reset_reference(step, epoch, timer)
             metrics |= checkpoints.settle() | describe_cost(batch, timer.lap(), learner.world, learner.flops)
             controller.trained(step, metrics)  # before the commit: none may be missing
+            controller.measured(step, learner.validate(step, total, timer))
             consensus("save")
             if is_due(save_interval, step, total):
                 with timer("save_checkpoints"):

@@ -72,7 +72,9 @@ def max_seq_len(config: ConfigTree) -> int:
 
 
 def longest_sample(config: ConfigTree) -> int:
-    """Return the tokens of a sample at most: what may come before its last turn, and that turn."""
+    """Return the tokens of a sample at most: what may come before its last turn, and that turn; of a row of supervised fine-tuning."""
+    if is_supervised(config.trainer):
+        return config.trainer.max_length or 0
     return max_input_length(config.generator, config.trainer) + config.generator.sampling_params.max_generate_length
 
 
@@ -118,7 +120,9 @@ def sampling_seed(engine: InferenceEngineConfig, trainer: TrainerConfig) -> int:
 
 
 def temperature(config: ConfigTree) -> float:
-    """Return what divides the logits in training; where it is not set: the sampling temperature."""
+    """Return what divides the logits in training; where it is not set: the sampling temperature, and 1 where nothing is sampled."""
+    if is_supervised(config.trainer):
+        return 1.0
     own = config.trainer.algorithm.temperature
     return config.generator.sampling_params.temperature if own is None else own
 
@@ -165,8 +169,25 @@ def needs_baselines(algorithm: AlgorithmConfig) -> bool:
     return algorithm.advantage_estimator == "remax"
 
 
+def is_supervised(trainer: TrainerConfig) -> bool:
+    """Return whether rows of datasets are trained as they are: nothing is sampled, and no rewards are given."""
+    return trainer.mode == "sft"
+
+
+def has_engines(config: ConfigTree) -> bool:
+    """Return whether there are rollout nodes."""
+    return not is_supervised(config.trainer)
+
+
+def samples_per_prompt(config: ConfigTree) -> int:
+    """Return how many samples a group has that is trained; a row of supervised fine-tuning is a group of its own."""
+    return 1 if is_supervised(config.trainer) else config.generator.n_samples_per_prompt
+
+
 def uses_reference(trainer: TrainerConfig) -> bool:
     """Return whether there is a reference model at all."""
+    if is_supervised(trainer):
+        return False
     return trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
 
 
@@ -316,6 +337,8 @@ def _asks_for_cores(extra: Mapping[str, Any]) -> bool:
 
 def max_replicas(config: ConfigTree) -> int:
     """Return how many replicas there are when all are there, elastic ones included."""
+    if not has_engines(config):
+        return 0
     return config.generator.inference_engine.num_engines + config.slurm.elastic.replicas
 
 
@@ -328,7 +351,8 @@ def steps_per_epoch(n_prompts: int, batch_size: int) -> int:
     if n_prompts < batch_size:
         raise DataError(
             f"data.train_data has {n_prompts} usable prompts, fewer than trainer.train_batch_size = {batch_size}; lower "
-            "train_batch_size, add data, or raise trainer.max_prompt_length if prompts were dropped as too long"
+            "train_batch_size, add data, or raise trainer.max_prompt_length (with trainer.mode=sft, trainer.max_length) if some were dropped "
+            "as too long"
         )
     return n_prompts // batch_size
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -63,6 +64,10 @@ class PromptStream:
     def epoch(self, index: int) -> int:
         """Return the epoch that group `index` belongs to; the first is 0."""
         return index // (self.steps_per_epoch * self.batch_size)
+
+    def last_epoch(self, names: Iterable[str]) -> int:
+        """Return the epoch of the last of some training groups."""
+        return self.epoch(max(index for name in names if (index := group_index(name)) is not None))
 
     def row(self, index: int) -> int:
         """Return the dataset row that group `index` trains."""

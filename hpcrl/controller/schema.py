@@ -264,6 +264,7 @@ def _group_schema(replicas: int, total_steps: int) -> Schema:
         "digest": Value(
             "a checksum, or nothing", lambda value: type(value) is str and _DIGEST.fullmatch(value) is not None
         ),
+        "row": Value("null", lambda value: value is None),  # workers generate what they report
     }
     optional = {
         one.name for one in fields(GroupMeta) if one.default is not MISSING or one.default_factory is not MISSING

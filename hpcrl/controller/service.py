@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from hpcrl.controller.admission import Admission, staleness
 from hpcrl.controller.batches import BatchComposer
 from hpcrl.controller.begun_groups import BegunGroups
+from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.dispatch import Assignment, Dispatcher
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.eval_results import discard_after, finished_rows, is_evaluated, write_summary
 from hpcrl.controller.evaluation import EvalQueue, eval_is_due, evaluation_work, scores
-from hpcrl.controller.metrics import batch_metrics, dropped_metrics, surplus_metrics
+from hpcrl.controller.metrics import batch_metrics, dropped_metrics, replica_metrics, row_metrics, surplus_metrics
 from hpcrl.controller.prompt_stream import PromptStream, group_id, group_index
 from hpcrl.controller.recovery import History, read_history, remove_samples
 from hpcrl.controller.replicas import FailureWindow, MinReplicas, RegisteredWorker, WorkerRegistry
@@ -81,15 +82,23 @@ class Service:
     """
 
     def __init__(
-        self, run: Run, attempt: int, schedule: Schedule, train: list[Prompt], validation: list[Prompt]
+        self,
+        run: Run,
+        attempt: int,
+        schedule: Schedule,
+        train: list[Prompt],
+        validation: list[Prompt],
+        rows: DatasetRows | None = None,
     ) -> None:
         self._run, self._attempt, self._schedule = run, attempt, schedule
-        self._train, self._validation = train, validation
-        self._stream = PromptStream(len(train), schedule.batch_size, schedule.seed, schedule.order_seed)
+        self._train, self._validation, self._rows = train, validation, rows
+        self._stream = PromptStream(len(rows or train), schedule.batch_size, schedule.seed, schedule.order_seed)
         self._admission = Admission(
             schedule.batch_size, schedule.staleness, schedule.total_steps, schedule.groups_at_once, schedule.surplus
         )
-        self._composer = BatchComposer(self._admission, schedule.sampling, schedule.batch_size)
+        self._composer = BatchComposer(
+            self._admission, schedule.sampling, schedule.batch_size, rows.in_order(self._stream) if rows else None
+        )
         self._metrics: MetricsWriter | None = None
         self._batches: dict[int, Batch] = {}
         self._checksum = FIRST  # of the newest batch's file
@@ -342,23 +351,17 @@ class Service:
             assert self._metrics is not None
             position = {
                 "trainer/global_step": step,
-                "trainer/epoch": self._epoch(batch),
+                "trainer/epoch": self._stream.last_epoch(group.group_id for group in batch.groups),
                 "trainer/total_steps": self.total_steps,
                 "trainer/steps_per_epoch": self.steps_per_epoch,
             }
             dropped = dropped_metrics(batch) if self._schedule.sampling.config.type else {}
             surplus = surplus_metrics(batch) if self._schedule.surplus else {}
-            self._metrics.write(step, batch_metrics(batch) | dropped | surplus | position | self._replicas())
+            replicas = replica_metrics(len(self.workers), self.min_replicas, self._registry.restarts, self._taken_back)
+            found = batch_metrics(batch) | replicas if self._rows is None else row_metrics(batch)
+            self._metrics.write(step, found | dropped | surplus | position)
             self._described = step
         return str(self._run.batch(step).relative_to(self._run.path))
-
-    def _replicas(self) -> dict[str, float]:
-        return {
-            "replicas/ready": len(self.workers),
-            "replicas/total": max(self.min_replicas.replicas, len(self.workers)),
-            "replicas/restarts": self._registry.restarts,
-            "replicas/groups_taken_back": self._taken_back,
-        }
 
     def committed(self) -> None:
         """A checkpoint is committed: samples that only checkpoints older than the newest two could train again are removed."""
@@ -422,6 +425,7 @@ class Service:
     def _compose(self) -> None:
         while not self.failure:
             try:
+                self._composer.complete_ready(self._version)
                 if (batch := self._composer.batch()) is None:
                     return
                 require_newest(self._run, self._attempt)
@@ -439,11 +443,6 @@ class Service:
         version, metrics = self._eval.version, scores(groups)
         self._metrics.write(version, metrics)
         write_summary(self._run, version, metrics)
-
-    def _epoch(self, batch: Batch) -> int:
-        """Return the epoch of the last prompt that a batch trains."""
-        indices = [index for group in batch.groups if (index := group_index(group.group_id)) is not None]
-        return self._stream.epoch(max(indices))
 
     def _finish_if_done(self) -> None:
         if self._version == self._schedule.total_steps and not self._eval.open and self.stop is None:

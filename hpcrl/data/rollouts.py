@@ -114,7 +114,7 @@ def require_samples(run: Run, step: int) -> Batch:
 def _whole(run: Run, step: int) -> Batch | None:
     """Return the batch of a step if all its samples are there."""
     file = read_batch(run.batch(step))
-    return file.batch if file and all(run.inside(group.path).is_file() for group in file.batch.groups) else None
+    return file.batch if file and all(run.inside(group.path).exists() for group in file.batch.groups) else None
 
 
 def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Decode) -> list[Rollout]:
@@ -157,7 +157,7 @@ def segments_of(sample: Sample[np.ndarray], decode: Decode) -> list[Segment]:
     A reward at or after the tokens of a turn, and before the next turn, is what that turn earned.
     """
     token_ids, loss_mask, versions, rewards = sample.token_ids, sample.loss_mask, sample.versions, sample.rewards
-    by_policy = versions >= 0
+    by_policy = (versions >= 0) | (loss_mask > 0)  # no policy chose what a dataset says
     bounds = [0, *(np.flatnonzero(np.diff(by_policy)) + 1).tolist(), len(token_ids)]
     parts: list[Segment] = []
     for start, end in pairwise(bounds):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from hpcrl.config.derive import engine_gpus, gpu_count, max_replicas, replicas_per_node, takes_whole_nodes
+from hpcrl.config.derive import engine_gpus, gpu_count, has_engines, max_replicas, replicas_per_node, takes_whole_nodes
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.generator import InferenceEngineConfig
 from hpcrl.config.sections.slurm import ElasticConfig
@@ -114,6 +114,8 @@ def gpus_of_nodes(config: ConfigTree) -> Iterator[Problem]:
 
 
 def enough_replicas(config: ConfigTree) -> Iterator[Problem]:
+    if not has_engines(config):
+        return
     least, most = config.slurm.min_replicas, max_replicas(config)
     engines = "generator.inference_engine.num_engines"
     if most < 1:

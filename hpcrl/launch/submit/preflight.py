@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, total_steps
-from hpcrl.config.derive import steps_per_epoch
+from hpcrl.config.derive import is_supervised, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.resume_changes import Change, changes_from_path
 from hpcrl.data.chat import chat_template
 from hpcrl.data.datasets import load_dataset
-from hpcrl.data.prompts import count_aside, count_rows
+from hpcrl.data.prompts import count_aside
+from hpcrl.data.sources import Source
+from hpcrl.data.tokenize import Recipe, tokenized, training_sources, validation_sources
 from hpcrl.envs.registry import environment_class
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.submit.engine import check_engine
@@ -99,6 +101,8 @@ def _of_models(config: Config) -> Iterator[Problem]:
 
 def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
     data, problems, warnings = config.data, list[Problem](), list[str]()
+    if is_supervised(config.trainer):
+        return _of_rows(config)
     training: tuple[Kind, ...] = ("train",) if data.test_size is None else ("train", "eval")
     sources: tuple[tuple[str, list[str], tuple[Kind, ...]], ...] = (
         ("data.train_data", data.train_data, training),
@@ -121,6 +125,23 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
             warnings += _of_the_end(config)
         except DataError as error:
             problems.append(Problem("data.train_data", str(error).removeprefix("data.train_data ")))
+    return problems, warnings
+
+
+def _of_rows(config: Config) -> tuple[list[Problem], list[str]]:
+    """Look at the first row of each dataset of supervised fine-tuning. What is on the hub is downloaded here, for nodes without network."""
+    problems, warnings, recipe = list[Problem](), list[str](), Recipe.of(config)
+    named = [("data.train_data", source) for source in training_sources(config.data)]
+    if config.trainer.eval_interval > 0:
+        named += [("data.val_data", source) for source in validation_sources(config.data)]
+    for name, source in named:
+        try:
+            next(tokenized(source, recipe))
+        except (DataError, ModuleNotFoundError) as error:
+            if package := missing_package(error):
+                warnings.append(f"{name}: the first row of {source.location} {not_tried(package)}")
+            else:
+                problems.append(Problem(name, str(error)))
     return problems, warnings
 
 
@@ -150,7 +171,7 @@ def _of_the_end(config: Config) -> Iterator[str]:
 
 @lru_cache(maxsize=64)
 def _count(path: str, changed: int) -> int | None:  # noqa: ARG001 - elements of a sweep mostly have the same files
-    return count_rows(path)
+    return Source(path).count()
 
 
 def check_checkpoint(config: Config) -> list[str]:

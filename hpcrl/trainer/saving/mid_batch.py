@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from hpcrl.config.derive import is_supervised
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.batch_file import check_batch, read_batch
 from hpcrl.data.weight_files import check_weights
@@ -141,7 +142,7 @@ def unusable(run: Run, trainer: TrainerConfig, checkpoint: Path) -> str | None:
         if file is None or facts["groups"] != _named(file.batch):
             return f"{run.batch(step + 1)} is not the batch that was begun"
         check_batch(run, file.batch)
-        if step > 0:  # nobody can make them from a policy that went on
+        if step > 0 and not is_supervised(trainer):  # nobody can make them from a policy that went on
             check_weights(run.weights_of(step))
     except (CommitError, DataError, RunError) as error:
         return str(error)

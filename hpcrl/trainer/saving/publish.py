@@ -39,11 +39,20 @@ class Publisher:
         dtype: of the written tensors, generator.inference_engine.model_dtype.
         max_staleness: steps that a sample may be old; it decides how many versions must stay readable.
         longest: tokens that an engine takes at most; fewer than two: versions get no probe.
+        engines: whether there are any; without them no version is written.
     """
 
     def __init__(
-        self, run: Run, attempt: int, world: World, dtype: torch.dtype, max_staleness: int, longest: int = 0
+        self,
+        run: Run,
+        attempt: int,
+        world: World,
+        dtype: torch.dtype,
+        max_staleness: int,
+        longest: int = 0,
+        engines: bool = True,
     ) -> None:
+        self._engines = engines
         self._run, self._attempt, self._world, self._dtype = run, attempt, world, dtype
         self._kept_versions = max_staleness + 2
         self._probe_tokens = min(_PROBE_TOKENS, longest - 1)  # an engine says one more
@@ -76,6 +85,8 @@ class Publisher:
             CommitError: on every rank: they could not be written, or a newer attempt has begun.
         """
         target = self._run.weights_of(version)
+        if not self._engines:
+            return {}
         if self._world.rank0_broadcast(lambda: committed_by(target)) == self._attempt:
             return {}
         began = time.monotonic()
