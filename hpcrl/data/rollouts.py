@@ -128,9 +128,9 @@ def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Dec
     """
     groups: dict[str, list[Sample[np.ndarray]]] = {}
     for group, _ in samples:
-        if group.path not in groups:
-            groups[group.path] = read_arrays(run.inside(group.path), group)
-    return [_rollout(group, at, groups[group.path], decode) for group, at in samples]
+        if group.group_id not in groups:
+            groups[group.group_id] = read_arrays(run.inside(group.path), group)
+    return [_rollout(group, at, groups[group.group_id], decode) for group, at in samples]
 
 
 def _rollout(group: GroupMeta, at: int, of_group: Sequence[Sample[np.ndarray]], decode: Decode) -> Rollout:

@@ -12,12 +12,11 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.backends.build import build_critic, build_policy
 from hpcrl.trainer.batching import micro_batch_limits
-from hpcrl.trainer.distributed import World
+from hpcrl.trainer.distributed import World, check_all_reduce
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.models.hf import policy_source
-from hpcrl.trainer.network import check_all_reduce
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.step import Learner

@@ -224,7 +224,7 @@ _OTHERS = (
                 f"generator.{name}"
                 for name in ("sampling_params", "n_samples_per_prompt", "max_turns", "step_wise_trajectories")
             ),
-            "environment",
+            *("environment", "slurm.elastic.replicas"),
         ),
         'trainer.mode="rl"',
         lambda config: not is_supervised(config.trainer),
