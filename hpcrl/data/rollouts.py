@@ -28,13 +28,13 @@ class Segment:
     """Tokens that follow one another and come from one side.
 
     Attributes:
-        by: prompt, policy, or environment for what came between two turns of the policy.
+        by: prompt, policy, or environment for what came between two turns of the policy; of a row of a dataset trained, or context.
         tokens: how many; None where only the text is known.
         trained: of these tokens, those that enter the loss.
         reward: of a policy's turn: what it earned.
     """
 
-    by: Literal["prompt", "policy", "environment"]
+    by: Literal["prompt", "policy", "environment", "trained", "context"]
     text: str
     tokens: int | None = None
     trained: int | None = None
@@ -51,6 +51,7 @@ class Rollout:
         parts: with step-wise trajectories each turn begins with a prompt of its own.
         raw_reward: before generator.zero_reward_on_non_stop, where that changed it.
         versions: the oldest and the newest policy that chose one of its tokens; None where it is not known.
+        row: of its dataset, where it is one of a dataset.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Rollout:
     raw_reward: float | None = None
     versions: tuple[int, int] | None = None
     env_metrics: dict[str, float] = field(default_factory=dict)
+    row: int | None = None
 
 
 def ordered(rewards: Sequence[float], order: Order | None, seed: int) -> list[int]:
@@ -148,6 +150,7 @@ def _rollout(group: GroupMeta, at: int, of_group: Sequence[Sample[np.ndarray]], 
         raw_reward=raw if raw != group.rewards[at] else None,
         versions=(int(chosen.min()), int(chosen.max())) if len(chosen) else None,
         env_metrics=rows[-1].env_metrics,
+        row=group.row,
     )
 
 
@@ -157,12 +160,16 @@ def segments_of(sample: Sample[np.ndarray], decode: Decode) -> list[Segment]:
     A reward at or after the tokens of a turn, and before the next turn, is what that turn earned.
     """
     token_ids, loss_mask, versions, rewards = sample.token_ids, sample.loss_mask, sample.versions, sample.rewards
-    by_policy = (versions >= 0) | (loss_mask > 0)  # no policy chose what a dataset says
+    by_policy, of_dataset = versions >= 0, not (versions >= 0).any()
+    if of_dataset:
+        by_policy = loss_mask > 0
     bounds = [0, *(np.flatnonzero(np.diff(by_policy)) + 1).tolist(), len(token_ids)]
     parts: list[Segment] = []
     for start, end in pairwise(bounds):
         text, tokens, trained = decode(token_ids[start:end].tolist()), end - start, int(loss_mask[start:end].sum())
-        if by_policy[start]:
+        if of_dataset:
+            parts.append(Segment("trained" if by_policy[start] else "context", text, tokens, trained))
+        elif by_policy[start]:
             until = next((after for after in bounds if after > end), len(token_ids))
             parts.append(Segment("policy", text, tokens, trained, float(rewards[start:until].sum())))
         else:
