@@ -144,6 +144,7 @@ class Tokenizer:
             rows = self._kept(tokenized(source, self.recipe, self.workers, self.ahead), source, counts)
             facts = {"name": name, "made_of": made_of, "counts": vars(counts)}
             write_tokens(target, self.attempt, rows, self.fence, **facts)
+            open_tokens.cache_clear()
             print(f"{name}: {counts}", flush=True)
         return open_tokens(target)
 
