@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hpcrl.config import Config, TrainerConfig
+from hpcrl.config import Config
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.prompt_stream import PromptStream
 from hpcrl.data.conversations import Tokens
@@ -28,6 +28,7 @@ from hpcrl.trainer.validation import Validation
 from hpcrl.types import Batch
 from tests.trainer.material import VOCABULARY
 from tests.trainer.ranks import Ranks
+from tests.trainer.scenarios import laid_over
 
 ROWS = 12
 
@@ -49,38 +50,24 @@ def batch_of(run: Run) -> Batch:
     return Batch(1, [rows.in_order(stream)(index, 0) for index in range(ROWS)], ROWS)
 
 
-def section(model: str, changes: dict[str, Any]) -> TrainerConfig:
-    policy = {"model": {"path": model}, "fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}}}
-    trainer = {
-        "mode": "sft",
-        "max_length": 64,
-        "policy": policy,
-        "train_batch_size": ROWS,
-        "policy_mini_batch_size": ROWS,
-    }
-    trainer |= {"eval_interval": -1, "gradient_checkpointing": False, **changes}
-    return Config.from_dict({"data": {"train_data": ["unused"]}, "trainer": trainer}).trainer
+def config(model: str, changes: dict[str, Any]) -> Config:
+    policy = {"model": {"path": model}}
+    if changes.get("strategy") != "megatron":
+        policy |= {"fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}}}
+    sizes = {"max_length": 64, "train_batch_size": ROWS, "policy_mini_batch_size": ROWS, "eval_batch_size": 5}
+    trainer = {"mode": "sft", "policy": policy, "eval_interval": -1, "gradient_checkpointing": False, **sizes}
+    return Config.from_dict({"data": {"train_data": ["unused"]}, "trainer": laid_over(trainer, changes)})
 
 
 def trained(run: Run, world: World, model: str, changes: dict[str, Any]) -> tuple[float, float, float]:
     """Return loss and gradient norm of one mini-batch of all rows, and the loss of the rows as a validation set."""
-    trainer = section(model, changes)
+    trainer = (chosen := config(model, changes)).trainer
     engine = build_policy(trainer, 1.0, world)
     engine.schedule(1)
     limits = micro_batch_limits(trainer, trainer.max_tokens_per_micro_batch)
-    (mini,) = load_mini_batches(
-        run, batch_of(run), trainer, limits, engine.data, build_reduction(trainer.algorithm, 64)
-    )
-    validation = Validation(
-        run,
-        Config.from_dict(
-            {"data": {"train_data": ["x"]}, "trainer": {"policy": {"model": {"path": model}}, "eval_interval": 0}}
-        ).data,
-        limits,
-        1,
-        True,
-        5,
-    )
+    reduction = build_reduction(trainer.algorithm, trainer.max_length or 0)
+    (mini,) = load_mini_batches(run, batch_of(run), trainer, limits, engine.data, reduction)
+    validation = Validation.of(run, chosen, limits)
     file = open_tokens(run.dataset("train-0"))
     loss, tokens = validation._loss(engine, [(file, row) for row in range(ROWS)], lambda: None)
     sums = sum_over_ranks(engine.forward_backward(mini.micro_batches(), build_likelihood_objective()), engine.data)
@@ -93,6 +80,10 @@ def on_ranks(world: World, options: dict[str, Any]) -> None:
     found = trained(Run(Path(options["run"])), world, options["model"], options["changes"])
     if world.first:
         write_json(Path(options["out"]), found)
+    if options["changes"].get("strategy") == "megatron":
+        from tests.trainer.backends.megatron.leave import leave_groups  # its imports take seconds
+
+        leave_groups(world)
 
 
 @pytest.fixture(scope="module")
@@ -139,19 +130,33 @@ def test_loss_and_gradient_are_those_of_transformers(
     assert validation == pytest.approx(expected[0], rel=1e-5)
 
 
-def test_ranks_have_one_loss_by_all_their_tokens(
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp2": {},
+    "megatron": {"strategy": "megatron", "policy": {"megatron_config": {"dtype": "fp32"}}},
+    **{
+        f"megatron, {parallel} parallel": {
+            "strategy": "megatron",
+            "policy": {"megatron_config": {"dtype": "fp32", f"{parallel}_model_parallel_size": 2}},
+        }
+        for parallel in ("tensor", "pipeline")
+    },
+    "megatron, context parallel": {
+        "strategy": "megatron",
+        "policy": {"megatron_config": {"dtype": "fp32", "context_parallel_size": 2}},
+    },
+}
+
+
+def test_two_ranks_have_one_loss_by_all_their_tokens_however_they_share_them(
     run: Run, two: Ranks, model_path: Path, expected: tuple[float, float], tmp_path: Path
 ) -> None:
-    out = tmp_path / "found.json"
-    changes = {"max_tokens_per_micro_batch": 60, "placement": {"policy_num_gpus_per_node": 2}}
-    two.play(
-        [
-            (
-                "backends.test_supervised:on_ranks",
-                {"run": str(run.path), "model": str(model_path), "changes": changes, "out": str(out)},
-            )
-        ]
-    )
-    loss, norm, validation = json.loads(out.read_text())
-    assert (loss, norm) == pytest.approx(expected, rel=1e-5)
-    assert validation == pytest.approx(expected[0], rel=1e-5)
+    scenarios = list[tuple[str, dict[str, Any]]]()
+    for name, layout in LAYOUTS.items():
+        changes = {"max_tokens_per_micro_batch": 60, "placement": {"policy_num_gpus_per_node": 2}, **layout}
+        options = {"run": str(run.path), "model": str(model_path), "changes": changes, "out": str(tmp_path / name)}
+        scenarios.append(("backends.test_supervised:on_ranks", options))
+    two.play(scenarios)
+    for name in LAYOUTS:
+        loss, norm, validation = json.loads((tmp_path / name).read_text())
+        assert (loss, norm) == pytest.approx(expected, rel=1e-5), name
+        assert validation == pytest.approx(expected[0], rel=1e-5), name
