@@ -44,9 +44,9 @@ def main(path: str) -> None:
     status.write("loading data")
     config = Config.from_toml([run.config])
     rows = load_rows(run, attempt, config, status) if is_supervised(config.trainer) else None
-    train, validation = load(config, status) if rows is None else ([], [])
+    train, validation = load(config, status)
     heartbeat.beat("serve")
-    steps = total_steps(len(train) if rows is None else len(rows), config.trainer)
+    steps = total_steps(len(rows or train), config.trainer)
     service = Service(run, attempt, schedule(config, steps), train, validation, rows)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
     asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds)))
@@ -55,10 +55,14 @@ def main(path: str) -> None:
 def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train and those to evaluate, without those that are too long."""
     data, generator, evaluates = config.data, config.generator, config.trainer.eval_interval > 0
-    sections = data, config.environment, generator.max_turns
-    train = load_dataset(data.train_data, ("train",) if data.test_size is None else ("train", "eval"), *sections)
-    validation = load_dataset(data.val_data, ("eval",), *sections) if evaluates else []
-    if data.test_size is not None:
+    sections, supervised = (data, config.environment, generator.max_turns), is_supervised(config.trainer)
+    kinds = ("train",) if data.test_size is None else ("train", "eval")
+    train = [] if supervised else load_dataset(data.train_data, kinds, *sections)
+    prompts = data.val_prompts if supervised else data.val_data
+    validation = load_dataset(prompts, ("eval",), *sections) if evaluates and prompts else []
+    if supervised and not validation:
+        return [], []
+    if data.test_size is not None and not supervised:
         train, validation = set_aside(train, data.test_size)
     with without_torch():
         count_tokens = token_counter(

@@ -27,7 +27,7 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
-from hpcrl.config.derive import checkpoint_interval, gpu_count, has_engines, longest_sample, publishes
+from hpcrl.config.derive import checkpoint_interval, gpu_count, has_engines, is_supervised, max_model_len, publishes
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.trainer.backends.schedule import is_due
@@ -70,7 +70,7 @@ def work(
         resume = partial(checkpoints.resume, mode=trainer.resume_mode, path=trainer.resume_path)
         learner = load_learner(run, config, world, consensus, resume, Dumps(run, attempt, world))
         staleness = trainer.fully_async.max_staleness_steps
-        longest, engines = longest_sample(config), has_engines(config)
+        longest, engines = max_model_len(config), has_engines(config)
         publisher = Publisher(run, attempt, world, dtype, staleness, longest=longest, engines=engines)
         publisher.resume(None if learner.start.updates else learner.policy, learner.start.step)
         gc.freeze()  # what is loaded stays: to look through it for garbage, again and again, takes long
@@ -105,10 +105,11 @@ def train(
             controller.report(f"step {batch.step}/{total}", step=batch.step, total=total, **timer.pace())
             metrics = learner.train(batch, timer)
             step = batch.step
-            if publishes(trainer, step, total) and not consensus.asked("publish"):  # else the next attempt does it
+            weights = publishes(trainer, step, total)
+            if (weights or is_supervised(trainer)) and not consensus.asked("publish"):  # else the next attempt does it
                 with timer("sync_weights"):
-                    metrics |= publisher.publish(policy, step)
-                    controller.published(step)
+                    metrics |= publisher.publish(policy, step) if weights else {}
+                    controller.published(step, weights)
                     publisher.retire()
             learner.reset_reference(step, epoch, timer)
             metrics |= checkpoints.settle() | describe_cost(batch, timer.lap(), learner.world, learner.flops)

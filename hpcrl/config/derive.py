@@ -175,8 +175,8 @@ def is_supervised(trainer: TrainerConfig) -> bool:
 
 
 def has_engines(config: ConfigTree) -> bool:
-    """Return whether there are rollout nodes."""
-    return not is_supervised(config.trainer)
+    """Return whether there are rollout nodes: always where samples are trained, and where supervised fine-tuning is evaluated by generating."""
+    return not is_supervised(config.trainer) or bool(config.data.val_prompts and config.trainer.eval_interval > 0)
 
 
 def samples_per_prompt(config: ConfigTree) -> int:
@@ -363,9 +363,11 @@ def surplus_groups(trainer: TrainerConfig) -> int:
 
 
 def publishes(trainer: TrainerConfig, step: int, total: int) -> bool:
-    """Return whether engines get the weights that `step` of `total` leaves."""
+    """Return whether engines, if there are any, get the weights that `step` of `total` leaves."""
     evaluated = trainer.eval_interval > 0 and step % trainer.eval_interval == 0
-    return evaluated or step == total or step % trainer.fully_async.sync_weight_interval == 0
+    if evaluated or step == total or is_supervised(trainer):
+        return evaluated or step == total
+    return step % trainer.fully_async.sync_weight_interval == 0
 
 
 def saves_checkpoints(trainer: TrainerConfig) -> bool:

@@ -142,7 +142,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
     (
         Effect("warning", "scores before and after cannot be compared"),
         """
-        data.val_data data.val_subset data.val_revision generator.eval_n_samples_per_prompt generator.eval_sampling_params
+        data.val_data data.val_prompts data.val_subset data.val_revision generator.eval_n_samples_per_prompt generator.eval_sampling_params
         environment.eval_reward_function
         """,
     ),

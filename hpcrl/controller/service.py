@@ -104,6 +104,7 @@ class Service:
         self._checksum = FIRST  # of the newest batch's file
         self._described = 0
         self._version: int | None = None
+        self._loadable: int | None = None
         self._eval = EvalQueue(schedule.eval_prompts_at_once)
         self._dispatcher = Dispatcher(self._admission, self._eval, schedule.n_samples, schedule.eval_n_samples)
         self._begun = BegunGroups(run)
@@ -115,8 +116,8 @@ class Service:
 
     @property
     def version(self) -> int | None:
-        """The newest published version, or None before the trainer has started."""
-        return self._version
+        """The newest version whose weights are there, or None before the trainer has started."""
+        return self._loadable
 
     def schemas(self) -> Schemas:
         """Return what messages to this run's controller hold."""
@@ -187,8 +188,8 @@ class Service:
         self._publish(step, history.evaluated)
         return self._schedule.total_steps
 
-    def published(self, version: int) -> None:
-        """weights/v<version> is there.
+    def published(self, version: int, weights: bool = True) -> None:
+        """Step `version` is trained and, where `weights` says so, weights/v<version> is there for engines to generate with.
 
         Raises:
             RunError: it cannot be: the trainer has not started, has no batch of that step, or has published a newer one.
@@ -206,16 +207,16 @@ class Service:
             raise RunError(
                 f"version {version} cannot be published: version {self._eval.version} is still being evaluated, and nothing is trained meanwhile"
             )
-        self._publish(version)
+        self._publish(version, weights=weights)
 
     def _evaluates(self, version: int) -> bool:
         s = self._schedule
         due = eval_is_due(version, s.total_steps, s.eval_interval, s.eval_before_train)
         return due and bool(self._validation) and not is_evaluated(self._run, version)
 
-    def _publish(self, version: int, evaluated: Mapping[str, GroupMeta] | None = None) -> None:
+    def _publish(self, version: int, evaluated: Mapping[str, GroupMeta] | None = None, *, weights: bool = True) -> None:
         """weights/v<version> is there (or, for version 0, the initial model is the newest); some rows of it may be evaluated."""
-        self._version = version
+        self._version, self._loadable = version, version if weights else self._loadable
         for step in [step for step in self._batches if step <= version]:
             del self._batches[step]
         if self._evaluates(version):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from hpcrl.data.chat import cut_messages, encoded, ending_of_text
 from hpcrl.data.prompts import ROLE
@@ -164,8 +164,9 @@ class Renderer:
         if not isinstance(text, str):
             raise DataError(f"column `{self.columns.text}`: expected a text, found {text!r:.80}")
         ids = encoded(self.tokenizer, text if self.special_tokens else cut_messages(self.tokenizer, text))
-        begin = [one for one in self.tokenizer.encode("")[:1] if one == self.tokenizer.bos_token_id]
-        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        bos, eos = (cast("int | None", getattr(self.tokenizer, name)) for name in ("bos_token_id", "eos_token_id"))
+        begin = [bos] if bos is not None and self.tokenizer.encode("")[:1] == [bos] else []
+        end = [] if eos is None else [eos]
         return Tokens([*begin, *ids, *end], [False] * len(begin) + [True] * (len(ids) + len(end)))
 
 

@@ -146,7 +146,7 @@ def _rollout(group: GroupMeta, at: int, of_group: Sequence[Sample[np.ndarray]], 
         data_source=group.data_source,
         reward=group.rewards[at],
         stop_reason=str(rows[-1].stop_reason),
-        parts=[part for row in rows for part in segments_of(row, decode)],
+        parts=[part for row in rows for part in segments_of(row, decode, of_dataset=group.row is not None)],
         raw_reward=raw if raw != group.rewards[at] else None,
         versions=(int(chosen.min()), int(chosen.max())) if len(chosen) else None,
         env_metrics=rows[-1].env_metrics,
@@ -154,15 +154,16 @@ def _rollout(group: GroupMeta, at: int, of_group: Sequence[Sample[np.ndarray]], 
     )
 
 
-def segments_of(sample: Sample[np.ndarray], decode: Decode) -> list[Segment]:
+def segments_of(sample: Sample[np.ndarray], decode: Decode, *, of_dataset: bool = False) -> list[Segment]:
     """Return what each side said, in order.
 
     A reward at or after the tokens of a turn, and before the next turn, is what that turn earned.
+
+    Args:
+        of_dataset: no policy said anything: it is a row of a dataset, some of which is trained.
     """
     token_ids, loss_mask, versions, rewards = sample.token_ids, sample.loss_mask, sample.versions, sample.rewards
-    by_policy, of_dataset = versions >= 0, not (versions >= 0).any()
-    if of_dataset:
-        by_policy = loss_mask > 0
+    by_policy = loss_mask > 0 if of_dataset else versions >= 0
     bounds = [0, *(np.flatnonzero(np.diff(by_policy)) + 1).tolist(), len(token_ids)]
     parts: list[Segment] = []
     for start, end in pairwise(bounds):

@@ -60,8 +60,10 @@ class Validation:
         file = self.run.eval_losses(step)
         if self.interval <= 0 or not due or world.rank0_broadcast(file.is_file):
             return {}
-        sums = dict[str, list[float]]()
-        for name, parts in validation_rows(self.run, self.data).items():
+        sets, sums = validation_rows(self.run, self.data), dict[str, list[float]]()
+        if not sets:  # it is evaluated by generating alone
+            return {}
+        for name, parts in sets.items():
             sums[name] = [0.0, 0.0]
             rows = ((part.file, row) for part in parts for row in part.places)
             while chunk := list(islice(rows, self.rows_at_once)):

@@ -11,13 +11,20 @@ from hpcrl.config import Config
 from hpcrl.controller.prompt_stream import PromptStream
 from hpcrl.data.batch_file import batch_steps, read_batch
 from hpcrl.rundir.commit import committed, read_json
-from hpcrl.rundir.layout import Run, step_of
+from hpcrl.rundir.layout import Run, step_of, version_of
 from hpcrl.rundir.ledger import outcome_of
 from tests.jobs.small_run import curve, hpcrl, kill, logs_of, pid_of, wait_for
 from tests.paths import CONFIGS
 from tests.processes import processes_of
 
 SFT_TINY = CONFIGS / "sft_tiny.toml"
+SCORED = [
+    f"data.val_prompts=['{CONFIGS / 'quickstart' / 'data' / 'validation.parquet'}']",
+    "environment.env_class=sort_letters",
+    "generator.inference_engine.backend=transformers",
+    "generator.sampling_params.max_generate_length=8",
+    "trainer.max_prompt_length=16",
+]
 ROWS, BATCH = 8192, 2048  # four steps are an epoch
 
 
@@ -79,6 +86,18 @@ def test_a_run_has_no_engines_evaluates_its_validation_sets_and_keeps_the_best_c
     (sample,) = json.loads(shown.stdout)
     assert [part["by"] for part in sample["parts"]] == ["context", "trained"]
     assert (sample["row"], sample["parts"][1]["trained"]) == (rows_of(run)[BATCH], 6)
+
+
+@pytest.mark.faults_slow
+def test_what_is_learned_is_evaluated_by_generating(place: Path) -> None:
+    """Engines get the weights that are evaluated, and no others."""
+    run = submit(place, "scored", "trainer.epochs=2", "trainer.eval_interval=4", *SCORED)
+    assert end(run, 1) == "done", logs_of(run)
+    scores = curve(run, "eval/all/avg_score")
+    assert sorted(scores) == sorted(curve(run, "eval/all/loss")) == [0, 4, 8]
+    assert scores[0] < 0.5 < scores[8]
+    assert committed(run.weights, version_of) == [4, 8]
+    assert rows_of(run) == in_order(run, 8 * BATCH)
 
 
 @pytest.mark.faults_slow

@@ -23,7 +23,7 @@ def datasets(config: ConfigTree) -> Iterator[Problem]:
     data = config.data
     if not data.train_data:
         yield Problem("data.train_data", "expected at least one dataset, found an empty list")
-    if config.trainer.eval_interval > 0 and not data.val_data and data.test_size is None:
+    if config.trainer.eval_interval > 0 and not (data.val_data or data.val_prompts) and data.test_size is None:
         yield Problem(
             "trainer.eval_interval",
             f"{config.trainer.eval_interval} asks for evaluation, but data.val_data is empty; name a dataset there or set trainer.eval_interval=0",

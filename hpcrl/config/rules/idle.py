@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
-from hpcrl.config.derive import is_supervised, reward_weights, uses_reference
+from hpcrl.config.derive import has_engines, is_supervised, reward_weights, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
 from hpcrl.config.sections.algorithm import AlgorithmConfig
@@ -211,7 +211,14 @@ _OTHERS = (
                 "data.train_on_what",
             ),
             *("data.too_long", "data.weights", "data.num_workers", "data.prefetch_factor", "data.cache"),
-            *("data.subset", "data.revision", "data.val_subset", "data.val_revision", "data.local_dir"),
+            *(
+                "data.subset",
+                "data.revision",
+                "data.val_subset",
+                "data.val_revision",
+                "data.local_dir",
+                "data.val_prompts",
+            ),
         ),
         'trainer.mode="sft"',
         lambda config: is_supervised(config.trainer),
@@ -219,15 +226,19 @@ _OTHERS = (
     Switch(
         (
             *(f"{_ALGORITHM}{one.name}" for one in fields(AlgorithmConfig) if one.name not in _OF_ALL_MODES),
-            *("trainer.fully_async", "trainer.update_ref_every_epoch", "trainer.max_prompt_length"),
-            *(
-                f"generator.{name}"
-                for name in ("sampling_params", "n_samples_per_prompt", "max_turns", "step_wise_trajectories")
-            ),
-            *("environment", "slurm.elastic.replicas"),
+            *("trainer.fully_async", "trainer.update_ref_every_epoch"),
+            *("generator.n_samples_per_prompt", "generator.step_wise_trajectories"),
         ),
         'trainer.mode="rl"',
         lambda config: not is_supervised(config.trainer),
+    ),
+    Switch(
+        (
+            *("generator.sampling_params", "generator.max_turns", "environment", "trainer.max_prompt_length"),
+            *("generator.eval_sampling_params", "generator.eval_n_samples_per_prompt", "slurm.elastic.replicas"),
+        ),
+        'data.val_prompts, or trainer.mode="rl"',
+        has_engines,
     ),
     Switch(("data.shuffle_seed",), "data.shuffle=true", lambda config: config.data.shuffle),
     Switch(("data.prefetch_factor",), "data.num_workers", lambda config: config.data.num_workers > 0),

@@ -16,6 +16,9 @@ class DataConfig:
     val_data: list[Location] = field(default_factory=list)
     """Datasets of evaluation prompts; scores are reported per `data_source` column. Rows without one have the name of their file. With trainer.mode="sft": datasets whose loss is reported, each by the name of its file."""
 
+    val_prompts: list[Location] = field(default_factory=list)
+    """With trainer.mode="sft": datasets of prompts that are evaluated as in reinforcement learning, by engines that generate and environments that score; empty: there are no engines."""
+
     subset: str | None = None
     """Subset (configuration) of training datasets of several; unset: the only one, or the one that is called default."""
 

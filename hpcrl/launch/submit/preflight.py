@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, total_steps
-from hpcrl.config.derive import is_supervised, steps_per_epoch
+from hpcrl.config.derive import has_engines, is_supervised, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.resume_changes import Change, changes_from_path
 from hpcrl.data.chat import chat_template
@@ -101,16 +101,18 @@ def _of_models(config: Config) -> Iterator[Problem]:
 
 def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
     data, problems, warnings = config.data, list[Problem](), list[str]()
-    if is_supervised(config.trainer):
-        return _of_rows(config)
+    supervised = is_supervised(config.trainer)
+    if supervised:
+        problems, warnings = _of_rows(config)
     training: tuple[Kind, ...] = ("train",) if data.test_size is None else ("train", "eval")
     sources: tuple[tuple[str, list[str], tuple[Kind, ...]], ...] = (
-        ("data.train_data", data.train_data, training),
-        ("data.val_data", data.val_data if config.trainer.eval_interval > 0 else [], ("eval",)),
+        ("data.train_data", [] if supervised else data.train_data, training),
+        ("data.val_data", data.val_data if config.trainer.eval_interval > 0 and not supervised else [], ("eval",)),
+        ("data.val_prompts", data.val_prompts if has_engines(config) else [], ("eval",)),
     )
     for name, paths, kinds in sources:
         for path in paths:
-            if not Path(path).expanduser().is_file():
+            if not Source(path).exists():
                 problems.append(Problem(name, f"no file {path}"))
                 continue
             try:
@@ -120,7 +122,7 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
                     warnings.append(f"{name}: the first row of {path} {not_tried(package)}")
                 else:
                     problems.append(Problem(name, str(error)))
-    if not problems:
+    if not problems and not supervised:
         try:
             warnings += _of_the_end(config)
         except DataError as error:
@@ -154,7 +156,7 @@ def _of_the_end(config: Config) -> Iterator[str]:
     data, trainer, counts = (
         config.data,
         config.trainer,
-        [_count(path, os.stat(path).st_mtime_ns) for path in config.data.train_data],
+        [_count(path, _changed(path)) for path in config.data.train_data],
     )
     rows = sum(count or 0 for count in counts)
     if None in counts:
@@ -167,6 +169,11 @@ def _of_the_end(config: Config) -> Iterator[str]:
             f"trainer.max_steps: {asked} steps are asked for, and the data end at step {last}: {prompts:,} prompts are {epoch} steps of "
             f"{trainer.train_batch_size}, and trainer.epochs is {trainer.epochs}; raise it to {math.ceil(asked / epoch)}"
         )
+
+
+def _changed(path: str) -> int:
+    """Return when a file was changed; 0 for what is not on this machine."""
+    return os.stat(path).st_mtime_ns if Path(path).exists() else 0
 
 
 @lru_cache(maxsize=64)

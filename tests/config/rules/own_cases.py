@@ -36,10 +36,10 @@ OURS = [
         {**SFT, "data.train_on_what": "all"},
     ),
     Case(
-        "supervised fine-tuning samples nothing",
+        "supervised fine-tuning samples nothing but where it evaluates prompts",
         {**SFT, "generator.sampling_params.temperature": 0.5},
-        "generator.sampling_params.temperature", 'has no effect without trainer.mode="rl"',
-        {"generator.sampling_params.temperature": 0.5},
+        "generator.sampling_params.temperature", 'has no effect without data.val_prompts, or trainer.mode="rl"',
+        {**SFT, "generator.sampling_params.temperature": 0.5, "data.val_prompts": ["p"]},
     ),
     Case(
         "supervised fine-tuning has no advantages",
@@ -50,7 +50,7 @@ OURS = [
     Case(
         "supervised fine-tuning has no replicas",
         {**SFT, "slurm.elastic.replicas": 2},
-        "slurm.elastic.replicas", 'has no effect without trainer.mode="rl"',
+        "slurm.elastic.replicas", 'has no effect without data.val_prompts, or trainer.mode="rl"',
         {"slurm.elastic.replicas": 2},
     ),
     Case(
