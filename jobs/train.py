@@ -99,8 +99,8 @@ def train(
     if publisher.misses_export(start.checkpoint) and is_due(export_interval, step, total):
         export(step)
     try:
-        if not start.updates:
-            controller.measured(step, learner.validate(step, total, timer))
+        if not start.updates and (losses := learner.validate(step, total, timer)):
+            controller.measured(step, losses | describe_times(timer.between()))
         while (batch := controller.next(step, timer)) is not None:
             controller.report(f"step {batch.step}/{total}", step=batch.step, total=total, **timer.pace())
             metrics = learner.train(batch, timer)

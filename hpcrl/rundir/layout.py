@@ -125,8 +125,12 @@ class Run:
     def samples(self) -> Path:
         return self.path / "samples"
 
+    @property
+    def datasets(self) -> Path:
+        return self.path / "dataset"
+
     def dataset(self, name: str) -> Path:
-        return self.path / "dataset" / name
+        return self.datasets / name
 
     @property
     def turns(self) -> Path:

@@ -100,10 +100,10 @@ class Learner:
 
     def validate(self, step: int, total: int, timer: PhaseTimer) -> dict[str, float]:
         """Return the loss of the validation sets after `step`, where that is due; errors as of `Validation.losses`."""
-        if self._validation is None:
+        if self._validation is None or not self._validation.is_due(step, total, self.world):
             return {}
         with timer("eval"):
-            return self._validation.losses(self.policy, step, total, self.world, self.consensus)
+            return self._validation.losses(self.policy, step, self.world, self.consensus)
 
     def train(self, batch: Batch, timer: PhaseTimer) -> dict[str, float]:
         """Make the optimizer steps of a batch and return its metrics.

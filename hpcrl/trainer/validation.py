@@ -45,10 +45,13 @@ class Validation:
         trainer = config.trainer
         return cls(run, config.data, limits, trainer.eval_interval, trainer.eval_before_train, trainer.eval_batch_size)
 
-    def losses(
-        self, policy: PolicyEngine, step: int, total: int, world: World, consensus: StopConsensus
-    ) -> dict[str, float]:
-        """Return eval/<set>/loss after a step, the mean over the trained tokens of each set, and of all; nothing where it is not due, or known.
+    def is_due(self, step: int, total: int, world: World) -> bool:
+        """Return whether the sets are to be evaluated after a step, and have not been. All ranks call it."""
+        due = self.before_train if step == 0 else is_due(self.interval, step, total)
+        return self.interval > 0 and due and not world.rank0_broadcast(self.run.eval_losses(step).is_file)
+
+    def losses(self, policy: PolicyEngine, step: int, world: World, consensus: StopConsensus) -> dict[str, float]:
+        """Return eval/<set>/loss after a step, the mean over the trained tokens of each set, and of all; nothing where there are no sets.
 
         All ranks call it.
 
@@ -56,10 +59,6 @@ class Validation:
             DataError: a set is missing or damaged.
             Stopping: the run is to stop; the next attempt evaluates the step.
         """
-        due = self.before_train if step == 0 else is_due(self.interval, step, total)
-        file = self.run.eval_losses(step)
-        if self.interval <= 0 or not due or world.rank0_broadcast(file.is_file):
-            return {}
         sets, sums = validation_rows(self.run, self.data), dict[str, list[float]]()
         if not sets:  # it is evaluated by generating alone
             return {}
@@ -71,7 +70,7 @@ class Validation:
                 sums[name] = [sums[name][0] + loss, sums[name][1] + tokens]
         sums[ALL] = [sum(column) for column in zip(*sums.values(), strict=True)]
         found = {f"eval/{name}/loss": loss / tokens for name, (loss, tokens) in sums.items()}
-        world.rank0_broadcast(lambda: write_json(file, found))
+        world.rank0_broadcast(lambda: write_json(self.run.eval_losses(step), found))
         return found
 
     def _loss(

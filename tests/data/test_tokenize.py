@@ -142,3 +142,11 @@ def test_validation_sets_have_the_names_of_their_files(run: Run, tmp_path: Path)
     asked = config(f"data.train_data=['{train}']", f"data.val_data=['{math}', '{code}']", "trainer.eval_interval=5")
     tokenize_datasets(asked, Tokenizer(run, 1, Recipe.of(asked)))
     assert list(validation_rows(run, asked.data)) == ["math", "code"]
+
+
+def test_what_is_damaged_is_made_again_by_the_next_attempt(run: Run, tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", TALKS)
+    file = made(run, source)
+    good = (file.path / "mask.u8").read_bytes()
+    (file.path / "mask.u8").write_bytes(bytes([1 - good[0]]) + good[1:])
+    assert (made(run, source).path / "mask.u8").read_bytes() == good
