@@ -46,7 +46,7 @@ def main(path: str) -> None:
     rows = load_rows(run, attempt, config, status) if is_supervised(config.trainer) else None
     train, validation = load(config, status)
     heartbeat.beat("serve")
-    steps = total_steps(len(rows or train), config.trainer)
+    steps = total_steps(len(rows or train), config.trainer, config.data.drop_last)
     service = Service(run, attempt, schedule(config, steps), train, validation, rows)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
     asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds)))
@@ -110,6 +110,7 @@ def schedule(config: Config, steps: int) -> Schedule:
         groups_at_once=trainer.fully_async.num_parallel_generation_workers,
         eval_prompts_at_once=trainer.eval_batch_size,
         surplus=surplus_groups(trainer),
+        drop_last=config.data.drop_last,
         sampling=DynamicSampling(algorithm.dynamic_sampling, algorithm.filter_reward_metric, trainer.seed),
         baselines=needs_baselines(algorithm),
         min_replicas=MinReplicas(

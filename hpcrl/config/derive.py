@@ -384,11 +384,15 @@ def checkpoint_interval(trainer: TrainerConfig, epoch: int) -> int:
     return trainer.ckpt_interval if trainer.ckpt_interval_epochs is None else trainer.ckpt_interval_epochs * epoch
 
 
-def total_steps(n_prompts: int, trainer: TrainerConfig) -> int:
+def total_steps(n_prompts: int, trainer: TrainerConfig, drop_last: bool = True) -> int:
     """Return the last step of the run.
+
+    Args:
+        drop_last: data.drop_last.
 
     Raises:
         DataError: `n_prompts` do not fill one batch.
     """
-    steps = trainer.epochs * steps_per_epoch(n_prompts, trainer.train_batch_size)
+    full = steps_per_epoch(n_prompts, trainer.train_batch_size)
+    steps = trainer.epochs * full if drop_last else trainer.epochs * n_prompts // trainer.train_batch_size
     return steps if trainer.max_steps is None else min(steps, trainer.max_steps)

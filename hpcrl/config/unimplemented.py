@@ -47,7 +47,6 @@ def _lora(section: str) -> dict[str, Unimplemented]:
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
     "data.cache": _LOADING,
-    "data.drop_last": Unimplemented("a last batch of an epoch that is not full"),
     "trainer.strategy": Unimplemented("FSDP1", ("megatron",)),
     "trainer.sequence_parallel_backend": _PARALLEL,
     "trainer.group_name": _TRACKING,

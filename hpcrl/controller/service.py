@@ -42,7 +42,7 @@ class Schedule:
         batch_size: groups per step.
         n_samples, eval_n_samples: samples per group.
         staleness: bound in steps.
-        order_seed: of the order of training prompts; None keeps the dataset's own.
+        order_seed, drop_last: as of `PromptStream`.
         groups_at_once: training groups that are generated at the same time at most; None for no bound but the staleness.
         surplus: training groups that are begun beyond those that steps need.
         eval_prompts_at_once: prompts that are evaluated at the same time at most.
@@ -66,6 +66,7 @@ class Schedule:
     groups_at_once: int | None
     eval_prompts_at_once: int
     surplus: int = 0
+    drop_last: bool = True
     sampling: DynamicSampling = field(default_factory=DynamicSampling)
     baselines: bool = False
     min_replicas: MinReplicas = field(default_factory=MinReplicas)
@@ -92,13 +93,13 @@ class Service:
     ) -> None:
         self._run, self._attempt, self._schedule = run, attempt, schedule
         self._train, self._validation, self._rows = train, validation, rows
-        self._stream = PromptStream(len(rows or train), schedule.batch_size, schedule.seed, schedule.order_seed)
+        order = schedule.seed, schedule.order_seed, schedule.drop_last
+        self._stream = PromptStream(len(rows or train), schedule.batch_size, *order)
         self._admission = Admission(
             schedule.batch_size, schedule.staleness, schedule.total_steps, schedule.groups_at_once, schedule.surplus
         )
-        self._composer = BatchComposer(
-            self._admission, schedule.sampling, schedule.batch_size, rows.in_order(self._stream) if rows else None
-        )
+        ready = rows.in_order(self._stream) if rows else None
+        self._composer = BatchComposer(self._admission, schedule.sampling, schedule.batch_size, ready)
         self._metrics: MetricsWriter | None = None
         self._batches: dict[int, Batch] = {}
         self._checksum = FIRST  # of the newest batch's file
@@ -217,8 +218,7 @@ class Service:
     def _publish(self, version: int, evaluated: Mapping[str, GroupMeta] | None = None, *, weights: bool = True) -> None:
         """weights/v<version> is there (or, for version 0, the initial model is the newest); some rows of it may be evaluated."""
         self._version, self._loadable = version, version if weights else self._loadable
-        for step in [step for step in self._batches if step <= version]:
-            del self._batches[step]
+        self._batches = {step: batch for step, batch in self._batches.items() if step > version}
         if self._evaluates(version):
             self._eval.begin(version, len(self._validation), evaluated)
             self._conclude_evaluation()

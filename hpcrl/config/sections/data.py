@@ -77,4 +77,4 @@ class DataConfig:
     """Parts of 256 rows that each of them has before it; unset: 2. Needs num_workers."""
 
     drop_last: bool = True
-    """Leave out the prompts that do not fill the last batch of an epoch."""
+    """Leave out the prompts, or rows, that do not fill the last batch of an epoch; otherwise it is filled with the first ones of the next epoch, and only the last epoch leaves some out."""

@@ -162,7 +162,7 @@ def _of_the_end(config: Config) -> Iterator[str]:
     if None in counts:
         return
     prompts = rows - (0 if data.test_size is None else count_aside(rows, data.test_size))
-    last, asked = total_steps(prompts, trainer), trainer.max_steps
+    last, asked = total_steps(prompts, trainer, data.drop_last), trainer.max_steps
     if asked is not None and last < asked:
         epoch = steps_per_epoch(prompts, trainer.train_batch_size)
         yield (
