@@ -125,6 +125,7 @@ class GroupMeta:
         failures: what went wrong in samples whose environment failed.
         rows: how many each sample has; empty: one.
         digest: of what its file says of the rows, with a checksum of each; empty: nothing knows it, as of groups that have no file.
+        row: which row of the dataset at `path` its only sample is, in supervised fine-tuning; None: `path` is a file of its own.
     """
 
     group_id: str
@@ -145,6 +146,7 @@ class GroupMeta:
     failures: list[str] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     digest: str = ""
+    row: int | None = None
 
     @property
     def owners(self) -> list[int]:

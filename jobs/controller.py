@@ -1,6 +1,6 @@
 """The controller of a run: python jobs/controller.py RUN
 
-consumes   the datasets, batches/, samples/ and evals/ of earlier attempts, control/stop.json
+consumes   the datasets (trainer.mode="sft": once, into dataset/), batches/, samples/ and evals/ of earlier attempts, control/stop.json
 waits for  requests of the trainer and of the rollout workers (hpcrl/runtime/controller_client.py)
 produces   batches/s<step>.json, metrics/controller.jsonl, evals/*/summary.json, tensorboard/
 ends       when the last step is trained and evaluated and every worker knows; under a stop request its agent ends it
@@ -13,18 +13,21 @@ import signal
 import sys
 
 from hpcrl.config import Config, max_replicas, order_seed, sampling_seed, total_steps
-from hpcrl.config.derive import needs_baselines, surplus_groups
+from hpcrl.config.derive import has_engines, is_supervised, needs_baselines, samples_per_prompt, surplus_groups
 from hpcrl.config.resume_changes import evaluation_settings
 from hpcrl.controller.api import Api, Guard, bind, serve
+from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.data.chat import token_counter, without_torch
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import drop_long, set_aside
+from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, training_rows
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.tensorboard import Follower
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
 from hpcrl.runtime.token import read_token
@@ -40,9 +43,11 @@ def main(path: str) -> None:
     status = StatusWriter(run, "controller", attempt, heartbeat)
     status.write("loading data")
     config = Config.from_toml([run.config])
+    rows = load_rows(run, attempt, config, status) if is_supervised(config.trainer) else None
     train, validation = load(config, status)
     heartbeat.beat("serve")
-    service = Service(run, attempt, schedule(config, len(train)), train, validation)
+    steps = total_steps(len(rows or train), config.trainer, config.data.drop_last)
+    service = Service(run, attempt, schedule(config, steps), train, validation, rows)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
     asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds)))
 
@@ -50,10 +55,14 @@ def main(path: str) -> None:
 def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train and those to evaluate, without those that are too long."""
     data, generator, evaluates = config.data, config.generator, config.trainer.eval_interval > 0
-    sections = data, config.environment, generator.max_turns
-    train = load_dataset(data.train_data, ("train",) if data.test_size is None else ("train", "eval"), *sections)
-    validation = load_dataset(data.val_data, ("eval",), *sections) if evaluates else []
-    if data.test_size is not None:
+    sections, supervised = (data, config.environment, generator.max_turns), is_supervised(config.trainer)
+    kinds = ("train",) if data.test_size is None else ("train", "eval")
+    train = [] if supervised else load_dataset(data.train_data, kinds, *sections)
+    prompts = data.val_prompts if supervised else data.val_data
+    validation = load_dataset(prompts, ("eval",), *sections) if evaluates and prompts else []
+    if supervised and not validation:
+        return [], []
+    if data.test_size is not None and not supervised:
         train, validation = set_aside(train, data.test_size)
     with without_torch():
         count_tokens = token_counter(
@@ -72,14 +81,27 @@ def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Promp
     return fitting(train, "training"), fitting(validation, "evaluation") if evaluates else []
 
 
-def schedule(config: Config, n_prompts: int) -> Schedule:
+def load_rows(run: Run, attempt: int, config: Config, status: StatusWriter) -> DatasetRows:
+    """Return the rows that supervised fine-tuning trains, tokenized now where no earlier attempt has done it."""
+    data = config.data
+    tokenize_datasets(
+        config,
+        Tokenizer(
+            run, attempt, Recipe.of(config), data.num_workers, data.prefetch_factor or AHEAD,
+            fence=lambda: require_newest(run, attempt), progress=lambda: status.write("loading data"),
+        ),
+    )  # fmt: skip
+    return DatasetRows(run, training_rows(run, data), data.weights, config.trainer.seed)
+
+
+def schedule(config: Config, steps: int) -> Schedule:
     trainer, generator, slurm = config.trainer, config.generator, config.slurm
     algorithm = trainer.algorithm
     return Schedule(
         batch_size=trainer.train_batch_size,
-        n_samples=generator.n_samples_per_prompt,
+        n_samples=samples_per_prompt(config),
         staleness=trainer.fully_async.max_staleness_steps,
-        total_steps=total_steps(n_prompts, trainer),
+        total_steps=steps,
         seed=sampling_seed(generator.inference_engine, trainer),
         eval_interval=trainer.eval_interval,
         eval_before_train=trainer.eval_before_train,
@@ -88,10 +110,11 @@ def schedule(config: Config, n_prompts: int) -> Schedule:
         groups_at_once=trainer.fully_async.num_parallel_generation_workers,
         eval_prompts_at_once=trainer.eval_batch_size,
         surplus=surplus_groups(trainer),
+        drop_last=config.data.drop_last,
         sampling=DynamicSampling(algorithm.dynamic_sampling, algorithm.filter_reward_metric, trainer.seed),
         baselines=needs_baselines(algorithm),
         min_replicas=MinReplicas(
-            least=slurm.min_replicas,
+            least=slurm.min_replicas if has_engines(config) else 0,
             patience_s=60.0 * slurm.replica_patience_minutes,
             replicas=max_replicas(config),
             elastic=slurm.elastic.replicas > 0,

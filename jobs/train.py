@@ -1,6 +1,6 @@
 """The trainer: one process per rank, started by torchrun where there are several, with the run directory as only argument.
 
-consumes   config.toml, batches/, samples/, checkpoints/
+consumes   config.toml, batches/, samples/ or dataset/, checkpoints/
 waits for  the controller's next batch
 produces   weights/v<step> after every step that engines get, checkpoints/, exports/, metrics/trainer.jsonl
 ends       with 0 when the steps are done or it was asked to stop, and then all that it trained is committed, up to the last optimizer step
@@ -31,9 +31,11 @@ from hpcrl.config.derive import (
     begins_with_model,
     checkpoint_interval,
     gpu_count,
+    has_engines,
+    is_supervised,
     kept_versions,
     loads_adapters,
-    longest_sample,
+    max_model_len,
     publishes,
 )
 from hpcrl.rundir.layout import Run
@@ -77,8 +79,10 @@ def work(
         checkpoints = Checkpoints.of(trainer, run, attempt, world, controller.committed)
         resume = partial(checkpoints.resume, mode=trainer.resume_mode, path=trainer.resume_path)
         learner = load_learner(run, config, world, consensus, resume, Dumps(run, attempt, world))
-        kept, adapters = kept_versions(trainer), loads_adapters(config)
-        publisher = Publisher(run, attempt, world, dtype, kept, longest_sample(config), adapters=adapters)
+        publisher = Publisher(
+            run, attempt, world, dtype, kept_versions(trainer), max_model_len(config),
+            adapters=loads_adapters(config), engines=has_engines(config),
+        )  # fmt: skip
         policy = None if learner.start.updates else learner.policy
         publisher.resume(policy, learner.start.step, from_model=begins_with_model(trainer))
         gc.freeze()  # what is loaded stays: to look through it for garbage, again and again, takes long
@@ -107,18 +111,22 @@ def train(
     if publisher.misses_export(start.checkpoint) and is_due(export_interval, step, total):
         export(step)
     try:
+        if not start.updates and (losses := learner.validate(step, total, timer)):
+            controller.measured(step, losses | describe_times(timer.between()))
         while (batch := controller.next(step, timer)) is not None:
             controller.report(f"step {batch.step}/{total}", step=batch.step, total=total, **timer.pace())
             metrics = learner.train(batch, timer)
             step = batch.step
-            if publishes(trainer, step, total) and not consensus.asked("publish"):  # else the next attempt does it
+            weights = publishes(trainer, step, total)
+            if (weights or is_supervised(trainer)) and not consensus.asked("publish"):  # else the next attempt does it
                 with timer("sync_weights"):
-                    metrics |= publisher.publish(policy, step)
-                    controller.published(step)
+                    metrics |= publisher.publish(policy, step) if weights else {}
+                    controller.published(step, weights)
                     publisher.retire()
             learner.reset_reference(step, epoch, timer)
             metrics |= checkpoints.settle() | describe_cost(batch, timer.lap(), learner.world, learner.flops)
             controller.trained(step, metrics)  # before the commit: none may be missing
+            controller.measured(step, learner.validate(step, total, timer))
             consensus("save")
             if is_due(save_interval, step, total):
                 with timer("save_checkpoints"):

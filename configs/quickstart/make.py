@@ -1,4 +1,4 @@
-"""Makes everything the quickstart starts from: the tokenizer, the tiny start model and the two parquet files.
+"""Makes everything the quickstart starts from: the tokenizer, the tiny start model and the parquet files, those of configs/sft_tiny.toml too.
 
     python configs/quickstart/make.py [FOLDER]
 
@@ -76,6 +76,20 @@ def write_rows(path: Path, words: list[str]) -> None:
         for word in words
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def write_conversations(path: Path, words: list[str]) -> None:
+    """Write the right answers, as supervised fine-tuning learns them."""
+    rows = [
+        {
+            "conversations": [
+                {"role": "user", "content": INSTRUCTION + word},
+                {"role": "assistant", "content": "".join(sorted(word))},
+            ]
+        }
+        for word in words
+    ]
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
@@ -157,6 +171,8 @@ def main(folder: Path) -> None:
     train = draw_words(2, TRAIN_ROWS, frozenset(validation))
     write_rows(folder / "data" / "train.parquet", train)
     write_rows(folder / "data" / "validation.parquet", validation)
+    write_conversations(folder / "data" / "sft_train.parquet", train)
+    write_conversations(folder / "data" / "sft_validation.parquet", validation)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     learn(model, tokenizer, draw_words(3, 8192, frozenset(validation)))

@@ -49,6 +49,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "check": {
         "config": ("hpcrl.cli.config", "show, compare, explain, check and convert configurations"),
+        "data": ("hpcrl.cli.data", "say what becomes of the rows of datasets: counts, lengths, what is trained"),
         "env": ("hpcrl.cli.env", "list environments, and play one in the terminal"),
         "doctor": ("hpcrl.cli.doctor", "say what this cluster, its filesystem and a compute node mean for a run"),
     },

@@ -1,8 +1,10 @@
-"""`hpcrl samples`: prompts, responses and rewards of a run."""
+"""`hpcrl samples`: prompts, responses and rewards of a run, or the rows that it trained and what of them."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from hpcrl.cli._common import add_run, named_run, positive
@@ -78,6 +80,9 @@ def _print_json(rollouts: list[Rollout]) -> None:
 
 
 def _lines(rollout: Rollout) -> list[str]:
+    if rollout.row is not None:
+        title = f"=== {rollout.name}: row {rollout.row} of {rollout.data_source}"
+        return [one_line(title), *(line for part in rollout.parts for line in part_lines(part, _heading(part, 0)))]
     was = f" (was {rollout.raw_reward:g})" if rollout.raw_reward is not None else ""
     facts = [f"reward {rollout.reward:g}{was}", rollout.stop_reason]
     if rollout.versions:
@@ -88,8 +93,15 @@ def _lines(rollout: Rollout) -> list[str]:
     lines, turn = [one_line(f"=== {rollout.name}: {', '.join(facts)}")], 0
     for part in rollout.parts:
         turn += part.by == "policy"
-        lines += [one_line(f"--- {_heading(part, turn)}"), *printable(part.text).split("\n")]
+        lines += part_lines(part, _heading(part, turn))
     return lines
+
+
+def part_lines(part: Segment, heading: str) -> list[str]:
+    """Return a part of a sample with its heading. Where a terminal shows it, what is trained is green."""
+    lines = [one_line(f"--- {heading}"), *printable(part.text).split("\n")]
+    coloured = part.trained and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return [f"\x1b[32m{line}\x1b[0m" for line in lines] if coloured else lines
 
 
 def _heading(part: Segment, turn: int) -> str:

@@ -74,7 +74,9 @@ def max_seq_len(config: ConfigTree) -> int:
 
 
 def longest_sample(config: ConfigTree) -> int:
-    """Return the tokens of a sample at most: what may come before its last turn, and that turn."""
+    """Return the tokens of a sample at most: what may come before its last turn, and that turn; of a row of supervised fine-tuning."""
+    if is_supervised(config.trainer):
+        return config.trainer.max_length or 0
     return max_input_length(config.generator, config.trainer) + config.generator.sampling_params.max_generate_length
 
 
@@ -120,7 +122,9 @@ def sampling_seed(engine: InferenceEngineConfig, trainer: TrainerConfig) -> int:
 
 
 def temperature(config: ConfigTree) -> float:
-    """Return what divides the logits in training; where it is not set: the sampling temperature."""
+    """Return what divides the logits in training; where it is not set: the sampling temperature, and 1 where nothing is sampled."""
+    if is_supervised(config.trainer):
+        return 1.0
     own = config.trainer.algorithm.temperature
     return config.generator.sampling_params.temperature if own is None else own
 
@@ -160,7 +164,8 @@ def largest_rank(lora: LoraConfig) -> int:
 
 def loads_adapters(config: ConfigTree) -> bool:
     """Return whether engines get the policy's adapters after each step, instead of the whole policy."""
-    return config.trainer.policy.model.lora.rank > 0 and not config.generator.inference_engine.merge_lora
+    merged = config.generator.inference_engine.merge_lora
+    return has_engines(config) and config.trainer.policy.model.lora.rank > 0 and not merged
 
 
 def begins_with_model(trainer: TrainerConfig) -> bool:
@@ -184,8 +189,25 @@ def needs_baselines(algorithm: AlgorithmConfig) -> bool:
     return algorithm.advantage_estimator == "remax"
 
 
+def is_supervised(trainer: TrainerConfig) -> bool:
+    """Return whether rows of datasets are trained as they are: nothing is sampled, and no rewards are given."""
+    return trainer.mode == "sft"
+
+
+def has_engines(config: ConfigTree) -> bool:
+    """Return whether there are rollout nodes: always where samples are trained, and where supervised fine-tuning is evaluated by generating."""
+    return not is_supervised(config.trainer) or bool(config.data.val_prompts and config.trainer.eval_interval > 0)
+
+
+def samples_per_prompt(config: ConfigTree) -> int:
+    """Return how many samples a group has that is trained; a row of supervised fine-tuning is a group of its own."""
+    return 1 if is_supervised(config.trainer) else config.generator.n_samples_per_prompt
+
+
 def uses_reference(trainer: TrainerConfig) -> bool:
     """Return whether there is a reference model at all."""
+    if is_supervised(trainer):
+        return False
     return trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
 
 
@@ -335,6 +357,8 @@ def _asks_for_cores(extra: Mapping[str, Any]) -> bool:
 
 def max_replicas(config: ConfigTree) -> int:
     """Return how many replicas there are when all are there, elastic ones included."""
+    if not has_engines(config):
+        return 0
     return config.generator.inference_engine.num_engines + config.slurm.elastic.replicas
 
 
@@ -347,7 +371,8 @@ def steps_per_epoch(n_prompts: int, batch_size: int) -> int:
     if n_prompts < batch_size:
         raise DataError(
             f"data.train_data has {n_prompts} usable prompts, fewer than trainer.train_batch_size = {batch_size}; lower "
-            "train_batch_size, add data, or raise trainer.max_prompt_length if prompts were dropped as too long"
+            "train_batch_size, add data, or raise trainer.max_prompt_length (with trainer.mode=sft, trainer.max_length) if some were dropped "
+            "as too long"
         )
     return n_prompts // batch_size
 
@@ -358,9 +383,11 @@ def surplus_groups(trainer: TrainerConfig) -> int:
 
 
 def publishes(trainer: TrainerConfig, step: int, total: int) -> bool:
-    """Return whether engines get the weights that `step` of `total` leaves."""
+    """Return whether engines, if there are any, get the weights that `step` of `total` leaves."""
     evaluated = trainer.eval_interval > 0 and step % trainer.eval_interval == 0
-    return evaluated or step == total or step % trainer.fully_async.sync_weight_interval == 0
+    if evaluated or step == total or is_supervised(trainer):
+        return evaluated or step == total
+    return step % trainer.fully_async.sync_weight_interval == 0
 
 
 def kept_versions(trainer: TrainerConfig) -> int:
@@ -382,11 +409,15 @@ def checkpoint_interval(trainer: TrainerConfig, epoch: int) -> int:
     return trainer.ckpt_interval if trainer.ckpt_interval_epochs is None else trainer.ckpt_interval_epochs * epoch
 
 
-def total_steps(n_prompts: int, trainer: TrainerConfig) -> int:
+def total_steps(n_prompts: int, trainer: TrainerConfig, drop_last: bool = True) -> int:
     """Return the last step of the run.
+
+    Args:
+        drop_last: data.drop_last.
 
     Raises:
         DataError: `n_prompts` do not fill one batch.
     """
-    steps = trainer.epochs * steps_per_epoch(n_prompts, trainer.train_batch_size)
+    full = steps_per_epoch(n_prompts, trainer.train_batch_size)
+    steps = trainer.epochs * full if drop_last else trainer.epochs * n_prompts // trainer.train_batch_size
     return steps if trainer.max_steps is None else min(steps, trainer.max_steps)

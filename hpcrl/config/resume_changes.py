@@ -66,13 +66,13 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         Effect("refused", "a checkpoint counts the prompts that are trained, and these would be others", "warning"),
         """
         data.train_data data.subset data.revision data.local_dir data.test_size data.shuffle data.shuffle_seed
-        data.prompt_column data.response_column data.conversation_column data.drop_last
+        data.prompt_column data.response_column data.conversation_column data.text_column data.format data.weights data.drop_last
         trainer.seed trainer.train_batch_size trainer.max_prompt_length trainer.policy.diffusers.max_prompt_length
         """,
     ),
     (
         Effect("refused", "prompts would become other tokens", "warning"),
-        "trainer.max_length generator.chat_template generator.chat_template_kwargs",
+        "trainer.max_length data.train_on_what data.too_long generator.chat_template generator.chat_template_kwargs",
     ),
     (
         Effect("refused", "groups that wait to be trained have the old number of samples"),
@@ -146,7 +146,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
     (
         Effect("warning", "scores before and after cannot be compared"),
         """
-        data.val_data data.val_subset data.val_revision generator.eval_n_samples_per_prompt generator.eval_sampling_params
+        data.val_data data.val_prompts data.val_subset data.val_revision generator.eval_n_samples_per_prompt generator.eval_sampling_params
         environment.eval_reward_function
         """,
     ),

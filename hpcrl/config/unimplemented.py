@@ -30,11 +30,9 @@ class Unimplemented:
     result: bool = True
 
 
-_DATA = Unimplemented("datasets on a hub and other columns")
 _LORA = Unimplemented("further options of LoRA")
 _PARALLEL = Unimplemented("sequence parallelism")
-_SFT = Unimplemented("supervised fine-tuning")
-_LOADING = Unimplemented("further processes that read datasets", result=False)
+_LOADING = Unimplemented("tokens that several runs share", result=False)
 _PRECISION = Unimplemented("low-precision training")
 _SPEED = Unimplemented("compiled and offloaded training", result=False)
 _TRACKING = Unimplemented("trackers and profiles", result=False)
@@ -48,18 +46,7 @@ def _lora(section: str) -> dict[str, Unimplemented]:
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
-    "data.subset": _DATA,
-    "data.revision": _DATA,
-    "data.val_subset": _DATA,
-    "data.val_revision": _DATA,
-    "data.local_dir": _DATA,
-    "data.conversation_column": _SFT,
     "data.cache": _LOADING,
-    "data.num_workers": _LOADING,
-    "data.prefetch_factor": _LOADING,
-    "data.drop_last": _DATA,
-    "trainer.mode": _SFT,
-    "trainer.max_length": _SFT,
     "trainer.strategy": Unimplemented("FSDP1", ("megatron",)),
     "trainer.sequence_parallel_backend": _PARALLEL,
     "trainer.group_name": _TRACKING,

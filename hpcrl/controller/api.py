@@ -205,7 +205,7 @@ class Api:
         return {"total_steps": total, "steps_per_epoch": service.steps_per_epoch}
 
     async def published(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._service.published(body["version"])
+        self._service.published(body["version"], body.get("weights", True))
         await self._notify()
         return {}
 

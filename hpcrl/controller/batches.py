@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from hpcrl.controller.admission import Admission
+from hpcrl.controller.dataset_rows import DATASET
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.prompt_stream import group_id
 from hpcrl.errors import RunError
@@ -16,10 +17,17 @@ class BatchComposer:
 
     Args:
         batch_size: groups per step.
+        ready: returns group `index` as it is finished at a version, where nothing has to be generated; None: workers complete groups.
     """
 
-    def __init__(self, admission: Admission, sampling: DynamicSampling, batch_size: int) -> None:
-        self._admission, self._sampling, self._batch_size = admission, sampling, batch_size
+    def __init__(
+        self,
+        admission: Admission,
+        sampling: DynamicSampling,
+        batch_size: int,
+        ready: Callable[[int, int], GroupMeta] | None = None,
+    ) -> None:
+        self._admission, self._sampling, self._batch_size, self._ready = admission, sampling, batch_size, ready
         self._chosen = list[int]()
 
     def complete(self, index: int, meta: GroupMeta) -> str | None:
@@ -32,6 +40,12 @@ class BatchComposer:
         if reason is None:
             self.drop_unwanted([(index, meta)])
         return reason
+
+    def complete_ready(self, version: int | None) -> None:
+        """Complete the groups that `version`, the newest one if there is any, may begin, where nothing has to be generated."""
+        if self._ready is not None and version is not None:
+            for index in self._admission.claim(DATASET, version, self._batch_size):
+                self.complete(index, self._ready(index, version))
 
     def drop_unwanted(self, finished: Iterable[tuple[int, GroupMeta]]) -> None:
         """Drop what is not worth training of finished groups.

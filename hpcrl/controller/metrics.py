@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from math import sqrt
 from statistics import fmean
 
 from hpcrl.controller.admission import staleness
+from hpcrl.controller.replicas import MinReplicas
 from hpcrl.text import metric_name
 from hpcrl.types import Batch
 
@@ -47,6 +48,29 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "async/staleness_min": min(stale),
         "async/staleness_ratio": fmean(value > 0 for value in stale),
         **{f"environment/{name}": fmean(values) for name, values in environment.items()},
+    }
+
+
+def row_metrics(batch: Batch) -> dict[str, float]:
+    """Return data/* of one batch of rows of datasets."""
+    groups = batch.groups
+    sources = Counter(metric_name(group.data_source) for group in groups)
+    return {
+        "data/rows": len(groups),
+        "data/tokens": sum(sum(group.lengths) for group in groups),
+        "data/trained_tokens": sum(sum(group.response_lengths) for group in groups),
+        "data/longest_row": max(max(group.lengths) for group in groups),
+        **{f"data/rows_of/{name}": count for name, count in sources.items()},
+    }
+
+
+def replica_metrics(ready: int, min_replicas: MinReplicas, restarts: int, taken_back: int) -> dict[str, float]:
+    """Return replicas/*."""
+    return {
+        "replicas/ready": ready,
+        "replicas/total": max(min_replicas.replicas, ready),
+        "replicas/restarts": restarts,
+        "replicas/groups_taken_back": taken_back,
     }
 
 

@@ -1,13 +1,14 @@
 """The prompt stream: one endless, global order of prompts that no restart and no number of workers changes.
 
 Group i of a run trains row `stream.row(i)`. An epoch is a permutation of the dataset that depends on (order seed, epoch) alone, or the
-dataset as it is; the rows that do not fill a last batch are left out of that epoch.
+dataset as it is; the rows that do not fill a last batch are left out of that epoch, or fill it together with the first ones of the next.
 """
 
 from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -43,6 +44,7 @@ class PromptStream:
         batch_size: prompts per step.
         seed: from which those of samples are made.
         order_seed: of the order in each epoch; None keeps the dataset's own.
+        drop_last: whether an epoch leaves out what does not fill its last batch; otherwise the next epoch begins in that batch.
 
     Raises:
         DataError: the dataset does not fill one batch.
@@ -52,6 +54,7 @@ class PromptStream:
     batch_size: int
     seed: int
     order_seed: int | None
+    drop_last: bool = True
 
     def __post_init__(self) -> None:
         steps_per_epoch(self.n_prompts, self.batch_size)
@@ -60,13 +63,21 @@ class PromptStream:
     def steps_per_epoch(self) -> int:
         return steps_per_epoch(self.n_prompts, self.batch_size)
 
+    @property
+    def _of_epoch(self) -> int:
+        return self.steps_per_epoch * self.batch_size if self.drop_last else self.n_prompts
+
     def epoch(self, index: int) -> int:
         """Return the epoch that group `index` belongs to; the first is 0."""
-        return index // (self.steps_per_epoch * self.batch_size)
+        return index // self._of_epoch
+
+    def last_epoch(self, names: Iterable[str]) -> int:
+        """Return the epoch of the last of some training groups."""
+        return self.epoch(max(index for name in names if (index := group_index(name)) is not None))
 
     def row(self, index: int) -> int:
         """Return the dataset row that group `index` trains."""
-        epoch, position = divmod(index, self.steps_per_epoch * self.batch_size)
+        epoch, position = divmod(index, self._of_epoch)
         return position if self.order_seed is None else _permutation(self.n_prompts, self.order_seed, epoch)[position]
 
     def sampling_seed(self, index: int) -> int:

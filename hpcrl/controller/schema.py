@@ -198,7 +198,10 @@ class Schemas:
         self.complete = Schema({**worker, "groups": OBJECTS})
         self.leave = Schema(worker)
         self.start = Schema({"step": whole(_MOST_ENTRIES)})  # a step beyond the end is an error of the configuration
-        self.published, self.committed = Schema({"version": step}), Schema({"step": step})
+        self.published = Schema(
+            {"version": step}, {"weights": Value("true or false", lambda value: type(value) is bool)}
+        )
+        self.committed = Schema({"step": step})
         self.next = Schema({"step": whole(total_steps + 1)}, {"wait": WAIT})
         self.status = Schema()
         self._group = _group_schema(replicas, total_steps)
@@ -264,6 +267,7 @@ def _group_schema(replicas: int, total_steps: int) -> Schema:
         "digest": Value(
             "a checksum, or nothing", lambda value: type(value) is str and _DIGEST.fullmatch(value) is not None
         ),
+        "row": Value("null", lambda value: value is None),  # workers generate what they report
     }
     optional = {
         one.name for one in fields(GroupMeta) if one.default is not MISSING or one.default_factory is not MISSING

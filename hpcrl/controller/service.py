@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from hpcrl.controller.admission import Admission, staleness
 from hpcrl.controller.batches import BatchComposer
 from hpcrl.controller.begun_groups import BegunGroups
+from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.dispatch import Assignment, Dispatcher
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.eval_results import discard_after, finished_rows, is_evaluated, write_summary
 from hpcrl.controller.evaluation import EvalQueue, eval_is_due, evaluation_work, scores
-from hpcrl.controller.metrics import batch_metrics, dropped_metrics, surplus_metrics
+from hpcrl.controller.metrics import batch_metrics, dropped_metrics, replica_metrics, row_metrics, surplus_metrics
 from hpcrl.controller.prompt_stream import PromptStream, group_id, group_index
 from hpcrl.controller.recovery import History, read_history, remove_samples
 from hpcrl.controller.replicas import FailureWindow, MinReplicas, RegisteredWorker, WorkerRegistry
@@ -41,7 +42,7 @@ class Schedule:
         batch_size: groups per step.
         n_samples, eval_n_samples: samples per group.
         staleness: bound in steps.
-        order_seed: of the order of training prompts; None keeps the dataset's own.
+        order_seed, drop_last: as of `PromptStream`.
         groups_at_once: training groups that are generated at the same time at most; None for no bound but the staleness.
         surplus: training groups that are begun beyond those that steps need.
         eval_prompts_at_once: prompts that are evaluated at the same time at most.
@@ -65,6 +66,7 @@ class Schedule:
     groups_at_once: int | None
     eval_prompts_at_once: int
     surplus: int = 0
+    drop_last: bool = True
     sampling: DynamicSampling = field(default_factory=DynamicSampling)
     baselines: bool = False
     min_replicas: MinReplicas = field(default_factory=MinReplicas)
@@ -81,20 +83,29 @@ class Service:
     """
 
     def __init__(
-        self, run: Run, attempt: int, schedule: Schedule, train: list[Prompt], validation: list[Prompt]
+        self,
+        run: Run,
+        attempt: int,
+        schedule: Schedule,
+        train: list[Prompt],
+        validation: list[Prompt],
+        rows: DatasetRows | None = None,
     ) -> None:
         self._run, self._attempt, self._schedule = run, attempt, schedule
-        self._train, self._validation = train, validation
-        self._stream = PromptStream(len(train), schedule.batch_size, schedule.seed, schedule.order_seed)
+        self._train, self._validation, self._rows = train, validation, rows
+        order = schedule.seed, schedule.order_seed, schedule.drop_last
+        self._stream = PromptStream(len(rows or train), schedule.batch_size, *order)
         self._admission = Admission(
             schedule.batch_size, schedule.staleness, schedule.total_steps, schedule.groups_at_once, schedule.surplus
         )
-        self._composer = BatchComposer(self._admission, schedule.sampling, schedule.batch_size)
+        ready = rows.in_order(self._stream) if rows else None
+        self._composer = BatchComposer(self._admission, schedule.sampling, schedule.batch_size, ready)
         self._metrics: MetricsWriter | None = None
         self._batches: dict[int, Batch] = {}
         self._checksum = FIRST  # of the newest batch's file
         self._described = 0
         self._version: int | None = None
+        self._loadable: int | None = None
         self._eval = EvalQueue(schedule.eval_prompts_at_once)
         self._dispatcher = Dispatcher(self._admission, self._eval, schedule.n_samples, schedule.eval_n_samples)
         self._begun = BegunGroups(run)
@@ -106,8 +117,8 @@ class Service:
 
     @property
     def version(self) -> int | None:
-        """The newest published version, or None before the trainer has started."""
-        return self._version
+        """The newest version whose weights are there, or None before the trainer has started."""
+        return self._loadable
 
     def schemas(self) -> Schemas:
         """Return what messages to this run's controller hold."""
@@ -178,8 +189,8 @@ class Service:
         self._publish(step, history.evaluated)
         return self._schedule.total_steps
 
-    def published(self, version: int) -> None:
-        """weights/v<version> is there.
+    def published(self, version: int, weights: bool = True) -> None:
+        """Step `version` is trained and, where `weights` says so, weights/v<version> is there for engines to generate with.
 
         Raises:
             RunError: it cannot be: the trainer has not started, has no batch of that step, or has published a newer one.
@@ -197,18 +208,17 @@ class Service:
             raise RunError(
                 f"version {version} cannot be published: version {self._eval.version} is still being evaluated, and nothing is trained meanwhile"
             )
-        self._publish(version)
+        self._publish(version, weights=weights)
 
     def _evaluates(self, version: int) -> bool:
         s = self._schedule
         due = eval_is_due(version, s.total_steps, s.eval_interval, s.eval_before_train)
         return due and bool(self._validation) and not is_evaluated(self._run, version)
 
-    def _publish(self, version: int, evaluated: Mapping[str, GroupMeta] | None = None) -> None:
+    def _publish(self, version: int, evaluated: Mapping[str, GroupMeta] | None = None, *, weights: bool = True) -> None:
         """weights/v<version> is there (or, for version 0, the initial model is the newest); some rows of it may be evaluated."""
-        self._version = version
-        for step in [step for step in self._batches if step <= version]:
-            del self._batches[step]
+        self._version, self._loadable = version, version if weights else self._loadable
+        self._batches = {step: batch for step, batch in self._batches.items() if step > version}
         if self._evaluates(version):
             self._eval.begin(version, len(self._validation), evaluated)
             self._conclude_evaluation()
@@ -342,23 +352,17 @@ class Service:
             assert self._metrics is not None
             position = {
                 "trainer/global_step": step,
-                "trainer/epoch": self._epoch(batch),
+                "trainer/epoch": self._stream.last_epoch(group.group_id for group in batch.groups),
                 "trainer/total_steps": self.total_steps,
                 "trainer/steps_per_epoch": self.steps_per_epoch,
             }
             dropped = dropped_metrics(batch) if self._schedule.sampling.config.type else {}
             surplus = surplus_metrics(batch) if self._schedule.surplus else {}
-            self._metrics.write(step, batch_metrics(batch) | dropped | surplus | position | self._replicas())
+            replicas = replica_metrics(len(self.workers), self.min_replicas, self._registry.restarts, self._taken_back)
+            found = batch_metrics(batch) | replicas if self._rows is None else row_metrics(batch)
+            self._metrics.write(step, found | dropped | surplus | position)
             self._described = step
         return str(self._run.batch(step).relative_to(self._run.path))
-
-    def _replicas(self) -> dict[str, float]:
-        return {
-            "replicas/ready": len(self.workers),
-            "replicas/total": max(self.min_replicas.replicas, len(self.workers)),
-            "replicas/restarts": self._registry.restarts,
-            "replicas/groups_taken_back": self._taken_back,
-        }
 
     def committed(self) -> None:
         """A checkpoint is committed: samples that only checkpoints older than the newest two could train again are removed."""
@@ -422,6 +426,7 @@ class Service:
     def _compose(self) -> None:
         while not self.failure:
             try:
+                self._composer.complete_ready(self._version)
                 if (batch := self._composer.batch()) is None:
                     return
                 require_newest(self._run, self._attempt)
@@ -439,11 +444,6 @@ class Service:
         version, metrics = self._eval.version, scores(groups)
         self._metrics.write(version, metrics)
         write_summary(self._run, version, metrics)
-
-    def _epoch(self, batch: Batch) -> int:
-        """Return the epoch of the last prompt that a batch trains."""
-        indices = [index for group in batch.groups if (index := group_index(group.group_id)) is not None]
-        return self._stream.epoch(max(indices))
 
     def _finish_if_done(self) -> None:
         if self._version == self._schedule.total_steps and not self._eval.open and self.stop is None:

@@ -112,6 +112,11 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [token_id for part in text.split(_CUT) for token_id in tokenizer.encode(part, add_special_tokens=False)]
 
 
+def ending_of_text(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """Return where the last special token in a text ends, which is where an engine stops; the text's length where it has none."""
+    return max((found.end() for found in _special_tokens(tokenizer).finditer(text)), default=len(text))
+
+
 @lru_cache(maxsize=4)
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]

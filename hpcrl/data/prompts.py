@@ -9,25 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hpcrl.data.sources import Source
 from hpcrl.errors import ConfigError, DataError, UserCodeError
-from hpcrl.rundir.commit import parse_json
 from hpcrl.types import LONGEST_NAME, Prompt, is_name
 
-if TYPE_CHECKING:
-    from pyarrow import RecordBatch
-
-_ROWS_AT_ONCE = 1024
-_COUNTED_BYTES = 256 << 20
 _DEEPEST = 100  # what sends and reads rows later has less room on the stack than what loads them
-_ROLE = re.compile(r"[\w .-]+")
+ROLE = re.compile(r"[\w .-]+")
+"""What names the speaker of a chat message."""
 
 
 def load_prompts(
@@ -46,7 +40,7 @@ def load_prompts(
     their file, see `source_names`.
 
     Args:
-        sources: paths of .parquet, .json (a list of rows) or .jsonl files.
+        sources: paths of .parquet, .json (a list of rows), .jsonl or .arrow files.
         default_env_class: environment of the rows that name none.
         prompt_column: chat messages, or text that becomes one message of the user.
         response_column: reference answer, which becomes `reward_spec.ground_truth` where the row has none.
@@ -59,34 +53,12 @@ def load_prompts(
         DataError: a file is missing, unreadable or empty, or a row lacks what a prompt needs.
     """
     rows = chain.from_iterable(
-        ((source, number, row) for number, row in enumerate(islice(_rows(source), first))) for source in sources
+        ((source, number, row) for number, row in enumerate(islice(Source(source).rows(), first))) for source in sources
     )
     columns = _Columns(
         prompt_column, response_column, default_env_class, env_class_required, check, source_names(sources)
     )
     return [columns.prompt(row, str(index), source, number) for index, (source, number, row) in enumerate(rows)]
-
-
-def count_rows(source: str) -> int | None:
-    """Return the rows of a file; None: that is not quickly known, for it is a large text file or parquet without pyarrow.
-
-    Raises:
-        DataError: it cannot be read.
-    """
-    path = Path(source)
-    if path.suffix == ".parquet":
-        if find_spec("pyarrow") is None:
-            return None
-        import pyarrow.parquet as pq
-
-        with _readable_parquet(path):
-            return pq.ParquetFile(path).metadata.num_rows
-    if path.stat().st_size > _COUNTED_BYTES:
-        return None
-    if path.suffix == ".jsonl":
-        with path.open("rb") as file:
-            return sum(1 for line in file if line.strip())
-    return sum(1 for _ in _read_json(path))
 
 
 def source_names(paths: Iterable[str]) -> dict[str, str]:
@@ -137,85 +109,6 @@ def drop_long(prompts: Sequence[Prompt], count_tokens: Callable[[Prompt], int], 
             f"all {len(prompts)} prompts are longer than trainer.max_prompt_length = {max_prompt_length}; raise it"
         )
     return kept
-
-
-def _rows(source: str) -> Iterator[Any]:
-    path, read = Path(source), _READERS.get(Path(source).suffix)
-    if read is None:
-        raise DataError(
-            f"dataset {source}: expected a .parquet, .json or .jsonl file. Datasets on a hub cannot be named in this "
-            "version: download it and give the path of the file."
-        )
-    if not path.is_file():
-        raise DataError(
-            f"dataset {source}: no such file. A path that starts with ./ is taken from the folder of the TOML file that "
-            "names it."
-        )
-    rows = read(path)
-    for row in rows:
-        yield row
-        break
-    else:
-        raise DataError(f"dataset {source} has no rows")
-    yield from rows
-
-
-def _read_parquet(path: Path) -> Iterator[Any]:
-    import pyarrow.parquet as pq
-
-    with _readable_parquet(path):
-        number = 0
-        for batch in pq.ParquetFile(path, page_checksum_verification=True).iter_batches(_ROWS_AT_ONCE):
-            try:
-                yield from batch.to_pylist()
-            except UnicodeDecodeError:
-                yield from _row_by_row(batch, path, number)
-            number += batch.num_rows
-
-
-def _row_by_row(batch: RecordBatch, path: Path, first: int) -> Iterator[Any]:
-    for at in range(batch.num_rows):
-        try:
-            yield from batch.slice(at, 1).to_pylist()
-        except UnicodeDecodeError as error:
-            raise DataError(f"dataset {path}, row {first + at} of the file: a text is no UTF-8 ({error})") from error
-
-
-@contextmanager
-def _readable_parquet(path: Path) -> Iterator[None]:
-    import pyarrow as pa
-
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"dataset {path} cannot be read as parquet: {error}") from error
-
-
-def _read_json(path: Path) -> Iterator[Any]:
-    try:
-        rows = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"dataset {path} cannot be read as JSON: {error}") from error
-    if not isinstance(rows, list):
-        raise DataError(f"dataset {path}: expected a list of rows, found {type(rows).__name__}")
-    yield from rows
-
-
-def _read_json_lines(path: Path) -> Iterator[Any]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield parse_json(line)
-                except ValueError as error:
-                    raise DataError(f"dataset {path}, line {number} cannot be read as JSON: {error}") from error
-
-
-_READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
-    ".parquet": _read_parquet,
-    ".json": _read_json,
-    ".jsonl": _read_json_lines,
-}
 
 
 @dataclass(frozen=True)
@@ -304,6 +197,6 @@ def _messages(value: Any, place: str) -> list[dict[str, str]]:
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise DataError(f"{place}: {wanted}, found the message {message!r:.80}")
-        if not _ROLE.fullmatch(message["role"]):  # templates may write it within a special token
+        if not ROLE.fullmatch(message["role"]):  # templates may write it within a special token
             raise DataError(f"{place}: expected a role such as user, found {message['role']!r:.80}")
     return value

@@ -28,13 +28,13 @@ class Segment:
     """Tokens that follow one another and come from one side.
 
     Attributes:
-        by: prompt, policy, or environment for what came between two turns of the policy.
+        by: prompt, policy, or environment for what came between two turns of the policy; of a row of a dataset trained, or context.
         tokens: how many; None where only the text is known.
         trained: of these tokens, those that enter the loss.
         reward: of a policy's turn: what it earned.
     """
 
-    by: Literal["prompt", "policy", "environment"]
+    by: Literal["prompt", "policy", "environment", "trained", "context"]
     text: str
     tokens: int | None = None
     trained: int | None = None
@@ -51,6 +51,7 @@ class Rollout:
         parts: with step-wise trajectories each turn begins with a prompt of its own.
         raw_reward: before generator.zero_reward_on_non_stop, where that changed it.
         versions: the oldest and the newest policy that chose one of its tokens; None where it is not known.
+        row: of its dataset, where it is one of a dataset.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Rollout:
     raw_reward: float | None = None
     versions: tuple[int, int] | None = None
     env_metrics: dict[str, float] = field(default_factory=dict)
+    row: int | None = None
 
 
 def ordered(rewards: Sequence[float], order: Order | None, seed: int) -> list[int]:
@@ -114,7 +116,7 @@ def require_samples(run: Run, step: int) -> Batch:
 def _whole(run: Run, step: int) -> Batch | None:
     """Return the batch of a step if all its samples are there."""
     file = read_batch(run.batch(step))
-    return file.batch if file and all(run.inside(group.path).is_file() for group in file.batch.groups) else None
+    return file.batch if file and all(run.inside(group.path).exists() for group in file.batch.groups) else None
 
 
 def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Decode) -> list[Rollout]:
@@ -128,9 +130,9 @@ def read_trained(run: Run, samples: Sequence[tuple[GroupMeta, int]], decode: Dec
     """
     groups: dict[str, list[Sample[np.ndarray]]] = {}
     for group, _ in samples:
-        if group.path not in groups:
-            groups[group.path] = read_arrays(run.inside(group.path), group)
-    return [_rollout(group, at, groups[group.path], decode) for group, at in samples]
+        if group.group_id not in groups:
+            groups[group.group_id] = read_arrays(run.inside(group.path), group)
+    return [_rollout(group, at, groups[group.group_id], decode) for group, at in samples]
 
 
 def _rollout(group: GroupMeta, at: int, of_group: Sequence[Sample[np.ndarray]], decode: Decode) -> Rollout:
@@ -144,25 +146,31 @@ def _rollout(group: GroupMeta, at: int, of_group: Sequence[Sample[np.ndarray]], 
         data_source=group.data_source,
         reward=group.rewards[at],
         stop_reason=str(rows[-1].stop_reason),
-        parts=[part for row in rows for part in segments_of(row, decode)],
+        parts=[part for row in rows for part in segments_of(row, decode, of_dataset=group.row is not None)],
         raw_reward=raw if raw != group.rewards[at] else None,
         versions=(int(chosen.min()), int(chosen.max())) if len(chosen) else None,
         env_metrics=rows[-1].env_metrics,
+        row=group.row,
     )
 
 
-def segments_of(sample: Sample[np.ndarray], decode: Decode) -> list[Segment]:
+def segments_of(sample: Sample[np.ndarray], decode: Decode, *, of_dataset: bool = False) -> list[Segment]:
     """Return what each side said, in order.
 
     A reward at or after the tokens of a turn, and before the next turn, is what that turn earned.
+
+    Args:
+        of_dataset: no policy said anything: it is a row of a dataset, some of which is trained.
     """
     token_ids, loss_mask, versions, rewards = sample.token_ids, sample.loss_mask, sample.versions, sample.rewards
-    by_policy = versions >= 0
+    by_policy = loss_mask > 0 if of_dataset else versions >= 0
     bounds = [0, *(np.flatnonzero(np.diff(by_policy)) + 1).tolist(), len(token_ids)]
     parts: list[Segment] = []
     for start, end in pairwise(bounds):
         text, tokens, trained = decode(token_ids[start:end].tolist()), end - start, int(loss_mask[start:end].sum())
-        if by_policy[start]:
+        if of_dataset:
+            parts.append(Segment("trained" if by_policy[start] else "context", text, tokens, trained))
+        elif by_policy[start]:
             until = next((after for after in bounds if after > end), len(token_ids))
             parts.append(Segment("policy", text, tokens, trained, float(rewards[start:until].sum())))
         else:

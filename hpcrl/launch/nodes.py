@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config import Config, engine_gpus, replicas_per_node
-from hpcrl.config.derive import gpu_count
+from hpcrl.config.derive import gpu_count, has_engines
 
 Role = Literal["trainer", "rollout"]
 
@@ -44,7 +44,7 @@ def make_plan(config: Config) -> list[Node]:
     for _ in range(placement.policy_num_nodes):
         add("trainer", placement.policy_num_gpus_per_node, ())
     width = replicas_per_node(config)
-    for first in range(0, engine.num_engines, width):
+    for first in range(0, engine.num_engines if has_engines(config) else 0, width):
         add("rollout", 0, tuple(range(first, min(first + width, engine.num_engines))))
     return nodes
 

@@ -13,6 +13,7 @@
   logs/<attempt>/<process>.log     and stacks/<process>.txt, what each thread did when somebody asked; collectives/<rank>, what NCCL did
   weights/v000042/                 HF names, safetensors, manifest; committed by rename
   samples/<replica>/g….safetensors one file per finished group
+  dataset/train-0/                 tokens of the first training dataset of supervised fine-tuning; validation-0 of the first that is evaluated
   turns/<worker>/g….v<k>.jsonl     what has ended of groups that have not, begun with version k
   batches/s000042.json             which groups train step 42, in order, with the data cursor
   checkpoints/s000040/             model, optimizer, RNG, scheduler; manifest; COMMIT
@@ -21,6 +22,7 @@
   exports/s000040/                 HF format
   dumps/s000042/                   what step 42 trained, with advantages; trainer.dump_data_batch
   evals/v000010/<replica>.jsonl    texts and scores of the evaluation samples
+  evals/v000010/losses.json        of the validation sets of supervised fine-tuning
   evals/v000010/<replica>.rows     what has ended of an evaluation that has not
   evaluations/<name>/              of `hpcrl eval`, each laid out as a run directory (hpcrl/launch/local/evaluate.py)
   metrics/*.jsonl                  one writer per file; the truth
@@ -122,6 +124,13 @@ class Run:
     @property
     def samples(self) -> Path:
         return self.path / "samples"
+
+    @property
+    def datasets(self) -> Path:
+        return self.path / "dataset"
+
+    def dataset(self, name: str) -> Path:
+        return self.datasets / name
 
     @property
     def turns(self) -> Path:
@@ -228,6 +237,9 @@ class Run:
 
     def eval_rows(self, version: int, replica: int) -> Path:
         return self.evals_of(version) / f"{replica}.rows"
+
+    def eval_losses(self, version: int) -> Path:
+        return self.evals_of(version) / "losses.json"
 
     def eval_summary(self, version: int) -> Path:
         return self.evals_of(version) / "summary.json"

@@ -39,9 +39,9 @@ class Advantages:
         penalties: KL penalties of all samples together.
     """
 
-    mean: float
-    mean_abs: float
-    penalties: float
+    mean: float = 0.0
+    mean_abs: float = 0.0
+    penalties: float = 0.0
 
 
 class KlRewardPenalty:

@@ -84,8 +84,9 @@ class ControllerClient:
         assert batch.step == step, f"asked for step {step}, {path} holds step {batch.step}"
         return batch
 
-    def published(self, version: int) -> None:
-        self._ask("published", version=version)
+    def published(self, version: int, weights: bool = True) -> None:
+        """Tell that step `version` is trained, and whether its weights are published."""
+        self._ask("published", version=version, weights=weights)
 
     def committed(self, step: int) -> None:
         if not self._consensus.stopping:  # who is to leave does not wait for an answer

@@ -119,9 +119,12 @@ def _describe_update(update: UpdateResult) -> dict[str, float]:
         "policy/policy_entropy": sums["entropy"] / count,
         "policy/policy_lr": update.report.lr,
         "policy/grad_norm": update.report.grad_norm,
-        "policy/rollout_train_logprobs_abs_diff_mean": sums["abs_diff"] / count,
-        "policy/rollout_train_logprobs_abs_diff_std": _deviation(sums["abs_diff"], sums["abs_diff_squared"], count),
     }
+    if "abs_diff" in sums:
+        described |= {
+            "policy/rollout_train_logprobs_abs_diff_mean": sums["abs_diff"] / count,
+            "policy/rollout_train_logprobs_abs_diff_std": _deviation(sums["abs_diff"], sums["abs_diff_squared"], count),
+        }
     described |= {f"policy/loss_metrics/{name}": value for name, value in loss_metrics(sums).items()}
     described |= {"policy/policy_kl": sums["policy_kl"] / count} if "policy_kl" in sums else {}
     return described | ({"policy/positive_nll": sums["positive_nll"]} if "positive_nll" in sums else {})

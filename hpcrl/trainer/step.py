@@ -10,14 +10,15 @@ from functools import partial
 import torch
 
 from hpcrl.config import TrainerConfig, uses_reference
+from hpcrl.config.derive import is_supervised
 from hpcrl.rundir.layout import Run
-from hpcrl.trainer.advantages import KlRewardPenalty, estimate_advantages
+from hpcrl.trainer.advantages import Advantages, KlRewardPenalty, estimate_advantages
 from hpcrl.trainer.backends.base import CriticEngine, Engine, Objective, PolicyEngine, UpdateResult
 from hpcrl.trainer.backends.reference import reset_is_due, resets_optimizer
 from hpcrl.trainer.batching import Limits, updates_per_batch
 from hpcrl.trainer.critic import CRITIC_REDUCTION, build_critic_objective, describe_critic
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.loss import build_objective, build_reduction
+from hpcrl.trainer.loss import build_likelihood_objective, build_objective, build_reduction
 from hpcrl.trainer.metrics import PhaseTimer, describe_batch, describe_mini_batches, describe_updates
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
@@ -27,6 +28,7 @@ from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.saving.mid_batch import PartialBatch, read_partial_batch
 from hpcrl.trainer.stop import StopConsensus, Stopping
+from hpcrl.trainer.validation import Validation
 from hpcrl.types import Batch
 
 
@@ -38,6 +40,7 @@ class Learner:
         critic: None where nothing compares with one.
         limits: of micro-batches.
         model_flops: of the policy.
+        validation: what is evaluated after steps; None: nothing.
         max_seq_len: of the whole configuration, divisor of loss_reduction=seq_mean_token_sum_norm.
         mismatch: how far engines and trainer may be apart.
         start: the checkpoint that training continues from.
@@ -63,6 +66,7 @@ class Learner:
         dumps: Dumps,
         consensus: StopConsensus,
         start: ResumePoint,
+        validation: Validation | None = None,
     ) -> None:
         self.policy, self.critic, self.world, self.consensus, self.start = policy, critic, world, consensus, start
         self.kl_penalty = KlRewardPenalty(trainer.algorithm, start.extra_state)
@@ -70,8 +74,9 @@ class Learner:
         self.partial: PartialBatch | None = None
         self.flops, self._model_flops, self._limits = 0.0, model_flops, limits
         self._run, self._trainer, self._dumps, self._begun = run, trainer, dumps, start.mid_batch
-        self._mismatch = mismatch
-        self._objective = build_objective(trainer.algorithm)
+        self._mismatch, self._validation = mismatch, validation
+        self._supervised = is_supervised(trainer)
+        self._objective = build_likelihood_objective() if self._supervised else build_objective(trainer.algorithm)
         self._critic_objective = build_critic_objective(trainer.algorithm.value_clip)
         self._reduction = build_reduction(trainer.algorithm, max_seq_len)
         self._random: dict[str, torch.Tensor] = {}
@@ -92,6 +97,13 @@ class Learner:
         if reset_is_due(step, steps_per_epoch, self._trainer):
             with timer("update_ref_with_policy"):
                 self.policy.reset_reference(fresh_optimizer=resets_optimizer(self._trainer))
+
+    def validate(self, step: int, total: int, timer: PhaseTimer) -> dict[str, float]:
+        """Return the loss of the validation sets after `step`, where that is due; errors as of `Validation.losses`."""
+        if self._validation is None or not self._validation.is_due(step, total, self.world):
+            return {}
+        with timer("eval"):
+            return self._validation.losses(self.policy, step, self.world, self.consensus)
 
     def train(self, batch: Batch, timer: PhaseTimer) -> dict[str, float]:
         """Make the optimizer steps of a batch and return its metrics.
@@ -115,7 +127,7 @@ class Learner:
                         micro_batches = mini.micro_batches(before=partial(self.consensus, "update.micro_batch"))
                         totals = todo.engine.forward_backward(micro_batches, todo.objective)
                         sums = sum_over_ranks(totals, todo.engine.data)
-                        if todo.engine is self.policy and not todo.done:
+                        if todo.engine is self.policy and not todo.done and not self._supervised:
                             self._mismatch.check(batch.step, sums, speaks=self.world.first)
                         # without a trained token, momentum and weight decay alone would move the model
                         report = todo.engine.step() if mini.tokens else todo.engine.skip()
@@ -125,12 +137,15 @@ class Learner:
         lengths = [ref.length for mini in minis for share in mini.plan.shares for ref in share]
         flops = self._model_flops.training(lengths, sum(mini.tokens for mini in minis))
         self.flops = self._trainer.update_epochs_per_batch * flops
-        described = describe_batch(batch, work.advantages) | describe_mini_batches(minis) | work.kl_penalty
+        described = {} if self._supervised else describe_batch(batch, work.advantages)
+        described |= describe_mini_batches(minis) | work.kl_penalty
         return described | (describe_critic(work.critic) if work.critic else {}) | describe_updates(work.policy)
 
     def _scored(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch:
         """Return the batch with log-probabilities, values and advantages."""
         data, samples = self.policy.data, [mini.samples for mini in minis]
+        if self._supervised:
+            return PartialBatch(data, self._trainer, batch, minis, {}, Advantages())
         with timer("fwd_logprobs_values_reward"):
             for number, mini in enumerate(minis):
                 self._score(mini, first=number == 0)

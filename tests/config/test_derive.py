@@ -42,6 +42,7 @@ def test_steps_drop_the_remainder_and_stop_at_max_steps() -> None:
     trainer = config(trainer={"train_batch_size": 8, "policy_mini_batch_size": 8, "epochs": 3}).trainer
     assert steps_per_epoch(31, trainer.train_batch_size) == 3
     assert total_steps(31, trainer) == 9
+    assert total_steps(31, trainer, drop_last=False) == 11, "93 prompts"
     assert total_steps(31, replace(trainer, max_steps=4)) == 4
     assert total_steps(31, replace(trainer, max_steps=40)) == 9
 

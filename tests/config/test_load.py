@@ -180,7 +180,7 @@ def _other(setting: Setting) -> object:
     return not setting.default if kind is bool else _NEW[kind]
 
 
-_NEW = {bool: True, int: 987, float: 0.123456789012345678, str: "text", Any: [1, {"x": 2.0}], list[str]: ["one"]}
+_NEW = {bool: True, int: 987, float: 0.123456789012345678, str: "words", Any: [1, {"x": 2.0}], list[str]: ["one"]}
 
 
 def test_round_trip_is_exact(tmp_path: Path, experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,5 +267,8 @@ def test_stream_is_a_permutation_per_epoch_and_stable() -> None:
     assert first != [other.row(i) for i in range(9)]
     assert stream.sampling_seed(3) == other.sampling_seed(3), "the order is not part of what is sampled"
     assert [PromptStream(10, 3, 1, None).row(i) for i in range(12)] == [*range(9), 0, 1, 2]
+    whole = PromptStream(10, 3, 1, 1, drop_last=False)
+    assert [sorted(whole.row(10 * epoch + i) for i in range(10)) for epoch in range(3)] == [list(range(10))] * 3
+    assert [whole.epoch(index) for index in (9, 10, 19, 20)] == [0, 1, 1, 2]
     with pytest.raises(DataError, match="train_batch_size = 3"):
         PromptStream(n_prompts=2, batch_size=3, seed=1, order_seed=1)

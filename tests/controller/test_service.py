@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,13 @@ from typing import Any
 
 import pytest
 
+from hpcrl.controller.dataset_rows import DatasetRows, Mixture
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.service import Schedule, Service
+from hpcrl.data.batch_file import read_batch
+from hpcrl.data.conversations import Tokens
+from hpcrl.data.token_file import open_tokens, write_tokens
+from hpcrl.data.tokenize import Rows
 from hpcrl.errors import RunError
 from hpcrl.observe.metrics import merged
 from hpcrl.rundir.commit import committed_directory, read_json, write_json
@@ -345,3 +351,86 @@ def test_what_a_long_run_has_used_is_one_number(run: Run) -> None:
     assert [history.is_used(index) for index in (3, 4, 5, 6)] == [True, False, True, False]
     history.use(["g00000004", one["group_id"], other["group_id"]])
     assert (history.below, history.used) == (6, set())
+
+
+def rows_of(run: Run, *sizes: int, weights: tuple[float, ...] = ()) -> DatasetRows:
+    """Write datasets of so many rows, and return them as a controller has them."""
+    files = list[Rows]()
+    for at, size in enumerate(sizes):
+        tokens = [Tokens([at, number, number], [False, True, number % 2 == 0]) for number in range(size)]
+        if not run.dataset(f"train-{at}").exists():
+            write_tokens(run.dataset(f"train-{at}"), 1, tokens, name=f"data{at}", made_of={}, counts={})
+        files.append(Rows(open_tokens(run.dataset(f"train-{at}")), range(size)))
+    return DatasetRows(run, files, weights, 5)
+
+
+def supervised(run: Run, attempt: int = 1, **changes: Any) -> Service:
+    schedule = replace(SCHEDULE, n_samples=1, eval_interval=0, min_replicas=MinReplicas(0, replicas=0), **changes)
+    return Service(run, attempt, schedule, [], [], rows_of(run, 5, 4))
+
+
+def trained_rows(run: Run, step: int) -> list[tuple[str, int | None]]:
+    file = read_batch(run.batch(step))
+    assert file is not None
+    return [(group.path, group.row) for group in file.batch.groups]
+
+
+def test_rows_of_datasets_need_no_worker_and_go_on_where_an_attempt_ended(run: Run) -> None:
+    first = supervised(run)
+    assert first.start(0) == 4
+    for step in (1, 2):
+        assert first.batch(step) == f"batches/s{step:06d}.json"
+        assert first.batch(step + 1) is None, "a step before it is trained"
+        assert first.claim("rollout-0", step - 1, 4) == []
+        first.published(step)
+    assert first.batch(3)
+    before = [trained_rows(run, step) for step in (1, 2, 3)]
+    open_attempt(run, "job-2", ["node"])
+    second = supervised(run, 2)
+    second.start(1)
+    assert trained_rows(run, 3) == before[2], "the batches that were composed are trained"
+    for step in (2, 3, 4):
+        assert second.batch(step)
+        second.published(step)
+    assert [trained_rows(run, step) for step in (1, 2, 3)] == before
+    everything = [row for step in (1, 2, 3, 4) for row in trained_rows(run, step)]
+    assert len(set(everything)) == 8, "of nine rows one does not fill a batch"
+    assert second.stop == "finished"
+    assert merged(run)[2]["data/trained_tokens"] == sum(
+        1 + (number % 2 == 0) for _, number in everything[2:4] if number is not None
+    )
+
+
+def test_a_batch_of_rows_that_are_others_by_now_is_composed_again(run: Run) -> None:
+    first = supervised(run)
+    first.start(0)
+    assert first.batch(1)
+    for at, count in enumerate((5, 4)):
+        again = [Tokens([7, 8, 9], [True] * 3)] * count
+        write_tokens(run.dataset(f"train-{at}"), 2, again, name=f"data{at}", made_of={}, counts={})
+    open_tokens.cache_clear()
+    open_attempt(run, "job-2", ["node"])
+    second = supervised(run, 2)
+    second.start(0)
+    (file,) = [read_batch(run.batch(1))]
+    assert file is not None
+    assert [group.response_lengths for group in file.batch.groups] == [[3], [3]]
+
+
+@pytest.mark.parametrize(("weights", "counts"), [((1.0, 1.0), [7, 10]), ((2.0, 0.5), [14, 5]), ((1.5, 0.1), [10, 1])])
+def test_weights_say_how_often_an_epoch_has_the_rows_of_a_dataset(
+    weights: tuple[float, float], counts: list[int]
+) -> None:
+    mixture = Mixture((7, 10), weights, 3)
+    assert mixture.counts == counts
+    epochs = [[mixture.place(epoch, at) for at in range(len(mixture))] for epoch in range(40)]
+    assert epochs == [
+        [Mixture((7, 10), weights, 3).place(epoch, at) for at in range(sum(counts))] for epoch in range(40)
+    ]
+    for epoch in epochs:
+        for dataset, weight in enumerate(weights):
+            often = Counter(row for number, row in epoch if number == dataset)
+            assert sum(often.values()) == counts[dataset]
+            assert set(often.values()) <= {int(weight), int(weight) + (weight % 1 > 0)}, "evenly"
+    seen = {row for epoch in epochs for number, row in epoch if number == 1}
+    assert seen == set(range(10)), "each epoch draws others"

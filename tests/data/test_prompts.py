@@ -110,8 +110,8 @@ def test_parquet_column_that_cannot_travel(tmp_path):
     ("name", "content", "message"),
     [
         ("missing.parquet", None, "no such file"),
-        ("some/dataset", None, "Datasets on a hub cannot be named"),
-        ("rows.csv", b"prompt\n", r"expected a \.parquet, \.json or \.jsonl file"),
+        ("some/dataset", None, "no such file"),
+        ("rows.csv", b"prompt\n", r"expected a \.parquet, \.json, \.jsonl or \.arrow file"),
         ("rows.parquet", b"not parquet", "cannot be read as parquet"),
         ("rows.json", b"{", "cannot be read as JSON"),
         ("rows.json", b"\xff\xff", "cannot be read as JSON"),

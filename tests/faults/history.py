@@ -71,11 +71,7 @@ def assert_single_valued(run: Run, steps: int) -> None:
     What the controller tells of a batch stands there before it is trained: a run that is cancelled may have that of one more.
     """
     every = list(range(1, steps + 1))
-    told = MetricsReader(run).poll()[0]
-    reports = Counter(
-        (r.step, name) for r in told if r.process == "trainer" for name in r.metrics if name != INTERRUPTED
-    )
-    assert [key for key, count in reports.items() if count > 1] == [], "trained twice in the history"
+    assert_reported_once(run)
     values = Counter((record.step, name) for record in read_metrics(run) for name in record.metrics)
     assert set(values.values()) == {1}, "one value of each name at each step"
     for name in CURVES:
@@ -87,6 +83,15 @@ def assert_single_valued(run: Run, steps: int) -> None:
     for name in events.Tags()["scalars"]:
         points = Counter(event.step for event in events.Scalars(name))
         assert max(points.values()) == 1, f"{name} has two points at one step"
+
+
+def assert_reported_once(run: Run) -> None:
+    """Assert that no attempt of the trainer has reported what another one had reported before, and no step anything twice."""
+    told = MetricsReader(run).poll()[0]
+    reports = Counter(
+        (r.step, name) for r in told if r.process == "trainer" for name in r.metrics if name != INTERRUPTED
+    )
+    assert [key for key, count in reports.items() if count > 1] == [], "trained twice in the history"
 
 
 def curves_of(run: Run) -> dict[str, dict[int, float]]:

@@ -1,4 +1,4 @@
-"""Preemption, time limits, requeues and cancels: what a cluster does to runs that are well (scenarios 9 to 20)."""
+"""Preemption, time limits, requeues and cancels: what a cluster does to runs that are well (scenarios 9 to 20 and 44)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.data.batch_file import batch_steps, read_batch
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 from hpcrl.runtime.process_status import read_process_statuses
-from tests.faults.history import assert_ended, assert_nothing_lost, last_saved, last_trained
+from tests.faults.history import assert_ended, assert_nothing_lost, assert_reported_once, last_saved, last_trained
 from tests.faults.scenario import START_S, Scenario, fault, in_first_attempt
+from tests.jobs.small_run import curve
+from tests.paths import CONFIGS
 from tests.processes import processes_of, send
 
 TERM, USR2, CONT, STOP = signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT, signal.SIGSTOP
@@ -251,3 +254,44 @@ def test_20_suspended_for_a_minute(scenario: Scenario) -> None:
     scenario.slurm("scontrol", "resume", scenario.job_of(run))
     assert_nothing_lost(scenario, run)
     assert len(read_attempts(run)) == 1
+
+
+@pytest.mark.nodes(1)
+@pytest.mark.faults_slow
+def test_44_preempted_inside_an_epoch_of_supervised_fine_tuning(scenario: Scenario) -> None:
+    """The run comes back inside the epoch and trains the rows that are left of it, in their order and with the losses of a run that nothing happens to."""
+    places = [f"slurm.extra.nodelist={','.join(scenario.nodes)}", f"slurm.root={scenario.path / 'runs'}"]
+    slurm = ["slurm.partition=main", "slurm.time_minutes=10", "slurm.cpus_per_task=1", "slurm.exclusive=true"]
+    sizes = [
+        "trainer.train_batch_size=1024",
+        "trainer.policy_mini_batch_size=512",
+        "trainer.max_tokens_per_micro_batch=1024",
+    ]
+    rest = ["trainer.project_name=faults", "trainer.ckpt_interval=100", "trainer.eval_interval=4", "trainer.epochs=2"]
+    runs = []
+    for name in ("run", "whole"):
+        told = [f"trainer.run_name={name}", *places, *slurm, *sizes, *rest]
+        done = scenario.hpcrl("submit", str(CONFIGS / "sft_tiny.toml"), *told)
+        assert done.returncode == 0, done.stdout + done.stderr
+        runs.append(scenario.run_of(name))
+        if name == "run":
+            scenario.reach(runs[0], 6)
+            scenario.preempt()
+            saved_when_told(scenario, runs[0])
+    for run in runs:
+        assert_ended(scenario, run)
+        assert_reported_once(run)
+        assert list(curve(run, "policy/grad_norm")) == list(range(1, 17))
+    run, whole = runs
+    assert len(read_attempts(run)) > len(read_attempts(whole)) == 1
+    assert trained_rows(run) == trained_rows(whole)
+    for epoch in (trained_rows(run)[:8], trained_rows(run)[8:]):
+        assert {row for step in epoch for row in step} == set(range(8192)), "each row once"
+    for name in ("policy/final_loss", "policy/grad_norm", "eval/all/loss"):
+        assert curve(run, name) == pytest.approx(curve(whole, name), rel=1e-6, abs=1e-6), name
+
+
+def trained_rows(run: Run) -> list[list[int | None]]:
+    """Return the rows of each batch, by step."""
+    files = [read_batch(run.batch(step)) for step in batch_steps(run)]
+    return [[group.row for group in file.batch.groups] for file in files if file]

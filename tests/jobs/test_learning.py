@@ -1,15 +1,17 @@
 """Every family of algorithms learns the quickstart's task, in 30 steps each, asynchronous training learns as much as synchronous, and
-several turns are learned, as whole samples and each on its own; with the embedded engine, and some of it with vLLM.
+several turns are learned, as whole samples and each on its own, and right answers by supervised fine-tuning; with the embedded engine, and some of it with vLLM.
 
 Slow; see docs/development.md.
 """
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from statistics import fmean
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
@@ -72,6 +74,30 @@ def test_stale_samples_teach_what_fresh_ones_do(place: Path, engine: str) -> Non
         assert max(stale.values()) == staleness
     assert found[0] >= 0.9
     assert found[2] >= found[0] - 0.05
+
+
+@pytest.mark.slow
+def test_right_answers_teach_sorting(place: Path) -> None:
+    """configs/sft_tiny.toml as it is, and what it has learned by greedy decoding of the validation words."""
+    done = hpcrl(
+        "submit",
+        str(QUICKSTART.parent / "sft_tiny.toml"),
+        "--local",
+        "--follow",
+        "trainer.run_name=sft",
+        "trainer.hf_save_interval=96",
+        cwd=place,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = Run.open(place / "runs" / "sft" / "sft")
+    losses = curve(run, "eval/all/loss")
+    print(f"validation loss {losses[0]:.3f} -> {losses[96]:.4f}")
+    assert losses[0] > 0.3
+    assert losses[96] < 0.01
+    made = runpy.run_path(str(QUICKSTART.parent / "quickstart" / "make.py"))
+    tokenizer, words = made["make_tokenizer"](), made["draw_words"](1, made["VALIDATION_ROWS"])
+    assert made["score"](AutoModelForCausalLM.from_pretrained(run.export(96)), tokenizer, words) >= 0.95
 
 
 @pytest.mark.slow

@@ -29,10 +29,9 @@ from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.backends.fsdp import sharding
 from hpcrl.trainer.backends.fsdp.engine import FsdpEngine, FsdpPolicy
 from hpcrl.trainer.batching import MicroBatchLimit, mini_batches
-from hpcrl.trainer.distributed import World, joined
+from hpcrl.trainer.distributed import World, check_all_reduce, joined
 from hpcrl.trainer.loss import build_objective, build_reduction
 from hpcrl.trainer.metrics import describe_updates
-from hpcrl.trainer.network import check_all_reduce
 from hpcrl.trainer.packing import MiniBatch, load_samples
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.publish import Publisher

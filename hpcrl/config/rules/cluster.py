@@ -9,6 +9,7 @@ from hpcrl.config.derive import (
     LORA_RANKS,
     engine_gpus,
     gpu_count,
+    has_engines,
     largest_rank,
     loads_adapters,
     max_replicas,
@@ -142,6 +143,8 @@ def gpus_of_nodes(config: ConfigTree) -> Iterator[Problem]:
 
 
 def enough_replicas(config: ConfigTree) -> Iterator[Problem]:
+    if not has_engines(config):
+        return
     least, most = config.slurm.min_replicas, max_replicas(config)
     engines = "generator.inference_engine.num_engines"
     if most < 1:

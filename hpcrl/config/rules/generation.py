@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from hpcrl.config.derive import MOST_KEPT, mask_size, max_input_length
+from hpcrl.config.derive import MOST_KEPT, is_supervised, mask_size, max_input_length
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.generator import SamplingParams
 from hpcrl.config.sections.tree import ConfigTree
@@ -23,7 +23,7 @@ def datasets(config: ConfigTree) -> Iterator[Problem]:
     data = config.data
     if not data.train_data:
         yield Problem("data.train_data", "expected at least one dataset, found an empty list")
-    if config.trainer.eval_interval > 0 and not data.val_data and data.test_size is None:
+    if config.trainer.eval_interval > 0 and not (data.val_data or data.val_prompts) and data.test_size is None:
         yield Problem(
             "trainer.eval_interval",
             f"{config.trainer.eval_interval} asks for evaluation, but data.val_data is empty; name a dataset there or set trainer.eval_interval=0",
@@ -33,6 +33,13 @@ def datasets(config: ConfigTree) -> Iterator[Problem]:
     if data.test_size is not None and data.test_size > 1 and data.test_size % 1:
         yield Problem(
             "data.test_size", f"expected a share below 1 or a whole number of prompts, found {data.test_size}"
+        )
+    if is_supervised(config.trainer) and config.trainer.max_length is None:
+        yield Problem("trainer.max_length", 'required with trainer.mode="sft": the longest row in tokens')
+    if data.weights and len(data.weights) != len(data.train_data):
+        yield Problem(
+            "data.weights",
+            f"expected one per dataset of data.train_data ({len(data.train_data)}), found {len(data.weights)}",
         )
     if data.prompt_column == data.response_column:
         yield Problem("data.response_column", f"expected another column than data.prompt_column ({data.prompt_column})")

@@ -8,11 +8,12 @@ A loss or an advantage estimator of the user's own may read any setting of train
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from hpcrl.config.derive import reward_weights, uses_reference
+from hpcrl.config.derive import has_engines, is_supervised, reward_weights, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
+from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.model import OptimizerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
@@ -20,6 +21,8 @@ _ALGORITHM = "trainer.algorithm."
 _CORRECTION = f"{_ALGORITHM}off_policy_correction."
 _DYNAMIC = f"{_ALGORITHM}dynamic_sampling."
 _REFERENCE = f"{_ALGORITHM}use_kl_loss or use_kl_in_reward"
+
+_OF_ALL_MODES = ("loss_reduction", "max_seq_len", "unbiased_loss_max_tokens")
 
 READ_BY_LOSSES: dict[str, tuple[str, ...]] = {
     "eps_clip_low": ("regular", "dual_clip", "gspo", "rollout_is", "clip_cov"),
@@ -197,6 +200,45 @@ _OTHERS = (
         ("trainer.ckpt_keep_best_mode",),
         "trainer.ckpt_keep_best",
         lambda config: config.trainer.ckpt_keep_best is not None,
+    ),
+    Switch(
+        (
+            *(
+                "trainer.max_length",
+                "data.conversation_column",
+                "data.format",
+                "data.text_column",
+                "data.train_on_what",
+            ),
+            *("data.too_long", "data.weights", "data.num_workers", "data.prefetch_factor", "data.cache"),
+            *(
+                "data.subset",
+                "data.revision",
+                "data.val_subset",
+                "data.val_revision",
+                "data.local_dir",
+                "data.val_prompts",
+            ),
+        ),
+        'trainer.mode="sft"',
+        lambda config: is_supervised(config.trainer),
+    ),
+    Switch(
+        (
+            *(f"{_ALGORITHM}{one.name}" for one in fields(AlgorithmConfig) if one.name not in _OF_ALL_MODES),
+            *("trainer.fully_async", "trainer.update_ref_every_epoch"),
+            *("generator.n_samples_per_prompt", "generator.step_wise_trajectories"),
+        ),
+        'trainer.mode="rl"',
+        lambda config: not is_supervised(config.trainer),
+    ),
+    Switch(
+        (
+            *("generator.sampling_params", "generator.max_turns", "environment", "trainer.max_prompt_length"),
+            *("generator.eval_sampling_params", "generator.eval_n_samples_per_prompt", "slurm.elastic.replicas"),
+        ),
+        'data.val_prompts, or trainer.mode="rl"',
+        has_engines,
     ),
     Switch(("data.shuffle_seed",), "data.shuffle=true", lambda config: config.data.shuffle),
     Switch(("data.prefetch_factor",), "data.num_workers", lambda config: config.data.num_workers > 0),

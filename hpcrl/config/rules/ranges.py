@@ -261,6 +261,8 @@ def _wrong_items(path: str, value: dict[str, Any] | list[Any]) -> str | None:
     items = list(value.values() if isinstance(value, dict) else value)
     if path.endswith(".adam_betas") and (len(items) != 2 or not all(0 <= beta < 1 for beta in items)):
         return f"expected two numbers from 0 to below 1, found {value}"
+    if path == "data.weights" and not all(weight > 0 for weight in items):
+        return f"expected weights of more than 0, found {value}"
     if path.endswith(".stop") and not all(items):
         return "expected texts that are not empty"
     if path.endswith(".inference_size") and (len(items) != 2 or min(items) < 1):

@@ -11,6 +11,7 @@ from hpcrl.config.derive import (
     model_parallel_size,
     ref_model_parallel_size,
     ref_ranks,
+    samples_per_prompt,
     trainer_ranks,
     uses_reference,
 )
@@ -60,7 +61,7 @@ def parallel_sizes(config: ConfigTree) -> Iterator[Problem]:
 def equal_shares(config: ConfigTree) -> Iterator[Problem]:
     if config.generator.step_wise_trajectories:  # how many turns samples have is not known
         return
-    samples, models = config.generator.n_samples_per_prompt, _roles(config.trainer)
+    samples, models = samples_per_prompt(config), _roles(config.trainer)
     for role, mini in _mini_batches(config.trainer).items():
         ranks, together = models[role]
         if mini * samples % max(1, ranks // together):
@@ -73,7 +74,7 @@ def equal_shares(config: ConfigTree) -> Iterator[Problem]:
 
 
 def enough_samples(config: ConfigTree) -> Iterator[Problem]:
-    batch, samples = config.trainer.train_batch_size, config.generator.n_samples_per_prompt
+    batch, samples = config.trainer.train_batch_size, samples_per_prompt(config)
     models = {role: sizes for role, sizes in _roles(config.trainer).items() if role != "critic"}
     least = math.lcm(*(max(1, ranks // together) for ranks, together in models.values()))
     if batch * samples < least:

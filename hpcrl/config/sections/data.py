@@ -1,8 +1,9 @@
-"""Section `data`: which prompts are trained and evaluated."""
+"""Section `data`: which prompts, or which rows of supervised fine-tuning, are trained and evaluated."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hpcrl.config.fields import Location
 
@@ -10,28 +11,31 @@ from hpcrl.config.fields import Location
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     train_data: list[Location]
-    """Datasets of training prompts, concatenated in order."""
+    """Datasets of training prompts, concatenated in order: files (.parquet, .json, .jsonl, .arrow). With trainer.mode="sft" also folders, those of Hugging Face's datasets among them, and names of its hub, each with a split behind a colon where there are several."""
 
     val_data: list[Location] = field(default_factory=list)
-    """Datasets of evaluation prompts; scores are reported per `data_source` column. Rows without one have the name of their file."""
+    """Datasets of evaluation prompts; scores are reported per `data_source` column. Rows without one have the name of their file. With trainer.mode="sft": datasets whose loss is reported, each by the name of its file."""
+
+    val_prompts: list[Location] = field(default_factory=list)
+    """With trainer.mode="sft": datasets of prompts that are evaluated as in reinforcement learning, by engines that generate and environments that score; empty: there are no engines."""
 
     subset: str | None = None
-    """Subset (configuration) of training datasets on a hub."""
+    """Subset (configuration) of training datasets of several; unset: the only one, or the one that is called default."""
 
     revision: str | None = None
-    """Branch, tag or commit of training datasets on a hub."""
+    """Branch, tag or commit of training datasets on the hub; unset: the main branch."""
 
     val_subset: str | None = None
-    """Subset (configuration) of evaluation datasets on a hub."""
+    """Subset (configuration) of evaluation datasets of several; unset: as for training datasets."""
 
     val_revision: str | None = None
-    """Branch, tag or commit of evaluation datasets on a hub."""
+    """Branch, tag or commit of evaluation datasets on the hub; unset: the main branch."""
 
     local_dir: Location | None = None
-    """Folder where datasets of files are looked for."""
+    """Folder in which datasets with a relative name are looked for, before the hub is asked."""
 
     test_size: float | int | None = None
-    """Share (below 1) or number of training prompts set aside for evaluation where val_data is empty: the first of train_data."""
+    """Share (below 1) or number of training prompts set aside for evaluation where val_data is empty: the first of train_data. With trainer.mode="sft", of the rows that are left."""
 
     shuffle: bool = True
     """Draw a new order of the training prompts for each epoch; otherwise each epoch trains them in the order of the files."""
@@ -40,22 +44,37 @@ class DataConfig:
     """Seed of that order; unset: trainer.seed."""
 
     prompt_column: str = "prompt"
-    """Column with the prompt: chat messages, or text that becomes one user message."""
+    """Column with the prompt: chat messages, or text that becomes one user message. With trainer.mode="sft" it is read with format="prompt_response"."""
 
     response_column: str | None = None
-    """Column with the reference answer: reward_spec.ground_truth of rows that have none; unset: rows bring their own."""
+    """Column with the reference answer: reward_spec.ground_truth of rows that have none; unset: rows bring their own. With trainer.mode="sft" it is the answer that format="prompt_response" trains; unset: response."""
 
     conversation_column: str = "conversations"
-    """Column with the chat messages that supervised fine-tuning learns."""
+    """Column with the chat messages that supervised fine-tuning learns: `role` and `content`, or ShareGPT's `from` and `value`; a message of weight 0 is not trained. A column `tools` goes to the chat template."""
+
+    format: Literal["conversations", "prompt_response", "text", "tokens"] = "conversations"
+    """What the rows of supervised fine-tuning are: chat messages, a prompt with its response, plain text, or tokens: `input_ids` with `labels` (-100 where a token is not trained) or with a `loss_mask`."""
+
+    text_column: str = "text"
+    """Column with the text of format="text"; all its tokens are trained, with the one that ends it."""
+
+    train_on_what: Literal["assistant", "last_turn", "all"] = "assistant"
+    """Which tokens of a conversation are trained: those of all messages of the assistant, of its last one, or all."""
+
+    too_long: Literal["cut", "drop", "refuse"] = "cut"
+    """What becomes of a row of more than trainer.max_length tokens: its end is cut off, it is left out, or the run ends with an error."""
+
+    weights: list[float] = field(default_factory=list)
+    """How often an epoch of supervised fine-tuning has the rows of each dataset of train_data: 2 means twice, 0.5 half of them, others in each epoch; empty: once."""
 
     cache: bool = False
-    """Keep tokenized samples on disk between runs."""
+    """Keep the tokens of supervised fine-tuning in slurm.root too, for other runs that make the same of the same files."""
 
     num_workers: int = 0
-    """Processes that prepare samples ahead."""
+    """Further processes that tokenize the rows of supervised fine-tuning; 0: the controller does it alone."""
 
     prefetch_factor: int | None = None
-    """Samples that each of them prepares ahead; needs num_workers."""
+    """Parts of 256 rows that each of them has before it; unset: 2. Needs num_workers."""
 
     drop_last: bool = True
-    """Leave out the prompts that do not fill the last batch of an epoch."""
+    """Leave out the prompts, or rows, that do not fill the last batch of an epoch; otherwise it is filled with the first ones of the next epoch, and only the last epoch leaves some out."""

@@ -109,7 +109,7 @@ class UploadConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     mode: Literal["rl", "sft"] = "rl"
-    """Learn from rewards, or from given conversations (supervised fine-tuning)."""
+    """Learn from rewards, or from given conversations and texts (supervised fine-tuning)."""
 
     strategy: Literal["fsdp2", "fsdp", "megatron"] = "fsdp2"
     """Training backend."""
@@ -254,7 +254,7 @@ class TrainerConfig:
     """Longest prompt in tokens, chat template included; longer ones are dropped."""
 
     max_length: int | None = None
-    """Tokens of a conversation in supervised fine-tuning; longer ones are cut; unset: what the model can take."""
+    """Tokens of a row of supervised fine-tuning at most, which has to be set there; data.too_long says what becomes of longer ones."""
 
     dump_data_batch: bool = False
     """Write what each step trains, with log-probabilities and advantages, into dumps/ of the run directory, one safetensors file per optimizer step and rank; nothing removes them but a resume before that step."""

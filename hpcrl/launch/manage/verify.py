@@ -107,6 +107,10 @@ def _samples(run: Run) -> Iterator[str]:
             yield from _told(lambda path=path: check_group(path), path)
 
 
+def _datasets(run: Run) -> Iterator[str]:
+    yield from _committed(run.datasets, lambda path: path.name)
+
+
 def _turns(run: Run) -> Iterator[str]:
     for path in sorted(path for files in turn_files(run).values() for path in files):
         _, damaged = read_turns(path)
@@ -164,6 +168,7 @@ PARTS = (
         "new run from a checkpoint (trainer.resume_mode=from_path)",
     ),
     Part("samples", _samples, "they are generated again when the run is resumed"),
+    Part("datasets", _datasets, "they are made again from their sources when the run is resumed"),
     Part("turns of groups that are not finished", _turns, "they are generated again when the run is resumed"),
     Part("rows of an evaluation that is not over", _rows, "they are generated again when the run is resumed"),
     Part("weights", _weights, "the newest version is published again when the run is resumed; no other is needed"),

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, engine_rope
-from hpcrl.config.derive import loads_adapters, max_input_length, max_model_len, model_config_kwargs
+from hpcrl.config.derive import (
+    has_engines,
+    is_supervised,
+    loads_adapters,
+    longest_sample,
+    max_input_length,
+    max_model_len,
+    model_config_kwargs,
+)
 from hpcrl.config.errors import Problem
 from hpcrl.config.rules.model_fit import text_entries
 from hpcrl.errors import did_you_mean
@@ -33,6 +41,8 @@ def check_engine(config: Config) -> Iterator[Problem]:
     if entries is not None:
         yield from _lengths(config, entries)
         yield from _adapters(config, entries)
+    if not has_engines(config):
+        return
     engine = config.generator.inference_engine
     # where torch is missing too, this is a login node, of which nothing follows for the nodes; nor does it from outside of a container
     if (
@@ -108,8 +118,15 @@ def _lengths(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
     overrides = generator.inference_engine.engine_init_kwargs.get("hf_overrides", {})
     rope, _ = engine_rope(config)
     most = position_limit({**entries, **changes, **overrides}, rope)
-    wanted = max_model_len(config)
+    supervised = is_supervised(config.trainer)
+    wanted = longest_sample(config) if supervised else max_model_len(config)
     if most is None or wanted <= most:
+        return
+    if supervised:
+        yield Problem(
+            "trainer.max_length",
+            f"{wanted} is more than the {most} tokens that the model at {config.trainer.policy.model.path} takes (its config.json); lower it",
+        )
         return
     before = max_input_length(generator, config.trainer)
     name = "trainer.max_prompt_length" if generator.max_input_length is None else "generator.max_input_length"

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, total_steps
-from hpcrl.config.derive import steps_per_epoch
+from hpcrl.config.derive import has_engines, is_supervised, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.resume_changes import Change, changes_from_path
 from hpcrl.data.chat import chat_template
 from hpcrl.data.datasets import load_dataset
-from hpcrl.data.prompts import count_aside, count_rows
+from hpcrl.data.prompts import count_aside
+from hpcrl.data.sources import Source
+from hpcrl.data.tokenize import Recipe, tokenized, training_sources, validation_sources
 from hpcrl.data.weight_files import ADAPTER_FILE
 from hpcrl.envs.registry import environment_class
 from hpcrl.errors import ConfigError, DataError
@@ -106,14 +108,18 @@ def _of_models(config: Config) -> Iterator[Problem]:
 
 def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
     data, problems, warnings = config.data, list[Problem](), list[str]()
+    supervised = is_supervised(config.trainer)
+    if supervised:
+        problems, warnings = _of_rows(config)
     training: tuple[Kind, ...] = ("train",) if data.test_size is None else ("train", "eval")
     sources: tuple[tuple[str, list[str], tuple[Kind, ...]], ...] = (
-        ("data.train_data", data.train_data, training),
-        ("data.val_data", data.val_data if config.trainer.eval_interval > 0 else [], ("eval",)),
+        ("data.train_data", [] if supervised else data.train_data, training),
+        ("data.val_data", data.val_data if config.trainer.eval_interval > 0 and not supervised else [], ("eval",)),
+        ("data.val_prompts", data.val_prompts if has_engines(config) else [], ("eval",)),
     )
     for name, paths, kinds in sources:
         for path in paths:
-            if not Path(path).expanduser().is_file():
+            if not Source(path).exists():
                 problems.append(Problem(name, f"no file {path}"))
                 continue
             try:
@@ -123,11 +129,28 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
                     warnings.append(f"{name}: the first row of {path} {not_tried(package)}")
                 else:
                     problems.append(Problem(name, str(error)))
-    if not problems:
+    if not problems and not supervised:
         try:
             warnings += _of_the_end(config)
         except DataError as error:
             problems.append(Problem("data.train_data", str(error).removeprefix("data.train_data ")))
+    return problems, warnings
+
+
+def _of_rows(config: Config) -> tuple[list[Problem], list[str]]:
+    """Look at the first row of each dataset of supervised fine-tuning. What is on the hub is downloaded here, for nodes without network."""
+    problems, warnings, recipe = list[Problem](), list[str](), Recipe.of(config)
+    named = [("data.train_data", source) for source in training_sources(config.data)]
+    if config.trainer.eval_interval > 0:
+        named += [("data.val_data", source) for source in validation_sources(config.data)]
+    for name, source in named:
+        try:
+            next(tokenized(source, recipe))
+        except (DataError, ModuleNotFoundError) as error:
+            if package := missing_package(error):
+                warnings.append(f"{name}: the first row of {source.location} {not_tried(package)}")
+            else:
+                problems.append(Problem(name, str(error)))
     return problems, warnings
 
 
@@ -140,13 +163,13 @@ def _of_the_end(config: Config) -> Iterator[str]:
     data, trainer, counts = (
         config.data,
         config.trainer,
-        [_count(path, os.stat(path).st_mtime_ns) for path in config.data.train_data],
+        [_count(path, _changed(path)) for path in config.data.train_data],
     )
     rows = sum(count or 0 for count in counts)
     if None in counts:
         return
     prompts = rows - (0 if data.test_size is None else count_aside(rows, data.test_size))
-    last, asked = total_steps(prompts, trainer), trainer.max_steps
+    last, asked = total_steps(prompts, trainer, data.drop_last), trainer.max_steps
     if asked is not None and last < asked:
         epoch = steps_per_epoch(prompts, trainer.train_batch_size)
         yield (
@@ -155,9 +178,14 @@ def _of_the_end(config: Config) -> Iterator[str]:
         )
 
 
+def _changed(path: str) -> int:
+    """Return when a file was changed; 0 for what is not on this machine."""
+    return os.stat(path).st_mtime_ns if Path(path).exists() else 0
+
+
 @lru_cache(maxsize=64)
 def _count(path: str, changed: int) -> int | None:  # noqa: ARG001 - elements of a sweep mostly have the same files
-    return count_rows(path)
+    return Source(path).count()
 
 
 def check_checkpoint(config: Config) -> list[str]:

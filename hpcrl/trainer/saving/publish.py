@@ -42,6 +42,7 @@ class Publisher:
         kept_versions: of the newest, that must stay readable.
         longest: tokens that an engine takes at most; fewer than two: versions get no probe.
         adapters: whether engines load adapters, and get nothing else.
+        engines: whether there are any; without them no version is written.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class Publisher:
         longest: int = 0,
         *,
         adapters: bool = False,
+        engines: bool = True,
     ) -> None:
+        self._engines = engines
         self._run, self._attempt, self._world, self._dtype = run, attempt, world, dtype
         self._adapters, self._kept_versions = adapters, kept_versions
         self._probe_tokens = min(_PROBE_TOKENS, longest - 1)  # an engine says one more
@@ -88,6 +91,8 @@ class Publisher:
             CommitError: on every rank: they could not be written, or a newer attempt has begun.
         """
         target = self._run.weights_of(version)
+        if not self._engines:
+            return {}
         if self._world.rank0_broadcast(lambda: committed_by(target)) == self._attempt:
             return {}
         began = time.monotonic()

@@ -10,6 +10,7 @@ from tests.config.rules.skyrl_cases import (
     LORA,
     NO_KL,
     OPTIMIZER,
+    SFT,
     Case,
 )
 
@@ -71,8 +72,8 @@ COSMOS = [
     ),
     Case(
         "prefetching needs workers",
-        {"data.prefetch_factor": 4}, "data.prefetch_factor", "has no effect without data.num_workers",
-        {"data.prefetch_factor": 4, "data.num_workers": 1},
+        {**SFT, "data.prefetch_factor": 4}, "data.prefetch_factor", "has no effect without data.num_workers",
+        {**SFT, "data.prefetch_factor": 4, "data.num_workers": 1},
     ),
     Case(
         "one reset of the reference is enough",

@@ -133,4 +133,4 @@ def test_the_first_row_is_tried_on_ones_own_environment(tmp_path: Path) -> None:
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     table = tmp_path / "rows.csv"
     table.write_text("prompt\n2+2\n")
-    assert "expected a .parquet, .json or .jsonl file" in told([f'data.train_data=["{table}"]'])
+    assert "expected a .parquet, .json, .jsonl or .arrow file" in told([f'data.train_data=["{table}"]'])

@@ -1,0 +1,100 @@
+"""`hpcrl data …`: what a configuration makes of its datasets, before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hpcrl.cli._common import positive, split
+from hpcrl.text import one_line, printable
+
+if TYPE_CHECKING:
+    from hpcrl.data.conversations import Renderer, Tokens
+    from hpcrl.data.sources import Source
+    from hpcrl.data.tokenize import Recipe
+
+_SHARES = (0.5, 0.9, 0.99)
+_ERRORS_SHOWN = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    text = "count the rows of the datasets of supervised fine-tuning, say how long they are and what would be left out, and show some"
+    check = commands.add_parser("check", help=text, description=text[0].upper() + text[1:] + ".")
+    check.add_argument(
+        "settings", nargs="+", metavar="FILE|KEY=VALUE", help="TOML files and overrides, later ones over earlier ones"
+    )
+    check.add_argument("-n", type=positive, default=3, metavar="K", help="rows of each dataset that are shown (3)")
+    check.set_defaults(action=_check)
+    check.epilog = "The exit code is 1 if a row cannot be used, or none is left."
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from hpcrl.config import Config
+    from hpcrl.config.derive import is_supervised
+    from hpcrl.data.tokenize import Recipe, training_sources, validation_sources
+    from hpcrl.errors import ConfigError
+
+    config = Config.from_toml(*split(arguments.settings))
+    if not is_supervised(config.trainer):
+        raise ConfigError(
+            'trainer.mode: the rows of reinforcement learning are checked by `hpcrl submit`, and shown by `hpcrl env try`; expected "sft"'
+        )
+    recipe, usable = Recipe.of(config), True
+    sources = training_sources(config.data)
+    if config.trainer.eval_interval > 0:
+        sources += validation_sources(config.data)
+    renderer = recipe.renderer()
+    for source in sources:
+        usable &= _dataset(source, recipe, renderer, arguments.n)
+    return 0 if usable else 1
+
+
+def _dataset(source: Source, recipe: Recipe, renderer: Renderer, shown: int) -> bool:
+    """Print what becomes of a dataset, and return whether a run could use it."""
+    from hpcrl.data.tokenize import Counts, fitted
+    from hpcrl.errors import DataError
+
+    counts, lengths, errors = Counts(), list[int](), list[str]()
+    first: list[tuple[int, Tokens]] = []
+    for at, row in enumerate(source.rows()):
+        try:
+            tokens = renderer.tokens(row)
+            lengths.append(len(tokens.token_ids))
+            kept = fitted(tokens, recipe, counts)
+        except DataError as error:
+            errors.append(f"row {at}: {error}")
+            continue
+        if kept is not None and len(first) < shown:
+            first.append((at, kept))
+    print(one_line(f"{source.location}: {counts}"))
+    if lengths:
+        lengths.sort()
+        shares = [f"{share:.0%} have at most {lengths[int(share * (len(lengths) - 1))]:,}" for share in _SHARES]
+        print(
+            f"  tokens per row: {', '.join(shares)}, the longest {lengths[-1]:,}; trainer.max_length is {recipe.longest:,}"
+        )
+    for error in errors[:_ERRORS_SHOWN]:
+        print(one_line(f"  cannot be used: {error}"))
+    if len(errors) > _ERRORS_SHOWN:
+        print(f"  cannot be used: {len(errors) - _ERRORS_SHOWN:,} rows more")
+    for at, tokens in first:
+        print("\n".join(_lines(at, tokens, renderer)))
+    print()
+    return bool(counts.rows) and not errors
+
+
+def _lines(at: int, tokens: Tokens, renderer: Renderer) -> Iterator[str]:
+    from itertools import groupby
+
+    from hpcrl.cli.samples import part_lines
+    from hpcrl.data.rollouts import Segment
+
+    yield f"=== row {at}: {len(tokens.token_ids)} tokens, {tokens.trained} of them trained"
+    pairs = zip(tokens.token_ids, tokens.mask, strict=True)
+    for trained, run in groupby(pairs, lambda pair: pair[1]):
+        ids = [token for token, _ in run]
+        text = printable(str(renderer.tokenizer.decode(ids)))
+        part = Segment("trained" if trained else "context", text, len(ids), len(ids) if trained else 0)
+        yield from part_lines(part, f"{part.by}, {len(ids)} tokens")

@@ -1,0 +1,296 @@
+"""The datasets of supervised fine-tuning as a run has them: tokenized once, by the controller, into dataset/ of the run directory.
+
+A run trains what it read at its first start: later attempts find the tokens there, and look at the sources no more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from hpcrl.config import Config
+from hpcrl.config.sections.data import DataConfig
+from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.data.chat import chat_template, load_tokenizer, without_torch
+from hpcrl.data.conversations import Columns, Renderer, Tokens, TrainOnWhat
+from hpcrl.data.prompts import count_aside, source_names
+from hpcrl.data.sources import Source
+from hpcrl.data.token_file import TokenFile, open_tokens, write_tokens
+from hpcrl.errors import CommitError, DataError
+from hpcrl.rundir.commit import Fence, is_committed, unfenced, verify
+from hpcrl.rundir.layout import Run
+from hpcrl.text import metric_name
+
+HELD_OUT = "held_out"
+"""The name of the rows that data.test_size sets aside."""
+_ROWS_AT_ONCE = 256
+AHEAD = 2
+"""Parts that each process has before it, where data.prefetch_factor says nothing."""
+
+
+@dataclass
+class Counts:
+    """What became of the rows of a dataset.
+
+    Attributes:
+        cut, dropped: rows of more than trainer.max_length tokens.
+        untrained: rows that are left out because none of their tokens would be trained.
+        rows, tokens, trained: what is left.
+        longest: tokens of the longest row, before it was cut or dropped.
+    """
+
+    rows: int = 0
+    cut: int = 0
+    dropped: int = 0
+    untrained: int = 0
+    tokens: int = 0
+    trained: int = 0
+    longest: int = 0
+
+    def __str__(self) -> str:
+        left_out = [
+            f"{self.cut:,} cut",
+            f"{self.dropped:,} dropped as too long",
+            f"{self.untrained:,} with nothing to train",
+        ]
+        return f"{self.rows:,} rows, {self.tokens:,} tokens, {self.trained:,} of them trained; longest row {self.longest:,}; {', '.join(left_out)}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What makes tokens of a row; other processes can have it.
+
+    Attributes:
+        longest: tokens of a row at most.
+        too_long: what becomes of a longer one.
+    """
+
+    model: str
+    template: ChatTemplateConfig
+    options: dict[str, Any]
+    columns: Columns
+    train_on: TrainOnWhat
+    longest: int
+    too_long: str
+
+    @classmethod
+    def of(cls, config: Config) -> Recipe:
+        data, generator = config.data, config.generator
+        columns = Columns(
+            data.format, data.conversation_column, data.prompt_column, data.response_column, data.text_column
+        )
+        longest = config.trainer.max_length
+        assert longest is not None, "the rules ask for trainer.max_length"
+        return cls(
+            config.trainer.policy.model.path,
+            generator.chat_template,
+            generator.chat_template_kwargs,
+            columns,
+            data.train_on_what,
+            longest,
+            data.too_long,
+        )
+
+    def renderer(self) -> Renderer:
+        """Return what renders rows; errors as of `load_tokenizer`."""
+        with without_torch():
+            tokenizer = load_tokenizer(self.model, self.template)
+        return Renderer(tokenizer, self.columns, self.options, self.template.allow_special_tokens, self.train_on)
+
+    def facts(self) -> dict[str, Any]:
+        """Return all that decides what a row becomes, as JSON has it."""
+        return asdict(self) | {"template": chat_template(self.template)}
+
+
+def training_sources(data: DataConfig) -> list[Source]:
+    return [Source(one, data.subset, data.revision, data.local_dir, "train") for one in data.train_data]
+
+
+def validation_sources(data: DataConfig) -> list[Source]:
+    return [Source(one, data.val_subset, data.val_revision, data.local_dir) for one in data.val_data]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Tokenizes datasets into the run directory, where they are not there yet.
+
+    Args:
+        progress: is called now and then while rows are read.
+    """
+
+    run: Run
+    attempt: int
+    recipe: Recipe
+    workers: int = 0
+    ahead: int = AHEAD
+    fence: Fence = unfenced
+    progress: Callable[[], None] = unfenced
+
+    def dataset(self, folder: str, name: str, source: Source) -> TokenFile:
+        """Return the tokens of a dataset, made now or by an earlier attempt from a source and settings of the same name.
+
+        Raises:
+            DataError: the source cannot be read, a row cannot be used, or no row is left.
+        """
+        target, made_of = self.run.dataset(folder), {"source": vars(source), **self.recipe.facts()}
+        if not self._is_there(target, made_of):
+            counts = Counts()
+            rows = self._kept(tokenized(source, self.recipe, self.workers, self.ahead), source, counts)
+            facts = {"name": name, "made_of": made_of, "counts": vars(counts)}
+            write_tokens(target, self.attempt, rows, self.fence, **facts)
+            open_tokens.cache_clear()
+            print(f"{name}: {counts}", flush=True)
+        return open_tokens(target)
+
+    def _is_there(self, target: Path, made_of: dict[str, Any]) -> bool:
+        try:
+            return is_committed(target) and verify(target)["made_of"] == made_of
+        except CommitError as error:
+            print(f"{error}; tokenized anew", flush=True)
+            return False
+
+    def _kept(self, rows: Iterable[Tokens], source: Source, counts: Counts) -> Iterator[Tokens]:
+        for row in rows:
+            self.progress()
+            if (kept := fitted(row, self.recipe, counts)) is not None:
+                yield kept
+        if not counts.rows:
+            raise DataError(
+                f"dataset {source.location}: no row is left ({counts}); look at trainer.max_length, data.too_long and data.train_on_what; "
+                "`hpcrl data check` shows what becomes of the rows"
+            )
+
+
+def fitted(row: Tokens, recipe: Recipe, counts: Counts) -> Tokens | None:
+    """Return a row as it is trained, and count it; None: it is left out.
+
+    Raises:
+        DataError: it is too long, and such rows are refused.
+    """
+    length = len(row.token_ids)
+    counts.longest = max(counts.longest, length)
+    if length > recipe.longest:
+        if recipe.too_long == "refuse":
+            raise DataError(
+                f"a row has {length} tokens, more than trainer.max_length = {recipe.longest}; raise that, or set data.too_long"
+            )
+        if recipe.too_long == "drop":
+            counts.dropped += 1
+            return None
+        counts.cut += 1
+        row = row.cut(recipe.longest)
+    if not any(row.mask[1:]):  # nothing predicts the first token
+        counts.untrained += 1
+        return None
+    counts.rows += 1
+    counts.tokens += len(row.token_ids)
+    counts.trained += row.trained
+    return row
+
+
+def tokenized(source: Source, recipe: Recipe, workers: int = 0, ahead: int = AHEAD) -> Iterator[Tokens]:
+    """Yield the rows of a dataset as tokens, in order.
+
+    Args:
+        workers: further processes that make them; 0: this one does.
+        ahead: parts of some hundred rows that each of them has before it.
+
+    Raises:
+        DataError: names the row that cannot be used.
+    """
+    parts = _parts(source, _ROWS_AT_ONCE)
+    if not workers:
+        _prepare(recipe)
+        for part in parts:
+            yield from _rendered(*part)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn"), _prepare, (recipe,)) as pool:
+        waiting = deque[Future[list[Tokens]]]()
+        for part in parts:
+            waiting.append(pool.submit(_rendered, *part))
+            if len(waiting) >= workers * ahead:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+
+
+def _parts(source: Source, size: int) -> Iterator[tuple[str, int, list[Any]]]:
+    rows, first = source.rows(), 0
+    while part := list(islice(rows, size)):
+        yield source.location, first, part
+        first += len(part)
+
+
+_OF_PROCESS = list[Renderer]()
+
+
+def _prepare(recipe: Recipe) -> None:
+    _OF_PROCESS[:] = [recipe.renderer()]
+
+
+def _rendered(location: str, first: int, rows: Sequence[Any]) -> list[Tokens]:
+    (renderer,), found = _OF_PROCESS, list[Tokens]()
+    for at, row in enumerate(rows, first):
+        try:
+            found.append(renderer.tokens(row))
+        except DataError as error:
+            raise DataError(f"dataset {location}, row {at}: {error}") from error
+    return found
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive rows of a dataset."""
+
+    file: TokenFile
+    places: range
+
+
+def tokenize_datasets(config: Config, tokenizer: Tokenizer) -> None:
+    """Make the training and evaluation datasets of a run; errors as of `Tokenizer.dataset`."""
+    data = config.data
+    for at, (name, source) in enumerate(zip(_names(data.train_data), training_sources(data), strict=True)):
+        tokenizer.dataset(f"train-{at}", name, source)
+    if config.trainer.eval_interval > 0:
+        for at, (name, source) in enumerate(zip(_names(data.val_data), validation_sources(data), strict=True)):
+            tokenizer.dataset(f"validation-{at}", name, source)
+
+
+def training_rows(run: Run, data: DataConfig) -> list[Rows]:
+    """Return the rows to train of each dataset, without those that are set aside.
+
+    Raises:
+        DataError: nothing is left; DamagedError: a dataset is missing or damaged.
+    """
+    return [Rows(file, range(aside, len(file))) for file, aside in _set_aside(run, data)]
+
+
+def validation_rows(run: Run, data: DataConfig) -> dict[str, list[Rows]]:
+    """Return the rows of each validation set by its name; errors as of `training_rows`."""
+    if data.test_size is not None:
+        return {HELD_OUT: [Rows(file, range(aside)) for file, aside in _set_aside(run, data) if aside]}
+    files = [open_tokens(run.dataset(f"validation-{at}")) for at in range(len(data.val_data))]
+    return {file.name: [Rows(file, range(len(file)))] for file in files}
+
+
+def _set_aside(run: Run, data: DataConfig) -> list[tuple[TokenFile, int]]:
+    """Return each training dataset with the number of its first rows that are evaluated instead."""
+    files = [open_tokens(run.dataset(f"train-{at}")) for at in range(len(data.train_data))]
+    left = 0 if data.test_size is None else count_aside(sum(map(len, files)), data.test_size)
+    found = list[tuple[TokenFile, int]]()
+    for file in files:
+        found.append((file, min(left, len(file))))
+        left -= found[-1][1]
+    return found
+
+
+def _names(locations: Sequence[str]) -> list[str]:
+    """Return a short name for each dataset, under which its loss is reported."""
+    short = source_names(locations)
+    return [metric_name(short[one]) for one in locations]

@@ -1,0 +1,61 @@
+"""`hpcrl data check`: what becomes of rows is said before anything is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli.main import main
+from tests.paths import CONFIGS
+
+EXPERIMENT = str(CONFIGS / "sft_tiny.toml")
+
+
+def talk(question: str, answer: str) -> dict:
+    return {"conversations": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def check(path: Path, rows: list, *settings: str) -> int:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return main(
+        [
+            "data",
+            "check",
+            EXPERIMENT,
+            f"data.train_data=['{path}']",
+            "data.val_data=[]",
+            "trainer.eval_interval=0",
+            "trainer.ckpt_keep_best=",
+            "trainer.ckpt_keep_best_mode=",
+            *settings,
+        ]
+    )
+
+
+def test_counts_lengths_and_three_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [talk("ab", "c"), talk("ab", "cdefghij"), talk("abcdefghijkl", "c"), *[talk("a", "b")] * 4]
+    assert check(tmp_path / "rows.jsonl", rows, "trainer.max_length=10", "data.too_long=drop") == 0
+    said = capsys.readouterr().out
+    assert "5 rows, " in said
+    assert "longest row 17; 0 cut, 2 dropped as too long, 0 with nothing to train" in said
+    assert (
+        "50% have at most 6, 90% have at most 14, 99% have at most 14, the longest 17; trainer.max_length is 10" in said
+    )
+    assert [line for line in said.splitlines() if line.startswith("===")] == [
+        "=== row 0: 7 tokens, 2 of them trained", "=== row 3: 6 tokens, 2 of them trained", "=== row 4: 6 tokens, 2 of them trained",
+    ]  # fmt: skip
+    assert "--- context, 5 tokens\n<|user|>ab<|end|><|assistant|>\n--- trained, 2 tokens\nc<|end|>\n" in said
+
+
+def test_rows_that_cannot_be_used_are_told_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(tmp_path / "rows.jsonl", [talk("a", "b"), *[{"conversations": 3}] * 5]) == 1
+    said = capsys.readouterr().out
+    assert "cannot be used: row 1: expected a list of chat messages, found 3" in said
+    assert "cannot be used: 2 rows more" in said
+
+
+def test_prompts_are_not_checked_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", str(CONFIGS / "quickstart.toml")]) != 0
+    assert "trainer.mode" in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""Where rows come from: files, folders, what Hugging Face's datasets has saved, and its hub's cache without network."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hpcrl.data.sources import Source
+from hpcrl.errors import DataError
+
+ROWS = [{"text": f"row {number}", "n": number} for number in range(3000)]
+
+
+def write(path: Path, rows: list) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(rows)
+    match path.suffix:
+        case ".parquet":
+            pq.write_table(table, path)
+        case ".arrow":
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+                stream.write_table(table, 700)
+        case ".json":
+            path.write_text(json.dumps(rows))
+        case _:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl", ".arrow"])
+def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, suffix: str) -> None:
+    source = Source(str(write(tmp_path / f"rows{suffix}", ROWS)))
+    assert (list(source.rows()), source.count(), source.exists()) == (ROWS, 3000, True)
+    assert list(Source(f"rows{suffix}", folder=str(tmp_path)).rows()) == ROWS
+
+
+def test_an_arrow_file_with_a_footer(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as stream:
+        stream.write_table(table)
+    assert list(Source(str(tmp_path / "rows.arrow")).rows()) == ROWS
+
+
+def test_what_datasets_has_saved(tmp_path: Path) -> None:
+    for split, part in (("train", ROWS[:2000]), ("test", ROWS[2000:])):
+        names = [write(tmp_path / split / f"data-{at:05d}-of-00002.arrow", part[at::2]).name for at in range(2)]
+        (tmp_path / split / "state.json").write_text(
+            json.dumps({"_data_files": [{"filename": name} for name in names]})
+        )
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert list(Source(f"{tmp_path}:test").rows()) == [*ROWS[2000::2], *ROWS[2001::2]]
+    assert Source(str(tmp_path / "train")).count() == 2000
+    assert Source(str(tmp_path), split="train").count() == 2000, "the split of training data, where none is named"
+    with pytest.raises(DataError, match=f"it has several splits; name one of train, test as {tmp_path}:train"):
+        list(Source(str(tmp_path)).rows())
+    with pytest.raises(DataError, match="it has no split 'dev'"):
+        list(Source(f"{tmp_path}:dev").rows())
+
+
+def test_a_folder_of_files_has_the_splits_that_their_names_say(tmp_path: Path) -> None:
+    write(tmp_path / "data" / "train-00000-of-00002.parquet", ROWS[:10])
+    write(tmp_path / "data" / "train-00001-of-00002.parquet", ROWS[10:15])
+    write(tmp_path / "data" / "test.jsonl", ROWS[20:])
+    write(tmp_path / ".cache" / "train.jsonl", ROWS)
+    assert list(Source(f"{tmp_path}:train").rows()) == ROWS[:15]
+    assert list(Source(f"{tmp_path}:test").rows()) == ROWS[20:]
+    with pytest.raises(DataError, match="it has several splits"):
+        Source(str(tmp_path)).files()
+    write(tmp_path / "plain" / "a.jsonl", ROWS[:1])
+    write(tmp_path / "plain" / "b.jsonl", ROWS[1:2])
+    assert list(Source(str(tmp_path / "plain")).rows()) == ROWS[:2]
+
+
+README = """---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*
+  - split: test
+    path: main/test-*
+- config_name: other
+  data_files: other/all.jsonl
+---
+# Rows
+"""
+
+
+def hub(home: Path, revision: str, files: dict[str, list], ref: str = "main") -> None:
+    """Lay out the hub's cache as a download leaves it."""
+    folder = home / "hub" / "datasets--owner--rows"
+    snapshot = folder / "snapshots" / revision
+    for name, rows in files.items():
+        write(snapshot / name, rows)
+    (snapshot / "README.md").write_text(README)
+    (folder / "refs").mkdir(exist_ok=True)
+    (folder / "refs" / ref).write_text(revision)
+
+
+READ = """
+import sys
+from hpcrl.data.sources import Source
+from hpcrl.errors import DataError
+location, subset, revision = (word or None for word in sys.argv[1:])
+try:
+    print(len(list(Source(location, subset, revision, split="train").rows())))
+except DataError as error:
+    print(error)
+"""
+
+
+def test_a_dataset_of_the_hub_is_found_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = {"main/train-0.parquet": ROWS[:7], "main/test-0.parquet": ROWS[:3], "other/all.jsonl": ROWS[:2]}
+    hub(tmp_path, "a" * 40, old, "v1")
+    hub(tmp_path, "b" * 40, {**old, "main/train-1.parquet": ROWS[:5]})
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def read(location: str, subset: str = "", revision: str = "") -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", READ, location, subset, revision], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    assert read("owner/rows:train", "main") == "12"
+    assert read("owner/rows", "main", "v1") == "7", "of another revision"
+    assert read("owner/rows:test", "main") == "3"
+    assert read("owner/rows", "other") == "2"
+    assert "no subset None; set data.subset to one of main, other" in read("owner/rows")
+    assert "the hub does not give one of that name (revision main)" in read("owner/none")
+
+
+def test_what_is_no_dataset_is_told(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    for location, message in (
+        (str(empty), "has no rows"),
+        (str(tmp_path / "none.jsonl"), "no such file"),
+        (str(write(tmp_path / "rows.csv", ROWS[:1])), "expected a .parquet, .json, .jsonl or .arrow file"),
+    ):
+        with pytest.raises(DataError, match=message):
+            list(Source(location).rows())

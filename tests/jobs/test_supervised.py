@@ -1,0 +1,126 @@
+"""Supervised fine-tuning as a user starts it: rows in the order of their seed, each once, whatever ends an attempt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.controller.prompt_stream import PromptStream
+from hpcrl.data.batch_file import batch_steps, read_batch
+from hpcrl.rundir.commit import committed, read_json
+from hpcrl.rundir.layout import Run, step_of, version_of
+from hpcrl.rundir.ledger import outcome_of
+from tests.jobs.small_run import curve, hpcrl, kill, logs_of, pid_of, wait_for
+from tests.paths import CONFIGS
+from tests.processes import processes_of
+
+SFT_TINY = CONFIGS / "sft_tiny.toml"
+SCORED = [
+    f"data.val_prompts=['{CONFIGS / 'quickstart' / 'data' / 'validation.parquet'}']",
+    "environment.env_class=sort_letters",
+    "generator.inference_engine.backend=transformers",
+    "generator.sampling_params.max_generate_length=8",
+    "trainer.max_prompt_length=16",
+]
+ROWS, BATCH = 8192, 2048  # four steps are an epoch
+
+
+def submit(place: Path, name: str, *settings: str) -> Run:
+    sizes = [
+        f"trainer.train_batch_size={BATCH}",
+        f"trainer.policy_mini_batch_size={BATCH}",
+        "trainer.max_tokens_per_micro_batch=8192",
+    ]
+    done = hpcrl("submit", str(SFT_TINY), "--local", f"trainer.run_name={name}", *sizes, *settings, cwd=place)
+    assert done.returncode == 0, done.stderr
+    return Run.open(place / "runs" / "sft" / name)
+
+
+def end(run: Run, attempt: int, seconds: float = 240) -> str:
+    wait_for(lambda: outcome_of(run, attempt), lambda: logs_of(run), seconds)
+    wait_for(lambda: not processes_of(run), lambda: f"left over: {processes_of(run)}", 30)
+    outcome = outcome_of(run, attempt)
+    assert outcome is not None
+    return outcome.kind
+
+
+def rows_of(run: Run) -> list[int | None]:
+    """Return the rows of all batches, in their order."""
+    files = [read_batch(run.batch(step)) for step in batch_steps(run)]
+    return [group.row for file in files if file for group in file.batch.groups]
+
+
+def in_order(run: Run, count: int) -> list[int]:
+    seed = Config.from_toml([run.config]).trainer.seed
+    stream = PromptStream(ROWS, BATCH, seed, seed)
+    return [stream.row(index) for index in range(count)]
+
+
+def test_a_run_has_no_engines_evaluates_its_validation_sets_and_keeps_the_best_checkpoint(place: Path) -> None:
+    run = submit(
+        place,
+        "plain",
+        "trainer.max_steps=3",
+        "trainer.eval_interval=2",
+        "trainer.ckpt_interval=1",
+        "trainer.hf_save_interval=3",
+    )
+    assert end(run, 1) == "done", logs_of(run)
+    assert rows_of(run) == in_order(run, 3 * BATCH)
+    assert {path.stem for path in run.logs(1).glob("*.log")} == {"agent-0", "controller", "trainer-0"}
+    assert not run.weights.exists(), "nobody loads them"
+    losses = curve(run, "eval/sft_validation/loss")
+    assert sorted(losses) == [0, 2, 3]
+    assert losses == curve(run, "eval/all/loss")
+    assert losses[3] < losses[0]
+    assert read_json(run.eval_losses(2)) == {"eval/sft_validation/loss": losses[2], "eval/all/loss": losses[2]}
+    assert curve(run, "data/trained_tokens") == dict.fromkeys((1, 2, 3), BATCH * 6)
+    assert (run.export(3) / "config.json").is_file()
+    listed = hpcrl("checkpoint", "ls", "plain", cwd=place).stdout
+    assert f"best eval/all/loss: {min(losses.values()):.4g}" in listed
+    assert hpcrl("verify", "plain", cwd=place).returncode == 0
+    shown = hpcrl("samples", "plain", "--step", "2", "-n", "1", "--json", cwd=place)
+    (sample,) = json.loads(shown.stdout)
+    assert [part["by"] for part in sample["parts"]] == ["context", "trained"]
+    assert (sample["row"], sample["parts"][1]["trained"]) == (rows_of(run)[BATCH], 6)
+
+
+@pytest.mark.faults_slow
+def test_what_is_learned_is_evaluated_by_generating(place: Path) -> None:
+    """Engines get the weights that are evaluated, and no others."""
+    run = submit(place, "scored", "trainer.epochs=2", "trainer.eval_interval=4", *SCORED)
+    assert end(run, 1) == "done", logs_of(run)
+    scores = curve(run, "eval/all/avg_score")
+    assert sorted(scores) == sorted(curve(run, "eval/all/loss")) == [0, 4, 8]
+    assert scores[0] < 0.5 < scores[8]
+    assert committed(run.weights, version_of) == [4, 8]
+    assert rows_of(run) == in_order(run, 8 * BATCH)
+
+
+@pytest.mark.faults_slow
+def test_killed_inside_an_epoch_and_resumed_on_two_ranks_it_trains_the_same_rows(place: Path) -> None:
+    settings = [
+        "trainer.epochs=3",
+        "trainer.ckpt_interval=2",
+        "trainer.eval_interval=3",
+        "trainer.policy.optimizer_config.lr=1e-4",
+    ]
+    whole = submit(place, "whole", *settings)
+    assert end(whole, 1) == "done", logs_of(whole)
+    run = submit(place, "killed", *settings)
+    wait_for(lambda: 2 in committed(run.checkpoints, step_of), lambda: logs_of(run), 120)
+    kill(pid_of(run, "train"))
+    assert end(run, 1) == "failed"
+    before = max(committed(run.checkpoints, step_of))
+    resumed = hpcrl("resume", "killed", "trainer.placement.policy_num_gpus_per_node=2", cwd=place)
+    assert resumed.returncode == 0, resumed.stderr
+    assert end(run, 2) == "done", logs_of(run)
+    assert 0 < before < 12
+    assert rows_of(run) == rows_of(whole) == in_order(whole, 12 * BATCH)
+    for epoch in range(3):
+        assert sorted(in_order(run, 12 * BATCH)[epoch * ROWS : (epoch + 1) * ROWS]) == list(range(ROWS))
+    for name in ("policy/final_loss", "eval/all/loss"):
+        assert curve(run, name) == pytest.approx(curve(whole, name), rel=1e-4), name
