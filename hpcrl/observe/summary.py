@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from hpcrl.units import duration
 
 REWARD = "reward/avg_raw_reward"
 EVAL_SCORE = "eval/all/avg_score"
+EVAL_LOSS = "eval/all/loss"
 STEP_SECONDS = "timing/step"
 TOKENS_PER_SECOND = "throughput/tokens_per_second"
 SAMPLES = "generate/samples"
@@ -33,6 +34,7 @@ class Headline:
     Attributes:
         steps: last step trained.
         eval_first, eval_last: step and score of the first and the last evaluation.
+        loss_first, loss_last: step and loss of the first and the last evaluation of validation sets.
         reward_first, reward_last: step and mean reward of the first and the last training batch.
         seconds: time in all attempts, from the start of each to its end, or to the last that is known of it.
         outcome: how the newest attempt ended, or None while it runs.
@@ -42,6 +44,8 @@ class Headline:
     steps: int
     eval_first: tuple[int, float] | None
     eval_last: tuple[int, float] | None
+    loss_first: tuple[int, float] | None
+    loss_last: tuple[int, float] | None
     reward_first: tuple[int, float] | None
     reward_last: tuple[int, float] | None
     seconds: float
@@ -55,6 +59,7 @@ class Headline:
         for name, first, last in (
             ("reward", self.reward_first, self.reward_last),
             ("eval", self.eval_first, self.eval_last),
+            ("loss", self.loss_first, self.loss_last),
         ):
             if first and last:
                 parts.append(f"{name} {last[1]:.3f}" if first == last else f"{name} {first[1]:.3f} → {last[1]:.3f}")
@@ -99,8 +104,10 @@ def headline(run: Run) -> Headline:
     return Headline(
         attempts=len(attempts),
         steps=trained.step if trained else 0,
-        eval_first=_score(run, versions),
-        eval_last=_score(run, versions[::-1]),
+        eval_first=_first(run.eval_summary, EVAL_SCORE, versions),
+        eval_last=_first(run.eval_summary, EVAL_SCORE, versions[::-1]),
+        loss_first=_first(run.eval_losses, EVAL_LOSS, versions),
+        loss_last=_first(run.eval_losses, EVAL_LOSS, versions[::-1]),
         reward_first=(first.step, first.metrics[REWARD]) if first else None,
         reward_last=(rewarded.step, rewarded.metrics[REWARD]) if rewarded else None,
         seconds=sum(_seconds(run, attempt, outcomes.get(attempt.number), trained) for attempt in attempts),
@@ -135,14 +142,14 @@ def _evaluations(run: Run) -> list[Path]:
     return []
 
 
-def _score(run: Run, versions: Iterable[int]) -> tuple[int, float] | None:
-    """Return version and score of the first of these evaluations that has come to its end."""
+def _first(file: Callable[[int], Path], name: str, versions: Iterable[int]) -> tuple[int, float] | None:
+    """Return version and value of the first of these evaluations that has come to its end."""
     for version in versions:
         with suppress(ValueError):
-            metrics: Any = read_json(run.eval_summary(version))
-            score = metrics.get(EVAL_SCORE) if isinstance(metrics, dict) else None
-            if isinstance(score, int | float):
-                return version, score
+            metrics: Any = read_json(file(version))
+            value = metrics.get(name) if isinstance(metrics, dict) else None
+            if isinstance(value, int | float):
+                return version, value
     return None
 
 

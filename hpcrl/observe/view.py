@@ -90,6 +90,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     rows = [
         ("outcome", f"{summary.outcome.kind}: {summary.outcome.message}" if summary.outcome else None),
         ("eval score", _change(summary.eval_first, summary.eval_last)),
+        ("validation loss", _change(summary.loss_first, summary.loss_last)),
         ("reward", _change(summary.reward_first, summary.reward_last)),
         ("steps", str(summary.steps)),
         ("samples", f"{summary.samples:,}" if summary.samples is not None else None),

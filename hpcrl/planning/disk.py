@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.derive import kept_versions, loads_adapters, saves_checkpoints
+from hpcrl.config.derive import has_engines, kept_versions, loads_adapters, saves_checkpoints
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.launch.doctor.rooms import COPIES, Sizes
 from hpcrl.rundir.checkpoints import NEVER_DELETED
@@ -25,14 +25,15 @@ def describe_disk(config: Config, folder_of: Callable[[str], Path | None]) -> It
         return
     size, each = sizes.checkpoint, sizes.weights
     yield f"disk: a checkpoint has about {readable_size(size)}; {_kept(trainer)}{_at_most(trainer, size)}"
-    versions = kept_versions(trainer)
-    yield (
-        f"  published {'adapters' if loads_adapters(config) else 'weights'} have {readable_size(each)}: the newest {versions} versions stay, with the one on its way "
-        f"{readable_size(each * (versions + 1))}"
-    )
+    if has_engines(config):
+        what, versions = "adapters" if loads_adapters(config) else "weights", kept_versions(trainer)
+        yield (
+            f"  published {what} have {readable_size(each)}: the newest {versions} versions stay, with the one on its way "
+            f"{readable_size(each * (versions + 1))}"
+        )
     if trainer.hf_save_interval > 0:
         yield f"  an export has {readable_size(sizes.export)}, and none is deleted"
-    if (place := config.generator.inference_engine.weight_copy_dir) and not loads_adapters(config):
+    if sizes.weights and (place := config.generator.inference_engine.weight_copy_dir) and not loads_adapters(config):
         yield f"  copies of them take {readable_size(each)} of {place} on each node with replicas, and for a while {readable_size(each * COPIES)}"
 
 

@@ -81,6 +81,7 @@ def test_a_run_has_no_engines_evaluates_its_validation_sets_and_keeps_the_best_c
     assert (run.export(3) / "config.json").is_file()
     listed = hpcrl("checkpoint", "ls", "plain", cwd=place).stdout
     assert f"best eval/all/loss: {min(losses.values()):.4g}" in listed
+    assert f"loss {losses[0]:.3f} → {losses[3]:.3f}" in hpcrl("status", "plain", cwd=place).stdout
     assert hpcrl("verify", "plain", cwd=place).returncode == 0
     shown = hpcrl("samples", "plain", "--step", "2", "-n", "1", "--json", cwd=place)
     (sample,) = json.loads(shown.stdout)

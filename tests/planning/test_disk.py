@@ -53,6 +53,10 @@ def test_sizes(model: Path, settings: dict[str, Any], parts: list[str]) -> None:
         assert part in said
 
 
+def test_without_engines_nothing_is_published(model: Path) -> None:
+    assert "published" not in told(model, {"trainer.mode": "sft", "trainer.max_length": 64})
+
+
 def test_a_model_that_is_elsewhere(tmp_path: Path) -> None:
     for folder in (None, tmp_path):
         said = told(folder, {})

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.derive import adapters, kept_versions, largest_rank, loads_adapters, model_paths, saves_checkpoints
+from hpcrl.config.derive import (
+    adapters,
+    has_engines,
+    kept_versions,
+    largest_rank,
+    loads_adapters,
+    model_paths,
+    saves_checkpoints,
+)
 from hpcrl.config.sections.model import LoraConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.rundir.checkpoints import NEVER_DELETED
@@ -42,7 +50,7 @@ class Sizes:
     """Bytes that parts of a run take, about.
 
     Attributes:
-        weights: one version of what the engines get.
+        weights: one version of what the engines get; 0 without engines.
         checkpoint: one checkpoint.
         export: one export.
     """
@@ -68,8 +76,9 @@ class Sizes:
             4 if config.generator.inference_engine.model_dtype == "float32" else 2,
             _saved_parameters(files["policy"], None),
         )
+        published = counts["policy"] if loads_adapters(config) else whole
         return cls(
-            weight * (counts["policy"] if loads_adapters(config) else whole),
+            weight * published if has_engines(config) else 0,
             sum(_saved(trainer, role) * count for role, count in counts.items()),
             weight * whole,
         )
