@@ -66,18 +66,6 @@ OURS = [
         {f"{ALGORITHM}.clip_ratio_c": 10.0, f"{ALGORITHM}.policy_loss_type": "mine:loss"},
     ),
     Case(
-        "options of vLLM want vLLM",
-        {f"{ENGINE}.backend": "transformers", f"{ENGINE}.engine_init_kwargs": {"swap_space": 1}},
-        f"{ENGINE}.engine_init_kwargs", 'has no effect with generator.inference_engine.backend="transformers"',
-        {f"{ENGINE}.backend": "transformers"},
-    ),
-    Case(
-        "the embedded engine has few further sampling parameters",
-        {f"{ENGINE}.backend": "transformers", "generator.sampling_params.additional_kwargs": {"stop_token_ids": [3]}},
-        "generator.sampling_params.additional_kwargs.stop_token_ids", "has only ignore_eos and min_tokens",
-        {f"{ENGINE}.backend": "transformers", "generator.sampling_params.additional_kwargs": {"ignore_eos": True}},
-    ),
-    Case(
         "a section of a loss wants that loss",
         {f"{ALGORITHM}.clip_cov.clip_ratio": 0.1},
         f"{ALGORITHM}.clip_cov.clip_ratio", "policy_loss_type=clip_cov",
@@ -171,12 +159,6 @@ OURS = [
         {"generator.sampling_params.additional_kwargs": {"logit_bias": {"3": 1.0}}},
         "generator.sampling_params.additional_kwargs.logit_bias", "changes probabilities in a way that the trainer does not compute",
         {"generator.eval_sampling_params.additional_kwargs": {"logit_bias": {"3": 1.0}}},
-    ),
-    Case(
-        "nor of logits processors",
-        {f"{ENGINE}.engine_init_kwargs": {"logits-processors": ["a:B"]}},
-        f"{ENGINE}.engine_init_kwargs.logits-processors", "that the trainer does not compute; leave it out",
-        {f"{ENGINE}.engine_init_kwargs": {"swap-space": 1}},
     ),
     Case(
         "a sampling mask has an end",
@@ -285,28 +267,6 @@ OURS = [
         {f"{GYM}.search.corpus": "/docs.jsonl"},
     ),
     Case(
-        "a pass of the engine holds all its sequences",
-        {f"{ENGINE}.max_num_seqs": 9000}, f"{ENGINE}.max_num_batched_tokens", f"expected at least {ENGINE}.max_num_seqs (9000)",
-        {f"{ENGINE}.max_num_seqs": 8192},
-    ),
-    Case(
-        "engine options have one place",
-        {f"{ENGINE}.engine_init_kwargs": {"enforce-eager": True}},
-        f"{ENGINE}.engine_init_kwargs.enforce-eager", f"set {ENGINE}.enforce_eager instead",
-        {f"{ENGINE}.engine_init_kwargs": {"swap-space": 1}},
-    ),
-    Case(
-        "entries of config.json for the engine are a table",
-        {f"{ENGINE}.engine_init_kwargs": {"hf_overrides": "{}"}},
-        f"{ENGINE}.engine_init_kwargs.hf_overrides", "expected a table",
-        {f"{ENGINE}.engine_init_kwargs": {"hf_overrides": {"a": 1}}},
-    ),
-    Case(
-        "engine options that are hpcrl's",
-        {f"{ENGINE}.engine_init_kwargs": {"port": 80}}, f"{ENGINE}.engine_init_kwargs.port", "hpcrl sets this option",
-        {f"{ENGINE}.engine_init_kwargs": {"swap-space": 1}},
-    ),
-    Case(
         "ranks have GPUs",
         {**FOUR_GPUS, "slurm.gpus_per_node": 2}, f"{PLACEMENT}.policy_num_gpus_per_node", "but a node has 2 GPUs",
         {**FOUR_GPUS, "slurm.gpus_per_node": 4},
@@ -371,28 +331,6 @@ OURS = [
         "GPUs that are not counted are those of whole nodes",
         {"slurm.gpus_per_node": 4, "slurm.gpu_option": "none", "slurm.cpus_per_task": 8}, "slurm.gpu_option", "set slurm.exclusive=true",
         {"slurm.gpus_per_node": 4, "slurm.gpu_option": "none", "slurm.cpus_per_task": 8, "slurm.exclusive": True},
-    ),
-    Case(
-        "FlashInfer needs GPUs",
-        {f"{ENGINE}.use_flashinfer": True}, f"{ENGINE}.use_flashinfer", "set it to false",
-        {f"{ENGINE}.use_flashinfer": True, "slurm.gpus_per_node": 1},
-    ),
-    Case(
-        "only adapters are merged for engines",
-        {f"{ENGINE}.merge_lora": True}, f"{ENGINE}.merge_lora", "without trainer.policy.model.lora.rank; leave it out",
-        {f"{ENGINE}.merge_lora": True, "trainer.policy.model.lora.rank": 8},
-    ),
-    Case(
-        "merged adapters are not split",
-        {f"{ENGINE}.fully_sharded_loras": True, f"{ENGINE}.merge_lora": True, "trainer.policy.model.lora.rank": 8},
-        f"{ENGINE}.fully_sharded_loras", "they get merged weights; leave it out",
-        {f"{ENGINE}.fully_sharded_loras": True, "trainer.policy.model.lora.rank": 8},
-    ),
-    Case(
-        "ranks that vLLM takes",
-        {"trainer.policy.model.lora.rank_pattern": {"q_proj": 600}, "trainer.policy.model.lora.rank": 8},
-        "trainer.policy.model.lora.rank", "up to rank 512, found 600; set generator.inference_engine.merge_lora=true",
-        {f"{ENGINE}.merge_lora": True, "trainer.policy.model.lora.rank_pattern": {"q_proj": 600}, "trainer.policy.model.lora.rank": 8},
     ),
     Case(
         "a run that is told to leave has done something before",

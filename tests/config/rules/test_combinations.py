@@ -22,6 +22,7 @@ from hpcrl.config.rules import rewards as scoring
 from hpcrl.config.rules.combinations import impossible
 from hpcrl.config.validate import build
 from tests.config.rules.cosmos_cases import COSMOS
+from tests.config.rules.engine_cases import ENGINES
 from tests.config.rules.own_cases import OURS
 from tests.config.rules.skyrl_cases import ALGORITHM, BASE, COLOCATED, CRITIC, ENGINE, PLACEMENT, SKYRL, Case
 from tests.config.rules.test_megatron_layouts import CASES as LAYOUTS
@@ -35,7 +36,7 @@ def found(settings: dict[str, Any]) -> list[Problem]:
 MODULES = (rules, idle, ranks, layouts, generation, scoring, site, training)
 
 
-CASES = [*SKYRL, *COSMOS, *OURS]
+CASES = [*SKYRL, *COSMOS, *ENGINES, *OURS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
