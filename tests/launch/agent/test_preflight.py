@@ -116,7 +116,7 @@ def nearly_full(machine: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("nearly_full")
 def test_too_little_room_for_a_checkpoint_is_refused_and_blames_no_node(tmp_path: Path) -> None:
-    message = refused(tmp_path, ON_CPUS, Sizes(weights=10**8, checkpoint=10**9), RunError)
+    message = refused(tmp_path, ON_CPUS, Sizes(weights=10**8, checkpoint=10**9, export=0), RunError)
     assert "1.0 GB free" in message
     assert "a checkpoint and the weights for the engines take about 1.0 GiB" in message
     assert "trainer.max_ckpts_to_keep" in message
@@ -124,7 +124,7 @@ def test_too_little_room_for_a_checkpoint_is_refused_and_blames_no_node(tmp_path
 
 @pytest.mark.usefixtures("nearly_full")
 def test_room_for_one_checkpoint_alone_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check(tmp_path, ON_CPUS, Sizes(weights=10**8, checkpoint=5 * 10**8))
+    check(tmp_path, ON_CPUS, Sizes(weights=10**8, checkpoint=5 * 10**8, export=0))
     said = capsys.readouterr().out
     assert "warning: slurm.root: " in said
 
@@ -136,7 +136,7 @@ def with_copies(place: Path | str) -> Config:
 @pytest.mark.usefixtures("nearly_full")
 def test_room_for_copies_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "local" / "disk"
-    check(tmp_path, ON_CPUS, Sizes(weights=6 * 10**8, checkpoint=0), with_copies(place))
+    check(tmp_path, ON_CPUS, Sizes(weights=6 * 10**8, checkpoint=0, export=0), with_copies(place))
     found = f"{place} on {os.uname().nodename}: "
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "copies of weights: " in line]
     assert said.startswith(f"warning: copies of weights: {found}")
@@ -167,9 +167,11 @@ def test_sizes_of_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     settings = ["generator.inference_engine.model_dtype=bfloat16"]
     config = Config.from_toml([QUICKSTART], settings)
-    assert Sizes.of(config, lambda _: tmp_path) == Sizes(weights=2 * 201, checkpoint=12 * 201)
+    assert Sizes.of(config, lambda _: tmp_path) == Sizes(weights=2 * 201, checkpoint=12 * 201, export=2 * 201)
     adapted = Config.from_toml([QUICKSTART], [*settings, "trainer.policy.model.lora.rank=4"])
-    assert Sizes.of(adapted, lambda _: tmp_path) == Sizes(weights=2 * 201, checkpoint=12 * 4 * (10 + 20))
+    assert Sizes.of(adapted, lambda _: tmp_path) == Sizes(
+        weights=2 * 4 * (10 + 20), checkpoint=12 * 4 * (10 + 20), export=2 * 201
+    )
     assert Sizes.of(config, lambda _: None) is None
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
     assert Sizes.of(config, lambda _: tmp_path) is None
