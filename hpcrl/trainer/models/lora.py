@@ -121,8 +121,8 @@ def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tup
     from peft.utils.other import get_pattern_key
 
     try:
+        tensors = load_file(directory / ADAPTER_FILE)  # first: PEFT asks the hub for a directory that is not there
         theirs = cast("peft.LoraConfig", peft.LoraConfig.from_pretrained(str(directory)))
-        tensors = load_file(directory / ADAPTER_FILE)
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{section}.adapter_path: {directory} has no adapters that PEFT reads: {error}") from error
     alphas = theirs.alpha_pattern or {}
