@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from tests.paths import CONFIGS
 from tests.processes import processes_of, send
 
 TERM, USR2, CONT, STOP = signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT, signal.SIGSTOP
+ADAPTERS = {"trainer.policy.model.lora.rank": 4, "generator.inference_engine.backend": "transformers"}
 STEPS_PER_ATTEMPT = {"trainer.ckpt_interval": 100}  # what is saved is saved because of the signal
 
 
@@ -30,16 +32,14 @@ def saved_when_told(scenario: Scenario, run: Run, attempt: int = 1, seconds: flo
 
 
 @pytest.mark.faults_slow
-@pytest.mark.parametrize("model", [{}, {"lora.rank": 4}], ids=["all_weights", "adapters"])
-def test_09_preemption_with_grace(scenario: Scenario, model: dict[str, int]) -> None:
+@pytest.mark.parametrize("settings", [{}, ADAPTERS], ids=["all_weights", "adapters"])
+def test_09_preemption_with_grace(scenario: Scenario, settings: dict[str, Any]) -> None:
     """Slurm sends CONT and TERM to every process of the steps; the run saves within the grace, requeues itself and comes back."""
-    run = scenario.submit(
-        {**STEPS_PER_ATTEMPT, **{f"trainer.policy.model.{name}": value for name, value in model.items()}}
-    )
+    run = scenario.submit({**STEPS_PER_ATTEMPT, **settings})
     scenario.reach(run, 4)
     scenario.preempt()
     saved_when_told(scenario, run)
-    assert_nothing_lost(scenario, run, same_values=not model)
+    assert_nothing_lost(scenario, run, same_values=not settings)
     assert len(read_attempts(run)) == 2
 
 
