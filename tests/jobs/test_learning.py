@@ -38,6 +38,11 @@ FAMILIES = {
     ],
     "sapo": [f"{ALGORITHM}policy_loss_type=sapo", f"{ALGORITHM}loss_reduction=sequence_mean"],
     "lora": ["trainer.policy.model.lora.rank=8", "trainer.policy.optimizer_config.lr=2e-3"],
+    "lora_full_rank": [
+        "trainer.policy.model.lora.rank=64",
+        "trainer.policy.model.lora.alpha=64",
+        "trainer.policy.optimizer_config.lr=1e-3",
+    ],
     "dapo": [
         f"{ALGORITHM}eps_clip_high=0.28",
         f"{ALGORITHM}dynamic_sampling.type=filter",
