@@ -62,7 +62,7 @@ def _parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Argu
     parser = argparse.ArgumentParser(
         prog="hpcrl",
         usage="hpcrl [-h] [--version] COMMAND ...",
-        description="Reinforcement-learning post-training of language models on Slurm clusters.",
+        description="Post-training of language models on Slurm clusters: reinforcement learning and supervised fine-tuning.",
         epilog=_overview(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
