@@ -227,15 +227,16 @@ def _parts(source: Source, size: int) -> Iterator[tuple[str, int, list[Any]]]:
         first += len(part)
 
 
-_OF_PROCESS = list[Renderer]()
+_OF_PROCESS = list[tuple[Recipe, Renderer]]()
 
 
 def _prepare(recipe: Recipe) -> None:
-    _OF_PROCESS[:] = [recipe.renderer()]
+    if [made_by for made_by, _ in _OF_PROCESS] != [recipe]:  # datasets come one after the other, with one tokenizer
+        _OF_PROCESS[:] = [(recipe, recipe.renderer())]
 
 
 def _rendered(location: str, first: int, rows: Sequence[Any]) -> list[Tokens]:
-    (renderer,), found = _OF_PROCESS, list[Tokens]()
+    ((_, renderer),), found = _OF_PROCESS, list[Tokens]()
     for at, row in enumerate(rows, first):
         try:
             found.append(renderer.tokens(row))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # a worker whose engine is another process reads manifests on
     import torch
 
 SUFFIX = ".safetensors"
-ADAPTER_FILE = f"adapter_model{SUFFIX}"  # the name that PEFT and vLLM look for
+ADAPTER_FILE, ADAPTER_PREFIX = f"adapter_model{SUFFIX}", "base_model.model."  # of PEFT, which vLLM expects too
 _NAMES = {
     "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.int64": "I64",
     "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8", "torch.bool": "BOOL",

@@ -106,8 +106,9 @@ def headline(run: Run) -> Headline:
         steps=trained.step if trained else 0,
         eval_first=_first(run.eval_summary, EVAL_SCORE, versions),
         eval_last=_first(run.eval_summary, EVAL_SCORE, versions[::-1]),
-        loss_first=_first(run.eval_losses, EVAL_LOSS, versions),
-        loss_last=_first(run.eval_losses, EVAL_LOSS, versions[::-1]),
+        # only the newest can be unfinished: the others are not searched for what runs of other modes never have
+        loss_first=_first(run.eval_losses, EVAL_LOSS, versions[:1]),
+        loss_last=_first(run.eval_losses, EVAL_LOSS, versions[-2:][::-1]),
         reward_first=(first.step, first.metrics[REWARD]) if first else None,
         reward_last=(rewarded.step, rewarded.metrics[REWARD]) if rewarded else None,
         seconds=sum(_seconds(run, attempt, outcomes.get(attempt.number), trained) for attempt in attempts),

@@ -97,14 +97,7 @@ def embedded_engine(config: ConfigTree) -> Iterator[Problem]:
 
 def adapters_of_engines(config: ConfigTree) -> Iterator[Problem]:
     engine, lora = config.generator.inference_engine, config.trainer.policy.model.lora
-    if not loads_adapters(config):
-        for name in ("merge_lora", "fully_sharded_loras"):
-            if getattr(engine, name) and not (lora.rank > 0 and name == "merge_lora"):
-                why = "they get merged weights" if lora.rank else "without trainer.policy.model.lora.rank"
-                yield Problem(
-                    f"generator.inference_engine.{name}", f"has no effect: engines get no adapters, {why}; leave it out"
-                )
-    elif engine.backend == "vllm" and largest_rank(lora) > LORA_RANKS[-1]:
+    if engine.backend == "vllm" and loads_adapters(config) and largest_rank(lora) > LORA_RANKS[-1]:
         yield Problem(
             "trainer.policy.model.lora.rank",
             f"vLLM loads adapters up to rank {LORA_RANKS[-1]}, found {largest_rank(lora)}; set generator.inference_engine.merge_lora=true",

@@ -240,6 +240,16 @@ _OTHERS = (
         'data.val_prompts, or trainer.mode="rl"',
         has_engines,
     ),
+    Switch(
+        ("generator.inference_engine.merge_lora", "generator.inference_engine.fully_sharded_loras"),
+        "trainer.policy.model.lora.rank",
+        lambda config: config.trainer.policy.model.lora.rank > 0,
+    ),
+    Switch(
+        ("generator.inference_engine.fully_sharded_loras",),
+        "generator.inference_engine.merge_lora=false",
+        lambda config: not config.generator.inference_engine.merge_lora,
+    ),
     Switch(("data.shuffle_seed",), "data.shuffle=true", lambda config: config.data.shuffle),
     Switch(("data.prefetch_factor",), "data.num_workers", lambda config: config.data.num_workers > 0),
     Switch(("environment.overlong_reward",), "overlong in environment.reward_function", _penalizes_length),

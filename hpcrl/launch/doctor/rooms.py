@@ -72,10 +72,8 @@ class Sizes:
         if not all(files.values()):
             return None
         counts = {role: _saved_parameters(shapes, adapters(trainer).get(role)) for role, shapes in files.items()}
-        weight, whole = (
-            4 if config.generator.inference_engine.model_dtype == "float32" else 2,
-            _saved_parameters(files["policy"], None),
-        )
+        weight = 4 if config.generator.inference_engine.model_dtype == "float32" else 2
+        whole = _saved_parameters(files["policy"], None)
         published = counts["policy"] if loads_adapters(config) else whole
         return cls(
             weight * published if has_engines(config) else 0,

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hpcrl.config.sections.model import LoraConfig
-from hpcrl.data.weight_files import ADAPTER_FILE, WeightFile
+from hpcrl.data.weight_files import ADAPTER_FILE, ADAPTER_PREFIX, WeightFile
 from hpcrl.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _ADAPTER = "default"
 _BASE, _LORA = ".base_layer.", ".lora_"
 _ALL = "all-linear"
-_IN_FILES, _PARTS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
+_PARTS = (".lora_A.weight", ".lora_B.weight")
 
 _Draw = Callable[[torch.Tensor, torch.Generator], object]
 # Of A, [r, in]; B begins at 0, so that training begins with the model as it is. xavier and normal as in Megatron-Bridge, the others as in PEFT.
@@ -126,10 +126,10 @@ def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tup
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{section}.adapter_path: {directory} has no adapters that PEFT reads: {error}") from error
     alphas = theirs.alpha_pattern or {}
-    named = {name: [f"{_IN_FILES}{name}{part}" for part in _PARTS] for name in (each.name for each in layers)}
+    named = {name: [f"{ADAPTER_PREFIX}{name}{part}" for part in _PARTS] for name in (each.name for each in layers)}
     if others := sorted(tensors.keys() ^ {name for pair in named.values() for name in pair}):
         raise DataError(
-            f"{section}.adapter_path: {directory} adapts other modules, by {others[0].removeprefix(_IN_FILES)}; set target_modules and "
+            f"{section}.adapter_path: {directory} adapts other modules, by {others[0].removeprefix(ADAPTER_PREFIX)}; set target_modules and "
             "exclude_modules to those of its adapter_config.json"
         )
     for layer, (name, pair) in zip(layers, named.items(), strict=True):
@@ -241,7 +241,7 @@ class Adapter:
         Raises:
             OSError: it cannot be written.
         """
-        named = [(f"{_IN_FILES}{name}", *matrices) for name, matrices in self.matrices.items()]
+        named = [(f"{ADAPTER_PREFIX}{name}", *matrices) for name, matrices in self.matrices.items()]
         tensors = {f"{name}{part}": tensor for name, *both in named for part, tensor in zip(_PARTS, both, strict=True)}
         self.config.save_pretrained(str(directory))
         file = WeightFile(directory / ADAPTER_FILE, {name: tensor.to("meta") for name, tensor in tensors.items()})

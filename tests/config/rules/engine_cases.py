@@ -58,7 +58,7 @@ ENGINES = [
     Case(
         "merged adapters are not split",
         {f"{ENGINE}.fully_sharded_loras": True, f"{ENGINE}.merge_lora": True, f"{LORA}.rank": 8},
-        f"{ENGINE}.fully_sharded_loras", "they get merged weights; leave it out",
+        f"{ENGINE}.fully_sharded_loras", "has no effect without generator.inference_engine.merge_lora=false; leave it out",
         {f"{ENGINE}.fully_sharded_loras": True, f"{LORA}.rank": 8},
     ),
     Case(

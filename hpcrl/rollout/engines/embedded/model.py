@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from hpcrl.data.model_config import ConfiguredModel
-from hpcrl.data.weight_files import PublishedWeights, WeightReader
+from hpcrl.data.weight_files import ADAPTER_PREFIX, PublishedWeights, WeightReader
 from hpcrl.errors import DataError, EngineError
 from hpcrl.rollout.engines.embedded.cache import expect_attention_only
 
@@ -108,7 +108,7 @@ def replace_adapter(model: PreTrainedModel, tensors: dict[str, torch.Tensor], so
         peft.inject_adapter_in_model(peft.LoraConfig.from_pretrained(str(source)), model)
         own = _adapter_of(model)
     named = {
-        name.removeprefix("base_model.model.").replace(".weight", ".default.weight"): tensor
+        name.removeprefix(ADAPTER_PREFIX).replace(".weight", ".default.weight"): tensor
         for name, tensor in tensors.items()
     }
     if wrong := sorted(own.keys() ^ named.keys()):
