@@ -13,6 +13,7 @@ from pathlib import Path
 from hpcrl.data.batch_file import batch_steps, read_batch
 from hpcrl.observe.metrics import merged
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import outcome_of
 from tests.processes import command_of, processes_of
 
 HPCRL = str(Path(sys.executable).parent / "hpcrl")
@@ -45,6 +46,15 @@ def logs_of(run: Run) -> str:
     """Return the end of every log, for the message of a failed assertion."""
     parts = [f"== {path}\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(run.path.glob("logs/*/*.log"))]
     return "\n".join(parts) or f"no logs in {run.path}"
+
+
+def finish(run: Run, attempt: int, seconds: float = 240) -> str:
+    """Return how an attempt has ended, once it has and nothing of the run is left."""
+    wait_for(lambda: outcome_of(run, attempt), lambda: logs_of(run), seconds)
+    wait_for(lambda: not processes_of(run), lambda: f"left over: {processes_of(run)}", 30)
+    outcome = outcome_of(run, attempt)
+    assert outcome is not None
+    return outcome.kind
 
 
 def pid_of(run: Run, job: str) -> int:

@@ -15,10 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hpcrl.launch.manage.registry import states_of
 from hpcrl.rundir.commit import committed, read_json
 from hpcrl.rundir.layout import Run, step_of
-from hpcrl.rundir.ledger import outcome_of, read_attempts, read_outcome
+from hpcrl.rundir.ledger import read_attempts, read_outcome
 from tests.jobs.small_run import (
     SMALL,
     curve,
+    finish,
     hpcrl,
     kill,
     logs_of,
@@ -34,14 +35,6 @@ def submit(cwd: Path, name: str, *settings: str) -> Run:
     done = hpcrl("submit", str(QUICKSTART), "--local", f"trainer.run_name={name}", *SMALL, *settings, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return Run.open(cwd / "runs" / "quickstart" / name)
-
-
-def finish(run: Run, attempt: int, seconds: float = 240) -> str:
-    wait_for(lambda: outcome_of(run, attempt), lambda: logs_of(run), seconds)
-    wait_for(lambda: not processes_of(run), lambda: f"left over: {processes_of(run)}", 30)
-    outcome = outcome_of(run, attempt)
-    assert outcome is not None
-    return outcome.kind
 
 
 STEPS = 20  # enough that a kill during the first few meets a run that is still training

@@ -12,10 +12,8 @@ from hpcrl.controller.prompt_stream import PromptStream
 from hpcrl.data.batch_file import batch_steps, read_batch
 from hpcrl.rundir.commit import committed, read_json
 from hpcrl.rundir.layout import Run, step_of, version_of
-from hpcrl.rundir.ledger import outcome_of
-from tests.jobs.small_run import curve, hpcrl, kill, logs_of, pid_of, wait_for
+from tests.jobs.small_run import curve, finish, hpcrl, kill, logs_of, pid_of, wait_for
 from tests.paths import CONFIGS
-from tests.processes import processes_of
 
 SFT_TINY = CONFIGS / "sft_tiny.toml"
 SCORED = [
@@ -39,14 +37,6 @@ def submit(place: Path, name: str, *settings: str) -> Run:
     return Run.open(place / "runs" / "sft" / name)
 
 
-def end(run: Run, attempt: int, seconds: float = 240) -> str:
-    wait_for(lambda: outcome_of(run, attempt), lambda: logs_of(run), seconds)
-    wait_for(lambda: not processes_of(run), lambda: f"left over: {processes_of(run)}", 30)
-    outcome = outcome_of(run, attempt)
-    assert outcome is not None
-    return outcome.kind
-
-
 def rows_of(run: Run) -> list[int | None]:
     """Return the rows of all batches, in their order."""
     files = [read_batch(run.batch(step)) for step in batch_steps(run)]
@@ -68,7 +58,7 @@ def test_a_run_has_no_engines_evaluates_its_validation_sets_and_keeps_the_best_c
         "trainer.ckpt_interval=1",
         "trainer.hf_save_interval=3",
     )
-    assert end(run, 1) == "done", logs_of(run)
+    assert finish(run, 1) == "done", logs_of(run)
     assert rows_of(run) == in_order(run, 3 * BATCH)
     assert {path.stem for path in run.logs(1).glob("*.log")} == {"agent-0", "controller", "trainer-0"}
     assert not run.weights.exists(), "nobody loads them"
@@ -93,7 +83,7 @@ def test_a_run_has_no_engines_evaluates_its_validation_sets_and_keeps_the_best_c
 def test_what_is_learned_is_evaluated_by_generating(place: Path) -> None:
     """Engines get the weights that are evaluated, and no others."""
     run = submit(place, "scored", "trainer.epochs=2", "trainer.eval_interval=4", *SCORED)
-    assert end(run, 1) == "done", logs_of(run)
+    assert finish(run, 1) == "done", logs_of(run)
     scores = curve(run, "eval/all/avg_score")
     assert sorted(scores) == sorted(curve(run, "eval/all/loss")) == [0, 4, 8]
     assert scores[0] < 0.5 < scores[8]
@@ -110,15 +100,15 @@ def test_killed_inside_an_epoch_and_resumed_on_two_ranks_it_trains_the_same_rows
         "trainer.policy.optimizer_config.lr=1e-4",
     ]
     whole = submit(place, "whole", *settings)
-    assert end(whole, 1) == "done", logs_of(whole)
+    assert finish(whole, 1) == "done", logs_of(whole)
     run = submit(place, "killed", *settings)
     wait_for(lambda: 2 in committed(run.checkpoints, step_of), lambda: logs_of(run), 120)
     kill(pid_of(run, "train"))
-    assert end(run, 1) == "failed"
+    assert finish(run, 1) == "failed"
     before = max(committed(run.checkpoints, step_of))
     resumed = hpcrl("resume", "killed", "trainer.placement.policy_num_gpus_per_node=2", cwd=place)
     assert resumed.returncode == 0, resumed.stderr
-    assert end(run, 2) == "done", logs_of(run)
+    assert finish(run, 2) == "done", logs_of(run)
     assert 0 < before < 12
     assert rows_of(run) == rows_of(whole) == in_order(whole, 12 * BATCH)
     for epoch in range(3):

@@ -133,7 +133,7 @@ class EngineClient(Engine):
         request = {"request_id": request_id, "token_ids": list(prompt_ids), "sampling_params": params}
         request |= self._adapter()
         if self._keep_cache:  # caches of older weights are there too, which no request that begins now may find
-            request["cache_salt"] = f"v{self.version}"
+            request["cache_salt"] = _name(self.version)
         running = self._running[_NAMED + request_id] = _Running(name, params["logprobs"] > 0, self.version)
         try:
             answer = await self._call("POST", "/inference/v1/generate", json=request)
