@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.config.rules.skyrl_cases import ALGORITHM, DPO, SFT, Case
+from tests.config.rules.skyrl_cases import ALGORITHM, DPO, FOUR_GPUS, SFT, Case
 
 OF_MODES = [
     Case(
@@ -76,6 +76,12 @@ OF_MODES = [
         {**DPO, "trainer.dpo.loss_weights": [1.0, 2.0]},
         "trainer.dpo.loss_weights", "expected one per loss of loss_type (1), found 2",
         {**DPO, "trainer.dpo.loss_weights": [2.0]},
+    ),
+    Case(
+        "ranks share pairs equally",
+        {**DPO, **FOUR_GPUS, "trainer.policy_mini_batch_size": 2, "trainer.train_batch_size": 8},
+        "trainer.policy_mini_batch_size", "2 pairs cannot be shared equally by 4 trainer ranks (trainer.placement); make it a multiple of 4",
+        {**DPO, **FOUR_GPUS, "trainer.policy_mini_batch_size": 4, "trainer.train_batch_size": 8},
     ),
     Case(
         "no critic is trained where nothing is rewarded",
