@@ -1,6 +1,6 @@
 """The controller of a run: python jobs/controller.py RUN
 
-consumes   the datasets (trainer.mode="sft": once, into dataset/), batches/, samples/ and evals/ of earlier attempts, control/stop.json
+consumes   the datasets (where their rows are trained: once, into dataset/), batches/, samples/ and evals/ of earlier attempts, control/stop.json
 waits for  requests of the trainer and of the rollout workers (hpcrl/runtime/controller_client.py)
 produces   batches/s<step>.json, metrics/controller.jsonl, evals/*/summary.json, tensorboard/
 ends       when the last step is trained and evaluated and every worker knows; under a stop request its agent ends it
@@ -13,7 +13,7 @@ import signal
 import sys
 
 from hpcrl.config import Config, max_replicas, order_seed, sampling_seed, total_steps
-from hpcrl.config.derive import has_engines, is_supervised, needs_baselines, samples_per_prompt, surplus_groups
+from hpcrl.config.derive import has_engines, is_offline, needs_baselines, samples_per_prompt, surplus_groups
 from hpcrl.config.resume_changes import evaluation_settings
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.dataset_rows import DatasetRows
@@ -43,7 +43,7 @@ def main(path: str) -> None:
     status = StatusWriter(run, "controller", attempt, heartbeat)
     status.write("loading data")
     config = Config.from_toml([run.config])
-    rows = load_rows(run, attempt, config, status) if is_supervised(config.trainer) else None
+    rows = load_rows(run, attempt, config, status) if is_offline(config.trainer) else None
     train, validation = load(config, status)
     heartbeat.beat("serve")
     steps = total_steps(len(rows or train), config.trainer, config.data.drop_last)
@@ -55,14 +55,14 @@ def main(path: str) -> None:
 def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train and those to evaluate, without those that are too long."""
     data, generator, evaluates = config.data, config.generator, config.trainer.eval_interval > 0
-    sections, supervised = (data, config.environment, generator.max_turns), is_supervised(config.trainer)
+    sections, offline = (data, config.environment, generator.max_turns), is_offline(config.trainer)
     kinds = ("train",) if data.test_size is None else ("train", "eval")
-    train = [] if supervised else load_dataset(data.train_data, kinds, *sections)
-    prompts = data.val_prompts if supervised else data.val_data
+    train = [] if offline else load_dataset(data.train_data, kinds, *sections)
+    prompts = data.val_prompts if offline else data.val_data
     validation = load_dataset(prompts, ("eval",), *sections) if evaluates and prompts else []
-    if supervised and not validation:
+    if offline and not validation:
         return [], []
-    if data.test_size is not None and not supervised:
+    if data.test_size is not None and not offline:
         train, validation = set_aside(train, data.test_size)
     with without_torch():
         count_tokens = token_counter(
@@ -82,7 +82,7 @@ def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Promp
 
 
 def load_rows(run: Run, attempt: int, config: Config, status: StatusWriter) -> DatasetRows:
-    """Return the rows that supervised fine-tuning trains, tokenized now where no earlier attempt has done it."""
+    """Return the rows of datasets that the run trains, tokenized now where no earlier attempt has done it."""
     data = config.data
     tokenize_datasets(
         config,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, total_steps
-from hpcrl.config.derive import has_engines, is_supervised, steps_per_epoch
+from hpcrl.config.derive import has_engines, is_offline, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.resume_changes import Change, changes_from_path
 from hpcrl.data.chat import chat_template
@@ -108,13 +108,13 @@ def _of_models(config: Config) -> Iterator[Problem]:
 
 def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
     data, problems, warnings = config.data, list[Problem](), list[str]()
-    supervised = is_supervised(config.trainer)
-    if supervised:
+    offline = is_offline(config.trainer)
+    if offline:
         problems, warnings = _of_rows(config)
     training: tuple[Kind, ...] = ("train",) if data.test_size is None else ("train", "eval")
     sources: tuple[tuple[str, list[str], tuple[Kind, ...]], ...] = (
-        ("data.train_data", [] if supervised else data.train_data, training),
-        ("data.val_data", data.val_data if config.trainer.eval_interval > 0 and not supervised else [], ("eval",)),
+        ("data.train_data", [] if offline else data.train_data, training),
+        ("data.val_data", data.val_data if config.trainer.eval_interval > 0 and not offline else [], ("eval",)),
         ("data.val_prompts", data.val_prompts if has_engines(config) else [], ("eval",)),
     )
     for name, paths, kinds in sources:
@@ -129,7 +129,7 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
                     warnings.append(f"{name}: the first row of {path} {not_tried(package)}")
                 else:
                     problems.append(Problem(name, str(error)))
-    if not problems and not supervised:
+    if not problems and not offline:
         try:
             warnings += _of_the_end(config)
         except DataError as error:
@@ -138,7 +138,7 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
 
 
 def _of_rows(config: Config) -> tuple[list[Problem], list[str]]:
-    """Look at the first row of each dataset of supervised fine-tuning. What is on the hub is downloaded here, for nodes without network."""
+    """Look at the first row of each dataset whose rows are trained. What is on the hub is downloaded here, for nodes without network."""
     problems, warnings, recipe = list[Problem](), list[str](), Recipe.of(config)
     named = [("data.train_data", source) for source in training_sources(config.data)]
     if config.trainer.eval_interval > 0:
