@@ -30,7 +30,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.http_server import Guard, Signed, bind, serve
-from hpcrl.runtime.process_status import RENEW_S, StatusWriter
+from hpcrl.runtime.process_status import RENEW_S, SERVING, StatusWriter
 from hpcrl.runtime.token import read_token
 from hpcrl.types import Prompt
 
@@ -133,7 +133,7 @@ async def answer(run: Run, attempt: int, status: StatusWriter, api: Api) -> None
 
     async def renew() -> None:
         while True:
-            status.write("serving", url=url, **await api.status({}))
+            status.write(SERVING, url=url, **await api.status({}))
             await asyncio.sleep(RENEW_S)
 
     renewing = asyncio.create_task(renew())

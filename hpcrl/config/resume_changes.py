@@ -220,6 +220,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         environment.timeout_seconds environment.max_failed_ratio
         environment.skyrl_gym.max_env_workers environment.skyrl_gym.search.timeout
         environment.skyrl_gym.search.log_requests environment.remote_reward.batch_size
+        environment.remote_reward.service.num_services environment.remote_reward.service.max_batch_tokens
         """,
     ),
     (

@@ -14,12 +14,14 @@ from hpcrl.config.derive import has_engines, is_supervised, reward_weights, uses
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
 from hpcrl.config.sections.algorithm import AlgorithmConfig
+from hpcrl.config.sections.environment import RewardServiceConfig
 from hpcrl.config.sections.model import OptimizerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _ALGORITHM = "trainer.algorithm."
 _CORRECTION = f"{_ALGORITHM}off_policy_correction."
 _DYNAMIC = f"{_ALGORITHM}dynamic_sampling."
+_SERVICE = "environment.remote_reward.service."
 _REFERENCE = f"{_ALGORITHM}use_kl_loss or use_kl_in_reward"
 
 _OF_ALL_MODES = ("loss_reduction", "max_seq_len", "unbiased_loss_max_tokens")
@@ -257,6 +259,11 @@ _OTHERS = (
         ("environment.remote_reward",),
         "environment.remote_reward.enable=true",
         lambda config: config.environment.remote_reward.enable,
+    ),
+    Switch(
+        tuple(f"{_SERVICE}{one.name}" for one in fields(RewardServiceConfig) if one.name != "model"),
+        f"{_SERVICE}model",
+        lambda config: config.environment.remote_reward.service.model is not None,
     ),
     *_of_optimizer("policy"),
     *_of_optimizer("critic"),

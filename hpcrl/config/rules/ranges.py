@@ -167,6 +167,8 @@ RANGES: dict[str, Range] = {
     "buffer_length": _COUNT,
     "penalty_factor": _NOT_NEGATIVE,
     "remote_reward.batch_size": _COUNT,
+    "remote_reward.service.num_services": _COUNT,
+    "remote_reward.service.max_batch_tokens": _COUNT,
     "environment.timeout_seconds": _NOT_NEGATIVE,
     "max_failed_ratio": _SHARE,
     "max_env_workers": _NOT_NEGATIVE,
