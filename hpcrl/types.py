@@ -114,7 +114,8 @@ class GroupMeta:
     Attributes:
         group_id: name of the group in the whole run.
         path: file of its samples, relative to the run directory.
-        rewards: sum of each sample's rewards; of those in its last row, where it has several.
+        rewards: sum of each sample's rewards; of those in its last row, where it has several; of a pair of a dataset 1 for the chosen
+            answer, which is the first, and 0 for the rejected one.
         lengths: tokens of each row, prompt included.
         response_lengths: tokens that the policy chose.
         oldest_version, newest_version: over all tokens of all samples.
@@ -125,7 +126,7 @@ class GroupMeta:
         failures: what went wrong in samples whose environment failed.
         rows: how many each sample has; empty: one.
         digest: of what its file says of the rows, with a checksum of each; empty: nothing knows it, as of groups that have no file.
-        row: which row of the dataset at `path` its only sample is, in supervised fine-tuning; None: `path` is a file of its own.
+        row: which row of the dataset at `path` its only sample is, or the pair of its two; None: `path` is a file of its own.
     """
 
     group_id: str

@@ -13,7 +13,7 @@ import signal
 import sys
 
 from hpcrl.config import Config, max_replicas, order_seed, sampling_seed, total_steps
-from hpcrl.config.derive import has_engines, is_supervised, needs_baselines, samples_per_prompt, surplus_groups
+from hpcrl.config.derive import has_engines, is_offline, needs_baselines, samples_per_prompt, surplus_groups
 from hpcrl.config.resume_changes import evaluation_settings
 from hpcrl.controller.api import Api
 from hpcrl.controller.dataset_rows import DatasetRows
@@ -44,7 +44,7 @@ def main(path: str) -> None:
     status = StatusWriter(run, "controller", attempt, heartbeat)
     status.write("loading data")
     config = Config.from_toml([run.config])
-    rows = load_rows(run, attempt, config, status) if is_supervised(config.trainer) else None
+    rows = load_rows(run, attempt, config, status) if is_offline(config.trainer) else None
     train, validation = load(config, status)
     heartbeat.beat("serve")
     steps = total_steps(len(rows or train), config.trainer, config.data.drop_last)
@@ -56,7 +56,7 @@ def main(path: str) -> None:
 def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train and those to evaluate, without those that are too long."""
     data, generator, evaluates = config.data, config.generator, config.trainer.eval_interval > 0
-    sections, supervised = (data, config.environment, generator.max_turns), is_supervised(config.trainer)
+    sections, supervised = (data, config.environment, generator.max_turns), is_offline(config.trainer)
     kinds = ("train",) if data.test_size is None else ("train", "eval")
     train = [] if supervised else load_dataset(data.train_data, kinds, *sections)
     prompts = data.val_prompts if supervised else data.val_data

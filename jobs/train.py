@@ -32,7 +32,7 @@ from hpcrl.config.derive import (
     checkpoint_interval,
     gpu_count,
     has_engines,
-    is_supervised,
+    is_offline,
     kept_versions,
     loads_adapters,
     max_model_len,
@@ -118,7 +118,7 @@ def train(
             metrics = learner.train(batch, timer)
             step = batch.step
             weights = publishes(trainer, step, total)
-            if (weights or is_supervised(trainer)) and not consensus.asked("publish"):  # else the next attempt does it
+            if (weights or is_offline(trainer)) and not consensus.asked("publish"):  # else the next attempt does it
                 with timer("sync_weights"):
                     metrics |= publisher.publish(policy, step) if weights else {}
                     controller.published(step, weights)

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 _SHARES = (0.5, 0.9, 0.99)
 _ERRORS_SHOWN = 3
+_OF_PAIR = (", chosen", ", rejected")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    text = "count the rows of the datasets of supervised fine-tuning, say how long they are and what would be left out, and show some"
+    text = "count the rows or pairs of the datasets of a run that learns from them, say how long they are and what would be left out, and show some"
     check = commands.add_parser("check", help=text, description=text[0].upper() + text[1:] + ".")
     check.add_argument(
         "settings", nargs="+", metavar="FILE|KEY=VALUE", help="TOML files and overrides, later ones over earlier ones"
@@ -32,14 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _check(arguments: argparse.Namespace) -> int:
     from hpcrl.config import Config
-    from hpcrl.config.derive import is_supervised
+    from hpcrl.config.derive import is_offline
     from hpcrl.data.tokenize import Recipe, training_sources, validation_sources
     from hpcrl.errors import ConfigError
 
     config = Config.from_toml(*split(arguments.settings))
-    if not is_supervised(config.trainer):
+    if not is_offline(config.trainer):
         raise ConfigError(
-            'trainer.mode: the rows of reinforcement learning are checked by `hpcrl submit`, and shown by `hpcrl env try`; expected "sft"'
+            'trainer.mode: the rows of reinforcement learning are checked by `hpcrl submit`, and shown by `hpcrl env try`; expected "sft" or "dpo"'
         )
     recipe, usable = Recipe.of(config), True
     sources = training_sources(config.data)
@@ -57,12 +58,12 @@ def _dataset(source: Source, recipe: Recipe, renderer: Renderer, shown: int) -> 
     from hpcrl.errors import DataError
 
     counts, lengths, errors = Counts(), list[int](), list[str]()
-    first: list[tuple[int, Tokens]] = []
+    first: list[tuple[int, list[Tokens]]] = []
     for at, row in enumerate(source.rows()):
         try:
-            tokens = renderer.tokens(row)
-            lengths.append(len(tokens.token_ids))
-            kept = fitted(tokens, recipe, counts)
+            sequences = renderer.sequences(row)
+            lengths.append(max(len(tokens.token_ids) for tokens in sequences))
+            kept = fitted(sequences, recipe, counts)
         except DataError as error:
             errors.append(f"row {at}: {error}")
             continue
@@ -79,19 +80,20 @@ def _dataset(source: Source, recipe: Recipe, renderer: Renderer, shown: int) -> 
         print(one_line(f"  cannot be used: {error}"))
     if len(errors) > _ERRORS_SHOWN:
         print(f"  cannot be used: {len(errors) - _ERRORS_SHOWN:,} rows more")
-    for at, tokens in first:
-        print("\n".join(_lines(at, tokens, renderer)))
+    for at, sequences in first:
+        for name, tokens in zip(("",) if len(sequences) == 1 else _OF_PAIR, sequences, strict=True):
+            print("\n".join(_lines(f"row {at}{name}", tokens, renderer)))
     print()
     return bool(counts.rows) and not errors
 
 
-def _lines(at: int, tokens: Tokens, renderer: Renderer) -> Iterator[str]:
+def _lines(name: str, tokens: Tokens, renderer: Renderer) -> Iterator[str]:
     from itertools import groupby
 
     from hpcrl.cli.samples import part_lines
     from hpcrl.data.rollouts import Segment
 
-    yield f"=== row {at}: {len(tokens.token_ids)} tokens, {tokens.trained} of them trained"
+    yield f"=== {name}: {len(tokens.token_ids)} tokens, {tokens.trained} of them trained"
     pairs = zip(tokens.token_ids, tokens.mask, strict=True)
     for trained, run in groupby(pairs, lambda pair: pair[1]):
         ids = [token for token, _ in run]

@@ -81,7 +81,8 @@ def _print_json(rollouts: list[Rollout]) -> None:
 
 def _lines(rollout: Rollout) -> list[str]:
     if rollout.row is not None:
-        title = f"=== {rollout.name}: row {rollout.row} of {rollout.data_source}"
+        answer = f", {rollout.answer}" if rollout.answer else ""
+        title = f"=== {rollout.name}: row {rollout.row} of {rollout.data_source}{answer}"
         return [one_line(title), *(line for part in rollout.parts for line in part_lines(part, _heading(part, 0)))]
     was = f" (was {rollout.raw_reward:g})" if rollout.raw_reward is not None else ""
     facts = [f"reward {rollout.reward:g}{was}", rollout.stop_reason]

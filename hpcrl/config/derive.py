@@ -30,6 +30,7 @@ MOST_KEPT = 256
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """For which vLLM can reserve room."""
 _LEAST_TOKENS = 16384  # of a micro-batch on a GPU
+_OF_PAIRS = ("dpo",)  # values of trainer.mode
 
 
 def eval_sampling(generator: GeneratorConfig) -> SamplingParams:
@@ -92,8 +93,8 @@ def max_seq_len(config: ConfigTree) -> int:
 
 
 def longest_sample(config: ConfigTree) -> int:
-    """Return the tokens of a sample at most: what may come before its last turn, and that turn; of a row of supervised fine-tuning."""
-    if is_supervised(config.trainer):
+    """Return the tokens of a sample at most: what may come before its last turn, and that turn; of a dataset's row, or an answer of it, with its prompt."""
+    if is_offline(config.trainer):
         return config.trainer.max_length or 0
     return max_input_length(config.generator, config.trainer) + config.generator.sampling_params.max_generate_length
 
@@ -107,7 +108,7 @@ def max_model_len(config: ConfigTree) -> int:
 
 def largest_micro_batch(config: ConfigTree) -> int:
     """Return the tokens of a forward and backward pass at most, padding not counted."""
-    longest, tokens = longest_sample(config), micro_batch_tokens(config)
+    longest, tokens = _longest_together(config), micro_batch_tokens(config)
     if tokens is not None:
         return max(tokens, longest)  # a longer sample has a pass of its own
     return (config.trainer.micro_train_batch_size_per_gpu or 1) * longest
@@ -124,7 +125,12 @@ def micro_batch_tokens(config: ConfigTree) -> int | None:
     samples = trainer.micro_train_batch_size_per_gpu, trainer.micro_forward_batch_size_per_gpu
     if any(samples) or gpu_count(config.slurm) == 0:
         return None
-    return max(_LEAST_TOKENS, 2 * longest_sample(config))
+    return max(_LEAST_TOKENS, 2 * _longest_together(config))
+
+
+def _longest_together(config: ConfigTree) -> int:
+    """Return the tokens at most of what no pass divides: a sample, or both of a pair."""
+    return longest_sample(config) * (2 if trains_pairs(config.trainer) else 1)
 
 
 def order_seed(data: DataConfig, trainer: TrainerConfig) -> int | None:
@@ -141,14 +147,14 @@ def sampling_seed(engine: InferenceEngineConfig, trainer: TrainerConfig) -> int:
 
 def temperature(config: ConfigTree) -> float:
     """Return what divides the logits in training; where it is not set: the sampling temperature, and 1 where nothing is sampled."""
-    if is_supervised(config.trainer):
+    if is_offline(config.trainer):
         return 1.0
     own = config.trainer.algorithm.temperature
     return config.generator.sampling_params.temperature if own is None else own
 
 
 def ref_model_path(trainer: TrainerConfig) -> str:
-    """Return the model that the KL divergence compares with; where it is not set: the policy's initial model."""
+    """Return the model that the policy is compared with; where it is not set: the policy's initial model."""
     return trainer.ref.model.path or trainer.policy.model.path
 
 
@@ -207,25 +213,30 @@ def needs_baselines(algorithm: AlgorithmConfig) -> bool:
     return algorithm.advantage_estimator == "remax"
 
 
-def is_supervised(trainer: TrainerConfig) -> bool:
+def is_offline(trainer: TrainerConfig) -> bool:
     """Return whether rows of datasets are trained as they are: nothing is sampled, and no rewards are given."""
-    return trainer.mode == "sft"
+    return trainer.mode != "rl"
+
+
+def trains_pairs(trainer: TrainerConfig) -> bool:
+    """Return whether these rows are pairs of a chosen and a rejected answer to one prompt, which are trained together."""
+    return trainer.mode in _OF_PAIRS
 
 
 def has_engines(config: ConfigTree) -> bool:
-    """Return whether there are rollout nodes: always where samples are trained, and where supervised fine-tuning is evaluated by generating."""
-    return not is_supervised(config.trainer) or bool(config.data.val_prompts and config.trainer.eval_interval > 0)
+    """Return whether there are rollout nodes: always where samples are trained, and where training on datasets is evaluated by generating."""
+    return not is_offline(config.trainer) or bool(config.data.val_prompts and config.trainer.eval_interval > 0)
 
 
 def samples_per_prompt(config: ConfigTree) -> int:
-    """Return how many samples a group has that is trained; a row of supervised fine-tuning is a group of its own."""
-    return 1 if is_supervised(config.trainer) else config.generator.n_samples_per_prompt
+    """Return how many samples of a group can train on different ranks; a row of a dataset, a pair too, is trained by one."""
+    return 1 if is_offline(config.trainer) else config.generator.n_samples_per_prompt
 
 
 def uses_reference(trainer: TrainerConfig) -> bool:
     """Return whether there is a reference model at all."""
-    if is_supervised(trainer):
-        return False
+    if is_offline(trainer):
+        return trainer.mode == "dpo" and not trainer.dpo.reference_free
     return trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
 
 
@@ -403,7 +414,7 @@ def surplus_groups(trainer: TrainerConfig) -> int:
 def publishes(trainer: TrainerConfig, step: int, total: int) -> bool:
     """Return whether engines, if there are any, get the weights that `step` of `total` leaves."""
     evaluated = trainer.eval_interval > 0 and step % trainer.eval_interval == 0
-    if evaluated or step == total or is_supervised(trainer):
+    if evaluated or step == total or is_offline(trainer):
         return evaluated or step == total
     return step % trainer.fully_async.sync_weight_interval == 0
 

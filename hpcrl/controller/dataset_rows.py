@@ -1,4 +1,4 @@
-"""Supervised fine-tuning's groups: rows of datasets, each a group of one sample, ready as soon as a step may take them. No worker makes them."""
+"""Rows of datasets as groups, a pair as one of two samples, ready as soon as a step may take them. No worker makes them."""
 
 from __future__ import annotations
 
@@ -84,15 +84,16 @@ class DatasetRows:
     def _group(self, index: int, version: int, stream: PromptStream) -> GroupMeta:
         dataset, at = self._mixture.place(stream.epoch(index), stream.row(index))
         file, row = self._rows[dataset].file, self._rows[dataset].places[at]
+        count = file.sequences
         return GroupMeta(
             group_id=group_id(index),
             kind="train",
             replica=0,
             path=self._paths[dataset],
-            rewards=[0.0],
-            lengths=[file.length(row)],
-            response_lengths=[file.trained(row)],
-            stop_reasons=["stop"],
+            rewards=[0.0] if count == 1 else [1.0, *[0.0] * (count - 1)],
+            lengths=file.lengths(row),
+            response_lengths=file.trained(row),
+            stop_reasons=["stop"] * count,
             oldest_version=version,
             newest_version=version,
             data_source=file.name,

@@ -1,4 +1,4 @@
-"""Rows of supervised fine-tuning as tokens, with a mask of those that are trained.
+"""Rows of datasets as tokens, with a mask of those that are trained: conversations, texts, and pairs of answers.
 
 A conversation is written message by message: what the chat template adds for a message, where it is the last one. So a template that drops
 what the assistant thought in earlier turns (Qwen3's, for one) still gives each turn with its thoughts, as the policy has to say it, and the
@@ -9,7 +9,7 @@ the text is the one that it makes of the whole conversation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -21,7 +21,7 @@ from hpcrl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Format = Literal["conversations", "prompt_response", "text", "tokens"]
+Format = Literal["conversations", "prompt_response", "text", "tokens", "preference"]
 TrainOnWhat = Literal["assistant", "last_turn", "all"]
 Messages = list[dict[str, Any]]
 Piece = tuple[str, bool]
@@ -55,11 +55,18 @@ class Columns:
     prompt: str = "prompt"
     response: str | None = None
     text: str = "text"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences of tokens a row becomes."""
+        return 2 if self.format == "preference" else 1
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A row as it is trained.
+    """A row as it is trained, or one answer of a pair with its prompt.
 
     Attributes:
         token_ids: T of them.
@@ -93,8 +100,8 @@ class Renderer:
     special_tokens: bool = False
     train_on: TrainOnWhat = "assistant"
 
-    def tokens(self, row: Any) -> Tokens:
-        """Return a row as it is trained.
+    def sequences(self, row: Any) -> list[Tokens]:
+        """Return a row as it is trained: one sequence, or of a pair the chosen answer and the rejected one, each behind the prompt.
 
         Raises:
             DataError: it is not what `columns` says, or the chat template refuses it.
@@ -104,13 +111,15 @@ class Renderer:
         match self.columns.format:
             case "conversations":
                 messages = _messages(_column(row, self.columns.conversation, "conversation_column"))
-                return self._conversation(messages, row.get("tools"))
+                return [self._conversation(messages, row.get("tools"))]
             case "prompt_response":
-                return self._conversation(self._answered(row), row.get("tools"))
+                return [self._conversation(self._answered(row), row.get("tools"))]
             case "text":
-                return self._text(_column(row, self.columns.text, "text_column"))
+                return [self._text(_column(row, self.columns.text, "text_column"))]
             case "tokens":
-                return _given(row)
+                return [_given(row)]
+            case "preference":
+                return self._pair(row)
 
     def pieces(self, messages: Messages, tools: Any = None) -> list[Piece]:
         """Return a conversation as texts that are trained and texts that are not, in turns.
@@ -144,7 +153,31 @@ class Renderer:
         columns = self.columns
         prompt = _messages(_column(row, columns.prompt, "prompt_column"), "user")
         answer = _messages(_column(row, columns.response or "response", "response_column"), _ASSISTANT)
-        return [*({**message, "weight": 0} for message in prompt), *answer]
+        return [*_untrained(prompt), *answer]
+
+    def _pair(self, row: Mapping[str, Any]) -> list[Tokens]:
+        """Return the chosen and the rejected answer, each behind its prompt.
+
+        Answers that begin with a message of the assistant follow the prompt's column. Others are whole: what both begin with is the prompt.
+        """
+        columns = self.columns
+        names = {"chosen_column": columns.chosen, "rejected_column": columns.rejected}
+        answers = [_column(row, name, setting) for setting, name in names.items()]
+        prompt = row.get(columns.prompt)
+        if prompt is None and all(isinstance(answer, str) for answer in answers):
+            return _behind_common(*map(self._text, answers))
+        chosen, rejected = (_messages(answer, _ASSISTANT) for answer in answers)
+        if (chosen[0]["role"] == _ASSISTANT) != (rejected[0]["role"] == _ASSISTANT):
+            raise DataError(
+                f"column `{columns.chosen}` begins with a message of {chosen[0]['role']}, column `{columns.rejected}` with one of "
+                f"{rejected[0]['role']}; expected two answers of the assistant, or two whole conversations"
+            )
+        if prompt is not None and chosen[0]["role"] == _ASSISTANT:
+            before = _messages(prompt, "user")
+        else:
+            alike = _alike(chosen, rejected)
+            before, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
+        return [self._conversation([*_untrained(before), *answer], row.get("tools")) for answer in (chosen, rejected)]
 
     def _conversation(self, messages: Messages, tools: Any) -> Tokens:
         from jinja2 import TemplateError
@@ -231,6 +264,22 @@ def _in_place(messages: Messages) -> Messages:
         else message
         for message in messages
     ]
+
+
+def _untrained(messages: Messages) -> Messages:
+    return [{**message, "weight": 0} for message in messages]
+
+
+def _behind_common(chosen: Tokens, rejected: Tokens) -> list[Tokens]:
+    """Return both texts, of which the tokens that they begin with alike are not trained."""
+    alike = _alike(chosen.token_ids, rejected.token_ids)
+    return [Tokens(text.token_ids, [False] * alike + text.mask[alike:]) for text in (chosen, rejected)]
+
+
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many entries both begin with."""
+    places = enumerate(zip(one, other, strict=False))
+    return next((at for at, (own, its) in places if own != its), min(len(one), len(other)))
 
 
 def _column(row: Mapping[str, Any], name: str, setting: str) -> Any:

@@ -128,7 +128,8 @@ def read_arrays(
 ) -> list[Sample[np.ndarray]]:
     """Return rows of the group at `path`, without torch, and read no more of the file; args and errors as in `read_group`."""
     if expected is not None and expected.row is not None:
-        return [open_tokens(path).read(expected.row, expected.digest)]
+        row = open_tokens(path).read(expected.row, expected.digest)
+        return row if indices is None else [row[at] for at in indices]
     with _opened(path) as (columns, meta, details):
         lengths = columns.read("lengths", 0, len(details)).tolist()
         if columns.entries("lengths") != len(lengths):

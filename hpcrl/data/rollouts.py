@@ -21,6 +21,8 @@ from hpcrl.types import Batch, GroupMeta, Sample
 
 Decode = Callable[[list[int]], str]
 Order = Literal["best", "worst", "random"]
+Answer = Literal["chosen", "rejected"]
+_ANSWERS: tuple[Answer, Answer] = ("chosen", "rejected")  # in the order of a pair's sequences
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Rollout:
         raw_reward: before generator.zero_reward_on_non_stop, where that changed it.
         versions: the oldest and the newest policy that chose one of its tokens; None where it is not known.
         row: of its dataset, where it is one of a dataset.
+        answer: of a pair of a dataset: which of the two it is.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Rollout:
     versions: tuple[int, int] | None = None
     env_metrics: dict[str, float] = field(default_factory=dict)
     row: int | None = None
+    answer: Answer | None = None
 
 
 def ordered(rewards: Sequence[float], order: Order | None, seed: int) -> list[int]:
@@ -151,6 +155,7 @@ def _rollout(group: GroupMeta, at: int, of_group: Sequence[Sample[np.ndarray]], 
         versions=(int(chosen.min()), int(chosen.max())) if len(chosen) else None,
         env_metrics=rows[-1].env_metrics,
         row=group.row,
+        answer=(_ANSWERS[at] if group.row is not None and len(group.rewards) > 1 else None),
     )
 
 

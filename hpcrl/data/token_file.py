@@ -1,10 +1,10 @@
-"""Rows of a dataset as tokens, made once and read by every rank through a memory map.
+"""Rows of a dataset as tokens, made once and read by every rank through a memory map. A row is one sequence, or several that belong together.
 
 <directory>/            committed as a whole (hpcrl/rundir/commit.py)
-  tokens.i32            token ids of all rows, one row after the other
+  tokens.i32            token ids of all sequences, one after the other
   mask.u8               of each token, whether it is trained
-  rows.npy              of each row: where its tokens end, how many are trained, checksum of its tokens and mask
-  manifest.json         `name`, `made_of`, `counts`; sizes and checksums of the files above
+  rows.npy              of each sequence: where its tokens end, how many are trained, checksum of its tokens and mask
+  manifest.json         `name`, `made_of`, `counts`, `sequences` of each row; sizes and checksums of the files above
   COMMIT
 """
 
@@ -45,24 +45,31 @@ class TokenFile:
     _rows: np.ndarray
 
     def __len__(self) -> int:
-        return len(self._rows)
+        """Return how many rows it has."""
+        return len(self._rows) // self.sequences
+
+    @property
+    def sequences(self) -> int:
+        """Of each row."""
+        return self.facts.get("sequences", 1)  # before there were pairs, a row was one
 
     @property
     def name(self) -> str:
         return self.facts["name"]
 
-    def length(self, row: int) -> int:
-        return int(self._rows["end"][row]) - self._begin(row)
+    def lengths(self, row: int) -> list[int]:
+        """Return the tokens of each sequence of a row."""
+        return [int(self._rows["end"][at]) - self._begin(at) for at in self._places(row)]
 
-    def trained(self, row: int) -> int:
-        """Return how many tokens of a row are trained."""
-        return int(self._rows["trained"][row])
+    def trained(self, row: int) -> list[int]:
+        """Return how many tokens of each sequence of a row are trained."""
+        return [int(self._rows["trained"][at]) for at in self._places(row)]
 
     def digest(self, row: int) -> str:
-        return f"{int(self._rows['checksum'][row]):032x}"
+        return "".join(f"{int(self._rows['checksum'][at]):08x}" for at in self._places(row)).rjust(32, "0")
 
-    def read(self, row: int, digest: str | None = None) -> Sample[np.ndarray]:
-        """Return a row as a sample that no policy has chosen.
+    def read(self, row: int, digest: str | None = None) -> list[Sample[np.ndarray]]:
+        """Return the sequences of a row as samples that no policy has chosen.
 
         Args:
             digest: what `digest` returned where the batch was composed; None: in no batch.
@@ -70,16 +77,17 @@ class TokenFile:
         Raises:
             DamagedError: it is not what was written, or another one.
         """
-        import numpy as np
-
         if not 0 <= row < len(self):
             raise DamagedError(f"{self.path} has {len(self)} rows, and row {row} of it is wanted")
-        where = slice(self._begin(row), int(self._rows["end"][row]))
-        tokens, mask = self._tokens[where], self._mask[where]
-        if (digest or self.digest(row)) != self.digest(row) or _checksum(
-            tokens.tobytes(), mask.tobytes()
-        ) != self._rows["checksum"][row]:
+        whole = digest in (None, self.digest(row))
+        if not (whole and all(_checksum(*self._content(at)) == self._rows["checksum"][at] for at in self._places(row))):
             raise DamagedError(f"row {row} of {self.path} is damaged, or not the one that the batch was composed of")
+        return [self._sample(at) for at in self._places(row)]
+
+    def _sample(self, at: int) -> Sample[np.ndarray]:
+        import numpy as np
+
+        tokens, mask = self._content(at)
         count = len(tokens)
         return Sample(
             token_ids=tokens.astype(np.int64),
@@ -90,20 +98,31 @@ class TokenFile:
             stop_reason="stop",
         )
 
-    def _begin(self, row: int) -> int:
-        return int(self._rows["end"][row - 1]) if row else 0
+    def _content(self, at: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return token ids and mask of a sequence."""
+        where = slice(self._begin(at), int(self._rows["end"][at]))
+        return self._tokens[where], self._mask[where]
+
+    def _places(self, row: int) -> range:
+        """Return which sequences of the file are those of a row."""
+        return range(row * self.sequences, (row + 1) * self.sequences)
+
+    def _begin(self, at: int) -> int:
+        return int(self._rows["end"][at - 1]) if at else 0
 
 
 def write_tokens(
     target: Path,
     attempt: int,
-    rows: Iterable[Tokens],
+    sequences: Iterable[Tokens],
     fence: Fence = unfenced,
+    of_each_row: int = 1,
     **facts: Any,
 ) -> None:
-    """Commit rows, each with at least one token, in their order.
+    """Commit sequences, each with at least one token, in their order.
 
     Args:
+        of_each_row: how many of them, one after the other, are a row.
         facts: JSON values that the manifest keeps; `counts` may still change while rows are taken.
 
     Raises:
@@ -111,15 +130,15 @@ def write_tokens(
     """
     import numpy as np
 
-    with committed_directory(target, attempt, fence=fence, **facts) as directory:
+    with committed_directory(target, attempt, fence=fence, sequences=of_each_row, **facts) as directory:
         index, end = list[tuple[int, int, int]](), 0
         with (directory / _TOKENS).open("wb") as tokens, (directory / _MASK).open("wb") as mask:
-            for row in rows:
-                ids, chosen = np.array(row.token_ids, "<i4").tobytes(), np.array(row.mask, "u1").tobytes()
-                tokens.write(ids)
-                mask.write(chosen)
-                end += len(row.token_ids)
-                index.append((end, row.trained, _checksum(ids, chosen)))
+            for one in sequences:
+                ids, chosen = np.array(one.token_ids, "<i4"), np.array(one.mask, "u1")
+                tokens.write(ids.tobytes())
+                mask.write(chosen.tobytes())
+                end += len(one.token_ids)
+                index.append((end, one.trained, _checksum(ids, chosen)))
         np.save(directory / _ROWS, np.array(index, dtype=_FIELDS))
 
 
@@ -146,5 +165,5 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
 
 
-def _checksum(tokens: bytes, mask: bytes) -> int:
-    return zlib.crc32(mask, zlib.crc32(tokens))
+def _checksum(tokens: np.ndarray, mask: np.ndarray) -> int:
+    return zlib.crc32(mask.tobytes(), zlib.crc32(tokens.tobytes()))

@@ -1,4 +1,4 @@
-"""The datasets of supervised fine-tuning as a run has them: tokenized once, by the controller, into dataset/ of the run directory.
+"""The datasets of a run that trains their rows: tokenized once, by the controller, into dataset/ of the run directory.
 
 A run trains what it read at its first start: later attempts find the tokens there, and look at the sources no more.
 """
@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
+from hpcrl.config.derive import trains_pairs
 from hpcrl.config.sections.data import DataConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.data.chat import chat_template, load_tokenizer, without_torch
@@ -39,10 +40,10 @@ class Counts:
     """What became of the rows of a dataset.
 
     Attributes:
-        cut, dropped: rows of more than trainer.max_length tokens.
-        untrained: rows that are left out because none of their tokens would be trained.
+        cut, dropped: rows of more than trainer.max_length tokens; pairs of which one answer with its prompt has more.
+        untrained: rows that are left out because none of their tokens, or of one of their answers, would be trained.
         rows, tokens, trained: what is left.
-        longest: tokens of the longest row, before it was cut or dropped.
+        longest: tokens of the longest row, or answer with its prompt, before it was cut or dropped.
     """
 
     rows: int = 0
@@ -83,7 +84,13 @@ class Recipe:
     def of(cls, config: Config) -> Recipe:
         data, generator = config.data, config.generator
         columns = Columns(
-            data.format, data.conversation_column, data.prompt_column, data.response_column, data.text_column
+            "preference" if trains_pairs(config.trainer) else data.format,
+            data.conversation_column,
+            data.prompt_column,
+            data.response_column,
+            data.text_column,
+            data.chosen_column,
+            data.rejected_column,
         )
         longest = config.trainer.max_length
         assert longest is not None, "the rules ask for trainer.max_length"
@@ -143,7 +150,8 @@ class Tokenizer:
             counts = Counts()
             rows = self._kept(tokenized(source, self.recipe, self.workers, self.ahead), source, counts)
             facts = {"name": name, "made_of": made_of, "counts": vars(counts)}
-            write_tokens(target, self.attempt, rows, self.fence, **facts)
+            sequences = chain.from_iterable(rows)
+            write_tokens(target, self.attempt, sequences, self.fence, self.recipe.columns.sequences, **facts)
             open_tokens.cache_clear()
             print(f"{name}: {counts}", flush=True)
         return open_tokens(target)
@@ -155,7 +163,7 @@ class Tokenizer:
             print(f"{error}; tokenized anew", flush=True)
             return False
 
-    def _kept(self, rows: Iterable[Tokens], source: Source, counts: Counts) -> Iterator[Tokens]:
+    def _kept(self, rows: Iterable[list[Tokens]], source: Source, counts: Counts) -> Iterator[list[Tokens]]:
         for row in rows:
             self.progress()
             if (kept := fitted(row, self.recipe, counts)) is not None:
@@ -167,13 +175,13 @@ class Tokenizer:
             )
 
 
-def fitted(row: Tokens, recipe: Recipe, counts: Counts) -> Tokens | None:
-    """Return a row as it is trained, and count it; None: it is left out.
+def fitted(row: list[Tokens], recipe: Recipe, counts: Counts) -> list[Tokens] | None:
+    """Return the sequences of a row as they are trained, and count it; None: it is left out.
 
     Raises:
         DataError: it is too long, and such rows are refused.
     """
-    length = len(row.token_ids)
+    length = max(len(sequence.token_ids) for sequence in row)
     counts.longest = max(counts.longest, length)
     if length > recipe.longest:
         if recipe.too_long == "refuse":
@@ -184,18 +192,18 @@ def fitted(row: Tokens, recipe: Recipe, counts: Counts) -> Tokens | None:
             counts.dropped += 1
             return None
         counts.cut += 1
-        row = row.cut(recipe.longest)
-    if not any(row.mask[1:]):  # nothing predicts the first token
+        row = [sequence.cut(recipe.longest) for sequence in row]
+    if not all(any(sequence.mask[1:]) for sequence in row):  # nothing predicts the first token
         counts.untrained += 1
         return None
     counts.rows += 1
-    counts.tokens += len(row.token_ids)
-    counts.trained += row.trained
+    counts.tokens += sum(len(sequence.token_ids) for sequence in row)
+    counts.trained += sum(sequence.trained for sequence in row)
     return row
 
 
-def tokenized(source: Source, recipe: Recipe, workers: int = 0, ahead: int = AHEAD) -> Iterator[Tokens]:
-    """Yield the rows of a dataset as tokens, in order.
+def tokenized(source: Source, recipe: Recipe, workers: int = 0, ahead: int = AHEAD) -> Iterator[list[Tokens]]:
+    """Yield the rows of a dataset as sequences of tokens, in order.
 
     Args:
         workers: further processes that make them; 0: this one does.
@@ -211,7 +219,7 @@ def tokenized(source: Source, recipe: Recipe, workers: int = 0, ahead: int = AHE
             yield from _rendered(*part)
         return
     with ProcessPoolExecutor(workers, get_context("spawn"), _prepare, (recipe,)) as pool:
-        waiting = deque[Future[list[Tokens]]]()
+        waiting = deque[Future[list[list[Tokens]]]]()
         for part in parts:
             waiting.append(pool.submit(_rendered, *part))
             if len(waiting) >= workers * ahead:
@@ -235,11 +243,11 @@ def _prepare(recipe: Recipe) -> None:
         _OF_PROCESS[:] = [(recipe, recipe.renderer())]
 
 
-def _rendered(location: str, first: int, rows: Sequence[Any]) -> list[Tokens]:
-    ((_, renderer),), found = _OF_PROCESS, list[Tokens]()
+def _rendered(location: str, first: int, rows: Sequence[Any]) -> list[list[Tokens]]:
+    ((_, renderer),), found = _OF_PROCESS, list[list[Tokens]]()
     for at, row in enumerate(rows, first):
         try:
-            found.append(renderer.tokens(row))
+            found.append(renderer.sequences(row))
         except DataError as error:
             raise DataError(f"dataset {location}, row {at}: {error}") from error
     return found

@@ -41,6 +41,10 @@ class MicroBatchLimit:
     tokens: int | None = None
 
 
+Limits = tuple[MicroBatchLimit, MicroBatchLimit]
+"""What a micro-batch holds at most in training, and in passes without gradient."""
+
+
 def longest_first(ref: SampleRef) -> tuple[int, int, int]:
     """Return the key of the order in which a share lists its samples."""
     return -ref.length, ref.group, ref.index
@@ -185,6 +189,35 @@ def plan_mini_batch(
     return MiniBatchPlan(ordered, ranges, scored)
 
 
+def planned(refs: Sequence[SampleRef], ranks: int, limits: Limits, *, pairs: bool = False) -> MiniBatchPlan:
+    """Return who trains what of these samples, of all ranks.
+
+    Args:
+        limits: of micro-batches.
+        pairs: the samples of a group stay together, in one micro-batch and in their order, and limits count groups.
+    """
+    if pairs:
+        return _plan_whole_groups(refs, ranks, limits)
+    return plan_mini_batch(assign_to_ranks(refs, ranks, limits[0]), *limits)
+
+
+def _plan_whole_groups(refs: Sequence[SampleRef], ranks: int, limits: Limits) -> MiniBatchPlan:
+    groups: dict[int, list[SampleRef]] = {}
+    for ref in refs:
+        groups.setdefault(ref.group, []).append(ref)
+    units = [SampleRef(group, 0, sum(ref.length for ref in own)) for group, own in groups.items()]
+    plan = plan_mini_batch(assign_to_ranks(units, ranks, limits[0]), *limits)
+    ends = [[0, *accumulate(len(groups[unit.group]) for unit in share)] for share in plan.shares]
+
+    def of_samples(parts: Sequence[Sequence[range]]) -> list[list[range]]:
+        return [
+            [range(own[part.start], own[part.stop]) for part in each] for own, each in zip(ends, parts, strict=True)
+        ]
+
+    shares = [[ref for unit in share for ref in groups[unit.group]] for share in plan.shares]
+    return MiniBatchPlan(shares, of_samples(plan.train), of_samples(plan.score))
+
+
 def consecutive(parts: Sequence[Sequence[int]]) -> list[range]:
     """Return ranges that follow one another, as long as `parts` are."""
     ends = list(accumulate(map(len, parts)))
@@ -203,10 +236,6 @@ def trained_groups(batch: Batch, algorithm: AlgorithmConfig) -> list[int]:
     if not algorithm.zero_variance_filter:
         return list(groups)
     return [at for at in groups if varied(filter_values(batch.groups[at], metrics))]
-
-
-Limits = tuple[MicroBatchLimit, MicroBatchLimit]
-"""What a micro-batch holds at most in training, and in passes without gradient."""
 
 
 def micro_batch_limits(trainer: TrainerConfig, tokens: int | None) -> Limits:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from hpcrl.config import Config, max_seq_len, temperature
-from hpcrl.config.derive import is_supervised, micro_batch_tokens
+from hpcrl.config.derive import is_offline, micro_batch_tokens
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.backends.build import build_critic, build_policy
@@ -17,11 +17,11 @@ from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.models.hf import policy_source
+from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.step import Learner
 from hpcrl.trainer.stop import StopConsensus
-from hpcrl.trainer.validation import Validation
 
 
 def load_learner(
@@ -51,7 +51,7 @@ def load_learner(
     limits = micro_batch_limits(trainer, micro_batch_tokens(config))
     mismatch = MismatchLimit(config.generator.max_logprob_mismatch, config.generator.on_logprob_mismatch)
     return Learner(
-        run, world, trainer, policy, critic, limits=limits, validation=Validation.of(run, config, limits) if is_supervised(trainer) else None,
+        run, world, trainer, policy, critic, limits=limits, validation=Validation.of(run, config, limits) if is_offline(trainer) else None,
         model_flops=ModelFlops.of(policy_source(trainer).empty(torch.float32, PACKED)), max_seq_len=max_seq_len(config),
         mismatch=mismatch, dumps=dumps, consensus=consensus, start=start,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from hpcrl.algorithms.kl import KL_ESTIMATORS
-from hpcrl.algorithms.losses import POLICY_LOSSES, Tokens, Values, masked_sum, ratio, sample_sums, widened
+from hpcrl.algorithms.losses import POLICY_LOSSES, Tokens, Values, masked_sum, ratio, sample_sums
 from hpcrl.algorithms.off_policy import correct, is_enabled
 from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.algorithms.settings import configured
@@ -85,26 +85,6 @@ def build_objective(algorithm: AlgorithmConfig) -> Objective:
             "current_tokens": current_P.sum(),
             "current_abs_diff": masked_sum(apart_P, current_P),
             "current_abs_diff_squared": masked_sum(apart_P.square(), current_P),
-        }
-        return loss, {name: value.detach() for name, value in sums.items()}
-
-    return objective
-
-
-def build_likelihood_objective() -> Objective:
-    """Return the objective of supervised fine-tuning: the cross entropy of the trained tokens."""
-
-    def objective(
-        batch: MicroBatch, logprobs_P: torch.Tensor, entropies_P: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mask_P = batch.loss_mask
-        loss = weighted_sum(-widened(logprobs_P), batch.weights)
-        sums = {
-            "tokens": mask_P.sum(),
-            "samples": (sample_sums(mask_P, mask_P, batch.cu_seqlens.diff()) > 0).sum(),
-            "final_loss": loss,
-            "policy_loss": loss,
-            "entropy": masked_sum(entropies_P, mask_P),
         }
         return loss, {name: value.detach() for name, value in sums.items()}
 

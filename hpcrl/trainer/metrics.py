@@ -18,6 +18,7 @@ from hpcrl.trainer.batching import idle_share
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import LOSS_METRICS
 from hpcrl.trainer.models.flops import describe_flops
+from hpcrl.trainer.offline.preferences import PER_PAIR
 from hpcrl.trainer.packing import MiniBatch
 from hpcrl.types import Batch
 
@@ -127,6 +128,8 @@ def _describe_update(update: UpdateResult) -> dict[str, float]:
         }
     described |= {f"policy/loss_metrics/{name}": value for name, value in loss_metrics(sums).items()}
     described |= {"policy/policy_kl": sums["policy_kl"] / count} if "policy_kl" in sums else {}
+    pairs = max(sums.get("pairs", 0.0), 1.0)
+    described |= {name.removeprefix(PER_PAIR): sums[name] / pairs for name in sums if name.startswith(PER_PAIR)}
     return described | ({"policy/positive_nll": sums["positive_nll"]} if "positive_nll" in sums else {})
 
 

@@ -15,6 +15,7 @@ import torch
 
 from hpcrl.algorithms.prefixes import shared_prefixes
 from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight
+from hpcrl.config.derive import trains_pairs
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.group_file import read_group
 from hpcrl.rundir.layout import Run
@@ -22,10 +23,10 @@ from hpcrl.trainer.batching import (
     Limits,
     MiniBatchPlan,
     SampleRef,
-    assign_to_ranks,
     longest_first,
     mini_batches,
     plan_mini_batch,
+    planned,
     trained_groups,
 )
 from hpcrl.trainer.distributed import World
@@ -304,8 +305,7 @@ def load_mini_batches(
     algorithm = trainer.algorithm
     trained, minis = set(trained_groups(batch, algorithm)), []
     for refs in mini_batches(batch, trainer.policy_mini_batch_size):
-        shares = assign_to_ranks([ref for ref in refs if ref.group in trained], data.size, limits[0])
-        plan = plan_mini_batch(shares, *limits)
+        plan = planned([ref for ref in refs if ref.group in trained], data.size, limits, pairs=trains_pairs(trainer))
         samples = load_samples(run, batch, plan.shares[data.rank], algorithm.min_filter_prefix_tokens)
         minis.append(MiniBatch(plan, samples, data.rank))
     set_loss_weights(minis, batch, data, reduction)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from hpcrl.config import TrainerConfig, uses_reference
-from hpcrl.config.derive import is_supervised
+from hpcrl.config.derive import is_offline
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import Advantages, KlRewardPenalty, estimate_advantages
 from hpcrl.trainer.backends.base import CriticEngine, Engine, Objective, PolicyEngine, UpdateResult
@@ -18,17 +18,17 @@ from hpcrl.trainer.backends.reference import reset_is_due, resets_optimizer
 from hpcrl.trainer.batching import Limits, updates_per_batch
 from hpcrl.trainer.critic import CRITIC_REDUCTION, build_critic_objective, describe_critic
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.loss import build_likelihood_objective, build_objective, build_reduction
 from hpcrl.trainer.metrics import PhaseTimer, describe_batch, describe_mini_batches, describe_updates
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
+from hpcrl.trainer.offline.modes import objective_of, reduction_of
+from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.packing import MiniBatch, load_mini_batches, regrouped
 from hpcrl.trainer.rng import random_state, set_random_state
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.saving.mid_batch import PartialBatch, read_partial_batch
 from hpcrl.trainer.stop import StopConsensus, Stopping
-from hpcrl.trainer.validation import Validation
 from hpcrl.types import Batch
 
 
@@ -75,10 +75,10 @@ class Learner:
         self.flops, self._model_flops, self._limits = 0.0, model_flops, limits
         self._run, self._trainer, self._dumps, self._begun = run, trainer, dumps, start.mid_batch
         self._mismatch, self._validation = mismatch, validation
-        self._supervised = is_supervised(trainer)
-        self._objective = build_likelihood_objective() if self._supervised else build_objective(trainer.algorithm)
+        self._offline = is_offline(trainer)
+        self._objective = objective_of(trainer)
         self._critic_objective = build_critic_objective(trainer.algorithm.value_clip)
-        self._reduction = build_reduction(trainer.algorithm, max_seq_len)
+        self._reduction = reduction_of(trainer, max_seq_len)
         self._random: dict[str, torch.Tensor] = {}
 
     def schedule(self, total_steps: int) -> None:
@@ -127,7 +127,7 @@ class Learner:
                         micro_batches = mini.micro_batches(before=partial(self.consensus, "update.micro_batch"))
                         totals = todo.engine.forward_backward(micro_batches, todo.objective)
                         sums = sum_over_ranks(totals, todo.engine.data)
-                        if todo.engine is self.policy and not todo.done and not self._supervised:
+                        if todo.engine is self.policy and not todo.done and not self._offline:
                             self._mismatch.check(batch.step, sums, speaks=self.world.first)
                         # without a trained token, momentum and weight decay alone would move the model
                         report = todo.engine.step() if mini.tokens else todo.engine.skip()
@@ -137,18 +137,19 @@ class Learner:
         lengths = [ref.length for mini in minis for share in mini.plan.shares for ref in share]
         flops = self._model_flops.training(lengths, sum(mini.tokens for mini in minis))
         self.flops = self._trainer.update_epochs_per_batch * flops
-        described = {} if self._supervised else describe_batch(batch, work.advantages)
+        described = {} if self._offline else describe_batch(batch, work.advantages)
         described |= describe_mini_batches(minis) | work.kl_penalty
         return described | (describe_critic(work.critic) if work.critic else {}) | describe_updates(work.policy)
 
     def _scored(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch:
         """Return the batch with log-probabilities, values and advantages."""
         data, samples = self.policy.data, [mini.samples for mini in minis]
-        if self._supervised:
+        if not self._offline or uses_reference(self._trainer):
+            with timer("fwd_logprobs_values_reward"):
+                for number, mini in enumerate(minis):
+                    self._score(mini, first=number == 0)
+        if self._offline:
             return PartialBatch(data, self._trainer, batch, minis, {}, Advantages())
-        with timer("fwd_logprobs_values_reward"):
-            for number, mini in enumerate(minis):
-                self._score(mini, first=number == 0)
         with timer("compute_advantages_and_returns"):
             kl_metrics = self.kl_penalty.apply_kl_penalty(samples, data.sum)
             advantages = estimate_advantages(batch, samples, self._trainer.algorithm, data.sum)
@@ -159,7 +160,7 @@ class Learner:
         before = partial(self.consensus, "score.micro_batch")
         # what the first update trains, and only once, still meets the old policy itself
         old = not first or self._trainer.update_epochs_per_batch > 1 or algorithm.use_kl_in_reward
-        if old and not algorithm.use_rollout_logprobs_for_loss:
+        if old and not algorithm.use_rollout_logprobs_for_loss and not self._offline:
             scores.old_logprobs = mini.scored(self.policy.logprobs, before)
         if uses_reference(self._trainer):
             scores.ref_logprobs = mini.scored(partial(self.policy.logprobs, reference=True), before)

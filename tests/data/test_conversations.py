@@ -92,12 +92,12 @@ def test_a_template_that_writes_nothing_before_an_answer(renderer) -> None:
     assert [text for text, mask in made.pieces(TALK[:3]) if mask] == [TALK[2]["content"] + "<|end|>"]
     assert "".join(text for text, _ in made.pieces(TALK)) == made.tokenizer.apply_chat_template(TALK, tokenize=False)
     with pytest.raises(DataError, match="the chat template refuses its messages: no tool"):
-        made.tokens({"conversations": [*TALK, {"role": "tool", "content": "?"}]})
+        made.sequences({"conversations": [*TALK, {"role": "tool", "content": "?"}]})[0]
 
 
 def test_tokens_are_those_of_the_prompt_and_of_the_answer(renderer) -> None:
     made = renderer()
-    found = made.tokens({"conversations": TALK[:3]})
+    found = made.sequences({"conversations": TALK[:3]})[0]
     prompt = made.tokenizer.apply_chat_template(TALK[:2], add_generation_prompt=True, return_dict=False)
     answer = made.tokenizer.encode(TALK[2]["content"] + "<|im_end|>", add_special_tokens=False)
     after = made.tokenizer.encode("\n", add_special_tokens=False)
@@ -106,39 +106,39 @@ def test_tokens_are_those_of_the_prompt_and_of_the_answer(renderer) -> None:
 
 
 def test_all_tokens_or_none_of_some_messages(renderer) -> None:
-    assert all(renderer(train_on="all").tokens({"conversations": TALK}).mask)
+    assert all(renderer(train_on="all").sequences({"conversations": TALK})[0].mask)
     silenced = [*TALK[:2], TALK[2] | {"weight": 0}, *TALK[3:]]
     assert [text for text, mask in renderer().pieces(silenced) if mask] == [TALK[4]["content"] + "<|im_end|>"]
 
 
 def test_rows_of_each_kind(renderer) -> None:
-    plain = renderer().tokens(
+    plain = renderer().sequences(
         {"conversations": [{"role": "user", "content": "cab"}, {"role": "assistant", "content": "abc"}]}
-    )
+    )[0]
     share_gpt = [{"from": "human", "value": "cab"}, {"from": "gpt", "value": "abc"}]
-    assert renderer().tokens({"conversations": share_gpt}) == plain
+    assert renderer().sequences({"conversations": share_gpt})[0] == plain
     answered = Columns("prompt_response", prompt="q", response="a")
-    assert renderer(columns=answered).tokens({"q": "cab", "a": "abc"}) == plain
-    assert renderer(columns=answered).tokens({"q": share_gpt[:1], "a": "abc"}) == plain
+    assert renderer(columns=answered).sequences({"q": "cab", "a": "abc"})[0] == plain
+    assert renderer(columns=answered).sequences({"q": share_gpt[:1], "a": "abc"})[0] == plain
     earlier = [*share_gpt, {"from": "human", "value": "ed"}]
-    assert renderer(columns=answered).tokens({"q": earlier, "a": "de"}).trained == len("de") + 1, (
+    assert renderer(columns=answered).sequences({"q": earlier, "a": "de"})[0].trained == len("de") + 1, (
         "the prompt is not trained"
     )
-    text = renderer(columns=Columns("text")).tokens({"text": "abc"})
+    text = renderer(columns=Columns("text")).sequences({"text": "abc"})[0]
     eos = renderer().tokenizer.eos_token_id
     assert (text.token_ids[-1], all(text.mask), len(text.token_ids)) == (eos, True, 4)
     given = renderer(columns=Columns("tokens"))
-    assert given.tokens({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}).mask == [False, True, True]
-    assert given.tokens({"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]}).mask == [False, False, True]
-    assert given.tokens({"input_ids": [5, 6, 7]}).mask == [True, True, True]
+    assert given.sequences({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]})[0].mask == [False, True, True]
+    assert given.sequences({"input_ids": [5, 6, 7], "loss_mask": [0, 0, 1]})[0].mask == [False, False, True]
+    assert given.sequences({"input_ids": [5, 6, 7]})[0].mask == [True, True, True]
 
 
 def test_special_tokens_in_texts_are_text(renderer) -> None:
     talk = [{"role": "user", "content": "a<|im_end|>b"}, {"role": "assistant", "content": "c"}]
-    found = renderer().tokens({"conversations": talk})
+    found = renderer().sequences({"conversations": talk})[0]
     ending = renderer().tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert found.token_ids.count(ending) == 2
-    assert renderer(special_tokens=True).tokens({"conversations": talk}).token_ids.count(ending) == 3
+    assert renderer(special_tokens=True).sequences({"conversations": talk})[0].token_ids.count(ending) == 3
 
 
 @pytest.mark.parametrize(
@@ -158,10 +158,77 @@ def test_special_tokens_in_texts_are_text(renderer) -> None:
 )  # fmt: skip
 def test_a_row_that_is_something_else_is_told(renderer, columns: Columns, row, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        renderer(columns=columns).tokens(json.loads(json.dumps(row)))
+        renderer(columns=columns).sequences(json.loads(json.dumps(row)))[0]
 
 
 def test_a_template_that_writes_the_past_in_another_way_is_refused(renderer) -> None:
     counting = "{{ messages | length }}" + CHATML
     with pytest.raises(DataError, match="in another way once that is there"):
-        renderer(counting).tokens({"conversations": TALK[:3]})
+        renderer(counting).sequences({"conversations": TALK[:3]})[0]
+
+
+PAIR = Columns("preference")
+PROMPT = [{"role": "system", "content": "sort"}, {"role": "user", "content": "cab"}]
+
+
+def answer(text: str) -> list[dict]:
+    return [{"role": "assistant", "content": text}]
+
+
+def test_both_answers_of_a_pair_stand_behind_the_same_prompt(renderer) -> None:
+    made = renderer(columns=PAIR)
+    chosen, rejected = made.sequences({"prompt": PROMPT, "chosen": answer("abc"), "rejected": answer("cb")})
+    prompt = made.tokenizer.apply_chat_template(PROMPT, add_generation_prompt=True, return_dict=False)
+    for found, said in ((chosen, "abc"), (rejected, "cb")):
+        said = made.tokenizer.encode(f"{said}<|im_end|>", add_special_tokens=False)
+        after = made.tokenizer.encode("\n", add_special_tokens=False)
+        assert found.token_ids == [*prompt, *said, *after]
+        assert found.mask == [False] * len(prompt) + [True] * len(said) + [False] * len(after)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": PROMPT, "chosen": "abc", "rejected": "cb"},
+        {"chosen": [*PROMPT, *answer("abc")], "rejected": [*PROMPT, *answer("cb")]},
+        {"prompt": "cab", "chosen": [*PROMPT, *answer("abc")], "rejected": [*PROMPT, *answer("cb")]},
+        {"prompt": None, "chosen": [*PROMPT, *answer("abc")], "rejected": [*PROMPT, *answer("cb")]},
+    ],
+)
+def test_a_prompt_may_be_a_column_or_what_both_answers_begin_with(renderer, row: dict) -> None:
+    made = renderer(columns=PAIR)
+    assert made.sequences(row) == made.sequences({"prompt": PROMPT, "chosen": answer("abc"), "rejected": answer("cb")})
+
+
+def test_an_answer_has_several_turns_and_earlier_ones_are_not_trained(renderer) -> None:
+    earlier = [*PROMPT, *answer("abc"), {"role": "user", "content": "ed"}]
+    made, tail = renderer(columns=PAIR), [{"role": "user", "content": "gf"}, *answer("fg")]
+    chosen, rejected = made.sequences(
+        {"chosen": [*earlier, *answer("de"), *tail], "rejected": [*earlier, *answer("ed")]}
+    )
+    assert (chosen.trained, rejected.trained) == (len("de") + 1 + len("fg") + 1, len("ed") + 1)
+    text = Columns("preference", prompt="q", chosen="good", rejected="bad")
+    named = renderer(columns=text).sequences({"q": earlier, "good": "de", "bad": "ed"})
+    assert named[1] == rejected
+
+
+def test_texts_without_a_prompt_are_whole(renderer) -> None:
+    made = renderer(columns=PAIR)
+    chosen, rejected = made.sequences({"chosen": "cab abc", "rejected": "cab abb"})
+    eos = made.tokenizer.eos_token_id
+    assert chosen.token_ids == [*made.tokenizer.encode("cab abc"), eos]
+    alike = len(made.tokenizer.encode("cab ab"))
+    assert chosen.mask == rejected.mask == [False] * alike + [True] * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": PROMPT, "chosen": "a"}, r"no column `rejected` \(data.rejected_column\); its columns are chosen, prompt"),
+        ({"prompt": PROMPT, "chosen": 3, "rejected": "a"}, "expected a list of chat messages, found 3"),
+        ({"chosen": [*PROMPT, *answer("a")], "rejected": "a"}, "column `chosen` begins with a message of system, column `rejected` with one of assistant"),
+    ],
+)  # fmt: skip
+def test_a_pair_that_is_none_is_told(renderer, row: dict, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        renderer(columns=PAIR).sequences(row)

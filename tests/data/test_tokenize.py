@@ -58,11 +58,11 @@ def test_rows_are_read_as_they_were_made(run: Run, tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", TALKS)
     file, expected = made(run, source), list(tokenized(Source(source), Recipe.of(config())))
     assert len(file) == len(TALKS) == len(expected)
-    for at, row in enumerate(expected):
-        found = file.read(at, file.digest(at))
+    for at, (row,) in enumerate(expected):
+        (found,) = file.read(at, file.digest(at))
         assert found.token_ids.tolist() == row.token_ids
         assert found.loss_mask.astype(bool).tolist() == row.mask
-        assert (file.length(at), file.trained(at)) == (len(row.token_ids), row.trained)
+        assert (file.lengths(at), file.trained(at)) == ([len(row.token_ids)], [row.trained])
         assert (found.versions == -1).all()
         assert not found.rollout_logprobs.any()
 
@@ -90,7 +90,7 @@ def test_long_rows_are_cut_dropped_or_refused_and_counted(run: Run, tmp_path: Pa
     source = write(tmp_path / "rows.jsonl", rows)
     longest = "trainer.max_length=10"
     cut = made(run, source, longest)
-    assert [cut.length(at) for at in range(len(cut))] == [7, 10]
+    assert [cut.lengths(at) for at in range(len(cut))] == [[7], [10]]
     counts = cut.facts["counts"]
     assert (counts["rows"], counts["cut"], counts["dropped"], counts["untrained"], counts["longest"]) == (
         2,
@@ -111,11 +111,11 @@ def test_a_damaged_row_is_seen(run: Run, tmp_path: Path) -> None:
     file = made(run, write(tmp_path / "rows.jsonl", TALKS))
     path, good = file.path / "tokens.i32", [file.digest(at) for at in range(3)]
     content = np.fromfile(path, "<i4")
-    content[file.length(0)] += 1
+    content[file.lengths(0)[0]] += 1
     content.tofile(path)
     open_tokens.cache_clear()
     again = open_tokens(file.path)
-    assert again.read(0, good[0]).token_ids.tolist()
+    assert again.read(0, good[0])[0].token_ids.tolist()
     with pytest.raises(DamagedError, match=r"row 1 of .* is damaged"):
         again.read(1, good[1])
     with pytest.raises(DamagedError, match="not the one that the batch was composed of"):
@@ -150,3 +150,49 @@ def test_what_is_damaged_is_made_again_by_the_next_attempt(run: Run, tmp_path: P
     good = (file.path / "mask.u8").read_bytes()
     (file.path / "mask.u8").write_bytes(bytes([1 - good[0]]) + good[1:])
     assert (made(run, source).path / "mask.u8").read_bytes() == good
+
+
+def pair(prompt: str, chosen: str, rejected: str) -> dict:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def of_pairs(run: Run, source: str, *overrides: str):
+    recipe = Recipe.of(Config.from_toml([CONFIGS / "dpo_tiny.toml"], overrides))
+    return Tokenizer(run, next(_ATTEMPTS), recipe).dataset("train-0", "rows", Source(source))
+
+
+def test_a_pair_is_one_row_of_two_sequences(run: Run, tmp_path: Path) -> None:
+    rows = [pair(LETTERS[at % 7 : at % 7 + 3], LETTERS[: 1 + at % 5], LETTERS[: 2 + at % 3]) for at in range(30)]
+    file = of_pairs(run, write(tmp_path / "pairs.jsonl", rows))
+    assert (len(file), file.sequences) == (30, 2)
+    for at, row in enumerate(rows):
+        chosen, rejected = file.read(at, file.digest(at))
+        assert file.lengths(at) == [len(chosen.token_ids), len(rejected.token_ids)]
+        assert file.trained(at) == [len(row["chosen"]) + 1, len(row["rejected"]) + 1]
+        assert [int(sample.loss_mask.sum()) for sample in (chosen, rejected)] == file.trained(at)
+    assert len({file.digest(at) for at in range(30)}) == len({json.dumps(row) for row in rows})
+    content = np.fromfile(file.path / "tokens.i32", "<i4")
+    content[sum(file.lengths(0)) - 1] += 1  # of the rejected answer
+    content.tofile(file.path / "tokens.i32")
+    open_tokens.cache_clear()
+    with pytest.raises(DamagedError, match=r"row 0 of .* is damaged"):
+        open_tokens(file.path).read(0)
+
+
+def test_of_long_pairs_both_answers_are_cut_or_neither_is_there(run: Run, tmp_path: Path) -> None:
+    rows = [
+        pair("ab", "c", "d"),
+        pair("ab", "c", "cdefghij"),
+        pair("abcdefghijkl", "c", "d"),
+        pair("ab", "cdefghijk", "c"),
+    ]
+    source, longest = write(tmp_path / "pairs.jsonl", rows), "trainer.max_length=10"
+    cut = of_pairs(run, source, longest)
+    assert [cut.lengths(at) for at in range(len(cut))] == [[7, 7], [7, 10], [10, 7]]
+    counts = cut.facts["counts"]
+    assert [counts[name] for name in ("rows", "cut", "dropped", "untrained", "longest")] == [3, 3, 0, 1, 17]
+    assert (counts["tokens"], counts["trained"]) == (48, 4 + 2 + 5 + 5 + 2)
+    dropped = of_pairs(run, source, longest, "data.too_long=drop")
+    assert [dropped.lengths(at) for at in range(len(dropped))] == [[7, 7]]
+    with pytest.raises(DataError, match="a row has 14 tokens"):
+        of_pairs(run, source, longest, "data.too_long=refuse")

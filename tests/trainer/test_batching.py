@@ -15,6 +15,7 @@ from hpcrl.trainer.batching import (
     balanced,
     idle_share,
     mini_batches,
+    planned,
     split_micro_batches,
 )
 from hpcrl.types import Batch, GroupMeta
@@ -46,6 +47,29 @@ def test_mini_batches_are_consecutive_groups() -> None:
     first, second = mini_batches(batch, 2)
     assert first == [SampleRef(0, 0, 3), SampleRef(0, 1, 4), SampleRef(1, 0, 5)]
     assert second == [SampleRef(2, 0, 6)]
+
+
+@pytest.mark.parametrize("limit", [SAMPLES, MicroBatchLimit(3), MicroBatchLimit(1, 3000)])
+@pytest.mark.parametrize("ranks", [1, 2, 7])
+def test_pairs_stay_together_in_one_micro_batch(ranks: int, limit: MicroBatchLimit) -> None:
+    draw = random.Random(0)
+    refs = [SampleRef(group, index, draw.randint(1, 1000)) for group in range(20) for index in range(2)]
+    plan = planned(refs, ranks, (limit, limit), pairs=True)
+    assert sorted((ref.group, ref.index) for share in plan.shares for ref in share) == [
+        (ref.group, ref.index) for ref in refs
+    ]
+    for share, *both in zip(plan.shares, plan.train, plan.score, strict=True):
+        for parts in both:
+            assert [at for part in parts for at in part] == list(range(len(share)))
+            for part in parts:
+                own = [share[at] for at in part]
+                assert [ref.index for ref in own] == [0, 1] * (len(own) // 2)
+                assert [ref.group for ref in own[::2]] == [ref.group for ref in own[1::2]]
+                if limit.tokens is None:
+                    assert len(own) <= 2 * limit.samples
+                else:
+                    assert tokens(own) <= limit.tokens or len(own) == 2
+    assert len({len(parts) for parts in plan.train}) == 1
 
 
 @pytest.mark.parametrize("limit", [SAMPLES, MicroBatchLimit(1, 8000)])

@@ -54,6 +54,7 @@ from hpcrl.config.rules.rewards import (
 )
 from hpcrl.config.rules.training import (
     frozen,
+    preference_losses,
     profiled_ranks,
     rotary_positions,
     sharding,
@@ -333,6 +334,7 @@ RULES: tuple[Rule, ...] = (
     units,
     rotary_positions,
     frozen,
+    preference_losses,
     profiled_ranks,
     _critic,
     _reference,

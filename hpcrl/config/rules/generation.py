@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from hpcrl.config.derive import MOST_KEPT, is_supervised, mask_size, max_input_length
+from hpcrl.config.derive import MOST_KEPT, is_offline, mask_size, max_input_length, trains_pairs
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.generator import SamplingParams
 from hpcrl.config.sections.tree import ConfigTree
@@ -34,13 +34,18 @@ def datasets(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             "data.test_size", f"expected a share below 1 or a whole number of prompts, found {data.test_size}"
         )
-    if is_supervised(config.trainer) and config.trainer.max_length is None:
-        yield Problem("trainer.max_length", 'required with trainer.mode="sft": the longest row in tokens')
+    if is_offline(config.trainer) and config.trainer.max_length is None:
+        yield Problem(
+            "trainer.max_length", f'required with trainer.mode="{config.trainer.mode}": the longest row in tokens'
+        )
     if data.weights and len(data.weights) != len(data.train_data):
         yield Problem(
             "data.weights",
             f"expected one per dataset of data.train_data ({len(data.train_data)}), found {len(data.weights)}",
         )
+    columns = {"prompt": data.prompt_column, "chosen": data.chosen_column, "rejected": data.rejected_column}
+    if trains_pairs(config.trainer) and len(set(columns.values())) < len(columns):
+        yield Problem("data.rejected_column", f"expected three columns of a pair, found {columns}; name each once")
     if data.prompt_column == data.response_column:
         yield Problem("data.response_column", f"expected another column than data.prompt_column ({data.prompt_column})")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
-from hpcrl.config.derive import has_engines, is_supervised, reward_weights, uses_reference
+from hpcrl.config.derive import has_engines, is_offline, reward_weights, trains_pairs, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
 from hpcrl.config.sections.algorithm import AlgorithmConfig
@@ -24,7 +24,7 @@ _DYNAMIC = f"{_ALGORITHM}dynamic_sampling."
 _SERVICE = "environment.remote_reward.service."
 _REFERENCE = f"{_ALGORITHM}use_kl_loss or use_kl_in_reward"
 
-_OF_ALL_MODES = ("loss_reduction", "max_seq_len", "unbiased_loss_max_tokens")
+_REDUCTION = ("loss_reduction", "max_seq_len", "unbiased_loss_max_tokens")
 
 READ_BY_LOSSES: dict[str, tuple[str, ...]] = {
     "eps_clip_low": ("regular", "dual_clip", "gspo", "rollout_is", "clip_cov"),
@@ -174,6 +174,55 @@ _OF_ALGORITHM = (
     ),
 )
 
+_OF_MODES = (
+    Switch(
+        (
+            *("trainer.max_length", "data.too_long", "data.weights", "data.num_workers", "data.prefetch_factor", "data.cache"),
+            *("data.subset", "data.revision", "data.val_subset", "data.val_revision", "data.local_dir", "data.val_prompts"),
+        ),
+        'trainer.mode="sft" or "dpo"',
+        lambda config: is_offline(config.trainer),
+    ),
+    Switch(
+        ("data.conversation_column", "data.format", "data.text_column", "data.train_on_what"),
+        'trainer.mode="sft"',
+        lambda config: config.trainer.mode == "sft",
+    ),
+    Switch(
+        ("data.chosen_column", "data.rejected_column"),
+        'trainer.mode="dpo"',
+        lambda config: trains_pairs(config.trainer),
+    ),
+    Switch(("trainer.dpo",), 'trainer.mode="dpo"', lambda config: config.trainer.mode == "dpo"),
+    Switch(
+        ("trainer.dpo.label_smoothing",),
+        "robust in trainer.dpo.loss_type",
+        lambda config: "robust" in config.trainer.dpo.loss_type,
+    ),
+    Switch(
+        tuple(_ALGORITHM + name for name in _REDUCTION),
+        'trainer.mode="rl" or "sft"',
+        lambda config: not trains_pairs(config.trainer),
+    ),
+    Switch(
+        (
+            *(f"{_ALGORITHM}{one.name}" for one in fields(AlgorithmConfig) if one.name not in _REDUCTION),
+            *("trainer.fully_async", "trainer.update_ref_every_epoch", "trainer.critic", "trainer.critic_mini_batch_size"),
+            *("generator.n_samples_per_prompt", "generator.step_wise_trajectories"),
+        ),
+        'trainer.mode="rl"',
+        lambda config: not is_offline(config.trainer),
+    ),
+    Switch(
+        (
+            *("generator.sampling_params", "generator.max_turns", "environment", "trainer.max_prompt_length"),
+            *("generator.eval_sampling_params", "generator.eval_n_samples_per_prompt", "slurm.elastic.replicas"),
+        ),
+        'data.val_prompts, or trainer.mode="rl"',
+        has_engines,
+    ),
+)  # fmt: skip
+
 _OTHERS = (
     Switch(
         (f"{_ALGORITHM}value_head_prefix", "trainer.critic", "trainer.critic_mini_batch_size"),
@@ -203,45 +252,7 @@ _OTHERS = (
         "trainer.ckpt_keep_best",
         lambda config: config.trainer.ckpt_keep_best is not None,
     ),
-    Switch(
-        (
-            *(
-                "trainer.max_length",
-                "data.conversation_column",
-                "data.format",
-                "data.text_column",
-                "data.train_on_what",
-            ),
-            *("data.too_long", "data.weights", "data.num_workers", "data.prefetch_factor", "data.cache"),
-            *(
-                "data.subset",
-                "data.revision",
-                "data.val_subset",
-                "data.val_revision",
-                "data.local_dir",
-                "data.val_prompts",
-            ),
-        ),
-        'trainer.mode="sft"',
-        lambda config: is_supervised(config.trainer),
-    ),
-    Switch(
-        (
-            *(f"{_ALGORITHM}{one.name}" for one in fields(AlgorithmConfig) if one.name not in _OF_ALL_MODES),
-            *("trainer.fully_async", "trainer.update_ref_every_epoch"),
-            *("generator.n_samples_per_prompt", "generator.step_wise_trajectories"),
-        ),
-        'trainer.mode="rl"',
-        lambda config: not is_supervised(config.trainer),
-    ),
-    Switch(
-        (
-            *("generator.sampling_params", "generator.max_turns", "environment", "trainer.max_prompt_length"),
-            *("generator.eval_sampling_params", "generator.eval_n_samples_per_prompt", "slurm.elastic.replicas"),
-        ),
-        'data.val_prompts, or trainer.mode="rl"',
-        has_engines,
-    ),
+    *_OF_MODES,
     Switch(
         ("generator.inference_engine.merge_lora", "generator.inference_engine.fully_sharded_loras"),
         "trainer.policy.model.lora.rank",

@@ -73,7 +73,7 @@ def pipeline(config: ConfigTree) -> Iterator[Problem]:
 
 def reference_layout(config: ConfigTree) -> Iterator[Problem]:
     trainer = config.trainer
-    if trainer.strategy != "megatron" or trainer.mode == "sft" or not uses_reference(trainer):
+    if trainer.strategy != "megatron" or not uses_reference(trainer):
         return
     for name in _SHARED:
         own, policy = getattr(trainer.ref.megatron_config, name), getattr(trainer.policy.megatron_config, name)

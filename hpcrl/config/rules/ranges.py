@@ -87,6 +87,8 @@ RANGES: dict[str, Range] = {
     "entropy_loss_coef": _ANY,
     "positive_nll_coef": _NOT_NEGATIVE,
     "algorithm.temperature": _POSITIVE,
+    "dpo.beta": _POSITIVE,
+    "label_smoothing": Range(0, 0.5, high_open=True),
     "gamma": _SHARE,
     "lambd": _SHARE,
     "value_clip": _NOT_NEGATIVE,

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from hpcrl.config.derive import (
     critic_model_parallel_size,
     critic_ranks,
+    is_offline,
     model_parallel_size,
     ref_model_parallel_size,
     ref_ranks,
     samples_per_prompt,
     trainer_ranks,
+    trains_pairs,
     uses_reference,
 )
 from hpcrl.config.errors import Problem
@@ -65,11 +67,11 @@ def equal_shares(config: ConfigTree) -> Iterator[Problem]:
     for role, mini in _mini_batches(config.trainer).items():
         ranks, together = models[role]
         if mini * samples % max(1, ranks // together):
-            of_each = f", {together} for each sample" if together > 1 else ""
+            of_each, least = f", {together} for each sample" if together > 1 else "", max(1, ranks // together)
             yield Problem(
                 f"trainer.{role}_mini_batch_size",
-                f"{mini} prompts x {samples} samples (generator.n_samples_per_prompt) cannot be shared equally by {ranks} "
-                f"trainer ranks{of_each} (trainer.placement); make the product a multiple of {max(1, ranks // together)}",
+                f"{_counted(mini, samples, config)} cannot be shared equally by {ranks} trainer ranks{of_each} (trainer.placement); "
+                f"make {'it' if is_offline(config.trainer) else 'the product'} a multiple of {least}",
             )
 
 
@@ -80,9 +82,15 @@ def enough_samples(config: ConfigTree) -> Iterator[Problem]:
     if batch * samples < least:
         yield Problem(
             "trainer.train_batch_size",
-            f"{batch} prompts x {samples} samples are fewer than {least}, the least that policy and reference ranks can share; raise "
+            f"{_counted(batch, samples, config)} are fewer than {least}, the least that policy and reference ranks can share; raise "
             "it, or use fewer ranks (trainer.placement)",
         )
+
+
+def _counted(groups: int, samples: int, config: ConfigTree) -> str:
+    if is_offline(config.trainer):
+        return f"{groups} {'pairs' if trains_pairs(config.trainer) else 'rows'}"
+    return f"{groups} prompts x {samples} samples (generator.n_samples_per_prompt)"
 
 
 def shared_gpus(config: ConfigTree) -> Iterator[Problem]:

@@ -9,9 +9,11 @@ from typing import Any
 
 from hpcrl.config.derive import copy_ranks, critic_ranks, ref_ranks, trainer_ranks
 from hpcrl.config.errors import Problem, shown
+from hpcrl.config.sections.dpo import PREFERENCE_LOSSES
 from hpcrl.config.sections.model import PolicyConfig, ShardingConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
+from hpcrl.errors import did_you_mean
 
 _UNITS = {
     "transformer_layer_cls_to_wrap": (list, "a list of class names"),
@@ -80,6 +82,21 @@ def profiled_ranks(config: ConfigTree) -> Iterator[Problem]:
     wrong = [rank for rank in profiler.ranks if not 0 <= rank < ranks]
     if profiler.enable and (wrong or not profiler.ranks):
         yield Problem("trainer.profiler.ranks", f"expected trainer ranks from 0 to {ranks - 1}, found {profiler.ranks}")
+
+
+def preference_losses(config: ConfigTree) -> Iterator[Problem]:
+    path, dpo = "trainer.dpo", config.trainer.dpo
+    if not dpo.loss_type:
+        yield Problem(f"{path}.loss_type", "expected at least one loss, found an empty list")
+    for name in dpo.loss_type:
+        if name not in PREFERENCE_LOSSES:
+            hint = did_you_mean(name, PREFERENCE_LOSSES)
+            yield Problem(f"{path}.loss_type", f'expected {", ".join(PREFERENCE_LOSSES)}, found "{name}"{hint}')
+    if dpo.loss_weights and len(dpo.loss_weights) != len(dpo.loss_type):
+        yield Problem(
+            f"{path}.loss_weights",
+            f"expected one per loss of loss_type ({len(dpo.loss_type)}), found {len(dpo.loss_weights)}",
+        )
 
 
 _OF_FSDP = {

@@ -1,4 +1,4 @@
-"""Section `data`: which prompts, or which rows of supervised fine-tuning, are trained and evaluated."""
+"""Section `data`: which prompts, or which rows of datasets, are trained and evaluated."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hpcrl.config.fields import Location
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     train_data: list[Location]
-    """Datasets of training prompts, concatenated in order: files (.parquet, .json, .jsonl, .arrow). With trainer.mode="sft" also folders, those of Hugging Face's datasets among them, and names of its hub, each with a split behind a colon where there are several."""
+    """Datasets of training prompts, concatenated in order: files (.parquet, .json, .jsonl, .arrow). With another trainer.mode than "rl" also folders, those of Hugging Face's datasets among them, and names of its hub, each with a split behind a colon where there are several."""
 
     val_data: list[Location] = field(default_factory=list)
-    """Datasets of evaluation prompts; scores are reported per `data_source` column. Rows without one have the name of their file. With trainer.mode="sft": datasets whose loss is reported, each by the name of its file."""
+    """Datasets of evaluation prompts; scores are reported per `data_source` column. Rows without one have the name of their file. With another trainer.mode than "rl": datasets whose loss is reported, each by the name of its file."""
 
     val_prompts: list[Location] = field(default_factory=list)
-    """With trainer.mode="sft": datasets of prompts that are evaluated as in reinforcement learning, by engines that generate and environments that score; empty: there are no engines."""
+    """With another trainer.mode than "rl": datasets of prompts that are evaluated as in reinforcement learning, by engines that generate and environments that score; empty: there are no engines."""
 
     subset: str | None = None
     """Subset (configuration) of training datasets of several; unset: the only one, or the one that is called default."""
@@ -35,7 +35,7 @@ class DataConfig:
     """Folder in which datasets with a relative name are looked for, before the hub is asked."""
 
     test_size: float | int | None = None
-    """Share (below 1) or number of training prompts set aside for evaluation where val_data is empty: the first of train_data. With trainer.mode="sft", of the rows that are left."""
+    """Share (below 1) or number of training prompts set aside for evaluation where val_data is empty: the first of train_data. With another trainer.mode than "rl", of the rows that are left."""
 
     shuffle: bool = True
     """Draw a new order of the training prompts for each epoch; otherwise each epoch trains them in the order of the files."""
@@ -44,7 +44,7 @@ class DataConfig:
     """Seed of that order; unset: trainer.seed."""
 
     prompt_column: str = "prompt"
-    """Column with the prompt: chat messages, or text that becomes one user message. With trainer.mode="sft" it is read with format="prompt_response"."""
+    """Column with the prompt: chat messages, or text that becomes one user message. With trainer.mode="sft" it is read with format="prompt_response"; of pairs it may be missing, where each answer holds the whole conversation or text."""
 
     response_column: str | None = None
     """Column with the reference answer: reward_spec.ground_truth of rows that have none; unset: rows bring their own. With trainer.mode="sft" it is the answer that format="prompt_response" trains; unset: response."""
@@ -55,6 +55,12 @@ class DataConfig:
     format: Literal["conversations", "prompt_response", "text", "tokens"] = "conversations"
     """What the rows of supervised fine-tuning are: chat messages, a prompt with its response, plain text, or tokens: `input_ids` with `labels` (-100 where a token is not trained) or with a `loss_mask`."""
 
+    chosen_column: str = "chosen"
+    """Column with the better answer of a pair (trainer.mode="dpo"): chat messages, or text that becomes one message of the assistant. One that begins with another message than the assistant's, and a text without a prompt_column, is whole: what both answers begin with is the prompt."""
+
+    rejected_column: str = "rejected"
+    """Column with the worse answer."""
+
     text_column: str = "text"
     """Column with the text of format="text"; all its tokens are trained, with the one that ends it."""
 
@@ -62,16 +68,16 @@ class DataConfig:
     """Which tokens of a conversation are trained: those of all messages of the assistant, of its last one, or all."""
 
     too_long: Literal["cut", "drop", "refuse"] = "cut"
-    """What becomes of a row of more than trainer.max_length tokens: its end is cut off, it is left out, or the run ends with an error."""
+    """What becomes of a row of more than trainer.max_length tokens, or of a pair of which one has more: its end is cut off, it is left out, or the run ends with an error."""
 
     weights: list[float] = field(default_factory=list)
-    """How often an epoch of supervised fine-tuning has the rows of each dataset of train_data: 2 means twice, 0.5 half of them, others in each epoch; empty: once."""
+    """How often an epoch has the rows of each dataset of train_data: 2 means twice, 0.5 half of them, others in each epoch; empty: once."""
 
     cache: bool = False
     """Keep the tokens of supervised fine-tuning in slurm.root too, for other runs that make the same of the same files."""
 
     num_workers: int = 0
-    """Further processes that tokenize the rows of supervised fine-tuning; 0: the controller does it alone."""
+    """Further processes that tokenize the rows of datasets; 0: the controller does it alone."""
 
     prefetch_factor: int | None = None
     """Parts of 256 rows that each of them has before it; unset: 2. Needs num_workers."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from hpcrl.config.fields import Location
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.distillation import DistillationConfig
+from hpcrl.config.sections.dpo import DPOConfig
 from hpcrl.config.sections.model import CriticConfig, PolicyConfig, RefConfig
 
 
@@ -108,8 +109,8 @@ class UploadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    mode: Literal["rl", "sft"] = "rl"
-    """Learn from rewards, or from given conversations and texts (supervised fine-tuning)."""
+    mode: Literal["rl", "sft", "dpo"] = "rl"
+    """Learn from rewards, from given conversations and texts (supervised fine-tuning), or from pairs of answers of which one is preferred (DPO)."""
 
     strategy: Literal["fsdp2", "fsdp", "megatron"] = "fsdp2"
     """Training backend."""
@@ -144,6 +145,8 @@ class TrainerConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+
+    dpo: DPOConfig = field(default_factory=DPOConfig)
 
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
 
@@ -224,13 +227,13 @@ class TrainerConfig:
     """Prompts per optimizer step of the critic."""
 
     micro_train_batch_size_per_gpu: int | None = None
-    """Samples per forward and backward pass of one rank; unset: max_tokens_per_micro_batch limits it, or on CPUs it is one."""
+    """Samples, or pairs, per forward and backward pass of one rank; unset: max_tokens_per_micro_batch limits it, or on CPUs it is one."""
 
     micro_forward_batch_size_per_gpu: int | None = None
-    """Samples per forward pass of one rank where no gradient is needed; unset: as in training."""
+    """Samples, or pairs, per forward pass of one rank where no gradient is needed; unset: as in training."""
 
     max_tokens_per_micro_batch: int | None = None
-    """Tokens per forward pass of one rank, with and without gradient, instead of the numbers of samples above, which then have no effect; a longer sample has a pass of its own, and padding is not counted. Ranks get equally many tokens instead of equally many samples. Unset: samples are counted, where their number is set or the run is on CPUs; else twice the longest sample, 16384 at least."""
+    """Tokens per forward pass of one rank, with and without gradient, instead of the numbers of samples above, which then have no effect; a longer sample or pair has a pass of its own, and padding is not counted. Ranks get equally many tokens instead of equally many samples. Unset: samples are counted, where their number is set or the run is on CPUs; else twice the longest sample, 16384 at least."""
 
     logprobs_chunk_size: int = 1024
     """Tokens whose logits exist at the same time."""
@@ -254,7 +257,7 @@ class TrainerConfig:
     """Longest prompt in tokens, chat template included; longer ones are dropped."""
 
     max_length: int | None = None
-    """Tokens of a row of supervised fine-tuning at most, which has to be set there; data.too_long says what becomes of longer ones."""
+    """Tokens of a dataset's row at most, of a pair each answer with its prompt, which has to be set with another trainer.mode than "rl"; data.too_long says what becomes of longer ones."""
 
     dump_data_batch: bool = False
     """Write what each step trains, with log-probabilities and advantages, into dumps/ of the run directory, one safetensors file per optimizer step and rank; nothing removes them but a resume before that step."""

@@ -13,7 +13,7 @@ from typing import Any
 from hpcrl.config import Config, engine_rope
 from hpcrl.config.derive import (
     has_engines,
-    is_supervised,
+    is_offline,
     loads_adapters,
     longest_sample,
     max_input_length,
@@ -118,7 +118,7 @@ def _lengths(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
     overrides = generator.inference_engine.engine_init_kwargs.get("hf_overrides", {})
     rope, _ = engine_rope(config)
     most = position_limit({**entries, **changes, **overrides}, rope)
-    supervised = is_supervised(config.trainer)
+    supervised = is_offline(config.trainer)
     wanted = longest_sample(config) if supervised else max_model_len(config)
     if most is None or wanted <= most:
         return

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, total_steps
-from hpcrl.config.derive import has_engines, is_supervised, steps_per_epoch
+from hpcrl.config.derive import has_engines, is_offline, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.resume_changes import Change, changes_from_path
 from hpcrl.config.sections.environment import CLASSIFIER
@@ -119,7 +119,7 @@ def _of_models(config: Config) -> Iterator[Problem]:
 
 def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
     data, problems, warnings = config.data, list[Problem](), list[str]()
-    supervised = is_supervised(config.trainer)
+    supervised = is_offline(config.trainer)
     if supervised:
         problems, warnings = _of_rows(config)
     training: tuple[Kind, ...] = ("train",) if data.test_size is None else ("train", "eval")

@@ -11,49 +11,12 @@ from tests.config.rules.skyrl_cases import (
     PLACEMENT,
     REWARD_SERVICE,
     SERVICE,
-    SFT,
     Case,
 )
 
 FILTERS = {f"{ALGORITHM}.zero_variance_filter": True}
 
 OURS = [
-    Case(
-        "rows of supervised fine-tuning have a longest one",
-        {"trainer.mode": "sft"},
-        "trainer.max_length", 'required with trainer.mode="sft"',
-        {"trainer.mode": "sft", "trainer.max_length": 64},
-    ),
-    Case(
-        "each dataset has a weight, or none",
-        {**SFT, "data.weights": [1.0, 2.0]},
-        "data.weights", "expected one per dataset of data.train_data (1), found 2",
-        {**SFT, "data.weights": [2.0]},
-    ),
-    Case(
-        "what rows of supervised fine-tuning are is of no concern to prompts",
-        {"data.train_on_what": "all"},
-        "data.train_on_what", 'has no effect without trainer.mode="sft"',
-        {**SFT, "data.train_on_what": "all"},
-    ),
-    Case(
-        "supervised fine-tuning samples nothing but where it evaluates prompts",
-        {**SFT, "generator.sampling_params.temperature": 0.5},
-        "generator.sampling_params.temperature", 'has no effect without data.val_prompts, or trainer.mode="rl"',
-        {**SFT, "generator.sampling_params.temperature": 0.5, "data.val_prompts": ["p"]},
-    ),
-    Case(
-        "supervised fine-tuning has no advantages",
-        {**SFT, f"{ALGORITHM}.eps_clip_low": 0.1},
-        f"{ALGORITHM}.eps_clip_low", 'has no effect without trainer.mode="rl"',
-        {**SFT, f"{ALGORITHM}.loss_reduction": "sequence_mean"},
-    ),
-    Case(
-        "supervised fine-tuning has no replicas",
-        {**SFT, "slurm.elastic.replicas": 2},
-        "slurm.elastic.replicas", 'has no effect without data.val_prompts, or trainer.mode="rl"',
-        {"slurm.elastic.replicas": 2},
-    ),
     Case(
         "a copy lies at the same place on each node",
         {f"{ENGINE}.weight_copy_dir": "copies"},

@@ -22,6 +22,7 @@ SERVICE = {"environment.remote_reward.enable": True, "environment.remote_reward.
 REWARD_SERVICE = {"environment.remote_reward.enable": True, "environment.remote_reward.service.model": "r"}
 NO_KL = {f"{ALGORITHM}.use_kl_loss": False}
 SFT = {"trainer.mode": "sft", "trainer.max_length": 64}
+DPO = {"trainer.mode": "dpo", "trainer.max_length": 64}
 STEP_WISE = {"generator.step_wise_trajectories": True, "generator.max_turns": 3}
 MEGATRON_4 = {**FOUR_GPUS, **NO_KL, "trainer.strategy": "megatron"}
 

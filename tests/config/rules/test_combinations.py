@@ -23,6 +23,7 @@ from hpcrl.config.rules.combinations import impossible
 from hpcrl.config.validate import build
 from tests.config.rules.cosmos_cases import COSMOS
 from tests.config.rules.engine_cases import ENGINES
+from tests.config.rules.mode_cases import OF_MODES
 from tests.config.rules.own_cases import OURS
 from tests.config.rules.skyrl_cases import ALGORITHM, BASE, COLOCATED, CRITIC, ENGINE, PLACEMENT, SKYRL, Case
 from tests.config.rules.test_megatron_layouts import CASES as LAYOUTS
@@ -36,7 +37,7 @@ def found(settings: dict[str, Any]) -> list[Problem]:
 MODULES = (rules, idle, ranks, layouts, generation, scoring, site, training)
 
 
-CASES = [*SKYRL, *COSMOS, *ENGINES, *OURS]
+CASES = [*SKYRL, *COSMOS, *ENGINES, *OF_MODES, *OURS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)

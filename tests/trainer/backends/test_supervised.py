@@ -21,10 +21,10 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.loss import build_likelihood_objective, build_reduction
+from hpcrl.trainer.offline.modes import objective_of, reduction_of
+from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.packing import load_mini_batches
 from hpcrl.trainer.step import sum_over_ranks
-from hpcrl.trainer.validation import Validation
 from hpcrl.types import Batch
 from tests.trainer.material import VOCABULARY
 from tests.trainer.ranks import Ranks
@@ -65,14 +65,14 @@ def trained(run: Run, world: World, model: str, changes: dict[str, Any]) -> tupl
     engine = build_policy(trainer, 1.0, world)
     engine.schedule(1)
     limits = micro_batch_limits(trainer, trainer.max_tokens_per_micro_batch)
-    reduction = build_reduction(trainer.algorithm, trainer.max_length or 0)
+    reduction = reduction_of(trainer, trainer.max_length or 0)
     (mini,) = load_mini_batches(run, batch_of(run), trainer, limits, engine.data, reduction)
     validation = Validation.of(run, chosen, limits)
     file = open_tokens(run.dataset("train-0"))
-    loss, tokens = validation._loss(engine, [(file, row) for row in range(ROWS)], lambda: None)
-    sums = sum_over_ranks(engine.forward_backward(mini.micro_batches(), build_likelihood_objective()), engine.data)
-    assert sums["tokens"] == tokens == mini.tokens
-    return sums["final_loss"], engine.step().grad_norm, loss / tokens
+    measured = validation.sums(engine, [(file, row) for row in range(ROWS)], lambda: None)
+    sums = sum_over_ranks(engine.forward_backward(mini.micro_batches(), objective_of(trainer)), engine.data)
+    assert sums["tokens"] == measured["tokens"] == mini.tokens
+    return sums["final_loss"], engine.step().grad_norm, validation.measure.means(measured)["loss"]
 
 
 def on_ranks(world: World, options: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def expected(run: Run, model_path: Path) -> tuple[float, float]:
     """Loss and gradient norm of transformers' own loss, of a padded batch with labels of -100."""
     file, model = open_tokens(run.dataset("train-0")), AutoModelForCausalLM.from_pretrained(model_path)
-    samples = [file.read(row) for row in range(ROWS)]
+    samples = [sample for row in range(ROWS) for sample in file.read(row)]
     longest = max(len(sample.token_ids) for sample in samples)
     ids, labels, seen = (torch.full((ROWS, longest), value) for value in (0, -100, 0))
     for at, sample in enumerate(samples):

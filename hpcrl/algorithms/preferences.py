@@ -1,0 +1,165 @@
+"""Losses of pairs of answers to one prompt, of which one is preferred, from the log-probabilities of whole answers.
+
+A loss gives one number per pair. It neither divides nor knows the mini-batch, whose loss is the mean over its pairs. Formulas are those of
+TRL's DPOTrainer 1.16, with which tests compare them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from hpcrl.algorithms.losses import sample_sums
+from hpcrl.config.sections.dpo import DPOConfig
+
+LIKELIHOOD = "sft"
+"""The name in trainer.dpo.loss_type that is no loss of pairs: the cross entropy of the chosen answers, a mean over their tokens."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What a loss knows of N pairs: [N] tensors.
+
+    Attributes:
+        chosen, rejected: log π of the answer, the sum over its trained tokens; they carry the gradient, the others do not.
+        ref_chosen, ref_rejected: the same of the reference; 0 where there is none.
+        chosen_tokens, rejected_tokens: trained tokens of the answer.
+    """
+
+    chosen: torch.Tensor
+    rejected: torch.Tensor
+    ref_chosen: torch.Tensor
+    ref_rejected: torch.Tensor
+    chosen_tokens: torch.Tensor
+    rejected_tokens: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        logprobs_P: torch.Tensor,
+        ref_logprobs_P: torch.Tensor | None,
+        mask_P: torch.Tensor,
+        lengths_B: torch.Tensor,
+    ) -> Pairs:
+        """Return the pairs that samples laid end to end are, chosen and rejected in turns; one sample alone is none."""
+        sums = [logprobs_P, torch.zeros_like(logprobs_P) if ref_logprobs_P is None else ref_logprobs_P, mask_P]
+        whole = len(lengths_B) // 2 * 2
+        columns = [sample_sums(values_P, mask_P, lengths_B)[:whole] for values_P in sums]
+        (chosen, rejected), (ref_chosen, ref_rejected), tokens = ((column[::2], column[1::2]) for column in columns)
+        return cls(chosen, rejected, ref_chosen, ref_rejected, *tokens)
+
+    @property
+    def chosen_ratio(self) -> torch.Tensor:
+        """log π - log π_ref of the chosen answer, c in the formulas below."""
+        return self.chosen - self.ref_chosen
+
+    @property
+    def rejected_ratio(self) -> torch.Tensor:
+        """log π - log π_ref of the rejected answer, r in the formulas below."""
+        return self.rejected - self.ref_rejected
+
+    @property
+    def margin(self) -> torch.Tensor:
+        return self.chosen_ratio - self.rejected_ratio
+
+    @property
+    def margin_per_token(self) -> torch.Tensor:
+        """c and r each divided by the tokens of its answer."""
+        chosen = self.chosen_ratio / self.chosen_tokens.clamp(min=1)
+        return chosen - self.rejected_ratio / self.rejected_tokens.clamp(min=1)
+
+
+Loss = Callable[[Pairs, DPOConfig], torch.Tensor]
+"""(pairs, settings) -> loss [N]."""
+
+
+def sigmoid(pairs: Pairs, dpo: DPOConfig) -> torch.Tensor:
+    """Return -log σ(β (c - r)) (DPO, arXiv:2305.18290, equation 7)."""
+    return -logsigmoid(dpo.beta * pairs.margin)
+
+
+def sigmoid_norm(pairs: Pairs, dpo: DPOConfig) -> torch.Tensor:
+    """Return -log σ(β (c/|chosen| - r/|rejected|)), so that length does not count (Tülu 3, arXiv:2411.15124, section 5.1.1)."""
+    return -logsigmoid(dpo.beta * pairs.margin_per_token)
+
+
+def hinge(pairs: Pairs, dpo: DPOConfig) -> torch.Tensor:
+    """Return max(0, 1 - β (c - r)) (SLiC-HF, arXiv:2305.10425, in the form of arXiv:2309.06657)."""
+    return torch.relu(1 - dpo.beta * pairs.margin)
+
+
+def ipo(pairs: Pairs, dpo: DPOConfig) -> torch.Tensor:
+    """Return (c/|chosen| - r/|rejected| - 1/(2 β))² (IPO, arXiv:2310.12036, equation 17; per token as its authors compute it)."""
+    return (pairs.margin_per_token - 1 / (2 * dpo.beta)).square()
+
+
+def robust(pairs: Pairs, dpo: DPOConfig) -> torch.Tensor:
+    """Return (-(1 - ε) log σ(β (c - r)) + ε log σ(-β (c - r))) / (1 - 2 ε), ε = label_smoothing (robust DPO, arXiv:2403.00409)."""
+    kept, flipped = logsigmoid(dpo.beta * pairs.margin), logsigmoid(-dpo.beta * pairs.margin)
+    return (dpo.label_smoothing * flipped - (1 - dpo.label_smoothing) * kept) / (1 - 2 * dpo.label_smoothing)
+
+
+def bco_pair(pairs: Pairs, dpo: DPOConfig) -> torch.Tensor:
+    """Return -log σ(β c) - log σ(-β r) (BCO, arXiv:2404.04656), without its shift of rewards by their running mean, as TRL for pairs."""
+    return -logsigmoid(dpo.beta * pairs.chosen_ratio) - logsigmoid(-dpo.beta * pairs.rejected_ratio)
+
+
+def nca_pair(pairs: Pairs, dpo: DPOConfig) -> torch.Tensor:
+    """Return -log σ(β c) - (log σ(-β c) + log σ(-β r)) / 2 (NCA, arXiv:2402.05369)."""
+    chosen, rejected = dpo.beta * pairs.chosen_ratio, dpo.beta * pairs.rejected_ratio
+    return -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
+
+
+def apo_zero(pairs: Pairs, dpo: DPOConfig) -> torch.Tensor:
+    """Return 1 - σ(β c) + σ(β r) (APO-zero, arXiv:2408.06266, equation 7): for chosen answers better than the policy's."""
+    return 1 - torch.sigmoid(dpo.beta * pairs.chosen_ratio) + torch.sigmoid(dpo.beta * pairs.rejected_ratio)
+
+
+def apo_down(pairs: Pairs, dpo: DPOConfig) -> torch.Tensor:
+    """Return σ(β c) + 1 - σ(β (c - r)) (APO-down, arXiv:2408.06266, equation 8): for chosen answers worse than the policy's."""
+    return torch.sigmoid(dpo.beta * pairs.chosen_ratio) + 1 - torch.sigmoid(dpo.beta * pairs.margin)
+
+
+PAIR_LOSSES: dict[str, Loss] = {
+    "sigmoid": sigmoid,
+    "sigmoid_norm": sigmoid_norm,
+    "hinge": hinge,
+    "ipo": ipo,
+    "robust": robust,
+    "bco_pair": bco_pair,
+    "nca_pair": nca_pair,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+}
+
+
+def loss_weights(dpo: DPOConfig) -> dict[str, float]:
+    """Return the weight of each loss that is named; one that is named twice has the sum of its weights."""
+    found: dict[str, float] = {}
+    for name, weight in zip(dpo.loss_type, dpo.loss_weights or [1.0] * len(dpo.loss_type), strict=True):
+        found[name] = found.get(name, 0.0) + weight
+    return found
+
+
+def pair_loss(pairs: Pairs, dpo: DPOConfig) -> torch.Tensor:
+    """Return the loss of each pair, [N], without the likelihood of the chosen answers."""
+    weighted = [
+        weight * PAIR_LOSSES[name](pairs, dpo) for name, weight in loss_weights(dpo).items() if name != LIKELIHOOD
+    ]
+    return sum(weighted, start=torch.zeros_like(pairs.chosen))
+
+
+def pair_metrics(pairs: Pairs, dpo: DPOConfig) -> dict[str, torch.Tensor]:
+    """Return what TRL reports of pairs, [N] each, without gradient: rewards are β times the log-ratio."""
+    chosen, rejected = (dpo.beta * ratio.detach() for ratio in (pairs.chosen_ratio, pairs.rejected_ratio))
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
+        "logps/chosen": pairs.chosen.detach(),
+        "logps/rejected": pairs.rejected.detach(),
+    }

@@ -1,0 +1,29 @@
+"""Section `trainer.dpo`: what is learned from pairs of a chosen and a rejected answer. Names: TRL's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+PREFERENCE_LOSSES = (
+    *("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "bco_pair", "nca_pair", "apo_zero", "apo_down"),
+    "sft",
+)
+"""Losses by their names; docs/dpo.md has their formulas."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig:
+    beta: float = 0.1
+    """How closely the policy keeps to the reference: rewards are beta times the log-ratio of policy and reference. With loss_type ipo the τ of its paper."""
+
+    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
+    """Losses that are added up: sigmoid, sigmoid_norm, hinge, ipo, robust, bco_pair, nca_pair, apo_zero, apo_down (each a mean over pairs), and sft (the cross entropy of the chosen answers, a mean over their tokens)."""
+
+    loss_weights: list[float] = field(default_factory=list)
+    """Weight of each loss of loss_type; empty: 1 each."""
+
+    label_smoothing: float = 0.0
+    """Probability that a pair is the wrong way round, for loss_type robust."""
+
+    reference_free: bool = False
+    """Compare answers by the policy alone, as if all were equally probable under the reference, of which there is none then."""

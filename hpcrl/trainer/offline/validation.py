@@ -1,0 +1,125 @@
+"""The loss of validation sets: what a run that learns from datasets is evaluated by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from hpcrl.config import Config, uses_reference
+from hpcrl.config.derive import trains_pairs
+from hpcrl.config.sections.data import DataConfig
+from hpcrl.data.group_file import as_tensors
+from hpcrl.data.token_file import TokenFile
+from hpcrl.data.tokenize import validation_rows
+from hpcrl.rundir.commit import write_json
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.backends.base import PolicyEngine
+from hpcrl.trainer.backends.schedule import is_due
+from hpcrl.trainer.batching import Limits, SampleRef, planned
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.offline.modes import Measure, measure_of
+from hpcrl.trainer.packing import MiniBatch, pack
+from hpcrl.trainer.stop import StopConsensus
+
+ALL = "all"
+"""Stands for all sets together."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """When which rows are evaluated.
+
+    Attributes:
+        interval: trainer.eval_interval; 0 or less: never.
+        rows_at_once: of a set, which are laid end to end.
+        pairs: rows are pairs, which stay together.
+        reference: the measure compares with the reference.
+    """
+
+    run: Run
+    data: DataConfig
+    limits: Limits
+    interval: int
+    before_train: bool
+    rows_at_once: int
+    measure: Measure
+    pairs: bool = False
+    reference: bool = False
+
+    @classmethod
+    def of(cls, run: Run, config: Config, limits: Limits) -> Validation:
+        trainer = config.trainer
+        return cls(
+            run, config.data, limits, trainer.eval_interval, trainer.eval_before_train, trainer.eval_batch_size,
+            measure_of(trainer), pairs=trains_pairs(trainer), reference=uses_reference(trainer),
+        )  # fmt: skip
+
+    def is_due(self, step: int, total: int, world: World) -> bool:
+        """Return whether the sets are to be evaluated after a step, and have not been. All ranks call it."""
+        due = self.before_train if step == 0 else is_due(self.interval, step, total)
+        return self.interval > 0 and due and not world.rank0_broadcast(self.run.eval_losses(step).is_file)
+
+    def losses(self, policy: PolicyEngine, step: int, world: World, consensus: StopConsensus) -> dict[str, float]:
+        """Return eval/<set>/loss after a step, and what else the measure tells, of each set and of all; nothing where there are no sets.
+
+        All ranks call it.
+
+        Raises:
+            DataError: a set is missing or damaged.
+            Stopping: the run is to stop; the next attempt evaluates the step.
+        """
+        before = partial(consensus, "validate.micro_batch")
+        sets = {name: self.sums(policy, parts, before) for name, parts in self._sets().items()}
+        if not sets:  # it is evaluated by generating alone
+            return {}
+        sets[ALL] = _added(sets.values())
+        found = {
+            f"eval/{name}/{metric}": value
+            for name, sums in sets.items()
+            for metric, value in self.measure.means(sums).items()
+        }
+        world.rank0_broadcast(lambda: write_json(self.run.eval_losses(step), found))
+        return found
+
+    def _sets(self) -> dict[str, list[tuple[TokenFile, int]]]:
+        """Return file and row of each row of each set."""
+        sets = validation_rows(self.run, self.data)
+        return {name: [(part.file, row) for part in parts for row in part.places] for name, parts in sets.items()}
+
+    def sums(
+        self, policy: PolicyEngine, rows: Sequence[tuple[TokenFile, int]], before: Callable[[], None]
+    ) -> dict[str, float]:
+        """Return the measure's sums over rows, of all ranks.
+
+        Args:
+            before: is called before each micro-batch.
+        """
+        taken = iter(rows)
+        chunks = iter(lambda: list(islice(taken, self.rows_at_once)), [])
+        return _added([self._of_chunk(policy, chunk, before) for chunk in chunks])
+
+    def _of_chunk(
+        self, policy: PolicyEngine, rows: Sequence[tuple[TokenFile, int]], before: Callable[[], None]
+    ) -> dict[str, float]:
+        data = policy.data
+        refs = [
+            SampleRef(at, index, length)
+            for at, (file, row) in enumerate(rows)
+            for index, length in enumerate(file.lengths(row))
+        ]
+        plan = planned(refs, data.size, self.limits, pairs=self.pairs)
+        own = plan.shares[data.rank]
+        read = {at: rows[at][0].read(rows[at][1]) for at in {ref.group for ref in own}}
+        samples = pack([as_tensors(read[ref.group][ref.index]) for ref in own], own)
+        mini = MiniBatch(plan, samples, data.rank)
+        if self.reference:
+            samples.scores.ref_logprobs = mini.scored(partial(policy.logprobs, reference=True), before)
+        sums = self.measure.sums(samples, mini.scored(policy.logprobs, before))
+        return dict(zip(sums, data.sum(list(sums.values())), strict=True))
+
+
+def _added(several: Collection[dict[str, float]]) -> dict[str, float]:
+    names = next(iter(several), {})
+    return {name: sum(one[name] for one in several) for name in names}

@@ -1,0 +1,110 @@
+"""Combinations of trainer.mode with settings of other modes."""
+
+from __future__ import annotations
+
+from tests.config.rules.skyrl_cases import ALGORITHM, DPO, FOUR_GPUS, SFT, Case
+
+OF_MODES = [
+    Case(
+        "rows of supervised fine-tuning have a longest one",
+        {"trainer.mode": "sft"},
+        "trainer.max_length", 'required with trainer.mode="sft"',
+        {"trainer.mode": "sft", "trainer.max_length": 64},
+    ),
+    Case(
+        "each dataset has a weight, or none",
+        {**SFT, "data.weights": [1.0, 2.0]},
+        "data.weights", "expected one per dataset of data.train_data (1), found 2",
+        {**SFT, "data.weights": [2.0]},
+    ),
+    Case(
+        "what rows of supervised fine-tuning are is of no concern to prompts",
+        {"data.train_on_what": "all"},
+        "data.train_on_what", 'has no effect without trainer.mode="sft"',
+        {**SFT, "data.train_on_what": "all"},
+    ),
+    Case(
+        "pairs have no format",
+        {**DPO, "data.format": "text"},
+        "data.format", 'has no effect without trainer.mode="sft"',
+        {**DPO, "data.too_long": "drop"},
+    ),
+    Case(
+        "only pairs have a chosen answer",
+        {**SFT, "data.chosen_column": "good"},
+        "data.chosen_column", 'has no effect without trainer.mode="dpo"',
+        {**DPO, "data.chosen_column": "good"},
+    ),
+    Case(
+        "the answers of a pair have columns of their own",
+        {**DPO, "data.chosen_column": "rejected"},
+        "data.rejected_column", "expected three columns of a pair",
+        {**DPO, "data.chosen_column": "good", "data.rejected_column": "chosen"},
+    ),
+    Case(
+        "the loss of pairs is a mean over pairs",
+        {**DPO, f"{ALGORITHM}.loss_reduction": "sequence_mean"},
+        f"{ALGORITHM}.loss_reduction", 'has no effect without trainer.mode="rl" or "sft"',
+        {**SFT, f"{ALGORITHM}.loss_reduction": "sequence_mean"},
+    ),
+    Case(
+        "settings of DPO want it",
+        {**SFT, "trainer.dpo.beta": 0.2},
+        "trainer.dpo.beta", 'has no effect without trainer.mode="dpo"',
+        {**DPO, "trainer.dpo.beta": 0.2},
+    ),
+    Case(
+        "only robust DPO knows of wrong pairs",
+        {**DPO, "trainer.dpo.label_smoothing": 0.1},
+        "trainer.dpo.label_smoothing", "has no effect without robust in trainer.dpo.loss_type",
+        {**DPO, "trainer.dpo.label_smoothing": 0.1, "trainer.dpo.loss_type": ["robust"]},
+    ),
+    Case(
+        "pairs have a loss",
+        {**DPO, "trainer.dpo.loss_type": []},
+        "trainer.dpo.loss_type", "expected at least one loss",
+        {**DPO, "trainer.dpo.loss_type": ["bco_pair"]},
+    ),
+    Case(
+        "losses of pairs have names",
+        {**DPO, "trainer.dpo.loss_type": ["sigmoid", "bco"]},
+        "trainer.dpo.loss_type", 'found "bco"',
+        {**DPO, "trainer.dpo.loss_type": ["sigmoid", "bco_pair"]},
+    ),
+    Case(
+        "each loss of pairs has a weight, or none",
+        {**DPO, "trainer.dpo.loss_weights": [1.0, 2.0]},
+        "trainer.dpo.loss_weights", "expected one per loss of loss_type (1), found 2",
+        {**DPO, "trainer.dpo.loss_weights": [2.0]},
+    ),
+    Case(
+        "ranks share pairs equally",
+        {**DPO, **FOUR_GPUS, "trainer.policy_mini_batch_size": 2, "trainer.train_batch_size": 8},
+        "trainer.policy_mini_batch_size", "2 pairs cannot be shared equally by 4 trainer ranks (trainer.placement); make it a multiple of 4",
+        {**DPO, **FOUR_GPUS, "trainer.policy_mini_batch_size": 4, "trainer.train_batch_size": 8},
+    ),
+    Case(
+        "no critic is trained where nothing is rewarded",
+        {**SFT, "trainer.critic.model.path": "critic"},
+        "trainer.critic.model.path", 'has no effect without trainer.mode="rl"',
+        {"trainer.critic.model.path": "critic"},
+    ),
+    Case(
+        "supervised fine-tuning samples nothing but where it evaluates prompts",
+        {**SFT, "generator.sampling_params.temperature": 0.5},
+        "generator.sampling_params.temperature", 'has no effect without data.val_prompts, or trainer.mode="rl"',
+        {**SFT, "generator.sampling_params.temperature": 0.5, "data.val_prompts": ["p"]},
+    ),
+    Case(
+        "supervised fine-tuning has no advantages",
+        {**SFT, f"{ALGORITHM}.eps_clip_low": 0.1},
+        f"{ALGORITHM}.eps_clip_low", 'has no effect without trainer.mode="rl"',
+        {**SFT, f"{ALGORITHM}.loss_reduction": "sequence_mean"},
+    ),
+    Case(
+        "supervised fine-tuning has no replicas",
+        {**SFT, "slurm.elastic.replicas": 2},
+        "slurm.elastic.replicas", 'has no effect without data.val_prompts, or trainer.mode="rl"',
+        {"slurm.elastic.replicas": 2},
+    ),
+]  # fmt: skip
