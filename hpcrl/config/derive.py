@@ -57,7 +57,7 @@ def reward_functions(remote: RemoteRewardConfig) -> dict[str, float]:
 
 def reward_services(config: ConfigTree) -> int:
     """Return how many processes serve a reward model in a run."""
-    kinds: tuple[Literal["train", "eval"], ...] = ("eval",) if is_supervised(config.trainer) else ("train", "eval")
+    kinds: tuple[Literal["train", "eval"], ...] = ("eval",) if is_offline(config.trainer) else ("train", "eval")
     used = has_engines(config) and any(uses_reward_service(config.environment, kind) for kind in kinds)
     service = config.environment.remote_reward.service
     return service.num_services if used and service.model is not None else 0
