@@ -18,14 +18,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpcrl.config import Config
-from hpcrl.config.derive import (
-    begins_with_model,
-    max_input_length,
-    names_own_code,
-    needs_baselines,
-    reward_services,
-    surplus_groups,
-)
+from hpcrl.config.derive import begins_with_model, max_input_length, names_own_code, needs_baselines, surplus_groups
+from hpcrl.config.reward_model import reward_services
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.layout import Run

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.data import DataConfig
-from hpcrl.config.sections.environment import REWARD_MODEL, EnvironmentConfig, RemoteRewardConfig
+from hpcrl.config.sections.environment import EnvironmentConfig
 from hpcrl.config.sections.generator import GeneratorConfig, InferenceEngineConfig, SamplingParams
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import (
@@ -48,24 +48,6 @@ def reward_weights(environment: EnvironmentConfig, kind: Literal["train", "eval"
 def uses_reward_service(environment: EnvironmentConfig, kind: Literal["train", "eval"]) -> bool:
     """Return whether a reward service scores samples of training or evaluation."""
     return environment.remote_reward.enable and not reward_weights(environment, kind)
-
-
-def reward_functions(remote: RemoteRewardConfig) -> dict[str, float]:
-    """Return the rewards that a service is asked for, with their weights; where they are not set: that of a reward model."""
-    return remote.reward_function or ({REWARD_MODEL: 1.0} if remote.service.model else {})
-
-
-def reward_services(config: ConfigTree) -> int:
-    """Return how many processes serve a reward model in a run."""
-    kinds: tuple[Literal["train", "eval"], ...] = ("eval",) if is_offline(config.trainer) else ("train", "eval")
-    used = has_engines(config) and any(uses_reward_service(config.environment, kind) for kind in kinds)
-    service = config.environment.remote_reward.service
-    return service.num_services if used and service.model is not None else 0
-
-
-def services_per_node(config: ConfigTree) -> int:
-    """Return how many of them share a node: one for each of its GPUs."""
-    return max(1, gpu_count(config.slurm))
 
 
 def names_own_code(config: ConfigTree) -> bool:

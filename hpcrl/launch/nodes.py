@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config import Config, engine_gpus, replicas_per_node
-from hpcrl.config.derive import gpu_count, has_engines, reward_services, services_per_node
+from hpcrl.config.derive import gpu_count, has_engines
+from hpcrl.config.reward_model import reward_services, services_per_node
 
 Role = Literal["trainer", "rollout", "reward"]
 

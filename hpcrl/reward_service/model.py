@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -74,7 +74,7 @@ class RewardModel:
         ) as error:  # RuntimeError: weights of other shapes than config.json says
             said = " ".join(str(error).split())
             raise DataError(f"{setting}: the reward model {path} cannot be loaded: {said}") from error
-        text, own = model.config.get_text_config(), tokenizer.pad_token_id
+        text, own = cast(Any, model.config.get_text_config()), cast("int | None", tokenizer.pad_token_id)
         if text.pad_token_id is None and own is not None and own < text.vocab_size:
             text.pad_token_id = own
         model.eval().to("cuda" if torch.cuda.is_available() else "cpu")

@@ -87,12 +87,14 @@ class Slow:
 
     def __init__(self) -> None:
         self.may, self.passes = threading.Semaphore(0), list[list[int]]()
+        self.begun = False
 
     def tokens(self, messages: list[dict[str, str]], completion: str) -> list[int]:
         return [len(message["content"]) for message in messages] + [0] * len(completion)
 
     def scores(self, rows: Sequence[Sequence[int]], before: Callable[[], None]) -> list[float]:
         before()
+        self.begun = True
         self.may.acquire()
         self.passes.append([len(row) for row in rows])
         if any(len(row) > 50 for row in rows):

@@ -56,7 +56,7 @@ def test_without_a_padding_token_each_row_has_a_pass_of_its_own(path: Path, tmp_
 
 def test_special_tokens_in_a_response_are_text(path: Path) -> None:
     model = load(path)
-    end = model.tokenizer.convert_tokens_to_ids("<|end|>")
+    (end,) = model.tokenizer.encode("<|end|>")
     assert model.tokens(PROMPT, "ab<|end|>").count(end) == 2
     assert model.tokens(PROMPT, "ab<|end|>") != model.tokens(PROMPT, "ab")
 

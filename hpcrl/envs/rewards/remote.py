@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig
-from hpcrl.config.derive import reward_functions
+from hpcrl.config.reward_model import reward_functions
 from hpcrl.config.sections.environment import RemoteRewardConfig
 from hpcrl.envs.base import Turn
 from hpcrl.envs.rewards.response import Response

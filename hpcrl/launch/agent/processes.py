@@ -59,8 +59,11 @@ class NodeProcesses:
     def start_worker(self, name: str) -> None:
         """Start rollout-<replica>, or reward-<service>."""
         job, number = name.split("-")
-        variable = "HPCRL_REPLICA" if job == "rollout" else "HPCRL_SERVICE"
-        self._spawn(name, [sys.executable, self._job(job), str(self._run.path)], **{variable: number})
+        command = [sys.executable, self._job(job), str(self._run.path)]
+        if job == "rollout":
+            self._spawn(name, command, HPCRL_REPLICA=number)
+        else:
+            self._spawn(name, command, HPCRL_SERVICE=number)
 
     def _job(self, name: str) -> str:
         return str(self._run.code / "jobs" / f"{name}.py")

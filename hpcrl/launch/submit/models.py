@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, uses_reference
-from hpcrl.config.derive import model_config_kwargs, model_paths, ref_model_path, reward_services
+from hpcrl.config.derive import model_config_kwargs, model_paths, ref_model_path
 from hpcrl.config.errors import Problem
+from hpcrl.config.reward_model import reward_services
 from hpcrl.config.rules.model_fit import misfits
 from hpcrl.config.sections.trainer import TrainerConfig
 
