@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from hpcrl.launch.local.replay import Plan
 
-_SHOWN = ("policy/", "loss/", "critic/")
+_SHOWN = ("policy/", "loss/", "critic/", "rewards/", "logps/")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

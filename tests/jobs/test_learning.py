@@ -1,5 +1,5 @@
 """Every family of algorithms learns the quickstart's task, in 30 steps each, asynchronous training learns as much as synchronous, and
-several turns are learned, as whole samples and each on its own, and right answers by supervised fine-tuning; with the embedded engine, and some of it with vLLM.
+several turns are learned, as whole samples and each on its own, right answers by supervised fine-tuning, and better ones by DPO; with the embedded engine, and some of it with vLLM.
 
 Slow; see docs/development.md.
 """
@@ -84,25 +84,34 @@ def test_stale_samples_teach_what_fresh_ones_do(place: Path, engine: str) -> Non
 @pytest.mark.slow
 def test_right_answers_teach_sorting(place: Path) -> None:
     """configs/sft_tiny.toml as it is, and what it has learned by greedy decoding of the validation words."""
-    done = hpcrl(
-        "submit",
-        str(QUICKSTART.parent / "sft_tiny.toml"),
-        "--local",
-        "--follow",
-        "trainer.run_name=sft",
-        "trainer.hf_save_interval=96",
-        cwd=place,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = Run.open(place / "runs" / "sft" / "sft")
+    run = learned(place, "sft_tiny.toml", "sft", 96)
     losses = curve(run, "eval/all/loss")
     print(f"validation loss {losses[0]:.3f} -> {losses[96]:.4f}")
     assert losses[0] > 0.3
     assert losses[96] < 0.01
-    made = runpy.run_path(str(QUICKSTART.parent / "quickstart" / "make.py"))
-    tokenizer, words = made["make_tokenizer"](), made["draw_words"](1, made["VALIDATION_ROWS"])
-    assert made["score"](AutoModelForCausalLM.from_pretrained(run.export(96)), tokenizer, words) >= 0.95
+    assert greedy_score(run, 96) >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    {
+        "dpo": [],
+        "dpo_lora": ["trainer.policy.model.lora.rank=8", "trainer.policy.optimizer_config.lr=4e-3"],
+    }.items(),
+)
+def test_pairs_teach_sorting(place: Path, name: str, settings: list[str]) -> None:
+    """configs/dpo_tiny.toml as it is and with adapters, and what it has learned by greedy decoding of the validation words."""
+    run = learned(place, "dpo_tiny.toml", name, 93, *settings)
+    losses, accuracies = (curve(run, f"eval/all/{metric}") for metric in ("loss", "rewards/accuracies"))
+    score = greedy_score(run, 93)
+    print(
+        f"{name}: validation loss {losses[0]:.3f} -> {losses[93]:.4f}, accuracy {accuracies[93]:.3f}, greedy {score:.3f}"
+    )
+    assert losses[0] > 0.9
+    assert losses[93] < 0.2
+    assert accuracies[93] >= 0.99
+    assert score >= 0.95
 
 
 @pytest.mark.slow
@@ -119,6 +128,22 @@ def test_several_turns_are_learned(place: Path, step_wise: bool, engine: str) ->
     print(f"guess_number{', each turn on its own' if step_wise else ''}: {before:.3f} -> {after:.3f}")
     assert before <= 0.4
     assert after >= 0.8
+
+
+def learned(place: Path, config: str, name: str, steps: int, *settings: str) -> Run:
+    """Return a run of an experiment that learns from a dataset, which was trained to its end and exported there."""
+    ours = [f"trainer.run_name={name}", f"trainer.hf_save_interval={steps}"]
+    path = QUICKSTART.with_name(config)
+    done = hpcrl("submit", str(path), "--local", "--follow", *ours, *settings, cwd=place, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Run.open(place / "runs" / config.partition("_")[0] / name)
+
+
+def greedy_score(run: Run, step: int) -> float:
+    """Return the share of the validation words that an export sorts."""
+    made = runpy.run_path(str(QUICKSTART.parent / "quickstart" / "make.py"))
+    tokenizer, words = made["make_tokenizer"](), made["draw_words"](1, made["VALIDATION_ROWS"])
+    return made["score"](AutoModelForCausalLM.from_pretrained(run.export(step)), tokenizer, words)
 
 
 def quickstart(place: Path, name: str, *settings: str) -> Run:

@@ -26,15 +26,15 @@ SCORED = [
 ROWS, BATCH = 8192, 2048  # four steps are an epoch
 
 
-def submit(place: Path, name: str, *settings: str) -> Run:
+def submit(place: Path, name: str, *settings: str, config: Path = SFT_TINY) -> Run:
     sizes = [
         f"trainer.train_batch_size={BATCH}",
         f"trainer.policy_mini_batch_size={BATCH}",
         "trainer.max_tokens_per_micro_batch=8192",
     ]
-    done = hpcrl("submit", str(SFT_TINY), "--local", f"trainer.run_name={name}", *sizes, *settings, cwd=place)
+    done = hpcrl("submit", str(config), "--local", f"trainer.run_name={name}", *sizes, *settings, cwd=place)
     assert done.returncode == 0, done.stderr
-    return Run.open(place / "runs" / "sft" / name)
+    return Run.open(place / "runs" / config.stem.removesuffix("_tiny") / name)
 
 
 def rows_of(run: Run) -> list[int | None]:
@@ -43,9 +43,9 @@ def rows_of(run: Run) -> list[int | None]:
     return [group.row for file in files if file for group in file.batch.groups]
 
 
-def in_order(run: Run, count: int) -> list[int]:
+def in_order(run: Run, count: int, rows: int = ROWS) -> list[int]:
     seed = Config.from_toml([run.config]).trainer.seed
-    stream = PromptStream(ROWS, BATCH, seed, seed)
+    stream = PromptStream(rows, BATCH, seed, seed)
     return [stream.row(index) for index in range(count)]
 
 

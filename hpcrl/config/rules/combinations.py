@@ -172,10 +172,12 @@ def _reference(config: ConfigTree) -> Iterator[Problem]:
     resets = algorithm.reference_reset_interval is not None
     if (resets or config.trainer.update_ref_every_epoch) and not uses_reference(config.trainer):
         name = "trainer.algorithm.reference_reset_interval" if resets else "trainer.update_ref_every_epoch"
-        yield Problem(
-            name,
-            "there is no reference model without trainer.algorithm.use_kl_loss or use_kl_in_reward; set one of them, or leave this out",
-        )
+        needs = {
+            "rl": "without trainer.algorithm.use_kl_loss or use_kl_in_reward; set one of them",
+            "dpo": "with trainer.dpo.reference_free; set it to false",
+        }
+        without = needs.get(config.trainer.mode, f'with trainer.mode="{config.trainer.mode}"; choose another one')
+        yield Problem(name, f"there is no reference model {without}, or leave this out")
     if resets and config.trainer.update_ref_every_epoch:
         yield Problem(
             "trainer.update_ref_every_epoch",

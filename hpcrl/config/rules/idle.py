@@ -207,7 +207,7 @@ _OF_MODES = (
     Switch(
         (
             *(f"{_ALGORITHM}{one.name}" for one in fields(AlgorithmConfig) if one.name not in _REDUCTION),
-            *("trainer.fully_async", "trainer.update_ref_every_epoch", "trainer.critic", "trainer.critic_mini_batch_size"),
+            *("trainer.fully_async", "trainer.critic", "trainer.critic_mini_batch_size"),
             *("generator.n_samples_per_prompt", "generator.step_wise_trajectories"),
         ),
         'trainer.mode="rl"',

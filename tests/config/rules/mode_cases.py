@@ -78,6 +78,18 @@ OF_MODES = [
         {**DPO, "trainer.dpo.loss_weights": [2.0]},
     ),
     Case(
+        "no reference follows the policy where there is none",
+        {**DPO, "trainer.update_ref_every_epoch": True, "trainer.dpo.reference_free": True},
+        "trainer.update_ref_every_epoch", "there is no reference model with trainer.dpo.reference_free; set it to false",
+        {**DPO, "trainer.update_ref_every_epoch": True},
+    ),
+    Case(
+        "supervised fine-tuning compares with no reference",
+        {**SFT, "trainer.update_ref_every_epoch": True},
+        "trainer.update_ref_every_epoch", 'there is no reference model with trainer.mode="sft"',
+        {**DPO, "trainer.update_ref_every_epoch": True},
+    ),
+    Case(
         "ranks share pairs equally",
         {**DPO, **FOUR_GPUS, "trainer.policy_mini_batch_size": 2, "trainer.train_batch_size": 8},
         "trainer.policy_mini_batch_size", "2 pairs cannot be shared equally by 4 trainer ranks (trainer.placement); make it a multiple of 4",

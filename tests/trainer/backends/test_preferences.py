@@ -160,8 +160,13 @@ def test_two_ranks_have_one_loss_by_all_their_pairs(run: Run, two: Ranks, tmp_pa
 
 
 def layout(**sizes: int) -> dict[str, Any]:
-    sections = {role: {"megatron_config": {"dtype": "fp32", **sizes}} for role in ("policy", "ref")}
-    return {"strategy": "megatron", **sections}
+    policy = {
+        "dtype": "fp32",
+        "lora_type": "canonical_lora",
+        **sizes,
+    }  # PEFT's adapters have one A per layer of transformers
+    ref = {"dtype": "fp32", **sizes}
+    return {"strategy": "megatron", "policy": {"megatron_config": policy}, "ref": {"megatron_config": ref}}
 
 
 LAYOUTS = {
