@@ -394,6 +394,33 @@ def test_a_table_of_ones_own_says_who_reads_it() -> None:
     assert not entries(of({}), "custom")
 
 
+def test_preferences_are_learned_without_a_reference() -> None:
+    kind = {"type": "sft", "trainer_type": "dpo", "conversation_column_name": "talk"}
+    train = {"train_policy": {**kind, "dataset": {"name": "org/data"}}}
+    policy = {"model_name_or_path": "m", "model_max_length": 512}
+    plain = of({"train": train, "policy": policy}).values
+    assert (plain["trainer.mode"], plain["trainer.dpo.reference_free"]) == ("dpo", True)
+    assert "data.conversation_column" not in plain
+    custom = {"dpo_beta": 0.2, "dpo_loss_type": ["sigmoid", "bco_pair", "sft"], "dpo_loss_weights": [0.8, 0.2, 1.0]}
+    conversion = of({"train": train, "policy": policy, "custom": custom})
+    assert not conflicts(conversion)
+    found = {path: value for path, value in conversion.values.items() if path.startswith("trainer.dpo.")}
+    assert found == {
+        "trainer.dpo.reference_free": True,
+        "trainer.dpo.beta": 0.2,
+        "trainer.dpo.loss_type": custom["dpo_loss_type"],
+        "trainer.dpo.loss_weights": custom["dpo_loss_weights"],
+    }
+    assert not conversion.values.get("environment.custom")
+    (entry,) = entries(conversion, "custom")
+    assert (entry.kind, entry.target) == ("translated", "trainer.dpo")
+    few = of({"train": train, "policy": policy, "custom": custom | {"dpo_loss_weights": [0.5]}})
+    assert few.values["trainer.dpo.loss_weights"] == [], "the source takes 1 each then"
+    wrong = of({"train": train, "policy": policy, "custom": {"dpo_loss_type": ["kto"]}})
+    assert 'found "kto"' in conflicts(wrong)["trainer.dpo.loss_type"]
+    assert of({"custom": custom}).values["environment.custom"] == custom, "another trainer does not read it"
+
+
 @pytest.mark.parametrize("value", [True, False])
 def test_rewards_of_whole_groups_and_weights_from_elsewhere_are_not_lost(value: bool) -> None:
     given = {"group_reward_calculation": value, "dataset": {"name": "org/data"}}

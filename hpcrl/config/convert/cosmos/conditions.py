@@ -9,6 +9,8 @@ from hpcrl.config.convert.cosmos.resolve import Resolved
 
 POLICY = "train.train_policy"
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "n_generation", "max_response_length")
+CUSTOM_OF_DPO = {"dpo_beta": "beta", "dpo_loss_type": "loss_type", "dpo_loss_weights": "loss_weights"}
+"""Settings of the trainer "dpo" in the table custom, and what they are called in trainer.dpo."""
 ROBOT_TRAINERS = ("grpo_vla", "grpo_pi05", "pi_sft", "cosmos_policy")
 
 
@@ -45,6 +47,11 @@ def is_grpo(source: Resolved) -> bool:
 def is_robot(source: Resolved) -> bool:
     """Return whether the model moves robots: its trainer or its rollouts are of that kind."""
     return source[f"{POLICY}.trainer_type"] in ROBOT_TRAINERS or source["rollout.backend"] == "vla"
+
+
+def is_preference(source: Resolved) -> bool:
+    """Return whether pairs are trained, by the trainer whose settings stand in the table custom."""
+    return source[f"{POLICY}.trainer_type"] == "dpo"
 
 
 def is_diffusion(source: Resolved) -> bool:

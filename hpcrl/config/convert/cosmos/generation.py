@@ -7,12 +7,20 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from hpcrl.config.convert.conversion import Entry, directory_name
-from hpcrl.config.convert.cosmos.conditions import POLICY, ROBOT_TRAINERS, is_grpo, is_robot, scores_itself
+from hpcrl.config.convert.cosmos.conditions import (
+    CUSTOM_OF_DPO,
+    POLICY,
+    ROBOT_TRAINERS,
+    is_grpo,
+    is_preference,
+    is_robot,
+    scores_itself,
+)
 from hpcrl.config.convert.cosmos.resolve import Resolved
 from hpcrl.config.convert.cosmos.training import Rule
 
 _ENGINE = "generator.inference_engine"
-_TRAINERS = {"grpo": ("grpo", "diffusion_nft", *ROBOT_TRAINERS), "sft": ("sft", "diffusers_sft", "pi_sft")}
+_TRAINERS = {"grpo": ("grpo", "diffusion_nft", *ROBOT_TRAINERS), "sft": ("sft", "dpo", "diffusers_sft", "pi_sft")}
 _NO_ENGINES = ("vla", "diffusion_nft_rollout")
 _SHOWN_BY = ("wandb", "console")
 _TENTH = 0.1
@@ -169,8 +177,9 @@ def logging(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
 
 
 def custom(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
-    values["environment.custom"] = source["custom"]
-    if source["custom"]:
+    of_dpo = CUSTOM_OF_DPO if is_preference(source) else {}
+    values["environment.custom"] = {name: value for name, value in source["custom"].items() if name not in of_dpo}
+    if values["environment.custom"]:
         message = "environments and rewards get it; plugins of models and trainers, which read it in Cosmos-RL too, are not here"
         yield Entry("mapped", "custom", "environment.custom", message)
 

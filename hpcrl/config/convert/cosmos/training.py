@@ -8,11 +8,13 @@ from typing import Any
 
 from hpcrl.config.convert.conversion import Entry
 from hpcrl.config.convert.cosmos.conditions import (
+    CUSTOM_OF_DPO,
     POLICY,
     has_pipeline,
     is_diffusion,
     is_grpo,
     is_language,
+    is_preference,
     is_robot,
     needs_megatron,
 )
@@ -116,6 +118,21 @@ def loss(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
             values[f"{_ALGORITHM}.eps_clip_{side}"] = none if unbounded else width
     values[f"{_ALGORITHM}.policy_loss_type"] = kind
     yield from _reduction(source, values)
+
+
+def preferences(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
+    if not is_preference(source):
+        return
+    values["trainer.mode"], values["trainer.dpo.reference_free"] = "dpo", True
+    found = {here: source["custom"][there] for there, here in CUSTOM_OF_DPO.items() if there in source["custom"]}
+    losses, weights = found.get("loss_type", ["sigmoid"]), found.get("loss_weights", [])
+    if isinstance(losses, list) and isinstance(weights, list) and len(losses) != len(weights):
+        found["loss_weights"] = []  # the source takes 1 each then
+    values.update({f"trainer.dpo.{name}": value for name, value in found.items()})
+    message = f"{', '.join(CUSTOM_OF_DPO)} are beta, loss_type and loss_weights; without a reference, as there (reference_free)"
+    if "sft" in losses:
+        message += "; the likelihood of chosen answers is a mean over the tokens of all ranks, there of each rank"
+    yield Entry("translated", "custom", "trainer.dpo", message)
 
 
 def _reduction(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
@@ -322,6 +339,7 @@ RULES: tuple[Rule, ...] = (
     batches,
     lengths,
     loss,
+    preferences,
     regularization,
     temperatures,
     optimizer,
