@@ -258,7 +258,8 @@ def test_20_suspended_for_a_minute(scenario: Scenario) -> None:
 
 @pytest.mark.nodes(1)
 @pytest.mark.faults_slow
-def test_44_preempted_inside_an_epoch_of_supervised_fine_tuning(scenario: Scenario) -> None:
+@pytest.mark.parametrize(("config", "rows"), [("sft_tiny.toml", 8192), ("dpo_tiny.toml", 8046)], ids=["sft", "dpo"])
+def test_44_preempted_inside_an_epoch_of_a_dataset(scenario: Scenario, config: str, rows: int) -> None:
     """The run comes back inside the epoch and trains the rows that are left of it, in their order and with the losses of a run that nothing happens to."""
     places = [f"slurm.extra.nodelist={','.join(scenario.nodes)}", f"slurm.root={scenario.path / 'runs'}"]
     slurm = ["slurm.partition=main", "slurm.time_minutes=10", "slurm.cpus_per_task=1", "slurm.exclusive=true"]
@@ -268,10 +269,10 @@ def test_44_preempted_inside_an_epoch_of_supervised_fine_tuning(scenario: Scenar
         "trainer.max_tokens_per_micro_batch=1024",
     ]
     rest = ["trainer.project_name=faults", "trainer.ckpt_interval=100", "trainer.eval_interval=4", "trainer.epochs=2"]
-    runs = []
+    runs, epoch = [], rows // 1024
     for name in ("run", "whole"):
         told = [f"trainer.run_name={name}", *places, *slurm, *sizes, *rest]
-        done = scenario.hpcrl("submit", str(CONFIGS / "sft_tiny.toml"), *told)
+        done = scenario.hpcrl("submit", str(CONFIGS / config), *told)
         assert done.returncode == 0, done.stdout + done.stderr
         runs.append(scenario.run_of(name))
         if name == "run":
@@ -281,12 +282,13 @@ def test_44_preempted_inside_an_epoch_of_supervised_fine_tuning(scenario: Scenar
     for run in runs:
         assert_ended(scenario, run)
         assert_reported_once(run)
-        assert list(curve(run, "policy/grad_norm")) == list(range(1, 17))
+        assert list(curve(run, "policy/grad_norm")) == list(range(1, 2 * epoch + 1))
     run, whole = runs
     assert len(read_attempts(run)) > len(read_attempts(whole)) == 1
     assert trained_rows(run) == trained_rows(whole)
-    for epoch in (trained_rows(run)[:8], trained_rows(run)[8:]):
-        assert {row for step in epoch for row in step} == set(range(8192)), "each row once"
+    for steps in (trained_rows(run)[:epoch], trained_rows(run)[epoch:]):
+        once = {row for step in steps for row in step}
+        assert (len(once), once <= set(range(rows))) == (1024 * epoch, True), "no row twice"
     for name in ("policy/final_loss", "policy/grad_norm", "eval/all/loss"):
         assert curve(run, name) == pytest.approx(curve(whole, name), rel=1e-6, abs=1e-6), name
 
