@@ -30,7 +30,7 @@ MOST_KEPT = 256
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """For which vLLM can reserve room."""
 _LEAST_TOKENS = 16384  # of a micro-batch on a GPU
-_OF_PAIRS = ("dpo",)  # values of trainer.mode
+_OF_PAIRS = ("dpo", "reward_model")  # values of trainer.mode
 
 
 def eval_sampling(generator: GeneratorConfig) -> SamplingParams:
@@ -203,6 +203,11 @@ def is_offline(trainer: TrainerConfig) -> bool:
 def trains_pairs(trainer: TrainerConfig) -> bool:
     """Return whether these rows are pairs of a chosen and a rejected answer to one prompt, which are trained together."""
     return trainer.mode in _OF_PAIRS
+
+
+def trains_reward_model(trainer: TrainerConfig) -> bool:
+    """Return whether what is trained in the policy's place gives one number for a conversation, and generates nothing."""
+    return trainer.mode == "reward_model"
 
 
 def has_engines(config: ConfigTree) -> bool:

@@ -178,10 +178,15 @@ _OF_MODES = (
     Switch(
         (
             *("trainer.max_length", "data.too_long", "data.weights", "data.num_workers", "data.prefetch_factor", "data.cache"),
-            *("data.subset", "data.revision", "data.val_subset", "data.val_revision", "data.local_dir", "data.val_prompts"),
+            *("data.subset", "data.revision", "data.val_subset", "data.val_revision", "data.local_dir"),
         ),
-        'trainer.mode="sft" or "dpo"',
+        'trainer.mode="sft", "dpo" or "reward_model"',
         lambda config: is_offline(config.trainer),
+    ),
+    Switch(
+        ("data.val_prompts",),
+        'trainer.mode="sft" or "dpo"',
+        lambda config: config.trainer.mode in ("sft", "dpo"),
     ),
     Switch(
         ("data.conversation_column", "data.format", "data.text_column", "data.train_on_what"),
@@ -190,10 +195,15 @@ _OF_MODES = (
     ),
     Switch(
         ("data.chosen_column", "data.rejected_column"),
-        'trainer.mode="dpo"',
+        'trainer.mode="dpo" or "reward_model"',
         lambda config: trains_pairs(config.trainer),
     ),
     Switch(("trainer.dpo",), 'trainer.mode="dpo"', lambda config: config.trainer.mode == "dpo"),
+    Switch(
+        ("trainer.reward_model", "data.margin_column"),
+        'trainer.mode="reward_model"',
+        lambda config: config.trainer.mode == "reward_model",
+    ),
     Switch(
         ("trainer.dpo.label_smoothing",),
         "robust in trainer.dpo.loss_type",

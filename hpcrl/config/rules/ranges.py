@@ -88,6 +88,7 @@ RANGES: dict[str, Range] = {
     "positive_nll_coef": _NOT_NEGATIVE,
     "algorithm.temperature": _POSITIVE,
     "dpo.beta": _POSITIVE,
+    "center_rewards_coefficient": _NOT_NEGATIVE,
     "label_smoothing": Range(0, 0.5, high_open=True),
     "gamma": _SHARE,
     "lambd": _SHARE,

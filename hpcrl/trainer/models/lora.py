@@ -7,10 +7,11 @@ and the adapter is `q_proj.lora_A.default.weight` [r, in] and `q_proj.lora_B.def
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -219,11 +220,13 @@ class Adapter:
         matrices: A [r, in] and B [out, r] of each layer.
         scales: s of each layer.
         config: what PEFT reads beside them.
+        heads: parameters that are trained whole beside them, such as the head of a reward model.
     """
 
     matrices: dict[str, tuple[torch.Tensor, torch.Tensor]]
     scales: dict[str, float]
     config: peft.LoraConfig
+    heads: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def scaled(self, dtype: torch.dtype) -> Adapter:
         """Return the same adapters with s = 1, in another type: vLLM knows one alpha for all layers."""
@@ -243,6 +246,7 @@ class Adapter:
         """
         named = [(f"{ADAPTER_PREFIX}{name}", *matrices) for name, matrices in self.matrices.items()]
         tensors = {f"{name}{part}": tensor for name, *both in named for part, tensor in zip(_PARTS, both, strict=True)}
+        tensors |= {f"{ADAPTER_PREFIX}{name}": tensor for name, tensor in self.heads.items()}
         self.config.save_pretrained(str(directory))
         file = WeightFile(directory / ADAPTER_FILE, {name: tensor.to("meta") for name, tensor in tensors.items()})
         try:
@@ -262,14 +266,27 @@ def gather_adapter(
     """
     layers = list(adapted_layers(model))
     matrices = {each.name: (whole(each.A.detach()).cpu(), whole(each.B.detach()).cpu()) for each in layers}
-    return made_adapter(matrices, {each.name: each.scaling for each in layers}, lora, base)
+    heads = {
+        name: whole(parameter.detach()).cpu()
+        for name, parameter, adapter in own_parameters(model)
+        if adapter is None and parameter.requires_grad
+    }
+    return made_adapter(matrices, {each.name: each.scaling for each in layers}, lora, base, heads)
 
 
 def made_adapter(
-    matrices: dict[str, tuple[torch.Tensor, torch.Tensor]], scales: dict[str, float], lora: LoraConfig, base: str
+    matrices: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    scales: dict[str, float],
+    lora: LoraConfig,
+    base: str,
+    heads: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Adapter:
-    """Return adapters with what PEFT reads beside them."""
-    return Adapter(matrices, scales, _peft_config(lora, sorted(matrices), base))
+    """Return adapters, and heads that are trained beside them, with what PEFT reads of them."""
+    config = _peft_config(lora, sorted(matrices), base)
+    if heads:
+        modules = sorted(name.rpartition(".")[0] for name in heads)
+        config = replace(config, task_type="SEQ_CLS", modules_to_save=modules)
+    return Adapter(matrices, scales, config, dict(heads))
 
 
 @contextmanager
