@@ -1,6 +1,6 @@
 """The controller of a run: python jobs/controller.py RUN
 
-consumes   the datasets (trainer.mode="sft": once, into dataset/), batches/, samples/ and evals/ of earlier attempts, control/stop.json
+consumes   the datasets (where their rows are trained: once, into dataset/), batches/, samples/ and evals/ of earlier attempts, control/stop.json
 waits for  requests of the trainer and of the rollout workers (hpcrl/runtime/controller_client.py)
 produces   batches/s<step>.json, metrics/controller.jsonl, evals/*/summary.json, tensorboard/
 ends       when the last step is trained and evaluated and every worker knows; under a stop request its agent ends it
@@ -56,14 +56,14 @@ def main(path: str) -> None:
 def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train and those to evaluate, without those that are too long."""
     data, generator, evaluates = config.data, config.generator, config.trainer.eval_interval > 0
-    sections, supervised = (data, config.environment, generator.max_turns), is_offline(config.trainer)
+    sections, offline = (data, config.environment, generator.max_turns), is_offline(config.trainer)
     kinds = ("train",) if data.test_size is None else ("train", "eval")
-    train = [] if supervised else load_dataset(data.train_data, kinds, *sections)
-    prompts = data.val_prompts if supervised else data.val_data
+    train = [] if offline else load_dataset(data.train_data, kinds, *sections)
+    prompts = data.val_prompts if offline else data.val_data
     validation = load_dataset(prompts, ("eval",), *sections) if evaluates and prompts else []
-    if supervised and not validation:
+    if offline and not validation:
         return [], []
-    if data.test_size is not None and not supervised:
+    if data.test_size is not None and not offline:
         train, validation = set_aside(train, data.test_size)
     with without_torch():
         count_tokens = token_counter(
@@ -83,7 +83,7 @@ def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Promp
 
 
 def load_rows(run: Run, attempt: int, config: Config, status: StatusWriter) -> DatasetRows:
-    """Return the rows that supervised fine-tuning trains, tokenized now where no earlier attempt has done it."""
+    """Return the rows of datasets that the run trains, tokenized now where no earlier attempt has done it."""
     data = config.data
     tokenize_datasets(
         config,

@@ -276,7 +276,8 @@ def settings_of(trainer: TrainerConfig) -> dict[str, Any]:
     """Return what a half-trained batch depends on, by names below `trainer`, as JSON gives it back."""
     names = ("policy_mini_batch_size", "critic_mini_batch_size", "update_epochs_per_batch")
     found = {name: getattr(trainer, name) for name in names}
-    found |= {f"algorithm.{name}": value for name, value in asdict(trainer.algorithm).items()}
+    for section in ("algorithm", "dpo"):
+        found |= {f"{section}.{name}": value for name, value in asdict(getattr(trainer, section)).items()}
     found["critic.model.path"] = trainer.critic.model.path
     return json.loads(json.dumps(found))
 

@@ -13,7 +13,7 @@
   logs/<attempt>/<process>.log     and stacks/<process>.txt, what each thread did when somebody asked; collectives/<rank>, what NCCL did
   weights/v000042/                 HF names, safetensors, manifest; committed by rename
   samples/<replica>/g….safetensors one file per finished group
-  dataset/train-0/                 tokens of the first training dataset of supervised fine-tuning; validation-0 of the first that is evaluated
+  dataset/train-0/                 tokens of the first training dataset whose rows are trained as they are; validation-0 of the first that is evaluated
   turns/<worker>/g….v<k>.jsonl     what has ended of groups that have not, begun with version k
   batches/s000042.json             which groups train step 42, in order, with the data cursor
   checkpoints/s000040/             model, optimizer, RNG, scheduler; manifest; COMMIT
@@ -22,7 +22,7 @@
   exports/s000040/                 HF format
   dumps/s000042/                   what step 42 trained, with advantages; trainer.dump_data_batch
   evals/v000010/<replica>.jsonl    texts and scores of the evaluation samples
-  evals/v000010/losses.json        of the validation sets of supervised fine-tuning
+  evals/v000010/losses.json        of validation sets
   evals/v000010/<replica>.rows     what has ended of an evaluation that has not
   evaluations/<name>/              of `hpcrl eval`, each laid out as a run directory (hpcrl/launch/local/evaluate.py)
   metrics/*.jsonl                  one writer per file; the truth

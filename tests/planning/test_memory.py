@@ -215,6 +215,10 @@ def test_the_largest_micro_batch(model_path: Path) -> None:
         largest_micro_batch(configuration(model_path, **gpus, **{"trainer.micro_forward_batch_size_per_gpu": 4}))
         == 1536
     )
+    pairs = {"trainer.mode": "dpo", "trainer.max_length": 9000}
+    assert longest_sample(configuration(model_path, **pairs)) == 9000
+    assert largest_micro_batch(configuration(model_path, **pairs)) == 18000, "both answers are in one pass"
+    assert largest_micro_batch(configuration(model_path, **pairs, **gpus)) == 36000
 
 
 def test_parameters_in_host_memory_are_not_the_devices(model_path: Path) -> None:

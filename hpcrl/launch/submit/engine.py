@@ -118,11 +118,11 @@ def _lengths(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
     overrides = generator.inference_engine.engine_init_kwargs.get("hf_overrides", {})
     rope, _ = engine_rope(config)
     most = position_limit({**entries, **changes, **overrides}, rope)
-    supervised = is_offline(config.trainer)
-    wanted = longest_sample(config) if supervised else max_model_len(config)
+    offline = is_offline(config.trainer)
+    wanted = longest_sample(config) if offline else max_model_len(config)
     if most is None or wanted <= most:
         return
-    if supervised:
+    if offline:
         yield Problem(
             "trainer.max_length",
             f"{wanted} is more than the {most} tokens that the model at {config.trainer.policy.model.path} takes (its config.json); lower it",

@@ -119,13 +119,13 @@ def _of_models(config: Config) -> Iterator[Problem]:
 
 def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
     data, problems, warnings = config.data, list[Problem](), list[str]()
-    supervised = is_offline(config.trainer)
-    if supervised:
+    offline = is_offline(config.trainer)
+    if offline:
         problems, warnings = _of_rows(config)
     training: tuple[Kind, ...] = ("train",) if data.test_size is None else ("train", "eval")
     sources: tuple[tuple[str, list[str], tuple[Kind, ...]], ...] = (
-        ("data.train_data", [] if supervised else data.train_data, training),
-        ("data.val_data", data.val_data if config.trainer.eval_interval > 0 and not supervised else [], ("eval",)),
+        ("data.train_data", [] if offline else data.train_data, training),
+        ("data.val_data", data.val_data if config.trainer.eval_interval > 0 and not offline else [], ("eval",)),
         ("data.val_prompts", data.val_prompts if has_engines(config) else [], ("eval",)),
     )
     for name, paths, kinds in sources:
@@ -140,7 +140,7 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
                     warnings.append(f"{name}: the first row of {path} {not_tried(package)}")
                 else:
                     problems.append(Problem(name, str(error)))
-    if not problems and not supervised:
+    if not problems and not offline:
         try:
             warnings += _of_the_end(config)
         except DataError as error:
@@ -149,7 +149,7 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
 
 
 def _of_rows(config: Config) -> tuple[list[Problem], list[str]]:
-    """Look at the first row of each dataset of supervised fine-tuning. What is on the hub is downloaded here, for nodes without network."""
+    """Look at the first row of each dataset whose rows are trained. What is on the hub is downloaded here, for nodes without network."""
     problems, warnings, recipe = list[Problem](), list[str](), Recipe.of(config)
     named = [("data.train_data", source) for source in training_sources(config.data)]
     if config.trainer.eval_interval > 0:
