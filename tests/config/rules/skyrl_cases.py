@@ -19,6 +19,7 @@ FOUR_GPUS = {f"{PLACEMENT}.policy_num_gpus_per_node": 4}
 COLOCATED = {f"{PLACEMENT}.colocate_all": True}
 GYM = "environment.skyrl_gym"
 SERVICE = {"environment.remote_reward.enable": True, "environment.remote_reward.reward_function": {"ocr": 1.0}}
+REWARD_MODEL = {"trainer.mode": "reward_model", "trainer.max_length": 64}
 REWARD_SERVICE = {"environment.remote_reward.enable": True, "environment.remote_reward.service.model": "r"}
 NO_KL = {f"{ALGORITHM}.use_kl_loss": False}
 SFT = {"trainer.mode": "sft", "trainer.max_length": 64}
