@@ -387,7 +387,7 @@ def steps_per_epoch(n_prompts: int, batch_size: int) -> int:
     if n_prompts < batch_size:
         raise DataError(
             f"data.train_data has {n_prompts} usable prompts, fewer than trainer.train_batch_size = {batch_size}; lower "
-            "train_batch_size, add data, or raise trainer.max_prompt_length (with trainer.mode=sft, trainer.max_length) if some were dropped "
+            "train_batch_size, add data, or raise trainer.max_prompt_length (trainer.max_length where trainer.mode is not rl) if some were dropped "
             "as too long"
         )
     return n_prompts // batch_size

@@ -10,20 +10,20 @@ import pytest
 from hpcrl.cli.main import main
 from tests.paths import CONFIGS
 
-EXPERIMENT = str(CONFIGS / "sft_tiny.toml")
+EXPERIMENT, PAIRS = (str(CONFIGS / name) for name in ("sft_tiny.toml", "dpo_tiny.toml"))
 
 
 def talk(question: str, answer: str) -> dict:
     return {"conversations": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def check(path: Path, rows: list, *settings: str) -> int:
+def check(path: Path, rows: list, *settings: str, experiment: str = EXPERIMENT) -> int:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return main(
         [
             "data",
             "check",
-            EXPERIMENT,
+            experiment,
             f"data.train_data=['{path}']",
             "data.val_data=[]",
             "trainer.eval_interval=0",
@@ -54,6 +54,19 @@ def test_rows_that_cannot_be_used_are_told_and_counted(tmp_path: Path, capsys: p
     said = capsys.readouterr().out
     assert "cannot be used: row 1: expected a list of chat messages, found 3" in said
     assert "cannot be used: 2 rows more" in said
+
+
+def test_of_a_pair_both_answers_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "ab", "chosen": "c", "rejected": "dd"}, {"prompt": "ab", "chosen": "c", "rejected": 3}]
+    assert check(tmp_path / "rows.jsonl", rows, experiment=PAIRS) == 1
+    said = capsys.readouterr().out
+    assert "1 rows, 15 tokens, 5 of them trained; longest row 8;" in said
+    assert (
+        "=== row 0, chosen: 7 tokens, 2 of them trained\n--- context, 5 tokens\n<|user|>ab<|end|><|assistant|>\n"
+        in said
+    )
+    assert "=== row 0, rejected: 8 tokens, 3 of them trained" in said
+    assert "cannot be used: row 1: expected a list of chat messages, found 3" in said
 
 
 def test_prompts_are_not_checked_here(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.controller.dataset_rows import DatasetRows
+from hpcrl.controller.prompt_stream import PromptStream
+from hpcrl.data.group_file import read_arrays
 from hpcrl.data.sources import Source
 from hpcrl.data.token_file import open_tokens
 from hpcrl.data.tokenize import (
     Recipe,
+    Rows,
     Tokenizer,
     tokenize_datasets,
     tokenized,
@@ -170,6 +174,12 @@ def test_a_pair_is_one_row_of_two_sequences(run: Run, tmp_path: Path) -> None:
         assert file.lengths(at) == [len(chosen.token_ids), len(rejected.token_ids)]
         assert file.trained(at) == [len(row["chosen"]) + 1, len(row["rejected"]) + 1]
         assert [int(sample.loss_mask.sum()) for sample in (chosen, rejected)] == file.trained(at)
+    pairs = DatasetRows(run, [Rows(file, range(30))], [], 5).in_order(PromptStream(30, 10, 5, None))
+    group = pairs(3, 0)
+    assert (group.row, group.rewards, group.owners) == (3, [1.0, 0.0], [0, 1])
+    assert (group.lengths, group.response_lengths) == (file.lengths(3), file.trained(3))
+    (alone,) = read_arrays(run.inside(group.path), group, [1])
+    assert alone.token_ids.tolist() == file.read(3)[1].token_ids.tolist()
     assert len({file.digest(at) for at in range(30)}) == len({json.dumps(row) for row in rows})
     content = np.fromfile(file.path / "tokens.i32", "<i4")
     content[sum(file.lengths(0)) - 1] += 1  # of the rejected answer

@@ -19,6 +19,7 @@ PAIRS = 8046  # three steps are an epoch
 TOKENS = 6  # of an answer, with the one that ends it
 
 
+@pytest.mark.faults_slow
 def test_a_run_reports_what_trl_does_and_keeps_the_checkpoint_that_tells_answers_apart_best(place: Path) -> None:
     run = submit(
         place,

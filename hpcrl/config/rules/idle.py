@@ -198,6 +198,11 @@ _OF_MODES = (
         'trainer.mode="dpo" or "reward_model"',
         lambda config: trains_pairs(config.trainer),
     ),
+    Switch(
+        ("data.response_column",),
+        'trainer.mode="rl" or "sft", or data.val_prompts',
+        lambda config: not trains_pairs(config.trainer) or has_engines(config),
+    ),
     Switch(("trainer.dpo",), 'trainer.mode="dpo"', lambda config: config.trainer.mode == "dpo"),
     Switch(
         ("trainer.reward_model", "data.margin_column"),

@@ -41,8 +41,8 @@ def build_preference_objective(dpo: DPOConfig) -> Objective:
         loss = loss + likelihood_weight * likelihood
         sums = {
             "tokens": mask_P.sum(),
-            "samples": mask_P.new_tensor(2.0 * count),
-            "pairs": mask_P.new_tensor(float(count)),
+            "samples": mask_P.new_full((), 2 * count),
+            "pairs": mask_P.new_full((), count),
             "final_loss": loss,
             "policy_loss": loss,
             "entropy": masked_sum(entropies_P, mask_P),

@@ -30,6 +30,12 @@ OF_MODES = [
         {**DPO, "data.too_long": "drop"},
     ),
     Case(
+        "pairs have no response",
+        {**DPO, "data.response_column": "answer"},
+        "data.response_column", 'has no effect without trainer.mode="rl" or "sft", or data.val_prompts',
+        {**DPO, "data.response_column": "answer", "data.val_prompts": ["p"]},
+    ),
+    Case(
         "only pairs have a chosen answer",
         {**SFT, "data.chosen_column": "good"},
         "data.chosen_column", 'has no effect without trainer.mode="dpo"',

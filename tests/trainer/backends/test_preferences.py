@@ -19,18 +19,17 @@ from hpcrl.data.token_file import open_tokens
 from hpcrl.data.tokenize import Recipe, Rows, Tokenizer
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
-from hpcrl.trainer.backends.base import UpdateResult
-from hpcrl.trainer.backends.build import build_policy
-from hpcrl.trainer.batching import micro_batch_limits
+from hpcrl.runtime.heartbeat import Heartbeat
+from hpcrl.runtime.signals import StopSignal
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.metrics import describe_updates
-from hpcrl.trainer.offline.modes import objective_of, reduction_of
-from hpcrl.trainer.offline.validation import Validation
-from hpcrl.trainer.packing import load_mini_batches
-from hpcrl.trainer.step import sum_over_ranks
+from hpcrl.trainer.load import load_learner
+from hpcrl.trainer.metrics import PhaseTimer
+from hpcrl.trainer.saving.checkpoint import ResumePoint
+from hpcrl.trainer.saving.dump import Dumps
+from hpcrl.trainer.stop import StopConsensus
 from hpcrl.types import Batch
 from tests.golden.trl_dpo import LORA, METRICS, PLACE, fill_adapters, scaled
-from tests.trainer.material import QUICKSTART
+from tests.trainer.material import QUICKSTART, make_run
 from tests.trainer.ranks import Ranks
 from tests.trainer.scenarios import laid_over
 
@@ -52,30 +51,26 @@ def config(run: Run, settings: dict[str, Any], changes: dict[str, Any]) -> Confi
     if changes.get("strategy") != "megatron":
         policy["fsdp_config"] = {"mixed_precision": {"param_dtype": "fp32"}}
     sizes = {"max_length": 64, "train_batch_size": PAIRS, "policy_mini_batch_size": PAIRS, "eval_batch_size": 3}
-    trainer |= {"eval_interval": -1, "gradient_checkpointing": False, **sizes}
-    return Config.from_dict({"data": {"train_data": ["unused"]}, "trainer": laid_over(trainer, changes)})
+    trainer |= {"eval_interval": 1, "gradient_checkpointing": False, **sizes}
+    data = {"train_data": ["unused"], "val_data": ["unused"]}
+    return Config.from_dict({"data": data, "trainer": laid_over(trainer, changes)})
 
 
 def trained(run: Run, world: World, settings: dict[str, Any], changes: dict[str, Any]) -> tuple[dict[str, float], ...]:
-    """Return loss, gradient norm and metrics of one mini-batch of all pairs, and what is said of the pairs as a validation set."""
-    trainer = (chosen := config(run, settings, changes)).trainer
-    engine = build_policy(trainer, 1.0, world)
-    engine.schedule(1)
-    limits, file = micro_batch_limits(trainer, trainer.max_tokens_per_micro_batch), open_tokens(run.dataset("train-0"))
-    rows = DatasetRows(run, [Rows(file, range(PAIRS))], [], 1)
+    """Return loss, gradient norm and metrics of a step that trains all pairs at once, and what is said of them as a validation set before."""
+    world.rank0_broadcast(lambda: run.eval_losses(0).unlink(missing_ok=True))
+    consensus = StopConsensus(world, StopSignal(), Heartbeat(run, 1, f"rank-{world.rank}"))
+    learner = load_learner(
+        run, config(run, settings, changes), world, consensus, lambda *_: ResumePoint(), Dumps(run, 1, world)
+    )
+    learner.schedule(1)
+    measured = learner.validate(0, 1, PhaseTimer())
+    rows = DatasetRows(run, [Rows(open_tokens(run.dataset("train-0")), range(PAIRS))], [], 1)
     groups = [rows.in_order(PromptStream(PAIRS, PAIRS, 1, None))(index, 0) for index in range(PAIRS)]
-    batch, reduction = Batch(1, groups, PAIRS), reduction_of(trainer, trainer.max_length or 0)
-    (mini,) = load_mini_batches(run, batch, trainer, limits, engine.data, reduction)
-    if not trainer.dpo.reference_free:
-        mini.samples.scores.ref_logprobs = mini.scored(lambda batches: engine.logprobs(batches, reference=True))
-    validation = Validation.of(run, chosen, limits)
-    measured = validation.measure.means(validation.sums(engine, [(file, row) for row in range(PAIRS)], lambda: None))
-    sums = sum_over_ranks(engine.forward_backward(mini.micro_batches(), objective_of(trainer)), engine.data)
-    assert (sums["pairs"], sums["tokens"]) == (PAIRS, mini.tokens)
-    report = engine.step()
-    described = describe_updates([UpdateResult(sums, report)])
-    own = {"loss": described["policy/final_loss"], "grad_norm": report.grad_norm}
-    return own | {name: described[name] for name in METRICS}, measured
+    metrics = learner.train(Batch(1, groups, PAIRS), PhaseTimer())
+    own = {"loss": metrics["policy/final_loss"], "grad_norm": metrics["policy/grad_norm"]}
+    own |= {name: metrics[name] for name in METRICS}
+    return own, {name: measured[f"eval/all/{name}"] for name in ("loss", *METRICS)}
 
 
 def on_ranks(world: World, options: dict[str, Any]) -> None:
@@ -100,12 +95,12 @@ def expect_same(name: str, found: Any, *, what: str) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run with the pairs as a dataset, the reference, and adapters."""
-    run = Run(tmp_path_factory.mktemp("preferences") / "run")
-    run.path.mkdir()
+    run = make_run(tmp_path_factory.mktemp("preferences") / "run")
     source = run.path / "pairs.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in SAID["rows"]))
     recipe = Recipe.of(config(run, {}, {}))
-    Tokenizer(run, 1, recipe).dataset("train-0", "pairs", Source(str(source)))
+    for folder in ("train-0", "validation-0"):
+        Tokenizer(run, 1, recipe).dataset(folder, "pairs", Source(str(source)))
     scaled(AutoModelForCausalLM.from_pretrained(QUICKSTART)).save_pretrained(run.path / "reference")
     base = AutoModelForCausalLM.from_pretrained(QUICKSTART, dtype=torch.float32)
     adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **LORA))

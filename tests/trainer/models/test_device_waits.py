@@ -16,11 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpcrl.algorithms.losses import POLICY_LOSSES
 from hpcrl.config.sections.algorithm import AlgorithmConfig
+from hpcrl.config.sections.dpo import PREFERENCE_LOSSES, DPOConfig
 from hpcrl.config.validate import build
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.forward import ForwardConfig
+from hpcrl.trainer.offline.preferences import build_preference_objective
 from hpcrl.types import MicroBatch
 
 META = torch.device("meta")
@@ -97,6 +99,15 @@ def test_no_micro_batch_waits(loss: str, correction: dict[str, Any]) -> None:
         "positive_nll_coef": 0.1,
     }  # fmt: skip
     model, batch, objective = policy(), micro_batch(), build_objective(build(AlgorithmConfig, section))
+    found: list[str] = []
+    with Copies(found), Made(found):
+        objective(batch, *model.run(batch))[0].backward()
+    assert found == []
+
+
+def test_no_micro_batch_of_pairs_waits() -> None:
+    dpo = DPOConfig(loss_type=list(PREFERENCE_LOSSES), label_smoothing=0.1)
+    model, batch, objective = policy(), micro_batch(), build_preference_objective(dpo)
     found: list[str] = []
     with Copies(found), Made(found):
         objective(batch, *model.run(batch))[0].backward()

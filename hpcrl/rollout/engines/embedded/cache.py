@@ -19,19 +19,21 @@ Part = tuple[torch.Tensor, torch.Tensor, int]
 
 
 def aligned(parts: Sequence[Part], width: int, capacity: int, dim: int) -> torch.Tensor:
-    """Return rows of several tensors under each other, their last columns in column `width - 1`; what is left of them is 0.
+    """Return rows of several tensors beside each other, their last columns in column `width - 1`; what is left of them is 0.
 
     Args:
-        capacity: columns of what is returned, those after `width` included.
-        dim: of the columns; that of the rows is 0.
+        capacity: columns of what is returned; those from `width` on hold anything.
+        dim: of the columns, 0 or 1; the other one is that of the rows.
     """
     shape = list(parts[0][0].shape)
-    shape[0], shape[dim] = sum(len(index) for _, index, _ in parts), capacity
-    found, at = parts[0][0].new_zeros(shape), 0
+    shape[1 - dim], shape[dim] = sum(len(index) for _, index, _ in parts), capacity
+    found, at = parts[0][0].new_empty(shape), 0
     for tensor, index, used in parts:
         length = min(used, width)
-        place = found.narrow(0, at, len(index)).narrow(dim, width - length, length)
-        place.copy_(tensor.narrow(dim, used - length, length).index_select(0, index))
+        rows = found.narrow(1 - dim, at, len(index))
+        rows.narrow(dim, 0, width - length).zero_()
+        wanted = tensor.narrow(dim, used - length, length)
+        torch.index_select(wanted, 1 - dim, index, out=rows.narrow(dim, width - length, length))
         at += len(index)
     return found
 
@@ -52,7 +54,10 @@ def expect_attention_only(config: PreTrainedConfig) -> None:
 
 
 class _Layer(CacheLayerMixin):
-    """Keys and values [R, H, C, D], of which the first `length` columns are in use."""
+    """Keys and values [C, R, H, D], of which the first `length` columns are in use.
+
+    With columns first a token of all rows is written in one piece, and columns that are not in use yet take no memory on a CPU.
+    """
 
     is_sliding = False  # masks do what a window does; all columns stay
 
@@ -61,23 +66,27 @@ class _Layer(CacheLayerMixin):
         self.capacity, self.length = capacity, 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        rows, heads, _, width = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_zeros(rows, heads, self.capacity, width)
-        self.values = value_states.new_zeros(*value_states.shape[:2], self.capacity, value_states.shape[-1])
+        self.keys, self.values = self._room(key_states), self._room(value_states)
         self.is_initialized = True
+
+    def _room(self, states: torch.Tensor) -> torch.Tensor:
+        rows, heads, _, width = states.shape
+        return states.new_empty(self.capacity, rows, heads, width)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep keys and values of further tokens, [R, H, T, D], and return those of all columns in use, [R, H, C, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
         begin, self.length = self.length, self.length + key_states.shape[2]
-        self.keys[:, :, begin : self.length] = key_states
-        self.values[:, :, begin : self.length] = value_states
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        return self._with(self.keys, begin, key_states), self._with(self.values, begin, value_states)
+
+    def _with(self, kept: torch.Tensor | None, begin: int, states: torch.Tensor) -> torch.Tensor:
+        assert kept is not None
+        kept[begin : self.length] = states.permute(2, 0, 1, 3)
+        return kept[: self.length].permute(1, 2, 0, 3)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -115,7 +124,7 @@ class ColumnCache(Cache):
             olds = [(cache.layers[number], index) for cache, index in parts]
             keys = [(old.keys, index, old.length) for old, index in olds if old.keys is not None]
             values = [(old.values, index, old.length) for old, index in olds if old.values is not None]
-            layer.keys, layer.values = aligned(keys, width, capacity, 2), aligned(values, width, capacity, 2)
+            layer.keys, layer.values = aligned(keys, width, capacity, 0), aligned(values, width, capacity, 0)
             layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
             layer.length, layer.is_initialized = width, True
             for old, _ in olds:  # gone before the next layer's are made
@@ -128,7 +137,7 @@ class ColumnCache(Cache):
         for layer, own in zip(found.layers, self.layers, strict=True):
             assert own.keys is not None
             assert own.values is not None
-            layer.keys, layer.values, layer.length = own.keys[part], own.values[part], own.length
+            layer.keys, layer.values, layer.length = own.keys[:, part], own.values[:, part], own.length
             layer.dtype, layer.device, layer.is_initialized = own.dtype, own.device, True
         return found
 

@@ -14,6 +14,7 @@ from hpcrl.rollout.engines.embedded.batch import Batch, Request
 from hpcrl.rollout.engines.embedded.sampling import Sampling
 
 R = TypeVar("R")
+_END_S = 10.0  # a token takes less; a device that hangs must not keep the process
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Compute:
         self._pending = set[Future[list[Generation]]]()
         self._news, self._ending = threading.Condition(), False
         self.failure: BaseException | None = None
-        threading.Thread(target=self._run, name="engine", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
 
     @property
     def tokens(self) -> int:
@@ -101,10 +103,11 @@ class Compute:
         self._batch.recompute()
 
     def end(self) -> None:
-        """Compute no more."""
+        """Compute no more; return when the token under way is computed: an interpreter that ends meanwhile is aborted by torch."""
         with self._news:
             self._ending = True
             self._news.notify()
+        self._thread.join(_END_S)
 
     def _unable(self, future: Future[R]) -> bool:
         future.set_running_or_notify_cancel()  # who waits for it may be cancelled, and it must still take a result

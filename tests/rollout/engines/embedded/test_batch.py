@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,24 @@ def test_a_request_that_nobody_waits_for_is_given_up(models: list[Path]) -> None
 
     with started(models[0], max_num_seqs=40) as launched:
         asyncio.run(play(launched.connect()))
+
+
+def test_an_engine_that_is_stopped_computes_no_more(models: list[Path]) -> None:
+    """A thread inside of torch aborts an interpreter that ends."""
+
+    def engines() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "engine"}
+
+    async def begin(engine: Engine) -> None:
+        request = asyncio.create_task(engine.generate(PROMPT, 30, 1, {**LONG, "max_tokens": 600}))
+        while not (await engine.tokens() or 0):
+            await asyncio.sleep(0)
+        request.cancel()
+
+    before = engines()
+    with started(models[0], max_num_seqs=40) as launched:
+        asyncio.run(begin(launched.connect()))
+    assert not engines() - before
 
 
 def gemma(path: Path, seed: int) -> Path:
