@@ -65,7 +65,7 @@ def _parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Argu
     parser = argparse.ArgumentParser(
         prog="hpcrl",
         usage="hpcrl [-h] [--version] COMMAND ...",
-        description="Post-training of language models on Slurm clusters: reinforcement learning, supervised fine-tuning and preferences.",
+        description="Post-training of language models on Slurm clusters: reinforcement learning, supervised fine-tuning, preferences and reward models.",
         epilog=_overview(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -125,7 +125,9 @@ def test_a_reward_model_learns_from_pairs_and_teaches_sorting(place: Path) -> No
         print(f"{name}: accuracy {accuracies[0]:.3f} -> {accuracies[110]:.3f}")
         assert accuracies[0] < 0.6
         assert accuracies[110] >= 0.98
-    served = f"environment.remote_reward.service.model={place / 'runs' / 'reward_model' / 'tiny' / 'exports' / 's000110'}"
+    served = (
+        f"environment.remote_reward.service.model={place / 'runs' / 'reward_model' / 'tiny' / 'exports' / 's000110'}"
+    )
     config = QUICKSTART.with_name("reward_service_tiny.toml")
     ours = ["trainer.run_name=taught", served]
     done = hpcrl("submit", str(config), "--local", "--follow", *ours, cwd=place, timeout=1800)

@@ -20,7 +20,7 @@ from hpcrl.trainer.packing import PackedSamples
 class Measure(Protocol):
     """What a validation set is measured by."""
 
-    def sums(self, samples: PackedSamples, outputs_P: torch.Tensor) -> dict[str, float]:
+    def sums(self, samples: PackedSamples, outputs_P: torch.Tensor, /) -> dict[str, float]:
         """Return sums over these samples, maybe none, the same names for any of them.
 
         Args:

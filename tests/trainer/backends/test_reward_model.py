@@ -32,7 +32,7 @@ from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.packing import load_mini_batches, pack
 from hpcrl.trainer.saving.publish import ADAPTER, Publisher
 from hpcrl.trainer.step import sum_over_ranks
-from hpcrl.types import Batch
+from hpcrl.types import Batch, Sample
 from tests.golden.trl_dpo import LORA, fill_adapters
 from tests.golden.trl_reward import MARGINS, PLACE, fill_head
 from tests.trainer.material import QUICKSTART
@@ -161,22 +161,11 @@ def test_two_ranks_have_one_loss_by_all_their_pairs(run: Run, two: Ranks, tmp_pa
 
 def scores(engine: Any, rows: list[list[int]]) -> list[float]:
     """Return the engine's scores of rows of tokens, which share a pass."""
-    import numpy as np
-
-    from hpcrl.data.group_file import as_tensors
-    from hpcrl.types import Sample
-
-    samples = [
-        Sample(
-            np.array(row),
-            *(np.zeros(len(row), np.float32) for _ in range(2)),
-            np.full(len(row), -1),
-            np.zeros(len(row), np.float32),
-            "stop",
-        )
-        for row in rows
-    ]
-    (values_P,) = engine.values([pack([as_tensors(sample) for sample in samples]).whole()])
+    samples = list[Sample[torch.Tensor]]()
+    for row in rows:
+        nothing = torch.zeros(len(row))
+        samples.append(Sample(torch.tensor(row), nothing, nothing, torch.full((len(row),), -1), nothing, "stop"))
+    (values_P,) = engine.values([pack(samples).whole()])
     ends = torch.tensor([len(row) for row in rows]).cumsum(0) - 1
     return values_P[ends].tolist()
 
