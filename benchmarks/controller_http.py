@@ -26,11 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.controller.api import Api, Guard, bind, serve
+from hpcrl.controller.api import Api
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.http_server import Guard, Signed, bind, serve
 from hpcrl.runtime.token import AttemptKey, Sender, read_token
 from hpcrl.types import GroupMeta, Prompt
 
@@ -239,7 +240,7 @@ def serve_controller(directory: str, load: Load) -> None:
             await asyncio.to_thread(sys.stdin.read)
             await api.end("the load is over")
 
-        await serve(Guard(api.routes(), read_token(run), run.name, 1), listener, until())
+        await serve(Guard(api.routes(), Signed(read_token(run), run.name, 1)), listener, until())
 
     asyncio.run(main())
 

@@ -238,6 +238,7 @@ class MicroBatch:
         nll_weights: [P] float32, the same for the mean over the tokens of samples with positive reward.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: [P] float32; the last three are None until computed.
         values, returns: [P] float32, what a critic expected before the token and what it should have; None without one.
+        margins: [P] float32, the margin of a pair at the end of its chosen answer; None where no scores are trained.
         current: [P] float32, 1 where the token is trained and was chosen by the version that the step begins with; None: nowhere.
         sampling_mask: [P, K] int32, the tokens that the token was sampled among, padded with -1; all of a row -1: the whole vocabulary.
             None: all rows are such.
@@ -258,6 +259,7 @@ class MicroBatch:
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    margins: torch.Tensor | None = None
     current: torch.Tensor | None = None
     sampling_mask: torch.Tensor | None = None
     cu_seqlens: torch.Tensor = None  # pyright: ignore[reportAssignmentType]

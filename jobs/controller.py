@@ -15,7 +15,7 @@ import sys
 from hpcrl.config import Config, max_replicas, order_seed, sampling_seed, total_steps
 from hpcrl.config.derive import has_engines, is_offline, needs_baselines, samples_per_prompt, surplus_groups
 from hpcrl.config.resume_changes import evaluation_settings
-from hpcrl.controller.api import Api, Guard, bind, serve
+from hpcrl.controller.api import Api
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
@@ -29,7 +29,8 @@ from hpcrl.observe.tensorboard import Follower
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.heartbeat import Heartbeat
-from hpcrl.runtime.process_status import RENEW_S, StatusWriter
+from hpcrl.runtime.http_server import Guard, Signed, bind, serve
+from hpcrl.runtime.process_status import RENEW_S, SERVING, StatusWriter
 from hpcrl.runtime.token import read_token
 from hpcrl.types import Prompt
 
@@ -132,12 +133,12 @@ async def answer(run: Run, attempt: int, status: StatusWriter, api: Api) -> None
 
     async def renew() -> None:
         while True:
-            status.write("serving", url=url, **await api.status({}))
+            status.write(SERVING, url=url, **await api.status({}))
             await asyncio.sleep(RENEW_S)
 
     renewing = asyncio.create_task(renew())
     with Follower(run):
-        app = Guard(api.routes(), read_token(run), run.name, attempt)
+        app = Guard(api.routes(), Signed(read_token(run), run.name, attempt))
         await serve(app, listener, api.watch(run, attempt, lambda text: print(text, flush=True)))
     renewing.cancel()
     status.write("finished", url=url)

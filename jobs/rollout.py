@@ -1,7 +1,7 @@
 """One rollout worker of a run: python jobs/rollout.py RUN
 
 consumes   work of the controller, weights/v<k>, the initial model
-waits for  its own engine, then the controller
+waits for  its own engine, then the reward services of the run, then the controller
 produces   samples/<replica>/, evals/v<k>/<replica>.jsonl and .rows, metrics/rollout-<replica>.jsonl
 ends       with 0 when the controller says stop or on SIGTERM; with the exit code of hpcrl/errors.py otherwise: ConfigError,
            DataError and UserCodeError would end every replica, all else concerns this one. The engine never outlives it
@@ -18,7 +18,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpcrl.config import Config
-from hpcrl.config.derive import begins_with_model, max_input_length, names_own_code, needs_baselines, surplus_groups
+from hpcrl.config.adapters import begins_with_model
+from hpcrl.config.derive import max_input_length, names_own_code, needs_baselines, surplus_groups
+from hpcrl.config.reward_model import reward_services
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.layout import Run
@@ -64,6 +66,12 @@ def serve(run: Run, config: Config, attempt: int, replica: int, status: StatusWr
         with nullcontext() if names_own_code(config) else without_torch():
             tokenizer = load_tokenizer(config.trainer.policy.model.path, config.generator.chat_template)
         engine.wait_ready(start_s, lambda: status.write("starting engine"))
+        if services := reward_services(config):
+            from hpcrl.rollout.reward_services import RewardServices
+
+            rewards = RewardServices(run, attempt, services, config.environment.timeout_seconds)
+            rewards.wait(lambda: status.write("waiting for the reward model"))
+            options = replace(options, rewards=rewards.choose)
         heartbeat.beat("serve")
         controller = stack.enter_context(closing(Controller(run, attempt)))
         stack.callback(controller.leave, options.name)

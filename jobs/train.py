@@ -27,14 +27,13 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
+from hpcrl.config.adapters import begins_with_model, loads_adapters
 from hpcrl.config.derive import (
-    begins_with_model,
     checkpoint_interval,
     gpu_count,
     has_engines,
     is_offline,
     kept_versions,
-    loads_adapters,
     max_model_len,
     publishes,
 )

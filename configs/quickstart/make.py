@@ -106,6 +106,36 @@ def write_pairs(path: Path, words: list[str]) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
+def spoilt(word: str, source: random.Random) -> str:
+    """Return letters that are in order, but not those of the word: some are others, and sometimes one is missing or said twice."""
+    letters = list(word)
+    for place in source.sample(range(LETTERS), source.randint(1, LETTERS)):
+        letters[place] = source.choice(ALPHABET)
+    length = source.choice([LETTERS - 1, LETTERS, LETTERS, LETTERS, LETTERS + 1])
+    return "".join(sorted([*letters, source.choice(word)][:length]))
+
+
+def write_comparisons(path: Path, words: list[str]) -> None:
+    """Write pairs of which a reward model learns: right answers beside letters in a wrong order, and beside other letters in order.
+
+    Without the second kind a model learns that letters should be in order, and a policy that it pays learns to say the same ones always.
+    """
+    source, rows = random.Random(7), []
+    for word in words:
+        right = "".join(sorted(word))
+        wrong = [
+            careless(word, source.randrange(LETTERS)),
+            "".join(source.sample(word, LETTERS)),
+            *(spoilt(word, source) for _ in range(2)),
+        ]
+        for answer in wrong:
+            if answer != right:
+                answers = {"chosen": right, "rejected": answer}
+                row = {name: [{"role": "assistant", "content": said}] for name, said in answers.items()}
+                rows.append({"prompt": [{"role": "user", "content": INSTRUCTION + word}], **row})
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
 def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     """Return the untrained network: two layers of width 64, two heads of 32 (the narrowest that vLLM runs on a CPU)."""
     return Qwen2ForCausalLM(
@@ -188,6 +218,8 @@ def main(folder: Path) -> None:
     write_conversations(folder / "data" / "sft_validation.parquet", validation)
     write_pairs(folder / "data" / "dpo_train.parquet", train)
     write_pairs(folder / "data" / "dpo_validation.parquet", validation)
+    write_comparisons(folder / "data" / "reward_train.parquet", train)
+    write_comparisons(folder / "data" / "reward_validation.parquet", validation)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     learn(model, tokenizer, draw_words(3, 8192, frozenset(validation)))

@@ -9,10 +9,10 @@ from hpcrl.cli._common import add_run, named_run
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.usage = "hpcrl attach [-h] [--root ROOT] [--node N] [--role {trainer,rollout}] RUN [-- COMMAND ...]"
+    parser.usage = "hpcrl attach [-h] [--root ROOT] [--node N] [--role {trainer,rollout,reward}] RUN [-- COMMAND ...]"
     parser.epilog = "example: hpcrl attach my-run --role rollout -- nvidia-smi"
     parser.add_argument("--node", metavar="N", help="number of the node in the run, or its name (default: the first)")
-    parser.add_argument("--role", choices=("trainer", "rollout"), help="the first node of this role")
+    parser.add_argument("--role", choices=("trainer", "rollout", "reward"), help="the first node of this role")
     parser.set_defaults(action=_attach, command=[])
 
 

@@ -40,7 +40,7 @@ def _check(arguments: argparse.Namespace) -> int:
     config = Config.from_toml(*split(arguments.settings))
     if not is_offline(config.trainer):
         raise ConfigError(
-            'trainer.mode: the rows of reinforcement learning are checked by `hpcrl submit`, and shown by `hpcrl env try`; expected "sft" or "dpo"'
+            'trainer.mode: the rows of reinforcement learning are checked by `hpcrl submit`, and shown by `hpcrl env try`; expected "sft", "dpo" or "reward_model"'
         )
     recipe, usable = Recipe.of(config), True
     sources = training_sources(config.data)

@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the run is over")
     parser.add_argument(
-        "--role", choices=("trainer", "rollout", "engine", "controller", "agent"), help="only this role"
+        "--role", choices=("trainer", "rollout", "engine", "reward", "controller", "agent"), help="only this role"
     )
     parser.add_argument("--attempt", type=int, metavar="N", help="another attempt than the newest")
     parser.set_defaults(action=_logs)

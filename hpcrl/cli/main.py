@@ -47,6 +47,9 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "checkpoint": ("hpcrl.cli.checkpoint", "list, verify, export and delete the checkpoints of a run"),
         "verify": ("hpcrl.cli.verify", "compare everything that a run wrote with its checksums"),
     },
+    "serve": {
+        "reward": ("hpcrl.cli.reward", "serve a reward model, whose scores are rewards of runs"),
+    },
     "check": {
         "config": ("hpcrl.cli.config", "show, compare, explain, check and convert configurations"),
         "data": ("hpcrl.cli.data", "say what becomes of the rows of datasets: counts, lengths, what is trained"),
@@ -62,7 +65,7 @@ def _parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Argu
     parser = argparse.ArgumentParser(
         prog="hpcrl",
         usage="hpcrl [-h] [--version] COMMAND ...",
-        description="Post-training of language models on Slurm clusters: reinforcement learning, supervised fine-tuning and preferences.",
+        description="Post-training of language models on Slurm clusters: reinforcement learning, supervised fine-tuning, preferences and reward models.",
         epilog=_overview(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

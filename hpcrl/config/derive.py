@@ -14,7 +14,6 @@ from hpcrl.config.sections.generator import GeneratorConfig, InferenceEngineConf
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import (
     FSDPConfig,
-    LoraConfig,
     MixedPrecisionConfig,
     PolicyConfig,
     RefConfig,
@@ -30,7 +29,7 @@ MOST_KEPT = 256
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """For which vLLM can reserve room."""
 _LEAST_TOKENS = 16384  # of a micro-batch on a GPU
-_OF_PAIRS = ("dpo",)  # values of trainer.mode
+_OF_PAIRS = ("dpo", "reward_model")  # values of trainer.mode
 
 
 def eval_sampling(generator: GeneratorConfig) -> SamplingParams:
@@ -158,56 +157,6 @@ def ref_sharding(trainer: TrainerConfig) -> FSDPConfig:
     return FSDPConfig(**shared, mixed_precision=MixedPrecisionConfig(param_dtype=dtype))
 
 
-def adapters(trainer: TrainerConfig) -> dict[str, LoraConfig]:
-    """Return the settings of adapters by the role of the models that are trained with some: policy, critic."""
-    found = {"policy": trainer.policy.model.lora, "critic": trainer.critic.model.lora}
-    return {role: lora for role, lora in found.items() if lora.rank > 0}
-
-
-def begins_from_weights(lora: LoraConfig) -> bool:
-    """Return whether adapters begin as a part of the weights below them, which begin without that part."""
-    return lora.rank > 0 and lora.init_method in ("olora", "pissa") and lora.adapter_path is None
-
-
-def largest_rank(lora: LoraConfig) -> int:
-    return max(lora.rank, *lora.rank_pattern.values(), 0)
-
-
-def loads_adapters(config: ConfigTree) -> bool:
-    """Return whether engines get the policy's adapters after each step, instead of the whole policy."""
-    lora, merged = config.trainer.policy.model.lora, config.generator.inference_engine.merge_lora
-    return has_engines(config) and lora.rank > 0 and not (merged or lora.modules_to_save or begins_from_weights(lora))
-
-
-def begins_with_model(trainer: TrainerConfig) -> bool:
-    """Return whether version 0 of the policy is the model where it lies, and need not be published."""
-    lora = trainer.policy.model.lora
-    return lora.rank == 0 or not (lora.adapter_path is not None or begins_from_weights(lora))
-
-
-def reference_is_base(trainer: TrainerConfig) -> bool:
-    """Return whether the reference is the policy with other adapters, or none, and needs no second model."""
-    policy, ref = trainer.policy, trainer.ref
-    if trainer.strategy == "megatron":
-        own = ref.megatron_config.dtype != policy.megatron_config.dtype
-    else:
-        own = ref_sharding(trainer).mixed_precision.param_dtype != policy.fsdp_config.mixed_precision.param_dtype
-    same = ref_model_path(trainer) == policy.model.path and model_config_kwargs(ref) == model_config_kwargs(policy)
-    return policy.model.lora.rank > 0 and same and not own
-
-
-def reference_follows(trainer: TrainerConfig) -> bool:
-    """Return whether the policy of later steps becomes the reference."""
-    return trainer.algorithm.reference_reset_interval is not None or trainer.update_ref_every_epoch
-
-
-def reference_has_values(trainer: TrainerConfig) -> bool:
-    """Return whether what is trained of the policy is kept a second time, with the values that it has in the reference."""
-    lora = trainer.policy.model.lora
-    apart = reference_follows(trainer) or bool(lora.modules_to_save) or begins_from_weights(lora)
-    return uses_reference(trainer) and reference_is_base(trainer) and apart
-
-
 def needs_baselines(algorithm: AlgorithmConfig) -> bool:
     """Return whether each training group needs the reward of a greedy response."""
     return algorithm.advantage_estimator == "remax"
@@ -221,6 +170,11 @@ def is_offline(trainer: TrainerConfig) -> bool:
 def trains_pairs(trainer: TrainerConfig) -> bool:
     """Return whether these rows are pairs of a chosen and a rejected answer to one prompt, which are trained together."""
     return trainer.mode in _OF_PAIRS
+
+
+def trains_reward_model(trainer: TrainerConfig) -> bool:
+    """Return whether what is trained in the policy's place gives one number for a conversation, and generates nothing."""
+    return trainer.mode == "reward_model"
 
 
 def has_engines(config: ConfigTree) -> bool:

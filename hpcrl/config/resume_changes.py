@@ -66,7 +66,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         Effect("refused", "a checkpoint counts the prompts that are trained, and these would be others", "warning"),
         """
         data.train_data data.subset data.revision data.local_dir data.test_size data.shuffle data.shuffle_seed
-        data.prompt_column data.response_column data.conversation_column data.text_column data.chosen_column data.rejected_column data.format data.weights data.drop_last
+        data.prompt_column data.response_column data.conversation_column data.text_column data.chosen_column data.rejected_column data.margin_column data.format data.weights data.drop_last
         trainer.seed trainer.train_batch_size trainer.max_prompt_length trainer.policy.diffusers.max_prompt_length
         """,
     ),
@@ -101,7 +101,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
     (
         Effect("warning", "what is optimized changes from the next step on"),
         """
-        trainer.algorithm trainer.dpo
+        trainer.algorithm trainer.dpo trainer.reward_model
         trainer.update_ref_every_epoch trainer.distillation trainer.policy.diffusers vla.unnorm_key
         generator.zero_reward_on_non_stop generator.apply_overlong_filtering
         trainer.policy.megatron_config.moe_router_load_balancing_type
@@ -220,6 +220,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         environment.timeout_seconds environment.max_failed_ratio
         environment.skyrl_gym.max_env_workers environment.skyrl_gym.search.timeout
         environment.skyrl_gym.search.log_requests environment.remote_reward.batch_size
+        environment.remote_reward.service.num_services environment.remote_reward.service.max_batch_tokens
         """,
     ),
     (

@@ -1,125 +1,27 @@
-"""The controller's HTTP skin: routes of hpcrl/runtime/controller_client.py, who may call them, waiting, and the end of the attempt.
-
-A request that lacks something, or asks for what the run cannot do, is answered with 400 and a reason. Any other exception is an
-error of hpcrl itself: it is answered with 500, and uvicorn writes its traceback into the controller's log.
-"""
+"""The controller's HTTP skin: routes of hpcrl/runtime/controller_client.py, waiting, and the end of the attempt."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
-
-import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from hpcrl.controller.recovery import History
 from hpcrl.controller.replicas import TICK_S, ReplicaHealth
-from hpcrl.controller.schema import BadRequest, Schema
 from hpcrl.controller.service import Service
-from hpcrl.errors import HpcrlError
 from hpcrl.rundir.commit import discard
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import FINISHED
+from hpcrl.runtime.http_server import Route
 from hpcrl.runtime.process_status import trainer_left
 from hpcrl.runtime.signals import stop_asked
-from hpcrl.runtime.token import NONCE, SIGNATURE, AttemptKey, Seen, same
 from hpcrl.types import Work
 
 WAIT_S = 10.0
 _READ_S = 10.0  # an answer to the trainer, while there is more to read
-Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _GOODBYE_S = 20.0
-_MAX_BODY = 16 << 20
-IDLE_S = 40.0  # a connection on which nothing is asked ends after this time, and at most as long again
-
-
-class Refused(Exception):
-    """Who has sent a request, or what it is as a whole, keeps it from being answered."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
-@dataclass(frozen=True)
-class Route:
-    """What answers a path, and what it is asked."""
-
-    handler: Handler
-    schema: Schema
-
-
-class Guard:
-    """ASGI application: no request gets past it that is not signed by a process of the attempt, or was sent before; its answers are signed.
-
-    It speaks ASGI itself: what a web framework does for each request takes longer than what the controller does.
-    """
-
-    def __init__(self, routes: Mapping[str, Route], token: str, run: str, attempt: int) -> None:
-        self._routes, self._key, self._seen = routes, AttemptKey.of(token, run, attempt), Seen()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        assert scope["type"] == "http", scope["type"]
-        given = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        try:
-            body = await self._body(scope["path"], given, receive)
-        except Refused as refusal:
-            # not signed: anybody could ask for it
-            await self._send(send, refusal.status, {"error": str(refusal)}, None)
-            return
-        try:
-            status, answer = await self._answer(scope, body)
-        except BaseException:
-            await self._send(send, 500, {"error": "an error of hpcrl itself"}, given[NONCE])
-            raise
-        await self._send(send, status, answer, given[NONCE])
-
-    async def _body(self, path: str, given: Mapping[str, str], receive: Receive) -> bytes:
-        """Return the body of a request that a process of the attempt has sent, and nobody before."""
-        if any(given.get(name) != value for name, value in self._key.whose.items()):
-            raise Refused(409, f"this controller serves {self._key.whose}")
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if len(body) > _MAX_BODY:
-                raise Refused(413, f"request larger than {_MAX_BODY} bytes")
-            if not message.get("more_body", False):
-                break
-        nonce = given.get(NONCE, "")
-        if not same(given.get(SIGNATURE), self._key.of_request(nonce, path, body)):
-            raise Refused(401, "the request is not signed with the token of the run")
-        if not self._seen.is_new(nonce):
-            raise Refused(401, "the request was sent before")
-        return body
-
-    async def _answer(self, scope: Scope, body: bytes) -> tuple[int, dict[str, Any]]:
-        route = self._routes.get(scope["path"])
-        if route is None or scope["method"] != "POST":
-            return 404, {"error": f"expected POST to one of {', '.join(self._routes)}"}
-        try:
-            return 200, await route.handler(route.schema.parse(body))
-        except (HpcrlError, BadRequest) as error:
-            return 400, {"error": f"{type(error).__name__}: {error}"}
-
-    async def _send(self, send: Send, status: int, answer: dict[str, Any], nonce: str | None) -> None:
-        """Send an answer, signed where it is to a request with a nonce."""
-        body = json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
-        fields = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        if nonce is not None:
-            fields.append((SIGNATURE.encode(), self._key.of_answer(nonce, status, body).encode()))
-        await send({"type": "http.response.start", "status": status, "headers": fields})
-        await send({"type": "http.response.body", "body": body})
 
 
 class Api:
@@ -308,63 +210,3 @@ class Api:
                 await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
         except asyncio.TimeoutError:  # TimeoutError itself from Python 3.11 on
             pass
-
-
-def bind(address: str) -> socket.socket:
-    """Return a listening socket on a free port of one address."""
-    listener = socket.create_server((address, 0), backlog=1024)
-    # connections inherit it; asyncio does not set it on them, and a body that follows its header would wait 40 ms for an acknowledgement
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    listener.setblocking(False)
-    return listener
-
-
-class _Connection(AutoHTTPProtocol):
-    """A connection that ends where nothing is asked on it for a while, or a request does not come to its end."""
-
-    cycle: Any
-    loop: asyncio.AbstractEventLoop
-    transport: asyncio.Transport
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._idle = False
-        self._look()
-
-    def _look(self) -> None:
-        asked = self.cycle is not None and not (self.cycle.more_body or self.cycle.response_complete)
-        if self._idle and not asked:
-            self.transport.close()
-        if not self.transport.is_closing():
-            self._idle = not asked
-            self.loop.call_later(IDLE_S, self._look)
-
-
-class _Server(uvicorn.Server):
-    """A server whose process keeps its own signal handlers: a stop request must not cut the workers off."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-async def serve(app: Guard, listener: socket.socket, until: Awaitable[None]) -> None:
-    """Serve `app` until `until` is done. Signals stay with the caller."""
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            lifespan="off",
-            ws="none",
-            proxy_headers=False,
-            http=_Connection,
-            timeout_keep_alive=int(2 * IDLE_S),
-            timeout_graceful_shutdown=2,
-        )
-    )
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        await until
-    finally:
-        server.should_exit = True
-        await serving

@@ -17,6 +17,7 @@ from typing import Any
 
 from hpcrl.controller.evaluation import EVAL_GROUP
 from hpcrl.controller.prompt_stream import TRAIN_GROUP
+from hpcrl.runtime.http_server import BadRequest
 from hpcrl.types import LARGEST, LONGEST_FAILURE, LONGEST_NAME, GroupMeta, is_name, is_plain_text
 
 _MOST_ENTRIES = 1_000_000  # no list of a message that fits into a request is longer
@@ -28,10 +29,6 @@ _DIGEST = re.compile("([0-9a-f]{32})?")
 _NUMBERS, _WHOLE, _TEXT, _OBJECT = frozenset({int, float}), frozenset({int}), frozenset({str}), frozenset({dict})
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
-
-
-class BadRequest(Exception):
-    """A request's body is not what its route expects."""
 
 
 @dataclass(frozen=True)

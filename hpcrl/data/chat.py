@@ -165,11 +165,14 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     return lambda token_ids: str(tokenizer.decode(token_ids))
 
 
-def load_tokenizer(model: str, template: ChatTemplateConfig) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    model: str, template: ChatTemplateConfig, setting: str = "trainer.policy.model.path"
+) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model, which applies the configured chat template.
 
     Args:
         model: HF directory or hub id.
+        setting: what names the model, for errors.
 
     Raises:
         ConfigError: as `chat_template`, or the template is not valid Jinja.
@@ -183,7 +186,7 @@ def load_tokenizer(model: str, template: ChatTemplateConfig) -> PreTrainedTokeni
         tokenizer, text = AutoTokenizer.from_pretrained(model), chat_template(template)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"trainer.policy.model.path: the tokenizer of {model!r} cannot be loaded: {' '.join(str(error).split())} If nodes have no network, "
+            f"{setting}: the tokenizer of {model!r} cannot be loaded: {' '.join(str(error).split())} If nodes have no network, "
             f"put the model where they find it: `hf download {model}`, with HF_HOME on a filesystem that they share"
         ) from error
     if text is None:

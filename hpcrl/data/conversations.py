@@ -10,7 +10,7 @@ the text is the one that it makes of the whole conversation.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -30,6 +30,7 @@ Piece = tuple[str, bool]
 _ASSISTANT, _SAID = "assistant", "SAID-BY-THE-ASSISTANT"
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _MOST = 2**31
+_LARGEST = 1e30
 _SHARE_GPT = {
     "human": "user",
     "user": "user",
@@ -57,6 +58,7 @@ class Columns:
     text: str = "text"
     chosen: str = "chosen"
     rejected: str = "rejected"
+    margin: str | None = None
 
     @property
     def sequences(self) -> int:
@@ -71,17 +73,19 @@ class Tokens:
     Attributes:
         token_ids: T of them.
         mask: of each, whether it is trained.
+        margin: of the chosen answer of a pair, over the rejected one.
     """
 
     token_ids: list[int]
     mask: list[bool]
+    margin: float = 0.0
 
     @property
     def trained(self) -> int:
         return sum(self.mask)
 
     def cut(self, length: int) -> Tokens:
-        return Tokens(self.token_ids[:length], self.mask[:length])
+        return Tokens(self.token_ids[:length], self.mask[:length], self.margin)
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,8 @@ class Renderer:
             case "tokens":
                 return [_given(row)]
             case "preference":
-                return self._pair(row)
+                chosen, rejected = self._pair(row)
+                return [replace(chosen, margin=_margin(row, self.columns.margin)), rejected]
 
     def pieces(self, messages: Messages, tools: Any = None) -> list[Piece]:
         """Return a conversation as texts that are trained and texts that are not, in turns.
@@ -268,6 +273,15 @@ def _in_place(messages: Messages) -> Messages:
 
 def _untrained(messages: Messages) -> Messages:
     return [{**message, "weight": 0} for message in messages]
+
+
+def _margin(row: Mapping[str, Any], column: str | None) -> float:
+    if column is None:
+        return 0.0
+    value = _column(row, column, "margin_column")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
+        raise DataError(f"column `{column}`: expected a finite number, the margin of the pair, found {value!r:.80}")
+    return float(value)
 
 
 def _behind_common(chosen: Tokens, rejected: Tokens) -> list[Tokens]:

@@ -3,13 +3,14 @@
 <directory>/            committed as a whole (hpcrl/rundir/commit.py)
   tokens.i32            token ids of all sequences, one after the other
   mask.u8               of each token, whether it is trained
-  rows.npy              of each sequence: where its tokens end, how many are trained, checksum of its tokens and mask
+  rows.npy              of each sequence: where its tokens end, how many are trained, checksum of its tokens, mask and margin; its margin
   manifest.json         `name`, `made_of`, `counts`, `sequences` of each row; sizes and checksums of the files above
   COMMIT
 """
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from hpcrl.data.conversations import Tokens
 
 _TOKENS, _MASK, _ROWS = "tokens.i32", "mask.u8", "rows.npy"
-_FIELDS = [("end", "<i8"), ("trained", "<i4"), ("checksum", "<u4")]
+_FIELDS = [("end", "<i8"), ("trained", "<i4"), ("checksum", "<u4"), ("margin", "<f4")]
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class TokenFile:
         return "".join(f"{int(self._rows['checksum'][at]):08x}" for at in self._places(row)).rjust(32, "0")
 
     def read(self, row: int, digest: str | None = None) -> list[Sample[np.ndarray]]:
-        """Return the sequences of a row as samples that no policy has chosen.
+        """Return the sequences of a row as samples that no policy has chosen; the reward of the last token is the margin.
 
         Args:
             digest: what `digest` returned where the batch was composed; None: in no batch.
@@ -80,7 +81,7 @@ class TokenFile:
         if not 0 <= row < len(self):
             raise DamagedError(f"{self.path} has {len(self)} rows, and row {row} of it is wanted")
         whole = digest in (None, self.digest(row))
-        if not (whole and all(_checksum(*self._content(at)) == self._rows["checksum"][at] for at in self._places(row))):
+        if not (whole and all(self._is_whole(at) for at in self._places(row))):
             raise DamagedError(f"row {row} of {self.path} is damaged, or not the one that the batch was composed of")
         return [self._sample(at) for at in self._places(row)]
 
@@ -88,15 +89,22 @@ class TokenFile:
         import numpy as np
 
         tokens, mask = self._content(at)
-        count = len(tokens)
+        count, rewards = len(tokens), np.zeros(len(tokens), np.float32)
+        rewards[-1] = self._margin(at)
         return Sample(
             token_ids=tokens.astype(np.int64),
             loss_mask=mask.astype(np.float32),
             rollout_logprobs=np.zeros(count, np.float32),
             versions=np.full(count, -1, np.int32),
-            rewards=np.zeros(count, np.float32),
+            rewards=rewards,
             stop_reason="stop",
         )
+
+    def _is_whole(self, at: int) -> bool:
+        return _checksum(*self._content(at), self._margin(at)) == self._rows["checksum"][at]
+
+    def _margin(self, at: int) -> float:
+        return float(self._rows["margin"][at]) if "margin" in (self._rows.dtype.names or ()) else 0.0
 
     def _content(self, at: int) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids and mask of a sequence."""
@@ -131,14 +139,14 @@ def write_tokens(
     import numpy as np
 
     with committed_directory(target, attempt, fence=fence, sequences=of_each_row, **facts) as directory:
-        index, end = list[tuple[int, int, int]](), 0
+        index, end = list[tuple[int, int, int, float]](), 0
         with (directory / _TOKENS).open("wb") as tokens, (directory / _MASK).open("wb") as mask:
             for one in sequences:
                 ids, chosen = np.array(one.token_ids, "<i4"), np.array(one.mask, "u1")
                 tokens.write(ids.tobytes())
                 mask.write(chosen.tobytes())
                 end += len(one.token_ids)
-                index.append((end, one.trained, _checksum(ids, chosen)))
+                index.append((end, one.trained, _checksum(ids, chosen, one.margin), one.margin))
         np.save(directory / _ROWS, np.array(index, dtype=_FIELDS))
 
 
@@ -165,5 +173,6 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
 
 
-def _checksum(tokens: np.ndarray, mask: np.ndarray) -> int:
-    return zlib.crc32(mask.tobytes(), zlib.crc32(tokens.tobytes()))
+def _checksum(tokens: np.ndarray, mask: np.ndarray, margin: float) -> int:
+    found = zlib.crc32(mask.tobytes(), zlib.crc32(tokens.tobytes()))
+    return zlib.crc32(struct.pack("<f", margin), found) if margin else found

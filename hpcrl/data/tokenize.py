@@ -91,6 +91,7 @@ class Recipe:
             data.text_column,
             data.chosen_column,
             data.rejected_column,
+            data.margin_column,
         )
         longest = config.trainer.max_length
         assert longest is not None, "the rules ask for trainer.max_length"

@@ -1,14 +1,16 @@
-"""Which node does what: trainers first, then replicas."""
+"""Which node does what: trainers first, then replicas, then reward models."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config import Config, engine_gpus, replicas_per_node
 from hpcrl.config.derive import gpu_count, has_engines
+from hpcrl.config.reward_model import reward_services, services_per_node
 
-Role = Literal["trainer", "rollout"]
+Role = Literal["trainer", "rollout", "reward"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Node:
         replicas: numbers of the engines on this node.
         gpus: devices that the node uses; 0 where it computes on the CPU.
         gpu_offset: devices that the nodes before it use, for when all of them share one machine.
+        services: numbers of the reward model's services on this node.
     """
 
     index: int
@@ -28,6 +31,12 @@ class Node:
     replicas: tuple[int, ...]
     gpus: int
     gpu_offset: int
+    services: tuple[int, ...] = ()
+
+    @property
+    def workers(self) -> list[str]:
+        """Names of the processes that are started again when they fail."""
+        return [f"rollout-{replica}" for replica in self.replicas] + [f"reward-{service}" for service in self.services]
 
 
 def make_plan(config: Config) -> list[Node]:
@@ -35,22 +44,30 @@ def make_plan(config: Config) -> list[Node]:
     placement, engine = config.trainer.placement, config.generator.inference_engine
     on_gpu, nodes, offset = gpu_count(config.slurm) > 0, list[Node](), 0
 
-    def add(role: Role, ranks: int, replicas: tuple[int, ...]) -> None:
+    def add(role: Role, ranks: int = 0, replicas: Sequence[int] = (), services: Sequence[int] = ()) -> None:
         nonlocal offset
-        gpus = (ranks + len(replicas) * engine_gpus(engine)) if on_gpu else 0
-        nodes.append(Node(len(nodes), role, ranks, replicas, gpus, offset))
+        gpus = (ranks + len(replicas) * engine_gpus(engine) + len(services)) if on_gpu else 0
+        nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, tuple(services)))
         offset += gpus
 
     for _ in range(placement.policy_num_nodes):
-        add("trainer", placement.policy_num_gpus_per_node, ())
+        add("trainer", ranks=placement.policy_num_gpus_per_node)
     width = replicas_per_node(config)
     for first in range(0, engine.num_engines if has_engines(config) else 0, width):
-        add("rollout", 0, tuple(range(first, min(first + width, engine.num_engines))))
+        add("rollout", replicas=range(first, min(first + width, engine.num_engines)))
+    services, width = range(reward_services(config)), services_per_node(config)
+    for first in services[::width]:
+        add("reward", services=services[first : first + width])
     return nodes
 
 
 def trainer_nodes(plan: list[Node]) -> int:
     return sum(node.role == "trainer" for node in plan)
+
+
+def needed_nodes(plan: list[Node]) -> list[int]:
+    """Return the nodes without which a run cannot go on; of replicas it may lose some."""
+    return [node.index for node in plan if node.role != "rollout"]
 
 
 def describe_plan(plan: list[Node]) -> list[str]:
@@ -62,8 +79,7 @@ def describe_plan(plan: list[Node]) -> list[str]:
             also = " and the controller" if node.index == 0 else ""
             lines.append(f"node {node.index}: trainer, {node.ranks} rank(s){also}{devices}")
         else:
-            names = ", ".join(f"rollout-{replica}" for replica in node.replicas)
-            lines.append(f"node {node.index}: {names}{devices}")
+            lines.append(f"node {node.index}: {', '.join(node.workers)}{devices}")
     return lines
 
 

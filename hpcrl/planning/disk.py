@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.derive import has_engines, kept_versions, loads_adapters, saves_checkpoints
+from hpcrl.config.adapters import loads_adapters
+from hpcrl.config.derive import has_engines, kept_versions, saves_checkpoints
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.launch.doctor.rooms import COPIES, Sizes
 from hpcrl.rundir.checkpoints import NEVER_DELETED

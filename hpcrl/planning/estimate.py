@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hpcrl.config import Config, TrainerConfig, trainer_ranks
+from hpcrl.config.adapters import adapters, reference_has_values
 from hpcrl.config.derive import (
-    adapters,
     copy_ranks,
     gpu_count,
     largest_micro_batch,
     needs_fsdp,
     ref_sharding,
-    reference_has_values,
+    trains_reward_model,
 )
 from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded
 from hpcrl.config.sections.model import FSDPConfig
@@ -96,7 +96,7 @@ def _fsdp(config: Config, models: Mapping[str, Shapes]) -> Estimate:
                 layers=shapes.width.layers,
             )
             need = replace(need, activations=kept)
-        if role != "critic":
+        if role != "critic" and not trains_reward_model(trainer):
             need = replace(need, logprobs=_logprobs(trainer, tokens, shapes.width.vocabulary))
         needs[role] = need
         counts[role] = [sum(shard(weight.shape, copy) for weight in shapes.weights)]

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from hpcrl.config.derive import ref_sharding, reference_is_base, uses_reference
+from hpcrl.config.adapters import reference_is_base
+from hpcrl.config.derive import ref_sharding, uses_reference
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.planning.memory import Shapes, Weight, Width

@@ -13,7 +13,7 @@ import asyncio
 import random
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
@@ -25,7 +25,7 @@ from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eva
 from hpcrl.config.derive import reward_weights, uses_reward_service
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
-from hpcrl.envs.rewards.remote import RemoteRewards
+from hpcrl.envs.rewards.remote import Endpoints, RemoteRewards, exported
 from hpcrl.envs.rewards.response import Scorer
 from hpcrl.envs.rewards.weighted import WeightedRewards
 from hpcrl.errors import DataError, ServiceError, UserCodeError
@@ -171,6 +171,7 @@ class GroupGenerator:
         tokenizer: of the policy; it owns the chat template.
         config: without a `max_input_length` of its own, a sample may become as long as it likes.
         baselines: whether each training group also gets a greedy response, of which only the reward is kept.
+        services: returns the reward service that gets the next request; None: the one that the process's variables name.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class GroupGenerator:
         config: GeneratorConfig,
         environment: EnvironmentConfig,
         baselines: bool = False,
+        services: Callable[[], Endpoints] | None = None,
     ) -> None:
         self._engine, self._config, self._baselines = engine, config, baselines
         special = config.chat_template.allow_special_tokens
@@ -187,7 +189,7 @@ class GroupGenerator:
         gym = environment.skyrl_gym
         self._extras = common_extras(environment, config.max_turns)
         self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}
-        self._rewards = {"train": _rewards(environment, "train"), "eval": _rewards(environment, "eval")}
+        self._rewards = {kind: _rewards(environment, kind, services) for kind in ("train", "eval")}
         limits = gym.max_env_workers, environment.timeout_seconds
         self._threads = CallThreads(*limits) if gym.max_env_workers else None
 
@@ -378,9 +380,12 @@ class GroupGenerator:
         return cut_at_stop(text, len(before), params.stop, keep=params.include_stop_str_in_output)
 
 
-def _rewards(environment: EnvironmentConfig, kind: Kind) -> Scorer | None:
+def _rewards(environment: EnvironmentConfig, kind: Kind, services: Callable[[], Endpoints] | None) -> Scorer | None:
     if uses_reward_service(environment, kind):
-        return RemoteRewards(environment)
+        if services is None:
+            named = exported(environment)
+            services = lambda: named  # noqa: E731
+        return RemoteRewards(environment.remote_reward, services)
     weights = reward_weights(environment, kind)
     own = kind == "eval" and environment.eval_reward_function
     setting = "environment.eval_reward_function" if own else "environment.reward_function"

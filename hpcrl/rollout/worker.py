@@ -14,7 +14,7 @@ import asyncio
 import gc
 import time
 from collections import defaultdict
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from hpcrl.data.chat import decoder
 from hpcrl.data.eval_file import EvalRow, append_rows
 from hpcrl.data.group_file import group_bytes
 from hpcrl.data.rollouts import Decode
+from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.rollout.copies import NodeCopies
@@ -61,6 +62,7 @@ class WorkerOptions:
         baselines: whether training groups get the reward of a greedy response.
         copies: of new weights on this node; None: engines read them in the run directory.
         from_model: whether version 0 is the model that the engine was started with.
+        rewards: returns the reward service of the run that gets the next request; None: the run has none.
     """
 
     run: Run
@@ -76,6 +78,7 @@ class WorkerOptions:
     probe_tolerance: float | None = None
     copies: NodeCopies | None = None
     from_model: bool = True
+    rewards: Callable[[], Endpoints] | None = None
 
     @property
     def name(self) -> str:
@@ -92,7 +95,7 @@ async def work(
 ) -> None:
     """Work with an engine that is ready until the controller says stop; as `Worker.run`."""
     engine = launched.connect(replica=options.name)
-    generator = GroupGenerator(engine, tokenizer, config, environment, options.baselines)
+    generator = GroupGenerator(engine, tokenizer, config, environment, options.baselines, options.rewards)
     gc.freeze()  # what is loaded stays, and to look through it for garbage takes a quarter of a second each time
     try:
         await Worker(options, launched, engine, generator, process_status, decoder(tokenizer)).run()

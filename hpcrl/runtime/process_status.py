@@ -26,6 +26,9 @@ FAILED = "failed"
 GIVEN_UP = "given up"
 """How the state of a replica begins that failed, and once its agent will not start it again; the reason follows."""
 
+SERVING = "serving"
+"""State of a server that takes requests; its address is in the facts, as `url`."""
+
 _LEFT = ("finished", "stopped")
 _REMEDY = "remove it: its process writes it again"
 

@@ -58,6 +58,11 @@ def same(given: str | None, expected: str) -> bool:
     return hmac.compare_digest((given or "").encode(), expected.encode())
 
 
+def of_process(run: str, process: str) -> str:
+    """Return the name under which a server of a run signs that is not its controller: what is said to one means nothing to another."""
+    return f"{run}/{process}"
+
+
 @dataclass(frozen=True)
 class AttemptKey:
     """What the processes of one attempt sign with."""

@@ -117,10 +117,10 @@ def _describe_update(update: UpdateResult) -> dict[str, float]:
     described = {
         "policy/final_loss": sums["final_loss"],
         "policy/policy_loss": sums["policy_loss"],
-        "policy/policy_entropy": sums["entropy"] / count,
         "policy/policy_lr": update.report.lr,
         "policy/grad_norm": update.report.grad_norm,
     }
+    described |= {"policy/policy_entropy": sums["entropy"] / count} if "entropy" in sums else {}
     if "abs_diff" in sums:
         described |= {
             "policy/rollout_train_logprobs_abs_diff_mean": sums["abs_diff"] / count,

@@ -43,6 +43,7 @@ class Scores:
         penalties: float64, subtracted from the token's reward.
         advantages: float32.
         returns: float32, what the critic should have expected before the token.
+        margins: float32, the margin of a pair at the end of its chosen answer.
     """
 
     old_logprobs: torch.Tensor | None = None
@@ -51,6 +52,7 @@ class Scores:
     penalties: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    margins: torch.Tensor | None = None
 
     def present(self) -> dict[str, torch.Tensor]:
         return {name: value for name, value in vars(self).items() if value is not None}
@@ -138,6 +140,7 @@ class PackedSamples:
             advantages=slice_of(scores.advantages),
             values=slice_of(scores.values),
             returns=slice_of(scores.returns),
+            margins=slice_of(scores.margins),
             current=self.current[tokens],
             sampling_mask=None if self.sampling_mask is None else padded_mask(self.sampling_mask, tokens),
         )
@@ -230,6 +233,7 @@ def untrained_micro_batch(token_ids: Sequence[int]) -> MicroBatch:
         advantages=zeros,
         values=zeros,
         returns=zeros,
+        margins=zeros,
         current=zeros,
         head_rows=torch.arange(len(ids)),
     )

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from hpcrl.config import TrainerConfig, uses_reference
-from hpcrl.config.derive import is_offline
+from hpcrl.config.derive import is_offline, trains_reward_model
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import Advantages, KlRewardPenalty, estimate_advantages
 from hpcrl.trainer.backends.base import CriticEngine, Engine, Objective, PolicyEngine, UpdateResult
@@ -148,6 +148,9 @@ class Learner:
             with timer("fwd_logprobs_values_reward"):
                 for number, mini in enumerate(minis):
                     self._score(mini, first=number == 0)
+        if trains_reward_model(self._trainer):
+            for each in samples:
+                each.scores.margins = each.rewards
         if self._offline:
             return PartialBatch(data, self._trainer, batch, minis, {}, Advantages())
         with timer("compute_advantages_and_returns"):

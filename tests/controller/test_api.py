@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from hpcrl.config.sections.algorithm import DynamicSamplingConfig
-from hpcrl.controller.api import Api, Guard, Route, bind, serve
+from hpcrl.controller.api import Api
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.schema import NAME, Schema
@@ -28,6 +28,7 @@ from hpcrl.errors import HpcrlError, RunError
 from hpcrl.rundir.commit import read_json, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.http_server import Guard, Route, Signed, bind, serve
 from hpcrl.runtime.process_status import GIVEN_UP, StatusWriter
 from hpcrl.runtime.token import AttemptKey, Sender, read_token
 from hpcrl.types import Batch, GroupMeta, Prompt, Sample, Work
@@ -77,7 +78,7 @@ def serve_attempt(
 
     async def main() -> None:
         api = Api(Service(run, attempt, schedule, prompts(5), prompts(3)), save_seconds=60)
-        app = Guard(api.routes(), read_token(run), run.name, attempt)
+        app = Guard(api.routes(), Signed(read_token(run), run.name, attempt))
         try:
             await serve(app, listener, api.watch(run, attempt, print))
         except HpcrlError as error:
@@ -394,7 +395,7 @@ def test_errors_of_the_controller_itself_leave_a_traceback(tmp_path: Path, capsy
     listener, over = bind("127.0.0.1"), threading.Event()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     StatusWriter(run, "controller", 1).write("serving", url=url)
-    app = Guard({"/leave": Route(broken, Schema({"worker": NAME}))}, read_token(run), run.name, 1)
+    app = Guard({"/leave": Route(broken, Schema({"worker": NAME}))}, Signed(read_token(run), run.name, 1))
     server = threading.Thread(
         target=lambda: asyncio.run(serve(app, listener, asyncio.to_thread(over.wait))), daemon=True
     )

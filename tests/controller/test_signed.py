@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from hpcrl.controller import api
-from hpcrl.controller.api import Guard, Route, bind, serve
 from hpcrl.controller.schema import NAME, Schema
 from hpcrl.errors import RunError
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime import http_server
 from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.http_server import Guard, Route, Signed, bind, serve
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.runtime.token import NONCE, SIGNATURE, AttemptKey, Seen, Sender, read_token
 from tests.controller.test_api import make_run
@@ -37,7 +37,7 @@ class Echo:
         listener = bind("127.0.0.1")
         self.address = listener.getsockname()[:2]
         self.url = f"http://127.0.0.1:{self.address[1]}"
-        app = Guard({"/leave": Route(self._leave, Schema({"worker": NAME}))}, read_token(run), run.name, 1)
+        app = Guard({"/leave": Route(self._leave, Schema({"worker": NAME}))}, Signed(read_token(run), run.name, 1))
         over = asyncio.to_thread(self._over.wait)
         self._thread = threading.Thread(target=lambda: asyncio.run(serve(app, listener, over)), daemon=True)
         self._thread.start()
@@ -152,7 +152,7 @@ def test_requests_may_overtake_each_other() -> None:
 
 
 def test_a_connection_on_which_nothing_is_asked_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "IDLE_S", 0.5)
+    monkeypatch.setattr(http_server, "IDLE_S", 0.5)
     with closing(Echo(make_run(tmp_path / "project" / "run"))) as echo, ExitStack() as stack:
         silent, half, slow = (stack.enter_context(socket.create_connection(echo.address, 10)) for _ in range(3))
         half.sendall(b"POST /leave HTTP/1.1\r\nhost: x\r\n")

@@ -189,6 +189,30 @@ def test_a_pair_is_one_row_of_two_sequences(run: Run, tmp_path: Path) -> None:
         open_tokens(file.path).read(0)
 
 
+def test_a_pair_may_have_a_margin(run: Run, tmp_path: Path) -> None:
+    rows = [pair("ab", "a", "b") | {"margin": margin} for margin in (0.5, 0, -2.25)]
+    mode = ["trainer.mode=reward_model", "trainer.dpo.loss_type=['sigmoid']", "trainer.dpo.loss_weights=[]"]
+    of_scores = [*mode, "data.margin_column=margin"]
+    file = of_pairs(run, write(tmp_path / "pairs.jsonl", rows), *of_scores)
+    for at, row in enumerate(rows):
+        chosen, rejected = file.read(at, file.digest(at))
+        assert (float(chosen.rewards[-1]), float(chosen.rewards.sum())) == (row["margin"], row["margin"])
+        assert not rejected.rewards.any()
+    assert len({file.digest(at) for at in range(3)}) == 3
+    index = np.load(file.path / "rows.npy")
+    index["margin"][0] = 0.25
+    np.save(file.path / "rows.npy", index)
+    open_tokens.cache_clear()
+    with pytest.raises(DamagedError, match=r"row 0 of .* is damaged"):
+        open_tokens(file.path).read(0)
+    for wrong in ("big", True, float("inf")):
+        source = write(tmp_path / "wrong.jsonl", [pair("ab", "a", "b") | {"margin": wrong}])
+        with pytest.raises(DataError, match="row 0: column `margin`: expected a finite number"):
+            of_pairs(run, source, *of_scores)
+    with pytest.raises(DataError, match=r"no column `margin` \(data.margin_column\)"):
+        of_pairs(run, write(tmp_path / "none.jsonl", [pair("ab", "a", "b")]), *of_scores)
+
+
 def test_of_long_pairs_both_answers_are_cut_or_neither_is_there(run: Run, tmp_path: Path) -> None:
     rows = [
         pair("ab", "c", "d"),

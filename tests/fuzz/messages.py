@@ -23,13 +23,14 @@ import pytest
 
 from hpcrl.config.sections.algorithm import DynamicSamplingConfig
 from hpcrl.controller import api
-from hpcrl.controller.api import Api, Guard
+from hpcrl.controller.api import Api
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import FINISHED
+from hpcrl.runtime.http_server import Guard, Signed
 from hpcrl.runtime.token import NONCE, SIGNATURE, AttemptKey, Sender
 from hpcrl.types import Prompt
 from tests.fuzz.spoil import spoilt, spoilt_bytes
@@ -105,7 +106,7 @@ class Controller:
         prompts = [Prompt(f"p{i}", [{"role": "user", "content": str(i)}], "e", {}, "letters") for i in range(5)]
         self.service = Service(self.run, 1, self.scene.schedule(), prompts, prompts[:EVALUATED])
         self._api = Api(self.service, save_seconds=1)
-        self._guard = Guard(self._api.routes(), "secret", self.run.name, 1)
+        self._guard = Guard(self._api.routes(), Signed("secret", self.run.name, 1))
         self._sender = Sender(AttemptKey.of("secret", self.run.name, 1))
         self._before = self._state()
 

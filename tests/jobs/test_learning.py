@@ -1,11 +1,12 @@
 """Every family of algorithms learns the quickstart's task, in 30 steps each, asynchronous training learns as much as synchronous, and
-several turns are learned, as whole samples and each on its own, right answers by supervised fine-tuning, and better ones by DPO; with the embedded engine, and some of it with vLLM.
+several turns are learned, as whole samples and each on its own, right answers by supervised fine-tuning, better ones by DPO, and by a reward model that learns from pairs; with the embedded engine, and some of it with vLLM.
 
 Slow; see docs/development.md.
 """
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 from statistics import fmean
@@ -115,6 +116,32 @@ def test_pairs_teach_sorting(place: Path, name: str, settings: list[str]) -> Non
 
 
 @pytest.mark.slow
+def test_a_reward_model_learns_from_pairs_and_teaches_sorting(place: Path) -> None:
+    """configs/reward_model_tiny.toml as it is, with adapters too, then configs/reward_service_tiny.toml with what it has trained: the scores rise, and so do right answers."""
+    adapters = ["trainer.policy.model.lora.rank=8", "trainer.policy.optimizer_config.lr=5e-3"]
+    for name, settings in (("tiny", []), ("lora", adapters)):
+        trained = learned(place, "reward_model_tiny.toml", name, 110, *settings)
+        accuracies = curve(trained, "eval/all/rewards/accuracies")
+        print(f"{name}: accuracy {accuracies[0]:.3f} -> {accuracies[110]:.3f}")
+        assert accuracies[0] < 0.6
+        assert accuracies[110] >= 0.98
+    served = (
+        f"environment.remote_reward.service.model={place / 'runs' / 'reward_model' / 'tiny' / 'exports' / 's000110'}"
+    )
+    config = QUICKSTART.with_name("reward_service_tiny.toml")
+    ours = ["trainer.run_name=taught", served]
+    done = hpcrl("submit", str(config), "--local", "--follow", *ours, cwd=place, timeout=1800)
+    run = Run(place / "runs" / "reward_service" / "taught")
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    rewards = [eval_score(run, version) for version in (0, STEPS)]
+    before, after = (right_answers(run, version) for version in (0, STEPS))
+    print(f"scores {rewards[0]:.2f} -> {rewards[1]:.2f}, right answers {before:.3f} -> {after:.3f}")
+    assert rewards[0] < 0 < 2 < rewards[1]
+    assert before < 0.5
+    assert after >= 0.9
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("step_wise", "engine"), [(False, "vllm"), (True, "transformers")])
 def test_several_turns_are_learned(place: Path, step_wise: bool, engine: str) -> None:
     """From the stubborn start model to one that finds its number by what it was answered."""
@@ -136,7 +163,14 @@ def learned(place: Path, config: str, name: str, steps: int, *settings: str) -> 
     path = QUICKSTART.with_name(config)
     done = hpcrl("submit", str(path), "--local", "--follow", *ours, *settings, cwd=place, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    return Run.open(place / "runs" / config.partition("_")[0] / name)
+    return Run.open(place / "runs" / Path(config).stem.removesuffix("_tiny") / name)
+
+
+def right_answers(run: Run, version: int) -> float:
+    """Return the share of an evaluation's answers that are in order."""
+    lines = [json.loads(line) for line in run.eval_dump(version, 0).read_text().splitlines()]
+    right = [line["response"] == "".join(sorted(line["prompt"][-1]["content"].split()[-1])) for line in lines]
+    return fmean(right)
 
 
 def greedy_score(run: Run, step: int) -> float:

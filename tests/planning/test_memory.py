@@ -11,14 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpcrl.config import Config, TrainerConfig
-from hpcrl.config.derive import (
-    adapters,
-    copy_ranks,
-    largest_micro_batch,
-    longest_sample,
-    ref_sharding,
-    reference_has_values,
-)
+from hpcrl.config.adapters import adapters, reference_has_values
+from hpcrl.config.derive import copy_ranks, largest_micro_batch, longest_sample, ref_sharding
 from hpcrl.config.load import nested
 from hpcrl.config.sections.model import FSDPConfig, ModelConfig, PolicyConfig
 from hpcrl.config.validate import build

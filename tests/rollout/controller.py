@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from hpcrl.controller.api import Guard, Route, bind, serve
 from hpcrl.controller.schema import Schema
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.http_server import Guard, Route, Signed, bind, serve
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.runtime.token import read_token
 from hpcrl.types import GroupMeta, Work
@@ -74,7 +74,9 @@ class FakeController:
         handlers = (self.claim, self.complete, self.report, self.leave)
         routes = {f"/{handler.__name__}": Route(handler, Anything()) for handler in handlers}
         listener, over = bind("127.0.0.1"), threading.Event()
-        serving = serve(Guard(routes, read_token(run), run.name, attempt), listener, asyncio.to_thread(over.wait))
+        serving = serve(
+            Guard(routes, Signed(read_token(run), run.name, attempt)), listener, asyncio.to_thread(over.wait)
+        )
         thread = threading.Thread(target=lambda: asyncio.run(serving), daemon=True)
         thread.start()
         port = listener.getsockname()[1]

@@ -320,7 +320,7 @@ def test_an_attempt_that_was_stopped_says_nothing_about_what_it_loaded(run: Run,
         ("trainer-12: killed by SIGKILL (log: trainer-12.log) on n1", True),
         ("rank-3 has made no progress in phase load for 3600 s on n1; the stacks of all processes: /there", True),
         ("controller: hpcrl.errors.DataError: no file /data.parquet (log: controller.log) on n1", False),
-        ("nothing was heard of n2, a node of the trainer, for 61 s", False),
+        ("nothing was heard of n2, a node that the run needs, for 61 s", False),
         (
             "trainer-0: rank 0: hpcrl.errors.RunError: s000020 was saved without a critic (log: trainer-0.log) on n1",
             False,

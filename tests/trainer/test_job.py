@@ -23,13 +23,14 @@ import torch
 from safetensors.torch import load_file
 
 from hpcrl.config import Config
-from hpcrl.controller.api import Api, Guard, bind, serve
+from hpcrl.controller.api import Api
 from hpcrl.controller.service import Schedule, Service
 from hpcrl.data.group_file import write_group
 from hpcrl.observe.metrics import merged, read_metrics
 from hpcrl.rundir.commit import committed, is_committed, verify, write_text
 from hpcrl.rundir.layout import Run, step_of, version_of
 from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.http_server import Guard, Signed, bind, serve
 from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
 from hpcrl.runtime.token import read_token
 from hpcrl.types import GroupMeta, Prompt, Work
@@ -100,7 +101,7 @@ def controller(run: Run, attempt: int, schedule: Schedule = SCHEDULE) -> Iterato
 
     async def main() -> None:
         api = Api(Service(run, attempt, schedule, prompts, []), save_seconds=60)
-        app = Guard(api.routes(), read_token(run), run.name, attempt)
+        app = Guard(api.routes(), Signed(read_token(run), run.name, attempt))
 
         async def until() -> None:
             watching = asyncio.create_task(api.watch(run, attempt, print))

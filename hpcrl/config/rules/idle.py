@@ -10,23 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
-from hpcrl.config.derive import (
-    begins_from_weights,
-    has_engines,
-    is_offline,
-    reward_weights,
-    trains_pairs,
-    uses_reference,
-)
+from hpcrl.config.adapters import begins_from_weights
+from hpcrl.config.derive import has_engines, is_offline, reward_weights, trains_pairs, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
 from hpcrl.config.sections.algorithm import AlgorithmConfig
+from hpcrl.config.sections.environment import RewardServiceConfig
 from hpcrl.config.sections.model import OptimizerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _ALGORITHM = "trainer.algorithm."
 _CORRECTION = f"{_ALGORITHM}off_policy_correction."
 _DYNAMIC = f"{_ALGORITHM}dynamic_sampling."
+_SERVICE = "environment.remote_reward.service."
 _REFERENCE = f"{_ALGORITHM}use_kl_loss or use_kl_in_reward"
 
 _REDUCTION = ("loss_reduction", "max_seq_len", "unbiased_loss_max_tokens")
@@ -183,10 +179,15 @@ _OF_MODES = (
     Switch(
         (
             *("trainer.max_length", "data.too_long", "data.weights", "data.num_workers", "data.prefetch_factor", "data.cache"),
-            *("data.subset", "data.revision", "data.val_subset", "data.val_revision", "data.local_dir", "data.val_prompts"),
+            *("data.subset", "data.revision", "data.val_subset", "data.val_revision", "data.local_dir"),
         ),
-        'trainer.mode="sft" or "dpo"',
+        'trainer.mode="sft", "dpo" or "reward_model"',
         lambda config: is_offline(config.trainer),
+    ),
+    Switch(
+        ("data.val_prompts",),
+        'trainer.mode="sft" or "dpo"',
+        lambda config: config.trainer.mode in ("sft", "dpo"),
     ),
     Switch(
         ("data.conversation_column", "data.format", "data.text_column", "data.train_on_what"),
@@ -195,7 +196,7 @@ _OF_MODES = (
     ),
     Switch(
         ("data.chosen_column", "data.rejected_column"),
-        'trainer.mode="dpo"',
+        'trainer.mode="dpo" or "reward_model"',
         lambda config: trains_pairs(config.trainer),
     ),
     Switch(
@@ -204,6 +205,11 @@ _OF_MODES = (
         lambda config: not trains_pairs(config.trainer) or has_engines(config),
     ),
     Switch(("trainer.dpo",), 'trainer.mode="dpo"', lambda config: config.trainer.mode == "dpo"),
+    Switch(
+        ("trainer.reward_model", "data.margin_column"),
+        'trainer.mode="reward_model"',
+        lambda config: config.trainer.mode == "reward_model",
+    ),
     Switch(
         ("trainer.dpo.label_smoothing",),
         "robust in trainer.dpo.loss_type",
@@ -285,6 +291,11 @@ _OTHERS = (
         ("environment.remote_reward",),
         "environment.remote_reward.enable=true",
         lambda config: config.environment.remote_reward.enable,
+    ),
+    Switch(
+        tuple(f"{_SERVICE}{one.name}" for one in fields(RewardServiceConfig) if one.name != "model"),
+        f"{_SERVICE}model",
+        lambda config: config.environment.remote_reward.service.model is not None,
     ),
     *_of_optimizer("policy"),
     *_of_optimizer("critic"),

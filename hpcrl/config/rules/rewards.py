@@ -7,9 +7,13 @@ from collections.abc import Iterator
 from hpcrl.config.derive import eval_sampling, reward_weights, uses_reward_service
 from hpcrl.config.errors import Problem
 from hpcrl.config.import_path import misnamed
+from hpcrl.config.reward_model import reward_functions
 from hpcrl.config.sections.environment import (
     ENVIRONMENTS,
+    OVERALL,
+    REWARD_MODEL,
     REWARDS,
+    RemoteRewardConfig,
     SearchConfig,
 )
 from hpcrl.config.sections.tree import ConfigTree
@@ -32,7 +36,7 @@ def reward_names(config: ConfigTree) -> Iterator[Problem]:
 def filter_metrics(config: ConfigTree) -> Iterator[Problem]:
     environment = config.environment
     remote = uses_reward_service(environment, "train")
-    rewards = environment.remote_reward.reward_function if remote else reward_weights(environment, "train")
+    rewards = reward_functions(environment.remote_reward) if remote else reward_weights(environment, "train")
     setting = "environment.remote_reward.reward_function" if remote else "environment.reward_function"
     unknown = [name for name in config.trainer.algorithm.filter_reward_metric if name not in rewards]
     if rewards and unknown:
@@ -82,11 +86,12 @@ def overlong(config: ConfigTree) -> Iterator[Problem]:
 
 def remote_reward(config: ConfigTree) -> Iterator[Problem]:
     remote = config.environment.remote_reward
-    if remote.enable and not remote.reward_function:
+    if remote.enable and not reward_functions(remote):
         yield Problem(
             "environment.remote_reward.reward_function",
             "required with environment.remote_reward.enable: the rewards that the service computes, with their weights",
         )
+    yield from _of_reward_model(remote)
     if remote.enable and remote.reward_function and not any(remote.reward_function.values()):
         yield Problem(
             "environment.remote_reward.reward_function",
@@ -96,6 +101,23 @@ def remote_reward(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             "environment.remote_reward.clip_min",
             f"expected at most clip_max ({remote.clip_max}), found {remote.clip_min}",
+        )
+
+
+def _of_reward_model(remote: RemoteRewardConfig) -> Iterator[Problem]:
+    """A reward model's service has one reward and one score, which hpcrl names."""
+    if remote.service.model is None:
+        return
+    for name in remote.reward_function:
+        if name != REWARD_MODEL:
+            yield Problem(
+                "environment.remote_reward.reward_function",
+                f'the service of a reward model (service.model) has only "{REWARD_MODEL}", found "{name}"; leave it out',
+            )
+    if remote.score_key != OVERALL:
+        yield Problem(
+            "environment.remote_reward.score_key",
+            f'the service of a reward model (service.model) sends only "{OVERALL}", found "{remote.score_key}"; leave it out',
         )
 
 

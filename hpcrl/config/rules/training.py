@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
-from hpcrl.config.derive import copy_ranks, critic_ranks, ref_ranks, trainer_ranks
+from hpcrl.config.derive import copy_ranks, critic_ranks, ref_ranks, trainer_ranks, trains_reward_model
 from hpcrl.config.errors import Problem, shown
 from hpcrl.config.sections.dpo import PREFERENCE_LOSSES
 from hpcrl.config.sections.model import PolicyConfig, ShardingConfig
@@ -96,6 +96,19 @@ def preference_losses(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             f"{path}.loss_weights",
             f"expected one per loss of loss_type ({len(dpo.loss_type)}), found {len(dpo.loss_weights)}",
+        )
+
+
+def reward_models(config: ConfigTree) -> Iterator[Problem]:
+    trainer = config.trainer
+    if not trains_reward_model(trainer):
+        return
+    if trainer.strategy == "megatron":
+        yield Problem("trainer.strategy", 'trainer.mode="reward_model" is trained by "fsdp2" alone; set that')
+    if trainer.policy.model.lora.adapter_path is not None:
+        yield Problem(
+            "trainer.policy.model.lora.adapter_path",
+            "a reward model cannot begin with adapters; merge them, and set trainer.policy.model.path to the merged model",
         )
 
 

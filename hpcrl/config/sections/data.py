@@ -56,10 +56,13 @@ class DataConfig:
     """What the rows of supervised fine-tuning are: chat messages, a prompt with its response, plain text, or tokens: `input_ids` with `labels` (-100 where a token is not trained) or with a `loss_mask`."""
 
     chosen_column: str = "chosen"
-    """Column with the better answer of a pair (trainer.mode="dpo"): chat messages, or text that becomes one message of the assistant. One that begins with another message than the assistant's, and a text without a prompt_column, is whole: what both answers begin with is the prompt."""
+    """Column with the better answer of a pair (trainer.mode="dpo" or "reward_model"): chat messages, or text that becomes one message of the assistant. One that begins with another message than the assistant's, and a text without a prompt_column, is whole: what both answers begin with is the prompt."""
 
     rejected_column: str = "rejected"
     """Column with the worse answer."""
+
+    margin_column: str | None = None
+    """Column with the margin of a pair, a number: by how much the score of the better answer should be ahead, with trainer.mode="reward_model". Unset: 0."""
 
     text_column: str = "text"
     """Column with the text of format="text"; all its tokens are trained, with the one that ends it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from hpcrl.config.fields import Location
 
@@ -12,6 +12,11 @@ COMPARING_REWARDS = ("single_choice", "boxed_math", "gsm8k", "direct_math")
 
 REWARDS = (*COMPARING_REWARDS, "format", "overlong")
 
+REWARD_MODEL, OVERALL = "reward_model", "overall_reward"
+"""The reward of a reward model's service, and the name of its score."""
+
+CLASSIFIER = "ForSequenceClassification"
+"""How the names of transformers' classes end that a reward model can be of."""
 
 ENVIRONMENTS = (
     "arithmetic",
@@ -89,12 +94,32 @@ class SkyRLGymConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RewardServiceConfig:
+    model: Location | None = None
+    """Reward model of which the run starts a service: a sequence classifier of one label, as a directory or a name on the hub. Unset: the service is somewhere else, and its address and token are in REMOTE_REWARD_ENQUEUE_URL, _FETCH_URL and _TOKEN."""
+
+    num_services: int = 1
+    """Processes that serve the model, each on a GPU of its own where nodes have some; on nodes beside those of trainer and engines, as many on each as it has GPUs."""
+
+    model_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Number type of the model's parameters and of its computation."""
+
+    max_batch_tokens: int = 16384
+    """Tokens of a forward pass at most, padding included; a longer conversation has one of its own."""
+
+    chat_template: Location | None = None
+    """Jinja file with the chat template that the model was trained with, instead of its tokenizer's."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RemoteRewardConfig:
     enable: bool = False
-    """Score responses at a reward service, whose address and token are in REMOTE_REWARD_ENQUEUE_URL, _FETCH_URL and _TOKEN."""
+    """Score responses at a reward service: one that the run starts (service.model), or one whose address and token are in REMOTE_REWARD_ENQUEUE_URL, _FETCH_URL and _TOKEN."""
+
+    service: RewardServiceConfig = field(default_factory=RewardServiceConfig)
 
     reward_function: dict[str, float] = field(default_factory=dict)
-    """Rewards that the service computes, with their weights in the sum; each is reported as environment/<name>, unweighted."""
+    """Rewards that the service computes, with their weights in the sum; each is reported as environment/<name>, unweighted. Empty with service.model: reward_model, which is the only one of such a service, with weight 1."""
 
     score_key: str = "overall_reward"
     """Name of the score in the reply that counts; a+b: the sum of two, and so on."""

@@ -10,6 +10,7 @@ from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.sections.dpo import DPOConfig
 from hpcrl.config.sections.model import CriticConfig, PolicyConfig, RefConfig
+from hpcrl.config.sections.reward_model import RewardModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +110,8 @@ class UploadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    mode: Literal["rl", "sft", "dpo"] = "rl"
-    """Learn from rewards, from given conversations and texts (supervised fine-tuning), or from pairs of answers of which one is preferred (DPO)."""
+    mode: Literal["rl", "sft", "dpo", "reward_model"] = "rl"
+    """Learn from rewards, from given conversations and texts (supervised fine-tuning), or from pairs of answers of which one is preferred: a policy (DPO), or a reward model."""
 
     strategy: Literal["fsdp2", "fsdp", "megatron"] = "fsdp2"
     """Training backend."""
@@ -147,6 +148,8 @@ class TrainerConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
 
     dpo: DPOConfig = field(default_factory=DPOConfig)
+
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
 

@@ -4,7 +4,7 @@ Two requests, both POST with `Authorization: Bearer <token>`:
 
     enqueue   a line of JSON {media_type: "text", prompts, messages, completions, ground_truths, reward_fn: {name: weight}}
               -> {uuid}
-    fetch     form {uuid, type: name}, again and again until the status is 200
+    fetch     form {uuid, type: name}, again and again until the status is 200; 410: enqueue it again
               -> {scores: {key: [one number per completion]}}
 
 `prompts` holds the last message of each prompt as a text, `messages` all of them. In Cosmos-RL bytes of images or videos follow the
@@ -17,21 +17,62 @@ import json
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig
+from hpcrl.config.reward_model import reward_functions
 from hpcrl.config.sections.environment import RemoteRewardConfig
 from hpcrl.envs.base import Turn
 from hpcrl.envs.rewards.response import Response
-from hpcrl.envs.tools.http import Service
+from hpcrl.envs.tools.http import Gone, Peer, Service
 from hpcrl.errors import ConfigError, DataError
 
 _TIMEOUT_S, _GATHER_S = 60.0, 0.1
 _ENQUEUE_SHARE, _FETCH_SHARE = 0.2, 0.6  # of the time that a reward may take
 _LONG_S = 600.0  # where it may take any time
+_TRIES = 5  # of a request whose scores a service has lost
 _REFUSED = (400, 401, 403, 405, 413, 422)  # anything else at fetch may mean that scores are not there yet
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where one request and its scores are asked for."""
+
+    enqueue: Service
+    fetch: Service
+
+    @classmethod
+    def of(
+        cls, names: tuple[str, str], peers: tuple[str | Peer, str | Peer], seconds: float, token: str | None = None
+    ) -> Endpoints:
+        """Return those of one service.
+
+        Args:
+            names: what errors call enqueue and fetch.
+            peers: their addresses, or who is asked.
+            seconds: that a reward may take, of which a fifth is the patience with a request that fails, and three fifths that with
+                scores that are not there yet; 0: any time.
+        """
+        seconds = seconds or _LONG_S
+        asked = zip(names, peers, (_ENQUEUE_SHARE, _FETCH_SHARE), strict=True)
+        return cls(*(Service(name, peer, _TIMEOUT_S, share * seconds, token) for name, peer, share in asked))
+
+
+def exported(environment: EnvironmentConfig, variables: Mapping[str, str] = os.environ) -> Endpoints:
+    """Return the service that the process's variables name: REMOTE_REWARD_ENQUEUE_URL, _FETCH_URL and _TOKEN.
+
+    Raises:
+        ConfigError: one of the variables is missing, or an address is none.
+    """
+    model = environment.remote_reward.service.model
+    token = _variable(variables, "REMOTE_REWARD_TOKEN", model)
+    names = "REMOTE_REWARD_ENQUEUE_URL", "REMOTE_REWARD_FETCH_URL"
+    enqueue, fetch = (_variable(variables, name, model) for name in names)
+    called = f"reward service ({names[0]})", f"reward service ({names[1]})"
+    return Endpoints.of(called, (enqueue, fetch), environment.timeout_seconds, token)
 
 
 class RemoteRewards:
@@ -41,26 +82,11 @@ class RemoteRewards:
     for others.
 
     Args:
-        environment: `remote_reward`, and `timeout_seconds`, of which a fifth is the patience with a request that fails, and three
-            fifths that with scores that are not there yet.
-        variables: of the process; the addresses are in REMOTE_REWARD_ENQUEUE_URL and REMOTE_REWARD_FETCH_URL, the token is in
-            REMOTE_REWARD_TOKEN.
-
-    Raises:
-        ConfigError: one of the variables is missing, or an address is none.
+        choose: returns the service that gets the next request; called in several threads at a time.
     """
 
-    def __init__(self, environment: EnvironmentConfig, variables: Mapping[str, str] = os.environ) -> None:
-        seconds = environment.timeout_seconds or _LONG_S
-        token = _variable(variables, "REMOTE_REWARD_TOKEN")
-        self._enqueue, self._fetch = (
-            Service(f"reward service ({name})", _variable(variables, name), _TIMEOUT_S, share * seconds, token)
-            for name, share in (
-                ("REMOTE_REWARD_ENQUEUE_URL", _ENQUEUE_SHARE),
-                ("REMOTE_REWARD_FETCH_URL", _FETCH_SHARE),
-            )
-        )
-        self._config = environment.remote_reward
+    def __init__(self, config: RemoteRewardConfig, choose: Callable[[], Endpoints]) -> None:
+        self._config, self._choose = config, choose
         self._lock = threading.Lock()
         self._open: _Batch | None = None
 
@@ -102,30 +128,45 @@ class RemoteRewards:
 
     def _scores(self, responses: Sequence[Response]) -> dict[str, list[float]]:
         """Return the score of each response, by the names of functions."""
-        functions = self._config.reward_function
+        functions, tries = reward_functions(self._config), 0
         asked = {
             "media_type": "text",
             "prompts": [response.messages[-1]["content"] if response.messages else "" for response in responses],
             "messages": [response.messages for response in responses],
             "completions": [response.text for response in responses],
             "ground_truths": [response.ground_truth for response in responses],
-            "reward_fn": dict(functions),
+            "reward_fn": functions,
         }
-        answer = self._enqueue.post(content=f"{json.dumps(asked, default=str)}\n".encode())
-        uuid = answer.get("uuid") if isinstance(answer, dict) else None
-        if not isinstance(uuid, str) or not uuid:
-            raise self._enqueue.unusable('{"uuid": "…"}', answer)
-        return {name: self._fetched(uuid, name, len(responses)) for name in functions}
+        content = f"{json.dumps(asked, default=str)}\n".encode()
+        while True:
+            tries += 1
+            try:
+                return _asked(self._choose(), content, tuple(functions), len(responses), self._config.score_key)
+            except Gone:  # it was started anew
+                if tries == _TRIES:
+                    raise
 
-    def _fetched(self, uuid: str, name: str, count: int) -> list[float]:
-        answer = self._fetch.post(lambda status: status not in _REFUSED, data={"uuid": uuid, "type": name})
-        form = '{"scores": {key: [one number per completion]}}'
-        if not _are_scores(answer):
-            raise self._fetch.unusable(form, answer)
-        scores = service_scores(answer["scores"], self._config.score_key)
-        if len(scores) != count:
-            raise self._fetch.unusable(f"{form} for {count} completions", answer)
-        return scores
+
+def _asked(
+    service: Endpoints, content: bytes, functions: Sequence[str], count: int, score_key: str
+) -> dict[str, list[float]]:
+    """Return what a service gives each of `count` responses, by the names of functions."""
+    answer = service.enqueue.post(content=content)
+    uuid = answer.get("uuid") if isinstance(answer, dict) else None
+    if not isinstance(uuid, str) or not uuid:
+        raise service.enqueue.unusable('{"uuid": "…"}', answer)
+    return {name: _fetched(service.fetch, uuid, name, count, score_key) for name in functions}
+
+
+def _fetched(service: Service, uuid: str, name: str, count: int, score_key: str) -> list[float]:
+    answer = service.post(lambda status: status not in _REFUSED, data={"uuid": uuid, "type": name})
+    form = '{"scores": {key: [one number per completion]}}'
+    if not _are_scores(answer):
+        raise service.unusable(form, answer)
+    scores = service_scores(answer["scores"], score_key)
+    if len(scores) != count:
+        raise service.unusable(f"{form} for {count} completions", answer)
+    return scores
 
 
 class _Batch:
@@ -172,19 +213,21 @@ def service_rewards(scores: Mapping[str, Sequence[float]], config: RemoteRewardC
     """Return the reward of each response: the weighted sum of the functions' scores, clipped, then scaled.
 
     Args:
-        scores: names of `config.reward_function` to one score per response.
+        scores: names of the configured functions to one score per response.
 
     Raises:
         DataError: the scores are not those of the configured functions.
     """
-    if scores.keys() != config.reward_function.keys():
+    functions = reward_functions(config)
+    if scores.keys() != functions.keys():
         raise DataError(
-            f"expected scores of {', '.join(config.reward_function)} (environment.remote_reward.reward_function), "
+            f"expected scores of {', '.join(functions)} (environment.remote_reward.reward_function), "
             f"found {', '.join(scores) or 'none'}"
         )
-    weights = config.reward_function.values()
-    per_response = zip(*(scores[name] for name in config.reward_function), strict=True)
-    sums = [sum(weight * value for weight, value in zip(weights, values, strict=True)) for values in per_response]
+    per_response = zip(*(scores[name] for name in functions), strict=True)
+    sums = [
+        sum(weight * value for weight, value in zip(functions.values(), values, strict=True)) for values in per_response
+    ]
     return [config.scale * min(max(total, config.clip_min), config.clip_max) for total in sums]
 
 
@@ -195,7 +238,12 @@ def _are_scores(answer: Any) -> bool:
     return all(type(value) in (int, float) for values in scores.values() for value in values)
 
 
-def _variable(variables: Mapping[str, str], name: str) -> str:
+def _variable(variables: Mapping[str, str], name: str, model: str | None) -> str:
     if not variables.get(name):
-        raise ConfigError(f"environment.remote_reward.enable needs the variable {name}; export it where you submit")
+        start = (
+            f"start `hpcrl reward serve {model}`, and export what it prints, because only a run starts it itself"
+            if model
+            else "export it where you submit"
+        )
+        raise ConfigError(f"environment.remote_reward.enable needs the variable {name}; {start}")
     return variables[name]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -16,33 +16,78 @@ from hpcrl.errors import ConfigError, ServiceError
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
 _MOST_BYTES = 32 * 2**20
 _BUSY = (408, 425, 429)  # beside 5xx: what the same request may get another answer to
+_GONE = 410
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
+class Peer(Protocol):
+    """Who is asked: where that is, how it knows the client, and how the client knows it."""
+
+    def address(self) -> str | None:
+        """Return where it is now; None: it is away, and may come back."""
+        ...
+
+    def headers(self, path: str, body: bytes) -> dict[str, str]:
+        """Return what a request shows."""
+        ...
+
+    def is_answer(self, sent: Mapping[str, str], status: int, body: bytes, given: Mapping[str, str]) -> bool:
+        """Return whether an answer, to the request with the headers `sent`, is its own."""
+        ...
+
+
+class Fixed:
+    """One that is at one address.
+
+    Args:
+        token: sent as `Authorization: Bearer`.
+    """
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self._url, self._headers = url, {"authorization": f"Bearer {token}"} if token else {}
+
+    def address(self) -> str:
+        return self._url
+
+    def headers(self, path: str, body: bytes) -> dict[str, str]:  # noqa: ARG002
+        return self._headers
+
+    def is_answer(self, sent: Mapping[str, str], status: int, body: bytes, given: Mapping[str, str]) -> bool:  # noqa: ARG002
+        return True
+
+
 class Service:
-    """A service at one address.
+    """A service.
 
     Args:
         name: what errors call it: the service, and the setting or variable of its address.
-        url: http:// or https://; what stands in it before an @ or after a ? is not repeated in errors.
+        url: http:// or https://; what stands in it before an @ or after a ? is not repeated in errors. Or who is asked instead.
         timeout_s: seconds that one try may take, its whole answer included.
         patience_s: seconds in which further tries begin, the waits between them growing to 8 s; 0: one try.
-        token: sent as `Authorization: Bearer`; no error repeats it.
+        token: sent as `Authorization: Bearer` to a `url`; no error repeats it.
 
     Raises:
         ConfigError: the address is none.
     """
 
-    def __init__(self, name: str, url: str, timeout_s: float, patience_s: float, token: str | None = None) -> None:
+    def __init__(
+        self, name: str, url: str | Peer, timeout_s: float, patience_s: float, token: str | None = None
+    ) -> None:
+        self._peer = Fixed(url, token) if isinstance(url, str) else url
+        self._name, self._timeout_s, self._patience_s, self._token = name, timeout_s, patience_s, token
+        self._who = name if (address := self._peer.address()) is None else self._named(self._parsed(address))
+
+    def _parsed(self, url: str) -> httpx.URL:
         try:
             address = httpx.URL(url)
         except httpx.InvalidURL as error:
-            raise ConfigError(f"{name}: {url!r:.200} is no address: {error}") from error
+            raise ConfigError(f"{self._name}: {url!r:.200} is no address: {error}") from error
         if address.scheme not in ("http", "https") or not address.host:
-            raise ConfigError(f"{name}: expected an address such as http://host:8000/path, found {url!r:.200}")
-        self._url, self._timeout_s, self._patience_s = address, timeout_s, patience_s
-        self._token, self._headers = token, {"authorization": f"Bearer {token}"} if token else {}
-        self._who = f"{name} at {address.scheme}://{address.netloc.decode()}{address.path}"
+            raise ConfigError(f"{self._name}: expected an address such as http://host:8000/path, found {url!r:.200}")
+        return address
+
+    def _named(self, address: httpx.URL) -> str:
+        return f"{self._name} at {address.scheme}://{address.netloc.decode()}{address.path}"
 
     def post(self, again: Callable[[int], bool] | None = None, **body: Any) -> Any:
         """Return the answer's JSON.
@@ -52,6 +97,7 @@ class Service:
             body: `json`, `data` or `content` of httpx.
 
         Raises:
+            Gone: the answer is 410: what is asked for was there, and is not any more.
             ServiceError: there was no answer within the patience, or one that cannot be used.
         """
         started, wait, tries = time.monotonic(), _FIRST_WAIT_S, 0
@@ -70,25 +116,39 @@ class Service:
                 wait = min(_LONGEST_WAIT_S, 2 * wait)
 
     def _try(self, body: dict[str, Any]) -> tuple[int, bytes]:
-        deadline, content = time.monotonic() + self._timeout_s, bytearray()
+        deadline, content, where = time.monotonic() + self._timeout_s, bytearray(), self._peer.address()
+        if where is None:
+            raise _NotYet("it is away")
+        address = self._parsed(where)
+        self._who = self._named(address)
+        request = _client().build_request("POST", address, timeout=self._timeout_s, **body)
+        proof = self._peer.headers(address.path, request.read())
+        request.headers.update(proof)
         try:
-            with _client().stream("POST", self._url, headers=self._headers, timeout=self._timeout_s, **body) as answer:
+            answer = _client().send(request, stream=True)
+            try:
                 for piece in answer.iter_bytes():
                     content += piece
                     if len(content) > _MOST_BYTES:
                         raise ServiceError(f"{self._who}: expected an answer of at most {_MOST_BYTES >> 20} MiB")
                     if time.monotonic() > deadline:
                         raise _NotYet(f"its answer took more than {self._timeout_s:g} s")
-                return answer.status_code, bytes(content)
+            finally:
+                answer.close()
         except httpx.TimeoutException as error:
             raise _NotYet(f"no answer within {self._timeout_s:g} s") from error
         except (httpx.TransportError, httpx.DecodingError) as error:
             raise _NotYet(self._hidden(str(error) or type(error).__name__)) from error
+        if not self._peer.is_answer(proof, answer.status_code, bytes(content), answer.headers):
+            raise _NotYet("what answers there is another: its answer is not signed with the token of the run")
+        return answer.status_code, bytes(content)
 
     def _read(self, status: int, content: bytes, again: Callable[[int], bool]) -> Any:
         said = self._hidden(content.decode(errors="replace")).strip()
         if not 200 <= status < 300:
             problem = f"it answered {status} {said[:300]!r}"
+            if status == _GONE:
+                raise Gone(f"{self._who}: {problem}")
             if again(status):
                 raise _NotYet(problem)
             raise ServiceError(f"{self._who}: {problem}")
@@ -103,6 +163,10 @@ class Service:
 
     def _hidden(self, text: str) -> str:
         return text.replace(self._token, "…") if self._token else text
+
+
+class Gone(ServiceError):
+    """What is asked for was there, and is not any more."""
 
 
 class _NotYet(Exception):

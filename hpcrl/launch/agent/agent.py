@@ -4,6 +4,8 @@ It takes its role from the plan by its node id, starts that role's processes, su
 
     trainer node    torchrun jobs/train.py (one rank: without torchrun); on node 0 also jobs/controller.py
     rollout node    jobs/rollout.py, one per replica; one that fails is started again
+    reward node     jobs/reward.py, one per service of the reward model; one that fails is started again, and ends the attempt when it fails
+                    too often
 
 A stop request (TERM, USR2, control/stop.json) reaches the processes through the stop file, a signal to the trainer's ranks, and the
 controller; the trainer saves and leaves. Whoever sees the end first writes the outcome; every agent ends its processes when it is there.
@@ -25,7 +27,7 @@ from hpcrl.launch.agent.processes import NodeProcesses
 from hpcrl.launch.agent.start import NodeContext, await_attempt, listen, log_to, look_after_the_script
 from hpcrl.launch.agent.watchdog import Neighbours, Stall, Watchdog
 from hpcrl.launch.doctor.rooms import Sizes
-from hpcrl.launch.nodes import Node, make_plan, trainer_nodes
+from hpcrl.launch.nodes import Node, make_plan, needed_nodes
 from hpcrl.launch.requeue.epilogue import ended_before, settle
 from hpcrl.rundir.checksums import require_unchanged
 from hpcrl.rundir.commit import read_json, write_json
@@ -73,10 +75,8 @@ class Agent:
         self._grace_s = config.slurm.signal_seconds - _MARGIN_S
         self._processes = NodeProcesses(run, config, context, attempt.number, self._node, self._grace_s)
         self._watchdog = Watchdog(self._processes.heartbeats, config.slurm.patience)
-        self._neighbours = Neighbours(run, self._attempt, self._node.index, trainer_nodes(plan), attempt.hosts)
-        self._restarts = {
-            f"rollout-{replica}": Restarts(config.slurm.replica_restarts) for replica in self._node.replicas
-        }
+        self._neighbours = Neighbours(run, self._attempt, self._node.index, needed_nodes(plan), attempt.hosts)
+        self._restarts = {name: Restarts(config.slurm.replica_restarts) for name in self._node.workers}
         self._left: dict[str, float] = {}
         self._saving_s = config.slurm.patience.save_seconds or float("inf")
         self._stop_reason: str | None = None
@@ -137,13 +137,13 @@ class Agent:
             self._processes.start_controller()
             self._processes.publish_rendezvous()
         for name in self._restarts:
-            self._start_replica(name)
+            self._start_worker(name)
 
-    def _start_replica(self, name: str) -> None:
+    def _start_worker(self, name: str) -> None:
         self._restarts[name].started()
         self._watchdog.forget(name)
         self._left.pop(name, None)
-        self._processes.start_replica(name)
+        self._processes.start_worker(name)
 
     def _look_for_stop(self) -> None:
         reason = stop_asked(self._run, self._attempt)
@@ -175,19 +175,19 @@ class Agent:
             if status is None or self._stop_reason or (status == 0 and not self._left_too_early(name)):
                 continue
             if name in self._restarts and not concerns_the_run(status):
-                self._replica_failed(child)
+                self._worker_failed(child)
             else:
                 self._failed(child)
                 return
         for name, restarts in self._restarts.items():
             if restarts.due is not None and time.monotonic() >= restarts.due and not self._stop_reason:
                 require_unchanged(self._run)  # long after the others of its attempt
-                self._start_replica(name)
+                self._start_worker(name)
         if self._node.index == 0:
             self._look_for_the_end()
 
     def _left_too_early(self, name: str) -> bool:
-        """Return whether a replica ended with 0 though neither the run nor a stop request ended it: somebody on its node did."""
+        """Return whether a replica or a service ended with 0 though neither the run nor a stop request ended it: somebody on its node did."""
         if name not in self._restarts:
             return False
         since = self._left.setdefault(name, time.monotonic())
@@ -210,19 +210,23 @@ class Agent:
     def _report_stop(self, message: str) -> None:
         self._report("cancelled" if self._stop_reason == "cancelled" else "interrupted", message)
 
-    def _replica_failed(self, child: Child) -> None:
+    def _worker_failed(self, child: Child) -> None:
         from hpcrl.runtime.controller_client import Controller  # its HTTP client is not for `hpcrl submit` to load
 
-        restarts, error = self._restarts[child.name], child.first_error()
+        restarts, error, replica = self._restarts[child.name], child.first_error(), child.name.startswith("rollout")
+        restarts.ended()
+        if restarts.given_up and not replica:  # no response would be worth anything any more
+            self._failed(child)
+            return
         del self._processes.children[child.name]
         child.end(0.0)
         self._watchdog.forget(child.name)
-        restarts.ended()
         what = GIVEN_UP if restarts.given_up else f"to be started again ({restarts.used})"
         print(f"{error}; {what}", flush=True)
         StatusWriter(self._run, child.name, self._attempt).write(f"{what}: {error}", restarts=restarts.used)
-        with closing(Controller(self._run, self._attempt)) as controller:
-            controller.leave(child.name)  # it may have had no time to report that itself
+        if replica:
+            with closing(Controller(self._run, self._attempt)) as controller:
+                controller.leave(child.name)  # it may have had no time to report that itself
 
     def _failed(self, child: Child) -> None:
         taken = child.name == "trainer-0" and "EADDRINUSE" in child.log_tail()

@@ -128,12 +128,12 @@ _OF_THE_RUN = (ConfigError.exit_code, DataError.exit_code, UserCodeError.exit_co
 
 
 def concerns_the_run(status: int) -> bool:
-    """Return whether the exit status of a rollout process means an error that every other replica would have too."""
+    """Return whether the exit status of a replica or a service means an error that every other one would have too."""
     return status in _OF_THE_RUN
 
 
 class Restarts:
-    """The restarts of one replica in one attempt: the first at once, each further one after twice the time, up to a minute.
+    """The restarts of one replica or service in one attempt: the first at once, each further one after twice the time, up to a minute.
 
     Args:
         budget: restarts until it is given up; one that has worked for half an hour begins anew.
@@ -149,7 +149,7 @@ class Restarts:
         return self.used > self._budget
 
     def ended(self) -> None:
-        """The replica has failed: plan the next start, unless that was the last one."""
+        """It has failed: plan the next start, unless that was the last one."""
         if time.monotonic() - self._started > _RECOVERED_S:
             self.used = 0
         self.used += 1

@@ -40,7 +40,7 @@ class Environments:
         self._own = {"HPCRL_ATTEMPT": str(attempt), "HPCRL_ADDRESS": address, DIRECTORY: str(heartbeats)}
 
     def of(self, name: str) -> dict[str, str]:
-        """Return the whole environment of the process `name`: controller, trainer-<node> or rollout-<replica>."""
+        """Return the whole environment of the process `name`: controller, trainer-<node>, rollout-<replica> or reward-<service>."""
         environment, node = {**os.environ, **self._own}, self._node
         if self._interface:
             environment["GLOO_SOCKET_IFNAME"] = self._interface
@@ -48,13 +48,13 @@ class Environments:
         # c10d warns of names that it cannot resolve, and goes on
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if self._cpus:
-            processes = max(1, node.ranks + len(node.replicas))
+            processes = max(1, node.ranks + len(node.workers))
             environment["OMP_NUM_THREADS"] = str(max(1, self._cpus // processes))
         if node.gpus:
             mine = visible_devices(node, self._shared)
-            if name.startswith("rollout-"):
-                position = node.replicas.index(int(name.removeprefix("rollout-")))
-                mine = mine[position * self._width : (position + 1) * self._width]
+            if name in node.workers:
+                width, position = (self._width if node.replicas else 1), node.workers.index(name)
+                mine = mine[position * width : (position + 1) * width]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine[: node.ranks or self._width])
         if name.startswith("trainer-"):
             if self._ordered:

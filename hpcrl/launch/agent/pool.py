@@ -67,7 +67,7 @@ class PoolAgent(Agent):
         if child.poll() == UserCodeError.exit_code:
             super()._failed(child)
         else:
-            self._replica_failed(child)
+            self._worker_failed(child)
 
     def _look_at_neighbours(self) -> None:
         """The run may go on without its first node, when Slurm has started it again; so this element reports no outcome."""

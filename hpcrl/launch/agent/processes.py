@@ -56,9 +56,14 @@ class NodeProcesses:
         command = [sys.executable, self._job("controller"), str(self._run.path)]
         self._spawn("controller", command, signal.SIGINT, ignore_sigterm=True)
 
-    def start_replica(self, name: str) -> None:
-        command = [sys.executable, self._job("rollout"), str(self._run.path)]
-        self._spawn(name, command, HPCRL_REPLICA=name.removeprefix("rollout-"))
+    def start_worker(self, name: str) -> None:
+        """Start rollout-<replica>, or reward-<service>."""
+        job, number = name.split("-")
+        command = [sys.executable, self._job(job), str(self._run.path)]
+        if job == "rollout":
+            self._spawn(name, command, HPCRL_REPLICA=number)
+        else:
+            self._spawn(name, command, HPCRL_SERVICE=number)
 
     def _job(self, name: str) -> str:
         return str(self._run.code / "jobs" / f"{name}.py")
@@ -110,10 +115,10 @@ class NodeProcesses:
         return name in self.children and self.children[name].poll() is not None
 
     def end(self, patience_s: float) -> None:
-        """End all processes: replicas have 10 s for it, the others `patience_s`."""
+        """End all processes: replicas and services have 10 s for it, the others `patience_s`."""
         for child in self.children.values():
             child.request_stop()
         for name, child in self.children.items():
-            child.end(10.0 if name.startswith("rollout") else patience_s)
+            child.end(10.0 if name in self._node.workers else patience_s)
         self._scratch.remove()
         remove_abandoned(*filter(None, [self._copies]))  # of those that had to be killed

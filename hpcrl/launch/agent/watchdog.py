@@ -83,19 +83,19 @@ class Watchdog:
 class Neighbours:
     """Whether the other nodes are still there.
 
-    Node 0 reads the process statuses of the other agents: each must appear, and those of trainer nodes must be renewed. The others connect to
+    Node 0 reads the process statuses of the other agents: each must appear, and those of needed nodes must be renewed. The others connect to
     the controller's port, which is on node 0 and does not outlive its agent. Where nothing can be reached at all it may be the network, and the
     process status of node 0 decides.
 
     Args:
-        trainers: how many nodes the trainer has, the first ones.
+        needed: nodes without which the run cannot go on.
         hosts: of all nodes that Slurm starts together.
     """
 
-    def __init__(self, run: Run, attempt: int, index: int, trainers: int, hosts: Sequence[str]) -> None:
+    def __init__(self, run: Run, attempt: int, index: int, needed: Sequence[int], hosts: Sequence[str]) -> None:
         self._run, self._attempt, self._index, self._hosts = run, attempt, index, hosts
         self._others = {f"agent-{other}": hosts[other] for other in range(1, len(hosts))} if index == 0 else {}
-        self._needed = {f"agent-{other}" for other in range(1, trainers)}
+        self._needed = {f"agent-{other}" for other in needed}
         self._status = StatusWriter(run, f"agent-{index}", attempt)
         self._clock, self._probed, self._answered = SuspendAwareClock(_LONGEST_PAUSE_S), 0.0, None
         self._seen_statuses: dict[str, tuple[float, float]] = {}  # renewed by the other's clock, seen by ours
@@ -125,7 +125,7 @@ class Neighbours:
                 )
             silence = now - self._seen_statuses[process][1] if process in self._seen_statuses else 0.0
             if process in self._needed and silence > _SILENT_S:
-                return f"nothing was heard of {host}, a node of the trainer, for {silence:.0f} s"
+                return f"nothing was heard of {host}, a node that the run needs, for {silence:.0f} s"
         return None
 
     def _unreachable(self, now: float) -> str | None:

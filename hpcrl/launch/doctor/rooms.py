@@ -9,15 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.derive import (
-    adapters,
-    has_engines,
-    kept_versions,
-    largest_rank,
-    loads_adapters,
-    model_paths,
-    saves_checkpoints,
-)
+from hpcrl.config.adapters import adapters, largest_rank, loads_adapters
+from hpcrl.config.derive import has_engines, kept_versions, model_paths, saves_checkpoints
 from hpcrl.config.sections.model import LoraConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.rundir.checkpoints import NEVER_DELETED

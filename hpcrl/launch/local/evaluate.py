@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, eval_sampling, sampling_seed
-from hpcrl.config.derive import gpu_count, is_offline
+from hpcrl.config.derive import gpu_count, is_offline, trains_reward_model
 from hpcrl.config.errors import raise_together
 from hpcrl.config.root import source_of
 from hpcrl.config.sections.generator import SamplingParams
@@ -123,7 +123,12 @@ def configured(
     ]
     if subject.run is None:
         ours.append(f"data.train_data={json.dumps(paths)}")
-    elif is_offline(Config.from_toml([subject.run.config]).trainer):  # whose val_data are rows, not prompts
+    elif trains_reward_model(trainer := Config.from_toml([subject.run.config]).trainer):
+        raise ConfigError(
+            f"trainer.mode: {subject.run.name} trains a reward model, which answers no prompts; `hpcrl follow {subject.run.name}` shows what "
+            "its validation sets say"
+        )
+    elif is_offline(trainer):  # whose val_data are rows, not prompts
         ours.append(f"data.val_prompts={json.dumps(paths)}")
     if n_samples is not None:
         ours.append(f"generator.eval_n_samples_per_prompt={n_samples}")

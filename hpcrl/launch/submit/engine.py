@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, engine_rope
+from hpcrl.config.adapters import loads_adapters
 from hpcrl.config.derive import (
     has_engines,
     is_offline,
-    loads_adapters,
     longest_sample,
     max_input_length,
     max_model_len,

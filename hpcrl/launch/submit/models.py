@@ -13,6 +13,7 @@ from typing import Any
 from hpcrl.config import Config, uses_reference
 from hpcrl.config.derive import model_config_kwargs, model_paths, ref_model_path
 from hpcrl.config.errors import Problem
+from hpcrl.config.reward_model import reward_services
 from hpcrl.config.rules.model_fit import misfits
 from hpcrl.config.sections.trainer import TrainerConfig
 
@@ -85,7 +86,10 @@ def check_layouts(config: Config) -> Iterator[Problem]:
 def unchecked_models(config: Config) -> Iterator[str]:
     """Yield a line for each model that only the job can check, because it is not on this machine."""
     shared = {path for path, *_ in _models(config.trainer)}
-    for path in dict.fromkeys(model_paths(config.trainer).values()):
+    paths = [*model_paths(config.trainer).values()]
+    if reward_services(config) and (served := config.environment.remote_reward.service.model):
+        paths.append(served)
+    for path in dict.fromkeys(paths):
         if is_local(path) or _has_weights(path):
             continue
         shows = "" if entries_of(path) else ", so how many tokens it takes shows when the job starts"

@@ -16,6 +16,7 @@ from hpcrl.config import Config, total_steps
 from hpcrl.config.derive import has_engines, is_offline, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.resume_changes import Change, changes_from_path
+from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.data.chat import chat_template
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import count_aside
@@ -25,7 +26,7 @@ from hpcrl.data.weight_files import ADAPTER_FILE
 from hpcrl.envs.registry import environment_class
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.submit.engine import check_engine
-from hpcrl.launch.submit.models import MODEL_FILE, check_layouts, folder_of, is_local, unchecked_models
+from hpcrl.launch.submit.models import MODEL_FILE, check_layouts, entries_of, folder_of, is_local, unchecked_models
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
 from hpcrl.rundir.commit import is_committed
 from hpcrl.rundir.layout import Run, step_of
@@ -90,7 +91,9 @@ def _of_environments(config: Config) -> Iterator[Problem]:
 
 
 def _of_models(config: Config) -> Iterator[Problem]:
+    service = config.environment.remote_reward.service
     models = {
+        "environment.remote_reward.service.model": service.model,
         "trainer.policy.model.path": config.trainer.policy.model.path,
         "trainer.ref.model.path": config.trainer.ref.model.path,
         "trainer.critic.model.path": config.trainer.critic.model.path,
@@ -98,6 +101,14 @@ def _of_models(config: Config) -> Iterator[Problem]:
     for name, path in models.items():
         if path and is_local(path) and not folder_of(path):
             yield Problem(name, f"{path} is no model directory (it has no {MODEL_FILE})")
+    if service.chat_template and not Path(service.chat_template).is_file():
+        yield Problem("environment.remote_reward.service.chat_template", f"no file {service.chat_template}")
+    entries = (entries_of(service.model) if service.model else None) or {}
+    if (named := entries.get("architectures")) and not any(name.endswith(CLASSIFIER) for name in named):
+        yield Problem(
+            "environment.remote_reward.service.model",
+            f"{service.model} is a {', '.join(named)}; expected a reward model, a sequence classifier of one label (…{CLASSIFIER})",
+        )
     adapter = config.trainer.policy.model.lora.adapter_path
     if adapter and not Path(adapter, ADAPTER_FILE).is_file():
         yield Problem(

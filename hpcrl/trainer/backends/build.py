@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 from importlib.util import find_spec
+from typing import cast
 
+from hpcrl.config.derive import trains_reward_model
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import RunError
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
@@ -15,7 +17,9 @@ _log = logging.getLogger(__name__)
 
 
 def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> PolicyEngine:
-    """Load the policy, and the reference if anything compares with it.
+    """Load the policy, and the reference if anything compares with it; or the reward model that is trained in its place.
+
+    A reward model has the verbs that every engine has, `values` and those of an export. What else a policy has is not asked for then.
 
     Raises:
         DataError: a model path holds no model, or the model does not have what the configuration names.
@@ -29,8 +33,10 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
         if world.first:
             _log.info("layers: %s", describe_layers())
         return MegatronPolicy(trainer, temperature, world)
-    from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
+    from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy, FsdpRewardModel
 
+    if trains_reward_model(trainer):
+        return cast(PolicyEngine, FsdpRewardModel(trainer, world))
     return FsdpPolicy(trainer, temperature, world)
 
 

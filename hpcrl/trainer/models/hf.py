@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -16,23 +16,33 @@ from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.utils.logging import disable_progress_bar
 
-from hpcrl.config.derive import model_config_kwargs, ref_model_path
+from hpcrl.config.derive import model_config_kwargs, ref_model_path, trains_reward_model
+from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.errors import DataError
 
+_SCORE = "score"  # head of transformers' classifiers of causal language models
 _LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource(ConfiguredModel):
-    """A model as a run loads it."""
+    """A model as a run loads it.
+
+    Attributes:
+        gives_scores: it is a reward model.
+    """
+
+    gives_scores: ClassVar[bool] = False
 
     def empty(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
         """Return the model without weights, on the meta device.
@@ -155,6 +165,44 @@ class CriticSource(ModelSource):
         return ValueModel
 
 
+@dataclass(frozen=True, kw_only=True)
+class RewardModelSource(CriticSource):
+    """A sequence classifier of one label, from any causal language model or from a reward model that was saved.
+
+    Its score is that of transformers: of the last token that is not the padding token.
+    """
+
+    gives_scores: ClassVar[bool] = True
+
+    def config(self) -> PreTrainedConfig:
+        """Return the transformers configuration, with one label and a padding token: the tokenizer's, or its own, or the end of a text.
+
+        Raises:
+            DataError: there is none, or the model has no tokenizer.
+        """
+        config = super().config()
+        config.num_labels, text = 1, cast(Any, config.get_text_config())
+        tokenizer = load_tokenizer(self.path, ChatTemplateConfig(), f"{self.role}.model.path")
+        tokens = tokenizer.pad_token_id, text.pad_token_id, tokenizer.eos_token_id
+        known = [token for token in tokens if isinstance(token, int) and token < text.vocab_size]
+        text.pad_token_id = next(iter(known), None)
+        return config
+
+    def _model_class(self) -> type[PreTrainedModel]:
+        """Return the class of the classifier, which says what its head is."""
+        config, name = self.config(), self.head
+        try:
+            empty = _empty(AutoModelForSequenceClassification, config, torch.float32, "eager")
+        except ValueError as error:  # of this kind of model transformers has no classifier
+            raise self.not_a_model(error) from error
+        body, head = type(empty), getattr(empty, name, None)
+        if not isinstance(head, nn.Linear) or head.bias is not None:
+            raise DataError(
+                f"{self.role}.model.path: {body.__name__} has no linear layer `{name}` without a bias, by which hpcrl trains reward models"
+            )
+        return type(body.__name__, (body,), {"get_output_embeddings": lambda model: model.get_submodule(name)})
+
+
 def _contents(path: Path) -> Iterator[torch.Tensor]:
     """Yield an empty tensor of the type of each floating-point tensor of a file."""
     with safe_open(path, framework="pt") as file:
@@ -177,14 +225,17 @@ def _empty(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, atten
 
 
 def policy_source(trainer: TrainerConfig) -> ModelSource:
-    """Return the model that is trained, as it is loaded."""
-    return ModelSource(
-        path=trainer.policy.model.path,
-        role="trainer.policy",
-        config_kwargs=model_config_kwargs(trainer.policy),
-        rope_scaling=trainer.rope_scaling,
-        rope_theta=trainer.rope_theta,
-    )
+    """Return the model that is trained, as it is loaded: a policy, or a reward model in its place."""
+    section: dict[str, Any] = {
+        "path": trainer.policy.model.path,
+        "role": "trainer.policy",
+        "config_kwargs": model_config_kwargs(trainer.policy),
+        "rope_scaling": trainer.rope_scaling,
+        "rope_theta": trainer.rope_theta,
+    }
+    if trains_reward_model(trainer):
+        return RewardModelSource(**section, head=_SCORE, seed=trainer.seed)
+    return ModelSource(**section)
 
 
 def reference_source(trainer: TrainerConfig) -> ModelSource:
@@ -211,10 +262,18 @@ def critic_source(trainer: TrainerConfig) -> CriticSource:
     )
 
 
-def export_config(source: ModelSource, directory: Path, dtype: torch.dtype) -> None:
-    """Write what makes exported weights of a model one: its configuration, with their type, and generation settings."""
+def export_config(source: ModelSource, directory: Path, dtype: torch.dtype, architecture: str | None = None) -> None:
+    """Write what makes exported weights of a model one: its configuration, with their type, and generation settings.
+
+    Args:
+        architecture: name of its class, where that is another than that of `source`, and generates nothing.
+    """
     config = source.config()
     config.dtype = dtype
+    if architecture is not None:
+        config.architectures = [architecture]
     config.save_pretrained(directory)
+    if architecture is not None:
+        return
     with suppress(OSError):  # a model need not have one
         GenerationConfig.from_pretrained(source.path).save_pretrained(directory)

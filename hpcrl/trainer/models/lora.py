@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from hpcrl.config.derive import begins_from_weights
+from hpcrl.config.adapters import begins_from_weights
 from hpcrl.config.sections.model import LoraConfig
 from hpcrl.data.weight_files import ADAPTER_FILE, ADAPTER_PREFIX, WeightFile
 from hpcrl.errors import DataError, did_you_mean
@@ -276,7 +276,7 @@ class Adapter:
         matrices: A [r, in] and B [out, r] of each layer.
         scales: s of each layer.
         config: what PEFT reads beside them.
-        whole: parameters of the modules that are trained whole.
+        whole: parameters that are trained whole beside them: of modules_to_save, and the head of a reward model.
     """
 
     matrices: dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -323,13 +323,19 @@ class Adapter:
 
 
 def gather_adapter(
-    model: nn.Module, lora: LoraConfig, base: str, whole: Callable[[torch.Tensor], torch.Tensor]
+    model: nn.Module,
+    lora: LoraConfig,
+    base: str,
+    whole: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    gives_scores: bool = False,
 ) -> Adapter:
     """Return the adapters of a model. All ranks call it.
 
     Args:
         base: path or hub id of the model that they adapt.
         whole: gathers a parameter that may be sharded.
+        gives_scores: whether the model is a classifier, as reward models are.
     """
     layers = list(adapted_layers(model))
 
@@ -339,7 +345,8 @@ def gather_adapter(
     matrices = {each.name: (copied(each.A), copied(each.B)) for each in layers}
     named = model.named_parameters(remove_duplicate=False)  # PEFT ties no modules that it keeps whole: each has its own
     kept = {name: copied(value) for name, value in named if value.requires_grad and not is_of_adapter(name)}
-    return made_adapter(matrices, {each.name: each.scaling for each in layers}, lora, base, kept)
+    found = made_adapter(matrices, {each.name: each.scaling for each in layers}, lora, base, kept)
+    return replace(found, config=replace(found.config, task_type="SEQ_CLS")) if gives_scores else found
 
 
 def made_adapter(

@@ -30,9 +30,9 @@ def mark_trained(
     policy = isinstance(section, PolicyConfig)
     if section is not None and section.model.lora.rank:
         add_adapters(model, section.model.lora, "trainer.policy" if policy else "trainer.critic", dtype, seed)
-        if not policy:  # whose head has learned nothing
-            head = model.get_output_embeddings()
-            assert head is not None
+        head = model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        if head.out_features == 1:  # of values or scores: it has learned nothing
             head.to(dtype).requires_grad_(True)
     if policy:
         freeze(model, section.trainable_map, section.freeze_pattern)

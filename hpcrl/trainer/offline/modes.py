@@ -7,22 +7,25 @@ from typing import Protocol
 import torch
 
 from hpcrl.algorithms.reductions import Reduction
+from hpcrl.config.derive import trains_pairs
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import Objective
 from hpcrl.trainer.loss import build_objective, build_reduction
 from hpcrl.trainer.offline.likelihood import LikelihoodMeasure, build_likelihood_objective
 from hpcrl.trainer.offline.preferences import PAIRS_REDUCTION, PreferenceMeasure, build_preference_objective
+from hpcrl.trainer.offline.rewards import RewardMeasure, build_reward_objective
 from hpcrl.trainer.packing import PackedSamples
 
 
 class Measure(Protocol):
     """What a validation set is measured by."""
 
-    def sums(self, samples: PackedSamples, logprobs_P: torch.Tensor) -> dict[str, float]:
+    def sums(self, samples: PackedSamples, outputs_P: torch.Tensor, /) -> dict[str, float]:
         """Return sums over these samples, maybe none, the same names for any of them.
 
         Args:
-            logprobs_P: of the policy, [P]; those of the reference, if there is one, are among the samples' scores.
+            outputs_P: log-probabilities of the policy, [P], or values of a reward model; log-probabilities of the reference, if there is
+                one, are among the samples' scores.
         """
         ...
 
@@ -44,13 +47,17 @@ def objective_of(trainer: TrainerConfig) -> Objective:
             return build_likelihood_objective()
         case "dpo":
             return build_preference_objective(trainer.dpo)
+        case "reward_model":
+            return build_reward_objective(trainer.reward_model)
 
 
 def reduction_of(trainer: TrainerConfig, max_seq_len: int) -> Reduction:
     """Return how the policy's loss becomes one number; arguments as of `build_reduction`."""
-    return PAIRS_REDUCTION if trainer.mode == "dpo" else build_reduction(trainer.algorithm, max_seq_len)
+    return PAIRS_REDUCTION if trains_pairs(trainer) else build_reduction(trainer.algorithm, max_seq_len)
 
 
 def measure_of(trainer: TrainerConfig) -> Measure:
     """Return what validation sets are measured by, where rows of datasets are trained."""
+    if trainer.mode == "reward_model":
+        return RewardMeasure(trainer.reward_model)
     return PreferenceMeasure(trainer.dpo) if trainer.mode == "dpo" else LikelihoodMeasure()

@@ -6,16 +6,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import cast
 
 from hpcrl.config import Config, uses_reference
-from hpcrl.config.derive import trains_pairs
+from hpcrl.config.derive import trains_pairs, trains_reward_model
 from hpcrl.config.sections.data import DataConfig
 from hpcrl.data.group_file import as_tensors
 from hpcrl.data.token_file import TokenFile
 from hpcrl.data.tokenize import validation_rows
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
-from hpcrl.trainer.backends.base import PolicyEngine
+from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.backends.schedule import is_due
 from hpcrl.trainer.batching import Limits, SampleRef, planned
 from hpcrl.trainer.distributed import World
@@ -36,6 +37,7 @@ class Validation:
         rows_at_once: of a set, which are laid end to end.
         pairs: rows are pairs, which stay together.
         reference: the measure compares with the reference.
+        values: it is of the values of a reward model.
     """
 
     run: Run
@@ -47,13 +49,14 @@ class Validation:
     measure: Measure
     pairs: bool = False
     reference: bool = False
+    values: bool = False
 
     @classmethod
     def of(cls, run: Run, config: Config, limits: Limits) -> Validation:
         trainer = config.trainer
         return cls(
             run, config.data, limits, trainer.eval_interval, trainer.eval_before_train, trainer.eval_batch_size,
-            measure_of(trainer), pairs=trains_pairs(trainer), reference=uses_reference(trainer),
+            measure_of(trainer), pairs=trains_pairs(trainer), reference=uses_reference(trainer), values=trains_reward_model(trainer),
         )  # fmt: skip
 
     def is_due(self, step: int, total: int, world: World) -> bool:
@@ -116,7 +119,8 @@ class Validation:
         mini = MiniBatch(plan, samples, data.rank)
         if self.reference:
             samples.scores.ref_logprobs = mini.scored(partial(policy.logprobs, reference=True), before)
-        sums = self.measure.sums(samples, mini.scored(policy.logprobs, before))
+        forward = cast(CriticEngine, policy).values if self.values else policy.logprobs
+        sums = self.measure.sums(samples, mini.scored(forward, before))
         return dict(zip(sums, data.sum(list(sums.values())), strict=True))
 
 

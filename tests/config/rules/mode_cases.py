@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.config.rules.skyrl_cases import ALGORITHM, DPO, FOUR_GPUS, SFT, Case
+from tests.config.rules.skyrl_cases import ALGORITHM, DPO, FOUR_GPUS, LORA, REWARD_MODEL, SFT, Case
 
 OF_MODES = [
     Case(
@@ -94,6 +94,36 @@ OF_MODES = [
         {**SFT, "trainer.update_ref_every_epoch": True},
         "trainer.update_ref_every_epoch", 'there is no reference model with trainer.mode="sft"',
         {**DPO, "trainer.update_ref_every_epoch": True},
+    ),
+    Case(
+        "Megatron-core trains no reward models",
+        {**REWARD_MODEL, "trainer.strategy": "megatron"},
+        "trainer.strategy", 'trainer.mode="reward_model" is trained by "fsdp2" alone',
+        {**DPO, "trainer.strategy": "megatron"},
+    ),
+    Case(
+        "a reward model begins with no adapters",
+        {**REWARD_MODEL, f"{LORA}.rank": 8, f"{LORA}.adapter_path": "a"},
+        f"{LORA}.adapter_path", "cannot begin with adapters; merge them",
+        {**REWARD_MODEL, f"{LORA}.rank": 8},
+    ),
+    Case(
+        "a reward model answers no prompts",
+        {**REWARD_MODEL, "data.val_prompts": ["p"]},
+        "data.val_prompts", 'has no effect without trainer.mode="sft" or "dpo"',
+        {**DPO, "data.val_prompts": ["p"]},
+    ),
+    Case(
+        "margins are of reward models",
+        {**DPO, "data.margin_column": "margin"},
+        "data.margin_column", 'has no effect without trainer.mode="reward_model"',
+        {**REWARD_MODEL, "data.margin_column": "margin"},
+    ),
+    Case(
+        "scores are centred of reward models",
+        {"trainer.reward_model.center_rewards_coefficient": 0.1},
+        "trainer.reward_model.center_rewards_coefficient", 'has no effect without trainer.mode="reward_model"',
+        {**REWARD_MODEL, "trainer.reward_model.center_rewards_coefficient": 0.1},
     ),
     Case(
         "ranks share pairs equally",

@@ -9,6 +9,7 @@ from tests.config.rules.skyrl_cases import (
     FOUR_GPUS,
     GYM,
     PLACEMENT,
+    REWARD_SERVICE,
     SERVICE,
     Case,
 )
@@ -203,6 +204,24 @@ OURS = [
         {**SERVICE, **FILTERS, f"{ALGORITHM}.filter_reward_metric": ["taste"]},
         f"{ALGORITHM}.filter_reward_metric", '"taste" is not in environment.remote_reward.reward_function, whose rewards are ocr',
         {**SERVICE, **FILTERS, f"{ALGORITHM}.filter_reward_metric": ["ocr"]},
+    ),
+    Case(
+        "a reward model has one reward",
+        {**REWARD_SERVICE, "environment.remote_reward.reward_function": {"ocr": 1.0}},
+        "environment.remote_reward.reward_function", 'has only "reward_model", found "ocr"',
+        {**REWARD_SERVICE, "environment.remote_reward.reward_function": {"reward_model": 0.5}},
+    ),
+    Case(
+        "a reward model has one score",
+        {**REWARD_SERVICE, "environment.remote_reward.score_key": "a+b"},
+        "environment.remote_reward.score_key", 'sends only "overall_reward", found "a+b"',
+        REWARD_SERVICE,
+    ),
+    Case(
+        "settings of a service that the run does not start",
+        {**SERVICE, "environment.remote_reward.service.num_services": 2},
+        "environment.remote_reward.service.num_services", "has no effect without environment.remote_reward.service.model",
+        {**REWARD_SERVICE, "environment.remote_reward.service.num_services": 2},
     ),
     Case(
         "text2sql has databases",

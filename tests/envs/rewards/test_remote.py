@@ -15,7 +15,7 @@ import pytest
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.sections.environment import RemoteRewardConfig
 from hpcrl.envs.base import Turn
-from hpcrl.envs.rewards.remote import RemoteRewards, service_rewards, service_scores
+from hpcrl.envs.rewards.remote import RemoteRewards, exported, service_rewards, service_scores
 from hpcrl.envs.rewards.response import Response
 from hpcrl.errors import ConfigError, DataError, HpcrlError, ServiceError
 from tests.envs.server import Answer, Asked, Server, serving
@@ -68,7 +68,8 @@ def rewards(
         "REMOTE_REWARD_FETCH_URL": f"{server.url}/api/reward/pull",
         "REMOTE_REWARD_TOKEN": token,
     }
-    return RemoteRewards(EnvironmentConfig(remote_reward=config, timeout_seconds=timeout_seconds), variables)
+    service = exported(EnvironmentConfig(remote_reward=config, timeout_seconds=timeout_seconds), variables)
+    return RemoteRewards(config, lambda: service)
 
 
 def response(text: str) -> Response:
@@ -165,6 +166,25 @@ def test_a_service_that_fails_for_a_while() -> None:
         assert rewards(server)(response("abc")).metrics == {"length": 3.0, "vowels": 1.0}
 
 
+def test_a_request_that_a_service_has_lost_is_sent_again() -> None:
+    service, asked = Rewarding(), list[str]()
+
+    def answer(request: Asked) -> tuple[int, Any]:
+        asked.append(request.path)
+        lost = request.path.endswith("pull") and asked.count(request.path) == 1
+        return (410, "no such request") if lost else service(request)
+
+    with serving(answer) as server:
+        assert rewards(server)(response("abc")).metrics == {"length": 3.0, "vowels": 1.0}
+    assert list(service.batches) == ["u0", "u1"], "the second enqueue"
+    with (
+        serving(lambda one: (410, "lost") if "pull" in one.path else (200, {"uuid": "u"})) as server,
+        pytest.raises(ServiceError, match=r"FETCH_URL\) at .*answered 410 .*lost"),
+    ):
+        rewards(server)(response("abc"))
+    assert sum("enqueue" in one.path for one in server.asked) == 5
+
+
 def test_scores_that_never_come() -> None:
     never: Answer = lambda asked: (200, {"uuid": "u"}) if "enqueue" in asked.path else (404, "no result yet")  # noqa: E731
     with (
@@ -218,9 +238,9 @@ def test_the_variables_are_needed(missing: str) -> None:
     environment = EnvironmentConfig(remote_reward=CONFIG)
     variables = {f"REMOTE_REWARD_{name}": "http://x" for name in ("ENQUEUE_URL", "FETCH_URL", "TOKEN")}
     with pytest.raises(ConfigError, match=f"needs the variable {missing}"):
-        RemoteRewards(environment, variables | {missing: ""})
+        exported(environment, variables | {missing: ""})
     with pytest.raises(ConfigError, match=r"REMOTE_REWARD_FETCH_URL.: expected an address"):
-        RemoteRewards(environment, variables | {"REMOTE_REWARD_FETCH_URL": "host:80"})
+        exported(environment, variables | {"REMOTE_REWARD_FETCH_URL": "host:80"})
 
 
 REPLY = {"x": [0.25, 5.0, -3.0], "y": [0.5, 1.0, -4.0]}

@@ -13,7 +13,7 @@ from hpcrl.rundir.checksums import note_checksums
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Outcome, open_attempt, read_outcome, report_outcome
-from hpcrl.runtime.process_status import StatusWriter, read_process_statuses
+from hpcrl.runtime.process_status import StatusWriter, read_process_status, read_process_statuses
 from tests.paths import QUICKSTART
 
 AGENT = """
@@ -25,7 +25,7 @@ from hpcrl.launch.agent.start import NodeContext, listen
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 run = Run(Path(sys.argv[1]))
-context = NodeContext(int(sys.argv[2]), ["here", "there"], "local-1", 0, True)
+context = NodeContext(int(sys.argv[2]), ["here", "there", "there"], "local-1", 0, True)
 Agent(run, Config.from_toml([run.config]), context, read_attempts(run)[-1], listen()).supervise()
 """
 HEAD = """
@@ -42,7 +42,7 @@ def make_run(tmp_path: Path, *settings: str, **jobs: str) -> Run:
     run = Run(tmp_path / "run")
     write_text(run.config, Config.from_toml([QUICKSTART], settings).to_toml())
     write_text(run.token, "secret\n", mode=0o600)
-    open_attempt(run, "local-1", ["here", "there"])
+    open_attempt(run, "local-1", ["here", "there", "there"])
     for name, program in jobs.items():
         write_text(run.code / "jobs" / f"{name}.py", HEAD + program)
     return run
@@ -210,6 +210,42 @@ def test_a_users_error_on_a_replica_ends_the_attempt(tmp_path: Path) -> None:
     outcome = supervise(make_run(tmp_path, rollout=program), node=1)
     assert outcome.kind == "failed"
     assert "rollout-0: hpcrl.errors.DataError: environment x: no answer" in outcome.message
+
+
+REWARD = [
+    "environment.env_class=",
+    "environment.remote_reward.enable=true",
+    "environment.remote_reward.service.model=r",
+]
+SERVICE = """
+(run.path / "starts").open("a").write(os.environ["HPCRL_SERVICE"])
+if len((run.path / "starts").read_text()) < 2:
+    sys.exit("RuntimeError: out of memory")
+StatusWriter(run, "reward-0", 1).write("serving", url="http://127.0.0.1:9")
+"""
+
+
+def test_a_reward_model_that_fails_is_started_again(tmp_path: Path) -> None:
+    run = make_run(tmp_path, *REWARD, reward=SERVICE + "time.sleep(60)")
+    with start(run, 2) as agent:
+        deadline = time.monotonic() + 40
+        while not (status := read_process_status(run, "reward-0", 1)) or status.state != "serving":
+            assert time.monotonic() < deadline, status
+            time.sleep(0.1)
+        assert (run.path / "starts").read_text() == "00"
+        report_outcome(run, 1, "done", "finished", "agent-0")
+        agent.wait(60)
+
+
+def test_a_run_whose_reward_model_fails_again_and_again_ends(tmp_path: Path) -> None:
+    """Every response would fail; the next attempt avoids the node."""
+    run = make_run(
+        tmp_path, *REWARD, "slurm.replica_restarts=1", reward=SERVICE + 'sys.exit("RuntimeError: no such device")'
+    )
+    outcome = supervise(run, node=2)
+    assert (outcome.kind, outcome.host) == ("failed", "there")
+    assert "reward-0: RuntimeError: no such device" in outcome.message
+    assert (run.path / "starts").read_text() == "00"
 
 
 def test_a_hang_has_ranks_write_what_their_collectives_did(tmp_path: Path) -> None:

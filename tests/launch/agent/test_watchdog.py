@@ -84,7 +84,7 @@ def test_first_node_that_does_not_answer_any_more(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(watchdog, "_NO_ANSWER_S", 0.2)
     monkeypatch.setattr(watchdog, "_PROBE_S", 0.02)
     run = Run(tmp_path)
-    neighbours = Neighbours(run, 1, 1, 1, ["n1", "n2"])
+    neighbours = Neighbours(run, 1, 1, [0], ["n1", "n2"])
 
     def asked(seconds: float) -> str | None:
         deadline, lost = time.monotonic() + seconds, None
@@ -113,7 +113,7 @@ def test_trainer_node_of_which_nothing_is_heard(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(watchdog, "_SILENT_S", 0.3)
     monkeypatch.setattr(watchdog, "_PROBE_S", 0.02)
     run = Run(tmp_path)
-    first = Neighbours(run, 1, 0, 2, ["n1", "n2", "n3"])
+    first = Neighbours(run, 1, 0, [0, 1], ["n1", "n2", "n3"])
     other = StatusWriter(run, "agent-1", 1)
     began, lost = time.monotonic(), None
     while time.monotonic() < began + 0.6:
@@ -124,14 +124,14 @@ def test_trainer_node_of_which_nothing_is_heard(tmp_path: Path, monkeypatch: pyt
         assert time.monotonic() < began + 10
         lost = first.lost()
         time.sleep(0.02)
-    assert lost.startswith("nothing was heard of n2, a node of the trainer")
+    assert lost.startswith("nothing was heard of n2, a node that the run needs")
 
 
 def test_node_that_never_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_START_S", 0.3)
     monkeypatch.setattr(watchdog, "_PROBE_S", 0.02)
     run = Run(tmp_path)
-    first = Neighbours(run, 1, 0, 1, ["n1", "n2", "n3"])
+    first = Neighbours(run, 1, 0, [0], ["n1", "n2", "n3"])
     StatusWriter(run, "agent-1", 1).write("watching")
     deadline, lost = time.monotonic() + 10, None
     while lost is None:
@@ -147,7 +147,7 @@ def test_first_node_that_is_gone_without_a_word(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(watchdog, "_SILENT_S", 0.3)
     monkeypatch.setattr(watchdog, "_PROBE_S", 0.02)
     run, zero = Run(tmp_path), StatusWriter(Run(tmp_path), "agent-0", 1)
-    other = Neighbours(run, 1, 1, 1, ["n1", "n2"])
+    other = Neighbours(run, 1, 1, [0], ["n1", "n2"])
     began, lost = time.monotonic(), None
     while time.monotonic() < began + 0.8:
         zero.write(f"watching {time.monotonic()}")

@@ -16,14 +16,18 @@ from hpcrl.launch.nodes import Node
 from hpcrl.rundir.layout import Run
 
 PLAN = [Node(0, "trainer", 1, (), 0, 0), Node(1, "trainer", 1, (), 0, 0), Node(2, "rollout", 0, (0, 1), 0, 0)]
-HOSTS = ["a", "b", "c"]
+PLAN += [Node(3, "reward", 0, (), 0, 0, (0,))]
+HOSTS = ["a", "b", "c", "d"]
 
 
 def test_node_by_role_name_and_number() -> None:
     assert choose(PLAN, HOSTS, None, None).index == 0
     assert choose(PLAN, HOSTS, None, "rollout").index == 2
+    assert choose(PLAN, HOSTS, None, "reward").index == 3
     assert choose(PLAN, HOSTS, "b", None).index == choose(PLAN, HOSTS, "1", "trainer").index == 1
-    with pytest.raises(RunError, match=r"no rollout node b; it has 0 a \(trainer\), 1 b \(trainer\), 2 c \(rollout\)"):
+    with pytest.raises(
+        RunError, match=r"no rollout node b; it has 0 a \(trainer\), 1 b \(trainer\), 2 c \(rollout\), 3 d"
+    ):
         choose(PLAN, HOSTS, "b", "rollout")
 
 

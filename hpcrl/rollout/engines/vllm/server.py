@@ -25,13 +25,12 @@ from typing import Any
 import httpx
 
 from hpcrl.config import Config, InferenceEngineConfig, engine_gpus, engine_rope, sampling_seed
+from hpcrl.config.adapters import largest_rank, loads_adapters
 from hpcrl.config.derive import (
     LORA_RANKS,
     MOST_KEPT,
     gpu_count,
     kept_versions,
-    largest_rank,
-    loads_adapters,
     max_model_len,
     model_config_kwargs,
     runs_eagerly,

@@ -25,18 +25,19 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from hpcrl.config.derive import (
-    begins_from_weights,
-    ref_sharding,
-    reference_follows,
-    reference_has_values,
-    reference_is_base,
-    uses_reference,
-)
+from hpcrl.config.adapters import begins_from_weights, reference_follows, reference_has_values, reference_is_base
+from hpcrl.config.derive import ref_sharding, uses_reference
 from hpcrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer, merge
-from hpcrl.trainer.backends.fsdp.model import PackedCritic, PackedModel, PackedPolicy, free_gathered, load_model
+from hpcrl.trainer.backends.fsdp.model import (
+    PackedCritic,
+    PackedModel,
+    PackedPolicy,
+    PackedRewardModel,
+    free_gathered,
+    load_model,
+)
 from hpcrl.trainer.backends.fsdp.sharding import copy_parameters, local, one_copy, whole
 from hpcrl.trainer.backends.reference import (
     REFERENCE,
@@ -46,7 +47,7 @@ from hpcrl.trainer.backends.reference import (
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import DTYPES, at_temperature, forward_config
-from hpcrl.trainer.models.hf import critic_source, export_config, policy_source, reference_source
+from hpcrl.trainer.models.hf import ModelSource, critic_source, export_config, policy_source, reference_source
 from hpcrl.trainer.models.lora import (
     Adapter,
     gather_adapter,
@@ -187,60 +188,81 @@ class FsdpEngine(Generic[Model]):
             yield first_P
 
 
-class FsdpPolicy(FsdpEngine[PackedPolicy]):
-    """PolicyEngine on FSDP2.
+class FsdpExported(FsdpEngine[Model]):
+    """One that becomes a model for others.
 
     Args:
-        temperature: divides the logits of policy and reference.
+        source: of `model`.
     """
 
-    def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
-        forward, section, self._source = forward_config(trainer, temperature), trainer.policy, policy_source(trainer)
-        model = load_model(
-            PackedPolicy, self._source, section.fsdp_config, forward, world, trained=section, seed=trainer.seed
-        )
+    def __init__(
+        self, model: Model, source: ModelSource, section: PolicyConfig, trainer: TrainerConfig, world: World
+    ) -> None:
         super().__init__(model, section, trainer, world)
-        self._reference: PackedPolicy | None = None
-        self._reference_is_base = reference_is_base(trainer)
-        if uses_reference(trainer) and not self._reference_is_base:
-            self._reference = load_model(PackedPolicy, reference_source(trainer), ref_sharding(trainer), forward, world)
-            if reference_follows(trainer):
-                require_same_shape(self._reference, model)
+        self._source = source
         self._first_values = self._copied() if begins_from_weights(section.model.lora) else {}
-        self._reference_values = self._without_adapters() if reference_has_values(trainer) else {}
-        self._reference_moved = False
-        self.dtype = DTYPES[section.fsdp_config.mixed_precision.param_dtype]
 
-    def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
-        if not reference:
-            yield from self._each_without_gradient(self._model, batches)
-        elif self._reference_is_base:
-            for batch in batches:
-                with self._as_reference():  # not while others compute in between
-                    (logprobs_P,) = self._each_without_gradient(self._model, [batch])
-                yield logprobs_P
-        else:
-            assert self._reference is not None, "this engine was made without a reference"
-            yield from self._each_without_gradient(self._reference, batches)
+    def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
+        everyone, model = range(self._world.size), self._model.model
+        pieces = [
+            {name: torch.empty(parameter.shape, dtype=dtype, device="meta")}
+            for name, parameter, _ in own_parameters(model)
+        ]
+        return [ExportPiece(self._named_on_the_hub(piece), everyone) for piece in pieces] + [
+            ExportPiece({name: buffer.to("meta")}, everyone) for name, buffer in self._saved_buffers()
+        ]
+
+    def export_weights(self, dtype: torch.dtype, owners: Sequence[int]) -> Iterator[dict[str, torch.Tensor]]:
+        free_gathered(self._model)
+        remaining = iter(owners)
+        for name, parameter, adapter in own_parameters(self._model.model):
+            # cast first: what is gathered is then no larger than what is written
+            value = whole(parameter.detach() if adapter else parameter.detach().to(dtype))
+            merge = merging(adapter, whole) if adapter else None
+            if next(remaining) != self._world.rank:
+                yield {}
+                continue
+            yield self._named_on_the_hub({name: (merge(value).to(dtype) if merge else value).cpu()})
+        for name, buffer in self._saved_buffers():
+            yield {name: buffer.cpu()} if next(remaining) == self._world.rank else {}
+
+    def _named_on_the_hub(self, piece: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        # transformers fuses experts and the like at load; files keep the names of the hub
+        model = self._model.model
+        return (
+            revert_weight_conversion(model, piece) if get_model_conversion_mapping(model, add_legacy=False) else piece
+        )
+
+    def _saved_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        model = self._model.model
+        kept = model.state_dict().keys()
+        return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+
+    def export_config(self, directory: Path, dtype: torch.dtype) -> None:
+        if not self._world.first:
+            return
+        classifier = type(self._model.model).__name__ if self._source.gives_scores else None
+        export_config(self._source, directory, dtype, classifier)
+
+    def adapter(self) -> Adapter | None:
+        if not self._lora.rank:
+            return None
+        newest = self._adapter()
+        if not self._first_values:
+            return newest
+        with self._holding(self._first_values):
+            return newest.beyond(self._adapter())
+
+    def _adapter(self) -> Adapter:
+        free_gathered(self._model)
+        scores = self._source.gives_scores
+        return gather_adapter(self._model.model, self._lora, self._source.path, whole, gives_scores=scores)
 
     def _trained(self) -> dict[str, torch.Tensor]:
         return {name: each.detach() for name, each in self._model.named_parameters() if each.requires_grad}
 
     def _copied(self) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in self._trained().items()}
-
-    def _without_adapters(self) -> dict[str, torch.Tensor]:
-        """Return what is trained as it is before training: with its first values, and B, where it is not taken from the weights, 0."""
-        values = self._copied()
-        for adapted in [name for name in values if is_B(name) and not self._first_values]:
-            values[adapted].zero_()
-        return values
-
-    @contextmanager
-    def _as_reference(self) -> Iterator[None]:
-        """Let the policy compute as the reference that it is with other adapters."""
-        with self._holding(self._reference_values) if self._reference_values else without_adapters(self._model):
-            yield
 
     @contextmanager
     def _holding(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -259,6 +281,55 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
             yield
         finally:
             exchange()
+
+
+class FsdpPolicy(FsdpExported[PackedPolicy]):
+    """PolicyEngine on FSDP2.
+
+    Args:
+        temperature: divides the logits of policy and reference.
+    """
+
+    def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
+        forward, section, source = forward_config(trainer, temperature), trainer.policy, policy_source(trainer)
+        model = load_model(
+            PackedPolicy, source, section.fsdp_config, forward, world, trained=section, seed=trainer.seed
+        )
+        super().__init__(model, source, section, trainer, world)
+        self._reference: PackedPolicy | None = None
+        self._reference_is_base = reference_is_base(trainer)
+        if uses_reference(trainer) and not self._reference_is_base:
+            self._reference = load_model(PackedPolicy, reference_source(trainer), ref_sharding(trainer), forward, world)
+            if reference_follows(trainer):
+                require_same_shape(self._reference, model)
+        self._reference_values = self._without_adapters() if reference_has_values(trainer) else {}
+        self._reference_moved = False
+        self.dtype = DTYPES[section.fsdp_config.mixed_precision.param_dtype]
+
+    def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
+        if not reference:
+            yield from self._each_without_gradient(self._model, batches)
+        elif self._reference_is_base:
+            for batch in batches:
+                with self._as_reference():  # not while others compute in between
+                    (logprobs_P,) = self._each_without_gradient(self._model, [batch])
+                yield logprobs_P
+        else:
+            assert self._reference is not None, "this engine was made without a reference"
+            yield from self._each_without_gradient(self._reference, batches)
+
+    def _without_adapters(self) -> dict[str, torch.Tensor]:
+        """Return what is trained as it is before training: with its first values, and B, where it is not taken from the weights, 0."""
+        values = self._copied()
+        for adapted in [name for name in values if is_B(name) and not self._first_values]:
+            values[adapted].zero_()
+        return values
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """Let the policy compute as the reference that it is with other adapters."""
+        with self._holding(self._reference_values) if self._reference_values else without_adapters(self._model):
+            yield
 
     def reset_reference(self, *, fresh_optimizer: bool) -> None:
         free_gathered(self._model)
@@ -309,56 +380,19 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
             (logprobs_P,) = self.logprobs([untrained_micro_batch(token_ids)])
         return logprobs_P[:-1].tolist()
 
-    def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
-        everyone, model = range(self._world.size), self._model.model
-        pieces = [
-            {name: torch.empty(parameter.shape, dtype=dtype, device="meta")}
-            for name, parameter, _ in own_parameters(model)
-        ]
-        return [ExportPiece(self._named_on_the_hub(piece), everyone) for piece in pieces] + [
-            ExportPiece({name: buffer.to("meta")}, everyone) for name, buffer in self._saved_buffers()
-        ]
 
-    def export_weights(self, dtype: torch.dtype, owners: Sequence[int]) -> Iterator[dict[str, torch.Tensor]]:
-        free_gathered(self._model)
-        remaining = iter(owners)
-        for name, parameter, adapter in own_parameters(self._model.model):
-            # cast first: what is gathered is then no larger than what is written
-            value = whole(parameter.detach() if adapter else parameter.detach().to(dtype))
-            merge = merging(adapter, whole) if adapter else None
-            if next(remaining) != self._world.rank:
-                yield {}
-                continue
-            yield self._named_on_the_hub({name: (merge(value).to(dtype) if merge else value).cpu()})
-        for name, buffer in self._saved_buffers():
-            yield {name: buffer.cpu()} if next(remaining) == self._world.rank else {}
+class FsdpRewardModel(FsdpExported[PackedRewardModel]):
+    """A reward model in training, on FSDP2: it has `values` as a critic, and is exported as a policy."""
 
-    def _named_on_the_hub(self, piece: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        # transformers fuses experts and the like at load; files keep the names of the hub
-        model = self._model.model
-        return (
-            revert_weight_conversion(model, piece) if get_model_conversion_mapping(model, add_legacy=False) else piece
+    def __init__(self, trainer: TrainerConfig, world: World) -> None:
+        section, forward, source = trainer.policy, forward_config(trainer), policy_source(trainer)
+        model = load_model(
+            PackedRewardModel, source, section.fsdp_config, forward, world, trained=section, seed=trainer.seed
         )
+        super().__init__(model, source, section, trainer, world)
 
-    def _saved_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        model = self._model.model
-        kept = model.state_dict().keys()
-        return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
-
-    def export_config(self, directory: Path, dtype: torch.dtype) -> None:
-        if not self._world.first:
-            return
-        export_config(self._source, directory, dtype)
-
-    def adapter(self) -> Adapter | None:
-        if not self._lora.rank:
-            return None
-        free_gathered(self._model)
-        newest = gather_adapter(self._model.model, self._lora, self._source.path, whole)
-        if not self._first_values:
-            return newest
-        with self._holding(self._first_values):
-            return newest.beyond(gather_adapter(self._model.model, self._lora, self._source.path, whole))
+    def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        return self._each_without_gradient(self._model, batches)
 
 
 class FsdpCritic(FsdpEngine[PackedCritic]):

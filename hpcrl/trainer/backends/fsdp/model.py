@@ -1,5 +1,5 @@
 """Transformers models over packed samples, sharded over all ranks with FSDP2: a policy gives log-probabilities instead of logits, a
-critic gives values."""
+critic gives values, a reward model scores."""
 
 from __future__ import annotations
 
@@ -112,7 +112,35 @@ class PackedCritic(PackedModel):
         return (hidden_PD.float() @ self.head.weight[0].float(),)
 
 
-Packed = TypeVar("Packed", PackedPolicy, PackedCritic)
+class PackedRewardModel(PackedModel):
+    """A transformer whose head gives one number for a sample."""
+
+    def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
+        super().__init__(model, forward.packing)
+        self._padding: int | None = model.config.get_text_config().pad_token_id
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        _labels: torch.Tensor,
+        sequences: PackedSequences,
+        *_: object,
+    ) -> tuple[torch.Tensor]:
+        """Return the score of each sample at its last position, and 0 at all others, [P] float32.
+
+        As transformers' classifiers compute it: from the hidden state of the last token that is not the padding token.
+        """
+        hidden_PD, ends_B = self.hidden(token_ids, positions, sequences), sequences.cu_seqlens[1:].long() - 1
+        places_P = torch.arange(len(token_ids), device=token_ids.device)
+        if self._padding is not None:
+            places_P = torch.where(token_ids != self._padding, places_P, -1).cummax(0).values
+        last_B = torch.maximum(places_P[ends_B], sequences.cu_seqlens[:-1].long())
+        scores_B = hidden_PD.index_select(0, last_B).float() @ self.head.weight[0].float()
+        return (among_zeros(scores_B, ends_B, len(token_ids)),)
+
+
+Packed = TypeVar("Packed", PackedPolicy, PackedCritic, PackedRewardModel)
 
 
 def load_model(
@@ -127,7 +155,7 @@ def load_model(
     """Return the model of `source`, sharded; rank 0 reads it, in the type of its files, and each rank casts its shards.
 
     Args:
-        packed: PackedPolicy or PackedCritic.
+        packed: PackedPolicy, PackedCritic or PackedRewardModel.
         trained: section with what is trained; None: nothing. What is frozen as a whole, also below adapters, is kept in the type of the
             computation.
         seed: of the first values of adapters.

@@ -1,0 +1,27 @@
+"""What follows from the configuration about the service of a reward model, which a run starts or asks somewhere else."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from hpcrl.config.derive import gpu_count, has_engines, is_offline, uses_reward_service
+from hpcrl.config.sections.environment import REWARD_MODEL, RemoteRewardConfig
+from hpcrl.config.sections.tree import ConfigTree
+
+
+def reward_functions(remote: RemoteRewardConfig) -> dict[str, float]:
+    """Return the rewards that a service is asked for, with their weights; where they are not set: that of a reward model."""
+    return remote.reward_function or ({REWARD_MODEL: 1.0} if remote.service.model else {})
+
+
+def reward_services(config: ConfigTree) -> int:
+    """Return how many processes serve a reward model in a run."""
+    kinds: tuple[Literal["train", "eval"], ...] = ("eval",) if is_offline(config.trainer) else ("train", "eval")
+    used = has_engines(config) and any(uses_reward_service(config.environment, kind) for kind in kinds)
+    service = config.environment.remote_reward.service
+    return service.num_services if used and service.model is not None else 0
+
+
+def services_per_node(config: ConfigTree) -> int:
+    """Return how many of them share a node: one for each of its GPUs."""
+    return max(1, gpu_count(config.slurm))

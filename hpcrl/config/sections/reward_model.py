@@ -1,0 +1,11 @@
+"""Section `trainer.reward_model`: how a reward model is trained from pairs of a chosen and a rejected answer. Names: TRL's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    center_rewards_coefficient: float = 0.0
+    """Weight of the squared sum of both scores of a pair in the loss, which keeps scores near 0; TRL's documents use 0.01."""

@@ -1,0 +1,75 @@
+"""Which node does what: reward models have nodes of their own, behind trainers and replicas, and the run cannot do without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.launch.agent.environment import Environments
+from hpcrl.launch.nodes import Node, describe_plan, make_plan, needed_nodes
+from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
+from tests.paths import QUICKSTART, ROOT
+
+REWARD = [
+    "environment.env_class=",
+    "environment.remote_reward.enable=true",
+    "environment.remote_reward.service.model=r",
+]
+ON_GPUS = [
+    "slurm.gpus_per_node=4",
+    "trainer.placement.policy_num_gpus_per_node=4",
+    "generator.inference_engine.num_engines=4",
+]
+
+
+def plan(*settings: str) -> list[Node]:
+    return make_plan(Config.from_toml([QUICKSTART], [*REWARD, *settings]))
+
+
+def test_services_share_nodes_by_their_gpus() -> None:
+    nodes = plan(*ON_GPUS, "environment.remote_reward.service.num_services=5")
+    assert [(node.role, node.gpus, node.gpu_offset, node.workers) for node in nodes] == [
+        ("trainer", 4, 0, []),
+        ("rollout", 4, 4, ["rollout-0", "rollout-1", "rollout-2", "rollout-3"]),
+        ("reward", 4, 8, ["reward-0", "reward-1", "reward-2", "reward-3"]),
+        ("reward", 1, 12, ["reward-4"]),
+    ]
+    assert needed_nodes(nodes) == [0, 2, 3]
+    assert describe_plan(nodes)[3] == "node 3: reward-4, 1 GPU(s)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "roles"),
+    [
+        ([], ["trainer", "rollout", "reward"]),
+        (["environment.remote_reward.service.num_services=2"], ["trainer", "rollout", "reward", "reward"]),
+        (["environment.eval_reward_function={format=1.0}"], ["trainer", "rollout", "reward"]),
+        (
+            ["environment.remote_reward.service.model=", "environment.remote_reward.reward_function={x=1.0}"],
+            ["trainer", "rollout"],
+        ),
+    ],
+)
+def test_a_run_has_services_where_it_names_a_model(settings: list[str], roles: list[str]) -> None:
+    assert [node.role for node in plan(*settings)] == roles
+
+
+def test_a_lost_replica_is_no_loss_but_a_lost_reward_model_is(tmp_path: Path) -> None:
+    """Slurm keeps the job of a run that has replicas elsewhere; with one of them it has none left."""
+    for engines, kept in ((1, False), (2, True)):
+        settings = [*REWARD, f"generator.inference_engine.num_engines={engines}"]
+        config = Config.from_toml([QUICKSTART, ROOT / "slurm" / "sites" / "devcluster.toml"], settings)
+        folder = tmp_path / "project" / ".slurm" / "mine"
+        (script,) = batch_scripts(Submission(folder, [Element("mine", config, [])]))
+        assert ("--no-kill" in script) == kept
+        assert f"#SBATCH --nodes={engines + 2}" in script
+
+
+def test_each_service_sees_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    settings = [*REWARD, *ON_GPUS, "environment.remote_reward.service.num_services=3"]
+    config = Config.from_toml([QUICKSTART], settings)
+    environments = Environments(config, make_plan(config)[2], 1, "127.0.0.1", None, tmp_path, False)
+    assert [environments.of(f"reward-{number}")["CUDA_VISIBLE_DEVICES"] for number in range(3)] == ["0", "1", "2"]
