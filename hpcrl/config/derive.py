@@ -170,8 +170,8 @@ def largest_rank(lora: LoraConfig) -> int:
 
 def loads_adapters(config: ConfigTree) -> bool:
     """Return whether engines get the policy's adapters after each step, instead of the whole policy."""
-    merged = config.generator.inference_engine.merge_lora
-    return has_engines(config) and config.trainer.policy.model.lora.rank > 0 and not merged
+    lora, merged = config.trainer.policy.model.lora, config.generator.inference_engine.merge_lora
+    return has_engines(config) and lora.rank > 0 and not (merged or lora.modules_to_save)
 
 
 def begins_with_model(trainer: TrainerConfig) -> bool:
@@ -180,7 +180,7 @@ def begins_with_model(trainer: TrainerConfig) -> bool:
 
 
 def reference_is_base(trainer: TrainerConfig) -> bool:
-    """Return whether the reference is the policy without its adapters, and needs no memory of its own."""
+    """Return whether the reference is the policy with other adapters, or none, and needs no second model."""
     policy, ref = trainer.policy, trainer.ref
     if trainer.strategy == "megatron":
         own = ref.megatron_config.dtype != policy.megatron_config.dtype
@@ -188,6 +188,17 @@ def reference_is_base(trainer: TrainerConfig) -> bool:
         own = ref_sharding(trainer).mixed_precision.param_dtype != policy.fsdp_config.mixed_precision.param_dtype
     same = ref_model_path(trainer) == policy.model.path and model_config_kwargs(ref) == model_config_kwargs(policy)
     return policy.model.lora.rank > 0 and same and not own
+
+
+def reference_follows(trainer: TrainerConfig) -> bool:
+    """Return whether the policy of later steps becomes the reference."""
+    return trainer.algorithm.reference_reset_interval is not None or trainer.update_ref_every_epoch
+
+
+def reference_has_values(trainer: TrainerConfig) -> bool:
+    """Return whether what is trained of the policy is kept a second time, with the values that it has in the reference."""
+    apart = reference_follows(trainer) or bool(trainer.policy.model.lora.modules_to_save)
+    return uses_reference(trainer) and reference_is_base(trainer) and apart
 
 
 def needs_baselines(algorithm: AlgorithmConfig) -> bool:

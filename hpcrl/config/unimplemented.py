@@ -40,9 +40,8 @@ _ENGINE = Unimplemented("further engine options")
 
 
 def _lora(section: str) -> dict[str, Unimplemented]:
-    names = ("modules_to_save", "adapter_names")
     drawn = Unimplemented("adapters that begin with the model's own weights", ("xavier", "normal", "gaussian", "zero"))
-    return {f"{section}.{name}": _LORA for name in names} | {f"{section}.init_method": drawn}
+    return {f"{section}.adapter_names": _LORA, f"{section}.init_method": drawn}
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {

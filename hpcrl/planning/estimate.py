@@ -13,6 +13,7 @@ from hpcrl.config.derive import (
     largest_micro_batch,
     needs_fsdp,
     ref_sharding,
+    reference_has_values,
     trains_reward_model,
 )
 from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded
@@ -77,7 +78,8 @@ def _fsdp(config: Config, models: Mapping[str, Shapes]) -> Estimate:
         whole = fsdp_state(shapes.weights, 1, dtype, frozen_dtype=frozen)
         on_node, state = trainer.placement.policy_num_gpus_per_node, whole.weights + whole.gradients + whole.optimizer
         copy = copy_ranks(fsdp.fsdp_size, ranks, on_node, state, memory_of_rank(config)[0] if on_gpu else None)
-        need = fsdp_state(shapes.weights, copy, dtype, frozen_dtype=frozen)
+        twice = role == "policy" and reference_has_values(trainer)
+        need = fsdp_state(shapes.weights, copy, dtype, frozen_dtype=frozen, twice=twice)
         if fsdp.cpu_offload and on_gpu:
             need = Need(weights=0, gradients=0, optimizer=0)
         if needs_fsdp(fsdp, ranks, dtype, on_gpu=on_gpu):

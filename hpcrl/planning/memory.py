@@ -113,7 +113,13 @@ def shard(shape: Sequence[int], ranks: int, index: int = 0) -> int:
 
 
 def fsdp_state(
-    weights: Sequence[Weight], ranks: int, dtype: str, index: int = 0, *, frozen_dtype: str | None = None
+    weights: Sequence[Weight],
+    ranks: int,
+    dtype: str,
+    index: int = 0,
+    *,
+    frozen_dtype: str | None = None,
+    twice: bool = False,
 ) -> Need:
     """Return what FSDP2 holds of a model on a rank; gradients between backward and step only.
 
@@ -122,12 +128,13 @@ def fsdp_state(
         dtype: of master weights (mixed_precision.master_dtype), of which gradients and Adam's moments are too.
         index: of the rank among them; the first has most.
         frozen_dtype: of what is not trained; None: the same.
+        twice: whether what is trained is there once more, as it is in the reference.
     """
     size, trained = BYTES[dtype], [weight for weight in weights if weight.trained]
     held = sum(shard(weight.shape, ranks, index) for weight in trained)
     frozen = sum(shard(weight.shape, ranks, index) for weight in weights if not weight.trained)
     return Need(
-        weights=size * held + BYTES[frozen_dtype or dtype] * frozen,
+        weights=(1 + twice) * size * held + BYTES[frozen_dtype or dtype] * frozen,
         gradients=size * held,
         optimizer=_MOMENTS * size * held + _STEP * len(trained),
     )

@@ -47,6 +47,7 @@ def bytes_of(world: World, trainers: dict[str, Any]) -> dict[str, dict[str, int]
         trainer = build(TrainerConfig, section)
         policy = FsdpPolicy(trainer, 1.0, world)
         found[f"{name}/policy"] = held_by(policy)
+        found[f"{name}/policy"]["weights"] += held(policy._reference_values.values())
         if policy._reference is not None:
             found[f"{name}/ref"] = {"weights": held(policy._reference.parameters()), "gradients": 0, "optimizer": 0}
         if trainer.critic.model.path is not None:

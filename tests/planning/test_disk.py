@@ -45,6 +45,7 @@ def model(tmp_path: Path) -> Path:
         ({"generator.inference_engine.weight_copy_dir": "$TMPDIR"}, ["copies of them take 1.9 MiB of $TMPDIR on each", "3.8 MiB"]),
         ({"trainer.policy.model.lora.rank": 4}, ["published adapters have 23.4 KiB"]),
         ({"trainer.policy.model.lora.rank": 4, "generator.inference_engine.merge_lora": True}, ["weights have 1.9 MiB"]),
+        ({"trainer.policy.model.lora.rank": 4, "trainer.policy.model.lora.modules_to_save": ["t1"]}, ["weights have 1.9 MiB", "about 5.9 MiB"]),
     ],
 )  # fmt: skip
 def test_sizes(model: Path, settings: dict[str, Any], parts: list[str]) -> None:

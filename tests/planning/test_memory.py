@@ -11,7 +11,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpcrl.config import Config, TrainerConfig
-from hpcrl.config.derive import adapters, copy_ranks, largest_micro_batch, longest_sample, ref_sharding
+from hpcrl.config.derive import (
+    adapters,
+    copy_ranks,
+    largest_micro_batch,
+    longest_sample,
+    ref_sharding,
+    reference_has_values,
+)
 from hpcrl.config.load import nested
 from hpcrl.config.sections.model import FSDPConfig, ModelConfig, PolicyConfig
 from hpcrl.config.validate import build
@@ -59,6 +66,7 @@ def trainers(model: Path) -> dict[str, Any]:
         "master-bf16": section(model, mixed_precision={"param_dtype": "bf16", "master_dtype": "bf16"}),
         "for-loop": {**plain, "policy": plain["policy"] | {"optimizer_config": {"implementation": "for-loop"}}},
         "frozen": frozen,
+        "follows": {**adapted, "algorithm": {"reference_reset_interval": 1}},
         "lora": {**adapted, "algorithm": {}, "critic": {**critic, "model": {"path": str(model), "lora": {"rank": 2}}}},
         "all-models": {**section(model, mixed_precision={"param_dtype": "bf16"}), "algorithm": {}, "critic": critic},
     }
@@ -74,7 +82,8 @@ def expected(table: dict[str, Any], ranks: int, index: int) -> dict[str, dict[st
         copy = copy_ranks(sharding.fsdp_size, ranks, ranks)
         dtype = precision.param_dtype if role == "ref" else precision.master_dtype
         frozen = precision.param_dtype if role in adapters(trainer) else None
-        need = fsdp_state(model.weights, copy, dtype, index % copy, frozen_dtype=frozen)
+        twice = role == "policy" and reference_has_values(trainer)
+        need = fsdp_state(model.weights, copy, dtype, index % copy, frozen_dtype=frozen, twice=twice)
         found[role] = {name: getattr(need, name) for name in ("weights", "gradients", "optimizer")}
     return found
 

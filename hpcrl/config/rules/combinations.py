@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from hpcrl.config.derive import adapters, surplus_groups, uses_reference
+from hpcrl.config.derive import adapters, reference_follows, reference_is_base, surplus_groups, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import Setting, values
 from hpcrl.config.import_path import misnamed
@@ -64,6 +64,7 @@ from hpcrl.config.rules.training import (
     without_effect,
 )
 from hpcrl.config.sections.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.unimplemented import unimplemented_values
 
@@ -118,18 +119,39 @@ def _lora(config: ConfigTree) -> Iterator[Problem]:
                 f"{path}.init_method",
                 "both matrices of each adapter would be 0, and no gradient would reach either; use kaiming",
             )
-    follows = trainer.algorithm.reference_reset_interval is not None or trainer.update_ref_every_epoch
-    if policy.model.lora.rank and follows:
-        setting = "update_ref_every_epoch" if trainer.update_ref_every_epoch else "algorithm.reference_reset_interval"
-        yield Problem(
-            f"trainer.{setting}",
-            "not implemented with LoRA yet: its reference is the model without adapters; leave it out",
-        )
+        if lora.modules_to_save and trainer.strategy == "megatron":
+            yield Problem(
+                f"{path}.modules_to_save",
+                "with trainer.strategy=megatron adapters alone are trained; leave it out, or use fsdp2",
+            )
+        if lora.modules_to_save and lora.adapter_path is not None:
+            yield Problem(
+                f"{path}.modules_to_save",
+                f"a run that begins with given adapters trains adapters alone; leave it or {path}.adapter_path out",
+            )
+    if policy.model.lora.rank and reference_follows(trainer):
+        yield from _moving_reference(trainer)
     trained = [name for name, whether in policy.trainable_map.items() if whether]
     if policy.model.lora.rank and trained:
         yield Problem(
             f"trainer.policy.trainable_map.{trained[0]}",
             "with LoRA, what is trained beside the adapters is named in trainer.policy.model.lora.modules_to_save; leave it out here",
+        )
+
+
+def _moving_reference(trainer: TrainerConfig) -> Iterator[Problem]:
+    """Yield what is wrong with a reference that follows a policy with adapters."""
+    setting = "update_ref_every_epoch" if trainer.update_ref_every_epoch else "algorithm.reference_reset_interval"
+    if trainer.strategy == "megatron":
+        yield Problem(
+            f"trainer.{setting}",
+            "not implemented with LoRA and trainer.strategy=megatron yet: its reference is the model without adapters; leave it out, or use fsdp2",
+        )
+    elif not reference_is_base(trainer):
+        yield Problem(
+            f"trainer.{setting}",
+            "with LoRA the policy's model with other adapters is the reference; leave out what trainer.ref has of its own, a model, rope "
+            "settings or a number type, or leave this out",
         )
 
 

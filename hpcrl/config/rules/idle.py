@@ -278,6 +278,11 @@ _OTHERS = (
         "generator.inference_engine.merge_lora=false",
         lambda config: not config.generator.inference_engine.merge_lora,
     ),
+    Switch(
+        ("generator.inference_engine.fully_sharded_loras",),
+        "adapters alone: trainer.policy.model.lora.modules_to_save left out",
+        lambda config: not config.trainer.policy.model.lora.modules_to_save,
+    ),
     Switch(("data.shuffle_seed",), "data.shuffle=true", lambda config: config.data.shuffle),
     Switch(("data.prefetch_factor",), "data.num_workers", lambda config: config.data.num_workers > 0),
     Switch(("environment.overlong_reward",), "overlong in environment.reward_function", _penalizes_length),

@@ -105,26 +105,33 @@ def rooms(run: Run, config: Config, sizes: Sizes | None) -> dict[str, Room]:
     }
 
 
-def _saved_parameters(shapes: list[list[int]], lora: LoraConfig | None) -> int:
-    """Return how many parameters of a model a checkpoint has; with LoRA those of adapters of all its matrices, which may be more than there are."""
+def _saved_parameters(shapes: dict[str, list[int]], lora: LoraConfig | None) -> int:
+    """Return how many parameters of a model a checkpoint has; with LoRA those of adapters of all its matrices, which may be more than there
+    are, and of the modules that are trained whole."""
     if lora is None:
-        return sum(map(math.prod, shapes))
-    return largest_rank(lora) * sum(sum(shape) for shape in shapes if len(shape) == 2)
+        return sum(map(math.prod, shapes.values()))
+    whole = [shape for name, shape in shapes.items() if any(part in name for part in lora.modules_to_save or ())]
+    return largest_rank(lora) * sum(sum(shape) for shape in shapes.values() if len(shape) == 2) + sum(
+        map(math.prod, whole)
+    )
 
 
-def _shapes(folder: Path | None) -> list[list[int]]:
+def _shapes(folder: Path | None) -> dict[str, list[int]]:
     """Return the shapes of a model's tensors, by the headers of its safetensors files; none where it has no such files, or they cannot be read."""
+    found: dict[str, list[int]] = {}
     try:
-        return [shape for path in (sorted(folder.glob("*.safetensors")) if folder else []) for shape in _listed(path)]
+        for path in sorted(folder.glob("*.safetensors")) if folder else []:
+            found |= _listed(path)
     except (OSError, ValueError):
-        return []
+        return {}
+    return found
 
 
-def _listed(path: Path) -> list[list[int]]:
+def _listed(path: Path) -> dict[str, list[int]]:
     """Return the shapes in a safetensors file: eight bytes, the length of a JSON header of its tensors, then that header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _HEADER_LIMIT:
             raise ValueError(f"{path} is no safetensors file")
         header = json.loads(file.read(length))
-    return [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}

@@ -25,10 +25,6 @@ def resets_optimizer(trainer: TrainerConfig) -> bool:
     return algorithm.reference_reset_interval is not None and algorithm.reset_optimizer_with_reference
 
 
-def follows_policy(trainer: TrainerConfig) -> bool:
-    return trainer.algorithm.reference_reset_interval is not None or trainer.update_ref_every_epoch
-
-
 def require_same_shape(reference: nn.Module, policy: nn.Module) -> None:
     """Raise DataError unless the reference can become the policy.
 

@@ -7,11 +7,10 @@ and the adapter is `q_proj.lora_A.default.weight` [r, in] and `q_proj.lora_B.def
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -58,11 +57,11 @@ class Adapted:
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: torch.dtype, seed: int) -> None:
-    """Freeze a model and give it adapters; where it is on the meta device, they have no values either.
+    """Freeze a model but for modules_to_save, and give it adapters; where it is on the meta device, they have no values either.
 
     Args:
         role: section of the model, for errors: trainer.policy or trainer.critic.
-        dtype: of the adapters.
+        dtype: of the adapters and of what is trained beside them.
         seed: of their first values.
 
     Raises:
@@ -72,9 +71,12 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
 
     model.requires_grad_(False)
     section = f"{role}.model.lora"
-    targets = _targets(model, lora, section)
+    kept = _whole_modules(model, lora, section)
+    targets = _targets(model, lora, section, kept)
     # their values come below
     peft.inject_adapter_in_model(_peft_config(lora, targets), model, _ADAPTER, low_cpu_mem_usage=True)
+    for name in kept:
+        model.get_submodule(name).to(dtype).requires_grad_(True)
     for name in targets:
         layer = model.get_submodule(name)
         device = next(layer.base_layer.parameters()).device  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
@@ -145,7 +147,9 @@ def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tup
         yield A, B.float() * (scale / layer.scaling)
 
 
-def _peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -> peft.LoraConfig:
+def _peft_config(
+    lora: LoraConfig, targets: list[str], base: str | None = None, kept: list[str] | None = None
+) -> peft.LoraConfig:
     import peft  # takes half a second, and most runs have no adapters
 
     return peft.LoraConfig(
@@ -158,32 +162,51 @@ def _peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) 
         use_rslora=lora.use_rslora,
         alpha_pattern=lora.alpha_pattern,
         rank_pattern=lora.rank_pattern,
+        modules_to_save=kept,
     )
 
 
-def _targets(model: PreTrainedModel, lora: LoraConfig, section: str) -> list[str]:
+def _whole_modules(model: PreTrainedModel, lora: LoraConfig, section: str) -> list[str]:
+    """Return the modules that are trained whole: those with parameters of their own that modules_to_save names."""
+    having = [
+        name for name, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
+    ]
+    return _named(having, lora.modules_to_save or [], f"{section}.modules_to_save", "module with parameters")
+
+
+def _targets(model: PreTrainedModel, lora: LoraConfig, section: str, kept: list[str]) -> list[str]:
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     wanted, left_out = lora.target_modules, lora.exclude_modules
     chosen = linear if wanted == _ALL else _named(linear, wanted, f"{section}.target_modules")
     excluded = [] if left_out is None else _named(linear, left_out, f"{section}.exclude_modules")
-    if not (targets := [name for name in chosen if name not in excluded]):
-        raise DataError(f"{section}.exclude_modules leaves no module to adapt; leave one")
+    if not (targets := [name for name in chosen if name not in {*excluded, *kept}]):
+        raise DataError(f"{section}: exclude_modules and modules_to_save leave no module to adapt; leave one")
     return targets
 
 
-def _named(linear: list[str], parts: str | list[str], setting: str) -> list[str]:
+def _named(names: list[str], parts: str | list[str], setting: str, what: str = "linear layer") -> list[str]:
     parts = [parts] if isinstance(parts, str) else parts
     for part in parts:
-        if not any(part in name for name in linear):
-            leaves = sorted({name.rpartition(".")[2] for name in linear})
+        if not any(part in name for name in names):
+            leaves = sorted({name.rpartition(".")[2] for name in names})
             hint = did_you_mean(part, leaves, 3, 0.3) or f"; it has {', '.join(leaves)}"
-            raise DataError(f'{setting} "{part}": the model has no linear layer with that in its name{hint}')
-    return [name for name in linear if any(part in name for part in parts)]
+            raise DataError(f'{setting} "{part}": the model has no {what} with that in its name{hint}')
+    return [name for name in names if any(part in name for part in parts)]
 
 
 def _matrices(layer: Any) -> tuple[nn.Linear, nn.Linear]:
     return layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]
+
+
+def is_of_adapter(name: str) -> bool:
+    """Return whether a parameter of that name is one of an adapter."""
+    return _LORA in name
+
+
+def is_B(name: str) -> bool:
+    """Return whether a parameter of that name is the B of an adapter."""
+    return ".lora_B." in name
 
 
 def own_name(name: str) -> str:
@@ -197,7 +220,7 @@ def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]]:
         owner, is_base, leaf = name.rpartition(_BASE)
         if is_base:
             yield own_name(name), parameter, model.get_submodule(owner) if leaf == "weight" else None
-        elif _LORA not in name:
+        elif not is_of_adapter(name):
             yield name, parameter, None
 
 
@@ -220,16 +243,16 @@ class Adapter:
         matrices: A [r, in] and B [out, r] of each layer.
         scales: s of each layer.
         config: what PEFT reads beside them.
-        heads: parameters that are trained whole beside them, such as the head of a reward model.
+        whole: parameters of the modules that are trained whole.
     """
 
     matrices: dict[str, tuple[torch.Tensor, torch.Tensor]]
     scales: dict[str, float]
     config: peft.LoraConfig
-    heads: dict[str, torch.Tensor] = field(default_factory=dict)
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def scaled(self, dtype: torch.dtype) -> Adapter:
-        """Return the same adapters with s = 1, in another type: vLLM knows one alpha for all layers."""
+        """Return the same adapters with s = 1, in another type: vLLM knows one alpha for all layers, and no modules that are trained whole."""
         matrices = {name: (A.to(dtype), (self.scales[name] * B).to(dtype)) for name, (A, B) in self.matrices.items()}
         rank = max(len(A) for A, _ in matrices.values())
         others = {name: len(A) for name, (A, _) in matrices.items() if len(A) < rank}
@@ -246,7 +269,7 @@ class Adapter:
         """
         named = [(f"{ADAPTER_PREFIX}{name}", *matrices) for name, matrices in self.matrices.items()]
         tensors = {f"{name}{part}": tensor for name, *both in named for part, tensor in zip(_PARTS, both, strict=True)}
-        tensors |= {f"{ADAPTER_PREFIX}{name}": tensor for name, tensor in self.heads.items()}
+        tensors |= {f"{ADAPTER_PREFIX}{name}": tensor for name, tensor in self.whole.items()}
         self.config.save_pretrained(str(directory))
         file = WeightFile(directory / ADAPTER_FILE, {name: tensor.to("meta") for name, tensor in tensors.items()})
         try:
@@ -256,7 +279,7 @@ class Adapter:
 
 
 def gather_adapter(
-    model: nn.Module, lora: LoraConfig, base: str, whole: Callable[[torch.Tensor], torch.Tensor]
+    model: PreTrainedModel, lora: LoraConfig, base: str, whole: Callable[[torch.Tensor], torch.Tensor]
 ) -> Adapter:
     """Return the adapters of a model. All ranks call it.
 
@@ -266,12 +289,18 @@ def gather_adapter(
     """
     layers = list(adapted_layers(model))
     matrices = {each.name: (whole(each.A.detach()).cpu(), whole(each.B.detach()).cpu()) for each in layers}
-    heads = {
-        name: whole(parameter.detach()).cpu()
-        for name, parameter, adapter in own_parameters(model)
-        if adapter is None and parameter.requires_grad
+    named = model.named_parameters(remove_duplicate=False)  # PEFT ties no modules that it keeps whole: each has its own
+    kept = {
+        name: whole(value.detach()).cpu() for name, value in named if value.requires_grad and not is_of_adapter(name)
     }
-    return made_adapter(matrices, {each.name: each.scaling for each in layers}, lora, base, heads)
+    adapter = made_adapter(matrices, {each.name: each.scaling for each in layers}, lora, base, kept)
+    return replace(adapter, config=replace(adapter.config, task_type="SEQ_CLS")) if gives_numbers(model) else adapter
+
+
+def gives_numbers(model: PreTrainedModel) -> bool:
+    """Return whether the head of a model gives one number, a value or a score, instead of logits."""
+    head = model.get_output_embeddings()
+    return isinstance(head, nn.Linear) and head.out_features == 1
 
 
 def made_adapter(
@@ -279,14 +308,12 @@ def made_adapter(
     scales: dict[str, float],
     lora: LoraConfig,
     base: str,
-    heads: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    kept: dict[str, torch.Tensor] | None = None,
 ) -> Adapter:
-    """Return adapters, and heads that are trained beside them, with what PEFT reads of them."""
-    config = _peft_config(lora, sorted(matrices), base)
-    if heads:
-        modules = sorted(name.rpartition(".")[0] for name in heads)
-        config = replace(config, task_type="SEQ_CLS", modules_to_save=modules)
-    return Adapter(matrices, scales, config, dict(heads))
+    """Return adapters, and parameters of modules that are trained whole, with what PEFT reads beside them."""
+    kept = kept or {}
+    modules = sorted({name.rpartition(".")[0] for name in kept})
+    return Adapter(matrices, scales, _peft_config(lora, sorted(matrices), base, modules or None), kept)
 
 
 @contextmanager

@@ -365,6 +365,10 @@ _VARIETY: list[dict[str, Any]] = [
             "train_policy": {"type": "sft", "enable_dp_load_balancing": True, "load_balanced_max_tokens_for_batch": 10},
         }
     },
+    {
+        "train": {"train_policy": {"type": "sft", "trainer_type": "dpo"}},
+        "custom": {"dpo_beta": 0.2, "dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0, 0.5]},
+    },
 ]
 
 

@@ -49,10 +49,34 @@ COSMOS = [
         {f"{LORA}.rank": 8, f"{LORA}.init_method": "xavier"},
     ),
     Case(
-        "a reference without adapters follows nobody",
+        "a reference of its own does not follow adapters",
+        {f"{LORA}.rank": 8, "trainer.update_ref_every_epoch": True, "trainer.algorithm.use_kl_loss": True, "trainer.ref.model.path": "other"},
+        "trainer.update_ref_every_epoch", "leave out what trainer.ref has of its own",
         {f"{LORA}.rank": 8, "trainer.update_ref_every_epoch": True, "trainer.algorithm.use_kl_loss": True},
-        "trainer.update_ref_every_epoch", "the model without adapters",
-        {f"{LORA}.rank": 8, "trainer.algorithm.use_kl_loss": True},
+    ),
+    Case(
+        "nor with Megatron-core",
+        {"trainer.strategy": "megatron", f"{LORA}.rank": 8, "trainer.update_ref_every_epoch": True, "trainer.algorithm.use_kl_loss": True},
+        "trainer.update_ref_every_epoch", "not implemented with LoRA and trainer.strategy=megatron yet",
+        {f"{LORA}.rank": 8, "trainer.update_ref_every_epoch": True, "trainer.algorithm.use_kl_loss": True},
+    ),
+    Case(
+        "Megatron-core trains adapters alone",
+        {"trainer.strategy": "megatron", f"{LORA}.rank": 8, f"{LORA}.modules_to_save": ["embed_tokens"]},
+        f"{LORA}.modules_to_save", "leave it out, or use fsdp2",
+        {f"{LORA}.rank": 8, f"{LORA}.modules_to_save": ["embed_tokens"]},
+    ),
+    Case(
+        "given adapters are trained alone",
+        {f"{LORA}.rank": 8, f"{LORA}.modules_to_save": ["embed_tokens"], f"{LORA}.adapter_path": "a"},
+        f"{LORA}.modules_to_save", "leave it or trainer.policy.model.lora.adapter_path out",
+        {f"{LORA}.rank": 8, f"{LORA}.adapter_path": "a"},
+    ),
+    Case(
+        "modules that are trained whole reach engines merged",
+        {f"{LORA}.rank": 8, f"{LORA}.modules_to_save": ["embed_tokens"], "generator.inference_engine.fully_sharded_loras": True},
+        "generator.inference_engine.fully_sharded_loras", "adapters alone",
+        {f"{LORA}.rank": 8, "generator.inference_engine.fully_sharded_loras": True},
     ),
     Case(
         "beside adapters the map only freezes",

@@ -41,8 +41,16 @@ PATTERNS: dict[str, Any] = {
     "alpha_pattern": {"layers.1.mlp.up_proj": 3.0},
     "init_method": "gaussian",
 }
-OURS = {"all": PLAIN, "some": PATTERNS}
+KEPT: dict[str, Any] = {
+    "rank": 4,
+    "modules_to_save": ["embed_tokens", "layers.1.post_attention_layernorm", "layers.0.mlp.up"],
+}
+OURS = {"all": PLAIN, "some": PATTERNS, "kept": KEPT}
+TRAINED = {"kept": r"^(?!.*(\.lora_|embed_tokens|layers\.1\.post_attention_layernorm|layers\.0\.mlp\.up))"}
 THEIRS = {
+    "kept": peft.LoraConfig(
+        r=4, lora_alpha=16, target_modules="all-linear", exclude_modules=r".*layers\.0\.mlp\.up_proj"
+    ),
     "all": peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"),
     "some": peft.LoraConfig(
         r=4,
@@ -63,10 +71,12 @@ def with_lora(lora: dict[str, Any], micro: int = 4, **options: Any) -> dict[str,
 VARIANTS = {
     1: {
         "all": with_lora(PLAIN),
+        "kept": with_lora(KEPT, gradient_checkpointing=True),
         "some": with_lora(PATTERNS, logprobs_chunk_size=5, gradient_checkpointing=True),
     },
     2: {
         "all-two-ranks": with_lora(PLAIN, 1),
+        "kept-two-ranks": with_lora(KEPT, 2),
         "some-reentrant": with_lora(
             PATTERNS, 2, gradient_checkpointing=True, gradient_checkpointing_use_reentrant=True
         ),
@@ -97,9 +107,10 @@ def adapt(kind: str, model: torch.nn.Module) -> None:
     assert not [name for name in missing if ".lora_" in name]
 
 
-@pytest.mark.parametrize("name", ["all", "some", "all-two-ranks", "some-reentrant"])
+@pytest.mark.parametrize("name", ["all", "some", "kept", "all-two-ranks", "kept-two-ranks", "some-reentrant"])
 def test_every_way_is_what_peft_computes(results: Path, model_path: Path, name: str) -> None:
-    truth = true(results, model_path, frozen=ONLY_ADAPTERS, adapt=partial(adapt, name.partition("-")[0]))
+    kind = name.partition("-")[0]
+    truth = true(results, model_path, frozen=TRAINED.get(kind, ONLY_ADAPTERS), adapt=partial(adapt, kind))
     expect_same(results, truth, name)
 
 
@@ -145,6 +156,35 @@ def test_a_checkpoint_holds_adapters_and_weights_are_merged(
         assert weights.adapter
         base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         expect_scores(peft.PeftModel.from_pretrained(base, str(weights.path)), load_file(scores), most)
+
+
+def test_modules_that_are_trained_whole_are_saved_and_exported(
+    model_path: Path, tmp_path: Path, alone: World, two: Ranks
+) -> None:
+    """Two ranks save step 1, one rank goes on: with the same losses, so with the same reference; transformers and PEFT compute what it does."""
+    run = run_of_two(tmp_path / "run", GROUPS, SIZE)
+    trainer = {"policy": {"model": {"lora": KEPT}}, "algorithm": {"use_kl_loss": True, "kl_loss_coef": 0.5}}
+    saved = life(model_path, run.path, tmp_path / "saved.json", until=2, saves=[1], trainer=trainer)
+    two.play([("scenarios:lifetime", saved)])
+    scenarios.rewind(alone, {"run": str(run.path), "to": str(tmp_path / "on"), "steps": [1]})
+    scores = tmp_path / "scores.safetensors"
+    on = life(
+        model_path, tmp_path / "on", tmp_path / "on.json", until=2, attempt=2, trainer=trainer, export=str(scores)
+    )
+    scenarios.lifetime(alone, on)
+    assert losses(steps(tmp_path, "on")) == pytest.approx(losses(steps(tmp_path, "saved"))[2:], abs=1e-6)
+    names = FileSystemReader(run.checkpoint(1)).read_metadata().state_dict_metadata
+    beside = {name for name in names if name.startswith("model.") and ".lora_" not in name}
+    assert {name.rpartition("model.layers.")[2] for name in beside} == {
+        "model.model.model.embed_tokens.weight",
+        "model.model.lm_head.weight",  # tied
+        "1.post_attention_layernorm.weight",
+        "0.mlp.up_proj.weight",
+    }
+    export = Run.open(tmp_path / "on").export(2)
+    expect_scores(AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32), load_file(scores))
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    expect_scores(peft.PeftModel.from_pretrained(base, str(export / ADAPTER)), load_file(scores))
 
 
 def expect_scores(plain: torch.nn.Module, found: dict[str, torch.Tensor], most: float = 1e-5) -> None:
@@ -242,8 +282,9 @@ def test_given_adapters_for_other_modules_or_ranks(
     ("lora", "said"),
     [
         ({"target_modules": ["q_porj"]}, 'target_modules "q_porj": the model has no linear layer with that in its name; did you mean'),
-        ({"exclude_modules": "proj"}, "exclude_modules leaves no module to adapt"),
+        ({"exclude_modules": "proj"}, " exclude_modules and modules_to_save leave no module to adapt"),
         ({"exclude_modules": ["head"]}, 'exclude_modules "head": the model has no linear layer'),
+        ({"modules_to_save": ["embed_tokns"]}, 'modules_to_save "embed_tokns": the model has no module with parameters with that in its name; did you mean embed_tokens'),
     ],
 )  # fmt: skip
 def test_names_that_find_nothing(model_path: Path, lora: dict[str, Any], said: str) -> None:

@@ -45,16 +45,24 @@ def moving(model: Path, run: Path, out: Path, **options: Any) -> dict[str, Any]:
     return {"model": str(model), "run": str(run), "out": str(out), "micro": 4, "trainer": trainer, **options}
 
 
-def test_it_becomes_the_policy_and_comes_back(model_path: Path, tmp_path: Path, alone: World, two: Ranks) -> None:
+LORA = {"policy": {"model": {"lora": {"rank": 4, "modules_to_save": ["norm"]}}, "optimizer_config": {"lr": 0.01}}}
+
+
+@pytest.mark.parametrize("policy", [{}, LORA], ids=["all weights", "adapters"])
+def test_it_becomes_the_policy_and_comes_back(
+    model_path: Path, tmp_path: Path, alone: World, two: Ranks, policy: dict[str, Any]
+) -> None:
     run = make_run(tmp_path / "run")
     make_batch(run, 1, groups=4, size=4)
     ref_by_two = {"ref": {"fsdp_config": {"fsdp_size": 1}}}
     todo = [
-        moving(model_path, run.path, tmp_path / "saved", save=str(tmp_path / "kept")),
-        moving(model_path, run.path, tmp_path / "again", restore=str(tmp_path / "kept"), trainer=ref_by_two),
+        moving(model_path, run.path, tmp_path / "saved", save=str(tmp_path / "kept"), trainer=policy),
+        moving(model_path, run.path, tmp_path / "again", restore=str(tmp_path / "kept"), trainer=policy or ref_by_two),
     ]
     two.play([("scenarios:moving", options) for options in todo])
-    scenarios.moving(alone, moving(model_path, run.path, tmp_path / "one", restore=str(tmp_path / "kept")))
+    scenarios.moving(
+        alone, moving(model_path, run.path, tmp_path / "one", restore=str(tmp_path / "kept"), trainer=policy)
+    )
     saved, again, one = (load_file(tmp_path / name) for name in ("saved", "again", "one"))
     assert not torch.allclose(saved["before"], saved["moved"])
     assert torch.equal(saved["policy"], saved["moved"])

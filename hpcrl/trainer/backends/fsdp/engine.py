@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -24,7 +25,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from hpcrl.config.derive import ref_sharding, reference_is_base, uses_reference
+from hpcrl.config.derive import (
+    ref_sharding,
+    reference_follows,
+    reference_has_values,
+    reference_is_base,
+    uses_reference,
+)
 from hpcrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer, merge
@@ -39,7 +46,6 @@ from hpcrl.trainer.backends.fsdp.model import (
 from hpcrl.trainer.backends.fsdp.sharding import copy_parameters, local, one_copy, whole
 from hpcrl.trainer.backends.reference import (
     REFERENCE,
-    follows_policy,
     forget_moments,
     require_same_shape,
 )
@@ -50,6 +56,7 @@ from hpcrl.trainer.models.hf import ModelSource, critic_source, export_config, p
 from hpcrl.trainer.models.lora import (
     Adapter,
     gather_adapter,
+    is_B,
     merging,
     own_parameters,
     without_adapters,
@@ -263,8 +270,9 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         self._reference_is_base = reference_is_base(trainer)
         if uses_reference(trainer) and not self._reference_is_base:
             self._reference = load_model(PackedPolicy, reference_source(trainer), ref_sharding(trainer), forward, world)
-            if follows_policy(trainer):
+            if reference_follows(trainer):
                 require_same_shape(self._reference, model)
+        self._reference_values = self._without_adapters() if reference_has_values(trainer) else {}
         self._reference_moved = False
         self.dtype = DTYPES[section.fsdp_config.mixed_precision.param_dtype]
 
@@ -273,37 +281,82 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
             yield from self._each_without_gradient(self._model, batches)
         elif self._reference_is_base:
             for batch in batches:
-                with without_adapters(self._model):  # not while others compute in between
+                with self._as_reference():  # not while others compute in between
                     (logprobs_P,) = self._each_without_gradient(self._model, [batch])
                 yield logprobs_P
         else:
             assert self._reference is not None, "this engine was made without a reference"
             yield from self._each_without_gradient(self._reference, batches)
 
-    def reset_reference(self, *, fresh_optimizer: bool) -> None:
-        assert self._reference is not None, "this engine was made without a reference"
+    def _trained(self) -> dict[str, torch.Tensor]:
+        return {name: each.detach() for name, each in self._model.named_parameters() if each.requires_grad}
+
+    def _without_adapters(self) -> dict[str, torch.Tensor]:
+        """Return what is trained with its first values, but for B, which is 0: what the model computes without adapters."""
+        values = {name: value.clone() for name, value in self._trained().items()}
+        for adapted in [name for name in values if is_B(name)]:
+            values[adapted].zero_()
+        return values
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """Let the policy compute as the reference that it is with other adapters."""
+        if not self._reference_values:
+            with without_adapters(self._model):
+                yield
+            return
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
         free_gathered(self._model)
-        free_gathered(self._reference)
-        copy_parameters(self._model, self._reference)
+        for name, value in self._trained().items():
+            other, own = local(self._reference_values[name]), local(value)
+            held = own.clone()
+            own.copy_(other)
+            other.copy_(held)
+
+    def reset_reference(self, *, fresh_optimizer: bool) -> None:
+        free_gathered(self._model)
+        if self._reference_is_base:
+            for name, value in self._trained().items():
+                self._reference_values[name].copy_(value)
+        else:
+            assert self._reference is not None, "this engine was made without a reference"
+            free_gathered(self._reference)
+            copy_parameters(self._model, self._reference)
         self._reference_moved = True
         if fresh_optimizer:
             forget_moments(self._optimizer)
 
     def _states(self) -> dict[str, dict[str, Any]]:
         states = super()._states()
-        if self._reference is not None and self._reference_moved:
-            states[REFERENCE] = get_model_state_dict(self._reference)
+        if self._reference_moved:
+            states[REFERENCE] = self._state_of_reference()
         return states
+
+    def _state_of_reference(self) -> dict[str, Any]:
+        if self._reference is not None:
+            return get_model_state_dict(self._reference)
+        return self._reference_values
 
     def restore(self, directory: Path) -> None:
         super().restore(directory)
-        if self._reference is not None and self._world.rank0_broadcast(lambda: (directory / REFERENCE).is_dir()):
-            require_same_shape(self._reference, self._model)
+        has_one = self._reference is not None or self._reference_is_base
+        if has_one and self._world.rank0_broadcast(lambda: (directory / REFERENCE).is_dir()):
             if self._world.first:
                 log.info("the reference is the policy of an earlier step, from %s", directory)
-            state = get_model_state_dict(self._reference)
+            if self._reference is not None:
+                require_same_shape(self._reference, self._model)
+            elif not self._reference_values:  # it follows no more, and stays what it was
+                self._reference_values = self._without_adapters()
+            state = self._state_of_reference()
             load(state, checkpoint_id=directory / REFERENCE, process_group=self._world.control)
-            set_model_state_dict(self._reference, state)
+            if self._reference is not None:
+                set_model_state_dict(self._reference, state)
             self._reference_moved = True
 
     @property

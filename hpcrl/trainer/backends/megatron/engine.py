@@ -15,7 +15,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import nn
 
-from hpcrl.config.derive import reference_is_base, uses_reference
+from hpcrl.config.derive import reference_follows, reference_is_base, uses_reference
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import CriticConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -31,7 +31,7 @@ from hpcrl.trainer.backends.megatron.settings import ddp_config, optimizer_confi
 from hpcrl.trainer.backends.megatron.state import ShardedState
 from hpcrl.trainer.backends.megatron.trained import mark_trained
 from hpcrl.trainer.backends.megatron.weights import export, export_pieces, load
-from hpcrl.trainer.backends.reference import REFERENCE, follows_policy, forget_moments, require_same_shape
+from hpcrl.trainer.backends.reference import REFERENCE, forget_moments, require_same_shape
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, at_temperature, forward_config
@@ -180,7 +180,7 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
                 chunk.requires_grad_(False)
             self._reference = chunks
             self._reference_pipeline = Pipeline(chunks, self.data, dynamic=megatron.pipeline_dynamic_shape)
-            if follows_policy(trainer):
+            if reference_follows(trainer):
                 self._require_same_shape()
         self._reference_moved = False
         self.dtype = DTYPES[section.megatron_config.dtype]
