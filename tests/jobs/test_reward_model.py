@@ -68,7 +68,6 @@ def test_a_reward_model_that_is_killed_comes_back_and_so_it_does_with_the_next_a
     ]
     done = hpcrl("submit", str(SERVED), "--local", *settings, cwd=place)
     assert done.returncode == 0, done.stderr
-    assert "node 2: reward-0" in done.stdout
     run = Run.open(place / "runs" / "reward_service" / "served")
     wait_for(lambda: 2 in committed(run.checkpoints, step_of), lambda: logs_of(run), 120)
     before = read_process_status(run, "reward-0", 1)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hpcrl.config.sections.model import CriticConfig, PolicyConfig
 from hpcrl.errors import DataError, did_you_mean
-from hpcrl.trainer.models.lora import add_adapters, own_name
+from hpcrl.trainer.models.lora import add_adapters, gives_numbers, own_name
 
 
 def mark_trained(
@@ -30,9 +30,9 @@ def mark_trained(
     policy = isinstance(section, PolicyConfig)
     if section is not None and section.model.lora.rank:
         add_adapters(model, section.model.lora, "trainer.policy" if policy else "trainer.critic", dtype, seed)
-        head = model.get_output_embeddings()
-        assert isinstance(head, nn.Linear)
-        if head.out_features == 1:  # of values or scores: it has learned nothing
+        if gives_numbers(model):  # its head has learned nothing
+            head = model.get_output_embeddings()
+            assert head is not None
             head.to(dtype).requires_grad_(True)
     if policy:
         freeze(model, section.trainable_map, section.freeze_pattern)
