@@ -23,10 +23,11 @@ from hpcrl.controller.service import Schedule, Service
 from hpcrl.data.chat import token_counter, without_torch
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import drop_long, set_aside
+from hpcrl.data.token_cache import TokenCache
 from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, training_rows
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.tensorboard import Follower
-from hpcrl.rundir.layout import Run
+from hpcrl.rundir.layout import Run, token_cache
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
@@ -89,6 +90,7 @@ def load_rows(run: Run, attempt: int, config: Config, status: StatusWriter) -> D
         Tokenizer(
             run, attempt, Recipe.of(config), data.num_workers, data.prefetch_factor or AHEAD,
             fence=lambda: require_newest(run, attempt), progress=lambda: status.write("loading data"),
+            cache=TokenCache(token_cache(run.root)) if data.cache else None,
         ),
     )  # fmt: skip
     return DatasetRows(run, training_rows(run, data), data.weights, config.trainer.seed)

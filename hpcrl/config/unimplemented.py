@@ -32,7 +32,6 @@ class Unimplemented:
 
 _LORA = Unimplemented("further options of LoRA")
 _PARALLEL = Unimplemented("sequence parallelism")
-_LOADING = Unimplemented("tokens that several runs share", result=False)
 _PRECISION = Unimplemented("low-precision training")
 _SPEED = Unimplemented("compiled and offloaded training", result=False)
 _TRACKING = Unimplemented("trackers and profiles", result=False)
@@ -46,7 +45,6 @@ def _lora(section: str) -> dict[str, Unimplemented]:
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
-    "data.cache": _LOADING,
     "trainer.strategy": Unimplemented("FSDP1", ("megatron",)),
     "trainer.sequence_parallel_backend": _PARALLEL,
     "trainer.group_name": _TRACKING,
