@@ -13,7 +13,14 @@ import signal
 import sys
 
 from hpcrl.config import Config, max_replicas, order_seed, sampling_seed, total_steps
-from hpcrl.config.derive import has_engines, is_supervised, needs_baselines, samples_per_prompt, surplus_groups
+from hpcrl.config.derive import (
+    has_engines,
+    is_supervised,
+    needs_baselines,
+    policy_model,
+    samples_per_prompt,
+    surplus_groups,
+)
 from hpcrl.config.resume_changes import evaluation_settings
 from hpcrl.controller.api import Api, Guard, bind, serve
 from hpcrl.controller.dataset_rows import DatasetRows
@@ -67,7 +74,7 @@ def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Promp
         train, validation = set_aside(train, data.test_size)
     with without_torch():
         count_tokens = token_counter(
-            config.trainer.policy.model.path, generator.chat_template, generator.chat_template_kwargs
+            policy_model(config.trainer), generator.chat_template, generator.chat_template_kwargs
         )
 
     def count(prompt: Prompt) -> int:

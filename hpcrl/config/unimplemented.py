@@ -55,7 +55,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.placement.ref_num_gpus_per_node": Unimplemented("a reference model on GPUs of its own"),
     "trainer.placement.colocate_policy_ref": Unimplemented("a reference model on GPUs of its own"),
     "trainer.placement.colocate_all": Unimplemented("colocated engines"),
-    "trainer.policy.model.revision": Unimplemented("models by revision"),
     **_lora("trainer.policy.model.lora"),
     "trainer.policy.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.policy.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),

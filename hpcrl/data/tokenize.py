@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
+from hpcrl.config.derive import policy_model
 from hpcrl.config.sections.data import DataConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import chat_template, load_tokenizer, without_torch
 from hpcrl.data.conversations import RESPONSE, Columns, Renderer, Tokens, TrainOnWhat
 from hpcrl.data.prompts import count_aside, source_names
@@ -72,7 +74,7 @@ class Recipe:
         too_long: what becomes of a longer one.
     """
 
-    model: str
+    model: Pretrained
     template: ChatTemplateConfig
     options: dict[str, Any]
     columns: Columns
@@ -89,7 +91,7 @@ class Recipe:
         longest = config.trainer.max_length
         assert longest is not None, "the rules ask for trainer.max_length"
         return cls(
-            config.trainer.policy.model.path,
+            policy_model(config.trainer),
             generator.chat_template,
             generator.chat_template_kwargs,
             columns,
@@ -106,7 +108,7 @@ class Recipe:
 
     def facts(self) -> dict[str, Any]:
         """Return all that decides what a row becomes, as JSON has it."""
-        return asdict(self) | {"template": chat_template(self.template)}
+        return asdict(self) | {"model": str(self.model), "template": chat_template(self.template)}
 
     def facts_of_tokens(self) -> dict[str, Any]:
         """Return all that decides which tokens rows of the same contents become, and nothing else; errors as of `renderer`."""

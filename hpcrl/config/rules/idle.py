@@ -258,6 +258,11 @@ _OTHERS = (
         "environment.remote_reward.enable=true",
         lambda config: config.environment.remote_reward.enable,
     ),
+    Switch(
+        ("trainer.ref.model.revision",),
+        "trainer.ref.model.path",
+        lambda config: config.trainer.ref.model.path is not None,
+    ),
     *_of_optimizer("policy"),
     *_of_optimizer("critic"),
 )

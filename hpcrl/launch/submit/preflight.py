@@ -16,6 +16,7 @@ from hpcrl.config import Config, total_steps
 from hpcrl.config.derive import has_engines, is_supervised, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.resume_changes import Change, changes_from_path
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import chat_template
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import count_aside
@@ -90,14 +91,17 @@ def _of_environments(config: Config) -> Iterator[Problem]:
 
 
 def _of_models(config: Config) -> Iterator[Problem]:
-    models = {
-        "trainer.policy.model.path": config.trainer.policy.model.path,
-        "trainer.ref.model.path": config.trainer.ref.model.path,
-        "trainer.critic.model.path": config.trainer.critic.model.path,
-    }
-    for name, path in models.items():
-        if path and is_local(path) and not folder_of(path):
-            yield Problem(name, f"{path} is no model directory (it has no {MODEL_FILE})")
+    trainer = config.trainer
+    for role, model in (("policy", trainer.policy.model), ("ref", trainer.ref.model), ("critic", trainer.critic.model)):
+        if not model.path or not is_local(model.path):
+            continue
+        if not folder_of(Pretrained(model.path)):
+            yield Problem(f"trainer.{role}.model.path", f"{model.path} is no model directory (it has no {MODEL_FILE})")
+        if model.revision is not None:
+            yield Problem(
+                f"trainer.{role}.model.revision",
+                f"{model.path} is a directory here, which has no revisions; leave it out, or name the model by its id on the hub",
+            )
     adapter = config.trainer.policy.model.lora.adapter_path
     if adapter and not Path(adapter, ADAPTER_FILE).is_file():
         yield Problem(

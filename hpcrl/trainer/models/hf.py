@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from hpcrl.config.derive import model_config_kwargs, ref_model_path
+from hpcrl.config.derive import critic_model, model_config_kwargs, policy_model, ref_model
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.errors import DataError
@@ -70,7 +70,9 @@ class ModelSource(ConfiguredModel):
         try:
             local = Path(self.path).is_dir()
             folder = Path(
-                self.path if local else snapshot_download(self.path, allow_patterns=["*.safetensors", "*.json"])
+                self.path
+                if local
+                else snapshot_download(self.path, allow_patterns=["*.safetensors", "*.json"], **self.at_revision)
             )
             found = {tensor.dtype for file in folder.glob("model*.safetensors") for tensor in _contents(file)}
         except (OSError, ValueError, SafetensorError) as error:
@@ -82,7 +84,12 @@ class ModelSource(ConfiguredModel):
         disable_progress_bar()  # of no use in a log file
         try:
             answer = model_class.from_pretrained(
-                self.path, config=self.config(), dtype=dtype, attn_implementation=attention, output_loading_info=True
+                self.path,
+                config=self.config(),
+                dtype=dtype,
+                attn_implementation=attention,
+                output_loading_info=True,
+                **self.at_revision,
             )
         # RuntimeError: weights of other shapes than the configuration says
         except (OSError, ValueError, RuntimeError) as error:
@@ -179,7 +186,7 @@ def _empty(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, atten
 def policy_source(trainer: TrainerConfig) -> ModelSource:
     """Return the model that is trained, as it is loaded."""
     return ModelSource(
-        path=trainer.policy.model.path,
+        **vars(policy_model(trainer)),
         role="trainer.policy",
         config_kwargs=model_config_kwargs(trainer.policy),
         rope_scaling=trainer.rope_scaling,
@@ -191,7 +198,7 @@ def reference_source(trainer: TrainerConfig) -> ModelSource:
     """Return the model of the KL term, as it is loaded."""
     return replace(
         policy_source(trainer),
-        path=ref_model_path(trainer),
+        **vars(ref_model(trainer)),
         role="trainer.ref",
         config_kwargs=model_config_kwargs(trainer.ref),
     )
@@ -199,9 +206,10 @@ def reference_source(trainer: TrainerConfig) -> ModelSource:
 
 def critic_source(trainer: TrainerConfig) -> CriticSource:
     """Return the critic, as it is loaded."""
-    assert trainer.critic.model.path is not None, "this run has no critic"
+    model = critic_model(trainer)
+    assert model is not None, "this run has no critic"
     return CriticSource(
-        path=trainer.critic.model.path,
+        **vars(model),
         role="trainer.critic",
         config_kwargs=trainer.critic.model_config_kwargs,
         rope_scaling=trainer.rope_scaling,
@@ -217,4 +225,4 @@ def export_config(source: ModelSource, directory: Path, dtype: torch.dtype) -> N
     config.dtype = dtype
     config.save_pretrained(directory)
     with suppress(OSError):  # a model need not have one
-        GenerationConfig.from_pretrained(source.path).save_pretrained(directory)
+        GenerationConfig.from_pretrained(source.path, **source.at_revision).save_pretrained(directory)

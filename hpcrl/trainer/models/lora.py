@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from hpcrl.config.sections.model import LoraConfig
+from hpcrl.config.sections.model import LoraConfig, Pretrained
 from hpcrl.data.weight_files import ADAPTER_FILE, ADAPTER_PREFIX, WeightFile
 from hpcrl.errors import DataError, did_you_mean
 
@@ -144,12 +144,13 @@ def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tup
         yield A, B.float() * (scale / layer.scaling)
 
 
-def _peft_config(lora: LoraConfig, targets: list[str], base: str | None = None) -> peft.LoraConfig:
+def _peft_config(lora: LoraConfig, targets: list[str], base: Pretrained | None = None) -> peft.LoraConfig:
     import peft  # takes half a second, and most runs have no adapters
 
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
+        base_model_name_or_path=base.path if base else None,
+        revision=base.revision if base else None,
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=lora.dropout,
@@ -252,12 +253,12 @@ class Adapter:
 
 
 def gather_adapter(
-    model: nn.Module, lora: LoraConfig, base: str, whole: Callable[[torch.Tensor], torch.Tensor]
+    model: nn.Module, lora: LoraConfig, base: Pretrained, whole: Callable[[torch.Tensor], torch.Tensor]
 ) -> Adapter:
     """Return the adapters of a model. All ranks call it.
 
     Args:
-        base: path or hub id of the model that they adapt.
+        base: the model that they adapt.
         whole: gathers a parameter that may be sharded.
     """
     layers = list(adapted_layers(model))
@@ -266,7 +267,7 @@ def gather_adapter(
 
 
 def made_adapter(
-    matrices: dict[str, tuple[torch.Tensor, torch.Tensor]], scales: dict[str, float], lora: LoraConfig, base: str
+    matrices: dict[str, tuple[torch.Tensor, torch.Tensor]], scales: dict[str, float], lora: LoraConfig, base: Pretrained
 ) -> Adapter:
     """Return adapters with what PEFT reads beside them."""
     return Adapter(matrices, scales, _peft_config(lora, sorted(matrices), base))

@@ -291,7 +291,7 @@ class FsdpPolicy(FsdpEngine[PackedPolicy]):
 
     def adapter(self) -> Adapter | None:
         free_gathered(self._model)
-        return gather_adapter(self._model.model, self._lora, self._source.path, whole) if self._lora.rank else None
+        return gather_adapter(self._model.model, self._lora, self._source, whole) if self._lora.rank else None
 
 
 class FsdpCritic(FsdpEngine[PackedCritic]):

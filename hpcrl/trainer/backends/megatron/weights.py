@@ -50,7 +50,9 @@ class _Files:
         try:
             local = Path(source.path).is_dir()
             patterns = ["model*.safetensors", _INDEX]
-            directory = Path(source.path if local else snapshot_download(source.path, allow_patterns=patterns))
+            directory = Path(
+                source.path if local else snapshot_download(source.path, allow_patterns=patterns, **source.at_revision)
+            )
             self._places = self._find(directory)
         except (OSError, ValueError, SafetensorError) as error:
             raise source.not_a_model(error) from error
