@@ -119,7 +119,7 @@ def train_with_trl(model: Path, batches: list[list[list[int]]], output: Path, wa
     a_pass = TRL_ROWS if way != "packed" else max(1, round(TRL_ROWS * sum(map(len, rows)) / len(rows) / TOKENS))
     arguments = SFTConfig(
         output_dir=str(output), use_cpu=True, bf16=False, gradient_checkpointing=False, model_init_kwargs={"dtype": "float32"},
-        per_device_train_batch_size=a_pass, gradient_accumulation_steps=whole, num_train_epochs=1, max_length=TOKENS,
+        per_device_train_batch_size=a_pass, gradient_accumulation_steps=whole, num_train_epochs=1, max_length=TOKENS if way == "packed" else None,
         train_sampling_strategy="sequential", packing=way == "packed", padding_free=way == "padding-free",
         learning_rate=_LR, lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, dataloader_drop_last=way == "packed",
         save_strategy="no", logging_steps=1, report_to="none", disable_tqdm=True,

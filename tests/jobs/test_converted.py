@@ -113,7 +113,7 @@ def tiny(source: Source, place: Path) -> list[str]:
 
     sizes = {
         "vocab_size": 18, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "max_position_embeddings": 512, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
+        "max_position_embeddings": 2048, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None,
     }  # fmt: skip
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
     config = Qwen2Config(**sizes) if source.kind == "dense" else Qwen3MoeConfig(**sizes, **experts)
