@@ -18,6 +18,12 @@ from tests.jobs.small_run import SMALL, finish, hpcrl, logs_of
 from tests.paths import CONFIGS, QUICKSTART
 
 MODEL, NAME, MAIN, TAGGED = CONFIGS / "quickstart" / "model", "some/letters", "a" * 40, "b" * 40
+MEGATRON = [
+    "trainer.strategy=megatron",
+    "trainer.policy.fsdp_config.mixed_precision.param_dtype=bf16",
+    "trainer.policy.megatron_config.dtype=fp32",
+    "trainer.ref.megatron_config.dtype=fp32",
+]
 REVISION = "trainer.policy.model.revision=v2"
 
 
@@ -83,7 +89,7 @@ def test_every_part_of_a_model_is_of_its_revision(tmp_path: Path) -> None:
         str(QUICKSTART),
         str(tmp_path / "exported"),
         f"trainer.policy.model.path={NAME}",
-        REVISION,
+        f"trainer.policy.model.revision={TAGGED}",
         "trainer.algorithm.use_kl_loss=true",
     ]
     done = subprocess.run([*command, *critic], capture_output=True, text=True, check=False)
@@ -126,7 +132,7 @@ def test_what_is_not_in_the_cache_is_told_with_its_revision(tmp_path: Path) -> N
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 @pytest.mark.parametrize(
     "settings",
-    [["trainer.strategy=fsdp2"], ["trainer.strategy=megatron"], ["trainer.policy.model.lora.rank=4"]],
+    [["trainer.strategy=fsdp2"], MEGATRON, ["trainer.policy.model.lora.rank=4"]],
     ids=["fsdp2", "megatron", "lora"],
 )
 def test_a_run_trains_generates_and_exports_a_revision(place: Path, engine: str, settings: list[str]) -> None:

@@ -9,8 +9,10 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
@@ -68,16 +70,29 @@ class ModelSource(ConfiguredModel):
             DataError: they cannot be read.
         """
         try:
-            local = Path(self.path).is_dir()
-            folder = Path(
-                self.path
-                if local
-                else snapshot_download(self.path, allow_patterns=["*.safetensors", "*.json"], **self.at_revision)
-            )
+            folder = self.folder(["*.safetensors", "*.json"])
             found = {tensor.dtype for file in folder.glob("model*.safetensors") for tensor in _contents(file)}
         except (OSError, ValueError, SafetensorError) as error:
             raise self.not_a_model(error) from error
         return reduce(torch.promote_types, found) if found else None
+
+    def folder(self, patterns: list[str]) -> Path:
+        """Return the directory with its files, those of the hub downloaded where they are not here.
+
+        Args:
+            patterns: names of the files that are wanted.
+
+        Raises:
+            OSError, ValueError: there is no such model, here or on the hub.
+        """
+        if Path(self.path).is_dir():
+            return Path(self.path)
+        options: dict[str, Any] = {"allow_patterns": patterns, **self.at_revision}
+        try:
+            return Path(snapshot_download(self.path, **options))
+        except (httpx.ConnectError, httpx.TimeoutException, OfflineModeIsEnabled):
+            # of a commit it asks for the list of files, even where they are in the cache
+            return Path(snapshot_download(self.path, local_files_only=True, **options))
 
     def _read(self, model_class: Any, dtype: torch.dtype, attention: str) -> tuple[PreTrainedModel, list[str]]:
         """Return the model, and the parameters for which it has no weights on disk."""
