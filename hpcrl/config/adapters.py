@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from hpcrl.config.derive import has_engines, model_config_kwargs, ref_model_path, ref_sharding, uses_reference
+from hpcrl.config.derive import (
+    has_engines,
+    model_config_kwargs,
+    policy_model,
+    ref_model,
+    ref_sharding,
+    uses_reference,
+)
 from hpcrl.config.sections.model import LoraConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
@@ -42,7 +49,7 @@ def reference_is_base(trainer: TrainerConfig) -> bool:
         own = ref.megatron_config.dtype != policy.megatron_config.dtype
     else:
         own = ref_sharding(trainer).mixed_precision.param_dtype != policy.fsdp_config.mixed_precision.param_dtype
-    same = ref_model_path(trainer) == policy.model.path and model_config_kwargs(ref) == model_config_kwargs(policy)
+    same = ref_model(trainer) == policy_model(trainer) and model_config_kwargs(ref) == model_config_kwargs(policy)
     return policy.model.lora.rank > 0 and same and not own
 
 

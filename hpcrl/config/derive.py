@@ -16,6 +16,7 @@ from hpcrl.config.sections.model import (
     FSDPConfig,
     MixedPrecisionConfig,
     PolicyConfig,
+    Pretrained,
     RefConfig,
     ShardingConfig,
 )
@@ -134,19 +135,32 @@ def temperature(config: ConfigTree) -> float:
     return config.generator.sampling_params.temperature if own is None else own
 
 
-def ref_model_path(trainer: TrainerConfig) -> str:
+def policy_model(trainer: TrainerConfig) -> Pretrained:
+    """Return the model that is trained."""
+    own = trainer.policy.model
+    return Pretrained(own.path, own.revision)
+
+
+def ref_model(trainer: TrainerConfig) -> Pretrained:
     """Return the model that the policy is compared with; where it is not set: the policy's initial model."""
-    return trainer.ref.model.path or trainer.policy.model.path
+    own = trainer.ref.model
+    return Pretrained(own.path, own.revision) if own.path else policy_model(trainer)
 
 
-def model_paths(trainer: TrainerConfig) -> dict[str, str]:
+def critic_model(trainer: TrainerConfig) -> Pretrained | None:
+    """Return the model that the critic starts from; None: there is no critic."""
+    own = trainer.critic.model
+    return Pretrained(own.path, own.revision) if own.path is not None else None
+
+
+def models_of(trainer: TrainerConfig) -> dict[str, Pretrained]:
     """Return the models of the trainer that there are, by role: policy, ref, critic."""
-    paths = {"policy": trainer.policy.model.path}
+    models = {"policy": policy_model(trainer)}
     if uses_reference(trainer):
-        paths["ref"] = ref_model_path(trainer)
-    if trainer.critic.model.path is not None:
-        paths["critic"] = trainer.critic.model.path
-    return paths
+        models["ref"] = ref_model(trainer)
+    if (critic := critic_model(trainer)) is not None:
+        models["critic"] = critic
+    return models
 
 
 def ref_sharding(trainer: TrainerConfig) -> FSDPConfig:

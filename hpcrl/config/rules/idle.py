@@ -297,6 +297,11 @@ _OTHERS = (
         f"{_SERVICE}model",
         lambda config: config.environment.remote_reward.service.model is not None,
     ),
+    Switch(
+        ("trainer.ref.model.revision",),
+        "trainer.ref.model.path",
+        lambda config: config.trainer.ref.model.path is not None,
+    ),
     *_of_optimizer("policy"),
     *_of_optimizer("critic"),
 )

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hpcrl.config.adapters import begins_from_weights
-from hpcrl.config.sections.model import LoraConfig
+from hpcrl.config.sections.model import LoraConfig, Pretrained
 from hpcrl.data.weight_files import ADAPTER_FILE, ADAPTER_PREFIX, WeightFile
 from hpcrl.errors import DataError, did_you_mean
 
@@ -181,13 +181,14 @@ def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tup
 
 
 def _peft_config(
-    lora: LoraConfig, targets: list[str], base: str | None = None, kept: list[str] | None = None
+    lora: LoraConfig, targets: list[str], base: Pretrained | None = None, kept: list[str] | None = None
 ) -> peft.LoraConfig:
     import peft  # takes half a second, and most runs have no adapters
 
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
+        base_model_name_or_path=base.path if base else None,
+        revision=base.revision if base else None,
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=lora.dropout,
@@ -323,19 +324,13 @@ class Adapter:
 
 
 def gather_adapter(
-    model: nn.Module,
-    lora: LoraConfig,
-    base: str,
-    whole: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    gives_scores: bool = False,
+    model: PreTrainedModel, lora: LoraConfig, base: Pretrained, whole: Callable[[torch.Tensor], torch.Tensor]
 ) -> Adapter:
     """Return the adapters of a model. All ranks call it.
 
     Args:
-        base: path or hub id of the model that they adapt.
+        base: the model that they adapt.
         whole: gathers a parameter that may be sharded.
-        gives_scores: whether the model is a classifier, as reward models are.
     """
     layers = list(adapted_layers(model))
 
@@ -346,14 +341,20 @@ def gather_adapter(
     named = model.named_parameters(remove_duplicate=False)  # PEFT ties no modules that it keeps whole: each has its own
     kept = {name: copied(value) for name, value in named if value.requires_grad and not is_of_adapter(name)}
     found = made_adapter(matrices, {each.name: each.scaling for each in layers}, lora, base, kept)
-    return replace(found, config=replace(found.config, task_type="SEQ_CLS")) if gives_scores else found
+    return replace(found, config=replace(found.config, task_type="SEQ_CLS")) if gives_numbers(model) else found
+
+
+def gives_numbers(model: PreTrainedModel) -> bool:
+    """Return whether the head of a model gives one number, a value or a score, instead of logits."""
+    head = model.get_output_embeddings()
+    return isinstance(head, nn.Linear) and head.out_features == 1
 
 
 def made_adapter(
     matrices: dict[str, tuple[torch.Tensor, torch.Tensor]],
     scales: dict[str, float],
     lora: LoraConfig,
-    base: str,
+    base: Pretrained,
     kept: dict[str, torch.Tensor] | None = None,
 ) -> Adapter:
     """Return adapters, and parameters of modules that are trained whole, with what PEFT reads beside them."""

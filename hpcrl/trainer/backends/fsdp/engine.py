@@ -255,8 +255,7 @@ class FsdpExported(FsdpEngine[Model]):
 
     def _adapter(self) -> Adapter:
         free_gathered(self._model)
-        scores = self._source.gives_scores
-        return gather_adapter(self._model.model, self._lora, self._source.path, whole, gives_scores=scores)
+        return gather_adapter(self._model.model, self._lora, self._source, whole)
 
     def _trained(self) -> dict[str, torch.Tensor]:
         return {name: each.detach() for name, each in self._model.named_parameters() if each.requires_grad}

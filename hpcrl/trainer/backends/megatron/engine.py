@@ -273,7 +273,7 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
             return None
         self._gather()
         found = whole_adapters(self._chunks, lambda matrix: matrix.data, self._world)
-        return made_adapter(*found, self._lora, self._source.path)
+        return made_adapter(*found, self._lora, self._source)
 
 
 class MegatronCritic(MegatronEngine[CriticModel]):
