@@ -45,11 +45,6 @@ def reward_weights(environment: EnvironmentConfig, kind: Literal["train", "eval"
     return own or environment.reward_function
 
 
-def uses_reward_service(environment: EnvironmentConfig, kind: Literal["train", "eval"]) -> bool:
-    """Return whether a reward service scores samples of training or evaluation."""
-    return environment.remote_reward.enable and not reward_weights(environment, kind)
-
-
 def names_own_code(config: ConfigTree) -> bool:
     """Return whether the configuration names code of the user's, or where it is."""
     environment = config.environment
@@ -164,6 +159,11 @@ def adapters(trainer: TrainerConfig) -> dict[str, LoraConfig]:
     return {role: lora for role, lora in found.items() if lora.rank > 0}
 
 
+def begins_from_weights(lora: LoraConfig) -> bool:
+    """Return whether adapters begin as a part of the weights below them, which begin without that part."""
+    return lora.rank > 0 and lora.init_method in ("olora", "pissa") and lora.adapter_path is None
+
+
 def largest_rank(lora: LoraConfig) -> int:
     return max(lora.rank, *lora.rank_pattern.values(), 0)
 
@@ -171,12 +171,13 @@ def largest_rank(lora: LoraConfig) -> int:
 def loads_adapters(config: ConfigTree) -> bool:
     """Return whether engines get the policy's adapters after each step, instead of the whole policy."""
     lora, merged = config.trainer.policy.model.lora, config.generator.inference_engine.merge_lora
-    return has_engines(config) and lora.rank > 0 and not (merged or lora.modules_to_save)
+    return has_engines(config) and lora.rank > 0 and not (merged or lora.modules_to_save or begins_from_weights(lora))
 
 
 def begins_with_model(trainer: TrainerConfig) -> bool:
     """Return whether version 0 of the policy is the model where it lies, and need not be published."""
-    return trainer.policy.model.lora.rank == 0 or trainer.policy.model.lora.adapter_path is None
+    lora = trainer.policy.model.lora
+    return lora.rank == 0 or not (lora.adapter_path is not None or begins_from_weights(lora))
 
 
 def reference_is_base(trainer: TrainerConfig) -> bool:
@@ -197,7 +198,8 @@ def reference_follows(trainer: TrainerConfig) -> bool:
 
 def reference_has_values(trainer: TrainerConfig) -> bool:
     """Return whether what is trained of the policy is kept a second time, with the values that it has in the reference."""
-    apart = reference_follows(trainer) or bool(trainer.policy.model.lora.modules_to_save)
+    lora = trainer.policy.model.lora
+    apart = reference_follows(trainer) or bool(lora.modules_to_save) or begins_from_weights(lora)
     return uses_reference(trainer) and reference_is_base(trainer) and apart
 
 
@@ -214,11 +216,6 @@ def is_offline(trainer: TrainerConfig) -> bool:
 def trains_pairs(trainer: TrainerConfig) -> bool:
     """Return whether these rows are pairs of a chosen and a rejected answer to one prompt, which are trained together."""
     return trainer.mode in _OF_PAIRS
-
-
-def trains_reward_model(trainer: TrainerConfig) -> bool:
-    """Return whether what is trained in the policy's place gives one number for a conversation, and generates nothing."""
-    return trainer.mode == "reward_model"
 
 
 def has_engines(config: ConfigTree) -> bool:

@@ -40,8 +40,10 @@ _ENGINE = Unimplemented("further engine options")
 
 
 def _lora(section: str) -> dict[str, Unimplemented]:
-    drawn = Unimplemented("adapters that begin with the model's own weights", ("xavier", "normal", "gaussian", "zero"))
-    return {f"{section}.adapter_names": _LORA, f"{section}.init_method": drawn}
+    found = Unimplemented(
+        "adapters that begin with the model's activations", ("xavier", "normal", "gaussian", "zero", "olora", "pissa")
+    )
+    return {f"{section}.adapter_names": Unimplemented("diffusion models"), f"{section}.init_method": found}
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {

@@ -14,8 +14,8 @@ from hpcrl.config.derive import (
     needs_fsdp,
     ref_sharding,
     reference_has_values,
-    trains_reward_model,
 )
+from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded
 from hpcrl.config.sections.model import FSDPConfig
 from hpcrl.errors import DataError

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from hpcrl.config import Config, max_seq_len, temperature
+from hpcrl.config import Config, TrainerConfig, max_seq_len, temperature
 from hpcrl.config.derive import is_offline, micro_batch_tokens
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
@@ -17,6 +17,7 @@ from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.models.hf import policy_source
+from hpcrl.trainer.models.trained import mark_trained
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
@@ -52,6 +53,12 @@ def load_learner(
     mismatch = MismatchLimit(config.generator.max_logprob_mismatch, config.generator.on_logprob_mismatch)
     return Learner(
         run, world, trainer, policy, critic, limits=limits, validation=Validation.of(run, config, limits) if is_offline(trainer) else None,
-        model_flops=ModelFlops.of(policy_source(trainer).empty(torch.float32, PACKED)), max_seq_len=max_seq_len(config),
+        model_flops=_flops(trainer), max_seq_len=max_seq_len(config),
         mismatch=mismatch, dumps=dumps, consensus=consensus, start=start,
     )  # fmt: skip
+
+
+def _flops(trainer: TrainerConfig) -> ModelFlops:
+    model = policy_source(trainer).empty(torch.float32, PACKED)
+    mark_trained(model, trainer.policy, torch.float32)
+    return ModelFlops.of(model)

@@ -6,7 +6,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from hpcrl.config.derive import adapters, reference_follows, reference_is_base, surplus_groups, uses_reference
+from hpcrl.config.derive import (
+    adapters,
+    begins_from_weights,
+    reference_follows,
+    reference_is_base,
+    surplus_groups,
+    uses_reference,
+)
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import Setting, values
 from hpcrl.config.import_path import misnamed
@@ -118,6 +125,11 @@ def _lora(config: ConfigTree) -> Iterator[Problem]:
             yield Problem(
                 f"{path}.init_method",
                 "both matrices of each adapter would be 0, and no gradient would reach either; use kaiming",
+            )
+        if begins_from_weights(lora) and trainer.strategy == "megatron":
+            yield Problem(
+                f"{path}.init_method",
+                "with trainer.strategy=megatron the weights below adapters stay as they are; use kaiming, or fsdp2",
             )
         if lora.modules_to_save and trainer.strategy == "megatron":
             yield Problem(

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
-from hpcrl.config.derive import has_engines, is_offline, reward_weights, trains_pairs, uses_reference
+from hpcrl.config.derive import (
+    begins_from_weights,
+    has_engines,
+    is_offline,
+    reward_weights,
+    trains_pairs,
+    uses_reference,
+)
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
 from hpcrl.config.sections.algorithm import AlgorithmConfig
@@ -280,8 +287,8 @@ _OTHERS = (
     ),
     Switch(
         ("generator.inference_engine.fully_sharded_loras",),
-        "adapters alone: trainer.policy.model.lora.modules_to_save left out",
-        lambda config: not config.trainer.policy.model.lora.modules_to_save,
+        "adapters that engines load: no modules_to_save, and no init_method that changes the weights (olora, pissa)",
+        lambda config: not (lora := config.trainer.policy.model.lora).modules_to_save and not begins_from_weights(lora),
     ),
     Switch(("data.shuffle_seed",), "data.shuffle=true", lambda config: config.data.shuffle),
     Switch(("data.prefetch_factor",), "data.num_workers", lambda config: config.data.num_workers > 0),

@@ -46,7 +46,7 @@ class LoraConfig:
     """Modules that never get adapters, whatever target_modules says: parts of their names; unset: none."""
 
     init_method: Literal["kaiming", "xavier", "normal", "zero", "gaussian", "eva", "olora", "pissa"] = "kaiming"
-    """How adapters start; kaiming, xavier, normal, zero, gaussian: so the first matrix, the second at 0; eva, olora, pissa: both from the model's own weights or activations."""
+    """How adapters start; kaiming, xavier, normal, zero, gaussian: so the first matrix, the second at 0; olora, pissa: both from the weights below them, which start without that part; eva: both from the activations of the model."""
 
     adapter_path: Location | None = None
     """Directory of adapters in PEFT's format, such as an export's adapter/, that the run begins with, instead of init_method; they adapt the

@@ -1,7 +1,7 @@
 """How many floating point operations a training step needs, and what share of the device's peak that is (MFU).
 
-Counted is what the model needs, whatever computes it: a multiplication and an addition are two operations, backward is twice forward,
-and what recomputation does again does not count (A. Chowdhery et al., arXiv:2204.02311, appendix B; of attention half, since it is
+Counted is what the model needs, whatever computes it: a multiplication and an addition are two operations, backward is twice forward, or as
+much as forward where a parameter is not trained and has no gradient, and what recomputation does again does not count (A. Chowdhery et al., arXiv:2204.02311, appendix B; of attention half, since it is
 causal, as in T. Dao, arXiv:2307.08691, section 4.1).
 """
 
@@ -39,28 +39,38 @@ class ModelFlops:
         parameters: that each token is multiplied with: without embedding and head, and of experts those that a token goes to.
         head: parameters that each trained token is multiplied with beside those.
         attention: layers x heads x numbers per head.
+        frozen: of `parameters`, those that are not trained, as below adapters.
+        frozen_head: whether `head` is not trained.
     """
 
     parameters: float
     head: int
     attention: int
+    frozen: float = 0.0
+    frozen_head: bool = False
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops:
-        """Return that of a causal language model, which may be on the meta device."""
+        """Return that of a causal language model, which may be on the meta device; what requires no gradient is not trained."""
         text = model.config.get_text_config()
         experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
         share = text.num_experts_per_tok / experts if experts else 1.0
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         assert embedding is not None
         assert head is not None
-        counts = (
-            (share if ".experts." in name else 1.0) * weight.numel()
+        counts = [
+            ((share if ".experts." in name else 1.0) * weight.numel(), weight.requires_grad)
             for name, weight in model.named_parameters()
             if weight is not embedding.weight and weight is not head.weight
-        )
+        ]
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return cls(sum(counts), head.weight.numel(), text.num_hidden_layers * text.num_attention_heads * size)
+        return cls(
+            sum(count for count, _ in counts),
+            head.weight.numel(),
+            text.num_hidden_layers * text.num_attention_heads * size,
+            sum(count for count, trained in counts if not trained),
+            not head.weight.requires_grad,
+        )
 
     def training(self, lengths: Iterable[int], trained: int) -> float:
         """Return the operations of a forward and backward pass over samples of so many tokens.
@@ -68,8 +78,9 @@ class ModelFlops:
         Args:
             trained: tokens of them all that are trained.
         """
-        body = sum(6.0 * self.parameters * length + 6.0 * self.attention * length**2 for length in lengths)
-        return body + 6.0 * self.head * trained
+        of_token = 6.0 * self.parameters - 2.0 * self.frozen
+        body = sum(of_token * length + 6.0 * self.attention * length**2 for length in lengths)
+        return body + (4.0 if self.frozen_head else 6.0) * self.head * trained
 
 
 def describe_flops(flops: float, seconds: float, ranks: int, device: torch.device) -> dict[str, float]:

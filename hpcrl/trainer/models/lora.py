@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from hpcrl.config.derive import begins_from_weights
 from hpcrl.config.sections.model import LoraConfig
 from hpcrl.data.weight_files import ADAPTER_FILE, ADAPTER_PREFIX, WeightFile
 from hpcrl.errors import DataError, did_you_mean
@@ -29,6 +30,8 @@ _ADAPTER = "default"
 _BASE, _LORA = ".base_layer.", ".lora_"
 _ALL = "all-linear"
 _PARTS = (".lora_A.weight", ".lora_B.weight")
+
+_FURTHER, _ITERATIONS = 8, 8  # of PiSSA's decomposition: columns beyond the rank, and passes over the matrix
 
 _Draw = Callable[[torch.Tensor, torch.Generator], object]
 # Of A, [r, in]; B begins at 0, so that training begins with the model as it is. xavier and normal as in Megatron-Bridge, the others as in PEFT.
@@ -82,10 +85,14 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
         device = next(layer.base_layer.parameters()).device  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
         for matrix in _matrices(layer):
             matrix.to_empty(device=device).to(dtype)
-    if model.device.type != "meta":
-        for adapted, (A, B) in zip(adapted_layers(model), first_values(model, lora, seed, section), strict=True):
-            adapted.A.data.copy_(A)
-            adapted.B.data.copy_(B)
+    if model.device.type == "meta":
+        return
+    if begins_from_weights(lora):
+        _take_from_weights(model, lora.init_method, seed)
+        return
+    for adapted, (A, B) in zip(adapted_layers(model), first_values(model, lora, seed, section), strict=True):
+        adapted.A.data.copy_(A)
+        adapted.B.data.copy_(B)
 
 
 def adapted_layers(model: nn.Module) -> Iterator[Adapted]:
@@ -116,6 +123,32 @@ def first_values(
         A = torch.empty(adapted.A.shape, device="cpu")
         _DRAWN[lora.init_method](A, generator)
         yield A, torch.zeros(adapted.B.shape, device="cpu")
+
+
+@torch.no_grad()
+def _take_from_weights(model: nn.Module, method: str, seed: int) -> None:
+    """Let adapters begin as the part of each matrix that a method finds, and leave the rest below them.
+
+    pissa: the largest singular values (PiSSA, arXiv:2404.02948, equations 2 to 4), by a randomized decomposition (arXiv:0909.4061); olora:
+    what the first columns span, s times (OLoRA, arXiv:2406.01775, algorithm 1, with the scale of PEFT).
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for adapted in adapted_layers(model):
+        base: nn.Linear = model.get_submodule(adapted.name).base_layer  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
+        W, rank = base.weight.to(device, torch.float32), len(adapted.A)
+        if method == "olora":
+            B = torch.linalg.qr(W[:, :rank]).Q
+            A = B.T @ W
+        else:
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                U, S, V = torch.svd_lowrank(W, min(rank + _FURTHER, *W.shape), _ITERATIONS)
+            roots = (S[:rank] / adapted.scaling).sqrt()
+            A, B = roots[:, None] * V[:, :rank].T, U[:, :rank] * roots
+        adapted.A.copy_(A)
+        adapted.B.copy_(B)
+        part = adapted.scaling * (adapted.B.to(W) @ adapted.A.to(W))  # as they are rounded
+        base.weight.copy_(W - part)
 
 
 def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -259,7 +292,18 @@ class Adapter:
         config = replace(
             self.config, r=rank, lora_alpha=rank, use_rslora=False, alpha_pattern=others, rank_pattern=others
         )
-        return Adapter(matrices, dict.fromkeys(matrices, 1.0), config)
+        return Adapter(matrices, dict.fromkeys(matrices, 1.0), config, self.whole)
+
+    def beyond(self, first: Adapter) -> Adapter:
+        """Return adapters, of the rank of both together, that add what these do and other ones did not: to be used with the model before `first` was taken from it."""
+        matrices = {
+            name: (
+                torch.cat([A, first.matrices[name][0]]),
+                torch.cat([self.scales[name] * B, -first.scales[name] * first.matrices[name][1]], 1),
+            )
+            for name, (A, B) in self.matrices.items()
+        }
+        return replace(self, matrices=matrices, scales=dict.fromkeys(matrices, 1.0)).scaled(torch.float32)
 
     def write(self, directory: Path) -> dict[str, str]:
         """Write a directory that PEFT loads; return the digest of each tensor.
@@ -288,11 +332,13 @@ def gather_adapter(
         whole: gathers a parameter that may be sharded.
     """
     layers = list(adapted_layers(model))
-    matrices = {each.name: (whole(each.A.detach()).cpu(), whole(each.B.detach()).cpu()) for each in layers}
+
+    def copied(parameter: torch.Tensor) -> torch.Tensor:
+        return whole(parameter.detach()).to("cpu", copy=True)
+
+    matrices = {each.name: (copied(each.A), copied(each.B)) for each in layers}
     named = model.named_parameters(remove_duplicate=False)  # PEFT ties no modules that it keeps whole: each has its own
-    kept = {
-        name: whole(value.detach()).cpu() for name, value in named if value.requires_grad and not is_of_adapter(name)
-    }
+    kept = {name: copied(value) for name, value in named if value.requires_grad and not is_of_adapter(name)}
     adapter = made_adapter(matrices, {each.name: each.scaling for each in layers}, lora, base, kept)
     return replace(adapter, config=replace(adapter.config, task_type="SEQ_CLS")) if gives_numbers(model) else adapter
 

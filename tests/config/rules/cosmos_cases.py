@@ -61,6 +61,12 @@ COSMOS = [
         {f"{LORA}.rank": 8, "trainer.update_ref_every_epoch": True, "trainer.algorithm.use_kl_loss": True},
     ),
     Case(
+        "Megatron-core leaves the weights below adapters as they are",
+        {"trainer.strategy": "megatron", f"{LORA}.rank": 8, f"{LORA}.init_method": "pissa"},
+        f"{LORA}.init_method", "use kaiming, or fsdp2",
+        {f"{LORA}.rank": 8, f"{LORA}.init_method": "pissa"},
+    ),
+    Case(
         "Megatron-core trains adapters alone",
         {"trainer.strategy": "megatron", f"{LORA}.rank": 8, f"{LORA}.modules_to_save": ["embed_tokens"]},
         f"{LORA}.modules_to_save", "leave it out, or use fsdp2",
@@ -75,7 +81,7 @@ COSMOS = [
     Case(
         "modules that are trained whole reach engines merged",
         {f"{LORA}.rank": 8, f"{LORA}.modules_to_save": ["embed_tokens"], "generator.inference_engine.fully_sharded_loras": True},
-        "generator.inference_engine.fully_sharded_loras", "adapters alone",
+        "generator.inference_engine.fully_sharded_loras", "adapters that engines load",
         {f"{LORA}.rank": 8, "generator.inference_engine.fully_sharded_loras": True},
     ),
     Case(

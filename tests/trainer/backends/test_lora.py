@@ -187,6 +187,53 @@ def test_modules_that_are_trained_whole_are_saved_and_exported(
     expect_scores(peft.PeftModel.from_pretrained(base, str(export / ADAPTER)), load_file(scores))
 
 
+@pytest.mark.parametrize("method", ["olora", "pissa"])
+def test_adapters_that_begin_as_a_part_of_the_weights(
+    model_path: Path, tmp_path: Path, alone: World, two: Ranks, method: str
+) -> None:
+    """Nothing is lost of a model, and one rank goes on from two ranks' checkpoint; exports are for the model as it was."""
+    run = run_of_two(tmp_path / "run", GROUPS, SIZE)
+    trainer = {"policy": {"model": {"lora": {**PLAIN, "init_method": method}}}, "algorithm": {"use_kl_loss": True}}
+    saved = life(model_path, run.path, tmp_path / "saved.json", until=2, saves=[1], trainer=trainer)
+    two.play([("scenarios:lifetime", saved)])
+    scenarios.rewind(alone, {"run": str(run.path), "to": str(tmp_path / "on"), "steps": [1]})
+    scores = tmp_path / "scores.safetensors"
+    on = life(
+        model_path, tmp_path / "on", tmp_path / "on.json", until=2, attempt=2, trainer=trainer, export=str(scores)
+    )
+    scenarios.lifetime(alone, on)
+    assert losses(steps(tmp_path, "on")) == pytest.approx(losses(steps(tmp_path, "saved"))[2:], abs=1e-5)
+    export = Run.open(tmp_path / "on").export(2)
+    expect_scores(AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32), load_file(scores))
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    expect_scores(peft.PeftModel.from_pretrained(base, str(export / ADAPTER)), load_file(scores), 1e-4)
+
+
+@pytest.mark.parametrize("method", ["olora", "pissa"])
+def test_what_is_taken_from_the_weights_is_what_peft_takes(model_path: Path, method: Any) -> None:
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32) for _ in range(2))
+    for model in (ours, theirs):
+        for (
+            parameter
+        ) in model.parameters():  # singular values of a random matrix are too close together to be told apart
+            if parameter.dim() == 2:
+                U, S, V = torch.linalg.svd(parameter.data, full_matrices=False)
+                parameter.data.copy_((U * S * 0.7 ** torch.arange(len(S))) @ V)
+    token_ids = torch.tensor([[4, 9, 2, 7]])
+    with torch.no_grad():
+        before = ours(token_ids).logits
+        add_adapters(ours, LoraConfig(rank=4, init_method=method), "trainer.policy", torch.float32, SEED)
+        theirs = peft.get_peft_model(
+            theirs, peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=method)
+        )
+        torch.testing.assert_close(ours(token_ids).logits, before, atol=1e-5, rtol=1e-5)
+    given = theirs.base_model.model.state_dict()
+    found = {name: value for name, value in ours.state_dict().items() if ".base_layer." in name}
+    assert found
+    for name, value in found.items():
+        torch.testing.assert_close(value, given[name], atol=1e-5, rtol=1e-4)
+
+
 def expect_scores(plain: torch.nn.Module, found: dict[str, torch.Tensor], most: float = 1e-5) -> None:
     for name, ids in found.items():
         number, _, what = name.partition(".")

@@ -9,7 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hpcrl.config.sections.model import LoraConfig
 from hpcrl.trainer.models.flops import ModelFlops, describe_flops, peak_tflops
+from hpcrl.trainer.models.lora import add_adapters
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -32,6 +34,17 @@ def test_as_torch_counts(tied: bool) -> None:
     assert flops.attention == 3 * 4 * 32
     whole = flops.training([length], length) + 6 * flops.attention * length**2
     assert whole == pytest.approx(counter.get_total_flops(), rel=0.01)  # it leaves norms out
+
+
+def test_what_is_frozen_has_no_gradient() -> None:
+    model, length = model_of("qwen3"), 100
+    add_adapters(model, LoraConfig(rank=4), "trainer.policy", torch.float32, 0)
+    model.enable_input_require_grads()  # else nothing goes back through the first layer's matrices
+    flops = ModelFlops.of(model)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, length, dtype=torch.int64), use_cache=False).logits.sum().backward()
+    whole = flops.training([length], length) + 6 * flops.attention * length**2
+    assert whole == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 def test_samples_add_up_and_attention_grows_with_the_square() -> None:

@@ -26,6 +26,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from hpcrl.config.derive import (
+    begins_from_weights,
     ref_sharding,
     reference_follows,
     reference_has_values,
@@ -205,6 +206,7 @@ class FsdpExported(FsdpEngine[Model]):
     ) -> None:
         super().__init__(model, section, trainer, world)
         self._source = source
+        self._first_values = self._copied() if begins_from_weights(section.model.lora) else {}
 
     def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
         everyone, model = range(self._world.size), self._model.model
@@ -249,8 +251,38 @@ class FsdpExported(FsdpEngine[Model]):
         export_config(self._source, directory, dtype, classifier)
 
     def adapter(self) -> Adapter | None:
+        if not self._lora.rank:
+            return None
         free_gathered(self._model)
-        return gather_adapter(self._model.model, self._lora, self._source.path, whole) if self._lora.rank else None
+        newest = gather_adapter(self._model.model, self._lora, self._source.path, whole)
+        if not self._first_values:
+            return newest
+        with self._holding(self._first_values):
+            return newest.beyond(gather_adapter(self._model.model, self._lora, self._source.path, whole))
+
+    def _trained(self) -> dict[str, torch.Tensor]:
+        return {name: each.detach() for name, each in self._model.named_parameters() if each.requires_grad}
+
+    def _copied(self) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self._trained().items()}
+
+    @contextmanager
+    def _holding(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Let what is trained have other values for a while, and `values` its own."""
+
+        def exchange() -> None:
+            free_gathered(self._model)
+            for name, value in self._trained().items():
+                other, own = local(values[name]), local(value)
+                held = own.clone()
+                own.copy_(other)
+                other.copy_(held)
+
+        exchange()
+        try:
+            yield
+        finally:
+            exchange()
 
 
 class FsdpPolicy(FsdpExported[PackedPolicy]):
@@ -288,36 +320,18 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
             assert self._reference is not None, "this engine was made without a reference"
             yield from self._each_without_gradient(self._reference, batches)
 
-    def _trained(self) -> dict[str, torch.Tensor]:
-        return {name: each.detach() for name, each in self._model.named_parameters() if each.requires_grad}
-
     def _without_adapters(self) -> dict[str, torch.Tensor]:
-        """Return what is trained with its first values, but for B, which is 0: what the model computes without adapters."""
-        values = {name: value.clone() for name, value in self._trained().items()}
-        for adapted in [name for name in values if is_B(name)]:
+        """Return what is trained as it is before training: with its first values, and B, where it is not taken from the weights, 0."""
+        values = self._copied()
+        for adapted in [name for name in values if is_B(name) and not self._first_values]:
             values[adapted].zero_()
         return values
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
         """Let the policy compute as the reference that it is with other adapters."""
-        if not self._reference_values:
-            with without_adapters(self._model):
-                yield
-            return
-        self._exchange()
-        try:
+        with self._holding(self._reference_values) if self._reference_values else without_adapters(self._model):
             yield
-        finally:
-            self._exchange()
-
-    def _exchange(self) -> None:
-        free_gathered(self._model)
-        for name, value in self._trained().items():
-            other, own = local(self._reference_values[name]), local(value)
-            held = own.clone()
-            own.copy_(other)
-            other.copy_(held)
 
     def reset_reference(self, *, fresh_optimizer: bool) -> None:
         free_gathered(self._model)
