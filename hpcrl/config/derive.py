@@ -45,11 +45,6 @@ def reward_weights(environment: EnvironmentConfig, kind: Literal["train", "eval"
     return own or environment.reward_function
 
 
-def uses_reward_service(environment: EnvironmentConfig, kind: Literal["train", "eval"]) -> bool:
-    """Return whether a reward service scores samples of training or evaluation."""
-    return environment.remote_reward.enable and not reward_weights(environment, kind)
-
-
 def names_own_code(config: ConfigTree) -> bool:
     """Return whether the configuration names code of the user's, or where it is."""
     environment = config.environment
@@ -184,11 +179,6 @@ def is_offline(trainer: TrainerConfig) -> bool:
 def trains_pairs(trainer: TrainerConfig) -> bool:
     """Return whether these rows are pairs of a chosen and a rejected answer to one prompt, which are trained together."""
     return trainer.mode in _OF_PAIRS
-
-
-def trains_reward_model(trainer: TrainerConfig) -> bool:
-    """Return whether what is trained in the policy's place gives one number for a conversation, and generates nothing."""
-    return trainer.mode == "reward_model"
 
 
 def has_engines(config: ConfigTree) -> bool:

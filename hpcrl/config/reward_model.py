@@ -1,12 +1,18 @@
-"""What follows from the configuration about the service of a reward model, which a run starts or asks somewhere else."""
+"""What follows from the configuration about reward models: the one that is trained, and the one that a run serves or asks somewhere else."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from hpcrl.config.derive import gpu_count, has_engines, is_offline, uses_reward_service
-from hpcrl.config.sections.environment import REWARD_MODEL, RemoteRewardConfig
+from hpcrl.config.derive import gpu_count, has_engines, is_offline, reward_weights
+from hpcrl.config.sections.environment import REWARD_MODEL, EnvironmentConfig, RemoteRewardConfig
+from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
+
+
+def uses_reward_service(environment: EnvironmentConfig, kind: Literal["train", "eval"]) -> bool:
+    """Return whether a reward service scores samples of training or evaluation."""
+    return environment.remote_reward.enable and not reward_weights(environment, kind)
 
 
 def reward_functions(remote: RemoteRewardConfig) -> dict[str, float]:
@@ -25,3 +31,8 @@ def reward_services(config: ConfigTree) -> int:
 def services_per_node(config: ConfigTree) -> int:
     """Return how many of them share a node: one for each of its GPUs."""
     return max(1, gpu_count(config.slurm))
+
+
+def trains_reward_model(trainer: TrainerConfig) -> bool:
+    """Return whether what is trained in the policy's place gives one number for a conversation, and generates nothing."""
+    return trainer.mode == "reward_model"

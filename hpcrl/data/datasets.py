@@ -8,7 +8,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from hpcrl.config import DataConfig, EnvironmentConfig
-from hpcrl.config.derive import reward_weights, uses_reward_service
+from hpcrl.config.derive import reward_weights
+from hpcrl.config.reward_model import uses_reward_service
 from hpcrl.data.prompts import load_prompts
 from hpcrl.envs.base import user_code
 from hpcrl.envs.registry import common_extras, environment_class

@@ -13,8 +13,8 @@ from hpcrl.config.derive import (
     largest_micro_batch,
     needs_fsdp,
     ref_sharding,
-    trains_reward_model,
 )
+from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded
 from hpcrl.config.sections.model import FSDPConfig
 from hpcrl.errors import DataError

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
-from hpcrl.config.derive import reward_weights, uses_reward_service
+from hpcrl.config.derive import reward_weights
+from hpcrl.config.reward_model import uses_reward_service
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.rewards.remote import Endpoints, RemoteRewards, exported

@@ -10,7 +10,8 @@ from functools import partial
 import torch
 
 from hpcrl.config import TrainerConfig, uses_reference
-from hpcrl.config.derive import is_offline, trains_reward_model
+from hpcrl.config.derive import is_offline
+from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import Advantages, KlRewardPenalty, estimate_advantages
 from hpcrl.trainer.backends.base import CriticEngine, Engine, Objective, PolicyEngine, UpdateResult

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpcrl.config.derive import eval_sampling, reward_weights, uses_reward_service
+from hpcrl.config.derive import eval_sampling, reward_weights
 from hpcrl.config.errors import Problem
 from hpcrl.config.import_path import misnamed
-from hpcrl.config.reward_model import reward_functions
+from hpcrl.config.reward_model import reward_functions, uses_reward_service
 from hpcrl.config.sections.environment import (
     ENVIRONMENTS,
     OVERALL,

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
-from hpcrl.config.derive import copy_ranks, critic_ranks, ref_ranks, trainer_ranks, trains_reward_model
+from hpcrl.config.derive import copy_ranks, critic_ranks, ref_ranks, trainer_ranks
 from hpcrl.config.errors import Problem, shown
+from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.dpo import PREFERENCE_LOSSES
 from hpcrl.config.sections.model import PolicyConfig, ShardingConfig
 from hpcrl.config.sections.trainer import TrainerConfig

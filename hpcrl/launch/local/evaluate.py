@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, eval_sampling, sampling_seed
-from hpcrl.config.derive import gpu_count, is_offline, policy_model, trains_reward_model
+from hpcrl.config.derive import gpu_count, is_offline, policy_model
 from hpcrl.config.errors import raise_together
+from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.root import source_of
 from hpcrl.config.sections.generator import SamplingParams
 from hpcrl.config.sections.model import Pretrained

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from typing import cast
 
-from hpcrl.config.derive import trains_reward_model
+from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import RunError
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine

@@ -25,7 +25,8 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from hpcrl.config.derive import critic_model, model_config_kwargs, policy_model, ref_model, trains_reward_model
+from hpcrl.config.derive import critic_model, model_config_kwargs, policy_model, ref_model
+from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.chat import load_tokenizer

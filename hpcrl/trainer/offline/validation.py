@@ -9,7 +9,8 @@ from itertools import islice
 from typing import cast
 
 from hpcrl.config import Config, uses_reference
-from hpcrl.config.derive import trains_pairs, trains_reward_model
+from hpcrl.config.derive import trains_pairs
+from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.data import DataConfig
 from hpcrl.data.group_file import as_tensors
 from hpcrl.data.token_file import TokenFile
