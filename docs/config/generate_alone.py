@@ -52,7 +52,7 @@ def main(model: str) -> None:
         token_file = Path(folder) / "token"
         write_text(token_file, TOKEN + "\n", mode=0o600)
         options = ServerOptions(
-            model=model,
+            model=Pretrained(model),
             engine=config.inference_engine,
             seed=0,
             max_model_len=32,
