@@ -67,8 +67,8 @@ def test_another_run_has_the_same_files_under_names_of_its_own(
     assert token_cache(tmp_path).stat().st_mode & 0o777 == 0o700
     shutil.rmtree(token_cache(tmp_path))
     open_tokens.cache_clear()
-    assert [open_tokens(second.path).read(at).token_ids.tolist() for at in range(40)] == [
-        alone.read(at).token_ids.tolist() for at in range(40)
+    assert [open_tokens(second.path).read(at)[0].token_ids.tolist() for at in range(40)] == [
+        alone.read(at)[0].token_ids.tolist() for at in range(40)
     ]
     assert made(tmp_path, "second", source).path == second.path, "a later attempt has its own"
     assert not entries(tmp_path)
