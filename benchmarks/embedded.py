@@ -20,6 +20,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hpcrl.config.sections.generator import ChatTemplateConfig, InferenceEngineConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import load_tokenizer, prompt_ids
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.prompts import load_prompts
@@ -31,7 +32,7 @@ _PROMPTS, _SAMPLES, _TOKENS = 64, 8, 8
 
 
 def prompts() -> list[list[int]]:
-    tokenizer = load_tokenizer(str(QUICKSTART / "model"), ChatTemplateConfig())
+    tokenizer = load_tokenizer(Pretrained(str(QUICKSTART / "model")), ChatTemplateConfig())
     rows = load_prompts([str(QUICKSTART / "data" / "validation.parquet")], None)[:_PROMPTS]
     return [prompt_ids(tokenizer, row.messages, {}) for row in rows]
 

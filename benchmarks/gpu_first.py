@@ -32,6 +32,7 @@ from hpcrl.config import AlgorithmConfig, Config, TrainerConfig
 from hpcrl.config.load import nested
 from hpcrl.config.validate import build
 from hpcrl.errors import DeviceError
+from hpcrl.launch.submit.models import folder_of
 from hpcrl.planning.estimate import estimate
 from hpcrl.planning.shapes import model_shapes
 from hpcrl.rundir.layout import Run
@@ -298,7 +299,7 @@ def memory(machine: Machine) -> Found:
         "generator.sampling_params.max_generate_length": sample // 2,
     }
     config = build(Config, nested(settings))
-    planned = estimate(config, model_shapes(config.trainer, Path)).total / 2**30
+    planned = estimate(config, model_shapes(config.trainer, folder_of)).total / 2**30
     with joined() as world:
         policy, objective = machine.engine(world), build_objective(AlgorithmConfig(use_kl_loss=False))
         if machine.device.type == "cuda":

@@ -28,7 +28,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import Config
-from hpcrl.config.derive import publishes
+from hpcrl.config.derive import policy_model, publishes
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Launched
 from hpcrl.rollout.limiter import Load
@@ -116,7 +116,7 @@ def be_worker(run: Run) -> None:
     config = Config.from_toml([run.config])
     options = job["worker_options"](run, config, 1, 0)
     with without_torch():
-        tokenizer = load_tokenizer(config.trainer.policy.model.path, config.generator.chat_template)
+        tokenizer = load_tokenizer(policy_model(config.trainer), config.generator.chat_template)
     status = StatusWriter(run, WORKER, 1)
     asyncio.run(work(options, Instant(), tokenizer, config.generator, config.environment, status))
 

@@ -13,7 +13,14 @@ import signal
 import sys
 
 from hpcrl.config import Config, max_replicas, order_seed, sampling_seed, total_steps
-from hpcrl.config.derive import has_engines, is_offline, needs_baselines, samples_per_prompt, surplus_groups
+from hpcrl.config.derive import (
+    has_engines,
+    is_offline,
+    needs_baselines,
+    policy_model,
+    samples_per_prompt,
+    surplus_groups,
+)
 from hpcrl.config.resume_changes import evaluation_settings
 from hpcrl.controller.api import Api
 from hpcrl.controller.dataset_rows import DatasetRows
@@ -23,10 +30,11 @@ from hpcrl.controller.service import Schedule, Service
 from hpcrl.data.chat import token_counter, without_torch
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import drop_long, set_aside
+from hpcrl.data.token_cache import TokenCache
 from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, training_rows
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.tensorboard import Follower
-from hpcrl.rundir.layout import Run
+from hpcrl.rundir.layout import Run, token_cache
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.http_server import Guard, Signed, bind, serve
@@ -67,7 +75,7 @@ def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Promp
         train, validation = set_aside(train, data.test_size)
     with without_torch():
         count_tokens = token_counter(
-            config.trainer.policy.model.path, generator.chat_template, generator.chat_template_kwargs
+            policy_model(config.trainer), generator.chat_template, generator.chat_template_kwargs
         )
 
     def count(prompt: Prompt) -> int:
@@ -90,6 +98,7 @@ def load_rows(run: Run, attempt: int, config: Config, status: StatusWriter) -> D
         Tokenizer(
             run, attempt, Recipe.of(config), data.num_workers, data.prefetch_factor or AHEAD,
             fence=lambda: require_newest(run, attempt), progress=lambda: status.write("loading data"),
+            cache=TokenCache(token_cache(run.root)) if data.cache else None,
         ),
     )  # fmt: skip
     return DatasetRows(run, training_rows(run, data), data.weights, config.trainer.seed)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpcrl.config import Config, sampling_seed
-from hpcrl.config.derive import max_input_length
+from hpcrl.config.derive import max_input_length, policy_model
 from hpcrl.controller.evaluation import by_source, evaluation_work, scores
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.engines.base import Launched
@@ -55,7 +55,7 @@ def evaluate(
     from hpcrl.data.prompts import drop_long
     from hpcrl.rollout.evaluate import evaluate
 
-    data, trainer, model = config.data, config.trainer, config.trainer.policy.model.path
+    data, trainer, model = config.data, config.trainer, policy_model(config.trainer)
     generator = replace(config.generator, max_input_length=max_input_length(config.generator, trainer))
     prompts = load_dataset(data.val_data, ("eval",), data, config.environment, generator.max_turns)
     count_tokens = token_counter(model, generator.chat_template, generator.chat_template_kwargs)

@@ -18,7 +18,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hpcrl.config import Config
-from hpcrl.config.derive import begins_with_model, max_input_length, names_own_code, needs_baselines, surplus_groups
+from hpcrl.config.adapters import begins_with_model
+from hpcrl.config.derive import max_input_length, names_own_code, needs_baselines, policy_model, surplus_groups
 from hpcrl.config.reward_model import reward_services
 from hpcrl.errors import HpcrlError
 from hpcrl.rollout.engines.launch import launched
@@ -63,7 +64,7 @@ def serve(run: Run, config: Config, attempt: int, replica: int, status: StatusWr
             options = replace(options, copies=stack.enter_context(closing(NodeCopies(copies, run, attempt))))
         # code of the user's may use models of transformers, which need torch; nothing else here does
         with nullcontext() if names_own_code(config) else without_torch():
-            tokenizer = load_tokenizer(config.trainer.policy.model.path, config.generator.chat_template)
+            tokenizer = load_tokenizer(policy_model(config.trainer), config.generator.chat_template)
         engine.wait_ready(start_s, lambda: status.write("starting engine"))
         if services := reward_services(config):
             from hpcrl.rollout.reward_services import RewardServices

@@ -9,6 +9,7 @@ ends       with 0 when the steps are done or it was asked to stop, and then all 
 # ruff: noqa: E402
 from __future__ import annotations
 
+from hpcrl.config.derive import policy_model
 from hpcrl.faults import fault
 from hpcrl.runtime.signals import StopSignal, die_with_parent
 
@@ -27,14 +28,13 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
+from hpcrl.config.adapters import begins_with_model, loads_adapters
 from hpcrl.config.derive import (
-    begins_with_model,
     checkpoint_interval,
     gpu_count,
     has_engines,
     is_offline,
     kept_versions,
-    loads_adapters,
     max_model_len,
     publishes,
 )
@@ -107,7 +107,7 @@ def train(
     total, epoch = controller.start(step)
     save_interval, export_interval = checkpoint_interval(trainer, epoch), trainer.hf_save_interval
     learner.schedule(total)
-    export = partial(publisher.export, policy, model=trainer.policy.model.path, template=config.generator.chat_template)
+    export = partial(publisher.export, policy, model=policy_model(trainer), template=config.generator.chat_template)
     if publisher.misses_export(start.checkpoint) and is_due(export_interval, step, total):
         export(step)
     try:

@@ -13,6 +13,7 @@ import pytest
 import tomli
 from packaging.requirements import Requirement
 
+from benchmarks.peers import supervised
 from benchmarks.peers.report import Record, largest_difference, table
 from benchmarks.peers.run import LOCK
 from benchmarks.peers.settings import grpo_settings
@@ -117,6 +118,20 @@ def test_given_samples_are_packed_so_that_the_loss_is_the_mean_over_tokens() -> 
         assert fmean(one.advantage for one in batch[group * SAMPLES : (group + 1) * SAMPLES]) == pytest.approx(0)
 
 
+def test_rows_of_supervised_fine_tuning_are_packed_so_that_the_loss_is_the_mean_over_tokens() -> None:
+    first, second = supervised.draw_batches(2)
+    assert supervised.draw_batches(2) == [first, second]
+    lengths = sorted(map(len, first + second))
+    assert lengths[0] >= 20
+    assert lengths[-1] <= 1000 < 4 * lengths[-1]
+    mini = supervised.packed(first)
+    parts = list(mini.micro_batches())
+    assert max(sum(part.lengths) for part in parts) <= supervised.TOKENS
+    assert sum(sum(part.lengths) for part in parts) == sum(map(len, first))
+    assert sum(part.loss_mask.sum().item() for part in parts) == sum(len(row) - 1 for row in first)
+    assert sum((part.weights * part.loss_mask).sum().item() for part in parts) == pytest.approx(1)
+
+
 def test_a_command_is_measured_with_its_children(tmp_path: Path) -> None:
     child = "held = bytearray(b'x') * (150 << 20); import time; end = time.process_time() + 0.7\nwhile time.process_time() < end: pass"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}]); print('said'); sys.exit(3)"
@@ -179,6 +194,7 @@ def test_losses_of_the_same_samples_are_compared() -> None:
     other = record("TRL", losses=[-0.02047944, 0.11686964], grad_norms=[1.1981806, 3.4108555])
     assert "3.0e-08" in largest_difference([own, other])
     assert largest_difference([own]) == ""
+    assert largest_difference([own, record("TRL, packed"), other]).startswith("hpcrl and TRL: ")
 
 
 def test_trl_lock_adds_to_the_lock_of_hpcrl() -> None:

@@ -93,12 +93,14 @@ def table(records: Sequence[Record]) -> str:
 def largest_difference(records: Sequence[Record]) -> str:
     """Return how far apart the tools' losses and gradient norms are, where they train the same samples."""
     first = {one.tool: one for one in reversed(records) if one.losses}
-    if len(first) != 2:
-        return ""
-    own, other = first.values()
+    own = next((one for tool, one in first.items() if tool.startswith("hpcrl")), None)
+    return "\n".join(_apart(own, one) for one in first.values() if own and one is not own)
+
+
+def _apart(own: Record, other: Record) -> str:
     losses = max(abs(a - b) for a, b in zip(own.losses, other.losses, strict=True))
     norms = max(abs(a - b) / b for a, b in zip(own.grad_norms, other.grad_norms, strict=True))
-    return f"largest difference between losses of an optimizer step: {losses:.1e}; between gradient norms: {norms:.1e} of one"
+    return f"{own.tool} and {other.tool}: largest difference between losses of an optimizer step: {losses:.1e}; between gradient norms: {norms:.1e} of one"
 
 
 def _against(own: list[float], other: list[float]) -> list[str]:

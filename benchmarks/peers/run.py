@@ -1,11 +1,12 @@
 """hpcrl beside TRL: the same work by both in turns on this machine, each a whole command; a table, and a line of JSON per run.
 
-    python benchmarks/peers/run.py [--work quickstart|larger|trainer] [--engines vllm,transformers] [--repeats N]
+    python benchmarks/peers/run.py [--work quickstart|larger|trainer|supervised] [--engines vllm,transformers] [--repeats N]
                                    [--root DIR] [--environment DIR | --python FILE] [KEY=VALUE ...]
 
 quickstart   configs/quickstart.toml, from the start model to its last step, with a greedy evaluation every five steps
 larger       the same prompts and batches with a random model of 34 million parameters and answers of up to 96 tokens: two steps
 trainer      no generation: both train the same given samples (trainer.py)
+supervised   both train the same rows of uneven lengths by supervised fine-tuning; TRL padded, padding-free and packed (supervised.py)
 
 Peaks of memory: the kernel's high-water mark of each process, summed over all that the command started; pages that processes share count for each
 of them. Memory together: the most that they had at one time, each page counted once.
@@ -27,7 +28,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import join
 
-from benchmarks.peers import trainer
+from benchmarks.peers import supervised, trainer
 from benchmarks.peers.report import Record, largest_difference, table
 from benchmarks.peers.settings import ENGINES
 from benchmarks.peers.work import LARGER, QUICKSTART, ROOT, Work, make_larger_model, score_of
@@ -41,6 +42,8 @@ _HERE = Path(__file__).parent
 LOCK = _HERE / "trl.lock"
 _CPU_ENGINE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
 """For TRL's vLLM; hpcrl sets the like itself."""
+_ALONE = {"trainer": ("",), "supervised": supervised.WAYS}
+"""The works without engines, each a script of its own, and in which ways TRL does them."""
 
 
 class Comparison:
@@ -59,7 +62,7 @@ class Comparison:
         if work == "larger":
             make_larger_model(self._model)
             self._settings = [*LARGER, f"trainer.policy.model.path={self._model}", *given]
-        if work == "trainer":
+        if work in _ALONE:
             trainer.make_model(self._model)
         else:
             self._work = Work.of(Config.from_toml(QUICKSTART, self._settings))
@@ -70,7 +73,7 @@ class Comparison:
         command = {"hpcrl": self._hpcrl, "TRL": self._trl}[tool](engine, place)
         record = Record(
             self._name,
-            tool if self._name == "trainer" else f"{tool}, {engine}",
+            f"{tool}, {engine}" if engine else tool,
             join(map(str, command)),
             time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
             commit(),
@@ -84,14 +87,14 @@ class Comparison:
         record = replace(
             record, wall_s=usage.wall_s, cpu_s=usage.cpu_s, peak_mib=usage.peak_mib, together_mib=usage.together_mib
         )
-        if self._name == "trainer":
+        if self._name in _ALONE:
             taken = json.loads((place / "taken.json").read_text())
             return replace(record, step_s=taken.pop("seconds"), **taken)
         return self._described(record, tool, place)
 
     def _hpcrl(self, engine: str, place: Path) -> list[str | Path]:
-        if self._name == "trainer":
-            return [sys.executable, *self._trainer("hpcrl", place)]
+        if self._name in _ALONE:
+            return [sys.executable, *self._alone("hpcrl", place)]
         own = [
             f"slurm.root={place}",
             "trainer.run_name=peers",
@@ -102,13 +105,13 @@ class Comparison:
         return [*submit, *self._settings, *own]
 
     def _trl(self, engine: str, place: Path) -> list[str | Path]:
-        if self._name == "trainer":
-            return [self._python, *self._trainer("trl", place)]
+        if self._name in _ALONE:
+            return [self._python, *self._alone(engine or "trl", place)]
         script = [self._python, _HERE / "train_with_trl.py", "--engine", engine, "--output", place]
         return [*script, QUICKSTART, *self._settings]
 
-    def _trainer(self, tool: str, place: Path) -> list[str | Path]:
-        return [_HERE / "trainer.py", tool, "--model", self._model, "--output", place / "taken.json"]
+    def _alone(self, tool: str, place: Path) -> list[str | Path]:
+        return [_HERE / f"{self._name}.py", tool, "--model", self._model, "--output", place / "taken.json"]
 
     def _described(self, record: Record, tool: str, place: Path) -> Record:
         work = self._work
@@ -163,7 +166,7 @@ def last_line(log: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", choices=("quickstart", "larger", "trainer"), default="quickstart")
+    parser.add_argument("--work", choices=("quickstart", "larger", *_ALONE), default="quickstart")
     parser.add_argument("--engines", help="of vllm, transformers (default: both)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--root", type=Path, default=Path("runs") / time.strftime("peers-%Y%m%d-%H%M%S"), help="new")
@@ -172,24 +175,26 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     engines = arguments.engines.split(",") if arguments.engines else list(ENGINES)
+    tools = [(tool, engine) for engine in engines for tool in ("hpcrl", "TRL")]
     if not {*engines} <= {*ENGINES}:
         parser.error(f"--engines: expected some of {', '.join(ENGINES)}, found {arguments.engines}")
-    if arguments.work == "trainer":
+    if arguments.work in _ALONE:
         if arguments.engines or arguments.settings:
-            parser.error("--work trainer: no engine and no configuration takes part; leave out --engines and KEY=VALUE")
-        engines = ["alone"]
+            parser.error(
+                f"--work {arguments.work}: no engine and no configuration takes part; leave out --engines and KEY=VALUE"
+            )
+        tools = [("hpcrl", ""), *(("TRL", way) for way in _ALONE[arguments.work])]
     root, records = arguments.root.absolute(), list[Record]()
     root.mkdir(parents=True)
     python = arguments.python.absolute() if arguments.python else trl_python(arguments.environment)
     comparison = Comparison(arguments.work, root, python, arguments.settings)
     for number in range(arguments.repeats):
-        for engine in engines:
-            for tool in ("hpcrl", "TRL"):
-                record = comparison.run(tool, engine, root / f"{number}-{tool}-{engine}")
-                records.append(record)
-                with (root / "records.jsonl").open("a") as file:
-                    file.write(json.dumps(asdict(record)) + "\n")
-                print(f"{record.tool}: {record.error or f'{record.wall_s:.1f} s'}", file=sys.stderr, flush=True)
+        for tool, engine in tools:
+            record = comparison.run(tool, engine, root / f"{number}-{tool}-{engine}")
+            records.append(record)
+            with (root / "records.jsonl").open("a") as file:
+                file.write(json.dumps(asdict(record)) + "\n")
+            print(f"{record.tool}: {record.error or f'{record.wall_s:.1f} s'}", file=sys.stderr, flush=True)
     first = records[0]
     load = f"{min(one.load for one in records):.1f} to {max(one.load for one in records):.1f}"
     print(f"python {join(sys.argv)}")

@@ -24,7 +24,7 @@ _LR, _CLIP = 1e-4, 0.2
 _SHORTEST, _LONGEST, _PROMPT = 4, 128, 16
 _TOKENS = range(5, 17)  # of the quickstart's tokenizer, with which TRL turns answers into text
 _VOCABULARY = 22016
-_ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def make_model(place: Path) -> None:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=_VOCABULARY, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8,
-        max_position_embeddings=512, tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32",
+        max_position_embeddings=1024, tie_word_embeddings=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32",
     )  # fmt: skip
     Qwen2ForCausalLM(config).save_pretrained(place)
     tokenizer.save_pretrained(place)
@@ -96,7 +96,7 @@ def train_with_hpcrl(model: Path, batches: list[list[Answer]]) -> Taken:
         "gradient_checkpointing": False,
     }  # fmt: skip
     config, taken = build(TrainerConfig, table), Taken([], [], [], [])
-    os.environ |= _ALONE
+    os.environ |= ALONE
     with joined() as world:
         policy, objective = build_policy(config, 1.0, world), build_objective(config.algorithm)
         policy.schedule(UPDATES * len(batches))

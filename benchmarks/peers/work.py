@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from hpcrl.config import Config, eval_sampling, order_seed, total_steps
+from hpcrl.config.derive import policy_model
 from hpcrl.controller.prompt_stream import PromptStream
 from hpcrl.data.chat import load_tokenizer, prompt_ids, token_counter
 from hpcrl.data.datasets import load_dataset
@@ -52,7 +53,7 @@ class Work:
     def of(cls, config: Config) -> Work:
         data, trainer, generator = config.data, config.trainer, config.generator
         sections = data, config.environment, generator.max_turns
-        count = token_counter(trainer.policy.model.path, generator.chat_template, generator.chat_template_kwargs)
+        count = token_counter(policy_model(trainer), generator.chat_template, generator.chat_template_kwargs)
         prompts = drop_long(load_dataset(data.train_data, ("train",), *sections), count, trainer.max_prompt_length)
         steps = total_steps(len(prompts), trainer)
         stream = PromptStream(len(prompts), trainer.train_batch_size, trainer.seed, order_seed(data, trainer))
@@ -76,7 +77,7 @@ class Work:
         import torch
 
         generator = self.config.generator
-        tokenizer = load_tokenizer(self.config.trainer.policy.model.path, generator.chat_template)
+        tokenizer = load_tokenizer(policy_model(self.config.trainer), generator.chat_template)
         prompts = [prompt_ids(tokenizer, one.messages, generator.chat_template_kwargs) for one in self.validation]
         width = max(map(len, prompts))
         ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(one)) + one for one in prompts])

@@ -34,8 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _check(arguments: argparse.Namespace) -> int:
     from hpcrl.config import Config
     from hpcrl.config.derive import is_offline
-    from hpcrl.data.tokenize import Recipe, training_sources, validation_sources
+    from hpcrl.data.token_cache import TokenCache, key_of
+    from hpcrl.data.tokenize import Recipe, shared_facts, training_sources, validation_sources
     from hpcrl.errors import ConfigError
+    from hpcrl.rundir.layout import root_of, token_cache
 
     config = Config.from_toml(*split(arguments.settings))
     if not is_offline(config.trainer):
@@ -46,9 +48,18 @@ def _check(arguments: argparse.Namespace) -> int:
     sources = training_sources(config.data)
     if config.trainer.eval_interval > 0:
         sources += validation_sources(config.data)
-    renderer = recipe.renderer()
+    renderer, cache = (
+        recipe.renderer(),
+        TokenCache(token_cache(root_of(config.slurm.root))) if config.data.cache else None,
+    )
     for source in sources:
         usable &= _dataset(source, recipe, renderer, arguments.n)
+        if cache:
+            folder = cache.folder / (key := key_of(shared_facts(source, recipe)))
+            print(
+                f"  {'kept in' if cache.record(key) else 'not kept yet; the first run that makes these tokens keeps them in'} {folder}"
+            )
+        print()
     return 0 if usable else 1
 
 
@@ -83,7 +94,6 @@ def _dataset(source: Source, recipe: Recipe, renderer: Renderer, shown: int) -> 
     for at, sequences in first:
         for name, tokens in zip(("",) if len(sequences) == 1 else _OF_PAIR, sequences, strict=True):
             print("\n".join(_lines(f"row {at}{name}", tokens, renderer)))
-    print()
     return bool(counts.rows) and not errors
 
 

@@ -13,6 +13,7 @@ from hpcrl.text import printable
 
 if TYPE_CHECKING:
     from hpcrl.config import Config
+    from hpcrl.config.sections.model import Pretrained
     from hpcrl.planning.estimate import Estimate
     from hpcrl.planning.memory import Need, Shapes
 
@@ -101,16 +102,16 @@ def _layers(config: Config) -> Iterator[str]:
 def _models(config: Config) -> Iterator[str]:
     from importlib.util import find_spec
 
-    from hpcrl.config.derive import model_paths
+    from hpcrl.config.derive import models_of
     from hpcrl.errors import DataError
     from hpcrl.launch.submit.models import fetch_entries, folder_of
 
-    paths = model_paths(config.trainer)
-    here = {path: fetch_entries(path) for path in dict.fromkeys(paths.values())}
-    away = {role: path for role, path in paths.items() if not here[path]}
-    for role, path in away.items():
+    named = models_of(config.trainer)
+    here = {model: fetch_entries(model) for model in dict.fromkeys(named.values())}
+    away = {role: model for role, model in named.items() if not here[model]}
+    for role, model in away.items():
         yield (
-            f"{_NAMES[role]}: {path} is not on this machine, and the hub does not answer or has no such model, so parameters and memory are "
+            f"{_NAMES[role]}: {model} is not on this machine, and the hub does not answer or has no such model, so parameters and memory are "
             "not known; its config.json alone would do"
         )
     if away:
@@ -127,19 +128,19 @@ def _models(config: Config) -> Iterator[str]:
     except DataError as error:
         yield f"memory: {error}"
         return
-    yield from _parameters(config, paths, models, found)
+    yield from _parameters(config, named, models, found)
     yield ""
     yield from _memory(config, found)
 
 
 def _parameters(
-    config: Config, paths: Mapping[str, str], models: Mapping[str, Shapes], found: Estimate
+    config: Config, named: Mapping[str, Pretrained], models: Mapping[str, Shapes], found: Estimate
 ) -> Iterator[str]:
     megatron = config.trainer.strategy == "megatron"
     for role, shapes in models.items():
         frozen = sum(weight.count for weight in shapes.weights if not weight.trained)
         of_them = f", {frozen:,} of them frozen" if frozen and role != "ref" else ""
-        yield f"{_NAMES[role]}: {shapes.kind} of {paths[role]}, {shapes.count:,} parameters{of_them}"
+        yield f"{_NAMES[role]}: {shapes.kind} of {named[role]}, {shapes.count:,} parameters{of_them}"
         if megatron and role != "critic":
             yield f"  {_paddings(config, shapes.width.vocabulary)}"
         yield from _parts(config, shapes, found.counts[role])

@@ -59,11 +59,12 @@ def _samples(arguments: argparse.Namespace) -> int:
 
 def _decoder(run: Run) -> Decode:
     from hpcrl.config import Config
+    from hpcrl.config.derive import policy_model
     from hpcrl.data.chat import decoder, load_tokenizer
     from hpcrl.errors import RunError
 
     config = Config.from_toml([run.config])
-    model = config.trainer.policy.model.path
+    model = policy_model(config.trainer)
     try:
         return decoder(load_tokenizer(model, config.generator.chat_template))
     except ImportError as error:

@@ -14,9 +14,9 @@ from hpcrl.config.sections.generator import GeneratorConfig, InferenceEngineConf
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import (
     FSDPConfig,
-    LoraConfig,
     MixedPrecisionConfig,
     PolicyConfig,
+    Pretrained,
     RefConfig,
     ShardingConfig,
 )
@@ -130,19 +130,32 @@ def temperature(config: ConfigTree) -> float:
     return config.generator.sampling_params.temperature if own is None else own
 
 
-def ref_model_path(trainer: TrainerConfig) -> str:
+def policy_model(trainer: TrainerConfig) -> Pretrained:
+    """Return the model that is trained."""
+    own = trainer.policy.model
+    return Pretrained(own.path, own.revision)
+
+
+def ref_model(trainer: TrainerConfig) -> Pretrained:
     """Return the model that the policy is compared with; where it is not set: the policy's initial model."""
-    return trainer.ref.model.path or trainer.policy.model.path
+    own = trainer.ref.model
+    return Pretrained(own.path, own.revision) if own.path else policy_model(trainer)
 
 
-def model_paths(trainer: TrainerConfig) -> dict[str, str]:
+def critic_model(trainer: TrainerConfig) -> Pretrained | None:
+    """Return the model that the critic starts from; None: there is no critic."""
+    own = trainer.critic.model
+    return Pretrained(own.path, own.revision) if own.path is not None else None
+
+
+def models_of(trainer: TrainerConfig) -> dict[str, Pretrained]:
     """Return the models of the trainer that there are, by role: policy, ref, critic."""
-    paths = {"policy": trainer.policy.model.path}
+    models = {"policy": policy_model(trainer)}
     if uses_reference(trainer):
-        paths["ref"] = ref_model_path(trainer)
-    if trainer.critic.model.path is not None:
-        paths["critic"] = trainer.critic.model.path
-    return paths
+        models["ref"] = ref_model(trainer)
+    if (critic := critic_model(trainer)) is not None:
+        models["critic"] = critic
+    return models
 
 
 def ref_sharding(trainer: TrainerConfig) -> FSDPConfig:
@@ -151,56 +164,6 @@ def ref_sharding(trainer: TrainerConfig) -> FSDPConfig:
     dtype = own.mixed_precision.param_dtype or trainer.policy.fsdp_config.mixed_precision.param_dtype
     shared = {field.name: getattr(own, field.name) for field in fields(ShardingConfig)}
     return FSDPConfig(**shared, mixed_precision=MixedPrecisionConfig(param_dtype=dtype))
-
-
-def adapters(trainer: TrainerConfig) -> dict[str, LoraConfig]:
-    """Return the settings of adapters by the role of the models that are trained with some: policy, critic."""
-    found = {"policy": trainer.policy.model.lora, "critic": trainer.critic.model.lora}
-    return {role: lora for role, lora in found.items() if lora.rank > 0}
-
-
-def begins_from_weights(lora: LoraConfig) -> bool:
-    """Return whether adapters begin as a part of the weights below them, which begin without that part."""
-    return lora.rank > 0 and lora.init_method in ("olora", "pissa") and lora.adapter_path is None
-
-
-def largest_rank(lora: LoraConfig) -> int:
-    return max(lora.rank, *lora.rank_pattern.values(), 0)
-
-
-def loads_adapters(config: ConfigTree) -> bool:
-    """Return whether engines get the policy's adapters after each step, instead of the whole policy."""
-    lora, merged = config.trainer.policy.model.lora, config.generator.inference_engine.merge_lora
-    return has_engines(config) and lora.rank > 0 and not (merged or lora.modules_to_save or begins_from_weights(lora))
-
-
-def begins_with_model(trainer: TrainerConfig) -> bool:
-    """Return whether version 0 of the policy is the model where it lies, and need not be published."""
-    lora = trainer.policy.model.lora
-    return lora.rank == 0 or not (lora.adapter_path is not None or begins_from_weights(lora))
-
-
-def reference_is_base(trainer: TrainerConfig) -> bool:
-    """Return whether the reference is the policy with other adapters, or none, and needs no second model."""
-    policy, ref = trainer.policy, trainer.ref
-    if trainer.strategy == "megatron":
-        own = ref.megatron_config.dtype != policy.megatron_config.dtype
-    else:
-        own = ref_sharding(trainer).mixed_precision.param_dtype != policy.fsdp_config.mixed_precision.param_dtype
-    same = ref_model_path(trainer) == policy.model.path and model_config_kwargs(ref) == model_config_kwargs(policy)
-    return policy.model.lora.rank > 0 and same and not own
-
-
-def reference_follows(trainer: TrainerConfig) -> bool:
-    """Return whether the policy of later steps becomes the reference."""
-    return trainer.algorithm.reference_reset_interval is not None or trainer.update_ref_every_epoch
-
-
-def reference_has_values(trainer: TrainerConfig) -> bool:
-    """Return whether what is trained of the policy is kept a second time, with the values that it has in the reference."""
-    lora = trainer.policy.model.lora
-    apart = reference_follows(trainer) or bool(lora.modules_to_save) or begins_from_weights(lora)
-    return uses_reference(trainer) and reference_is_base(trainer) and apart
 
 
 def needs_baselines(algorithm: AlgorithmConfig) -> bool:

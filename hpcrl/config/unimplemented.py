@@ -32,7 +32,6 @@ class Unimplemented:
 
 _LORA = Unimplemented("further options of LoRA")
 _PARALLEL = Unimplemented("sequence parallelism")
-_LOADING = Unimplemented("tokens that several runs share", result=False)
 _PRECISION = Unimplemented("low-precision training")
 _SPEED = Unimplemented("compiled and offloaded training", result=False)
 _TRACKING = Unimplemented("trackers and profiles", result=False)
@@ -47,7 +46,6 @@ def _lora(section: str) -> dict[str, Unimplemented]:
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
-    "data.cache": _LOADING,
     "trainer.strategy": Unimplemented("FSDP1", ("megatron",)),
     "trainer.sequence_parallel_backend": _PARALLEL,
     "trainer.group_name": _TRACKING,
@@ -58,7 +56,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.placement.ref_num_gpus_per_node": Unimplemented("a reference model on GPUs of its own"),
     "trainer.placement.colocate_policy_ref": Unimplemented("a reference model on GPUs of its own"),
     "trainer.placement.colocate_all": Unimplemented("colocated engines"),
-    "trainer.policy.model.revision": Unimplemented("models by revision"),
     **_lora("trainer.policy.model.lora"),
     "trainer.policy.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.policy.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),

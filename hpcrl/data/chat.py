@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
+from hpcrl.data.model_config import download
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.types import Prompt
 
@@ -141,7 +143,9 @@ def without_torch() -> Iterator[None]:
         del sys.modules["torch"]
 
 
-def token_counter(model: str, template: ChatTemplateConfig, options: Mapping[str, Any]) -> Callable[[Prompt], int]:
+def token_counter(
+    model: Pretrained, template: ChatTemplateConfig, options: Mapping[str, Any]
+) -> Callable[[Prompt], int]:
     """Return what counts the tokens of a prompt; arguments and errors as in `load_tokenizer` and `prompt_ids`, with the row."""
     from jinja2 import TemplateError
 
@@ -166,12 +170,11 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
 
 
 def load_tokenizer(
-    model: str, template: ChatTemplateConfig, setting: str = "trainer.policy.model.path"
+    model: Pretrained, template: ChatTemplateConfig, setting: str = "trainer.policy.model.path"
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model, which applies the configured chat template.
 
     Args:
-        model: HF directory or hub id.
         setting: what names the model, for errors.
 
     Raises:
@@ -183,11 +186,11 @@ def load_tokenizer(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        tokenizer, text = AutoTokenizer.from_pretrained(model), chat_template(template)
+        tokenizer, text = AutoTokenizer.from_pretrained(model.path, **model.at_revision), chat_template(template)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{setting}: the tokenizer of {model!r} cannot be loaded: {' '.join(str(error).split())} If nodes have no network, "
-            f"put the model where they find it: `hf download {model}`, with HF_HOME on a filesystem that they share"
+            f"{setting}: the tokenizer of {model} cannot be loaded: {' '.join(str(error).split())} If nodes have no network, "
+            f"put the model where they find it: `{download(model)}`, with HF_HOME on a filesystem that they share"
         ) from error
     if text is None:
         return tokenizer

@@ -27,6 +27,8 @@ Messages = list[dict[str, Any]]
 Piece = tuple[str, bool]
 """A text, and whether it is trained."""
 
+RESPONSE = "response"
+"""The column with the response where none is named."""
 _ASSISTANT, _SAID = "assistant", "SAID-BY-THE-ASSISTANT"
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _MOST = 2**31
@@ -157,7 +159,7 @@ class Renderer:
         """Return prompt and response as a conversation, of which the response is trained."""
         columns = self.columns
         prompt = _messages(_column(row, columns.prompt, "prompt_column"), "user")
-        answer = _messages(_column(row, columns.response or "response", "response_column"), _ASSISTANT)
+        answer = _messages(_column(row, columns.response or RESPONSE, "response_column"), _ASSISTANT)
         return [*_untrained(prompt), *answer]
 
     def _pair(self, row: Mapping[str, Any]) -> list[Tokens]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrl.data.checked_lines import append_lines, damaged, read_lines
+from hpcrl.rundir.checked_lines import append_lines, damaged, read_lines
 from hpcrl.types import GroupMeta
 
 

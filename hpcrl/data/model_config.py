@@ -5,25 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpcrl.config.sections.model import rope_parameters
+from hpcrl.config.sections.model import Pretrained, rope_parameters
 from hpcrl.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+def download(model: Pretrained) -> str:
+    """Return the command that puts a model of the hub into the cache of its library."""
+    return f"hf download {model.path}" + (f" --revision {model.revision}" if model.revision else "")
+
+
 @dataclass(frozen=True, kw_only=True)
-class ConfiguredModel:
+class ConfiguredModel(Pretrained):
     """A model and what a run changes of its configuration.
 
     Attributes:
-        path: directory or hub id in Hugging Face format.
         role, rope: sections of the configuration that name it, such as "trainer.policy", and its rotary positions; for errors.
         config_kwargs: entries of config.json that are replaced.
         rope_scaling, rope_theta: replace the model's rotary positions; empty and None: the model's own.
     """
 
-    path: str
     role: str
     rope: str = "trainer"
     config_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -39,8 +42,8 @@ class ConfiguredModel:
         from transformers import AutoConfig, PreTrainedConfig
 
         try:
-            config = AutoConfig.from_pretrained(self.path)
-            entries, _ = PreTrainedConfig.get_config_dict(self.path)
+            config = AutoConfig.from_pretrained(self.path, **self.at_revision)
+            entries, _ = PreTrainedConfig.get_config_dict(self.path, **self.at_revision)
         except (OSError, ValueError) as error:
             raise self.not_a_model(error) from error
         changes = self.config_kwargs
@@ -84,7 +87,7 @@ class ConfiguredModel:
     def not_a_model(self, error: Exception | str) -> DataError:
         """Return what is raised if the model cannot be loaded because of `error`."""
         return DataError(
-            f"model {self.path!r} cannot be loaded: expected a directory or hub id of a causal language model in Hugging Face "
-            f"format (config.json, *.safetensors, tokenizer). Check {self.role}.model.path and {self.role}.model_config_kwargs. "
+            f"model {str(self)!r} cannot be loaded: expected a directory or hub id of a causal language model in Hugging Face "
+            f"format (config.json, *.safetensors, tokenizer). Check {self.role}.model.path{', its revision' if self.revision else ''} and {self.role}.model_config_kwargs. "
             f"({error})"
         )

@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config
-from hpcrl.config.derive import trains_pairs
+from hpcrl.config.derive import policy_model, trains_pairs
 from hpcrl.config.sections.data import DataConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import chat_template, load_tokenizer, without_torch
-from hpcrl.data.conversations import Columns, Renderer, Tokens, TrainOnWhat
+from hpcrl.data.conversations import RESPONSE, Columns, Renderer, Tokens, TrainOnWhat
 from hpcrl.data.prompts import count_aside, source_names
 from hpcrl.data.sources import Source
+from hpcrl.data.token_cache import TokenCache, contents_of, key_of, made_by, tokenizer_facts
 from hpcrl.data.token_file import TokenFile, open_tokens, write_tokens
 from hpcrl.errors import CommitError, DataError
 from hpcrl.rundir.commit import Fence, is_committed, unfenced, verify
@@ -72,7 +74,7 @@ class Recipe:
         too_long: what becomes of a longer one.
     """
 
-    model: str
+    model: Pretrained
     template: ChatTemplateConfig
     options: dict[str, Any]
     columns: Columns
@@ -96,7 +98,7 @@ class Recipe:
         longest = config.trainer.max_length
         assert longest is not None, "the rules ask for trainer.max_length"
         return cls(
-            config.trainer.policy.model.path,
+            policy_model(config.trainer),
             generator.chat_template,
             generator.chat_template_kwargs,
             columns,
@@ -113,7 +115,28 @@ class Recipe:
 
     def facts(self) -> dict[str, Any]:
         """Return all that decides what a row becomes, as JSON has it."""
-        return asdict(self) | {"template": chat_template(self.template)}
+        return asdict(self) | {"model": str(self.model), "template": chat_template(self.template)}
+
+    def facts_of_tokens(self) -> dict[str, Any]:
+        """Return all that decides which tokens rows of the same contents become, and nothing else; errors as of `renderer`."""
+        facts, columns, form = asdict(self), self.columns, self.columns.format
+        del facts["model"], facts["template"]
+        facts |= {"by": made_by(), "columns": _READ.get(form, asdict)(columns), "format": form}
+        if form in ("text", "tokens"):
+            del facts["train_on"], facts["options"]
+        if form != "tokens":
+            facts["tokenizer"] = tokenizer_facts(self.renderer().tokenizer, template=form != "text")
+            facts["special_tokens"] = self.template.allow_special_tokens
+        return facts
+
+
+_READ: dict[str, Callable[[Columns], Any]] = {
+    "conversations": lambda columns: columns.conversation,
+    "prompt_response": lambda columns: (columns.prompt, columns.response or RESPONSE),
+    "text": lambda columns: columns.text,
+    "tokens": lambda _: (),
+}
+"""Names of the columns that a format reads."""
 
 
 def training_sources(data: DataConfig) -> list[Source]:
@@ -130,6 +153,7 @@ class Tokenizer:
 
     Args:
         progress: is called now and then while rows are read.
+        cache: has the tokens of other runs, and gets those of this one; None: none are shared.
     """
 
     run: Run
@@ -139,6 +163,7 @@ class Tokenizer:
     ahead: int = AHEAD
     fence: Fence = unfenced
     progress: Callable[[], None] = unfenced
+    cache: TokenCache | None = None
 
     def dataset(self, folder: str, name: str, source: Source) -> TokenFile:
         """Return the tokens of a dataset, made now or by an earlier attempt from a source and settings of the same name.
@@ -148,14 +173,31 @@ class Tokenizer:
         """
         target, made_of = self.run.dataset(folder), {"source": vars(source), **self.recipe.facts()}
         if not self._is_there(target, made_of):
-            counts = Counts()
-            rows = self._kept(tokenized(source, self.recipe, self.workers, self.ahead), source, counts)
-            facts = {"name": name, "made_of": made_of, "counts": vars(counts)}
-            sequences = chain.from_iterable(rows)
-            write_tokens(target, self.attempt, sequences, self.fence, self.recipe.columns.sequences, **facts)
+            facts = {"name": name, "made_of": made_of}
+            self._shared(target, source, facts) if self.cache else self._made(target, source, facts)
             open_tokens.cache_clear()
-            print(f"{name}: {counts}", flush=True)
         return open_tokens(target)
+
+    def _made(self, target: Path, source: Source, facts: dict[str, Any]) -> None:
+        counts = Counts()
+        rows = self._kept(tokenized(source, self.recipe, self.workers, self.ahead), source, counts)
+        sequences, of_each_row = chain.from_iterable(rows), self.recipe.columns.sequences
+        write_tokens(target, self.attempt, sequences, self.fence, of_each_row, counts=vars(counts), **facts)
+        print(f"{facts['name']}: {counts}", flush=True)
+
+    def _shared(self, target: Path, source: Source, facts: dict[str, Any]) -> None:
+        assert self.cache is not None
+        what = shared_facts(source, self.recipe, self.progress)
+        key = key_of(what)
+        if (found := self.cache.take(key, target, self.attempt, self.fence, **facts)) is not None:
+            print(
+                f"{facts['name']}: {Counts(**found['counts'])}; as another run made them ({self.cache.folder / key})",
+                flush=True,
+            )
+            return
+        self._made(target, source, facts)
+        if shared_facts(source, self.recipe, self.progress) == what:  # else its files changed while they were read
+            self.cache.put(key, target, what)
 
     def _is_there(self, target: Path, made_of: dict[str, Any]) -> bool:
         try:
@@ -174,6 +216,21 @@ class Tokenizer:
                 f"dataset {source.location}: no row is left ({counts}); look at trainer.max_length, data.too_long and data.train_on_what; "
                 "`hpcrl data check` shows what becomes of the rows"
             )
+
+
+def shared_facts(source: Source, recipe: Recipe, progress: Callable[[], None] = unfenced) -> dict[str, Any]:
+    """Return what the tokens of a dataset are made of, in all runs alike.
+
+    Args:
+        progress: is called now and then while its files are read.
+
+    Raises:
+        DataError: they cannot be found; others as of `Recipe.renderer`.
+    """
+    try:
+        return {"contents": contents_of(source.files(), progress), **recipe.facts_of_tokens()}
+    except OSError as error:
+        raise DataError(f"dataset {source.location} cannot be read: {error}") from error
 
 
 def fitted(row: list[Tokens], recipe: Recipe, counts: Counts) -> list[Tokens] | None:

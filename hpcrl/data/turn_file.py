@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from hpcrl.data.checked_lines import damaged, read_lines
+from hpcrl.rundir.checked_lines import damaged, read_lines
 from hpcrl.rundir.commit import children
 from hpcrl.rundir.layout import Run
 

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.derive import has_engines, kept_versions, loads_adapters, saves_checkpoints
+from hpcrl.config.adapters import loads_adapters
+from hpcrl.config.derive import has_engines, kept_versions, saves_checkpoints
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.launch.doctor.rooms import COPIES, Sizes
 from hpcrl.rundir.checkpoints import NEVER_DELETED
 from hpcrl.units import readable_size
 
 
-def describe_disk(config: Config, folder_of: Callable[[str], Path | None]) -> Iterator[str]:
+def describe_disk(config: Config, folder_of: Callable[[Pretrained], Path | None]) -> Iterator[str]:
     """Yield lines about checkpoints and published weights, for people.
 
     Args:

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hpcrl.config import Config, TrainerConfig, trainer_ranks
+from hpcrl.config.adapters import adapters, reference_has_values
 from hpcrl.config.derive import (
-    adapters,
     copy_ranks,
     gpu_count,
     largest_micro_batch,
     needs_fsdp,
     ref_sharding,
-    reference_has_values,
 )
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded

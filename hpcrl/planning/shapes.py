@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from hpcrl.config.derive import ref_sharding, reference_is_base, uses_reference
-from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
+from hpcrl.config.adapters import reference_is_base
+from hpcrl.config.derive import ref_sharding, uses_reference
+from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.planning.memory import Shapes, Weight, Width
 from hpcrl.trainer.backends.fsdp.sharding import units
@@ -19,11 +20,11 @@ from hpcrl.trainer.models.hf import ModelSource, critic_source, policy_source, r
 from hpcrl.trainer.models.trained import mark_trained
 
 
-def model_shapes(trainer: TrainerConfig, folder_of: Callable[[str], Path | None]) -> dict[str, Shapes]:
+def model_shapes(trainer: TrainerConfig, folder_of: Callable[[Pretrained], Path | None]) -> dict[str, Shapes]:
     """Return the models of a trainer by their role: policy, ref and critic.
 
     Args:
-        folder_of: a model's path -> the directory that has its config.json; None: it is on a hub, and is asked for there.
+        folder_of: a model -> the directory that has its config.json; None: it is on a hub, and is asked for there.
 
     Raises:
         DataError: a model cannot be loaded, or does not have what the configuration names.
@@ -36,7 +37,7 @@ def model_shapes(trainer: TrainerConfig, folder_of: Callable[[str], Path | None]
     if trainer.critic.model.path is not None:
         sources["critic"] = critic_source(trainer), trainer.critic.fsdp_config, trainer.critic
     return {
-        role: shapes(replace(source, path=str(folder_of(source.path) or source.path)), fsdp, trained)
+        role: shapes(replace(source, path=str(folder_of(source) or source.path)), fsdp, trained)
         for role, (source, fsdp, trained) in sources.items()
     }
 

@@ -12,6 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from hpcrl.config.sections.environment import CLASSIFIER, RewardServiceConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import cut_messages, encoded, load_tokenizer
 from hpcrl.errors import ConfigError, DataError
 
@@ -51,7 +52,7 @@ class RewardModel:
         """
         file = settings.chat_template
         template = ChatTemplateConfig(source="file", name_or_path=file) if file else ChatTemplateConfig()
-        tokenizer = load_tokenizer(path, template, setting)
+        tokenizer = load_tokenizer(Pretrained(path), template, setting)
         if tokenizer.chat_template is None:
             raise ConfigError(
                 f"{setting}: the tokenizer of {path} has no chat template; expected one that writes a conversation as the reward model was "

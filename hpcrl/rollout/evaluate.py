@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import decoder, load_tokenizer
 from hpcrl.data.rollouts import Decode, segments_of
 from hpcrl.rollout.engines.base import Launched
@@ -25,7 +26,7 @@ _REPLICA = 0
 async def evaluate(
     directory: Run,
     launched: Launched,
-    model: str,
+    model: Pretrained,
     work: Sequence[Work],
     version: int,
     generator: GeneratorConfig,
@@ -37,7 +38,7 @@ async def evaluate(
     Args:
         directory: of the evaluation, laid out as a run.
         launched: an engine that is ready.
-        model: HF directory or hub id of the tokenizer.
+        model: has the tokenizer.
         version: of the weights that it holds.
         on_finished: called with the number of groups that are finished, after each of them.
 

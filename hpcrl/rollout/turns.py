@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from hpcrl.data.checked_lines import append_lines
 from hpcrl.data.turn_file import read_turns, turn_file
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.threads import in_thread
+from hpcrl.rundir.checked_lines import append_lines
 from hpcrl.rundir.commit import digest_of
 from hpcrl.rundir.layout import Run
 from hpcrl.types import Kind, Work

@@ -29,6 +29,8 @@
   profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks
   tensorboard/                     derived from metrics; can be rebuilt
   control/                         stop, stacks: requests to the agents
+
+<root>/.tokens/                    tokens of datasets that runs share (hpcrl/data/token_cache.py)
 """
 
 from __future__ import annotations
@@ -49,6 +51,16 @@ _VERSION = re.compile(r"v(\d{6,})")
 def default_root() -> Path:
     """Return where runs are made and looked for if nothing else says: $HPCRL_ROOT, else ./runs."""
     return Path(os.environ.get("HPCRL_ROOT") or "runs").expanduser()
+
+
+def root_of(given: str | None) -> Path:
+    """Return where runs are made whose slurm.root is this."""
+    return Path(given).expanduser() if given else default_root()
+
+
+def token_cache(root: Path) -> Path:
+    """Return where the runs of a root keep tokens for each other, with data.cache."""
+    return root / ".tokens"
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,10 @@ class Run:
     @property
     def project(self) -> str:
         return self.path.parent.name
+
+    @property
+    def root(self) -> Path:
+        return self.path.parent.parent
 
     @property
     def config(self) -> Path:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from hpcrl.cli.main import main
+from hpcrl.config import Config
+from hpcrl.data.sources import Source
+from hpcrl.data.token_cache import TokenCache
+from hpcrl.data.tokenize import Recipe, Tokenizer
+from hpcrl.rundir.layout import Run
 from tests.paths import CONFIGS
 
 EXPERIMENT, PAIRS = (str(CONFIGS / name) for name in ("sft_tiny.toml", "dpo_tiny.toml"))
@@ -72,3 +78,18 @@ def test_of_a_pair_both_answers_are_shown(tmp_path: Path, capsys: pytest.Capture
 def test_prompts_are_not_checked_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", str(CONFIGS / "quickstart.toml")]) != 0
     assert "trainer.mode" in capsys.readouterr().err
+
+
+def test_says_whether_the_tokens_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = "data.cache=true", f"slurm.root={tmp_path}"
+    assert check(tmp_path / "rows.jsonl", [talk("a", "b")], *settings) == 0
+    entry = re.search(
+        rf"  not kept yet; the first run that makes these tokens keeps them in ({tmp_path}/.tokens/\w+)\n",
+        capsys.readouterr().out,
+    )
+    assert entry
+    asked = Config.from_toml([EXPERIMENT], [*settings])
+    tokenizer = Tokenizer(Run(tmp_path / "a" / "b"), 1, Recipe.of(asked), cache=TokenCache(tmp_path / ".tokens"))
+    tokenizer.dataset("train-0", "rows", Source(str(tmp_path / "rows.jsonl")))
+    assert check(tmp_path / "rows.jsonl", [talk("a", "b")], *settings) == 0
+    assert f"  kept in {entry[1]}\n" in capsys.readouterr().out

@@ -15,7 +15,8 @@ from hpcrl.config import (
     total_steps,
     trainer_ranks,
 )
-from hpcrl.config.derive import copy_ranks, names_own_code, reference_is_base
+from hpcrl.config.adapters import reference_is_base
+from hpcrl.config.derive import copy_ranks, names_own_code
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.errors import DataError
 

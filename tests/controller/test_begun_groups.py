@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.controller.admission import Admission, staleness
-from hpcrl.data.checked_lines import append_lines
 from hpcrl.data.turn_file import turn_file
+from hpcrl.rundir.checked_lines import append_lines
 from hpcrl.rundir.layout import Run
 from tests.controller.test_admission import meta
 from tests.controller.test_api import make_run

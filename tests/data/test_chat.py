@@ -10,6 +10,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import chat_template, load_tokenizer, prompt_ids
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.submit.preflight import check_files
@@ -33,7 +34,7 @@ def named(name: str) -> ChatTemplateConfig:
 
 
 def rendered(template: ChatTemplateConfig, messages: list[dict[str, str]], generation_prompt: bool) -> str:
-    tokenizer = load_tokenizer(str(MODEL), template)
+    tokenizer = load_tokenizer(Pretrained(str(MODEL)), template)
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=generation_prompt, tokenize=False)
     assert isinstance(text, str)
     return text
@@ -60,7 +61,10 @@ def test_a_file_or_the_tokenizers_own(tmp_path: Path) -> None:
     path.write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}", encoding="utf-8")
     assert rendered(ChatTemplateConfig(source="file", name_or_path=str(path)), TALK[:2], True) == "<sort><cab>"
     assert chat_template(ChatTemplateConfig()) is None
-    assert load_tokenizer(str(MODEL), ChatTemplateConfig()).chat_template == (MODEL / "chat_template.jinja").read_text()
+    assert (
+        load_tokenizer(Pretrained(str(MODEL)), ChatTemplateConfig()).chat_template
+        == (MODEL / "chat_template.jinja").read_text()
+    )
 
 
 def faulty(folder: Path, kind: str) -> str:
@@ -105,7 +109,7 @@ def test_a_template_that_is_no_jinja(tmp_path: Path, text: str, line: int) -> No
     path = tmp_path / "own.jinja"
     path.write_text(text)
     with pytest.raises(ConfigError, match=f"name_or_path: {path}, line {line}: "):
-        load_tokenizer(str(MODEL), ChatTemplateConfig(source="file", name_or_path=str(path)))
+        load_tokenizer(Pretrained(str(MODEL)), ChatTemplateConfig(source="file", name_or_path=str(path)))
 
 
 def test_names_that_are_none() -> None:
@@ -120,21 +124,24 @@ def test_prompts_are_counted_without_torch() -> None:
     code = """
 import sys
 from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import token_counter, without_torch
 from hpcrl.types import Prompt
 with without_torch():
-    count = token_counter(sys.argv[1], ChatTemplateConfig(), {})
+    count = token_counter(Pretrained(sys.argv[1]), ChatTemplateConfig(), {})
 print(count(Prompt("0", [{"role": "user", "content": "sort: cba"}], "sort_letters")), "torch" in sys.modules)
 import torch
 print(torch.ones(2).sum().item())
 """
     done = subprocess.run([sys.executable, "-c", code, str(MODEL)], capture_output=True, text=True, check=True)
-    ids = prompt_ids(load_tokenizer(str(MODEL), ChatTemplateConfig()), [{"role": "user", "content": "sort: cba"}], {})
+    ids = prompt_ids(
+        load_tokenizer(Pretrained(str(MODEL)), ChatTemplateConfig()), [{"role": "user", "content": "sort: cba"}], {}
+    )
     assert (done.stdout, done.stderr) == (f"{len(ids)} False\n2.0\n", "")
 
 
 def test_a_model_that_is_not_there_is_named_with_its_setting(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=rf"trainer.policy.model.path: the tokenizer of '{tmp_path}/none' cannot be loaded"
+        DataError, match=rf"trainer.policy.model.path: the tokenizer of {tmp_path}/none cannot be loaded"
     ):
-        load_tokenizer(str(tmp_path / "none"), ChatTemplateConfig())
+        load_tokenizer(Pretrained(str(tmp_path / "none")), ChatTemplateConfig())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.conversations import Columns, Renderer
 from hpcrl.errors import DataError
@@ -48,7 +49,7 @@ def renderer(tmp_path: Path):
     ) -> Renderer:
         path = tmp_path / "own.jinja"
         path.write_text(template)
-        tokenizer = load_tokenizer(MODEL, ChatTemplateConfig(source="file", name_or_path=str(path)))
+        tokenizer = load_tokenizer(Pretrained(MODEL), ChatTemplateConfig(source="file", name_or_path=str(path)))
         tokenizer.add_special_tokens({"extra_special_tokens": [special]})
         options = settings.pop("options", {})
         return Renderer(tokenizer, columns or Columns(), options, **settings)

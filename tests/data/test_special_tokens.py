@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import encoded, prompt_ids, token_counter
 from hpcrl.data.prompts import load_prompts
 from hpcrl.errors import DataError
@@ -134,11 +135,14 @@ def test_a_row_that_cannot_be_given_as_text_is_named(tmp_path: Path) -> None:
     model.add_special_tokens({"additional_special_tokens": ["§"]})
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text((MODEL / "config.json").read_text())
-    count = token_counter(str(tmp_path), ChatTemplateConfig(), {})
+    count = token_counter(Pretrained(str(tmp_path)), ChatTemplateConfig(), {})
     with pytest.raises(DataError, match=r"row uid 7, of laws: '§' is a special token .*allow_special_tokens"):
         count(Prompt("7", user("§ 1"), "", data_source="laws"))
     assert (
-        token_counter(str(tmp_path), ChatTemplateConfig(allow_special_tokens=True), {})(Prompt("7", user("§"), "")) == 4
+        token_counter(Pretrained(str(tmp_path)), ChatTemplateConfig(allow_special_tokens=True), {})(
+            Prompt("7", user("§"), "")
+        )
+        == 4
     )
 
 
@@ -146,7 +150,7 @@ def test_a_row_that_the_template_refuses_is_named(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{{ raise_exception('roles must take turns') }}")
     template = ChatTemplateConfig(source="file", name_or_path=str(tmp_path / "own.jinja"))
     with pytest.raises(DataError, match="row uid 3, of laws: the chat template refuses its messages: roles must take"):
-        token_counter(str(MODEL), template, {})(Prompt("3", user("x"), "", data_source="laws"))
+        token_counter(Pretrained(str(MODEL)), template, {})(Prompt("3", user("x"), "", data_source="laws"))
 
 
 def test_a_role_is_a_word(tmp_path: Path) -> None:

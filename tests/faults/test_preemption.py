@@ -261,6 +261,26 @@ def test_20_suspended_for_a_minute(scenario: Scenario) -> None:
 @pytest.mark.parametrize(("config", "rows"), [("sft_tiny.toml", 8192), ("dpo_tiny.toml", 8046)], ids=["sft", "dpo"])
 def test_44_preempted_inside_an_epoch_of_a_dataset(scenario: Scenario, config: str, rows: int) -> None:
     """The run comes back inside the epoch and trains the rows that are left of it, in their order and with the losses of a run that nothing happens to."""
+    assert_each_row_once(scenario, 1, config, rows)
+
+
+@pytest.mark.nodes(2)
+@pytest.mark.faults_slow
+def test_44_preempted_on_two_nodes(scenario: Scenario) -> None:
+    """The same with FSDP2 over two nodes, and tokens that the two runs share."""
+    assert_each_row_once(scenario, 2, "sft_tiny.toml", 8192, "data.cache=true")
+    kept = {path.stat().st_ino for path in (scenario.path / "runs" / ".tokens").glob("*/tokens.i32")}
+    files = [
+        scenario.run_of(name).dataset(f"{kind}-0") / "tokens.i32"
+        for name in ("run", "whole")
+        for kind in ("train", "validation")
+    ]
+    assert {path.stat().st_ino for path in files} == kept
+    assert len(kept) == 2
+
+
+def assert_each_row_once(scenario: Scenario, nodes: int, config: str, rows: int, *settings: str) -> None:
+    """Let a run that trains a dataset's rows be preempted on so many nodes, and compare it with one that is not."""
     places = [f"slurm.extra.nodelist={','.join(scenario.nodes)}", f"slurm.root={scenario.path / 'runs'}"]
     slurm = ["slurm.partition=main", "slurm.time_minutes=10", "slurm.cpus_per_task=1", "slurm.exclusive=true"]
     sizes = [
@@ -271,7 +291,15 @@ def test_44_preempted_inside_an_epoch_of_a_dataset(scenario: Scenario, config: s
     rest = ["trainer.project_name=faults", "trainer.ckpt_interval=100", "trainer.eval_interval=4", "trainer.epochs=2"]
     runs, epoch = [], rows // 1024
     for name in ("run", "whole"):
-        told = [f"trainer.run_name={name}", *places, *slurm, *sizes, *rest]
+        told = [
+            f"trainer.run_name={name}",
+            f"trainer.placement.policy_num_nodes={nodes}",
+            *places,
+            *slurm,
+            *sizes,
+            *rest,
+            *settings,
+        ]
         done = scenario.hpcrl("submit", str(CONFIGS / config), *told)
         assert done.returncode == 0, done.stdout + done.stderr
         runs.append(scenario.run_of(name))

@@ -11,17 +11,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpcrl.config import Config, TrainerConfig
-from hpcrl.config.derive import (
-    adapters,
-    copy_ranks,
-    largest_micro_batch,
-    longest_sample,
-    ref_sharding,
-    reference_has_values,
-)
+from hpcrl.config.adapters import adapters, reference_has_values
+from hpcrl.config.derive import copy_ranks, largest_micro_batch, longest_sample, ref_sharding
 from hpcrl.config.load import nested
 from hpcrl.config.sections.model import FSDPConfig, ModelConfig, PolicyConfig
 from hpcrl.config.validate import build
+from hpcrl.launch.submit.models import folder_of
 from hpcrl.planning.estimate import estimate
 from hpcrl.planning.memory import (
     Need,
@@ -77,7 +72,7 @@ def expected(table: dict[str, Any], ranks: int, index: int) -> dict[str, dict[st
     trainer = build(TrainerConfig, table)
     fsdp = {"policy": trainer.policy.fsdp_config, "ref": ref_sharding(trainer), "critic": trainer.critic.fsdp_config}
     found = {}
-    for role, model in model_shapes(trainer, Path).items():
+    for role, model in model_shapes(trainer, folder_of).items():
         sharding, precision = fsdp[role], fsdp[role].mixed_precision
         copy = copy_ranks(sharding.fsdp_size, ranks, ranks)
         dtype = precision.param_dtype if role == "ref" else precision.master_dtype
@@ -233,7 +228,7 @@ def test_the_largest_micro_batch(model_path: Path) -> None:
 def test_parameters_in_host_memory_are_not_the_devices(model_path: Path) -> None:
     offload = {"trainer.policy.fsdp_config.cpu_offload": True, "trainer.algorithm.use_kl_loss": False}
     on_gpu = configuration(model_path, **offload, **{"slurm.gpus_per_node": 1})
-    models = model_shapes(on_gpu.trainer, Path)
+    models = model_shapes(on_gpu.trainer, folder_of)
     assert estimate(on_gpu, models).needs["policy"].resident == 0
     on_cpu = configuration(model_path, **offload)
     assert estimate(on_cpu, models).needs["policy"].resident > 0
@@ -245,7 +240,7 @@ def test_one_rank_gathers_nothing_unless_it_casts(model_path: Path, ranks: int, 
         "trainer.placement.policy_num_gpus_per_node": ranks,
         "trainer.policy.fsdp_config.mixed_precision.param_dtype": dtype,
     })  # fmt: skip
-    need = estimate(config, model_shapes(config.trainer, Path)).needs["policy"]
+    need = estimate(config, model_shapes(config.trainer, folder_of)).needs["policy"]
     assert (need.gathered > 0) == gathers
 
 

@@ -76,7 +76,7 @@ def test_what_is_no_reward_model_is_named(path: Path, tmp_path: Path) -> None:
         DataError, match=r"expected a sequence classifier of one label .*, found Qwen2ForSequence.* of 2"
     ):
         load(two)
-    with pytest.raises(DataError, match=r"setting: the tokenizer of .*nowhere' cannot be loaded"):
+    with pytest.raises(DataError, match=r"setting: the tokenizer of .*nowhere cannot be loaded"):
         load(tmp_path / "nowhere")
     shutil.copytree(path, tmp_path / "damaged")
     (tmp_path / "damaged" / "model.safetensors").unlink()

@@ -16,6 +16,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import InferenceEngineConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.data.weight_files import Probe, PublishedWeights, WeightFile, WeightReader, weight_facts
 from hpcrl.rollout.engines.embedded.launch import Embedded, EmbeddedOptions
@@ -101,7 +102,7 @@ def slowly(model: Path) -> Iterator[None]:
 
 
 def options(model: str, token_file: Path) -> ServerOptions:
-    return ServerOptions(model, ENGINE, 1, MAX_MODEL_LEN, True, RUN_NAME, token_file)
+    return ServerOptions(Pretrained(model), ENGINE, 1, MAX_MODEL_LEN, True, RUN_NAME, token_file)
 
 
 def embedded_options(model: Path, **engine: Any) -> EmbeddedOptions:

@@ -20,6 +20,7 @@ import torch
 
 from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingParams
 from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.eval_file import read_rows
 from hpcrl.data.group_file import read_group
@@ -52,7 +53,7 @@ from tests.rollout.material import (
 )
 
 LENGTH = 40
-TOKENIZER = load_tokenizer(str(QUICKSTART), ChatTemplateConfig())
+TOKENIZER = load_tokenizer(Pretrained(str(QUICKSTART)), ChatTemplateConfig())
 GENERATOR = GeneratorConfig(sampling_params=SamplingParams(max_generate_length=LENGTH))
 ATTEMPT = 2
 END_S = 120.0  # of a job that gives its engine 5 s and then ends it, while other tests have the cores: 30 s were too few once

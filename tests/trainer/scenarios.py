@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig, TrainerConfig
 from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
 from hpcrl.rundir.checkpoints import Retention
@@ -247,7 +248,7 @@ def lifetime(world: World, options: dict[str, Any]) -> None:
             json.dumps({"step": step, "random": random, "carried": carried})
         )
     if options.get("export"):
-        publisher.export(engine, options["until"], options["model"], ChatTemplateConfig())
+        publisher.export(engine, options["until"], Pretrained(options["model"]), ChatTemplateConfig())
         batch = Batch.from_json(read_json(run.batch(1)))
         (mini,) = loaded(run, batch, ALGORITHM, len(batch.groups), world, MicroBatchLimit(4))
         score(engine, mini, MicroBatchLimit(16), old=True, reference=False)

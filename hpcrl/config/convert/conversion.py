@@ -24,8 +24,6 @@ from hpcrl.errors import ConfigError
 
 Kind = Literal["mapped", "dropped", "translated", "differs", "unimplemented", "unknown", "conflict"]
 _INCOMPLETE: tuple[Kind, ...] = ("unimplemented", "unknown", "conflict")
-_DATASETS = ("data.train_data", "data.val_data")
-_FILES = (".parquet", ".json", ".jsonl")
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _MOST_NAMED = 4
@@ -126,9 +124,6 @@ class Conversion:
             if _VARIABLE.search(item):
                 message = f"{shown} names a variable of the shell, which hpcrl does not resolve; write it out"
                 self.note("conflict", path, "", message)
-            elif path in _DATASETS and not item.endswith(_FILES):
-                message = f"{shown} is no {', '.join(_FILES)} file; download it from its hub, and name the file"
-                self.note("unimplemented", path, "", message)
 
     def report(self, every: bool = False) -> str:
         """Return what became of the settings, a line each, and how many there are of each kind.

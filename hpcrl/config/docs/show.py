@@ -10,7 +10,7 @@ from hpcrl.config.derive import (
     gpu_count,
     max_input_length,
     max_seq_len,
-    ref_model_path,
+    ref_model,
     replicas_per_node,
     runs_eagerly,
     temperature,
@@ -43,7 +43,7 @@ def _following(config: Config) -> dict[str, Any]:
         f"generator.eval_sampling_params.{name}": value for name, value in vars(eval_sampling(config.generator)).items()
     }
     return {
-        "trainer.ref.model.path": ref_model_path(config.trainer),
+        "trainer.ref.model.path": ref_model(config.trainer).path,
         "trainer.algorithm.temperature": temperature(config),
         "trainer.algorithm.max_seq_len": max_seq_len(config),
         "generator.max_input_length": max_input_length(config.generator, config.trainer),

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
+from hpcrl.config.adapters import largest_rank, loads_adapters
 from hpcrl.config.derive import (
     LORA_RANKS,
     engine_gpus,
     gpu_count,
     has_engines,
-    largest_rank,
-    loads_adapters,
     max_replicas,
     replicas_per_node,
     takes_whole_nodes,

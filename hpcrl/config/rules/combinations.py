@@ -6,14 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from hpcrl.config.derive import (
-    adapters,
-    begins_from_weights,
-    reference_follows,
-    reference_is_base,
-    surplus_groups,
-    uses_reference,
-)
+from hpcrl.config.adapters import adapters, begins_from_weights, reference_follows, reference_is_base
+from hpcrl.config.derive import surplus_groups, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import Setting, values
 from hpcrl.config.import_path import misnamed

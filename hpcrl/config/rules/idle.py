@@ -10,14 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
-from hpcrl.config.derive import (
-    begins_from_weights,
-    has_engines,
-    is_offline,
-    reward_weights,
-    trains_pairs,
-    uses_reference,
-)
+from hpcrl.config.adapters import begins_from_weights
+from hpcrl.config.derive import has_engines, is_offline, reward_weights, trains_pairs, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
 from hpcrl.config.sections.algorithm import AlgorithmConfig
@@ -302,6 +296,11 @@ _OTHERS = (
         tuple(f"{_SERVICE}{one.name}" for one in fields(RewardServiceConfig) if one.name != "model"),
         f"{_SERVICE}model",
         lambda config: config.environment.remote_reward.service.model is not None,
+    ),
+    Switch(
+        ("trainer.ref.model.revision",),
+        "trainer.ref.model.path",
+        lambda config: config.trainer.ref.model.path is not None,
     ),
     *_of_optimizer("policy"),
     *_of_optimizer("critic"),

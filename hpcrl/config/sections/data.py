@@ -77,7 +77,7 @@ class DataConfig:
     """How often an epoch has the rows of each dataset of train_data: 2 means twice, 0.5 half of them, others in each epoch; empty: once."""
 
     cache: bool = False
-    """Keep the tokens of supervised fine-tuning in slurm.root too, for other runs that make the same of the same files."""
+    """Keep the tokens of supervised fine-tuning in slurm.root too (.tokens), for other runs that make the same of the same contents."""
 
     num_workers: int = 0
     """Further processes that tokenize the rows of datasets; 0: the controller does it alone."""

@@ -10,6 +10,27 @@ from hpcrl.config.sections.diffusers import DiffusersConfig
 from hpcrl.config.sections.megatron import MegatronConfig, MegatronModelConfig
 
 
+@dataclass(frozen=True)
+class Pretrained:
+    """A model in Hugging Face format, wherever it is loaded.
+
+    Attributes:
+        path: directory or hub id.
+        revision: branch, tag or commit on the hub; None: its main branch.
+    """
+
+    path: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return self.path if self.revision is None else f"{self.path} (revision {self.revision})"
+
+    @property
+    def at_revision(self) -> dict[str, Any]:
+        """The keyword arguments that say to transformers and huggingface_hub which revision is meant."""
+        return {} if self.revision is None else {"revision": self.revision}
+
+
 def rope_parameters(own: dict[str, Any], scaling: dict[str, Any], theta: float | None) -> dict[str, Any]:
     """Return the entry `rope_parameters` of config.json, for trainer and engines alike.
 
@@ -84,11 +105,17 @@ class RefModelConfig:
     path: Location | None = None
     """Model that the KL term compares with; unset: the policy's initial model."""
 
+    revision: str | None = None
+    """Branch, tag or commit of that model on the hub; unset: its main branch, or with path unset the policy's revision."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CriticModelConfig:
     path: Location | None = None
     """Model that the critic starts from: any causal language model, or one with the critic's output layer (trainer.algorithm.value_head_prefix); unset: no critic. What it learns counts with advantage_estimator=gae or your own; with others it is trained and reported, no more."""
+
+    revision: str | None = None
+    """Branch, tag or commit of that model on the hub; unset: its main branch."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
 

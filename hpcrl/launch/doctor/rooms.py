@@ -9,16 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.config import Config
-from hpcrl.config.derive import (
-    adapters,
-    has_engines,
-    kept_versions,
-    largest_rank,
-    loads_adapters,
-    model_paths,
-    saves_checkpoints,
-)
-from hpcrl.config.sections.model import LoraConfig
+from hpcrl.config.adapters import adapters, largest_rank, loads_adapters
+from hpcrl.config.derive import has_engines, kept_versions, models_of, saves_checkpoints
+from hpcrl.config.sections.model import LoraConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.rundir.checkpoints import NEVER_DELETED
 from hpcrl.rundir.commit import committed
@@ -60,15 +53,15 @@ class Sizes:
     export: int
 
     @classmethod
-    def of(cls, config: Config, folder_of: Callable[[str], Path | None]) -> Sizes | None:
+    def of(cls, config: Config, folder_of: Callable[[Pretrained], Path | None]) -> Sizes | None:
         """Return the sizes, or None where a model is not on this machine, or its files are no safetensors.
 
         Args:
-            folder_of: a model's path -> its directory; None: it is not here.
+            folder_of: a model -> its directory; None: it is not here.
         """
         trainer = config.trainer
-        trained = {role: path for role, path in model_paths(trainer).items() if role != "ref"}
-        files = {role: _shapes(folder_of(path)) for role, path in trained.items()}
+        trained = {role: model for role, model in models_of(trainer).items() if role != "ref"}
+        files = {role: _shapes(folder_of(model)) for role, model in trained.items()}
         if not all(files.values()):
             return None
         counts = {role: _saved_parameters(shapes, adapters(trainer).get(role)) for role, shapes in files.items()}

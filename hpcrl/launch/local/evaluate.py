@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, eval_sampling, sampling_seed
-from hpcrl.config.derive import gpu_count, is_offline
+from hpcrl.config.derive import gpu_count, is_offline, policy_model
 from hpcrl.config.errors import raise_together
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.root import source_of
 from hpcrl.config.sections.generator import SamplingParams
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.datasets import load_dataset
 from hpcrl.errors import ConfigError, RunError
@@ -50,19 +51,19 @@ class Subject:
     Attributes:
         run: that it is a checkpoint of; None: a model.
         checkpoint: its directory; None: a model, or the one that the run began with.
-        model: HF directory or hub id; of a checkpoint it may be made only yet.
+        model: of a checkpoint it may be made only yet.
         version: steps that the run had trained it.
     """
 
     run: Run | None
     checkpoint: Path | None
-    model: str
+    model: Pretrained
     version: int = 0
 
     @property
     def name(self) -> str:
         if self.run is None:
-            return Path(self.model).resolve().name
+            return Path(self.model.path).resolve().name
         return f"{self.run.name} {self.checkpoint.name if self.checkpoint else 'before training'}"
 
 
@@ -81,26 +82,26 @@ def find_subject(name: str, checkpoint: str | None, root: Path) -> Subject:
     try:
         run = find_run(name, root)
     except RunError as error:
-        if folder_of(name) is not None or on_hub(name):
+        if folder_of(Pretrained(name)) is not None or on_hub(Pretrained(name)):
             return _model(name, name, checkpoint)
         raise RunError(
             f"{error}; nor is it a directory with a model, or the id of one in the hub's cache or on the hub"
         ) from error
     if checkpoint in ("0", "s000000"):
-        return Subject(run, None, Config.from_toml([run.config]).trainer.policy.model.path)
+        return Subject(run, None, policy_model(Config.from_toml([run.config]).trainer))
     line = line_of(run)
     if checkpoint is None and not line:
         raise RunError(f"{run.name} has no committed checkpoint yet; --checkpoint 0 is the model that it began with")
     path = line[-1] if checkpoint is None else find_checkpoint(run, checkpoint)
     verify(path, checksums=False)
     step, _ = position_of(path) or (0, 0)
-    return Subject(run, path, str(run.exports / path.name), step)
+    return Subject(run, path, Pretrained(str(run.exports / path.name)), step)
 
 
 def _model(name: str, path: str, checkpoint: str | None) -> Subject:
     if checkpoint is not None:
         raise RunError(f"{name} is a model, which has no checkpoints; leave out --checkpoint, or name the run")
-    return Subject(None, None, path)
+    return Subject(None, None, Pretrained(path))
 
 
 def configured(
@@ -120,7 +121,8 @@ def configured(
         f"data.val_data={json.dumps(paths)}",
         "data.test_size=",
         "trainer.eval_interval=1",
-        f"trainer.policy.model.path={json.dumps(subject.model)}",
+        f"trainer.policy.model.path={json.dumps(subject.model.path)}",
+        f"trainer.policy.model.revision={json.dumps(subject.model.revision) if subject.model.revision else ''}",
     ]
     if subject.run is None:
         ours.append(f"data.train_data={json.dumps(paths)}")
@@ -148,7 +150,7 @@ def configured(
     return config
 
 
-def _fitting(model: str, files: Sequence[Path], settings: Sequence[str]) -> list[str]:
+def _fitting(model: Pretrained, files: Sequence[Path], settings: Sequence[str]) -> list[str]:
     """Return lengths that a model takes, for those that nobody chose: a third of what it takes for the prompt, the rest for the response."""
     most = position_limit(entries_of(model) or {})
     prompt, response = TrainerConfig.max_prompt_length, SamplingParams.max_generate_length
@@ -161,7 +163,7 @@ def _fitting(model: str, files: Sequence[Path], settings: Sequence[str]) -> list
 def default_place(subject: Subject) -> Path:
     """Return a directory that is not there yet, in the run or, for a model, in the current directory."""
     parent = Path("evaluations").absolute() if subject.run is None else subject.run.evaluations
-    stem = subject.checkpoint.name if subject.checkpoint else Path(subject.model).name
+    stem = subject.checkpoint.name if subject.checkpoint else Path(subject.model.path).name
     return parent / f"{stem}-{time.strftime('%m%d-%H%M%S')}"
 
 
@@ -187,14 +189,14 @@ def evaluate(subject: Subject, config: Config, place: Run, report: Callable[[str
     asked = {
         "subject": subject.name,
         "version": subject.version,
-        "model": subject.model,
+        "model": str(subject.model),
         "data": config.data.val_data,
         "n_samples": config.generator.eval_n_samples_per_prompt,
         "seed": sampling_seed(config.generator.inference_engine, config.trainer),
         "sampling": asdict(eval_sampling(config.generator)),
     }
     write_json(place.path / "evaluation.json", asked)
-    if subject.run is not None and subject.checkpoint is not None and not is_committed(Path(subject.model)):
+    if subject.run is not None and subject.checkpoint is not None and not is_committed(Path(subject.model.path)):
         report(f"exporting {subject.checkpoint.name}")
         words = ["checkpoint", "export", str(subject.run.path), subject.checkpoint.name]
         run_here(place, _EXPORT, [sys.executable, "-m", "hpcrl.cli.main", *words], {}, report)

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, engine_rope
+from hpcrl.config.adapters import loads_adapters
 from hpcrl.config.derive import (
     has_engines,
     is_offline,
-    loads_adapters,
     longest_sample,
     max_input_length,
     max_model_len,
     model_config_kwargs,
+    policy_model,
 )
 from hpcrl.config.errors import Problem
 from hpcrl.config.rules.model_fit import text_entries
@@ -37,7 +38,7 @@ _OPTIONS += (("entrypoints/launchers/cli_args.py", ("BaseFrontendArgs", "Fronten
 
 def check_engine(config: Config) -> Iterator[Problem]:
     """Yield what the engines of a run would refuse, as far as the model and vLLM are on this machine."""
-    entries = entries_of(config.trainer.policy.model.path)
+    entries = entries_of(policy_model(config.trainer))
     if entries is not None:
         yield from _lengths(config, entries)
         yield from _adapters(config, entries)

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, uses_reference
-from hpcrl.config.derive import model_config_kwargs, model_paths, ref_model_path
+from hpcrl.config.derive import critic_model, model_config_kwargs, models_of, policy_model, ref_model
 from hpcrl.config.errors import Problem
 from hpcrl.config.reward_model import reward_services
 from hpcrl.config.rules.model_fit import misfits
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.model_config import download
 
 MODEL_FILE = "config.json"
 
@@ -25,48 +27,51 @@ def is_local(path: str) -> bool:
     return path.startswith(("/", "~", ".")) or Path(path).exists()
 
 
-def folder_of(path: str) -> Path | None:
+def folder_of(model: Pretrained) -> Path | None:
     """Return the directory of a model, that in the cache of the hub's library where it has a name there; None: it is not here."""
-    folder = Path(path).expanduser() if is_local(path) else _cached(path)
+    folder = Path(model.path).expanduser() if is_local(model.path) else _cached(model)
     return folder if folder is not None and (folder / MODEL_FILE).is_file() else None
 
 
-def _cached(name: str) -> Path | None:
+def _cached(wanted: Pretrained) -> Path | None:
     home = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HF_HOME", f"{home}/huggingface") + "/hub"
-    model = Path(hub).expanduser() / f"models--{name.replace('/', '--')}"
+    model = Path(hub).expanduser() / f"models--{wanted.path.replace('/', '--')}"
+    revision = wanted.revision or "main"
+    if (model / "snapshots" / revision).is_dir():  # a commit
+        return model / "snapshots" / revision
     try:
-        return model / "snapshots" / (model / "refs" / "main").read_text().strip()
+        return model / "snapshots" / (model / "refs" / revision).read_text().strip()
     except OSError:
         return None
 
 
-def on_hub(name: str) -> bool:
-    """Return whether the hub, asked once, has a model of this name; False where it cannot be reached, or its library is not installed."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or find_spec("huggingface_hub") is None:
+def on_hub(model: Pretrained) -> bool:
+    """Return whether the hub, asked once, has this model; False where it cannot be reached, or its library is not installed."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model.path) or find_spec("huggingface_hub") is None:
         return False
     import httpx
     from huggingface_hub import file_exists
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
     try:
-        return file_exists(name, MODEL_FILE)
+        return file_exists(model.path, MODEL_FILE, **model.at_revision)
     except (httpx.HTTPError, HFValidationError, OfflineModeIsEnabled):  # a node without a network
         return False
 
 
-def fetch_entries(name: str) -> bool:
+def fetch_entries(model: Pretrained) -> bool:
     """Download the config.json of a model, and nothing else, into the cache of the hub's library; return whether it is here now."""
-    if folder_of(name) is None and not is_local(name) and on_hub(name):
+    if folder_of(model) is None and not is_local(model.path) and on_hub(model):
         from huggingface_hub import hf_hub_download
 
-        hf_hub_download(name, MODEL_FILE)
-    return folder_of(name) is not None
+        hf_hub_download(model.path, MODEL_FILE, **model.at_revision)
+    return folder_of(model) is not None
 
 
-def entries_of(path: str) -> Mapping[str, Any] | None:
+def entries_of(model: Pretrained) -> Mapping[str, Any] | None:
     """Return the entries of a model's config.json; None: it is not here, or no JSON."""
-    folder = folder_of(path)
+    folder = folder_of(model)
     try:
         content = json.loads((folder / MODEL_FILE).read_text()) if folder else None
     except (OSError, ValueError):
@@ -76,8 +81,8 @@ def entries_of(path: str) -> Mapping[str, Any] | None:
 
 def check_layouts(config: Config) -> Iterator[Problem]:
     """Yield what Megatron's ranks cannot share of the models."""
-    for path, changes, section, whose in _models(config.trainer):
-        entries = entries_of(path)
+    for model, changes, section, whose in _models(config.trainer):
+        entries = entries_of(model)
         if entries is not None:
             sizes = getattr(config.trainer, section).megatron_config
             yield from misfits(f"trainer.{section}.megatron_config", sizes, {**entries, **changes}, whose)
@@ -85,36 +90,36 @@ def check_layouts(config: Config) -> Iterator[Problem]:
 
 def unchecked_models(config: Config) -> Iterator[str]:
     """Yield a line for each model that only the job can check, because it is not on this machine."""
-    shared = {path for path, *_ in _models(config.trainer)}
-    paths = [*model_paths(config.trainer).values()]
+    shared = {model for model, *_ in _models(config.trainer)}
+    models = [*models_of(config.trainer).values()]
     if reward_services(config) and (served := config.environment.remote_reward.service.model):
-        paths.append(served)
-    for path in dict.fromkeys(paths):
-        if is_local(path) or _has_weights(path):
+        models.append(Pretrained(served))
+    for model in dict.fromkeys(models):
+        if is_local(model.path) or _has_weights(model):
             continue
-        shows = "" if entries_of(path) else ", so how many tokens it takes shows when the job starts"
-        if shows and path in shared:
+        shows = "" if entries_of(model) else ", so how many tokens it takes shows when the job starts"
+        if shows and model in shared:
             shows = ", so how many tokens it takes, and whether Megatron's ranks can share its heads, layers and experts, shows when the job starts"
         yield (
-            f"{path} is not on this machine{shows}; a node without a network cannot download it: `hf download {path}` puts it into the "
+            f"{model} is not on this machine{shows}; a node without a network cannot download it: `{download(model)}` puts it into the "
             "cache (HF_HOME, on a filesystem that the nodes share)"
         )
 
 
-def _has_weights(path: str) -> bool:
-    folder = folder_of(path)
+def _has_weights(model: Pretrained) -> bool:
+    folder = folder_of(model)
     return folder is not None and any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
 
 
-def _models(trainer: TrainerConfig) -> Iterator[tuple[str, dict[str, Any], str, str]]:
-    """Yield path, changed entries, section with the sizes, and what an error calls it, of each model that Megatron lays out."""
+def _models(trainer: TrainerConfig) -> Iterator[tuple[Pretrained, dict[str, Any], str, str]]:
+    """Yield model, changed entries, section with the sizes, and what an error calls it, of each model that Megatron lays out."""
     if trainer.strategy != "megatron":
         return
-    policy, ref, critic = trainer.policy, trainer.ref, trainer.critic
+    policy, ref = trainer.policy, trainer.ref
     changes = model_config_kwargs(policy)
-    yield policy.model.path, changes, "policy", "model"
-    reference = ref_model_path(trainer), model_config_kwargs(ref)
-    if uses_reference(trainer) and reference != (policy.model.path, changes):
+    yield policy_model(trainer), changes, "policy", "model"
+    reference = ref_model(trainer), model_config_kwargs(ref)
+    if uses_reference(trainer) and reference != (policy_model(trainer), changes):
         yield *reference, "ref", "reference model"
-    if critic.model.path is not None:  # by the policy's layout
-        yield critic.model.path, critic.model_config_kwargs, "policy", "critic"
+    if (critic := critic_model(trainer)) is not None:  # by the policy's layout
+        yield critic, trainer.critic.model_config_kwargs, "policy", "critic"

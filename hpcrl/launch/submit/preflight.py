@@ -17,6 +17,7 @@ from hpcrl.config.derive import has_engines, is_offline, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.resume_changes import Change, changes_from_path
 from hpcrl.config.sections.environment import CLASSIFIER
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import chat_template
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import count_aside
@@ -91,24 +92,29 @@ def _of_environments(config: Config) -> Iterator[Problem]:
 
 
 def _of_models(config: Config) -> Iterator[Problem]:
-    service = config.environment.remote_reward.service
-    models = {
-        "environment.remote_reward.service.model": service.model,
-        "trainer.policy.model.path": config.trainer.policy.model.path,
-        "trainer.ref.model.path": config.trainer.ref.model.path,
-        "trainer.critic.model.path": config.trainer.critic.model.path,
-    }
-    for name, path in models.items():
-        if path and is_local(path) and not folder_of(path):
-            yield Problem(name, f"{path} is no model directory (it has no {MODEL_FILE})")
+    service, trainer = config.environment.remote_reward.service, config.trainer
+    if service.model and is_local(service.model) and not folder_of(Pretrained(service.model)):
+        yield Problem(
+            "environment.remote_reward.service.model", f"{service.model} is no model directory (it has no {MODEL_FILE})"
+        )
     if service.chat_template and not Path(service.chat_template).is_file():
         yield Problem("environment.remote_reward.service.chat_template", f"no file {service.chat_template}")
-    entries = (entries_of(service.model) if service.model else None) or {}
+    entries = (entries_of(Pretrained(service.model)) if service.model else None) or {}
     if (named := entries.get("architectures")) and not any(name.endswith(CLASSIFIER) for name in named):
         yield Problem(
             "environment.remote_reward.service.model",
             f"{service.model} is a {', '.join(named)}; expected a reward model, a sequence classifier of one label (…{CLASSIFIER})",
         )
+    for role, model in (("policy", trainer.policy.model), ("ref", trainer.ref.model), ("critic", trainer.critic.model)):
+        if not model.path or not is_local(model.path):
+            continue
+        if not folder_of(Pretrained(model.path)):
+            yield Problem(f"trainer.{role}.model.path", f"{model.path} is no model directory (it has no {MODEL_FILE})")
+        if model.revision is not None:
+            yield Problem(
+                f"trainer.{role}.model.revision",
+                f"{model.path} is a directory here, which has no revisions; leave it out, or name the model by its id on the hub",
+            )
     adapter = config.trainer.policy.model.lora.adapter_path
     if adapter and not Path(adapter, ADAPTER_FILE).is_file():
         yield Problem(

@@ -44,7 +44,7 @@ from hpcrl.launch.submit.own_files import own_files, own_modules
 from hpcrl.launch.submit.sweep import run_names
 from hpcrl.rundir.checksums import OwnFiles, note_checksums
 from hpcrl.rundir.commit import discard, naming, write_json, write_text
-from hpcrl.rundir.layout import Run, default_root
+from hpcrl.rundir.layout import Run, root_of
 from hpcrl.text import printable
 
 _AT_ONCE = 8  # files that are copied at the same time
@@ -62,8 +62,7 @@ def prepare(name: str, elements: Sequence[tuple[Config, list[str]]]) -> Submissi
         SubmitError: runs cannot be made under slurm.root.
     """
     first = elements[0][0]
-    root = Path(first.slurm.root).expanduser() if first.slurm.root else default_root()
-    project = (root / first.trainer.project_name).absolute()
+    project = (root_of(first.slurm.root) / first.trainer.project_name).absolute()
     _require_writable(project)
     names = run_names(name, [overrides for _, overrides in elements])
     named = [Element(own, config, overrides) for own, (config, overrides) in zip(names, elements, strict=True)]

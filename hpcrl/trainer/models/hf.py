@@ -9,8 +9,10 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import httpx
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
@@ -23,7 +25,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from hpcrl.config.derive import model_config_kwargs, ref_model_path
+from hpcrl.config.derive import critic_model, model_config_kwargs, policy_model, ref_model
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -79,21 +81,41 @@ class ModelSource(ConfiguredModel):
             DataError: they cannot be read.
         """
         try:
-            local = Path(self.path).is_dir()
-            folder = Path(
-                self.path if local else snapshot_download(self.path, allow_patterns=["*.safetensors", "*.json"])
-            )
+            folder = self.folder(["*.safetensors", "*.json"])
             found = {tensor.dtype for file in folder.glob("model*.safetensors") for tensor in _contents(file)}
         except (OSError, ValueError, SafetensorError) as error:
             raise self.not_a_model(error) from error
         return reduce(torch.promote_types, found) if found else None
+
+    def folder(self, patterns: list[str]) -> Path:
+        """Return the directory with its files, those of the hub downloaded where they are not here.
+
+        Args:
+            patterns: names of the files that are wanted.
+
+        Raises:
+            OSError, ValueError: there is no such model, here or on the hub.
+        """
+        if Path(self.path).is_dir():
+            return Path(self.path)
+        options: dict[str, Any] = {"allow_patterns": patterns, **self.at_revision}
+        try:
+            return Path(snapshot_download(self.path, **options))
+        except (httpx.ConnectError, httpx.TimeoutException, OfflineModeIsEnabled):
+            # of a commit it asks for the list of files, even where they are in the cache
+            return Path(snapshot_download(self.path, local_files_only=True, **options))
 
     def _read(self, model_class: Any, dtype: torch.dtype, attention: str) -> tuple[PreTrainedModel, list[str]]:
         """Return the model, and the parameters for which it has no weights on disk."""
         disable_progress_bar()  # of no use in a log file
         try:
             answer = model_class.from_pretrained(
-                self.path, config=self.config(), dtype=dtype, attn_implementation=attention, output_loading_info=True
+                self.path,
+                config=self.config(),
+                dtype=dtype,
+                attn_implementation=attention,
+                output_loading_info=True,
+                **self.at_revision,
             )
         # RuntimeError: weights of other shapes than the configuration says
         except (OSError, ValueError, RuntimeError) as error:
@@ -183,7 +205,7 @@ class RewardModelSource(CriticSource):
         """
         config = super().config()
         config.num_labels, text = 1, cast(Any, config.get_text_config())
-        tokenizer = load_tokenizer(self.path, ChatTemplateConfig(), f"{self.role}.model.path")
+        tokenizer = load_tokenizer(self, ChatTemplateConfig(), f"{self.role}.model.path")
         tokens = tokenizer.pad_token_id, text.pad_token_id, tokenizer.eos_token_id
         known = [token for token in tokens if isinstance(token, int) and token < text.vocab_size]
         text.pad_token_id = next(iter(known), None)
@@ -228,7 +250,7 @@ def _empty(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, atten
 def policy_source(trainer: TrainerConfig) -> ModelSource:
     """Return the model that is trained, as it is loaded: a policy, or a reward model in its place."""
     section: dict[str, Any] = {
-        "path": trainer.policy.model.path,
+        **vars(policy_model(trainer)),
         "role": "trainer.policy",
         "config_kwargs": model_config_kwargs(trainer.policy),
         "rope_scaling": trainer.rope_scaling,
@@ -243,7 +265,7 @@ def reference_source(trainer: TrainerConfig) -> ModelSource:
     """Return the model of the KL term, as it is loaded."""
     return replace(
         policy_source(trainer),
-        path=ref_model_path(trainer),
+        **vars(ref_model(trainer)),
         role="trainer.ref",
         config_kwargs=model_config_kwargs(trainer.ref),
     )
@@ -251,9 +273,10 @@ def reference_source(trainer: TrainerConfig) -> ModelSource:
 
 def critic_source(trainer: TrainerConfig) -> CriticSource:
     """Return the critic, as it is loaded."""
-    assert trainer.critic.model.path is not None, "this run has no critic"
+    model = critic_model(trainer)
+    assert model is not None, "this run has no critic"
     return CriticSource(
-        path=trainer.critic.model.path,
+        **vars(model),
         role="trainer.critic",
         config_kwargs=trainer.critic.model_config_kwargs,
         rope_scaling=trainer.rope_scaling,
@@ -277,4 +300,4 @@ def export_config(source: ModelSource, directory: Path, dtype: torch.dtype, arch
     if architecture is not None:
         return
     with suppress(OSError):  # a model need not have one
-        GenerationConfig.from_pretrained(source.path).save_pretrained(directory)
+        GenerationConfig.from_pretrained(source.path, **source.at_revision).save_pretrained(directory)

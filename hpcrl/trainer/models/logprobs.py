@@ -55,7 +55,9 @@ def plain_rows(
         dtype: of logits and log-probabilities; sums over the vocabulary are float32 in any case.
         mask_RK: as of token_logprobs.
     """
-    logits_RV = linear(hidden_RD, head_VD).to(dtype) / temperature
+    logits_RV = linear(hidden_RD, head_VD).to(dtype)
+    if temperature != 1.0:  # a division is one more [R, V], in backward too
+        logits_RV = logits_RV / temperature
     if mask_RK is not None:
         logits_RV = among(logits_RV, mask_RK)
     if dtype == torch.float16 and logits_RV.device.type == "cpu":  # whose log_softmax adds up in float16, and overflows

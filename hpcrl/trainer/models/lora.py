@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from hpcrl.config.derive import begins_from_weights
-from hpcrl.config.sections.model import LoraConfig
+from hpcrl.config.adapters import begins_from_weights
+from hpcrl.config.sections.model import LoraConfig, Pretrained
 from hpcrl.data.weight_files import ADAPTER_FILE, ADAPTER_PREFIX, WeightFile
 from hpcrl.errors import DataError, did_you_mean
 
@@ -181,13 +181,14 @@ def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tup
 
 
 def _peft_config(
-    lora: LoraConfig, targets: list[str], base: str | None = None, kept: list[str] | None = None
+    lora: LoraConfig, targets: list[str], base: Pretrained | None = None, kept: list[str] | None = None
 ) -> peft.LoraConfig:
     import peft  # takes half a second, and most runs have no adapters
 
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
+        base_model_name_or_path=base.path if base else None,
+        revision=base.revision if base else None,
         r=lora.rank,
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=lora.dropout,
@@ -276,7 +277,7 @@ class Adapter:
         matrices: A [r, in] and B [out, r] of each layer.
         scales: s of each layer.
         config: what PEFT reads beside them.
-        whole: parameters of the modules that are trained whole.
+        whole: parameters that are trained whole beside them: of modules_to_save, and the head of a reward model.
     """
 
     matrices: dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -323,12 +324,12 @@ class Adapter:
 
 
 def gather_adapter(
-    model: PreTrainedModel, lora: LoraConfig, base: str, whole: Callable[[torch.Tensor], torch.Tensor]
+    model: PreTrainedModel, lora: LoraConfig, base: Pretrained, whole: Callable[[torch.Tensor], torch.Tensor]
 ) -> Adapter:
     """Return the adapters of a model. All ranks call it.
 
     Args:
-        base: path or hub id of the model that they adapt.
+        base: the model that they adapt.
         whole: gathers a parameter that may be sharded.
     """
     layers = list(adapted_layers(model))
@@ -339,8 +340,8 @@ def gather_adapter(
     matrices = {each.name: (copied(each.A), copied(each.B)) for each in layers}
     named = model.named_parameters(remove_duplicate=False)  # PEFT ties no modules that it keeps whole: each has its own
     kept = {name: copied(value) for name, value in named if value.requires_grad and not is_of_adapter(name)}
-    adapter = made_adapter(matrices, {each.name: each.scaling for each in layers}, lora, base, kept)
-    return replace(adapter, config=replace(adapter.config, task_type="SEQ_CLS")) if gives_numbers(model) else adapter
+    found = made_adapter(matrices, {each.name: each.scaling for each in layers}, lora, base, kept)
+    return replace(found, config=replace(found.config, task_type="SEQ_CLS")) if gives_numbers(model) else found
 
 
 def gives_numbers(model: PreTrainedModel) -> bool:
@@ -353,7 +354,7 @@ def made_adapter(
     matrices: dict[str, tuple[torch.Tensor, torch.Tensor]],
     scales: dict[str, float],
     lora: LoraConfig,
-    base: str,
+    base: Pretrained,
     kept: dict[str, torch.Tensor] | None = None,
 ) -> Adapter:
     """Return adapters, and parameters of modules that are trained whole, with what PEFT reads beside them."""

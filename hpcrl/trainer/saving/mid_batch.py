@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from hpcrl.config.derive import begins_with_model, is_offline
+from hpcrl.config.adapters import begins_with_model
+from hpcrl.config.derive import is_offline
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.batch_file import check_batch, read_batch
 from hpcrl.data.weight_files import check_weights

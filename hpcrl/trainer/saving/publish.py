@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.weight_files import Probe, weight_facts
 from hpcrl.errors import HpcrlError
@@ -123,7 +124,12 @@ class Publisher:
             require_newest(self._run, self._attempt)
 
     def export(
-        self, engine: PolicyEngine, step: int, model: str, template: ChatTemplateConfig, target: Path | None = None
+        self,
+        engine: PolicyEngine,
+        step: int,
+        model: Pretrained,
+        template: ChatTemplateConfig,
+        target: Path | None = None,
     ) -> Path:
         """Commit a model directory for transformers and vLLM, and return it; what this attempt has committed stays as it is.
 

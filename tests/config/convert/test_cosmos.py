@@ -372,10 +372,10 @@ _VARIETY: list[dict[str, Any]] = [
 ]
 
 
-def test_datasets_of_a_hub_wait() -> None:
-    found = [entry for entry in of({}).entries if entry.source == "data.train_data"]
-    assert [entry.kind for entry in found] == ["unimplemented"]
-    assert '"org/data"' in found[0].message
+def test_datasets_of_a_hub_keep_their_names() -> None:
+    conversion = of({})
+    assert conversion.values["data.train_data"] == ["org/data"]
+    assert not [entry for entry in conversion.entries if entry.source == "data.train_data"]
 
 
 def test_a_misspelt_table() -> None:

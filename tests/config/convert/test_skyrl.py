@@ -250,7 +250,6 @@ def test_logprobs_are_always_returned(value: str, kind: str) -> None:
         ("trainer.resume_mode=from_path", "conflict"),
         ("trainer.strategy=deepspeed", "conflict"),
         ("generator.backend=sglang", "conflict"),
-        ("data.train_data=['openai/gsm8k:train']", "unimplemented"),
         ("data.train_data=['$DATA/train.parquet']", "conflict"),
         ("data.train_data=3", "conflict"),
         ("trainer.epochs=null", "conflict"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcrl.config import Config, eval_sampling, temperature
 from hpcrl.config.convert.cosmos.resolve import resolve
-from hpcrl.config.derive import engine_rope, max_input_length, max_seq_len, ref_model_path
+from hpcrl.config.derive import engine_rope, max_input_length, max_seq_len, ref_model
 from hpcrl.config.fields import leaves
 from hpcrl.config.load import nested
 from tests.golden.adapters.converted import skyrl
@@ -60,7 +60,7 @@ def _resolved(config: Config) -> dict[str, Any]:
         "generator.rope_theta": theta,
         "trainer.algorithm.temperature": temperature(config),
         "trainer.algorithm.max_seq_len": max_seq_len(config),
-        "trainer.ref.model.path": ref_model_path(config.trainer),
+        "trainer.ref.model.path": ref_model(config.trainer).path,
     }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.errors import ConfigError, DataError, RunError
 from hpcrl.launch.local.evaluate import Subject, configured, default_place, evaluate, find_subject
 from hpcrl.rundir.commit import committed_directory, write_text
@@ -44,12 +45,12 @@ def data(tmp_path: Path) -> str:
 def test_a_run_means_its_newest_checkpoint_or_the_one_that_is_named(run: Run) -> None:
     root = run.path.parent.parent
     newest = find_subject("letters", None, root)
-    assert newest == Subject(run, run.checkpoint(10), str(run.exports / "s000010"), 10)
+    assert newest == Subject(run, run.checkpoint(10), Pretrained(str(run.exports / "s000010")), 10)
     assert newest.name == "letters s000010"
     for name in ("2", "s000002"):
         assert find_subject(str(run.path), name, root).checkpoint == run.checkpoint(2)
     before = find_subject("letters", "0", root)
-    assert (before.checkpoint, before.model, before.version) == (None, "/models/first", 0)
+    assert (before.checkpoint, before.model, before.version) == (None, Pretrained("/models/first"), 0)
     with pytest.raises(RunError, match=r"no checkpoint 3; there are: s000002, s000010"):
         find_subject("letters", "3", root)
     with pytest.raises(RunError, match="no run 'letter'"):
@@ -64,7 +65,7 @@ def test_an_id_of_the_hub_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (model / "refs" / "main").write_text("abc")
     (model / "snapshots" / "abc").mkdir(parents=True)
     (model / "snapshots" / "abc" / "config.json").write_text("{}")
-    assert find_subject("org/small", None, tmp_path / "runs") == Subject(None, None, "org/small")
+    assert find_subject("org/small", None, tmp_path / "runs") == Subject(None, None, Pretrained("org/small"))
     with pytest.raises(RunError, match="has no checkpoints"):
         find_subject("org/small", "3", tmp_path / "runs")
 
@@ -73,7 +74,7 @@ def test_a_directory_with_a_model_is_a_model(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     found = find_subject(str(tmp_path / "model"), None, tmp_path)
-    assert found == Subject(None, None, str(tmp_path / "model"))
+    assert found == Subject(None, None, Pretrained(str(tmp_path / "model")))
     with pytest.raises(RunError, match="is a model, which has no checkpoints"):
         find_subject(str(tmp_path / "model"), "2", tmp_path)
 
@@ -93,7 +94,7 @@ def test_what_is_evaluated_is_laid_over_the_settings_of_the_run(run: Run, data: 
 
 
 def test_a_model_needs_no_file(data: str) -> None:
-    config = configured(Subject(None, None, "/models/one"), [data], None, [], [])
+    config = configured(Subject(None, None, Pretrained("/models/one")), [data], None, [], [])
     assert config.trainer.policy.model.path == "/models/one"
     assert config.data.val_data == [data]
 
@@ -106,7 +107,7 @@ def test_several_greedy_samples_are_refused(run: Run, data: str) -> None:
 
 
 def test_data_that_is_not_there_is_found_before_anything_is_made(data: str, tmp_path: Path) -> None:
-    place, subject = Run(tmp_path / "out"), Subject(None, None, "/models/one")
+    place, subject = Run(tmp_path / "out"), Subject(None, None, Pretrained("/models/one"))
     with pytest.raises(DataError, match="no such file"):
         evaluate(
             subject,

@@ -15,12 +15,12 @@ import torch
 from hpcrl.cli.main import main
 from hpcrl.config import Config
 from hpcrl.controller.recovery import read_history
-from hpcrl.data.checked_lines import append_lines
 from hpcrl.data.group_file import read_arrays
 from hpcrl.data.turn_file import turn_file
 from hpcrl.data.weight_files import WeightFile, check_weights, weight_facts
 from hpcrl.errors import CommitError, DataError, HpcrlError
 from hpcrl.launch.manage.verify import PARTS
+from hpcrl.rundir.checked_lines import append_lines
 from hpcrl.rundir.checkpoints import newest_usable
 from hpcrl.rundir.checksums import note_checksums, require_unchanged
 from hpcrl.rundir.commit import begin, committed_directory, finish, write_json, write_text

@@ -11,6 +11,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.config.load import nested
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.validate import build
 from hpcrl.errors import DataError
 from hpcrl.launch.submit.models import check_layouts, entries_of, fetch_entries, folder_of, unchecked_models
@@ -81,21 +82,21 @@ def test_a_model_in_the_cache_of_the_hub_is_here(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     cached = tmp_path / "hub" / "models--some--model"
     folder = model(cached / "snapshots" / "1234")
-    assert folder_of("some/model") is None
+    assert folder_of(Pretrained("some/model")) is None
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("1234\n")
-    assert folder_of("some/model") == folder
+    assert folder_of(Pretrained("some/model")) == folder
     (line,) = unchecked_models(config("some/model", THREE))
     assert line.startswith("some/model is not on this machine; a node without a network"), "config.json alone"
     (folder / "model.safetensors").touch()
     assert list(unchecked_models(config("some/model", THREE))) == []
     assert len(list(check_layouts(config("some/model", THREE)))) == 1
     (folder / "config.json").write_text("no json")
-    assert entries_of("some/model") is None
+    assert entries_of(Pretrained("some/model")) is None
 
 
 def test_without_the_library_of_the_hub_nothing_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a login node that has only what commands need."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # what importlib takes for "there is none"
-    assert not fetch_entries("org/model")
+    assert not fetch_entries(Pretrained("org/model"))

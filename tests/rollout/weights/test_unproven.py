@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import decoder, load_tokenizer
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
@@ -59,7 +60,7 @@ def test_no_group_that_was_finished_under_unproven_weights_is_handed_over(
     publish(models[1], run.weights_of(1), 1, ATTEMPT, probe=probe_of(models[2]))
     Stuck.go.clear()
     engine = LateProof(server.socket, bearer(TOKEN, RUN_NAME), replica="rollout-5")
-    tokenizer = load_tokenizer(str(QUICKSTART), GENERATOR.chat_template)
+    tokenizer = load_tokenizer(Pretrained(str(QUICKSTART)), GENERATOR.chat_template)
     options = WorkerOptions(run, ATTEMPT, 5, 4, n_samples=4, dump_evals=True, engine_dtype="float32")
     status = StatusWriter(run, "rollout-5", ATTEMPT)
 

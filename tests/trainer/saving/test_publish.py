@@ -22,6 +22,7 @@ from hpcrl.config import (
     TrainerConfig,
 )
 from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.errors import DataError
 from hpcrl.rundir.commit import committed, is_committed
 from hpcrl.rundir.layout import Run, version_of
@@ -78,7 +79,7 @@ def expect_same_logprobs(path: Path, engine: FsdpPolicy, temperature: float, ato
 
 
 def test_an_export_is_a_model(run: Run, alone: World, engine: FsdpPolicy, model_path: Path) -> None:
-    Publisher(run, 1, alone, torch.float32, 2).export(engine, 3, str(model_path), ChatTemplateConfig())
+    Publisher(run, 1, alone, torch.float32, 2).export(engine, 3, Pretrained(str(model_path)), ChatTemplateConfig())
     assert is_committed(run.export(3))
     expect_same_logprobs(run.export(3), engine, temperature=0.7)
     text = [{"role": "user", "content": "a"}]
@@ -93,7 +94,7 @@ def test_an_export_keeps_the_chat_template_of_the_run(
     file = tmp_path / "own.jinja"
     file.write_text("{% for message in messages %}{{ message.content }}{% endfor %} b")
     own = ChatTemplateConfig(source="file", name_or_path=str(file))
-    Publisher(run, 1, alone, torch.float32, 2).export(engine, 1, str(model_path), own)
+    Publisher(run, 1, alone, torch.float32, 2).export(engine, 1, Pretrained(str(model_path)), own)
     text = [{"role": "user", "content": "a"}]
     assert AutoTokenizer.from_pretrained(run.export(1)).apply_chat_template(text, tokenize=False) == "a b"
 
@@ -203,7 +204,9 @@ def test_exports_carry_rotary_positions_and_replaced_entries(run: Run, alone: Wo
     ):
         changed = make_engine(model_path, alone, **options)
         assert (next(changed.logprobs([batch])) - next(own.logprobs([batch]))).abs().max() > 1e-3, options
-        Publisher(run, 1, alone, torch.float32, 2).export(changed, number, str(model_path), ChatTemplateConfig())
+        Publisher(run, 1, alone, torch.float32, 2).export(
+            changed, number, Pretrained(str(model_path)), ChatTemplateConfig()
+        )
         assert AutoConfig.from_pretrained(run.export(number)).rope_parameters == expected
         expect_same_logprobs(run.export(number), changed, temperature=1.0)
 

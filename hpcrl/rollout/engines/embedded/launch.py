@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from hpcrl.config import Config, InferenceEngineConfig, engine_rope
-from hpcrl.config.derive import gpu_count, max_model_len, model_config_kwargs
+from hpcrl.config.derive import gpu_count, max_model_len, model_config_kwargs, policy_model
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.errors import EngineError, HpcrlError
 from hpcrl.rollout.engines.base import Engine, Launched
@@ -81,7 +81,7 @@ class Embedded(Launched):
         options, device = self._options, torch.device("cpu" if self._options.on_cpu else "cuda")
         try:
             model = load_model(options.model, options.engine.model_dtype, device)
-            tokenizer = AutoTokenizer.from_pretrained(options.model.path)
+            tokenizer = AutoTokenizer.from_pretrained(options.model.path, **options.model.at_revision)
             ends = end_tokens(model, tokenizer.eos_token_id)
             batch = Batch(model, sorted(ends), tokenizer.decode, options.engine.max_num_batched_tokens)
             limits = Limits(
@@ -114,7 +114,7 @@ def places(model: PreTrainedModel, share: float) -> int:
 def embedded_options(config: Config) -> EmbeddedOptions:
     engine, (rope_scaling, rope_theta) = config.generator.inference_engine, engine_rope(config)
     model = ConfiguredModel(
-        path=config.trainer.policy.model.path,
+        **vars(policy_model(config.trainer)),
         role="trainer.policy",
         rope="generator",
         config_kwargs=model_config_kwargs(config.trainer.policy),

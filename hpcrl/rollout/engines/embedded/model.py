@@ -32,10 +32,10 @@ def load_model(source: ConfiguredModel, dtype: str, device: torch.device) -> Pre
         config = source.config()
         expect_attention_only(config)
         model = AutoModelForCausalLM.from_pretrained(
-            source.path, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+            source.path, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa", **source.at_revision
         )
     except (OSError, ValueError, RuntimeError, DataError) as error:
-        raise EngineError(f"the model at {source.path} cannot be loaded: {error}") from error
+        raise EngineError(f"the model at {source} cannot be loaded: {error}") from error
     return cast(Any, model).to(device).eval()
 
 

@@ -25,18 +25,18 @@ from typing import Any
 import httpx
 
 from hpcrl.config import Config, InferenceEngineConfig, engine_gpus, engine_rope, sampling_seed
+from hpcrl.config.adapters import largest_rank, loads_adapters
 from hpcrl.config.derive import (
     LORA_RANKS,
     MOST_KEPT,
     gpu_count,
     kept_versions,
-    largest_rank,
-    loads_adapters,
     max_model_len,
     model_config_kwargs,
+    policy_model,
     runs_eagerly,
 )
-from hpcrl.config.sections.model import rope_parameters
+from hpcrl.config.sections.model import Pretrained, rope_parameters
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.vllm.main import PARENT
@@ -62,7 +62,7 @@ class ServerOptions:
     """What one replica serves.
 
     Attributes:
-        model: HF directory or hub id of the initial weights and of the tokenizer.
+        model: has the initial weights and the tokenizer.
         max_model_len: tokens of prompt and response together at most.
         on_cpu: whether this is vLLM's CPU build.
         run_name, token_file: who may call it.
@@ -72,7 +72,7 @@ class ServerOptions:
         lora_slots: adapters that requests may use at the same time.
     """
 
-    model: str
+    model: Pretrained
     engine: InferenceEngineConfig
     seed: int
     max_model_len: int
@@ -182,7 +182,9 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
         "enable-scale-out": True,  # the token-in token-out route
         "disable-uvicorn-access-log": True,
         "uvicorn-log-level": "warning",
-        "model": options.model,
+        "model": options.model.path,
+        "revision": options.model.revision,
+        "tokenizer-revision": options.model.revision,
         "seed": options.seed,
         "max-model-len": options.max_model_len,
         "dtype": engine.model_dtype,
@@ -226,7 +228,7 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
 def _rope(options: ServerOptions) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    own = getattr(AutoConfig.from_pretrained(options.model), "rope_parameters", None)
+    own = getattr(AutoConfig.from_pretrained(options.model.path, **options.model.at_revision), "rope_parameters", None)
     if not own or "rope_theta" not in own:
         raise ConfigError(
             f"generator.rope_scaling and generator.rope_theta: the model at {options.model} has no rotary positions, or other "
@@ -288,7 +290,7 @@ def compile_cache() -> Path | None:
 def server_options(run: Run, config: Config) -> ServerOptions:
     generator, (rope_scaling, rope_theta) = config.generator, engine_rope(config)
     return ServerOptions(
-        model=config.trainer.policy.model.path,
+        model=policy_model(config.trainer),
         engine=generator.inference_engine,
         seed=sampling_seed(generator.inference_engine, config.trainer),
         max_model_len=max_model_len(config),

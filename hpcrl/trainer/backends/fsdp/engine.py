@@ -25,14 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from hpcrl.config.derive import (
-    begins_from_weights,
-    ref_sharding,
-    reference_follows,
-    reference_has_values,
-    reference_is_base,
-    uses_reference,
-)
+from hpcrl.config.adapters import begins_from_weights, reference_follows, reference_has_values, reference_is_base
+from hpcrl.config.derive import ref_sharding, uses_reference
 from hpcrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer, merge
@@ -253,12 +247,15 @@ class FsdpExported(FsdpEngine[Model]):
     def adapter(self) -> Adapter | None:
         if not self._lora.rank:
             return None
-        free_gathered(self._model)
-        newest = gather_adapter(self._model.model, self._lora, self._source.path, whole)
+        newest = self._adapter()
         if not self._first_values:
             return newest
         with self._holding(self._first_values):
-            return newest.beyond(gather_adapter(self._model.model, self._lora, self._source.path, whole))
+            return newest.beyond(self._adapter())
+
+    def _adapter(self) -> Adapter:
+        free_gathered(self._model)
+        return gather_adapter(self._model.model, self._lora, self._source, whole)
 
     def _trained(self) -> dict[str, torch.Tensor]:
         return {name: each.detach() for name, each in self._model.named_parameters() if each.requires_grad}

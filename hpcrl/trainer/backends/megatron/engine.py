@@ -15,7 +15,8 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import nn
 
-from hpcrl.config.derive import reference_follows, reference_is_base, uses_reference
+from hpcrl.config.adapters import reference_follows, reference_is_base
+from hpcrl.config.derive import uses_reference
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import CriticConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -272,7 +273,7 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
             return None
         self._gather()
         found = whole_adapters(self._chunks, lambda matrix: matrix.data, self._world)
-        return made_adapter(*found, self._lora, self._source.path)
+        return made_adapter(*found, self._lora, self._source)
 
 
 class MegatronCritic(MegatronEngine[CriticModel]):

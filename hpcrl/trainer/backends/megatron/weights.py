@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError, safe_open
@@ -48,9 +47,7 @@ class _Files:
         self._source = source
         self._open: dict[Path, Any] = {}
         try:
-            local = Path(source.path).is_dir()
-            patterns = ["model*.safetensors", _INDEX]
-            directory = Path(source.path if local else snapshot_download(source.path, allow_patterns=patterns))
+            directory = source.folder(["model*.safetensors", _INDEX])
             self._places = self._find(directory)
         except (OSError, ValueError, SafetensorError) as error:
             raise source.not_a_model(error) from error
