@@ -30,6 +30,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config import AlgorithmConfig, InferenceEngineConfig, ModelConfig, PolicyConfig, TrainerConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.weight_files import PublishedWeights, WeightReader
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rollout.engines.vllm.server import Server, ServerOptions
@@ -130,7 +131,13 @@ def measure(millions: float, ranks: int, repetitions: int, place: Path) -> dict[
     token = "a-token"
     write_text(place / "token", token, mode=0o600)
     options = ServerOptions(
-        str(place / "model"), InferenceEngineConfig(max_num_seqs=8), 1, 128, True, "benchmark", place / "token"
+        Pretrained(str(place / "model")),
+        InferenceEngineConfig(max_num_seqs=8),
+        1,
+        128,
+        True,
+        "benchmark",
+        place / "token",
     )
     scratch = Scratch("engine")
     server = Server(options, scratch.path, place / "engine.log")

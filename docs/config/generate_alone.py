@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hpcrl.config.sections.environment import EnvironmentConfig
 from hpcrl.config.sections.generator import GeneratorConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.validate import build
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.rollout.engines.vllm.client import EngineClient
@@ -37,7 +38,7 @@ LETTERS = Prompt(
 async def generate(server: Server, model: str, config: GeneratorConfig) -> Group:
     engine = EngineClient(server.socket, bearer(TOKEN, NAME))
     try:
-        tokenizer = load_tokenizer(model, config.chat_template)
+        tokenizer = load_tokenizer(Pretrained(model), config.chat_template)
         generator = GroupGenerator(engine, tokenizer, config, build(EnvironmentConfig, {}))
         return await generator.generate(Work("g0", "train", LETTERS, n_samples=4, seed=0))
     finally:
@@ -51,7 +52,7 @@ def main(model: str) -> None:
         token_file = Path(folder) / "token"
         write_text(token_file, TOKEN + "\n", mode=0o600)
         options = ServerOptions(
-            model=model,
+            model=Pretrained(model),
             engine=config.inference_engine,
             seed=0,
             max_model_len=32,
