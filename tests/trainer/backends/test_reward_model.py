@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hpcrl.config import Config
 from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.prompt_stream import PromptStream
 from hpcrl.data.sources import Source
@@ -177,7 +178,9 @@ def test_an_export_scores_in_transformers_as_in_training(run: Run, alone: World,
     if lora:
         fill_adapters(engine._model.model)
     publisher = Publisher(run, 0, alone, torch.float32, 1, engines=False)
-    place = publisher.export(engine, 3, str(run.path / "model"), ChatTemplateConfig(), target=tmp_path / "export")
+    place = publisher.export(
+        engine, 3, Pretrained(str(run.path / "model")), ChatTemplateConfig(), target=tmp_path / "export"
+    )
     rows = [ids for row in SAID["tokens"] for ids in row.values()]
     rows += [[*rows[0], 0], [*rows[1], 0, 0], [0, 0]]  # that end with the padding token
     found = scores(engine, rows)
