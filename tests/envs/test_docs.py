@@ -45,14 +45,18 @@ def test_the_page_names_what_a_response_has_and_settings_that_exist() -> None:
 def test_configurations_of_the_page_load(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text(NEEDED)
     texts = [text for kind, text in BLOCKS if kind == "toml"]
-    assert len(texts) == 3
+    assert len(texts) == 4
     for text in texts:
         path = tmp_path / "page.toml"
         path.write_text(text)
         given, loaded = tomli.loads(text)["environment"], Config.from_toml([tmp_path / "base.toml", path]).environment
         assert loaded.reward_function == given.get("reward_function", {})
-        remote = {name: getattr(loaded.remote_reward, name) for name in given.get("remote_reward", {})}
-        assert remote == given.get("remote_reward", {})
+        wanted = given.get("remote_reward", {})
+        for table, section in (
+            (wanted, loaded.remote_reward),
+            (wanted.pop("service", {}), loaded.remote_reward.service),
+        ):
+            assert {name: getattr(section, name) for name in table} == table
 
 
 def test_the_reward_of_the_page_pays(tmp_path: Path, monkeypatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.controller.evaluation import evaluation_work
 from hpcrl.data.rollouts import evaluated_samples
 from hpcrl.errors import EngineError
@@ -42,7 +43,7 @@ def place(path: Path) -> Run:
 
 def played(place: Run, launched: Launched, told: list[int]) -> list[GroupMeta]:
     work = evaluation_work(PROMPTS, 3, 2, seed=5)
-    asked = place, launched, str(QUICKSTART), work, 3, GENERATOR, EnvironmentConfig(), told.append
+    asked = place, launched, Pretrained(str(QUICKSTART)), work, 3, GENERATOR, EnvironmentConfig(), told.append
     return asyncio.run(evaluate(*asked))
 
 

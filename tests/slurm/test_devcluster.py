@@ -240,7 +240,7 @@ class Lab:
         self.cluster = DevCluster(directory / "c")
         self.programs = directory / "bin"
         self.env = dict(os.environ)
-        self.links, self.mounts = links(), Path("/proc/self/mountinfo").read_text()
+        self.links, self.mounts = links(), mounts(directory)
 
     def fake_slurmd(self, script: str) -> None:
         """Put a slurmd before the real one, which still runs on n1."""
@@ -264,8 +264,14 @@ class Lab:
         assert len(processes) > 4
         assert alive(processes) == []
         assert links() == self.links
-        assert Path("/proc/self/mountinfo").read_text() == self.mounts
+        assert mounts(self.cluster.directory.parent) == self.mounts
         assert sorted(path.name for path in self.cluster.directory.iterdir()) == ["devcluster.lock", "log"]
+
+
+def mounts(directory: Path) -> list[str]:
+    """Return what is mounted, without what other tests, which run at the same time, have mounted in places of their own."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [line for line in lines if str(directory) in line or "/pytest-of-" not in line]
 
 
 class Entry(NamedTuple):

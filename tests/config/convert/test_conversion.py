@@ -46,9 +46,7 @@ def test_what_is_not_implemented_yet_is_refused(tmp_path: Path) -> None:
     message = _refusal(
         convert_overrides([*words, "trainer.logger=wandb", "trainer.eval_interval=-1"], "a command"), tmp_path
     )
-    assert (
-        'trainer.policy.model.lora.init_method: "eva" (text) is not implemented yet (adapters that begin' in message
-    )
+    assert 'trainer.policy.model.lora.init_method: "eva" (text) is not implemented yet (adapters that begin' in message
     assert "trainer.logger" not in message
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from hpcrl.config.sections.model import LoraConfig
+from hpcrl.config.sections.model import LoraConfig, Pretrained
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
@@ -280,7 +280,7 @@ def adapter_of(model_path: Path, lora: LoraConfig, target: Path) -> torch.nn.Mod
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    gather_adapter(model, lora, str(model_path), lambda parameter: parameter).write(target)
+    gather_adapter(model, lora, Pretrained(str(model_path)), lambda parameter: parameter).write(target)
     return peft.PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32), str(target)
     )

@@ -192,7 +192,7 @@ def test_too_little_space_is_told_before_it_is_written(
     life = make_life(alone, model_path, source, tmp_path)
     assert life.save(1) == "ok"
     size = life.checkpoints._committer.size
-    numbers = sum(map(math.prod, rooms._shapes(model_path)))
+    numbers = sum(map(math.prod, rooms._shapes(model_path).values()))
     assert size is not None
     assert 12 * numbers < size, "what `hpcrl plan` says; of a model so small the names take more"
     assert size == sum(entry["size"] for entry in verify(life.run.checkpoint(1))["files"].values())
