@@ -1,7 +1,7 @@
 # make demo    install what is needed and run the quickstart on this machine; ENGINE=vllm: with vLLM instead of the embedded engine
 # make test    install what is needed (with Slurm, where this is root on Debian or Ubuntu) and run all tests
-# make learn   each family of algorithms learns the quickstart's task: whole training runs, minutes each
-# make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: an hour
+# make learn   each family of algorithms learns the quickstart's task, and other whole training runs, minutes each
+# make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: more than an hour
 # make soak    a thousand processes of three runs killed, one after the other: hours; HPCRL_SOAK=300: so many; and 10,000 steps of one run
 # make fuzz    a million messages to the controller and a million configurations, half an hour; HPCRL_FUZZ=1000: as many of each
 # make check   lint, format and types
@@ -14,6 +14,7 @@ BIN       := $(VENV)/bin
 ENGINE    ?= transformers
 TORCH     := $(shell grep '^torch==' requirements.lock)
 TORCH_CPU ?= https://download.pytorch.org/whl/cpu
+FAULTS    := $(shell grep -rl 'mark\.faults_slow' tests --include='test_*.py' | grep -v '^tests/faults/')
 PIP       := $(BIN)/pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test learn faults soak fuzz check format slurm
@@ -25,10 +26,10 @@ test: $(VENV)/installed slurm
 	$(BIN)/pytest -n 3 --no-loadscope-reorder
 
 learn: $(VENV)/installed slurm
-	$(BIN)/pytest -m slow -s tests/jobs/test_learning.py tests/slurm/test_megatron.py
+	$(BIN)/pytest -m slow -s tests/jobs tests/slurm
 
 faults: $(VENV)/installed slurm
-	$(BIN)/pytest -m "not soak and not slow" tests/faults tests/slurm/test_runs.py tests/slurm/test_pool.py tests/slurm/test_megatron.py tests/jobs/test_local_run.py tests/rollout/test_worker.py tests/trainer/backends/megatron/test_lora.py
+	$(BIN)/pytest -m "not soak and not slow" tests/faults $(FAULTS)
 
 soak: $(VENV)/installed slurm
 	HPCRL_SOAK=$${HPCRL_SOAK:-1000} $(BIN)/pytest -m "not slow" -s tests/faults/test_soak.py tests/jobs/test_growth.py
