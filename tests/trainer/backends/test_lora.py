@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,100 +124,85 @@ def test_what_lies_below_adapters_is_kept_in_the_type_of_the_computation(results
     assert [u["final_loss"] for u in rounded] == pytest.approx([u["final_loss"] for u in exact], abs=0.05)
 
 
+@dataclass
+class TwoThenOne:
+    """A run whose first step two ranks save, and what one rank makes of it."""
+
+    run: Run
+    on: Run
+    scores: dict[str, torch.Tensor]
+    model_path: Path
+
+    @classmethod
+    def trained(
+        cls, model_path: Path, place: Path, alone: World, two: Ranks, trainer: dict[str, Any], most: float = 1e-6
+    ) -> TwoThenOne:
+        """Train it, and compare losses, in which the reference counts too, and what transformers and PEFT compute with the export."""
+        run, scores = run_of_two(place / "run", GROUPS, SIZE), place / "scores.safetensors"
+        saved = life(model_path, run.path, place / "saved.json", until=2, saves=[1], trainer=trainer)
+        two.play([("scenarios:lifetime", saved)])
+        scenarios.rewind(alone, {"run": str(run.path), "to": str(place / "on"), "steps": [1]})
+        options = {"until": 2, "attempt": 2, "trainer": trainer, "export": str(scores)}
+        scenarios.lifetime(alone, life(model_path, place / "on", place / "on.json", **options))
+        assert losses(steps(place, "on")) == pytest.approx(losses(steps(place, "saved"))[2:], abs=most)
+        found = cls(run, Run.open(place / "on"), load_file(scores), model_path)
+        export = found.on.export(2)
+        expect_scores(AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32), found.scores)
+        expect_scores(found.adapted(export / ADAPTER), found.scores, 10 * most)
+        return found
+
+    def adapted(self, adapter: Path) -> torch.nn.Module:
+        base = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
+        return peft.PeftModel.from_pretrained(base, str(adapter))
+
+    def saved(self, folder: str) -> list[str]:
+        """Return the names in a folder of the checkpoint."""
+        names = FileSystemReader(self.run.checkpoint(1)).read_metadata().state_dict_metadata
+        return [name for name in names if name.startswith(folder)]
+
+
 def test_a_checkpoint_holds_adapters_and_weights_are_merged(
     model_path: Path, tmp_path: Path, alone: World, two: Ranks
 ) -> None:
-    """Two ranks save step 1; one rank goes on, and exports what transformers alone computes."""
-    run = run_of_two(tmp_path / "run", GROUPS, SIZE)
-    trainer = {"policy": {"model": {"lora": PATTERNS}}}
-    saved = life(model_path, run.path, tmp_path / "saved.json", until=2, saves=[1], trainer=trainer)
-    two.play([("scenarios:lifetime", saved)])
-    scenarios.rewind(alone, {"run": str(run.path), "to": str(tmp_path / "on"), "steps": [1]})
-    scores = tmp_path / "scores.safetensors"
-    on = life(
-        model_path, tmp_path / "on", tmp_path / "on.json", until=2, attempt=2, trainer=trainer, export=str(scores)
-    )
-    scenarios.lifetime(alone, on)
-    assert losses(steps(tmp_path, "on")) == pytest.approx(losses(steps(tmp_path, "saved"))[2:], abs=1e-6)
-
-    saved_names = FileSystemReader(run.checkpoint(1)).read_metadata().state_dict_metadata
+    found = TwoThenOne.trained(model_path, tmp_path, alone, two, {"policy": {"model": {"lora": PATTERNS}}})
     for folder in ("model.", "optimizer.state."):
-        tensors = [name for name in saved_names if name.startswith(folder)]
+        tensors = found.saved(folder)
         assert tensors
         assert all(".lora_" in name for name in tensors)
-
-    export = Run.open(tmp_path / "on").export(2)
-    expect_scores(AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32), load_file(scores))
-    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    adapted = peft.PeftModel.from_pretrained(base, str(export / ADAPTER))
-    expect_scores(adapted, load_file(scores))
-
-    for published, most in ((Run.open(tmp_path / "on"), 1e-5), (run, 1e-4)):  # by one rank and by two
+    for published, most in ((found.on, 1e-5), (found.run, 1e-4)):  # by one rank and by two
         weights = PublishedWeights.read(published.weights_of(2))
         assert weights.adapter
-        base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        expect_scores(peft.PeftModel.from_pretrained(base, str(weights.path)), load_file(scores), most)
+        expect_scores(found.adapted(weights.path), found.scores, most)
 
 
 def test_modules_that_are_trained_whole_are_saved_and_exported(
     model_path: Path, tmp_path: Path, alone: World, two: Ranks
 ) -> None:
-    """Two ranks save step 1, one rank goes on: with the same losses, so with the same reference; transformers and PEFT compute what it does."""
-    run = run_of_two(tmp_path / "run", GROUPS, SIZE)
     trainer = {"policy": {"model": {"lora": KEPT}}, "algorithm": {"use_kl_loss": True, "kl_loss_coef": 0.5}}
-    saved = life(model_path, run.path, tmp_path / "saved.json", until=2, saves=[1], trainer=trainer)
-    two.play([("scenarios:lifetime", saved)])
-    scenarios.rewind(alone, {"run": str(run.path), "to": str(tmp_path / "on"), "steps": [1]})
-    scores = tmp_path / "scores.safetensors"
-    on = life(
-        model_path, tmp_path / "on", tmp_path / "on.json", until=2, attempt=2, trainer=trainer, export=str(scores)
-    )
-    scenarios.lifetime(alone, on)
-    assert losses(steps(tmp_path, "on")) == pytest.approx(losses(steps(tmp_path, "saved"))[2:], abs=1e-6)
-    names = FileSystemReader(run.checkpoint(1)).read_metadata().state_dict_metadata
-    beside = {name for name in names if name.startswith("model.") and ".lora_" not in name}
-    assert {name.rpartition("model.layers.")[2] for name in beside} == {
+    found = TwoThenOne.trained(model_path, tmp_path, alone, two, trainer)
+    assert {name.rpartition("model.layers.")[2] for name in found.saved("model.") if ".lora_" not in name} == {
         "model.model.model.embed_tokens.weight",
         "model.model.lm_head.weight",  # tied
         "1.post_attention_layernorm.weight",
         "0.mlp.up_proj.weight",
     }
-    export = Run.open(tmp_path / "on").export(2)
-    expect_scores(AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32), load_file(scores))
-    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    expect_scores(peft.PeftModel.from_pretrained(base, str(export / ADAPTER)), load_file(scores))
 
 
 @pytest.mark.parametrize("method", ["olora", "pissa"])
 def test_adapters_that_begin_as_a_part_of_the_weights(
     model_path: Path, tmp_path: Path, alone: World, two: Ranks, method: str
 ) -> None:
-    """Nothing is lost of a model, and one rank goes on from two ranks' checkpoint; exports are for the model as it was."""
-    run = run_of_two(tmp_path / "run", GROUPS, SIZE)
+    """Exports are for the model as it was; weights are split anew at each start."""
     trainer = {"policy": {"model": {"lora": {**PLAIN, "init_method": method}}}, "algorithm": {"use_kl_loss": True}}
-    saved = life(model_path, run.path, tmp_path / "saved.json", until=2, saves=[1], trainer=trainer)
-    two.play([("scenarios:lifetime", saved)])
-    scenarios.rewind(alone, {"run": str(run.path), "to": str(tmp_path / "on"), "steps": [1]})
-    scores = tmp_path / "scores.safetensors"
-    on = life(
-        model_path, tmp_path / "on", tmp_path / "on.json", until=2, attempt=2, trainer=trainer, export=str(scores)
-    )
-    scenarios.lifetime(alone, on)
-    assert losses(steps(tmp_path, "on")) == pytest.approx(losses(steps(tmp_path, "saved"))[2:], abs=1e-5)
-    export = Run.open(tmp_path / "on").export(2)
-    expect_scores(AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32), load_file(scores))
-    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    expect_scores(peft.PeftModel.from_pretrained(base, str(export / ADAPTER)), load_file(scores), 1e-4)
+    TwoThenOne.trained(model_path, tmp_path, alone, two, trainer, most=1e-5)
 
 
 @pytest.mark.parametrize("method", ["olora", "pissa"])
 def test_what_is_taken_from_the_weights_is_what_peft_takes(model_path: Path, method: Any) -> None:
     ours, theirs = (AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32) for _ in range(2))
     for model in (ours, theirs):
-        for (
-            parameter
-        ) in model.parameters():  # singular values of a random matrix are too close together to be told apart
-            if parameter.dim() == 2:
+        for parameter in model.parameters():
+            if parameter.dim() == 2:  # singular values of a random matrix are too close together to be told apart
                 U, S, V = torch.linalg.svd(parameter.data, full_matrices=False)
                 parameter.data.copy_((U * S * 0.7 ** torch.arange(len(S))) @ V)
     token_ids = torch.tensor([[4, 9, 2, 7]])
