@@ -9,7 +9,6 @@ ends       with 0 when the steps are done or it was asked to stop, and then all 
 # ruff: noqa: E402
 from __future__ import annotations
 
-from hpcrl.config.derive import policy_model
 from hpcrl.faults import fault
 from hpcrl.runtime.signals import StopSignal, die_with_parent
 
@@ -36,6 +35,7 @@ from hpcrl.config.derive import (
     is_offline,
     kept_versions,
     max_model_len,
+    policy_model,
     publishes,
 )
 from hpcrl.rundir.layout import Run
