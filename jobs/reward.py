@@ -19,7 +19,7 @@ from hpcrl.errors import HpcrlError
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.http_server import Signed, bind
-from hpcrl.runtime.process_status import FAILED, SERVING, StatusWriter
+from hpcrl.runtime.process_status import SERVING, StatusWriter, ending_told
 from hpcrl.runtime.token import of_process, read_token
 
 
@@ -29,13 +29,8 @@ def main(path: str) -> None:
     name = f"reward-{number}"
     heartbeat, status = Heartbeat(run, attempt, name), StatusWriter(run, name, attempt)
     status.write("loading model")
-    try:
+    with ending_told(status):
         serve(run, Config.from_toml([run.config]), attempt, name, status, heartbeat)
-    except BaseException as error:
-        first_line = str(error).partition("\n")[0]
-        status.write("stopped" if isinstance(error, SystemExit) else f"{FAILED}: {first_line}")
-        raise
-    status.write("finished")
 
 
 def serve(run: Run, config: Config, attempt: int, name: str, status: StatusWriter, heartbeat: Heartbeat) -> None:

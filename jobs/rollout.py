@@ -26,7 +26,7 @@ from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.heartbeat import Heartbeat
-from hpcrl.runtime.process_status import FAILED, StatusWriter
+from hpcrl.runtime.process_status import StatusWriter, ending_told
 from hpcrl.runtime.scratch import weight_copy_dir
 
 if TYPE_CHECKING:
@@ -39,13 +39,8 @@ def main(path: str) -> None:
     heartbeat = Heartbeat(run, attempt, f"rollout-{replica}")
     status = StatusWriter(run, f"rollout-{replica}", attempt, heartbeat)
     status.write("starting engine")
-    try:
+    with ending_told(status):
         serve(run, Config.from_toml([run.config]), attempt, replica, status, heartbeat)
-    except BaseException as error:
-        first_line = str(error).partition("\n")[0]
-        status.write("stopped" if isinstance(error, SystemExit) else f"{FAILED}: {first_line}")
-        raise
-    status.write("finished")
 
 
 def serve(run: Run, config: Config, attempt: int, replica: int, status: StatusWriter, heartbeat: Heartbeat) -> None:

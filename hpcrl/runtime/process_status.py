@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,3 +127,15 @@ def trainer_left(run: Run, attempt: int) -> bool:
     """Return whether the trainer has ended, and saved everything that it trained."""
     process_status = read_process_status(run, "trainer", attempt)
     return process_status is not None and process_status.state in _LEFT
+
+
+@contextmanager
+def ending_told(status: StatusWriter) -> Iterator[None]:
+    """Write how the work of a process ends: finished, stopped where SystemExit ends it, or failed, with the first line of the error."""
+    try:
+        yield
+    except BaseException as error:
+        first_line = str(error).partition("\n")[0]
+        status.write("stopped" if isinstance(error, SystemExit) else f"{FAILED}: {first_line}")
+        raise
+    status.write("finished")
