@@ -28,7 +28,8 @@ from typing import Any
 
 from hpcrl.controller.api import Api
 from hpcrl.controller.replicas import MinReplicas
-from hpcrl.controller.service import Schedule, Service
+from hpcrl.controller.schedule import Schedule
+from hpcrl.controller.service import Service
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.http_server import Guard, Signed, bind, serve

@@ -126,6 +126,7 @@ class GroupMeta:
         failures: what went wrong in samples whose environment failed.
         rows: how many each sample has; empty: one.
         digest: of what its file says of the rows, with a checksum of each; empty: nothing knows it, as of groups that have no file.
+        scores: digests of what scorers say of the group, by the names of their models; of a batch's groups alone.
         row: which row of the dataset at `path` its only sample is, or the pair of its two; None: `path` is a file of its own.
     """
 
@@ -148,6 +149,7 @@ class GroupMeta:
     rows: list[int] = field(default_factory=list)
     digest: str = ""
     row: int | None = None
+    scores: dict[str, str] = field(default_factory=dict)
 
     @property
     def owners(self) -> list[int]:

@@ -26,7 +26,8 @@ from hpcrl.controller.api import Api
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
-from hpcrl.controller.service import Schedule, Service
+from hpcrl.controller.schedule import Schedule
+from hpcrl.controller.service import Service
 from hpcrl.data.chat import token_counter, without_torch
 from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import drop_long, set_aside

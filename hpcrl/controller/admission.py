@@ -134,6 +134,10 @@ class Admission:
         """Return whether a group that was begun has yet to be finished."""
         return index in self._running or index in self._returned
 
+    def is_finished(self, index: int) -> bool:
+        """Return whether a group is complete, and no step has taken it."""
+        return index in self._finished
+
     def may_begin(self, index: int) -> bool:
         """Return whether a group has not begun yet, or was taken back."""
         return index in self._returned or index >= self._cursor

@@ -50,6 +50,8 @@ class Api:
             self.published,
             self.next,
             self.committed,
+            self.claim_scores,
+            self.scored,
             self.status,
         )
         return {f"/{one.__name__}": Route(one, getattr(self._schemas, one.__name__)) for one in handlers}
@@ -127,6 +129,21 @@ class Api:
         self._service.committed()
         return {}
 
+    async def claim_scores(self, body: dict[str, Any]) -> dict[str, Any]:
+        service, name, deadline = self._service, body["scorer"], time.monotonic() + body.get("wait", WAIT_S)
+        scores, wanted = service.scores, (name, body["samples"], body["holding"])
+        scorer = scores.registry.seen(name, service.version or 0, "scoring")
+        while not (groups := scores.claim(*wanted)) and not service.stop and time.monotonic() < deadline:
+            await self._wait(deadline)
+        scorer.stop_sent = service.stop is not None
+        return {"stop": service.stop, "groups": [group.to_json() for group in groups]}
+
+    async def scored(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._service.scores.registry.seen(body["scorer"], self._service.version or 0, "scoring")
+        unwanted = self._service.scored(body["scorer"], body["digests"])
+        await self._notify()
+        return {"unwanted": unwanted}
+
     async def status(self, body: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         return self._service.status()
 
@@ -157,10 +174,14 @@ class Api:
                 self._answer(name)
                 say(f"{name} is silent; its groups go to others")
                 await self._notify()
+            for name in service.scores.expire():
+                say(f"{name} is silent; its groups go to others")
+                await self._notify()
             # the trainer still saves after it has published the last version
             if service.stop == FINISHED and self._trainer_got_end:
                 finished_at = finished_at or time.monotonic()
-                all_know = all(worker.stop_sent for worker in service.workers.values())
+                clients = [*service.workers.values(), *service.scores.registry.workers.values()]
+                all_know = all(client.stop_sent for client in clients)
                 if all_know or time.monotonic() - finished_at > _GOODBYE_S:
                     discard(run.turns)
                     return

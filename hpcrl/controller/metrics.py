@@ -51,6 +51,16 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
+def position_metrics(step: int, epoch: int, total_steps: int, steps_per_epoch: int) -> dict[str, float]:
+    """Return where in the run a step is."""
+    return {
+        "trainer/global_step": step,
+        "trainer/epoch": epoch,
+        "trainer/total_steps": total_steps,
+        "trainer/steps_per_epoch": steps_per_epoch,
+    }
+
+
 def row_metrics(batch: Batch) -> dict[str, float]:
     """Return data/* of one batch of rows of datasets."""
     groups = batch.groups

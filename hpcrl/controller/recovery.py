@@ -1,14 +1,17 @@
-"""What earlier attempts left on disk: batches and finished groups. The controller has no other memory."""
+"""What earlier attempts left on disk: batches, finished groups and turns of others. The controller has no other memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpcrl.controller.evaluation import eval_prefix
 from hpcrl.controller.prompt_stream import group_index
 from hpcrl.data.batch_file import FIRST, batch_steps, check_batch, read_batch, read_batches
 from hpcrl.data.group_file import check_group
+from hpcrl.data.score_file import found_scores, remove_scores
+from hpcrl.data.turn_file import turn_files
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.layout import Run
 from hpcrl.types import Batch, GroupMeta
@@ -26,6 +29,7 @@ class History:
         batches: batches that training has still to do.
         checksum: of the newest batch's file.
         evaluated: rows that are finished of an evaluation that is not, by their names.
+        scores: digests of what scorers have said of finished groups: model -> id of the group -> digest.
     """
 
     composed: int
@@ -35,6 +39,7 @@ class History:
     batches: dict[int, Batch] = field(default_factory=dict)
     checksum: str = FIRST
     evaluated: dict[str, GroupMeta] = field(default_factory=dict)
+    scores: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def is_used(self, index: int) -> bool:
         return index < self.below or index in self.used
@@ -55,6 +60,7 @@ def read_history(
     usable: Callable[[GroupMeta], bool],
     keep: Callable[[int, GroupMeta], bool],
     pruned: int = 0,
+    models: Collection[str] = (),
 ) -> History:
     """Read what is on disk for a training that continues after `step`.
 
@@ -67,6 +73,7 @@ def read_history(
         usable: tells whether a group of a batch may train with the settings of now.
         keep: tells, given the next step to compose and a finished group, whether the group may still train.
         pruned: samples of the steps up to this one are removed; nothing will train them again.
+        models: names of the scorers' models.
 
     Raises:
         DataError: the batch of a step that was trained is damaged or missing.
@@ -102,6 +109,9 @@ def read_history(
             history.finished[index] = meta
         else:
             path.unlink()
+    groups = {meta.group_id: meta for meta in history.finished.values()}
+    remove_scores(run, lambda group: group not in needed and group not in groups)
+    history.scores = {model: found_scores(run, model, groups) for model in models}
     return history
 
 
@@ -113,6 +123,8 @@ def remove_samples(run: Run, steps: Iterable[int]) -> None:
     for path in run.samples.glob("*/g*.safetensors") if names else ():
         if path.stem in names:
             path.unlink(missing_ok=True)
+    if names:
+        remove_scores(run, names.__contains__)
 
 
 def _unusable(run: Run, batch: Batch, usable: Callable[[GroupMeta], bool]) -> str | None:
@@ -133,3 +145,57 @@ def _meta(path: Path) -> GroupMeta | None:
     except DataError as error:
         print(error, flush=True)
         return None
+
+
+class BegunGroups:
+    """Groups that somebody has begun and not finished, as far as turns of them are on the disk."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._files: dict[str, dict[Path, int]] = {}
+        self._versions: dict[int, Collection[int]] = {}
+
+    def find(self, worker: str | None = None) -> None:
+        """Look for files that a worker, or any, has left."""
+        for group, files in turn_files(self._run, worker).items():
+            self._files.setdefault(group, {}).update(files)
+            self._note(group)
+
+    def restore(
+        self, version: int, wanted: Callable[[int], bool], evaluated: Collection[str] = ()
+    ) -> Mapping[int, Collection[int]]:
+        """Look for what earlier attempts have left, and remove what cannot be used when training continues with `version`.
+
+        Returns the versions that began files, for each training group that has any, by its index; it is kept up to date.
+
+        Args:
+            wanted: tells whether a training group, by its index, will be generated.
+            evaluated: rows of the evaluation that will not be.
+        """
+        self.find()
+        for group, files in list(self._files.items()):
+            index = group_index(group)
+            evaluates = group.startswith(eval_prefix(version)) and group not in evaluated
+            useful = evaluates if index is None else wanted(index)
+            for path in [path for path, began in files.items() if began > version or not useful]:
+                path.unlink(missing_ok=True)
+                del files[path]
+            self._note(group)
+        return self._versions
+
+    def files(self, group: str, version: int) -> list[str]:
+        """Return the files of a group that `version` or a newer one has begun, relative to the run directory."""
+        found = self._files.get(group, {})
+        return sorted(str(path.relative_to(self._run.path)) for path, began in found.items() if began >= version)
+
+    def forget(self, group: str) -> None:
+        """Whoever generated a group has handed it over, and removes its files."""
+        if self._files.pop(group, None):
+            self._note(group)
+
+    def _note(self, group: str) -> None:
+        index, files = group_index(group), self._files.get(group)
+        if files and index is not None:
+            self._versions[index] = set(files.values())
+        elif index is not None:
+            self._versions.pop(index, None)

@@ -93,6 +93,12 @@ def listed(kind: Value, what: str) -> Value:
     )
 
 
+def _is_digests(value: Any) -> bool:
+    if type(value) is not dict or not all(map(GROUP_ID.fits, value)):
+        return False
+    return all(type(each) is str and each and _DIGEST.fullmatch(each) is not None for each in value.values())
+
+
 def _is_list_of_metrics(value: Any) -> bool:
     if type(value) is not list or not _OBJECT.issuperset(map(type, value)):
         return False
@@ -184,9 +190,12 @@ class Schemas:
         replicas: that the run has at most: workers are named rollout-0 to the last of them.
         total_steps: of the run.
         n_samples, eval_n_samples: samples per group.
+        scorers: names of the run's scorers.
     """
 
-    def __init__(self, replicas: int, total_steps: int, n_samples: int, eval_n_samples: int) -> None:
+    def __init__(
+        self, replicas: int, total_steps: int, n_samples: int, eval_n_samples: int, scorers: Collection[str] = ()
+    ) -> None:
         self._samples = {"train": n_samples, "eval": eval_n_samples}
         step, worker = whole(total_steps), {"worker": _worker(replicas)}
         calls = {**worker, "version": step}
@@ -200,6 +209,14 @@ class Schemas:
         )
         self.committed = Schema({"step": step})
         self.next = Schema({"step": whole(total_steps + 1)}, {"wait": WAIT})
+        scorer = {
+            "scorer": Value(
+                f"a scorer of this run: {', '.join(scorers) or 'it has none'}",
+                lambda v: type(v) is str and v in scorers,
+            )
+        }
+        self.claim_scores = Schema({**scorer, "samples": whole(_MOST_ENTRIES), "holding": GROUP_IDS}, {"wait": WAIT})
+        self.scored = Schema({**scorer, "digests": Value("checksums of scores by ids of groups", _is_digests)})
         self.status = Schema()
         self._group = _group_schema(replicas, total_steps)
 
@@ -265,6 +282,7 @@ def _group_schema(replicas: int, total_steps: int) -> Schema:
             "a checksum, or nothing", lambda value: type(value) is str and _DIGEST.fullmatch(value) is not None
         ),
         "row": Value("null", lambda value: value is None),  # workers generate what they report
+        "scores": Value("an empty object", lambda value: value == {}),  # scorers say what they are
     }
     optional = {
         one.name for one in fields(GroupMeta) if one.default is not MISSING or one.default_factory is not MISSING

@@ -9,20 +9,26 @@ Methods are quick and not thread-safe; api.py calls them one at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from hpcrl.controller.admission import Admission, staleness
 from hpcrl.controller.batches import BatchComposer
-from hpcrl.controller.begun_groups import BegunGroups
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.dispatch import Assignment, Dispatcher
-from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.eval_results import discard_after, finished_rows, is_evaluated, write_summary
 from hpcrl.controller.evaluation import EvalQueue, eval_is_due, evaluation_work, scores
-from hpcrl.controller.metrics import batch_metrics, dropped_metrics, replica_metrics, row_metrics, surplus_metrics
+from hpcrl.controller.metrics import (
+    batch_metrics,
+    dropped_metrics,
+    position_metrics,
+    replica_metrics,
+    row_metrics,
+    surplus_metrics,
+)
 from hpcrl.controller.prompt_stream import PromptStream, group_id, group_index
-from hpcrl.controller.recovery import History, read_history, remove_samples
+from hpcrl.controller.recovery import BegunGroups, History, read_history, remove_samples
 from hpcrl.controller.replicas import FailureWindow, MinReplicas, RegisteredWorker, WorkerRegistry
+from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.schema import Schemas
 from hpcrl.data.batch_file import FIRST, write_batch
 from hpcrl.errors import CommitError, DataError, HpcrlError, RunError
@@ -31,53 +37,15 @@ from hpcrl.rundir.checkpoints import samples_removed
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.controller_client import FINISHED
+from hpcrl.scoring.queue import ScoreQueue
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The numbers that the controller works by.
-
-    Attributes:
-        batch_size: groups per step.
-        n_samples, eval_n_samples: samples per group.
-        staleness: bound in steps.
-        order_seed, drop_last: as of `PromptStream`.
-        groups_at_once: training groups that are generated at the same time at most; None for no bound but the staleness.
-        surplus: training groups that are begun beyond those that steps need.
-        eval_prompts_at_once: prompts that are evaluated at the same time at most.
-        eval_interval: steps between evaluations; 0 or less for none.
-        eval_settings: as `evaluation_work`.
-        sampling: what becomes of groups whose samples are all equally good.
-        baselines: whether groups have the reward of a greedy response.
-        min_replicas: when there are too few replicas to go on.
-        max_failed_ratio: share of samples whose environments may fail.
-    """
-
-    batch_size: int
-    n_samples: int
-    staleness: int
-    total_steps: int
-    seed: int
-    eval_interval: int
-    eval_before_train: bool
-    eval_n_samples: int
-    order_seed: int | None
-    groups_at_once: int | None
-    eval_prompts_at_once: int
-    surplus: int = 0
-    drop_last: bool = True
-    sampling: DynamicSampling = field(default_factory=DynamicSampling)
-    baselines: bool = False
-    min_replicas: MinReplicas = field(default_factory=MinReplicas)
-    max_failed_ratio: float = 0.5
-    eval_settings: str = ""
 
 
 class Service:
     """One attempt's controller.
 
     Attributes:
+        scores: what scorers say of finished groups.
         stop: why the run ends; None while it goes on.
         failure: why it cannot go on.
     """
@@ -90,6 +58,7 @@ class Service:
         train: list[Prompt],
         validation: list[Prompt],
         rows: DatasetRows | None = None,
+        scores: ScoreQueue | None = None,
     ) -> None:
         self._run, self._attempt, self._schedule = run, attempt, schedule
         self._train, self._validation, self._rows = train, validation, rows
@@ -108,7 +77,7 @@ class Service:
         self._loadable: int | None = None
         self._eval = EvalQueue(schedule.eval_prompts_at_once)
         self._dispatcher = Dispatcher(self._admission, self._eval, schedule.n_samples, schedule.eval_n_samples)
-        self._begun = BegunGroups(run)
+        self._begun, self.scores = BegunGroups(run), scores or ScoreQueue()
         self._pruned = self._started = self._taken_back = 0
         self._registry = WorkerRegistry()
         self._failure_window = FailureWindow(schedule.max_failed_ratio, schedule.batch_size)
@@ -123,7 +92,7 @@ class Service:
     def schemas(self) -> Schemas:
         """Return what messages to this run's controller hold."""
         s = self._schedule
-        return Schemas(s.min_replicas.replicas, s.total_steps, s.n_samples, s.eval_n_samples)
+        return Schemas(s.min_replicas.replicas, s.total_steps, s.n_samples, s.eval_n_samples, self.scores.scorers)
 
     @property
     def min_replicas(self) -> MinReplicas:
@@ -158,7 +127,8 @@ class Service:
         def keep(following: int, meta: GroupMeta) -> bool:
             return 0 <= staleness(following, meta) <= bound and self._usable(meta)
 
-        history = read_history(self._run, step, self._schedule.batch_size, self._usable, keep, pruned)
+        models = self.scores.models
+        history = read_history(self._run, step, self._schedule.batch_size, self._trainable, keep, pruned, models)
         if self._evaluates(step):
             history.evaluated = finished_rows(self._run, step, self._eval_work(step))
         return history
@@ -185,6 +155,8 @@ class Service:
             self._composer.drop_unwanted(history.finished.items())
         except DataError as error:
             self.failure = error
+        finished = [meta for index, meta in history.finished.items() if self._admission.is_finished(index)]
+        self.scores.add(finished, history.scores)
         self._admission.note_left(self._begun.restore(step, self._admission.may_begin, history.evaluated))
         self._publish(step, history.evaluated)
         return self._schedule.total_steps
@@ -326,6 +298,8 @@ class Service:
             reason = self._eval.complete(meta) if index is None else self._composer.complete(index, meta)
         except DataError as error:
             self.failure, reason = error, None
+        if index is not None and reason is None and self._admission.is_finished(index):
+            self.scores.add([meta])
         if worker is not None:
             self._dispatcher.load_changed(worker)
         self._begun.forget(meta.group_id)
@@ -350,12 +324,8 @@ class Service:
             return None
         if step > self._described:
             assert self._metrics is not None
-            position = {
-                "trainer/global_step": step,
-                "trainer/epoch": self._stream.last_epoch(group.group_id for group in batch.groups),
-                "trainer/total_steps": self.total_steps,
-                "trainer/steps_per_epoch": self.steps_per_epoch,
-            }
+            epoch = self._stream.last_epoch(group.group_id for group in batch.groups)
+            position = position_metrics(step, epoch, self.total_steps, self.steps_per_epoch)
             dropped = dropped_metrics(batch) if self._schedule.sampling.config.type else {}
             surplus = surplus_metrics(batch) if self._schedule.surplus else {}
             replicas = replica_metrics(len(self.workers), self.min_replicas, self._registry.restarts, self._taken_back)
@@ -405,6 +375,12 @@ class Service:
         self._begun.find(name)
         return lost
 
+    def scored(self, scorer: str, digests: Mapping[str, str]) -> list[str]:
+        """Take what a scorer says of groups; return those of which nobody waits for it."""
+        unwanted = self.scores.complete(scorer, digests)
+        self._compose()
+        return unwanted
+
     def status(self) -> dict[str, object]:
         return {
             "version": self._version,
@@ -413,6 +389,7 @@ class Service:
             "running": self._admission.running,
             "finished": self._admission.finished,
             "dropped": self._admission.dropped_count,
+            "unscored": self.scores.waiting,
             "eval_open": self._eval.open,
             "replicas": self.min_replicas.replicas,
             "stop": self.stop,
@@ -421,13 +398,19 @@ class Service:
 
     def _usable(self, group: GroupMeta) -> bool:
         """Return whether a group of an earlier attempt, perhaps with other settings, has all that is asked of one now."""
-        return self._schedule.sampling.can_judge(group) and not (self._schedule.baselines and group.baseline is None)
+        complete = not self._schedule.baselines or group.baseline is not None
+        return self._schedule.sampling.can_judge(group) and complete
+
+    def _trainable(self, group: GroupMeta) -> bool:
+        """Return whether a group of a batch of an earlier attempt has all that is asked of one now."""
+        return self._usable(group) and group.scores.keys() >= set(self.scores.models)
 
     def _compose(self) -> None:
         while not self.failure:
             try:
                 self._composer.complete_ready(self._version)
-                if (batch := self._composer.batch()) is None:
+                composed = self._composer.batch()
+                if composed is None or (batch := self.scores.scored(composed)) is None:
                     return
                 require_newest(self._run, self._attempt)
             except (CommitError, DataError, RunError) as error:  # CommitError: these are the batches of another by now
@@ -435,6 +418,7 @@ class Service:
                 return
             self._checksum = write_batch(self._run, batch, self._checksum)
             self._composer.take()
+            self.scores.forget(batch.generated)
             self._batches[batch.step] = batch
 
     def _conclude_evaluation(self) -> None:

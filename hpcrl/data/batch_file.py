@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrl.data.group_file import check_group
+from hpcrl.data.score_file import check_scores
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.rundir.commit import committed, read_bytes, write_text
 from hpcrl.rundir.layout import Run, position_of, step_of
 from hpcrl.rundir.records import parse_record, with_checksum
-from hpcrl.types import Batch
+from hpcrl.types import Batch, GroupMeta
 
 _AT_ONCE = 8
 FIRST = ""
@@ -105,8 +106,13 @@ def check_batch(run: Run, batch: Batch) -> None:
         DamagedError: one is missing or damaged, or holds another group.
         RunError: one lies outside the run directory.
     """
+
+    def check(group: GroupMeta) -> None:
+        check_group(run.inside(group.path), group)
+        check_scores(run, group)
+
     with ThreadPoolExecutor(_AT_ONCE) as threads:
-        for _ in threads.map(lambda group: check_group(run.inside(group.path), group), batch.groups):
+        for _ in threads.map(check, batch.groups):
             pass
 
 

@@ -13,6 +13,7 @@
   logs/<attempt>/<process>.log     and stacks/<process>.txt, what each thread did when somebody asked; collectives/<rank>, what NCCL did
   weights/v000042/                 HF names, safetensors, manifest; committed by rename
   samples/<replica>/g….safetensors one file per finished group
+  scores/<model>/g….safetensors    what scorers say of a finished group
   dataset/train-0/                 tokens of the first training dataset whose rows are trained as they are; validation-0 of the first that is evaluated
   turns/<worker>/g….v<k>.jsonl     what has ended of groups that have not, begun with version k
   batches/s000042.json             which groups train step 42, in order, with the data cursor
@@ -140,6 +141,13 @@ class Run:
     @property
     def samples(self) -> Path:
         return self.path / "samples"
+
+    @property
+    def scores(self) -> Path:
+        return self.path / "scores"
+
+    def scores_of(self, name: str) -> Path:
+        return self.scores / name
 
     @property
     def datasets(self) -> Path:

@@ -20,8 +20,9 @@ from hpcrl.config.sections.algorithm import DynamicSamplingConfig
 from hpcrl.controller.api import Api
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
+from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.schema import NAME, Schema
-from hpcrl.controller.service import Schedule, Service
+from hpcrl.controller.service import Service
 from hpcrl.data.batch_file import read_batch
 from hpcrl.data.group_file import write_group
 from hpcrl.errors import HpcrlError, RunError

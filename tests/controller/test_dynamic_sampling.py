@@ -15,7 +15,8 @@ from hpcrl.config.sections.algorithm import DynamicSamplingConfig
 from hpcrl.controller.api import Api
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.recovery import group_index
-from hpcrl.controller.service import Schedule, Service
+from hpcrl.controller.schedule import Schedule
+from hpcrl.controller.service import Service
 from hpcrl.errors import RunError
 from hpcrl.observe.metrics import merged
 from hpcrl.rundir.commit import committed_directory, write_json

@@ -12,7 +12,8 @@ import pytest
 
 from hpcrl.controller.dataset_rows import DatasetRows, Mixture
 from hpcrl.controller.replicas import MinReplicas
-from hpcrl.controller.service import Schedule, Service
+from hpcrl.controller.schedule import Schedule
+from hpcrl.controller.service import Service
 from hpcrl.data.batch_file import read_batch
 from hpcrl.data.conversations import Tokens
 from hpcrl.data.token_file import open_tokens, write_tokens

@@ -26,7 +26,8 @@ from hpcrl.controller import api
 from hpcrl.controller.api import Api
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
-from hpcrl.controller.service import Schedule, Service
+from hpcrl.controller.schedule import Schedule
+from hpcrl.controller.service import Service
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import FINISHED

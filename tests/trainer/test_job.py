@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 
 from hpcrl.config import Config
 from hpcrl.controller.api import Api
-from hpcrl.controller.service import Schedule, Service
+from hpcrl.controller.schedule import Schedule
+from hpcrl.controller.service import Service
 from hpcrl.data.group_file import write_group
 from hpcrl.observe.metrics import merged, read_metrics
 from hpcrl.rundir.commit import committed, is_committed, verify, write_text

@@ -1,0 +1,97 @@
+"""What follows from the configuration about scorers: processes that judge finished samples by a model that is not trained."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hpcrl.config.derive import gpu_count, model_config_kwargs, ref_model, ref_sharding, temperature, uses_reference
+from hpcrl.config.sections.distillation import DistillationConfig
+from hpcrl.config.sections.model import FSDPConfig, Pretrained
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.config.sections.tree import ConfigTree
+
+ScorerRole = Literal["teacher", "reference"]
+TEACHER, REFERENCE = "teacher", "reference"
+
+
+@dataclass(frozen=True)
+class ScorerSet:
+    """The scorers that have the same model.
+
+    Attributes:
+        name: of what they find: another one where settings that decide what they find differ.
+        replicas: copies of the model.
+        ranks: processes that share one copy, on one node.
+    """
+
+    role: ScorerRole
+    name: str
+    replicas: int
+    ranks: int
+
+
+def has_own_reference(trainer: TrainerConfig) -> bool:
+    """Return whether the reference model is on nodes of its own."""
+    return uses_reference(trainer) and not trainer.placement.colocate_policy_ref
+
+
+def trainer_has_reference(trainer: TrainerConfig) -> bool:
+    """Return whether trainer ranks have the reference model beside the policy."""
+    return uses_reference(trainer) and trainer.placement.colocate_policy_ref
+
+
+def teacher_model(distillation: DistillationConfig) -> Pretrained | None:
+    """Return the teacher; None: there is none."""
+    path = distillation.model_path
+    return Pretrained(path, distillation.model_revision) if distillation.enable and path is not None else None
+
+
+def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
+    """Return the scorers of a run; those of the teacher come first."""
+    trainer, placement, found = config.trainer, config.trainer.placement, list[ScorerSet]()
+    if (teacher := teacher_model(trainer.distillation)) is not None:
+        own = trainer.distillation
+        name = _name(config, TEACHER, teacher, {}, own.fsdp_config)
+        found.append(ScorerSet(TEACHER, name, own.placement.num_replicas, own.placement.fsdp_size))
+    if has_own_reference(trainer):
+        name = _name(config, REFERENCE, ref_model(trainer), model_config_kwargs(trainer.ref), ref_sharding(trainer))
+        nodes, ranks = placement.ref_num_nodes, placement.ref_num_gpus_per_node
+        found.append(
+            ScorerSet(
+                REFERENCE,
+                name,
+                placement.policy_num_nodes if nodes is None else nodes,
+                placement.policy_num_gpus_per_node if ranks is None else ranks,
+            )
+        )
+    return found
+
+
+def scorer_number(config: ConfigTree, number: int) -> ScorerSet:
+    """Return the set that scorer `number` of a run belongs to."""
+    for each in scorer_sets(config):
+        if number < each.replicas:
+            return each
+        number -= each.replicas
+    raise AssertionError("a run starts the scorers of its configuration")
+
+
+def scorers_per_node(config: ConfigTree, ranks: int) -> int:
+    """Return how many scorers of so many ranks share a node; one where they compute on the CPU."""
+    return max(1, gpu_count(config.slurm) // ranks)
+
+
+def _name(config: ConfigTree, role: ScorerRole, model: Pretrained, changes: dict[str, Any], fsdp: FSDPConfig) -> str:
+    trainer = config.trainer
+    decides = {
+        "model": vars(model),
+        "changes": changes,
+        "rope": [trainer.rope_scaling, trainer.rope_theta],
+        "temperature": temperature(config),
+        "dtypes": [fsdp.mixed_precision.param_dtype, trainer.algorithm.logprob_dtype],
+    }
+    text = json.dumps(decides, sort_keys=True, default=str)
+    return f"{role}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"

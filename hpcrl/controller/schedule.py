@@ -1,0 +1,48 @@
+"""The numbers that a run's controller works by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hpcrl.controller.dynamic_sampling import DynamicSampling
+from hpcrl.controller.replicas import MinReplicas
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What follows for the controller from the configuration.
+
+    Attributes:
+        batch_size: groups per step.
+        n_samples, eval_n_samples: samples per group.
+        staleness: bound in steps.
+        order_seed, drop_last: as of `PromptStream`.
+        groups_at_once: training groups that are generated at the same time at most; None for no bound but the staleness.
+        surplus: training groups that are begun beyond those that steps need.
+        eval_prompts_at_once: prompts that are evaluated at the same time at most.
+        eval_interval: steps between evaluations; 0 or less for none.
+        eval_settings: as `evaluation_work`.
+        sampling: what becomes of groups whose samples are all equally good.
+        baselines: whether groups have the reward of a greedy response.
+        min_replicas: when there are too few replicas to go on.
+        max_failed_ratio: share of samples whose environments may fail.
+    """
+
+    batch_size: int
+    n_samples: int
+    staleness: int
+    total_steps: int
+    seed: int
+    eval_interval: int
+    eval_before_train: bool
+    eval_n_samples: int
+    order_seed: int | None
+    groups_at_once: int | None
+    eval_prompts_at_once: int
+    surplus: int = 0
+    drop_last: bool = True
+    sampling: DynamicSampling = field(default_factory=DynamicSampling)
+    baselines: bool = False
+    min_replicas: MinReplicas = field(default_factory=MinReplicas)
+    max_failed_ratio: float = 0.5
+    eval_settings: str = ""

@@ -1,0 +1,119 @@
+"""The file in which a scorer hands over what its model says of a finished group, and from which the trainer reads it.
+
+One safetensors file per group and model. Its name has the digest of its content, and the batch that trains the group knows it: two scorers that
+score the same group leave two files, of which the batch names one. Laid out as the trainer packs samples: entry t of a row speaks about its
+token t + 1, which position t predicts; the last one of a row is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcrl.errors import DamagedError
+from hpcrl.rundir.commit import children, digest_of, naming, read_bytes, write_bytes
+from hpcrl.rundir.layout import Run
+from hpcrl.types import GroupMeta
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_NAME = re.compile(r"(?P<group>g\d+)-(?P<digest>[0-9a-f]{32})\.safetensors", re.ASCII)
+_SAMPLES = "hpcrl_samples"
+
+
+def score_file(run: Run, name: str, group_id: str, digest: str) -> Path:
+    """Return where the scores of a group are that have this digest."""
+    return run.scores_of(name) / f"{group_id}-{digest}.safetensors"
+
+
+def write_scores(run: Run, name: str, group: GroupMeta, logprobs: Sequence[np.ndarray]) -> str:
+    """Write the scores of a group, as a whole or not at all, and return their digest.
+
+    Args:
+        name: of the model, as of ScorerSet.
+        logprobs: [T] float32 for each row of the group; not a number where the model failed at the row.
+    """
+    import numpy as np
+    from safetensors.numpy import save
+
+    lengths = [len(row) for row in logprobs]
+    assert lengths == group.lengths, f"group {group.group_id}: scores of {lengths} tokens, expected {group.lengths}"
+    arrays = {"logprobs": np.concatenate(logprobs).astype(np.float32)}
+    content = save(arrays, {_SAMPLES: group.digest})
+    digest = digest_of(content)
+    write_bytes(score_file(run, name, group.group_id, digest), content)
+    return digest
+
+
+def read_scores(run: Run, name: str, group: GroupMeta) -> list[np.ndarray]:
+    """Return the log-probabilities of a group that a batch names, as `write_scores` has got them.
+
+    Raises:
+        DamagedError: the file is missing or damaged, or is about other samples.
+    """
+    from safetensors.numpy import load
+
+    values = load(_content(run, name, group))["logprobs"]
+    return [values[start:end] for start, end in pairwise([0, *accumulate(group.lengths)])]
+
+
+def check_scores(run: Run, group: GroupMeta) -> None:
+    """Compare all scores of a group that a batch names with what it knows of them; errors as of `read_scores`."""
+    for name in group.scores:
+        _content(run, name, group)
+
+
+def found_scores(run: Run, name: str, groups: Mapping[str, GroupMeta]) -> dict[str, str]:
+    """Return the digests of scores that are there of finished groups, by the ids of these; what is damaged or about other samples is removed.
+
+    Args:
+        groups: by their ids.
+    """
+    found = dict[str, str]()
+    for entry in children(run.scores_of(name)):
+        match = _NAME.fullmatch(entry)
+        if match is None or match["group"] not in groups:
+            continue
+        group = groups[match["group"]]
+        try:
+            _content(run, name, group, match["digest"])
+        except DamagedError as error:
+            print(error, flush=True)
+            (run.scores_of(name) / entry).unlink(missing_ok=True)
+        else:
+            found[group.group_id] = match["digest"]
+    return found
+
+
+def remove_scores(run: Run, unwanted: Callable[[str], bool]) -> None:
+    """Remove all scores of the groups of which `unwanted` says so, given the id of each."""
+    for name in children(run.scores):
+        for entry in children(run.scores_of(name)):
+            match = _NAME.fullmatch(entry)
+            if match and unwanted(match["group"]):
+                (run.scores_of(name) / entry).unlink(missing_ok=True)
+
+
+def _content(run: Run, name: str, group: GroupMeta, digest: str | None = None) -> bytes:
+    digest = group.scores[name] if digest is None else digest
+    path = score_file(run, name, group.group_id, digest)
+    with naming(path):
+        content = read_bytes(path)
+    if content is None:
+        raise DamagedError(f"score file {path} is missing: it was removed, or this node does not see the run")
+    if digest_of(content) != digest:
+        raise DamagedError(f"score file {path} is damaged; remove it, and the next attempt scores the group again")
+    if _samples(content) != group.digest:
+        raise DamagedError(f"score file {path} is about other samples of group {group.group_id} than the batch has")
+    return content
+
+
+def _samples(content: bytes) -> str:
+    """Return the digest of the samples that a file is about."""
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size])["__metadata__"][_SAMPLES]

@@ -1,0 +1,138 @@
+"""Which finished groups have yet to be scored, and who does it: the controller's side of scoring. Pure logic, but for the clock of silent scorers.
+
+A group waits for a score by each model, from the moment at which it is finished until a batch has it. Batches are composed as if there were
+no scorers; one is only held back until its groups have all scores. So nothing of what admission proves about staleness and progress changes: a
+batch comes later, and is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hpcrl.controller.replicas import WorkerRegistry
+from hpcrl.types import Batch, GroupMeta
+
+
+@dataclass
+class _Scored:
+    """A group that is finished and in no batch yet.
+
+    Attributes:
+        digests: of its scores, by model.
+    """
+
+    group: GroupMeta
+    digests: dict[str, str]
+
+
+class ScoreQueue:
+    """The scores of one run.
+
+    Args:
+        models: name of the model of each scorer, scorer-0 first; empty: nothing is scored.
+
+    Attributes:
+        registry: of the scorers that call.
+    """
+
+    def __init__(self, models: Sequence[str] = ()) -> None:
+        self._models = {f"scorer-{number}": model for number, model in enumerate(models)}
+        self._groups = dict[str, _Scored]()
+        self._at: dict[str, set[str]] = {scorer: set() for scorer in self._models}
+        self._unscored: dict[str, dict[str, None]] = {model: {} for model in models}  # in the order of their ends
+        self.registry = WorkerRegistry()
+
+    @property
+    def models(self) -> Collection[str]:
+        return self._unscored
+
+    @property
+    def scorers(self) -> Collection[str]:
+        return self._models
+
+    @property
+    def waiting(self) -> int:
+        """Groups that lack a score."""
+        return sum(len(group.digests) < len(self._unscored) for group in self._groups.values())
+
+    def add(self, groups: Iterable[GroupMeta], found: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        """Take finished groups.
+
+        Args:
+            found: digests of scores that they have already: model -> id of the group -> digest.
+        """
+        for group in groups if self._models else ():
+            own = {model: of[group.group_id] for model, of in (found or {}).items() if group.group_id in of}
+            self._groups[group.group_id] = _Scored(
+                group, {model: own[model] for model in self._unscored if model in own}
+            )
+            for model, waiting in self._unscored.items():
+                if model not in own:
+                    waiting[group.group_id] = None
+
+    def claim(self, scorer: str, samples: int, holding: Collection[str]) -> list[GroupMeta]:
+        """Return groups of about so many samples, one at least where there is any, which the scorer is to score with its model.
+
+        Args:
+            holding: ids of the groups that it has; what else it was given got lost with an answer.
+        """
+        self.release(scorer, holding)
+        waiting, given = self._unscored[self._models[scorer]], list[GroupMeta]()
+        while waiting and samples > 0:
+            group_id = next(iter(waiting))
+            del waiting[group_id]
+            self._at[scorer].add(group_id)
+            given.append(self._groups[group_id].group)
+            samples -= len(given[-1].lengths)
+        return given
+
+    def complete(self, scorer: str, digests: Mapping[str, str]) -> list[str]:
+        """Take scores, by the ids of the groups; return the groups of which nobody waits for them: scored before, or not to be trained."""
+        model, unwanted = self._models[scorer], list[str]()
+        for group_id, digest in digests.items():
+            scored = self._groups.get(group_id)
+            if scored is None or model in scored.digests:
+                unwanted.append(group_id)
+                continue
+            scored.digests[model] = digest
+            self._done(model, group_id)
+        return unwanted
+
+    def release(self, scorer: str, holding: Collection[str] = ()) -> int:
+        """Take back what a scorer has that is gone, or what it was given but never got; return how many groups."""
+        lost = sorted(self._at[scorer].difference(holding))
+        self._at[scorer].difference_update(lost)
+        model = self._models[scorer]
+        self._unscored[model] = dict.fromkeys(lost) | self._unscored[model]  # they have waited longest
+        return len(lost)
+
+    def scored(self, batch: Batch) -> Batch | None:
+        """Return the batch with the scores of its groups; None while some are missing."""
+        if not self._models:
+            return batch
+        scored = [self._groups[group.group_id] for group in batch.groups]
+        if any(len(each.digests) < len(self._unscored) for each in scored):
+            return None
+        return replace(batch, groups=[replace(each.group, scores=dict(each.digests)) for each in scored])
+
+    def forget(self, group_ids: Iterable[str]) -> None:
+        """These groups are in a batch, or never will be."""
+        for group_id in group_ids:
+            if self._groups.pop(group_id, None) is not None:
+                for model in self._unscored:
+                    self._done(model, group_id)
+
+    def _done(self, model: str, group_id: str) -> None:
+        self._unscored[model].pop(group_id, None)
+        for scorer, own in self._models.items():
+            if own == model:
+                self._at[scorer].discard(group_id)
+
+    def expire(self) -> list[str]:
+        """Take the groups of silent scorers back; return the names of those scorers."""
+        silent = self.registry.silent()
+        for name in silent:
+            self.registry.remove(name)
+            self.release(name)
+        return silent
