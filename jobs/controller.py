@@ -22,6 +22,7 @@ from hpcrl.config.derive import (
     surplus_groups,
 )
 from hpcrl.config.resume_changes import evaluation_settings
+from hpcrl.config.scorers import scorer_sets
 from hpcrl.controller.api import Api
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.dynamic_sampling import DynamicSampling
@@ -41,6 +42,7 @@ from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.http_server import Guard, Signed, bind, serve
 from hpcrl.runtime.process_status import RENEW_S, SERVING, StatusWriter
 from hpcrl.runtime.token import read_token
+from hpcrl.scoring.queue import ScoreQueue
 from hpcrl.types import Prompt
 
 
@@ -57,7 +59,8 @@ def main(path: str) -> None:
     train, validation = load(config, status)
     heartbeat.beat("serve")
     steps = total_steps(len(rows or train), config.trainer, config.data.drop_last)
-    service = Service(run, attempt, schedule(config, steps), train, validation, rows)
+    scores = ScoreQueue([each.name for each in scorer_sets(config) for _ in range(each.replicas)])
+    service = Service(run, attempt, schedule(config, steps), train, validation, rows, scores)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
     asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds)))
 

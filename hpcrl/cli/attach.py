@@ -12,7 +12,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "hpcrl attach [-h] [--root ROOT] [--node N] [--role {trainer,rollout,reward}] RUN [-- COMMAND ...]"
     parser.epilog = "example: hpcrl attach my-run --role rollout -- nvidia-smi"
     parser.add_argument("--node", metavar="N", help="number of the node in the run, or its name (default: the first)")
-    parser.add_argument("--role", choices=("trainer", "rollout", "reward"), help="the first node of this role")
+    parser.add_argument(
+        "--role", choices=("trainer", "rollout", "reward", "scorer"), help="the first node of this role"
+    )
     parser.set_defaults(action=_attach, command=[])
 
 

@@ -7,7 +7,16 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hpcrl.config.derive import gpu_count, model_config_kwargs, ref_model, ref_sharding, temperature, uses_reference
+from hpcrl.config.derive import (
+    gpu_count,
+    longest_sample,
+    micro_batch_tokens,
+    model_config_kwargs,
+    ref_model,
+    ref_sharding,
+    temperature,
+    uses_reference,
+)
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.sections.model import FSDPConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -33,6 +42,11 @@ class ScorerSet:
     ranks: int
 
 
+def role_of(name: str) -> str:
+    """Return the role of the scorers whose findings have this name."""
+    return name.rpartition("-")[0]
+
+
 def has_own_reference(trainer: TrainerConfig) -> bool:
     """Return whether the reference model is on nodes of its own."""
     return uses_reference(trainer) and not trainer.placement.colocate_policy_ref
@@ -41,6 +55,11 @@ def has_own_reference(trainer: TrainerConfig) -> bool:
 def trainer_has_reference(trainer: TrainerConfig) -> bool:
     """Return whether trainer ranks have the reference model beside the policy."""
     return uses_reference(trainer) and trainer.placement.colocate_policy_ref
+
+
+def rewards_count(distillation: DistillationConfig) -> bool:
+    """Return whether advantages are estimated from rewards: always but where a teacher takes their place."""
+    return distillation.use_rewards or not distillation.enable
 
 
 def teacher_model(distillation: DistillationConfig) -> Pretrained | None:
@@ -77,6 +96,15 @@ def scorer_number(config: ConfigTree, number: int) -> ScorerSet:
             return each
         number -= each.replicas
     raise AssertionError("a run starts the scorers of its configuration")
+
+
+def samples_at_once(config: ConfigTree, scorers: ScorerSet) -> int:
+    """Return about how many samples a scorer claims: those of a group for each of its ranks at least, and of the reference those of a pass."""
+    trainer, tokens = config.trainer, micro_batch_tokens(config)
+    together = trainer.micro_forward_batch_size_per_gpu or trainer.micro_train_batch_size_per_gpu or 1
+    of_pass = together if tokens is None else tokens // longest_sample(config)
+    own = trainer.distillation.batch_size_per_replica if scorers.role == TEACHER else scorers.ranks * of_pass
+    return max(own, scorers.ranks * config.generator.n_samples_per_prompt)
 
 
 def scorers_per_node(config: ConfigTree, ranks: int) -> int:

@@ -36,6 +36,8 @@ _PRECISION = Unimplemented("low-precision training")
 _SPEED = Unimplemented("compiled and offloaded training", result=False)
 _TRACKING = Unimplemented("trackers and profiles", result=False)
 _ENGINE = Unimplemented("further engine options")
+_DISTILLATION = Unimplemented("further options of distillation")
+_TEACHER = Unimplemented("teachers with Megatron-core")
 
 
 def _lora(section: str) -> dict[str, Unimplemented]:
@@ -52,9 +54,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.logger": _TRACKING,
     "trainer.placement.critic_num_nodes": Unimplemented("a critic on GPUs of its own"),
     "trainer.placement.critic_num_gpus_per_node": Unimplemented("a critic on GPUs of its own"),
-    "trainer.placement.ref_num_nodes": Unimplemented("a reference model on GPUs of its own"),
-    "trainer.placement.ref_num_gpus_per_node": Unimplemented("a reference model on GPUs of its own"),
-    "trainer.placement.colocate_policy_ref": Unimplemented("a reference model on GPUs of its own"),
     "trainer.placement.colocate_all": Unimplemented("colocated engines"),
     **_lora("trainer.policy.model.lora"),
     "trainer.policy.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
@@ -73,7 +72,17 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.critic.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.critic.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.critic.sequence_parallel_size": _PARALLEL,
-    "trainer.distillation": Unimplemented("distillation"),
+    **{
+        f"trainer.distillation.{name}": _DISTILLATION
+        for name in ("include_prompt", "top_k", "jsd_beta", "top_k_from_teacher")
+    },
+    "trainer.distillation.rollout_top_k_recompute": _DISTILLATION,
+    **{
+        f"trainer.distillation.placement.{name}_parallel_size": _TEACHER
+        for name in ("tensor", "pipeline", "sequence", "expert")
+    },
+    "trainer.distillation.compile_model": _SPEED,
+    "trainer.distillation.seed": Unimplemented("teachers that draw random numbers", result=False),
     "trainer.profiler.enable_nsys": _TRACKING,
     "trainer.upload": Unimplemented("uploads"),
     "trainer.flash_attn_version": Unimplemented("a choice between versions of FlashAttention", result=False),

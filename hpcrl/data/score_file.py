@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.errors import DamagedError
-from hpcrl.rundir.commit import children, digest_of, naming, read_bytes, write_bytes
+from hpcrl.rundir.commit import children, digest_of, naming, read_bytes, write_files
 from hpcrl.rundir.layout import Run
 from hpcrl.types import GroupMeta
 
@@ -26,28 +26,34 @@ _NAME = re.compile(r"(?P<group>g\d+)-(?P<digest>[0-9a-f]{32})\.safetensors", re.
 _SAMPLES = "hpcrl_samples"
 
 
-def score_file(run: Run, name: str, group_id: str, digest: str) -> Path:
-    """Return where the scores of a group are that have this digest."""
-    return run.scores_of(name) / f"{group_id}-{digest}.safetensors"
-
-
-def write_scores(run: Run, name: str, group: GroupMeta, logprobs: Sequence[np.ndarray]) -> str:
-    """Write the scores of a group, as a whole or not at all, and return their digest.
+def write_scores(run: Run, name: str, found: Iterable[tuple[GroupMeta, Sequence[np.ndarray]]]) -> dict[str, str]:
+    """Write the scores of groups, each file as a whole or not at all; return their digests by the ids of the groups.
 
     Args:
         name: of the model, as of ScorerSet.
-        logprobs: [T] float32 for each row of the group; not a number where the model failed at the row.
+        found: groups with [T] float32 for each of their rows; not a number where the model failed at the row.
     """
     import numpy as np
     from safetensors.numpy import save
 
-    lengths = [len(row) for row in logprobs]
-    assert lengths == group.lengths, f"group {group.group_id}: scores of {lengths} tokens, expected {group.lengths}"
-    arrays = {"logprobs": np.concatenate(logprobs).astype(np.float32)}
-    content = save(arrays, {_SAMPLES: group.digest})
-    digest = digest_of(content)
-    write_bytes(score_file(run, name, group.group_id, digest), content)
-    return digest
+    digests, contents = dict[str, str](), dict[str, bytes]()
+    for group, logprobs in found:
+        lengths = [len(row) for row in logprobs]
+        assert lengths == group.lengths, f"group {group.group_id}: scores of {lengths} tokens, expected {group.lengths}"
+        content = save({"logprobs": np.concatenate(logprobs).astype(np.float32)}, {_SAMPLES: group.digest})
+        digests[group.group_id] = digest = digest_of(content)
+        contents[_file_name(group.group_id, digest)] = content
+    write_files(run.scores_of(name), contents)
+    return digests
+
+
+def score_file(run: Run, name: str, group: GroupMeta) -> Path:
+    """Return where the scores of a group are that a batch names."""
+    return run.scores_of(name) / _file_name(group.group_id, group.scores[name])
+
+
+def _file_name(group_id: str, digest: str) -> str:
+    return f"{group_id}-{digest}.safetensors"
 
 
 def read_scores(run: Run, name: str, group: GroupMeta) -> list[np.ndarray]:
@@ -101,7 +107,7 @@ def remove_scores(run: Run, unwanted: Callable[[str], bool]) -> None:
 
 def _content(run: Run, name: str, group: GroupMeta, digest: str | None = None) -> bytes:
     digest = group.scores[name] if digest is None else digest
-    path = score_file(run, name, group.group_id, digest)
+    path = run.scores_of(name) / _file_name(group.group_id, digest)
     with naming(path):
         content = read_bytes(path)
     if content is None:

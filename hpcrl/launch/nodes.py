@@ -1,4 +1,4 @@
-"""Which node does what: trainers first, then replicas, then reward models."""
+"""Which node does what: trainers first, then replicas, then reward models, then scorers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Literal
 from hpcrl.config import Config, engine_gpus, replicas_per_node
 from hpcrl.config.derive import gpu_count, has_engines
 from hpcrl.config.reward_model import reward_services, services_per_node
+from hpcrl.config.scorers import scorer_sets, scorers_per_node
 
-Role = Literal["trainer", "rollout", "reward"]
+Role = Literal["trainer", "rollout", "reward", "scorer"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Node:
         gpus: devices that the node uses; 0 where it computes on the CPU.
         gpu_offset: devices that the nodes before it use, for when all of them share one machine.
         services: numbers of the reward model's services on this node.
+        scorers: numbers of the scorers on this node.
+        scorer_ranks: processes of each of them, one device each.
     """
 
     index: int
@@ -32,11 +35,14 @@ class Node:
     gpus: int
     gpu_offset: int
     services: tuple[int, ...] = ()
+    scorers: tuple[int, ...] = ()
+    scorer_ranks: int = 1
 
     @property
     def workers(self) -> list[str]:
         """Names of the processes that are started again when they fail."""
-        return [f"rollout-{replica}" for replica in self.replicas] + [f"reward-{service}" for service in self.services]
+        numbers = {"rollout": self.replicas, "reward": self.services, "scorer": self.scorers}
+        return [f"{job}-{number}" for job, own in numbers.items() for number in own]
 
 
 def make_plan(config: Config) -> list[Node]:
@@ -44,20 +50,37 @@ def make_plan(config: Config) -> list[Node]:
     placement, engine = config.trainer.placement, config.generator.inference_engine
     on_gpu, nodes, offset = gpu_count(config.slurm) > 0, list[Node](), 0
 
-    def add(role: Role, ranks: int = 0, replicas: Sequence[int] = (), services: Sequence[int] = ()) -> None:
+    def add(
+        role: Role,
+        devices: int,
+        *,
+        ranks: int = 0,
+        replicas: Sequence[int] = (),
+        services: Sequence[int] = (),
+        scorers: Sequence[int] = (),
+        scorer_ranks: int = 1,
+    ) -> None:
         nonlocal offset
-        gpus = (ranks + len(replicas) * engine_gpus(engine) + len(services)) if on_gpu else 0
-        nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, tuple(services)))
+        gpus, workers = devices if on_gpu else 0, (tuple(services), tuple(scorers), scorer_ranks)
+        nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers))
         offset += gpus
 
     for _ in range(placement.policy_num_nodes):
-        add("trainer", ranks=placement.policy_num_gpus_per_node)
+        add("trainer", placement.policy_num_gpus_per_node, ranks=placement.policy_num_gpus_per_node)
     width = replicas_per_node(config)
     for first in range(0, engine.num_engines if has_engines(config) else 0, width):
-        add("rollout", replicas=range(first, min(first + width, engine.num_engines)))
+        replicas = range(first, min(first + width, engine.num_engines))
+        add("rollout", len(replicas) * engine_gpus(engine), replicas=replicas)
     services, width = range(reward_services(config)), services_per_node(config)
     for first in services[::width]:
-        add("reward", services=services[first : first + width])
+        own = services[first : first + width]
+        add("reward", len(own), services=own)
+    first = 0
+    for each in scorer_sets(config):
+        numbers, width = range(first, first + each.replicas), scorers_per_node(config, each.ranks)
+        for own in (numbers[at : at + width] for at in range(0, len(numbers), width)):
+            add("scorer", len(own) * each.ranks, scorers=own, scorer_ranks=each.ranks)
+        first += each.replicas
     return nodes
 
 
@@ -79,7 +102,8 @@ def describe_plan(plan: list[Node]) -> list[str]:
             also = " and the controller" if node.index == 0 else ""
             lines.append(f"node {node.index}: trainer, {node.ranks} rank(s){also}{devices}")
         else:
-            lines.append(f"node {node.index}: {', '.join(node.workers)}{devices}")
+            each = f", {node.scorer_ranks} rank(s) each" if node.scorers else ""
+            lines.append(f"node {node.index}: {', '.join(node.workers)}{each}{devices}")
     return lines
 
 

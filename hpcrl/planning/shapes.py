@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from hpcrl.config.adapters import reference_is_base
-from hpcrl.config.derive import ref_sharding, uses_reference
+from hpcrl.config.derive import ref_sharding
+from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.planning.memory import Shapes, Weight, Width
@@ -32,7 +33,7 @@ def model_shapes(trainer: TrainerConfig, folder_of: Callable[[Pretrained], Path 
     sources: dict[str, tuple[ModelSource, FSDPConfig, PolicyConfig | CriticConfig | None]] = {
         "policy": (policy_source(trainer), trainer.policy.fsdp_config, trainer.policy)
     }
-    if uses_reference(trainer) and not reference_is_base(trainer):
+    if trainer_has_reference(trainer) and not reference_is_base(trainer):
         sources["ref"] = reference_source(trainer), ref_sharding(trainer), None
     if trainer.critic.model.path is not None:
         sources["critic"] = critic_source(trainer), trainer.critic.fsdp_config, trainer.critic

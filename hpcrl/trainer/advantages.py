@@ -15,10 +15,12 @@ from hpcrl.algorithms.advantages import (
     lambda_returns,
     normalize,
 )
-from hpcrl.algorithms.kl import KL_ESTIMATORS, adapted
+from hpcrl.algorithms.distillation import teacher_advantages
+from hpcrl.algorithms.kl import KL_ESTIMATORS, adapted, k1
 from hpcrl.algorithms.settings import configured
 from hpcrl.config.derive import needs_baselines
 from hpcrl.config.sections.algorithm import AlgorithmConfig
+from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.errors import ConfigError, DataError
 from hpcrl.trainer.batching import trained_groups
 from hpcrl.trainer.packing import PackedSamples
@@ -162,6 +164,49 @@ def estimate_advantages(
         samples.scores.advantages = own_P
     count = max(count, 1.0)
     return Advantages(summed / count, summed_abs / count, penalties)
+
+
+def no_advantages(minis: Sequence[PackedSamples]) -> Advantages:
+    """Let rewards count for nothing: every advantage is 0."""
+    for samples in minis:
+        samples.scores.advantages = torch.zeros_like(samples.loss_mask)
+    return Advantages()
+
+
+def subtract_divergence(
+    minis: Sequence[PackedSamples], distillation: DistillationConfig, algorithm: AlgorithmConfig, over_ranks: Sum
+) -> dict[str, float]:
+    """Subtract the divergence from the teacher from the advantages of this rank's samples, and return distillation/*.
+
+    Every rank calls it, with samples that have advantages, and old (or rollout) and the teacher's log-probabilities.
+
+    Returns:
+        reverse_kl: mean over trained tokens of the log-probability of the policy less that of the teacher, in nats; penalty: mean over
+        trained tokens of what was subtracted.
+    """
+    divergence = penalty = tokens = 0.0
+    for samples in minis:
+        if not samples.lengths:
+            continue
+        scores, mask_P = samples.scores, samples.loss_mask
+        policy_P = samples.rollout_logprobs if algorithm.use_rollout_logprobs_for_loss else scores.old_logprobs
+        assert policy_P is not None
+        assert scores.teacher_logprobs is not None
+        assert scores.advantages is not None
+        divergence_P = k1(policy_P, scores.teacher_logprobs)
+        before_P = scores.advantages
+        scores.advantages = teacher_advantages(
+            before_P, divergence_P, mask_P, samples.lengths,
+            kl_penalty_coef=distillation.kl_penalty_coef, kl_discount_factor=distillation.kl_discount_factor,
+        )  # fmt: skip
+        divergence += torch.where(mask_P > 0, divergence_P, 0.0).sum().item()
+        penalty += (before_P - scores.advantages).sum().item()
+        tokens += mask_P.sum().item()
+    divergence, penalty, tokens = over_ranks([divergence, penalty, tokens])
+    return {
+        "distillation/reverse_kl": divergence / max(tokens, 1.0),
+        "distillation/penalty": penalty / max(tokens, 1.0),
+    }
 
 
 def build_estimator(algorithm: AlgorithmConfig) -> partial[torch.Tensor]:

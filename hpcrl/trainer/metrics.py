@@ -86,9 +86,11 @@ def describe_batch(batch: Batch, advantages: Advantages) -> dict[str, float]:
 def describe_mini_batches(minis: Sequence[MiniBatch]) -> dict[str, float]:
     """Return the share of time in which ranks wait for one another, and the tokens that min_filter_prefix_tokens leaves out of the loss."""
     waits = [idle_share(mini.plan.shares, mini.plan.train) for mini in minis]
+    unscored = sum(mini.unscored for mini in minis)
     return {
         "throughput/idle_share": sum(waits) / len(waits),
         "policy/shared_prefix_tokens": float(sum(mini.left_out for mini in minis)),
+        **({"policy/unscored_samples": float(unscored)} if unscored else {}),
     }
 
 

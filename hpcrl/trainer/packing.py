@@ -6,28 +6,19 @@ computed about them, log-probabilities, values and advantages, is written beside
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
 
 import torch
 
-from hpcrl.algorithms.prefixes import shared_prefixes
 from hpcrl.algorithms.reductions import Counts, Reduction, sample_weight
-from hpcrl.config.derive import trains_pairs
-from hpcrl.config.sections.trainer import TrainerConfig
-from hpcrl.data.group_file import read_group
-from hpcrl.rundir.layout import Run
 from hpcrl.trainer.batching import (
     Limits,
     MiniBatchPlan,
     SampleRef,
     longest_first,
-    mini_batches,
     plan_mini_batch,
-    planned,
-    trained_groups,
 )
 from hpcrl.trainer.distributed import World
 from hpcrl.types import Batch, MicroBatch, Sample, SamplingMask
@@ -44,10 +35,12 @@ class Scores:
         advantages: float32.
         returns: float32, what the critic should have expected before the token.
         margins: float32, the margin of a pair at the end of its chosen answer.
+        teacher_logprobs: float32, of the teacher that the policy is compared with.
     """
 
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
+    teacher_logprobs: torch.Tensor | None = None
     values: torch.Tensor | None = None
     penalties: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
@@ -74,6 +67,7 @@ class PackedSamples:
         weights: of the loss of each trained token, by sample (hpcrl/algorithms/reductions.py).
         nll_weights: of the negative log-likelihood of each trained token, by sample; 0 without a positive reward.
         left_out: tokens that the policy chose but that are not trained, because they begin several responses of a group.
+        unscored: samples that are not trained because a scorer failed at them.
         current: [P] float32, 1 where the token is trained and was chosen by the version that the step begins with.
         sampling_mask: whose counts are [P]; None where all tokens were sampled among the whole vocabulary.
     """
@@ -88,6 +82,7 @@ class PackedSamples:
     current: torch.Tensor
     sampling_mask: SamplingMask | None = None
     left_out: int = 0
+    unscored: int = 0
     scores: Scores = field(default_factory=Scores)
     weights: list[float] = field(default_factory=list)
     nll_weights: list[float] = field(default_factory=list)
@@ -273,6 +268,7 @@ class MiniBatch:
         rank: this one, among those that samples are assigned to.
         tokens: trained tokens of all ranks.
         left_out: tokens of all ranks that the policy chose but that are not trained, see PackedSamples.
+        unscored: samples of all ranks that are not trained, see PackedSamples.
     """
 
     plan: MiniBatchPlan
@@ -280,6 +276,7 @@ class MiniBatch:
     rank: int
     tokens: int = 0
     left_out: int = 0
+    unscored: int = 0
 
     def micro_batches(self, before: Before = _nothing) -> MicroBatchStream:
         """Return this rank's micro-batches for training; as many as the other ranks have, maybe some with no sample."""
@@ -293,27 +290,6 @@ class MiniBatch:
         passes = zip(parts, forward(MicroBatchStream(self.samples, parts, before)), strict=True)
         found = [values_P for part, values_P in passes if part]  # an idle pass has values, but of no sample
         return torch.cat(found).cpu() if found else torch.zeros(0)  # one copy: each waits for the device
-
-
-def load_mini_batches(
-    run: Run, batch: Batch, trainer: TrainerConfig, limits: Limits, data: World, reduction: Reduction
-) -> list[MiniBatch]:
-    """Assign each mini-batch of the policy to the ranks, read and pack this rank's samples, and set their loss weights.
-
-    Args:
-        data: the ranks that samples are assigned to.
-
-    Raises:
-        DataError: a sample file is missing or damaged, or is no longer the one that the batch was composed of.
-    """
-    algorithm = trainer.algorithm
-    trained, minis = set(trained_groups(batch, algorithm)), []
-    for refs in mini_batches(batch, trainer.policy_mini_batch_size):
-        plan = planned([ref for ref in refs if ref.group in trained], data.size, limits, pairs=trains_pairs(trainer))
-        samples = load_samples(run, batch, plan.shares[data.rank], algorithm.min_filter_prefix_tokens)
-        minis.append(MiniBatch(plan, samples, data.rank))
-    set_loss_weights(minis, batch, data, reduction)
-    return minis
 
 
 def regrouped(
@@ -378,12 +354,13 @@ def set_loss_weights(minis: Sequence[MiniBatch], batch: Batch, data: World, redu
         for ref, length in zip(mini.samples.refs, lengths[number], strict=True):
             per_group[ref.group] += length
             positive[number] += length if rewarded[ref.group][ref.index] else 0
-    left_out = [mini.samples.left_out for mini in minis]
-    sums = iter([round(count) for count in data.sum([*per_group, *positive, *left_out])])
-    per_group, positive, left_out = (list(islice(sums, len(own))) for own in (per_group, positive, left_out))
-    for mini, own, likelihood, without in zip(minis, lengths, positive, left_out, strict=True):
+    without = [count for mini in minis for count in (mini.samples.left_out, mini.samples.unscored)]
+    sums = iter([round(count) for count in data.sum([*per_group, *positive, *without])])
+    per_group, positive, without = (list(islice(sums, len(own))) for own in (per_group, positive, without))
+    for number, (mini, own, likelihood) in enumerate(zip(minis, lengths, positive, strict=True)):
         groups = mini.plan.groups
-        mini.tokens, mini.left_out = sum(per_group[group] for group in groups), without
+        mini.tokens = sum(per_group[group] for group in groups)
+        mini.left_out, mini.unscored = without[2 * number : 2 * number + 2]
         used = sum(bool(part) for parts in mini.plan.train for part in parts)
         for part in mini.plan.train[mini.rank]:
             micro_tokens = sum(own[at] for at in part)
@@ -401,47 +378,3 @@ def set_loss_weights(minis: Sequence[MiniBatch], batch: Batch, data: World, redu
                 mini.samples.weights[at] = sample_weight(reduction, counts)
                 positive_sample = own[at] and rewarded[ref.group][ref.index]
                 mini.samples.nll_weights[at] = 1 / likelihood if positive_sample else 0.0
-
-
-def load_samples(run: Run, batch: Batch, refs: Sequence[SampleRef], least_prefix: int | None = None) -> PackedSamples:
-    """Read these samples and pack them in the order of `refs`; of a file no more is read than the samples wanted.
-
-    Args:
-        least_prefix: tokens of a prefix that is left out of the loss where responses of different reward share it
-            (hpcrl/algorithms/prefixes.py), for which whole groups are read; None: all are trained.
-
-    Raises:
-        DataError: a sample file is missing or damaged, or is no longer the one that the batch was composed of.
-    """
-    wanted: dict[int, list[int]] = defaultdict(list)
-    for ref in refs:
-        wanted[ref.group].append(ref.index)
-    samples: dict[tuple[int, int], Sample] = {}
-    left_out = 0
-    for group, indices in wanted.items():
-        meta = batch.groups[group]
-        found = read_group(run.inside(meta.path), indices if least_prefix is None else None, meta)
-        if least_prefix is not None:
-            masks = masks_without_prefixes(found, meta.rewards, least_prefix)
-            left_out += sum(int((found[index].loss_mask - masks[index]).sum()) for index in indices)
-            found = [replace(found[index], loss_mask=masks[index]) for index in indices]
-        samples |= {(group, index): sample for index, sample in zip(indices, found, strict=True)}
-    return pack([samples[ref.group, ref.index] for ref in refs], refs, left_out, batch.step - 1)
-
-
-def masks_without_prefixes(samples: Sequence[Sample], rewards: Sequence[float], least: int) -> list[torch.Tensor]:
-    """Return the loss mask [T] of each sample of a group, without the prefix that it shares with a response of different reward.
-
-    A response begins with the first token that the policy chose. What comes back to the policy between its turns belongs to it.
-
-    Args:
-        rewards: of each sample.
-        least: tokens that a prefix must have.
-    """
-    chosen = [(sample.versions >= 0).int() for sample in samples]
-    starts = [int(chosen_T.argmax()) if chosen_T.any() else len(chosen_T) for chosen_T in chosen]
-    responses = [sample.token_ids[start:].tolist() for sample, start in zip(samples, starts, strict=True)]
-    masks = [sample.loss_mask.clone() for sample in samples]
-    for mask_T, start, size in zip(masks, starts, shared_prefixes(responses, rewards, least), strict=True):
-        mask_T[start : start + size] = 0
-    return masks

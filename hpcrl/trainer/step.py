@@ -12,8 +12,15 @@ import torch
 from hpcrl.config import TrainerConfig, uses_reference
 from hpcrl.config.derive import is_offline
 from hpcrl.config.reward_model import trains_reward_model
+from hpcrl.config.scorers import rewards_count, trainer_has_reference
 from hpcrl.rundir.layout import Run
-from hpcrl.trainer.advantages import Advantages, KlRewardPenalty, estimate_advantages
+from hpcrl.trainer.advantages import (
+    Advantages,
+    KlRewardPenalty,
+    estimate_advantages,
+    no_advantages,
+    subtract_divergence,
+)
 from hpcrl.trainer.backends.base import CriticEngine, Engine, Objective, PolicyEngine, UpdateResult
 from hpcrl.trainer.backends.reference import reset_is_due, resets_optimizer
 from hpcrl.trainer.batching import Limits, updates_per_batch
@@ -24,8 +31,9 @@ from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.offline.modes import objective_of, reduction_of
 from hpcrl.trainer.offline.validation import Validation
-from hpcrl.trainer.packing import MiniBatch, load_mini_batches, regrouped
+from hpcrl.trainer.packing import MiniBatch, regrouped
 from hpcrl.trainer.rng import random_state, set_random_state
+from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.saving.mid_batch import PartialBatch, read_partial_batch
@@ -155,18 +163,25 @@ class Learner:
         if self._offline:
             return PartialBatch(data, self._trainer, batch, minis, {}, Advantages())
         with timer("compute_advantages_and_returns"):
-            kl_metrics = self.kl_penalty.apply_kl_penalty(samples, data.sum)
-            advantages = estimate_advantages(batch, samples, self._trainer.algorithm, data.sum)
-        return PartialBatch(data, self._trainer, batch, minis, kl_metrics, advantages)
+            algorithm, distillation = self._trainer.algorithm, self._trainer.distillation
+            metrics = self.kl_penalty.apply_kl_penalty(samples, data.sum)
+            if rewards_count(distillation):
+                advantages = estimate_advantages(batch, samples, algorithm, data.sum)
+            else:
+                advantages = no_advantages(samples)
+            if distillation.enable:
+                metrics |= subtract_divergence(samples, distillation, algorithm, data.sum)
+        return PartialBatch(data, self._trainer, batch, minis, metrics, advantages)
 
     def _score(self, mini: MiniBatch, *, first: bool) -> None:
         algorithm, scores = self._trainer.algorithm, mini.samples.scores
         before = partial(self.consensus, "score.micro_batch")
         # what the first update trains, and only once, still meets the old policy itself
         old = not first or self._trainer.update_epochs_per_batch > 1 or algorithm.use_kl_in_reward
+        old = old or self._trainer.distillation.enable
         if old and not algorithm.use_rollout_logprobs_for_loss and not self._offline:
             scores.old_logprobs = mini.scored(self.policy.logprobs, before)
-        if uses_reference(self._trainer):
+        if trainer_has_reference(self._trainer):
             scores.ref_logprobs = mini.scored(partial(self.policy.logprobs, reference=True), before)
         if self.critic is not None:
             scores.values = mini.scored(self.critic.values, before)

@@ -1,6 +1,6 @@
 """Learning from a teacher that scores the policy's own samples (on-policy distillation, arXiv:2306.13649).
 
-Nothing in hpcrl computes this yet. Cosmos-RL's golden cases hold these formulas to what they are until a mode of training uses them.
+hpcrl does not compare several tokens yet. Cosmos-RL's golden cases hold the formulas to what they are until it does.
 
 How far the policy is from the teacher at a token is a penalty on the token's advantage: then any policy loss follows. Of the sampled
 token alone that is k1 of hpcrl/algorithms/kl.py, a sample of the reverse KL divergence, with the policy's log-probabilities
@@ -10,11 +10,8 @@ pulls the policy towards the teacher by both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from hpcrl.algorithms.advantages import AdvantageInputs, lambda_returns
 from hpcrl.algorithms.losses import widened
 
 
@@ -48,32 +45,6 @@ def jensen_shannon(logprobs_PK: torch.Tensor, teacher_logprobs_PK: torch.Tensor,
     shares = torch.tensor([1 - beta, beta], dtype=policy_PK.dtype, device=policy_PK.device).log()
     mixture_PK = torch.logaddexp(policy_PK + shares[0], teacher_PK + shares[1])
     return beta * _divergence(teacher_PK, mixture_PK) + (1 - beta) * _divergence(policy_PK, mixture_PK)
-
-
-def teacher_advantages(
-    advantages_P: torch.Tensor,
-    divergences_P: torch.Tensor,
-    mask_P: torch.Tensor,
-    lengths: Sequence[int],
-    *,
-    kl_penalty_coef: float,
-    kl_discount_factor: float,
-) -> torch.Tensor:
-    """Return advantages less the weighted divergence from the teacher, [P]; what they were where the mask is 0.
-
-    With a discount, the divergences of the sample's later trained tokens count too, by one more power of it per token, and no
-    gradient flows through them: a divergence is part of many advantages then, and would be differentiated in each.
-
-    Args:
-        lengths: tokens of each sample; they sum to P.
-    """
-    penalty_P = torch.where(mask_P > 0, divergences_P, 0.0)
-    if kl_discount_factor != 0:
-        penalty_P = penalty_P.detach()
-        groups_B = torch.zeros(len(lengths), dtype=torch.int64)
-        inputs = AdvantageInputs(penalty_P, mask_P, lengths, groups_B)
-        penalty_P = lambda_returns(inputs, torch.zeros_like(penalty_P), kl_discount_factor, 1.0)
-    return advantages_P - kl_penalty_coef * penalty_P
 
 
 def _divergence(logprobs_PK: torch.Tensor, other_PK: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,8 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import Engine, Objective, PolicyEngine, UpdateResult
 from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, consecutive, split_micro_batches
 from hpcrl.trainer.distributed import World, joined
-from hpcrl.trainer.packing import MiniBatch, PackedSamples, load_mini_batches
+from hpcrl.trainer.packing import MiniBatch, PackedSamples
+from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.step import sum_over_ranks
 from hpcrl.types import Batch, GroupMeta, Sample, SamplingMask
 from tests.paths import CONFIGS

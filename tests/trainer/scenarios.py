@@ -33,7 +33,8 @@ from hpcrl.trainer.batching import MicroBatchLimit, mini_batches
 from hpcrl.trainer.distributed import World, check_all_reduce, joined
 from hpcrl.trainer.loss import build_objective, build_reduction
 from hpcrl.trainer.metrics import describe_updates
-from hpcrl.trainer.packing import MiniBatch, load_samples
+from hpcrl.trainer.packing import MiniBatch
+from hpcrl.trainer.samples import load_samples
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.publish import Publisher
 from hpcrl.types import Batch

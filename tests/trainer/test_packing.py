@@ -13,7 +13,8 @@ from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.batching import MicroBatchLimit, SampleRef, assign_to_ranks, mini_batches, plan_mini_batch
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.packing import MiniBatch, Scores, load_samples, pack, set_loss_weights
+from hpcrl.trainer.packing import MiniBatch, Scores, pack, set_loss_weights
+from hpcrl.trainer.samples import load_samples
 from hpcrl.types import Batch, Sample, SamplingMask
 from tests.trainer.material import load, make_batch, make_run, make_sample, views
 

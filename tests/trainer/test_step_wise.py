@@ -23,7 +23,7 @@ from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.batching import MicroBatchLimit, mini_batches, trained_groups
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective
-from hpcrl.trainer.packing import load_samples
+from hpcrl.trainer.samples import load_samples
 from hpcrl.types import Batch, Sample
 from tests.trainer.launcher import run_ranks
 from tests.trainer.material import load, make_batch, make_run, score, train, views

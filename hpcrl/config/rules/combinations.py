@@ -53,6 +53,7 @@ from hpcrl.config.rules.rewards import (
     remote_reward,
     reward_names,
 )
+from hpcrl.config.rules.scorers import ranks_of_scorers, reference_apart, teacher
 from hpcrl.config.rules.training import (
     frozen,
     preference_losses,
@@ -319,12 +320,6 @@ def _experts(config: ConfigTree) -> Iterator[Problem]:
         )
 
 
-def _teacher(config: ConfigTree) -> Iterator[Problem]:
-    distillation = config.trainer.distillation
-    if distillation.enable and distillation.model_path is None:
-        yield Problem("trainer.distillation.model_path", "required with trainer.distillation.enable: the teacher")
-
-
 def _diffusion(config: ConfigTree) -> Iterator[Problem]:
     sample = config.trainer.policy.diffusers.sample
     if (
@@ -382,7 +377,9 @@ RULES: tuple[Rule, ...] = (
     sampled_distribution,
     dynamic_sampling,
     _experts,
-    _teacher,
+    teacher,
+    reference_apart,
+    ranks_of_scorers,
     _diffusion,
     reward_names,
     filter_metrics,

@@ -14,7 +14,9 @@ from hpcrl.config.adapters import begins_from_weights
 from hpcrl.config.derive import has_engines, is_offline, reward_weights, trains_pairs, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
+from hpcrl.config.scorers import has_own_reference
 from hpcrl.config.sections.algorithm import AlgorithmConfig
+from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.sections.environment import RewardServiceConfig
 from hpcrl.config.sections.model import OptimizerConfig
 from hpcrl.config.sections.tree import ConfigTree
@@ -204,6 +206,11 @@ _OF_MODES = (
         'trainer.mode="rl" or "sft", or data.val_prompts',
         lambda config: not trains_pairs(config.trainer) or has_engines(config),
     ),
+    Switch(
+        tuple(f"trainer.distillation.{one.name}" for one in fields(DistillationConfig) if one.name != "enable"),
+        "trainer.distillation.enable",
+        lambda config: config.trainer.distillation.enable,
+    ),
     Switch(("trainer.dpo",), 'trainer.mode="dpo"', lambda config: config.trainer.mode == "dpo"),
     Switch(
         ("trainer.reward_model", "data.margin_column"),
@@ -223,7 +230,7 @@ _OF_MODES = (
     Switch(
         (
             *(f"{_ALGORITHM}{one.name}" for one in fields(AlgorithmConfig) if one.name not in _REDUCTION),
-            *("trainer.fully_async", "trainer.critic", "trainer.critic_mini_batch_size"),
+            *("trainer.fully_async", "trainer.critic", "trainer.critic_mini_batch_size", "trainer.distillation"),
             *("generator.n_samples_per_prompt", "generator.step_wise_trajectories"),
         ),
         'trainer.mode="rl"',
@@ -283,6 +290,11 @@ _OTHERS = (
         ("generator.inference_engine.fully_sharded_loras",),
         "adapters that engines load: no modules_to_save, and no init_method that changes the weights (olora, pissa)",
         lambda config: not (lora := config.trainer.policy.model.lora).modules_to_save and not begins_from_weights(lora),
+    ),
+    Switch(
+        ("trainer.max_unscored_ratio",),
+        "trainer.distillation.enable, or a reference on nodes of its own (trainer.placement.colocate_policy_ref=false)",
+        lambda config: config.trainer.distillation.enable or has_own_reference(config.trainer),
     ),
     Switch(("data.shuffle_seed",), "data.shuffle=true", lambda config: config.data.shuffle),
     Switch(("data.prefetch_factor",), "data.num_workers", lambda config: config.data.num_workers > 0),

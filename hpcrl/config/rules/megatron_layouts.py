@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from hpcrl.config.derive import trainer_ranks, uses_reference
+from hpcrl.config.derive import trainer_ranks
 from hpcrl.config.errors import Problem, shown
 from hpcrl.config.rules.megatron_groups import expert_tensor_size
+from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.tree import ConfigTree
 
@@ -73,7 +74,7 @@ def pipeline(config: ConfigTree) -> Iterator[Problem]:
 
 def reference_layout(config: ConfigTree) -> Iterator[Problem]:
     trainer = config.trainer
-    if trainer.strategy != "megatron" or not uses_reference(trainer):
+    if trainer.strategy != "megatron" or not trainer_has_reference(trainer):
         return
     for name in _SHARED:
         own, policy = getattr(trainer.ref.megatron_config, name), getattr(trainer.policy.megatron_config, name)

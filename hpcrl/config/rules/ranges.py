@@ -174,6 +174,7 @@ RANGES: dict[str, Range] = {
     "remote_reward.service.max_batch_tokens": _COUNT,
     "environment.timeout_seconds": _NOT_NEGATIVE,
     "max_failed_ratio": _SHARE,
+    "max_unscored_ratio": _SHARE,
     "max_env_workers": _NOT_NEGATIVE,
     "topk": _COUNT,
     "search.timeout": _COUNT,

@@ -15,10 +15,10 @@ from hpcrl.config.derive import (
     samples_per_prompt,
     trainer_ranks,
     trains_pairs,
-    uses_reference,
 )
 from hpcrl.config.errors import Problem
 from hpcrl.config.rules.megatron_layouts import shared_sample
+from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
@@ -28,7 +28,7 @@ def _roles(trainer: TrainerConfig) -> dict[str, tuple[int, int]]:
     roles = {"policy": (trainer_ranks(trainer), model_parallel_size(trainer))}
     if trainer.critic.model.path is not None:
         roles["critic"] = (critic_ranks(trainer), critic_model_parallel_size(trainer))
-    if uses_reference(trainer):
+    if trainer_has_reference(trainer):
         roles["ref"] = (ref_ranks(trainer), ref_model_parallel_size(trainer))
     return roles
 

@@ -34,6 +34,9 @@ class DistillationConfig:
     enable: bool = False
     """Learn from the divergence from a teacher instead of rewards."""
 
+    use_rewards: bool = False
+    """Learn from rewards as well: the divergence is subtracted from the advantages that they give."""
+
     model_path: Location | None = None
     """Directory or hub id of the teacher."""
 

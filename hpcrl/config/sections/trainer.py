@@ -34,7 +34,7 @@ class PlacementConfig:
     """Reference ranks per node; unset: as the policy."""
 
     colocate_policy_ref: bool = True
-    """The reference model shares the policy's GPUs."""
+    """The reference model shares the policy's GPUs; otherwise it has nodes of its own, one copy on each of ref_num_nodes, shared by its ranks."""
 
     colocate_all: bool = False
     """Trainer and engines share GPUs and take turns; otherwise each has nodes of its own."""
@@ -152,6 +152,9 @@ class TrainerConfig:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
+
+    max_unscored_ratio: float = 0.1
+    """Share of a step's samples at which a teacher, or a reference on nodes of its own, may fail; those are not trained. More end the run."""
 
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
 

@@ -6,6 +6,7 @@ It takes its role from the plan by its node id, starts that role's processes, su
     rollout node    jobs/rollout.py, one per replica; one that fails is started again
     reward node     jobs/reward.py, one per service of the reward model; one that fails is started again, and ends the attempt when it fails
                     too often
+    scorer node     torchrun jobs/scorer.py (one rank: without torchrun), one per copy of the model; as on a reward node
 
 A stop request (TERM, USR2, control/stop.json) reaches the processes through the stop file, a signal to the trainer's ranks, and the
 controller; the trainer saves and leaves. Whoever sees the end first writes the outcome; every agent ends its processes when it is there.

@@ -40,7 +40,7 @@ class Environments:
         self._own = {"HPCRL_ATTEMPT": str(attempt), "HPCRL_ADDRESS": address, DIRECTORY: str(heartbeats)}
 
     def of(self, name: str) -> dict[str, str]:
-        """Return the whole environment of the process `name`: controller, trainer-<node>, rollout-<replica> or reward-<service>."""
+        """Return the whole environment of the process `name`: controller, trainer-<node>, or that of a worker."""
         environment, node = {**os.environ, **self._own}, self._node
         if self._interface:
             environment["GLOO_SOCKET_IFNAME"] = self._interface
@@ -48,14 +48,16 @@ class Environments:
         # c10d warns of names that it cannot resolve, and goes on
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if self._cpus:
-            processes = max(1, node.ranks + len(node.workers))
+            processes = max(1, node.ranks + len(node.workers) * node.scorer_ranks)
             environment["OMP_NUM_THREADS"] = str(max(1, self._cpus // processes))
         if node.gpus:
             mine = visible_devices(node, self._shared)
             if name in node.workers:
-                width, position = (self._width if node.replicas else 1), node.workers.index(name)
+                width, position = (self._width if node.replicas else node.scorer_ranks), node.workers.index(name)
                 mine = mine[position * width : (position + 1) * width]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine[: node.ranks or self._width])
+            else:
+                mine = mine[: node.ranks]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         if name.startswith("trainer-"):
             if self._ordered:
                 environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

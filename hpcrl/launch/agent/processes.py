@@ -19,6 +19,9 @@ from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch, remove_abandoned, weight_copy_dir
 
+_NUMBERS = {"rollout": "HPCRL_REPLICA", "reward": "HPCRL_SERVICE", "scorer": "HPCRL_SCORER"}
+_ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
 
 class NodeProcesses:
     """Starts the processes of a node, and ends them.
@@ -57,13 +60,21 @@ class NodeProcesses:
         self._spawn("controller", command, signal.SIGINT, ignore_sigterm=True)
 
     def start_worker(self, name: str) -> None:
-        """Start rollout-<replica>, or reward-<service>."""
+        """Start rollout-<replica>, reward-<service>, or the ranks of scorer-<number>."""
         job, number = name.split("-")
-        command = [sys.executable, self._job(job), str(self._run.path)]
-        if job == "rollout":
-            self._spawn(name, command, HPCRL_REPLICA=number)
-        else:
-            self._spawn(name, command, HPCRL_SERVICE=number)
+        command, variables = [self._job(job), str(self._run.path)], {_NUMBERS[job]: number}
+        if job == "scorer" and self._node.scorer_ranks > 1:
+            torchrun = [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--log-dir={self._scratch.path}",
+                "--max-restarts=0",
+            ]
+            command = [*torchrun, f"--nproc-per-node={self._node.scorer_ranks}", *command]
+        elif job == "scorer":
+            variables |= _ONE_RANK
+        self._spawn(name, [sys.executable, *command], signal.SIGTERM, False, **variables)
 
     def _job(self, name: str) -> str:
         return str(self._run.code / "jobs" / f"{name}.py")
@@ -99,7 +110,7 @@ class NodeProcesses:
         ranks = [self._job("train"), str(self._run.path)]
         more = self.recorder.prepare()
         if self._one_rank:
-            more |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+            more |= _ONE_RANK
         else:
             ranks = [
                 "-m", "torch.distributed.run", f"--log-dir={self._scratch.path}", "--signals-to-handle=SIGHUP",

@@ -24,7 +24,7 @@ def attach(run: Run, node: str | None, role: str | None, command: Sequence[str])
 
     Args:
         node: its name, or its number in the run; None: the first one of that role.
-        role: trainer, rollout or reward; None: trainer, or what the node is.
+        role: trainer, rollout, reward or scorer; None: trainer, or what the node is.
 
     Raises:
         RunError: the run has no processes now, or no such node.

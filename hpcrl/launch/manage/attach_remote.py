@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpcrl.rundir.layout import Run
 
-_JOBS = {"trainer": ("train.py",), "rollout": ("rollout.py",), "reward": ("reward.py",)}
+_JOBS = {"trainer": ("train.py",), "rollout": ("rollout.py",), "reward": ("reward.py",), "scorer": ("scorer.py",)}
 _KEPT = ("TERM", "SSH_", "DISPLAY", "COLORTERM", "LINES", "COLUMNS")  # of the terminal, not of the run
 
 

@@ -10,11 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpcrl.config import Config, uses_reference
+from hpcrl.config import Config
 from hpcrl.config.derive import critic_model, model_config_kwargs, models_of, policy_model, ref_model
 from hpcrl.config.errors import Problem
 from hpcrl.config.reward_model import reward_services
 from hpcrl.config.rules.model_fit import misfits
+from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.model_config import download
@@ -119,7 +120,7 @@ def _models(trainer: TrainerConfig) -> Iterator[tuple[Pretrained, dict[str, Any]
     changes = model_config_kwargs(policy)
     yield policy_model(trainer), changes, "policy", "model"
     reference = ref_model(trainer), model_config_kwargs(ref)
-    if uses_reference(trainer) and reference != (policy_model(trainer), changes):
+    if trainer_has_reference(trainer) and reference != (policy_model(trainer), changes):
         yield *reference, "ref", "reference model"
     if (critic := critic_model(trainer)) is not None:  # by the policy's layout
         yield critic, trainer.critic.model_config_kwargs, "policy", "critic"

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hpcrl.algorithms.distillation import teacher_advantages
 from hpcrl.algorithms.kl import k1
 from hpcrl.algorithms.losses import Tokens, sample_means
 from hpcrl.algorithms.reductions import Reduction, weighted_sum
@@ -14,7 +15,7 @@ from hpcrl.trainer.loss import build_policy_loss
 from tests.golden.adapters.converted import cosmos
 from tests.golden.adapters.packed import sample_weights
 from tests.golden.case import Case
-from tests.golden.distillation import jensen_shannon, selected_logprobs, teacher_advantages
+from tests.golden.distillation import jensen_shannon, selected_logprobs
 
 
 def teacher(case: Case) -> dict[str, Any]:

@@ -30,7 +30,8 @@ from hpcrl.trainer.metrics import describe_updates
 from hpcrl.trainer.models.hf import policy_source
 from hpcrl.trainer.offline.modes import objective_of, reduction_of
 from hpcrl.trainer.offline.validation import Validation
-from hpcrl.trainer.packing import load_mini_batches, pack
+from hpcrl.trainer.packing import pack
+from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.saving.publish import ADAPTER, Publisher
 from hpcrl.trainer.step import sum_over_ranks
 from hpcrl.types import Batch, Sample

@@ -23,7 +23,7 @@ from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.offline.modes import objective_of, reduction_of
 from hpcrl.trainer.offline.validation import Validation
-from hpcrl.trainer.packing import load_mini_batches
+from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.step import sum_over_ranks
 from hpcrl.types import Batch
 from tests.trainer.material import VOCABULARY

@@ -26,7 +26,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from hpcrl.config.adapters import begins_from_weights, reference_follows, reference_has_values, reference_is_base
-from hpcrl.config.derive import ref_sharding, uses_reference
+from hpcrl.config.derive import ref_sharding
+from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer, merge
@@ -297,7 +298,7 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         super().__init__(model, source, section, trainer, world)
         self._reference: PackedPolicy | None = None
         self._reference_is_base = reference_is_base(trainer)
-        if uses_reference(trainer) and not self._reference_is_base:
+        if trainer_has_reference(trainer) and not self._reference_is_base:
             self._reference = load_model(PackedPolicy, reference_source(trainer), ref_sharding(trainer), forward, world)
             if reference_follows(trainer):
                 require_same_shape(self._reference, model)

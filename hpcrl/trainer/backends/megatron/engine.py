@@ -16,7 +16,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import nn
 
 from hpcrl.config.adapters import reference_follows, reference_is_base
-from hpcrl.config.derive import uses_reference
+from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import CriticConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -173,7 +173,7 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
         super().__init__(PolicyModel, self._source, forward, section, "trainer.policy", trainer, world)
         self._reference: list[PolicyModel] | None = None
         self._reference_is_base = reference_is_base(trainer)
-        if uses_reference(trainer) and not self._reference_is_base:
+        if trainer_has_reference(trainer) and not self._reference_is_base:
             megatron = trainer.ref.megatron_config
             source = reference_source(trainer)
             chunks, *_ = build(PolicyModel, source, forward, megatron, "trainer.ref", trainer, world)

@@ -1,0 +1,69 @@
+"""Rules about models on nodes of their own that judge finished samples: teachers, and the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpcrl.config.adapters import reference_follows
+from hpcrl.config.derive import gpu_count, is_offline, uses_reference
+from hpcrl.config.errors import Problem
+from hpcrl.config.scorers import TEACHER, has_own_reference, scorer_sets
+from hpcrl.config.sections.tree import ConfigTree
+
+_TEACHER, _PLACEMENT = "trainer.distillation", "trainer.placement"
+
+
+def teacher(config: ConfigTree) -> Iterator[Problem]:
+    distillation = config.trainer.distillation
+    if not distillation.enable:
+        return
+    if distillation.model_path is None:
+        yield Problem(f"{_TEACHER}.model_path", "required with trainer.distillation.enable: the teacher")
+    if distillation.placement.fsdp_size < 1:
+        yield Problem(
+            f"{_TEACHER}.placement.fsdp_size",
+            f"expected the number of ranks of one copy of the teacher, found {distillation.placement.fsdp_size}",
+        )
+    if not distillation.use_rewards and distillation.kl_penalty_coef == 0:
+        yield Problem(
+            f"{_TEACHER}.kl_penalty_coef",
+            "0 without trainer.distillation.use_rewards would make every advantage 0; raise it, or set use_rewards=true",
+        )
+    if not distillation.use_rewards and config.trainer.critic.model.path is not None:
+        yield Problem(
+            "trainer.critic.model.path",
+            "a critic learns from rewards, which count for nothing here; set trainer.distillation.use_rewards=true, or leave the critic out",
+        )
+
+
+def reference_apart(config: ConfigTree) -> Iterator[Problem]:
+    trainer, path = config.trainer, f"{_PLACEMENT}.colocate_policy_ref"
+    if trainer.placement.colocate_policy_ref:
+        return
+    if not uses_reference(trainer):
+        yield Problem(
+            path, "there is no reference model to have nodes of its own (trainer.algorithm.use_kl_loss); leave it out"
+        )
+    elif is_offline(trainer):
+        yield Problem(path, f'expected true with trainer.mode="{trainer.mode}", whose reference is beside the policy')
+    elif reference_follows(trainer):
+        yield Problem(
+            path,
+            "expected true with a reference that follows the policy (trainer.algorithm.reference_reset_interval, trainer.update_ref_every_epoch)",
+        )
+    elif trainer.placement.colocate_all:
+        yield Problem(path, "expected true with trainer.placement.colocate_all, where all models share GPUs")
+
+
+def ranks_of_scorers(config: ConfigTree) -> Iterator[Problem]:
+    gpus = gpu_count(config.slurm)
+    if not gpus or (config.trainer.distillation.placement.fsdp_size < 1):
+        return
+    if has_own_reference(config.trainer) or config.trainer.distillation.enable:
+        for each in scorer_sets(config):
+            if each.ranks > gpus:
+                own = each.role == TEACHER
+                yield Problem(
+                    f"{_TEACHER}.placement.fsdp_size" if own else f"{_PLACEMENT}.ref_num_gpus_per_node",
+                    f"{each.ranks} ranks share a copy of the {each.role} on one node, which has {gpus} GPUs (slurm.gpus_per_node)",
+                )

@@ -1,0 +1,89 @@
+"""The loop of a scorer: claim finished groups, score them, hand over.
+
+    consumes   groups from the controller, samples/
+    waits for  the controller (a claim waits there for finished groups)
+    produces   scores/<model>/<group>-<digest>.safetensors
+
+It may die at any moment: what it has not handed over, another scores.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from hpcrl.data.score_file import write_scores
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.controller_client import Controller
+from hpcrl.runtime.heartbeat import Heartbeat
+from hpcrl.runtime.process_status import RENEW_S, StatusWriter
+from hpcrl.scoring.model import ScoringModel
+from hpcrl.trainer.distributed import World
+from hpcrl.types import GroupMeta
+
+_WAIT_S = 5.0
+
+
+class ScoreWorker:
+    """One scorer, seen from each of its ranks, which call it alike.
+
+    Args:
+        name: of the process.
+        model_name: of what it finds, as of ScorerSet.
+        samples: that are scored at a time, about.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        attempt: int,
+        name: str,
+        model_name: str,
+        model: ScoringModel,
+        samples: int,
+        world: World,
+        status: StatusWriter,
+        heartbeat: Heartbeat,
+    ) -> None:
+        self._run, self._name, self._model_name, self._model = run, name, model_name, model
+        self._samples, self._world, self._status, self._heartbeat = samples, world, status, heartbeat
+        self._controller = Controller(run, attempt)
+        self._facts: dict[str, Any] = {"groups": 0, "tokens": 0, "seconds": 0.0}
+        self._told = float("-inf")
+
+    def run(self) -> None:
+        """Score until the controller says that the run ends.
+
+        Raises:
+            HpcrlError: a sample file is damaged, a score cannot be written, or the controller does not answer.
+        """
+        while True:
+            self._heartbeat.beat("wait")
+            self._tell()
+            answer = self._ask("claim_scores", samples=self._samples, holding=[], wait=_WAIT_S)
+            if answer["stop"] is not None:
+                return
+            if groups := [GroupMeta.from_json(group) for group in answer["groups"]]:
+                self._score(groups)
+
+    def _score(self, groups: list[GroupMeta]) -> None:
+        began, known = time.monotonic(), {group.group_id: group for group in groups}
+        found = self._model.logprobs(groups, lambda: self._heartbeat.beat("step"))
+
+        def write() -> dict[str, str]:
+            mine = [(known[group_id], [row.numpy() for row in rows]) for group_id, rows in found.items()]
+            return write_scores(self._run, self._model_name, mine)
+
+        digests = {group_id: digest for own in self._world.all_gather(write) for group_id, digest in own.items()}
+        self._ask("scored", digests=digests)
+        self._facts["groups"] += len(groups)
+        self._facts["tokens"] += sum(sum(group.lengths) for group in groups)
+        self._facts["seconds"] = round(self._facts["seconds"] + time.monotonic() - began, 1)
+
+    def _tell(self) -> None:
+        if self._world.first and time.monotonic() - self._told > RENEW_S:
+            self._status.write("ready", **self._facts)
+            self._told = time.monotonic()
+
+    def _ask(self, route: str, **payload: Any) -> dict[str, Any]:
+        return self._world.rank0_broadcast(lambda: self._controller.call(route, scorer=self._name, **payload))

@@ -1,0 +1,125 @@
+"""From the files of a batch's groups to the samples of a rank, packed: what rollout workers generated, and what scorers say of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from hpcrl.algorithms.prefixes import shared_prefixes
+from hpcrl.algorithms.reductions import Reduction
+from hpcrl.config.derive import trains_pairs
+from hpcrl.config.scorers import REFERENCE, TEACHER, role_of
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.group_file import read_group
+from hpcrl.data.score_file import read_scores
+from hpcrl.errors import DataError
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.batching import Limits, SampleRef, mini_batches, planned, trained_groups
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.packing import MiniBatch, PackedSamples, Scores, pack, set_loss_weights
+from hpcrl.types import Batch, Sample
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_COLUMNS = {REFERENCE: "ref_logprobs", TEACHER: "teacher_logprobs"}
+
+
+def load_mini_batches(
+    run: Run, batch: Batch, trainer: TrainerConfig, limits: Limits, data: World, reduction: Reduction
+) -> list[MiniBatch]:
+    """Assign each mini-batch of the policy to the ranks, read and pack this rank's samples, and set their loss weights.
+
+    Args:
+        data: the ranks that samples are assigned to.
+
+    Raises:
+        DataError: a file of samples or scores is missing or damaged, or is no longer the one that the batch was composed of; or scorers failed
+            at more samples than trainer.max_unscored_ratio.
+    """
+    algorithm = trainer.algorithm
+    trained, minis = set(trained_groups(batch, algorithm)), []
+    for refs in mini_batches(batch, trainer.policy_mini_batch_size):
+        plan = planned([ref for ref in refs if ref.group in trained], data.size, limits, pairs=trains_pairs(trainer))
+        samples = load_samples(run, batch, plan.shares[data.rank], algorithm.min_filter_prefix_tokens)
+        minis.append(MiniBatch(plan, samples, data.rank))
+    set_loss_weights(minis, batch, data, reduction)
+    unscored, all_samples = sum(mini.unscored for mini in minis), sum(mini.plan.samples for mini in minis)
+    if unscored > trainer.max_unscored_ratio * all_samples:
+        raise DataError(
+            f"scorers failed at {unscored} of the {all_samples} samples of step {batch.step}, more than trainer.max_unscored_ratio = "
+            f"{trainer.max_unscored_ratio:g}: their models give trained tokens no finite log-probability"
+        )
+    return minis
+
+
+def load_samples(run: Run, batch: Batch, refs: Sequence[SampleRef], least_prefix: int | None = None) -> PackedSamples:
+    """Read these samples and pack them in the order of `refs`; of a file no more is read than the samples wanted.
+
+    Args:
+        least_prefix: tokens of a prefix that is left out of the loss where responses of different reward share it
+            (hpcrl/algorithms/prefixes.py), for which whole groups are read; None: all are trained.
+
+    Raises:
+        DataError: a file of samples or scores is missing or damaged, or is no longer the one that the batch was composed of.
+    """
+    wanted: dict[int, list[int]] = defaultdict(list)
+    for ref in refs:
+        wanted[ref.group].append(ref.index)
+    samples: dict[tuple[int, int], Sample] = {}
+    left_out = 0
+    for group, indices in wanted.items():
+        meta = batch.groups[group]
+        found = read_group(run.inside(meta.path), indices if least_prefix is None else None, meta)
+        if least_prefix is not None:
+            masks = masks_without_prefixes(found, meta.rewards, least_prefix)
+            left_out += sum(int((found[index].loss_mask - masks[index]).sum()) for index in indices)
+            found = [replace(found[index], loss_mask=masks[index]) for index in indices]
+        samples |= {(group, index): sample for index, sample in zip(indices, found, strict=True)}
+    scores, unscored = load_scores(run, batch, refs)
+    for ref in unscored:
+        sample = samples[ref.group, ref.index]
+        samples[ref.group, ref.index] = replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+    packed = pack([samples[ref.group, ref.index] for ref in refs], refs, left_out, batch.step - 1)
+    packed.scores, packed.unscored = scores, len(unscored)
+    return packed
+
+
+def load_scores(run: Run, batch: Batch, refs: Sequence[SampleRef]) -> tuple[Scores, list[SampleRef]]:
+    """Return what scorers say of these samples, laid out as `pack` lays them out, and the samples at which one of them failed.
+
+    Raises:
+        DataError: a file is missing or damaged, or is about other samples.
+    """
+    found: dict[tuple[int, str], list[np.ndarray]] = {}
+    for at in sorted({ref.group for ref in refs}):
+        for name in batch.groups[at].scores:
+            found[at, role_of(name)] = read_scores(run, name, batch.groups[at])
+    columns, failed = dict[str, torch.Tensor](), set[SampleRef]()
+    for role in {role for _, role in found}:
+        rows = [torch.from_numpy(found[ref.group, role][ref.index].copy()) for ref in refs]
+        failed |= {ref for ref, row_T in zip(refs, rows, strict=True) if row_T.isnan().any()}
+        columns[_COLUMNS[role]] = torch.cat(rows).nan_to_num_(0.0)
+    return Scores(**columns), [ref for ref in refs if ref in failed]
+
+
+def masks_without_prefixes(samples: Sequence[Sample], rewards: Sequence[float], least: int) -> list[torch.Tensor]:
+    """Return the loss mask [T] of each sample of a group, without the prefix that it shares with a response of different reward.
+
+    A response begins with the first token that the policy chose. What comes back to the policy between its turns belongs to it.
+
+    Args:
+        rewards: of each sample.
+        least: tokens that a prefix must have.
+    """
+    chosen = [(sample.versions >= 0).int() for sample in samples]
+    starts = [int(chosen_T.argmax()) if chosen_T.any() else len(chosen_T) for chosen_T in chosen]
+    responses = [sample.token_ids[start:].tolist() for sample, start in zip(samples, starts, strict=True)]
+    masks = [sample.loss_mask.clone() for sample in samples]
+    for mask_T, start, size in zip(masks, starts, shared_prefixes(responses, rewards, least), strict=True):
+        mask_T[start : start + size] = 0
+    return masks

@@ -1,0 +1,62 @@
+"""A scorer of a run, one process per rank, started by torchrun where there are several: python jobs/scorer.py RUN
+
+consumes   a model that is not trained, samples/
+waits for  finished groups of the controller
+produces   scores/<model>/
+ends       with 0 when the controller says stop or on SIGTERM; with the exit code of hpcrl/errors.py otherwise. ConfigError and DataError would
+           end every scorer of that model
+"""
+
+from __future__ import annotations
+
+from hpcrl.runtime.signals import die_with_parent
+
+if __name__ == "__main__":
+    die_with_parent()
+
+import os
+import signal
+import sys
+from contextlib import nullcontext
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from hpcrl.config import Config
+from hpcrl.config.derive import gpu_count
+from hpcrl.config.scorers import samples_at_once, scorer_number
+from hpcrl.errors import HpcrlError
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.heartbeat import DIRECTORY, Heartbeat
+from hpcrl.runtime.process_status import StatusWriter, ending_told
+from hpcrl.scoring.model import ScoringModel
+from hpcrl.scoring.worker import ScoreWorker
+from hpcrl.trainer.distributed import joined
+
+
+@record
+def main(path: str) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    run, attempt, number = Run.open(path), int(os.environ["HPCRL_ATTEMPT"]), int(os.environ["HPCRL_SCORER"])
+    name, first = f"scorer-{number}", os.environ["RANK"] == "0"
+    if not first:  # the others go where rank 0 goes, so that its agent watches that one
+        os.environ.pop(DIRECTORY, None)
+    heartbeat, status = Heartbeat(run, attempt, name), StatusWriter(run, name, attempt)
+    config = Config.from_toml([run.config])
+    trainer, scorers = config.trainer, scorer_number(config, number)
+    if first:
+        status.write(f"loading the {scorers.role}")
+    with (
+        ending_told(status) if first else nullcontext(),
+        joined(trainer.deterministic, gpu_count(config.slurm) > 0, config.slurm.patience) as world,
+    ):
+        model = ScoringModel(run, config, scorers, world)
+        samples = samples_at_once(config, scorers)
+        ScoreWorker(run, attempt, name, scorers.name, model, samples, world, status, heartbeat).run()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except HpcrlError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
