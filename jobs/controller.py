@@ -28,6 +28,7 @@ from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.schedule import Schedule
+from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.controller.service import Service
 from hpcrl.data.chat import token_counter, without_torch
 from hpcrl.data.datasets import load_dataset
@@ -42,7 +43,6 @@ from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.http_server import Guard, Signed, bind, serve
 from hpcrl.runtime.process_status import RENEW_S, SERVING, StatusWriter
 from hpcrl.runtime.token import read_token
-from hpcrl.scoring.queue import ScoreQueue
 from hpcrl.types import Prompt
 
 

@@ -28,9 +28,9 @@ from hpcrl.errors import HpcrlError
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import DIRECTORY, Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told
-from hpcrl.scoring.model import ScoringModel
-from hpcrl.scoring.worker import ScoreWorker
 from hpcrl.trainer.distributed import joined
+from hpcrl.trainer.scoring.model import ScoringModel
+from hpcrl.trainer.scoring.worker import ScoreWorker
 
 
 @record

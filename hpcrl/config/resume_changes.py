@@ -102,7 +102,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         Effect("warning", "what is optimized changes from the next step on"),
         """
         trainer.algorithm trainer.dpo trainer.reward_model
-        trainer.update_ref_every_epoch trainer.distillation trainer.policy.diffusers vla.unnorm_key
+        trainer.update_ref_every_epoch trainer.distillation trainer.max_unscored_ratio trainer.policy.diffusers vla.unnorm_key
         generator.zero_reward_on_non_stop generator.apply_overlong_filtering
         trainer.policy.megatron_config.moe_router_load_balancing_type
         """,

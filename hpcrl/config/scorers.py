@@ -49,12 +49,13 @@ def role_of(name: str) -> str:
 
 def has_own_reference(trainer: TrainerConfig) -> bool:
     """Return whether the reference model is on nodes of its own."""
-    return uses_reference(trainer) and not trainer.placement.colocate_policy_ref
+    placement = trainer.placement
+    return uses_reference(trainer) and not (placement.colocate_policy_ref or placement.colocate_all)
 
 
 def trainer_has_reference(trainer: TrainerConfig) -> bool:
     """Return whether trainer ranks have the reference model beside the policy."""
-    return uses_reference(trainer) and trainer.placement.colocate_policy_ref
+    return uses_reference(trainer) and not has_own_reference(trainer)
 
 
 def rewards_count(distillation: DistillationConfig) -> bool:

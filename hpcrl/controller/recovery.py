@@ -10,8 +10,8 @@ from hpcrl.controller.evaluation import eval_prefix
 from hpcrl.controller.prompt_stream import group_index
 from hpcrl.data.batch_file import FIRST, batch_steps, check_batch, read_batch, read_batches
 from hpcrl.data.group_file import check_group
+from hpcrl.data.kept_files import turn_files
 from hpcrl.data.score_file import found_scores, remove_scores
-from hpcrl.data.turn_file import turn_files
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.layout import Run
 from hpcrl.types import Batch, GroupMeta

@@ -15,8 +15,16 @@ from hpcrl.controller.admission import Admission, staleness
 from hpcrl.controller.batches import BatchComposer
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.dispatch import Assignment, Dispatcher
-from hpcrl.controller.eval_results import discard_after, finished_rows, is_evaluated, write_summary
-from hpcrl.controller.evaluation import EvalQueue, eval_is_due, evaluation_work, scores
+from hpcrl.controller.evaluation import (
+    EvalQueue,
+    discard_after,
+    eval_is_due,
+    evaluation_work,
+    finished_rows,
+    is_evaluated,
+    scores,
+    write_summary,
+)
 from hpcrl.controller.metrics import (
     batch_metrics,
     dropped_metrics,
@@ -30,6 +38,7 @@ from hpcrl.controller.recovery import BegunGroups, History, read_history, remove
 from hpcrl.controller.replicas import FailureWindow, MinReplicas, RegisteredWorker, WorkerRegistry
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.schema import Schemas
+from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.data.batch_file import FIRST, write_batch
 from hpcrl.errors import CommitError, DataError, HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsWriter
@@ -37,7 +46,6 @@ from hpcrl.rundir.checkpoints import samples_removed
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.controller_client import FINISHED
-from hpcrl.scoring.queue import ScoreQueue
 from hpcrl.types import Batch, GroupMeta, Prompt, Work
 
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig
 from hpcrl.data.chat import decoder
-from hpcrl.data.eval_file import EvalRow, append_rows
 from hpcrl.data.group_file import group_bytes
+from hpcrl.data.kept_files import EvalRow, append_rows
 from hpcrl.data.rollouts import Decode
 from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.errors import CommitError, EngineError

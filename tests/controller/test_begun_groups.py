@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.controller.admission import Admission, staleness
-from hpcrl.data.turn_file import turn_file
+from hpcrl.data.kept_files import turn_file
 from hpcrl.rundir.checked_lines import append_lines
 from hpcrl.rundir.layout import Run
 from tests.controller.test_admission import meta

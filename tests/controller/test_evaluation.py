@@ -11,8 +11,7 @@ import pytest
 
 from hpcrl.controller.evaluation import MOST_SOURCES, by_source, pass_at, scores
 from hpcrl.controller.service import Service
-from hpcrl.data.eval_file import EvalRow, append_rows
-from hpcrl.data.turn_file import turn_file
+from hpcrl.data.kept_files import EvalRow, append_rows, turn_file
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.rundir.checked_lines import append_lines
 from hpcrl.rundir.commit import committed_directory, discard, read_json

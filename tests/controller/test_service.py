@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hpcrl.config import Config
 from hpcrl.controller.dataset_rows import DatasetRows, Mixture
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.schedule import Schedule
@@ -24,6 +25,7 @@ from hpcrl.rundir.commit import committed_directory, read_json, write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt
 from hpcrl.types import GroupMeta, Work
+from jobs.controller import schedule
 from tests.controller.test_api import finish, make_run, prompts
 
 SCHEDULE = Schedule(
@@ -435,3 +437,10 @@ def test_weights_say_how_often_an_epoch_has_the_rows_of_a_dataset(
             assert set(often.values()) <= {int(weight), int(weight) + (weight % 1 > 0)}, "evenly"
     seen = {row for epoch in epochs for number, row in epoch if number == 1}
     assert seen == set(range(10)), "each epoch draws others"
+
+
+def test_samples_follow_the_seed_of_the_engines_and_prompts_that_of_the_run() -> None:
+    required = {"data.train_data": ["t.parquet"], "trainer.policy.model.path": "m", "trainer.eval_interval": 0}
+    config = Config.from_dict({**required, "trainer.seed": 7, "generator.inference_engine.seed": 5})
+    found = schedule(config, 2048)
+    assert (found.seed, found.order_seed) == (5, 7)

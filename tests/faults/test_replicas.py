@@ -7,8 +7,8 @@ from signal import SIGKILL, SIGSTOP
 
 import pytest
 
+from hpcrl.data.kept_files import read_turns, turn_files
 from hpcrl.data.rollouts import evaluated_samples
-from hpcrl.data.turn_file import read_turns, turn_files
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts

@@ -56,6 +56,39 @@ def test_a_run_has_services_where_it_names_a_model(settings: list[str], roles: l
     assert [node.role for node in plan(*settings)] == roles
 
 
+SCORED = [
+    "trainer.distillation.enable=true",
+    "trainer.distillation.model_path=t",
+    "trainer.distillation.placement.num_replicas=3",
+    "trainer.distillation.placement.fsdp_size=2",
+    "trainer.placement.colocate_policy_ref=false",
+]
+
+
+def test_scorers_share_nodes_by_their_ranks_and_each_model_has_nodes_of_its_own() -> None:
+    nodes = make_plan(Config.from_toml([QUICKSTART], [*ON_GPUS, *SCORED]))
+    assert [(node.role, node.gpus, node.gpu_offset, node.workers, node.scorer_ranks) for node in nodes[2:]] == [
+        ("scorer", 4, 8, ["scorer-0", "scorer-1"], 2),
+        ("scorer", 2, 12, ["scorer-2"], 2),
+        ("scorer", 4, 14, ["scorer-3"], 4),
+    ]
+    assert needed_nodes(nodes) == [0, 2, 3, 4]
+    assert describe_plan(nodes)[2] == "node 2: scorer-0, scorer-1, 2 rank(s) each, 4 GPU(s)"
+    on_cpus = make_plan(Config.from_toml([QUICKSTART], SCORED))
+    assert [(node.role, node.workers, node.gpus) for node in on_cpus[2:]] == [
+        ("scorer", [f"scorer-{number}"], 0) for number in range(4)
+    ]
+
+
+def test_each_scorer_has_the_devices_of_its_ranks(tmp_path: Path) -> None:
+    config = Config.from_toml([QUICKSTART], [*ON_GPUS, *SCORED, "slurm.cpus_per_task=16"])
+    node = make_plan(config)[2]
+    environments = Environments(config, node, 1, "127.0.0.1", None, tmp_path, False)
+    given = [environments.of(name) for name in node.workers]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in given] == ["0,1", "2,3"]
+    assert given[0]["OMP_NUM_THREADS"] == "4"
+
+
 def test_a_lost_replica_is_no_loss_but_a_lost_reward_model_is(tmp_path: Path) -> None:
     """Slurm keeps the job of a run that has replicas elsewhere; with one of them it has none left."""
     for engines, kept in ((1, False), (2, True)):

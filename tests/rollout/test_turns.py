@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
-from hpcrl.data.turn_file import read_turns, turn_files
+from hpcrl.data.kept_files import read_turns, turn_files
 from hpcrl.rollout.engines.base import Engine, Generation
 from hpcrl.rollout.generate import Group, GroupGenerator
 from hpcrl.rollout.turns import KeptTurns, Turns

@@ -22,8 +22,8 @@ from hpcrl.config import Config, EnvironmentConfig, GeneratorConfig, SamplingPar
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import load_tokenizer
-from hpcrl.data.eval_file import read_rows
 from hpcrl.data.group_file import read_group
+from hpcrl.data.kept_files import read_rows
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError, ConfigError, EngineError, HpcrlError
 from hpcrl.observe.metrics import merged

@@ -77,13 +77,13 @@ def equal_shares(config: ConfigTree) -> Iterator[Problem]:
 
 def enough_samples(config: ConfigTree) -> Iterator[Problem]:
     batch, samples = config.trainer.train_batch_size, samples_per_prompt(config)
-    models = {role: sizes for role, sizes in _roles(config.trainer).items() if role != "critic"}
-    least = math.lcm(*(max(1, ranks // together) for ranks, together in models.values()))
+    ranks, together = _roles(config.trainer)["policy"]
+    least = max(1, ranks // together)
     if batch * samples < least:
         yield Problem(
             "trainer.train_batch_size",
-            f"{_counted(batch, samples, config)} are fewer than {least}, the least that policy and reference ranks can share; raise "
-            "it, or use fewer ranks (trainer.placement)",
+            f"{_counted(batch, samples, config)} are fewer than {least}, the least that trainer ranks can share; raise it, or use fewer ranks "
+            "(trainer.placement)",
         )
 
 

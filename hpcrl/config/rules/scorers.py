@@ -38,7 +38,7 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
 
 def reference_apart(config: ConfigTree) -> Iterator[Problem]:
     trainer, path = config.trainer, f"{_PLACEMENT}.colocate_policy_ref"
-    if trainer.placement.colocate_policy_ref:
+    if trainer.placement.colocate_policy_ref or trainer.placement.colocate_all:
         return
     if not uses_reference(trainer):
         yield Problem(
@@ -51,8 +51,6 @@ def reference_apart(config: ConfigTree) -> Iterator[Problem]:
             path,
             "expected true with a reference that follows the policy (trainer.algorithm.reference_reset_interval, trainer.update_ref_every_epoch)",
         )
-    elif trainer.placement.colocate_all:
-        yield Problem(path, "expected true with trainer.placement.colocate_all, where all models share GPUs")
 
 
 def ranks_of_scorers(config: ConfigTree) -> Iterator[Problem]:

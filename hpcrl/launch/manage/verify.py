@@ -9,9 +9,9 @@ from pathlib import Path
 import tomli
 
 from hpcrl.data.batch_file import batch_steps, check_batches, read_batch
-from hpcrl.data.eval_file import read_rows
 from hpcrl.data.group_file import check_group
-from hpcrl.data.turn_file import read_turns, turn_files
+from hpcrl.data.score_file import check_scores
+from hpcrl.data.kept_files import read_rows, read_turns, turn_files
 from hpcrl.data.weight_files import check_weights
 from hpcrl.errors import CommitError, DataError, RunError
 from hpcrl.rundir.checkpoints import samples_removed
@@ -102,6 +102,7 @@ def _samples(run: Run) -> Iterator[str]:
             seen.add(path)
             if path.exists() or step > (pruned := samples_removed(run)):
                 yield from _told(lambda path=path, group=group: check_group(path, group))
+                yield from _told(lambda group=group: check_scores(run, group))
     for path in sorted(run.samples.glob("*/g*.safetensors")):
         if path not in seen:
             yield from _told(lambda path=path: check_group(path), path)

@@ -134,11 +134,11 @@ def test_the_report_ends_with_what_needs_a_hand() -> None:
 
 def test_what_is_not_implemented_yet_takes_part_in_the_check_of_the_result() -> None:
     values = {"data.train_data": ["t.parquet"], "trainer.policy.model.path": "m", "trainer.eval_interval": 0}
-    conversion = Conversion("somewhere", values | {"trainer.distillation.enable": True})
+    conversion = Conversion("somewhere", values | {"trainer.placement.colocate_all": True})
     conversion.finish()
     assert [(entry.kind, entry.source) for entry in conversion.entries] == [
-        ("unimplemented", "trainer.distillation.enable"),
-        ("conflict", "trainer.distillation.model_path"),  # required with it
+        ("unimplemented", "trainer.placement.colocate_all"),
+        ("conflict", "trainer.placement.colocate_all"),  # engines would need as many GPUs
     ]
 
 

@@ -69,7 +69,7 @@ def test_what_is_no_training_configuration_is_refused(name: str) -> None:
 NOT_AS_RL = {
     "01_grpo_qwen2.5-3b": [],
     "03_sft_pp2_cp2_qwen2.5-7b": ["unconverted.policy.parallelism.dp_shard_size"],
-    "04_distill_deepmath_qwen3-8b": ["trainer.distillation.enable"],
+    "04_distill_deepmath_qwen3-8b": [],
     "05_grpo_multiturn_qwen2.5-3b": ["unconverted.rollout.multi_turn_config.enable"],
     "10_vla_openvla-oft_libero": ["vla.enable", "trainer.placement.colocate_all"],
     "12_sft_moe_deepseek-v3_pp4_ep64": [],

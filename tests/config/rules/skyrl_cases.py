@@ -77,14 +77,14 @@ SKYRL = [
         {**CRITIC, f"{PLACEMENT}.critic_num_gpus_per_node": 5},
     ),
     Case(
-        "samples suffice for the least common multiple of policy and reference ranks",
+        "each rank has a sample, also where nobody knows how many turns they have",
         {
-            **FOUR_GPUS, f"{PLACEMENT}.ref_num_gpus_per_node": 6, f"{PLACEMENT}.colocate_policy_ref": False,
-            "trainer.train_batch_size": 4, "trainer.policy_mini_batch_size": 4, "generator.n_samples_per_prompt": 1,
+            **FOUR_GPUS, "generator.step_wise_trajectories": True, "generator.max_turns": 2,
+            "trainer.train_batch_size": 2, "trainer.policy_mini_batch_size": 2, "generator.n_samples_per_prompt": 1,
         },
-        "trainer.train_batch_size", "fewer than 12",
+        "trainer.train_batch_size", "fewer than 4",
         {
-            **FOUR_GPUS, f"{PLACEMENT}.ref_num_gpus_per_node": 6, f"{PLACEMENT}.colocate_policy_ref": False, **NO_KL,
+            **FOUR_GPUS, "generator.step_wise_trajectories": True, "generator.max_turns": 2,
             "trainer.train_batch_size": 4, "trainer.policy_mini_batch_size": 4, "generator.n_samples_per_prompt": 1,
         },
     ),

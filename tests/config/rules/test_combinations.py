@@ -16,7 +16,7 @@ from hpcrl.config.fields import leaves
 from hpcrl.config.load import nested
 from hpcrl.config.rules import cluster as site
 from hpcrl.config.rules import combinations as rules
-from hpcrl.config.rules import generation, idle, ranks, training
+from hpcrl.config.rules import generation, idle, ranks, scorers, training
 from hpcrl.config.rules import megatron_layouts as layouts
 from hpcrl.config.rules import rewards as scoring
 from hpcrl.config.rules.combinations import impossible
@@ -25,6 +25,7 @@ from tests.config.rules.cosmos_cases import COSMOS
 from tests.config.rules.engine_cases import ENGINES
 from tests.config.rules.mode_cases import OF_MODES
 from tests.config.rules.own_cases import OURS
+from tests.config.rules.scorer_cases import OF_SCORERS
 from tests.config.rules.skyrl_cases import ALGORITHM, BASE, COLOCATED, CRITIC, ENGINE, PLACEMENT, SKYRL, Case
 from tests.config.rules.test_megatron_layouts import CASES as LAYOUTS
 from tests.config.rules.test_training import CASES as TRAINER
@@ -34,10 +35,10 @@ def found(settings: dict[str, Any]) -> list[Problem]:
     return impossible(build(Config, nested({**BASE, **settings})))
 
 
-MODULES = (rules, idle, ranks, layouts, generation, scoring, site, training)
+MODULES = (rules, idle, ranks, layouts, generation, scoring, scorers, site, training)
 
 
-CASES = [*SKYRL, *COSMOS, *ENGINES, *OF_MODES, *OURS]
+CASES = [*SKYRL, *COSMOS, *ENGINES, *OF_MODES, *OF_SCORERS, *OURS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)

@@ -17,8 +17,8 @@ from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
-from hpcrl.scoring.model import ScoringModel
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.scoring.model import ScoringModel
 from hpcrl.types import GroupMeta
 
 _WAIT_S = 5.0

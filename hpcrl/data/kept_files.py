@@ -1,0 +1,87 @@
+"""Files in which rollout workers keep what has ended of what has not: turns of groups, and rows of evaluations.
+
+A line per turn, or per row (hpcrl/rundir/checked_lines.py); one that is damaged, or that a kill has cut off, is generated again.
+
+Turns are for whoever generates the group next, who goes on from them. The file's name says which group it is of and the version that the group
+was begun with: a line with a token of an older one counts as damaged. So the controller finds and gives such files without reading them.
+
+Rows of an evaluation are not generated again by the next attempt, until the evaluation has its summary. A line says what its row depends on:
+who reads it compares that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcrl.rundir.checked_lines import append_lines, damaged, read_lines
+from hpcrl.rundir.commit import children
+from hpcrl.rundir.layout import Run
+from hpcrl.types import GroupMeta
+
+_NAME = re.compile(r"(?P<group>[ge][0-9-]+)\.v(?P<version>\d+)\.jsonl")
+
+
+def turn_file(run: Run, worker: str, group_id: str, version: int) -> Path:
+    """Return where `worker` keeps the turns of a group that it begins with `version`."""
+    return run.turns_of(worker) / f"{group_id}.v{version}.jsonl"
+
+
+def turn_files(run: Run, worker: str | None = None) -> dict[str, dict[Path, int]]:
+    """Return the files that `worker` has kept, those of all workers if unset: for each group the files, each with its version."""
+    found = defaultdict[str, dict[Path, int]](dict)
+    for folder in children(run.turns) if worker is None else [worker]:
+        for name in children(run.turns_of(folder)):
+            if match := _NAME.fullmatch(name):
+                found[match["group"]][run.turns_of(folder) / name] = int(match["version"])
+    return dict(found)
+
+
+def read_turns(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the turns in a file, and how many of its lines are damaged; nothing where there is no such file.
+
+    The last line is not counted: a kill may have cut it off.
+    """
+    name = _NAME.fullmatch(path.name)
+    oldest = int(name["version"]) if name else 0
+    turns = [turn if turn and min(turn["versions"]) >= oldest else None for turn in read_lines(path)]
+    return [turn for turn in turns if turn is not None], damaged(turns)
+
+
+@dataclass(frozen=True)
+class EvalRow:
+    """A finished row.
+
+    Attributes:
+        asked: that of its work (hpcrl/types.py).
+        weights: digest of the version that the engine was proven to hold; empty for version 0, the model that it loads itself.
+    """
+
+    group: GroupMeta
+    asked: str
+    weights: str
+
+
+def append_rows(path: Path, rows: Iterable[EvalRow]) -> None:
+    """Append rows; they outlive a crash of the node from then on."""
+    append_lines(path, ({"asked": row.asked, "weights": row.weights, "group": row.group.to_json()} for row in rows))
+
+
+def read_rows(path: Path) -> tuple[list[EvalRow], int]:
+    """Return the rows in a file, and how many of its lines are damaged; nothing where there is no such file.
+
+    The last line is not counted: a kill may have cut it off.
+    """
+    rows = [_row(line) for line in read_lines(path)]
+    return [row for row in rows if row is not None], damaged(rows)
+
+
+def _row(line: dict[str, Any] | None) -> EvalRow | None:
+    try:
+        return EvalRow(GroupMeta.from_json(line["group"]), line["asked"], line["weights"]) if line else None
+    except (TypeError, ValueError, KeyError):  # of another version of hpcrl
+        return None

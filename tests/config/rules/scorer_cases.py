@@ -1,0 +1,78 @@
+"""Combinations of teachers, and of a reference on nodes of its own, with other settings."""
+
+from __future__ import annotations
+
+from tests.config.rules.skyrl_cases import ALGORITHM, CRITIC, DISTILLATION, DPO, NO_KL, PLACEMENT, SFT, Case
+
+TEACHER = {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"}
+APART = {f"{PLACEMENT}.colocate_policy_ref": False}
+GPUS = {"slurm.gpus_per_node": 4}
+
+OF_SCORERS = [
+    Case(
+        "a teacher has ranks",
+        {**TEACHER, f"{DISTILLATION}.placement.fsdp_size": -1},
+        f"{DISTILLATION}.placement.fsdp_size", "expected the number of ranks of one copy of the teacher, found -1",
+        {**TEACHER, f"{DISTILLATION}.placement.fsdp_size": 2},
+    ),
+    Case(
+        "something is learned",
+        {**TEACHER, f"{DISTILLATION}.kl_penalty_coef": 0.0},
+        f"{DISTILLATION}.kl_penalty_coef", "would make every advantage 0",
+        {**TEACHER, f"{DISTILLATION}.kl_penalty_coef": 0.0, f"{DISTILLATION}.use_rewards": True},
+    ),
+    Case(
+        "a critic learns from rewards",
+        {**TEACHER, **CRITIC},
+        "trainer.critic.model.path", "set trainer.distillation.use_rewards=true, or leave the critic out",
+        {**TEACHER, **CRITIC, f"{DISTILLATION}.use_rewards": True},
+    ),
+    Case(
+        "a copy of the teacher is on one node",
+        {**TEACHER, **GPUS, f"{DISTILLATION}.placement.fsdp_size": 8},
+        f"{DISTILLATION}.placement.fsdp_size", "8 ranks share a copy of the teacher on one node, which has 4 GPUs",
+        {**TEACHER, **GPUS, f"{DISTILLATION}.placement.fsdp_size": 4},
+    ),
+    Case(
+        "a copy of the reference is on one node",
+        {**APART, **GPUS, f"{PLACEMENT}.ref_num_gpus_per_node": 8},
+        f"{PLACEMENT}.ref_num_gpus_per_node", "8 ranks share a copy of the reference on one node, which has 4 GPUs",
+        {**APART, **GPUS, f"{PLACEMENT}.ref_num_gpus_per_node": 4, f"{PLACEMENT}.ref_num_nodes": 3},
+    ),
+    Case(
+        "what is not there has no nodes",
+        {**APART, **NO_KL},
+        f"{PLACEMENT}.colocate_policy_ref", "there is no reference model to have nodes of its own",
+        APART,
+    ),
+    Case(
+        "the reference of pairs is beside the policy",
+        {**APART, **DPO},
+        f"{PLACEMENT}.colocate_policy_ref", 'expected true with trainer.mode="dpo"',
+        APART,
+    ),
+    Case(
+        "a reference that follows the policy is beside it",
+        {**APART, f"{ALGORITHM}.reference_reset_interval": 4},
+        f"{PLACEMENT}.colocate_policy_ref", "expected true with a reference that follows the policy",
+        {f"{ALGORITHM}.reference_reset_interval": 4},
+    ),
+    Case(
+        "scorers fail where there are some",
+        {"trainer.max_unscored_ratio": 0.5},
+        "trainer.max_unscored_ratio", "has no effect without trainer.distillation.enable, or a reference on nodes of its own",
+        {**APART, "trainer.max_unscored_ratio": 0.5},
+    ),
+    Case(
+        "a weight of the divergence wants a teacher",
+        {f"{DISTILLATION}.kl_penalty_coef": 0.5},
+        f"{DISTILLATION}.kl_penalty_coef", "has no effect without trainer.distillation.enable",
+        {**TEACHER, f"{DISTILLATION}.kl_penalty_coef": 0.5},
+    ),
+    Case(
+        "a teacher judges what is sampled",
+        {**SFT, **TEACHER},
+        f"{DISTILLATION}.enable", 'has no effect without trainer.mode="rl"',
+        TEACHER,
+    ),
+]  # fmt: skip

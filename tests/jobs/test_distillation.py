@@ -1,0 +1,71 @@
+"""Scorers in whole runs: the reference on a node of its own changes nothing, a teacher is learned from, and scorers may die."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcrl.data.batch_file import read_batch
+from hpcrl.rundir.commit import committed
+from hpcrl.rundir.layout import Run, step_of
+from tests.jobs.small_run import SMALL, curve, finish, hpcrl, kill, logs_of, pid_of, trained_groups, wait_for
+from tests.paths import CONFIGS, QUICKSTART
+
+DISTILLED = CONFIGS / "distillation_tiny.toml"
+CURVES = ("policy/final_loss", "policy/policy_kl", "policy/grad_norm", "reward/avg_raw_reward")
+
+
+def submit(place: Path, name: str, *settings: str, config: Path = QUICKSTART) -> Run:
+    done = hpcrl("submit", str(config), "--local", *settings, f"trainer.run_name={name}", cwd=place)
+    assert done.returncode == 0, done.stderr
+    (path,) = place.glob(f"runs/*/{name}")
+    return Run.open(path)
+
+
+def test_a_reference_on_a_node_of_its_own_changes_nothing(place: Path) -> None:
+    beside = submit(place, "beside", *SMALL)
+    assert finish(beside, 1) == "done", logs_of(beside)
+    apart = submit(place, "apart", *SMALL, "trainer.placement.colocate_policy_ref=false")
+    assert finish(apart, 1) == "done", logs_of(apart)
+    assert trained_groups(apart) == trained_groups(beside)
+    for name in CURVES:
+        assert curve(apart, name) == pytest.approx(curve(beside, name), rel=1e-4, abs=1e-6), name
+    assert "scorer-0     finished" in hpcrl("status", "apart", cwd=place).stdout
+    verified = hpcrl("verify", "apart", cwd=place)
+    assert verified.returncode == 0, verified.stdout
+    file = read_batch(apart.batch(4))
+    assert file is not None
+    (name, digest), *_ = file.batch.groups[0].scores.items()
+    path = apart.scores_of(name) / f"{file.batch.groups[0].group_id}-{digest}.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    refused = hpcrl("verify", "apart", cwd=place)
+    assert refused.returncode == 1
+    assert path.name in refused.stdout
+
+
+@pytest.mark.faults_slow
+def test_scorers_are_killed_and_the_run_goes_on(place: Path) -> None:
+    """Two copies of two ranks each; one is killed, then the trainer: every group is trained once, and the curve is the same."""
+    settings = [
+        *SMALL,
+        "trainer.max_steps=8",
+        "trainer.distillation.placement.num_replicas=2",
+        "trainer.distillation.placement.fsdp_size=2",
+    ]
+    whole = submit(place, "whole", *settings, config=DISTILLED)
+    assert finish(whole, 1) == "done", logs_of(whole)
+    run = submit(place, "killed", *settings, config=DISTILLED)
+    wait_for(lambda: 2 in committed(run.checkpoints, step_of), lambda: logs_of(run), 120)
+    kill(pid_of(run, "scorer"))
+    wait_for(lambda: 4 in committed(run.checkpoints, step_of), lambda: logs_of(run), 120)
+    kill(pid_of(run, "train"))
+    assert finish(run, 1) == "failed"
+    resumed = hpcrl("resume", "killed", cwd=place)
+    assert resumed.returncode == 0, resumed.stderr
+    assert finish(run, 2) == "done", logs_of(run)
+    assert trained_groups(run) == trained_groups(whole)
+    for name in ("policy/final_loss", "distillation/reverse_kl"):
+        assert curve(run, name) == pytest.approx(curve(whole, name), rel=1e-3, abs=1e-4), name
+    told = hpcrl("logs", "killed", "--role", "agent", "--attempt", "1", cwd=place).stdout
+    assert "to be started again (1)" in told

@@ -1,0 +1,28 @@
+"""What ranks of a scorer do in tests (tests/trainer/ranks.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from hpcrl.config import Config
+from hpcrl.config.scorers import scorer_sets
+from hpcrl.data.batch_file import read_batch
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.scoring.model import ScoringModel
+
+
+def scores(world: World, options: dict[str, Any]) -> None:
+    """Score the groups of step 1; each rank writes what it found into options["out"]."""
+    run = Run.open(options["run"])
+    config = Config.from_toml([run.config])
+    (scorers,) = scorer_sets(config)
+    file = read_batch(run.batch(1))
+    assert file is not None
+    passes = list[int]()
+    found = ScoringModel(run, config, scorers, world).logprobs(file.batch.groups, lambda: passes.append(1))
+    rows = {f"{name}.{at}": row.clone() for name, own in found.items() for at, row in enumerate(own)}
+    save_file(rows, Path(options["out"]) / f"{world.rank}.safetensors", {"passes": str(len(passes))})

@@ -1,0 +1,227 @@
+"""What scorers find is what the trainer would find itself, on any number of ranks, and reaches the loss of the token that it is about."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hpcrl.algorithms.distillation import teacher_advantages
+from hpcrl.config import AlgorithmConfig, Config, TrainerConfig
+from hpcrl.config.scorers import REFERENCE, TEACHER, scorer_sets
+from hpcrl.config.sections.distillation import DistillationConfig
+from hpcrl.config.validate import build
+from hpcrl.data.batch_file import write_batch
+from hpcrl.data.score_file import write_scores
+from hpcrl.errors import DamagedError, DataError
+from hpcrl.rundir.commit import write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.advantages import no_advantages, subtract_divergence
+from hpcrl.trainer.batching import MicroBatchLimit, mini_batches
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.packing import PackedSamples, Scores
+from hpcrl.trainer.samples import load_mini_batches, load_samples
+from hpcrl.trainer.scoring.model import ScoringModel
+from hpcrl.types import Batch
+from tests.paths import QUICKSTART
+from tests.trainer.material import QUICKSTART as MODEL
+from tests.trainer.material import load, make_batch, make_run, score, views
+from tests.trainer.ranks import Ranks
+from tests.trainer.scenarios import make_engine
+
+NAME = "teacher-0"
+OFF = "trainer.algorithm.use_kl_loss=false"
+TEACHER_IS_ENABLED = ["trainer.distillation.enable=true", f"trainer.distillation.model_path={MODEL}"]
+FP32 = "trainer.distillation.fsdp_config.mixed_precision.param_dtype=fp32"
+
+
+def configured(path: Path, *settings: str) -> Run:
+    """Return a run of the quickstart with one batch of random samples."""
+    run = make_run(path)
+    write_text(
+        run.config,
+        Config.from_toml([QUICKSTART], [FP32, *settings] if "enable" in str(settings) else settings).to_toml(),
+    )
+    batch = make_batch(run, 1, groups=4, size=3, masked=True)
+    write_batch(run, batch, "")
+    return run
+
+
+def batch_of(run: Run) -> Batch:
+    return make_batch(run, 1, groups=4, size=3, masked=True)
+
+
+@pytest.mark.parametrize("role", [REFERENCE, TEACHER])
+def test_scorers_find_what_the_trainer_finds_beside_the_policy(
+    role: str, tmp_path: Path, alone: World, two: Ranks
+) -> None:
+    own = [OFF, *TEACHER_IS_ENABLED, "trainer.distillation.micro_batch_size_per_gpu=4"]
+    apart = ["trainer.placement.colocate_policy_ref=false", "trainer.micro_forward_batch_size_per_gpu=4"]
+    run = configured(tmp_path / "run", *(own if role == TEACHER else apart))
+    config = Config.from_toml([run.config])
+    batch = batch_of(run)
+    engine = make_engine(alone, str(MODEL), {})
+    algorithm = AlgorithmConfig(use_kl_loss=True)
+    (mini,) = load(run, batch, algorithm, 4, MicroBatchLimit(4), alone)
+    engine._model.forward_config = replace(engine._model.forward_config, temperature=1.0)
+    assert engine._reference is not None
+    engine._reference.forward_config = engine._model.forward_config
+    score(engine, mini, MicroBatchLimit(4), old=False, reference=True)
+    expected = {
+        (view.ref.group, view.ref.index): view.of(mini.samples.scores.ref_logprobs) for view in views([mini.samples])
+    }
+    (scorers,) = scorer_sets(config)
+    assert scorers.role == role
+    one = ScoringModel(run, config, scorers, alone).logprobs(batch.groups, lambda: None)
+    two.play([("scoring.scenarios:scores", {"run": str(run.path), "out": str(tmp_path)})])
+    parts = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(2)]
+    assert all(parts), "both ranks have some of the groups"
+    together = parts[0] | parts[1]
+    assert len(together) == 12
+    for (at, row), values_T in expected.items():
+        name = batch.groups[at].group_id
+        assert values_T.abs().sum() > 1
+        torch.testing.assert_close(one[name][row], values_T, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(together[f"{name}.{row}"], values_T, atol=1e-6, rtol=1e-6)
+
+
+def with_scores(run: Run, batch: Batch, role: str, values: list[list[np.ndarray]]) -> Batch:
+    digests = write_scores(run, f"{role}-0", zip(batch.groups, values, strict=True))
+    return replace(batch, groups=[replace(one, scores={f"{role}-0": digests[one.group_id]}) for one in batch.groups])
+
+
+def made_up(batch: Batch) -> list[list[np.ndarray]]:
+    """Return other numbers for each token of a batch."""
+    draw = np.random.default_rng(3)
+    return [[-draw.random(length, dtype=np.float32) for length in group.lengths] for group in batch.groups]
+
+
+@pytest.mark.parametrize(("role", "column"), [(REFERENCE, "ref_logprobs"), (TEACHER, "teacher_logprobs")])
+def test_scores_lie_beside_the_tokens_that_they_are_about(role: str, column: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    batch = make_batch(run, 1, groups=3, size=2)
+    values = made_up(batch)
+    scored = with_scores(run, batch, role, values)
+    refs = [ref for refs in mini_batches(scored, 3) for ref in refs][::-1]
+    found = load_samples(run, scored, refs)
+    assert found.unscored == 0
+    for view in views([found]):
+        expected = torch.from_numpy(values[view.ref.group][view.ref.index])
+        torch.testing.assert_close(view.of(getattr(found.scores, column)), expected)
+    assert load_samples(run, scored, []).scores == Scores()
+
+
+def trainer(**settings: Any) -> TrainerConfig:
+    return build(TrainerConfig, {"policy": {"model": {"path": "m"}}, "policy_mini_batch_size": 4, **settings})
+
+
+def test_a_sample_at_which_the_teacher_failed_is_left_out_and_counted(tmp_path: Path, alone: World) -> None:
+    run = make_run(tmp_path / "run")
+    batch = make_batch(run, 1, groups=4, size=3)
+    values = made_up(batch)
+    values[2][1][:] = np.nan
+    scored, limits = with_scores(run, batch, TEACHER, values), (MicroBatchLimit(4), MicroBatchLimit(4))
+    (mini,) = load_mini_batches(run, scored, trainer(), limits, alone, reduction())
+    (whole,) = load_mini_batches(run, batch, trainer(), limits, alone, reduction())
+    lost = {(view.ref.group, view.ref.index): view.trained for view in views([whole.samples])}[2, 1]
+    assert mini.unscored == 1
+    assert mini.tokens == whole.tokens - lost
+    (failed,) = [view for view in views([mini.samples]) if (view.ref.group, view.ref.index) == (2, 1)]
+    assert (failed.trained, failed.of(mini.samples.scores.teacher_logprobs).sum().item()) == (0, 0)
+    with pytest.raises(
+        DataError, match=r"failed at 1 of the 12 samples of step 1, more than trainer.max_unscored_ratio = 0.05"
+    ):
+        load_mini_batches(run, scored, trainer(max_unscored_ratio=0.05), limits, alone, reduction())
+
+
+def reduction() -> Any:
+    from hpcrl.algorithms.reductions import Reduction
+
+    return Reduction()
+
+
+def test_a_score_that_is_gone_or_changed_is_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    batch = make_batch(run, 1, groups=2, size=2)
+    scored = with_scores(run, batch, TEACHER, made_up(batch))
+    refs = mini_batches(scored, 2)[0]
+    (first, second) = sorted(run.scores_of(NAME).iterdir())
+    content = bytearray(first.read_bytes())
+    content[-3] ^= 1
+    first.write_bytes(content)
+    with pytest.raises(DamagedError, match=f"score file {first} is damaged"):
+        load_samples(run, scored, refs)
+    first.unlink()
+    with pytest.raises(DamagedError, match=f"score file {first} is missing"):
+        load_samples(run, scored, refs)
+    assert second.exists()
+
+
+@pytest.mark.parametrize("rollout", [False, True])
+@pytest.mark.parametrize("discount", [0.0, 0.9])
+def test_advantages_are_less_by_the_divergence_from_the_teacher(rollout: bool, discount: float, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    batch = make_batch(run, 1, groups=2, size=2)
+    scored = with_scores(run, batch, TEACHER, made_up(batch))
+    samples = load_samples(run, scored, mini_batches(scored, 2)[0])
+    no_advantages([samples])
+    samples.scores.old_logprobs = torch.full_like(samples.loss_mask, -0.25)
+    settings = DistillationConfig(enable=True, kl_penalty_coef=0.5, kl_discount_factor=discount)
+    algorithm = AlgorithmConfig(use_rollout_logprobs_for_loss=rollout)
+    described = subtract_divergence([samples, empty()], settings, algorithm, list)
+    policy_P = samples.rollout_logprobs if rollout else samples.scores.old_logprobs
+    assert samples.scores.teacher_logprobs is not None
+    divergence_P = (policy_P - samples.scores.teacher_logprobs) * samples.loss_mask
+    expected = list[float]()
+    for start, end in pairwise([0, *np.cumsum(samples.lengths).tolist()]):
+        sums, later = [], 0.0
+        for at in reversed(range(start, end)):  # by hand: time passes with trained tokens only
+            later = divergence_P[at].item() + discount * later if samples.loss_mask[at] else later
+            sums.append(-0.5 * (later if samples.loss_mask[at] else 0.0))
+        expected += sums[::-1]
+    torch.testing.assert_close(samples.scores.advantages, torch.tensor(expected))
+    tokens = samples.loss_mask.sum().item()
+    assert described["distillation/reverse_kl"] == pytest.approx(divergence_P.sum().item() / tokens, rel=1e-5)
+    assert described["distillation/penalty"] == pytest.approx(-sum(expected) / tokens, rel=1e-5)
+    assert math.isfinite(
+        teacher_advantages(*[torch.ones(1)] * 3, [1], kl_penalty_coef=1.0, kl_discount_factor=1.0).item()
+    )
+
+
+def empty() -> PackedSamples:
+    """A rank may have no samples at all."""
+    from hpcrl.trainer.packing import pack
+
+    return pack([])
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path, alone: World) -> None:
+    other = tmp_path / "other"
+    AutoModelForCausalLM.from_pretrained(MODEL).save_pretrained(other)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.add_tokens(["<thought>"])
+    tokenizer.save_pretrained(other)
+    settings = [OFF, "trainer.distillation.enable=true", f"trainer.distillation.model_path={other}"]
+    run = configured(tmp_path / "run", *settings)
+    config = Config.from_toml([run.config])
+    with pytest.raises(DataError, match=r"have different vocabularies: 1 tokens, such as '<thought>' \(18 and None\)"):
+        ScoringModel(run, config, scorer_sets(config)[0], alone)
+
+
+def test_scores_have_another_name_where_settings_decide_what_they_are() -> None:
+    def name(*settings: str) -> str:
+        return scorer_sets(Config.from_toml([QUICKSTART], [OFF, *TEACHER_IS_ENABLED, *settings]))[0].name
+
+    same = ["trainer.distillation.batch_size_per_replica=4", "trainer.distillation.placement.num_replicas=3"]
+    assert name(*same) == name()
+    assert (
+        len({name(), name(FP32), name("trainer.distillation.model_revision=v2"), name("trainer.rope_theta=7.0")}) == 4
+    )
