@@ -244,6 +244,8 @@ class MicroBatch:
         current: [P] float32, 1 where the token is trained and was chosen by the version that the step begins with; None: nowhere.
         sampling_mask: [P, K] int32, the tokens that the token was sampled among, padded with -1; all of a row -1: the whole vocabulary.
             None: all rows are such.
+        teacher_ids, teacher_top: [P, K] int32 and float32, the teacher's most probable tokens in the token's place and their log-probabilities;
+            None without a teacher whose divergence is taken over several tokens.
         head_rows: [R] int64, ascending: the entries of which a policy's head computes anything, all other outputs are 0; those of
             trained tokens where it is not given.
     """
@@ -264,6 +266,8 @@ class MicroBatch:
     margins: torch.Tensor | None = None
     current: torch.Tensor | None = None
     sampling_mask: torch.Tensor | None = None
+    teacher_ids: torch.Tensor | None = None
+    teacher_top: torch.Tensor | None = None
     cu_seqlens: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
     head_rows: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
 

@@ -1,7 +1,9 @@
 """Learning from a teacher that judges the policy's own samples (on-policy distillation, R. Agarwal et al., arXiv:2306.13649).
 
 How far the policy is from the teacher at a token is a penalty on the token's advantage: then any policy loss follows. Of the sampled token
-alone that is k1 of hpcrl/algorithms/kl.py, a sample of the reverse KL divergence, with the policy's log-probabilities detached.
+alone that is k1 of hpcrl/algorithms/kl.py, a sample of the reverse KL divergence, with the policy's log-probabilities detached. Of several
+tokens it is `jensen_shannon`, which is also differentiated itself where it is not discounted: the loss -r A pulls the policy towards the
+teacher by both.
 """
 
 from __future__ import annotations
@@ -11,6 +13,33 @@ from collections.abc import Sequence
 import torch
 
 from hpcrl.algorithms.advantages import AdvantageInputs, lambda_returns
+from hpcrl.algorithms.losses import widened
+
+
+def jensen_shannon(logprobs_PK: torch.Tensor, teacher_logprobs_PK: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return the generalized Jensen-Shannon divergence over K tokens of each position, [P] (arXiv:2306.13649, section 2).
+
+    beta KL(q || m) + (1 - beta) KL(p || m) with the policy p, the teacher q and m = (1 - beta) p + beta q. The limits, divided by
+    beta and by 1 - beta, take the place of 0 where beta is 0, KL(q || p), and where it is 1, KL(p || q). The probabilities of the
+    K tokens need not sum to 1, so that the sums may be negative.
+
+    Args:
+        logprobs_PK: of the policy; gradients flow through them.
+        teacher_logprobs_PK: of the same tokens; finite, so that an engine which filters tokens out must not be asked.
+        beta: from 0 to 1.
+    """
+    assert logprobs_PK.shape == teacher_logprobs_PK.shape, (
+        f"{tuple(logprobs_PK.shape)} and {tuple(teacher_logprobs_PK.shape)}"
+    )
+    assert 0 <= beta <= 1, f"beta is from 0 to 1, not {beta}"
+    policy_PK, teacher_PK = widened(logprobs_PK), widened(teacher_logprobs_PK)
+    if beta == 0:
+        return _divergence(teacher_PK, policy_PK)
+    if beta == 1:
+        return _divergence(policy_PK, teacher_PK)
+    shares = torch.tensor([1 - beta, beta], dtype=policy_PK.dtype, device=policy_PK.device).log()
+    mixture_PK = torch.logaddexp(policy_PK + shares[0], teacher_PK + shares[1])
+    return beta * _divergence(teacher_PK, mixture_PK) + (1 - beta) * _divergence(policy_PK, mixture_PK)
 
 
 def teacher_advantages(
@@ -37,3 +66,7 @@ def teacher_advantages(
         inputs = AdvantageInputs(penalty_P, mask_P, lengths, groups_B)
         penalty_P = lambda_returns(inputs, torch.zeros_like(penalty_P), kl_discount_factor, 1.0)
     return advantages_P - kl_penalty_coef * penalty_P
+
+
+def _divergence(logprobs_PK: torch.Tensor, other_PK: torch.Tensor) -> torch.Tensor:
+    return (logprobs_PK.exp() * (logprobs_PK - other_PK)).sum(-1)

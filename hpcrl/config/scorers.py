@@ -74,7 +74,7 @@ def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
     trainer, placement, found = config.trainer, config.trainer.placement, list[ScorerSet]()
     if (teacher := teacher_model(trainer.distillation)) is not None:
         own = trainer.distillation
-        name = _name(config, TEACHER, teacher, {}, own.fsdp_config)
+        name = _name(config, TEACHER, teacher, {}, own.fsdp_config, own.top_k)
         found.append(ScorerSet(TEACHER, name, own.placement.num_replicas, own.placement.fsdp_size))
     if has_own_reference(trainer):
         name = _name(config, REFERENCE, ref_model(trainer), model_config_kwargs(trainer.ref), ref_sharding(trainer))
@@ -113,13 +113,16 @@ def scorers_per_node(config: ConfigTree, ranks: int) -> int:
     return max(1, gpu_count(config.slurm) // ranks)
 
 
-def _name(config: ConfigTree, role: ScorerRole, model: Pretrained, changes: dict[str, Any], fsdp: FSDPConfig) -> str:
+def _name(
+    config: ConfigTree, role: ScorerRole, model: Pretrained, changes: dict[str, Any], fsdp: FSDPConfig, top_k: int = 0
+) -> str:
     trainer = config.trainer
     decides = {
         "model": vars(model),
         "changes": changes,
         "rope": [trainer.rope_scaling, trainer.rope_theta],
         "temperature": temperature(config),
+        "top_k": top_k,
         "dtypes": [fsdp.mixed_precision.param_dtype, trainer.algorithm.logprob_dtype],
     }
     text = json.dumps(decides, sort_keys=True, default=str)

@@ -2,7 +2,7 @@
 
 One safetensors file per group and model. Its name has the digest of its content, and the batch that trains the group knows it: two scorers that
 score the same group leave two files, of which the batch names one. Laid out as the trainer packs samples: entry t of a row speaks about its
-token t + 1, which position t predicts; the last one of a row is 0.
+token t + 1, which position t predicts; the last one of a row is 0. The most probable tokens of a teacher are in the file for trained tokens alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,27 +25,56 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"(?P<group>g\d+)-(?P<digest>[0-9a-f]{32})\.safetensors", re.ASCII)
 _SAMPLES = "hpcrl_samples"
+_LOGPROBS, _PLACES, _IDS, _TOP = "logprobs", "places", "top_ids", "top_logprobs"
 
 
-def write_scores(run: Run, name: str, found: Iterable[tuple[GroupMeta, Sequence[np.ndarray]]]) -> dict[str, str]:
+@dataclass(frozen=True)
+class RowScores:
+    """What a model says of a row of T tokens.
+
+    Attributes:
+        logprobs: [T] float32, of the row's own tokens; 0 where they are not trained, all of them NaN where the model failed.
+        top_ids, top_logprobs: [T, K] int32 and float32, the most probable tokens in the token's place; ids of -1, or 0 once they were written and
+            read, where it is not trained. None where they were not asked for.
+    """
+
+    logprobs: np.ndarray
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+
+def write_scores(run: Run, name: str, found: Iterable[tuple[GroupMeta, Sequence[RowScores]]]) -> dict[str, str]:
     """Write the scores of groups, each file as a whole or not at all; return their digests by the ids of the groups.
 
     Args:
         name: of the model, as of ScorerSet.
-        found: groups with [T] float32 for each of their rows; not a number where the model failed at the row.
+        found: groups with the scores of each of their rows.
     """
-    import numpy as np
     from safetensors.numpy import save
 
     digests, contents = dict[str, str](), dict[str, bytes]()
-    for group, logprobs in found:
-        lengths = [len(row) for row in logprobs]
+    for group, rows in found:
+        lengths = [len(row.logprobs) for row in rows]
         assert lengths == group.lengths, f"group {group.group_id}: scores of {lengths} tokens, expected {group.lengths}"
-        content = save({"logprobs": np.concatenate(logprobs).astype(np.float32)}, {_SAMPLES: group.digest})
+        content = save(_columns(rows), {_SAMPLES: group.digest})
         digests[group.group_id] = digest = digest_of(content)
         contents[_file_name(group.group_id, digest)] = content
     write_files(run.scores_of(name), contents)
     return digests
+
+
+def _columns(rows: Sequence[RowScores]) -> dict[str, np.ndarray]:
+    import numpy as np
+
+    columns = {_LOGPROBS: np.concatenate([row.logprobs for row in rows]).astype(np.float32)}
+    ids = [row.top_ids for row in rows if row.top_ids is not None]
+    if ids:
+        assert len(ids) == len(rows), "some rows have the most probable tokens, others not"
+        whole = np.concatenate(ids).astype(np.int32)
+        places = np.nonzero(whole[:, 0] >= 0)[0]
+        top = np.concatenate([row.top_logprobs for row in rows if row.top_logprobs is not None]).astype(np.float32)
+        columns |= {_PLACES: places.astype(np.int32), _IDS: whole[places], _TOP: top[places]}
+    return columns
 
 
 def score_file(run: Run, name: str, group: GroupMeta) -> Path:
@@ -56,16 +86,25 @@ def _file_name(group_id: str, digest: str) -> str:
     return f"{group_id}-{digest}.safetensors"
 
 
-def read_scores(run: Run, name: str, group: GroupMeta) -> list[np.ndarray]:
-    """Return the log-probabilities of a group that a batch names, as `write_scores` has got them.
+def read_scores(run: Run, name: str, group: GroupMeta) -> list[RowScores]:
+    """Return the scores of a group that a batch names, of each of its rows.
 
     Raises:
         DamagedError: the file is missing or damaged, or is about other samples.
     """
+    import numpy as np
     from safetensors.numpy import load
 
-    values = load(_content(run, name, group))["logprobs"]
-    return [values[start:end] for start, end in pairwise([0, *accumulate(group.lengths)])]
+    columns = load(_content(run, name, group))
+    parts = [slice(start, end) for start, end in pairwise([0, *accumulate(group.lengths)])]
+    logprobs = columns[_LOGPROBS]
+    if _PLACES not in columns:
+        return [RowScores(logprobs[part]) for part in parts]
+    whole = {}
+    for one in (_IDS, _TOP):
+        whole[one] = np.zeros((len(logprobs), columns[one].shape[1]), columns[one].dtype)
+        whole[one][columns[_PLACES]] = columns[one]
+    return [RowScores(logprobs[part], whole[_IDS][part], whole[_TOP][part]) for part in parts]
 
 
 def check_scores(run: Run, group: GroupMeta) -> None:

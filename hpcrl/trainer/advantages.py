@@ -195,10 +195,11 @@ def subtract_divergence(
         assert scores.advantages is not None
         divergence_P = k1(policy_P, scores.teacher_logprobs)
         before_P = scores.advantages
-        scores.advantages = teacher_advantages(
-            before_P, divergence_P, mask_P, samples.lengths,
-            kl_penalty_coef=distillation.kl_penalty_coef, kl_discount_factor=distillation.kl_discount_factor,
-        )  # fmt: skip
+        if not distillation.top_k:  # a divergence over several tokens is part of the loss
+            scores.advantages = teacher_advantages(
+                before_P, divergence_P, mask_P, samples.lengths,
+                kl_penalty_coef=distillation.kl_penalty_coef, kl_discount_factor=distillation.kl_discount_factor,
+            )  # fmt: skip
         divergence += torch.where(mask_P > 0, divergence_P, 0.0).sum().item()
         penalty += (before_P - scores.advantages).sum().item()
         tokens += mask_P.sum().item()

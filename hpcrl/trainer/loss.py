@@ -10,16 +10,19 @@ from functools import partial
 
 import torch
 
+from hpcrl.algorithms.distillation import jensen_shannon, teacher_advantages
 from hpcrl.algorithms.kl import KL_ESTIMATORS
 from hpcrl.algorithms.losses import POLICY_LOSSES, Tokens, Values, masked_sum, ratio, sample_sums
 from hpcrl.algorithms.off_policy import correct, is_enabled
 from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.algorithms.settings import configured
 from hpcrl.config.sections.algorithm import AlgorithmConfig
+from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.trainer.backends.base import Objective
 from hpcrl.types import MicroBatch
 
 LOSS_METRICS = "loss_metrics/"
+TEACHER_DIVERGENCE = "teacher_divergence"
 
 
 def build_reduction(algorithm: AlgorithmConfig, max_seq_len: int) -> Reduction:
@@ -44,10 +47,14 @@ def build_policy_loss(algorithm: AlgorithmConfig) -> partial[Values]:
     return configured("policy_loss_type", algorithm.policy_loss_type, POLICY_LOSSES, algorithm)
 
 
-def build_objective(algorithm: AlgorithmConfig) -> Objective:
+def build_objective(algorithm: AlgorithmConfig, distillation: DistillationConfig | None = None) -> Objective:
     """Return what turns a micro-batch and the policy's log-probabilities into loss and metric sums.
 
-    Without old log-probabilities the policy is its own old policy: exact where a batch makes one optimizer step.
+    Without old log-probabilities the policy is its own old policy: exact where a batch makes one optimizer step. Where the micro-batch has the
+    most probable tokens of a teacher, the divergence over these is subtracted from advantages here, because it is differentiated itself.
+
+    Args:
+        distillation: None without a teacher.
 
     Raises:
         ConfigError: nothing has the name of the loss, or it has a parameter that is no setting.
@@ -55,13 +62,16 @@ def build_objective(algorithm: AlgorithmConfig) -> Objective:
     policy_loss, corrected = build_policy_loss(algorithm), is_enabled(algorithm.off_policy_correction)
 
     def objective(
-        batch: MicroBatch, logprobs_P: torch.Tensor, entropies_P: torch.Tensor
+        batch: MicroBatch, logprobs_P: torch.Tensor, entropies_P: torch.Tensor, top_PK: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         assert batch.advantages is not None
+        advantages_P, taught = batch.advantages, dict[str, torch.Tensor]()
+        if top_PK is not None and distillation is not None:
+            advantages_P, taught = _taught(batch, top_PK, distillation)
         old_P = logprobs_P.detach() if batch.old_logprobs is None else batch.old_logprobs
         old_P = batch.rollout_logprobs if algorithm.use_rollout_logprobs_for_loss else old_P
         mask_P = batch.loss_mask
-        tokens = Tokens(logprobs_P, old_P, batch.rollout_logprobs, batch.advantages, mask_P, batch.cu_seqlens.diff())
+        tokens = Tokens(logprobs_P, old_P, batch.rollout_logprobs, advantages_P, mask_P, batch.cu_seqlens.diff())
         loss_P, metrics = policy_loss(tokens)
         if corrected:
             correction = correct(tokens, algorithm.off_policy_correction)
@@ -74,7 +84,7 @@ def build_objective(algorithm: AlgorithmConfig) -> Objective:
         current_P = torch.zeros_like(mask_P) if batch.current is None else batch.current
         apart_P = (logprobs_P.detach() - batch.rollout_logprobs).abs()
         sums |= {f"{LOSS_METRICS}{name}": value for name, value in metrics.items()}
-        sums |= {
+        sums |= taught | {
             "tokens": mask_P.sum(),
             "samples": (sample_sums(mask_P, mask_P, tokens.lengths) > 0).sum(),
             "final_loss": loss,
@@ -89,6 +99,24 @@ def build_objective(algorithm: AlgorithmConfig) -> Objective:
         return loss, {name: value.detach() for name, value in sums.items()}
 
     return objective
+
+
+def _taught(
+    batch: MicroBatch, top_PK: torch.Tensor, distillation: DistillationConfig
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return advantages less the divergence from the teacher over its most probable tokens, differentiable, and its sum.
+
+    Args:
+        top_PK: log-probabilities of these tokens.
+    """
+    assert batch.advantages is not None
+    assert batch.teacher_top is not None
+    divergence_P = jensen_shannon(top_PK, batch.teacher_top, distillation.jsd_beta)
+    advantages_P = teacher_advantages(
+        batch.advantages, divergence_P, batch.loss_mask, batch.lengths,
+        kl_penalty_coef=distillation.kl_penalty_coef, kl_discount_factor=distillation.kl_discount_factor,
+    )  # fmt: skip
+    return advantages_P, {TEACHER_DIVERGENCE: masked_sum(divergence_P, batch.loss_mask)}
 
 
 def _added_terms(

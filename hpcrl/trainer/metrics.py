@@ -16,7 +16,7 @@ from hpcrl.trainer.advantages import Advantages
 from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.batching import idle_share
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.loss import LOSS_METRICS
+from hpcrl.trainer.loss import LOSS_METRICS, TEACHER_DIVERGENCE
 from hpcrl.trainer.models.flops import describe_flops
 from hpcrl.trainer.offline.preferences import PER_PAIR
 from hpcrl.trainer.packing import MiniBatch
@@ -129,6 +129,8 @@ def _describe_update(update: UpdateResult) -> dict[str, float]:
             "policy/rollout_train_logprobs_abs_diff_std": _deviation(sums["abs_diff"], sums["abs_diff_squared"], count),
         }
     described |= {f"policy/loss_metrics/{name}": value for name, value in loss_metrics(sums).items()}
+    if TEACHER_DIVERGENCE in sums:
+        described["distillation/divergence"] = sums[TEACHER_DIVERGENCE] / count
     described |= {"policy/policy_kl": sums["policy_kl"] / count} if "policy_kl" in sums else {}
     pairs = max(sums.get("pairs", 0.0), 1.0)
     described |= {name.removeprefix(PER_PAIR): sums[name] / pairs for name in sums if name.startswith(PER_PAIR)}

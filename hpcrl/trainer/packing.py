@@ -36,11 +36,14 @@ class Scores:
         returns: float32, what the critic should have expected before the token.
         margins: float32, the margin of a pair at the end of its chosen answer.
         teacher_logprobs: float32, of the teacher that the policy is compared with.
+        teacher_ids, teacher_top: [P, K] int32 and float32, the most probable tokens of the teacher, and their log-probabilities.
     """
 
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
     teacher_logprobs: torch.Tensor | None = None
+    teacher_ids: torch.Tensor | None = None
+    teacher_top: torch.Tensor | None = None
     values: torch.Tensor | None = None
     penalties: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
@@ -136,6 +139,8 @@ class PackedSamples:
             values=slice_of(scores.values),
             returns=slice_of(scores.returns),
             margins=slice_of(scores.margins),
+            teacher_ids=slice_of(scores.teacher_ids),
+            teacher_top=slice_of(scores.teacher_top),
             current=self.current[tokens],
             sampling_mask=None if self.sampling_mask is None else padded_mask(self.sampling_mask, tokens),
         )

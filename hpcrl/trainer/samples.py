@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from hpcrl.algorithms.prefixes import shared_prefixes
@@ -15,7 +15,7 @@ from hpcrl.config.derive import trains_pairs
 from hpcrl.config.scorers import REFERENCE, TEACHER, role_of
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.group_file import read_group
-from hpcrl.data.score_file import read_scores
+from hpcrl.data.score_file import RowScores, read_scores
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.batching import Limits, SampleRef, mini_batches, planned, trained_groups
@@ -23,10 +23,11 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, PackedSamples, Scores, pack, set_loss_weights
 from hpcrl.types import Batch, Sample
 
-if TYPE_CHECKING:
-    import numpy as np
-
-_COLUMNS = {REFERENCE: "ref_logprobs", TEACHER: "teacher_logprobs"}
+_COLUMNS = {
+    REFERENCE: {"logprobs": "ref_logprobs"},
+    TEACHER: {"logprobs": "teacher_logprobs", "top_ids": "teacher_ids", "top_logprobs": "teacher_top"},
+}
+"""Role of a scorer -> what it says of a row -> where that is among the scores of packed samples."""
 
 
 def load_mini_batches(
@@ -95,15 +96,18 @@ def load_scores(run: Run, batch: Batch, refs: Sequence[SampleRef]) -> tuple[Scor
     Raises:
         DataError: a file is missing or damaged, or is about other samples.
     """
-    found: dict[tuple[int, str], list[np.ndarray]] = {}
+    found: dict[tuple[int, str], list[RowScores]] = {}
     for at in sorted({ref.group for ref in refs}):
         for name in batch.groups[at].scores:
             found[at, role_of(name)] = read_scores(run, name, batch.groups[at])
     columns, failed = dict[str, torch.Tensor](), set[SampleRef]()
     for role in {role for _, role in found}:
-        rows = [torch.from_numpy(found[ref.group, role][ref.index].copy()) for ref in refs]
-        failed |= {ref for ref, row_T in zip(refs, rows, strict=True) if row_T.isnan().any()}
-        columns[_COLUMNS[role]] = torch.cat(rows).nan_to_num_(0.0)
+        rows = [found[ref.group, role][ref.index] for ref in refs]
+        failed |= {ref for ref, row in zip(refs, rows, strict=True) if np.isnan(row.logprobs).any()}
+        for name, column in _COLUMNS[role].items():
+            parts = [part for row in rows if (part := getattr(row, name)) is not None]
+            if parts:
+                columns[column] = torch.from_numpy(np.concatenate(parts)).nan_to_num_(0.0)
     return Scores(**columns), [ref for ref in refs if ref in failed]
 
 

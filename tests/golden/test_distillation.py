@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
-from hpcrl.algorithms.distillation import teacher_advantages
+from hpcrl.algorithms.distillation import jensen_shannon, teacher_advantages
 from hpcrl.algorithms.kl import k1
-from tests.golden.distillation import jensen_shannon, selected_logprobs
+from tests.golden.distillation import selected_logprobs
 
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 

@@ -211,6 +211,11 @@ _OF_MODES = (
         "trainer.distillation.enable",
         lambda config: config.trainer.distillation.enable,
     ),
+    Switch(
+        tuple(f"trainer.distillation.{name}" for name in ("jsd_beta", "top_k_from_teacher", "rollout_top_k_recompute")),
+        "trainer.distillation.top_k",
+        lambda config: config.trainer.distillation.top_k > 0,
+    ),
     Switch(("trainer.dpo",), 'trainer.mode="dpo"', lambda config: config.trainer.mode == "dpo"),
     Switch(
         ("trainer.reward_model", "data.margin_column"),

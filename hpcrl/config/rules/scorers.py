@@ -15,8 +15,13 @@ _TEACHER, _PLACEMENT = "trainer.distillation", "trainer.placement"
 
 def teacher(config: ConfigTree) -> Iterator[Problem]:
     distillation = config.trainer.distillation
-    if not distillation.enable:
+    if not distillation.enable or is_offline(config.trainer):
         return
+    if distillation.top_k and config.trainer.strategy == "megatron":
+        yield Problem(
+            f"{_TEACHER}.top_k",
+            f'expected 0 with trainer.strategy="megatron", found {distillation.top_k}; or choose fsdp2',
+        )
     if distillation.model_path is None:
         yield Problem(f"{_TEACHER}.model_path", "required with trainer.distillation.enable: the teacher")
     if distillation.placement.fsdp_size < 1:

@@ -10,8 +10,8 @@ import tomli
 
 from hpcrl.data.batch_file import batch_steps, check_batches, read_batch
 from hpcrl.data.group_file import check_group
-from hpcrl.data.score_file import check_scores
 from hpcrl.data.kept_files import read_rows, read_turns, turn_files
+from hpcrl.data.score_file import check_scores
 from hpcrl.data.weight_files import check_weights
 from hpcrl.errors import CommitError, DataError, RunError
 from hpcrl.rundir.checkpoints import samples_removed

@@ -16,8 +16,8 @@ Entropy = Literal["trained", "metric", "none"]
 """What entropies are for: "trained", they are differentiable; "metric", they carry no gradient; "none", they are not computed, but 0."""
 
 Rows = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, float, torch.dtype, Entropy, torch.Tensor | None],
-    tuple[torch.Tensor, torch.Tensor],
+    [torch.Tensor, torch.Tensor, torch.Tensor, float, torch.dtype, Entropy, torch.Tensor | None, torch.Tensor | None],
+    tuple[torch.Tensor, ...],
 ]
 
 # logit of a token that is never drawn; a number in 16-bit types too: an infinity would make entropies undefined
@@ -48,16 +48,21 @@ def plain_rows(
     dtype: torch.dtype,
     entropy: Entropy = "trained",
     mask_RK: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    ids_RK: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Return log-probabilities of the labels and entropies, [R] float32 each, with all logits at the same time.
 
     Args:
         dtype: of logits and log-probabilities; sums over the vocabulary are float32 in any case.
         mask_RK: as of token_logprobs.
+        ids_RK: other tokens of each row, whose log-probabilities are returned too, [R, K] float32; they are those of the whole vocabulary.
     """
     logits_RV = linear(hidden_RD, head_VD).to(dtype)
     if temperature != 1.0:  # a division is one more [R, V], in backward too
         logits_RV = logits_RV / temperature
+    more: tuple[torch.Tensor, ...] = ()
+    if ids_RK is not None:
+        more = (logits_RV.gather(-1, ids_RK.long()).float() - logits_RV.float().logsumexp(-1, keepdim=True),)
     if mask_RK is not None:
         logits_RV = among(logits_RV, mask_RK)
     if dtype == torch.float16 and logits_RV.device.type == "cpu":  # whose log_softmax adds up in float16, and overflows
@@ -66,9 +71,9 @@ def plain_rows(
         logprobs_RV = logits_RV.log_softmax(-1)
     logprobs_R = -nll_loss(logprobs_RV, labels_R, reduction="none").float()
     if entropy == "none":
-        return logprobs_R, logprobs_R.new_zeros(len(logprobs_R))
+        return logprobs_R, logprobs_R.new_zeros(len(logprobs_R)), *more
     measured_RV = logprobs_RV if entropy == "trained" else logprobs_RV.detach()
-    return logprobs_R, -(measured_RV.exp() * measured_RV).sum(-1, dtype=torch.float32)
+    return logprobs_R, -(measured_RV.exp() * measured_RV).sum(-1, dtype=torch.float32), *more
 
 
 def compiled_rows() -> Rows:
@@ -91,8 +96,9 @@ def token_logprobs(
     dtype: torch.dtype = torch.float32,
     entropy: Entropy = "trained",
     mask_PK: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log pi(label), differentiable, and the entropy of pi at each row, both [P] float32.
+    ids_PK: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return log pi(label), differentiable, and the entropy of pi at each row, both [P] float32; with `ids_PK` theirs too, [P, K].
 
     pi = softmax(hidden head^T / temperature), over the tokens of the row's sampling mask where it has one
     (DeepSeek-V3.2, arXiv:2512.02556, section 3.1, "Keep Sampling Mask").
@@ -104,14 +110,15 @@ def token_logprobs(
             float16 holds logits up to 65504.
         entropy: what entropies are for.
         mask_PK: sampling masks, as of MicroBatch; the label is in its row's.
+        ids_PK: other tokens of each row.
     """
     assert hidden_PD.ndim == 2, f"hidden states are [P, D], not {tuple(hidden_PD.shape)}"
     assert temperature > 0
     assert chunk_rows > 0
     if len(hidden_PD) <= chunk_rows:
-        return rows(hidden_PD, head_VD, labels_P, temperature, dtype, entropy, mask_PK)
+        return rows(hidden_PD, head_VD, labels_P, temperature, dtype, entropy, mask_PK, ids_PK)
     settings = temperature, dtype, entropy
-    found: Any = _Sliced.apply(hidden_PD, head_VD, labels_P, mask_PK, chunk_rows, rows, settings)
+    found: Any = _Sliced.apply(hidden_PD, head_VD, labels_P, mask_PK, ids_PK, chunk_rows, rows, settings)
     return found
 
 
@@ -125,41 +132,45 @@ class _Sliced(torch.autograd.Function):
         head_VD: torch.Tensor,
         labels_P: torch.Tensor,
         mask_PK: torch.Tensor | None,
+        ids_PK: torch.Tensor | None,
         chunk_rows: int,
         rows: Rows,
         settings: tuple[float, torch.dtype, Entropy],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(hidden_PD, head_VD, labels_P, mask_PK)
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(hidden_PD, head_VD, labels_P, mask_PK, ids_PK)
         ctx.chunk_rows, ctx.rows, ctx.settings = chunk_rows, rows, settings
         slices = [
-            rows(hidden_PD[part], head_VD, labels_P[part], *settings, None if mask_PK is None else mask_PK[part])
+            rows(hidden_PD[part], head_VD, labels_P[part], *settings, _part(mask_PK, part), _part(ids_PK, part))
             for part in _slices(len(hidden_PD), chunk_rows)
         ]
-        logprobs, entropies = zip(*slices, strict=True)
-        logprobs_P, entropies_P = torch.cat(logprobs), torch.cat(entropies)
+        outputs = tuple(map(torch.cat, zip(*slices, strict=True)))
         if settings[-1] != "trained":
-            ctx.mark_non_differentiable(entropies_P)
-        return logprobs_P, entropies_P
+            ctx.mark_non_differentiable(outputs[1])
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, of_logprobs_P: torch.Tensor, of_entropies_P: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden_PD, head_VD, labels_P, mask_PK = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden_PD, head_VD, labels_P, mask_PK, ids_PK = ctx.saved_tensors
         temperature, dtype, entropy = ctx.settings
-        head_wanted, count = ctx.needs_input_grad[1], 2 if entropy == "trained" else 1
-        settings = temperature, dtype, entropy if count == 2 else "none"
+        head_wanted, trained = ctx.needs_input_grad[1], entropy == "trained"
+        wanted = [at for at in range(len(gradients)) if trained or at != 1]
+        settings = temperature, dtype, "trained" if trained else "none"
         of_hidden_PD = torch.empty_like(hidden_PD)
         of_head_VD = torch.zeros_like(head_VD, dtype=torch.float32) if head_wanted else None
         for part in _slices(len(hidden_PD), ctx.chunk_rows):
             hidden = hidden_PD[part].detach().requires_grad_()
             head = head_VD.detach().requires_grad_(head_wanted)
-            mask = None if mask_PK is None else mask_PK[part]
             with torch.enable_grad():
-                outputs = ctx.rows(hidden, head, labels_P[part], *settings, mask)[:count]
-            torch.autograd.backward(outputs, (of_logprobs_P[part], of_entropies_P[part])[:count])
+                outputs = ctx.rows(hidden, head, labels_P[part], *settings, _part(mask_PK, part), _part(ids_PK, part))
+            torch.autograd.backward([outputs[at] for at in wanted], [gradients[at][part] for at in wanted])
             of_hidden_PD[part] = hidden.grad
             if of_head_VD is not None:
                 of_head_VD += head.grad
-        return of_hidden_PD, None if of_head_VD is None else of_head_VD.to(head_VD.dtype), *[None] * 5
+        return of_hidden_PD, None if of_head_VD is None else of_head_VD.to(head_VD.dtype), *[None] * 6
+
+
+def _part(values_PK: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    return None if values_PK is None else values_PK[part]
 
 
 def _slices(total: int, size: int) -> list[slice]:

@@ -42,7 +42,7 @@ def objective_of(trainer: TrainerConfig) -> Objective:
     """
     match trainer.mode:
         case "rl":
-            return build_objective(trainer.algorithm)
+            return build_objective(trainer.algorithm, trainer.distillation)
         case "sft":
             return build_likelihood_objective()
         case "dpo":

@@ -189,7 +189,9 @@ def _fill_in(minis: Sequence[MiniBatch], files: Sequence[Path]) -> None:
                     tokens = missing.pop((number, group, sample), None)
                     for name in columns if tokens is not None else ():
                         part = saved.get_slice(f"{number}.{name}")[start:end]
-                        whole = found[number].setdefault(name, part.new_zeros(len(mini.samples.token_ids)))
+                        whole = found[number].setdefault(
+                            name, part.new_zeros(len(mini.samples.token_ids), *part.shape[1:])
+                        )
                         whole[tokens] = part
     if missing:
         raise RunError(f"{files[0].parent} says nothing about samples of its batch, such as {next(iter(missing))}")

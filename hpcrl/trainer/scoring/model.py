@@ -1,21 +1,24 @@
-"""A model that only computes log-probabilities of finished samples, sharded over the ranks of one scorer."""
+"""A model that only computes what it thinks of finished samples, sharded over the ranks of one scorer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
 from hpcrl.config import Config, temperature
 from hpcrl.config.derive import micro_batch_tokens, policy_model, ref_sharding
 from hpcrl.config.scorers import TEACHER, ScorerSet, teacher_model
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import load_tokenizer
+from hpcrl.data.score_file import RowScores
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
-from hpcrl.trainer.backends.base import MicroBatches
 from hpcrl.trainer.backends.fsdp.model import PackedPolicy, free_gathered, load_model
 from hpcrl.trainer.batching import (
     MicroBatchLimit,
@@ -26,9 +29,10 @@ from hpcrl.trainer.batching import (
     plan_mini_batch,
 )
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.forward import forward_config
+from hpcrl.trainer.models.forward import ForwardConfig, forward_config
 from hpcrl.trainer.models.hf import ModelSource, policy_source, reference_source
-from hpcrl.trainer.packing import Before, MiniBatch
+from hpcrl.trainer.models.logprobs import Entropy, among
+from hpcrl.trainer.packing import Before, MicroBatchStream
 from hpcrl.trainer.samples import load_samples
 from hpcrl.types import Batch, GroupMeta
 
@@ -57,14 +61,15 @@ class ScoringModel:
             limit = MicroBatchLimit(own.micro_batch_size_per_gpu, own.max_tokens_per_micro_batch)
             self._limits = limit, limit
             world.rank0_broadcast(lambda: require_same_vocabulary(model, policy_model(trainer), config))
-        self._model = load_model(PackedPolicy, source, fsdp, forward, world)
+        top_k = own.top_k if scorers.role == TEACHER else 0
+        packed = partial(PackedTeacher, top_k=top_k) if top_k else PackedPolicy
+        self._model = load_model(packed, source, fsdp, forward, world)
         require_all_tokens(self._model.head.out_features, policy_source(trainer), source)
 
-    def logprobs(self, groups: Sequence[GroupMeta], before: Before) -> dict[str, list[torch.Tensor]]:
-        """Return the log-probabilities of this rank's part of the groups, by their ids: [T] float32 for each row.
+    def scores(self, groups: Sequence[GroupMeta], before: Before) -> dict[str, list[RowScores]]:
+        """Return what the model says of this rank's part of the groups, by their ids: for each row.
 
-        Entry t is about token t + 1; 0 where that is not trained. Rows at which the model fails, where a trained token has no finite
-        log-probability, are nothing but NaN.
+        Rows at which the model fails, where a trained token has no finite log-probability, have no other number than NaN.
 
         Args:
             before: called before each forward pass.
@@ -80,21 +85,66 @@ class ScoringModel:
         ]  # fmt: skip
         plan = plan_mini_batch(shares, *self._limits)
         samples = load_samples(self._run, Batch(1, list(groups), 0), plan.shares[rank])
-        values_P = MiniBatch(plan, samples, rank).scored(self._forward, before)
-        found = {groups[at].group_id: [torch.empty(0)] * len(groups[at].lengths) for at in parts[rank]}
+        columns = self._computed(MicroBatchStream(samples, plan.score[rank], before))
+        found = {groups[at].group_id: dict[int, RowScores]() for at in parts[rank]}
         ends = torch.tensor([0, *samples.lengths]).cumsum(0).tolist()
         for ref, (start, end) in zip(samples.refs, pairwise(ends), strict=True):
-            values_T, mask_T = values_P[start:end], samples.loss_mask[start:end]
-            failed = not bool(torch.isfinite(values_T[mask_T > 0]).all())
-            found[groups[ref.group].group_id][ref.index] = torch.full_like(values_T, torch.nan) if failed else values_T
-        return found
+            row = _row_scores([column_P[start:end] for column_P in columns], samples.loss_mask[start:end])
+            found[groups[ref.group].group_id][ref.index] = row
+        return {group_id: [rows[index] for index in range(len(rows))] for group_id, rows in found.items()}
 
-    def _forward(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
-        for batch in batches:
+    def _computed(self, batches: MicroBatchStream) -> list[torch.Tensor]:
+        """Return the model's outputs for all samples of this rank, on the CPU: log-probabilities [P], and [P, K] of what else there is."""
+        found = list[tuple[torch.Tensor, ...]]()
+        for part, batch in zip(batches.parts, batches, strict=True):
             with torch.no_grad():
-                logprobs_P, _ = self._model.run(batch.to(self._world.device))
+                outputs = self._model.run(batch.to(self._world.device))
                 free_gathered(self._model)
-            yield logprobs_P
+            if part:  # an idle pass has outputs, but of no sample
+                found.append(outputs)
+        return [torch.cat(column).cpu() for column in zip(*found, strict=True)]
+
+
+class PackedTeacher(PackedPolicy):
+    """A causal language model that also says which tokens it finds most probable: outputs are log-probabilities of the labels [P] float32, and
+    ids [P, K] int64 and log-probabilities [P, K] float32 of those tokens, over the whole vocabulary; all 0 but at `head_rows`."""
+
+    def __init__(self, model: PreTrainedModel, forward: ForwardConfig, top_k: int) -> None:
+        super().__init__(model, forward)
+        self._rows = partial(top_rows, top_k)
+
+
+def top_rows(
+    top_k: int,
+    hidden_RD: torch.Tensor,
+    head_VD: torch.Tensor,
+    labels_R: torch.Tensor,
+    temperature: float,
+    dtype: torch.dtype,
+    _entropy: Entropy = "none",
+    mask_RK: torch.Tensor | None = None,
+    _ids_RK: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return log-probabilities of the labels [R], and ids and log-probabilities of the `top_k` most probable tokens, [R, K]; see `plain_rows`."""
+    logits_RV = linear(hidden_RD, head_VD).to(dtype) / temperature
+    top = (logits_RV.float() - logits_RV.float().logsumexp(-1, keepdim=True)).topk(top_k, -1)
+    among_RV = logits_RV if mask_RK is None else among(logits_RV, mask_RK)
+    logprobs_R = among_RV.log_softmax(-1).gather(-1, labels_R[:, None])[:, 0].float()
+    return logprobs_R, top.indices, top.values
+
+
+def _row_scores(columns: Sequence[torch.Tensor], mask_T: torch.Tensor) -> RowScores:
+    trained = mask_T > 0
+    if not all(bool(torch.isfinite(column_T[trained]).all()) for column_T in columns):
+        columns = [
+            torch.full_like(column_T, torch.nan) if column_T.ndim == 1 else torch.zeros_like(column_T)
+            for column_T in columns
+        ]
+    logprobs_T, *top = columns
+    if len(top) < 2:
+        return RowScores(logprobs_T.numpy())
+    ids_TK, top_TK = top
+    return RowScores(logprobs_T.numpy(), ids_TK.masked_fill(~trained[:, None], -1).int().numpy(), top_TK.numpy())
 
 
 def require_same_vocabulary(teacher: Pretrained, policy: Pretrained, config: Config) -> None:

@@ -68,11 +68,10 @@ class ScoreWorker:
 
     def _score(self, groups: list[GroupMeta]) -> None:
         began, known = time.monotonic(), {group.group_id: group for group in groups}
-        found = self._model.logprobs(groups, lambda: self._heartbeat.beat("step"))
+        found = self._model.scores(groups, lambda: self._heartbeat.beat("step"))
 
         def write() -> dict[str, str]:
-            mine = [(known[group_id], [row.numpy() for row in rows]) for group_id, rows in found.items()]
-            return write_scores(self._run, self._model_name, mine)
+            return write_scores(self._run, self._model_name, [(known[name], rows) for name, rows in found.items()])
 
         digests = {group_id: digest for own in self._world.all_gather(write) for group_id, digest in own.items()}
         self._ask("scored", digests=digests)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.config.rules.skyrl_cases import ALGORITHM, CRITIC, DISTILLATION, DPO, NO_KL, PLACEMENT, SFT, Case
+from tests.config.rules.skyrl_cases import ALGORITHM, CRITIC, DISTILLATION, DPO, MEGATRON_4, NO_KL, PLACEMENT, SFT, Case
 
 TEACHER = {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"}
 APART = {f"{PLACEMENT}.colocate_policy_ref": False}
@@ -70,8 +70,20 @@ OF_SCORERS = [
         {**TEACHER, f"{DISTILLATION}.kl_penalty_coef": 0.5},
     ),
     Case(
+        "a mixture wants several tokens",
+        {**TEACHER, f"{DISTILLATION}.jsd_beta": 0.1},
+        f"{DISTILLATION}.jsd_beta", "has no effect without trainer.distillation.top_k",
+        {**TEACHER, f"{DISTILLATION}.jsd_beta": 0.1, f"{DISTILLATION}.top_k": 4},
+    ),
+    Case(
+        "several tokens of a teacher want whole logits",
+        {**MEGATRON_4, **TEACHER, f"{DISTILLATION}.top_k": 4},
+        f"{DISTILLATION}.top_k", 'expected 0 with trainer.strategy="megatron", found 4',
+        {**MEGATRON_4, **TEACHER},
+    ),
+    Case(
         "a teacher judges what is sampled",
-        {**SFT, **TEACHER},
+        {**SFT, f"{DISTILLATION}.enable": True},
         f"{DISTILLATION}.enable", 'has no effect without trainer.mode="rl"',
         TEACHER,
     ),

@@ -6,16 +6,18 @@ from typing import Any
 
 import torch
 
-from hpcrl.algorithms.distillation import teacher_advantages
+from hpcrl.algorithms.distillation import jensen_shannon, teacher_advantages
 from hpcrl.algorithms.kl import k1
-from hpcrl.algorithms.losses import Tokens, sample_means
-from hpcrl.algorithms.reductions import Reduction, weighted_sum
+from hpcrl.algorithms.losses import sample_means
+from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig
-from hpcrl.trainer.loss import build_policy_loss
+from hpcrl.config.sections.distillation import DistillationConfig
+from hpcrl.trainer.loss import build_objective
+from hpcrl.types import MicroBatch
 from tests.golden.adapters.converted import cosmos
 from tests.golden.adapters.packed import sample_weights
 from tests.golden.case import Case
-from tests.golden.distillation import jensen_shannon, selected_logprobs
+from tests.golden.distillation import selected_logprobs
 
 
 def teacher(case: Case) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def teacher(case: Case) -> dict[str, Any]:
 
 
 def end_to_end(case: Case) -> dict[str, Any]:
-    """Loss and its gradient by the logits; the policy is its own old policy.
+    """Loss of the product and its gradient by the logits; the policy is its own old policy.
 
     A mask tells the positions whose next token is trained; ids are at that token's position, the teacher's values at the one before.
     """
@@ -55,25 +57,29 @@ def end_to_end(case: Case) -> dict[str, Any]:
     logits, trained = inputs["logits"].requires_grad_(), inputs["logprob_masks"]
     lengths = trained.sum(-1).tolist()
     logprobs = selected_logprobs(logits[trained], inputs["input_ids"].roll(-1, 1)[trained][:, None])[:, 0]
+    policy = None
     if case.params["top_k"]:
         policy = selected_logprobs(logits[trained], inputs["topk_indices"].roll(-1, 1)[trained])
         divergences = _divergences(case, policy, inputs["teacher_topk_logprobs"][trained])
     else:
         divergences = _divergences(case, logprobs.detach(), inputs["teacher_logprobs"][trained])
-    mask = torch.ones_like(logprobs)
-    advantages = teacher_advantages(
-        inputs["reward_advantages"][trained],
-        divergences,
-        mask,
-        lengths,
-        kl_penalty_coef=case.params["kl_penalty_coef"],
-        kl_discount_factor=case.params["kl_discount_factor"],
-    )
-    algorithm = _algorithm(case)
-    tokens = Tokens(logprobs, logprobs.detach(), logprobs.detach(), advantages, mask, torch.tensor(lengths))
-    loss_P, _ = build_policy_loss(algorithm)(tokens)
+    mask, zeros = torch.ones_like(logprobs), torch.zeros_like(logprobs)
+    settings = DistillationConfig(
+        enable=True, top_k=case.params["top_k"], jsd_beta=case.params["jsd_beta"],
+        kl_penalty_coef=case.params["kl_penalty_coef"], kl_discount_factor=case.params["kl_discount_factor"],
+    )  # fmt: skip
+    given = inputs["reward_advantages"][trained]
+    coefficients = {"kl_penalty_coef": settings.kl_penalty_coef, "kl_discount_factor": settings.kl_discount_factor}
+    advantages = teacher_advantages(given, divergences, mask, lengths, **coefficients)
     weights = torch.tensor(sample_weights(Reduction("token_mean"), lengths))
-    loss = weighted_sum(loss_P, weights.repeat_interleave(torch.tensor(lengths)))
+    ids = torch.zeros(len(mask), dtype=torch.int64)
+    batch = MicroBatch(
+        token_ids=ids, positions=ids, lengths=lengths, labels=ids, loss_mask=mask,
+        weights=weights.repeat_interleave(torch.tensor(lengths)), nll_weights=zeros, rollout_logprobs=logprobs.detach(),
+        old_logprobs=logprobs.detach(), advantages=given if policy is not None else advantages,
+        teacher_top=None if policy is None else inputs["teacher_topk_logprobs"][trained],
+    )  # fmt: skip
+    loss, _ = build_objective(_algorithm(case), settings)(batch, logprobs, zeros, policy)
     loss.backward()
     return {"loss": loss.detach(), "advantages": advantages.detach(), "grad_logits": logits.grad}
 

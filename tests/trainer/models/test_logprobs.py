@@ -11,7 +11,7 @@ import torch
 from torch.distributions import Categorical
 
 from hpcrl.trainer.models.forward import ForwardConfig
-from hpcrl.trainer.models.logprobs import compiled_rows, token_logprobs
+from hpcrl.trainer.models.logprobs import Entropy, compiled_rows, token_logprobs
 from tests.trainer.launcher import environment
 
 
@@ -30,6 +30,27 @@ def test_equal_to_the_plain_computation(chunk_rows: int, temperature: float) -> 
     actual = token_logprobs(hidden, head, labels, temperature, chunk_rows)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(gradients(*actual), gradients(*expected), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("entropy", ["trained", "metric", "none"])
+@pytest.mark.parametrize("chunk_rows", [7, 100])
+def test_other_tokens_than_the_labels_are_differentiable_too(chunk_rows: int, entropy: Entropy) -> None:
+    """Their log-probabilities are those of the whole vocabulary, also where the label was sampled among a few tokens."""
+    draw = torch.Generator().manual_seed(5)
+    hidden, head = (torch.randn(n, 8, generator=draw).requires_grad_() for n in (32, 50))
+    mask = torch.stack([torch.randperm(50, generator=draw)[:6] for _ in range(32)]).int()
+    ids = torch.stack([torch.randperm(50, generator=draw)[:3] for _ in range(32)]).int()
+    labels, weights_RK = mask[:, 2].long(), torch.randn(32, 3, generator=draw)
+    logprobs, _, found = token_logprobs(
+        hidden, head, labels, 0.6, chunk_rows, entropy=entropy, mask_PK=mask, ids_PK=ids
+    )
+    expected = (hidden @ head.T / 0.6).log_softmax(-1).gather(1, ids.long())
+    torch.testing.assert_close(found, expected)
+    alone, _ = token_logprobs(hidden, head, labels, 0.6, chunk_rows, entropy=entropy, mask_PK=mask)
+    torch.testing.assert_close(logprobs, alone)
+    gradients = torch.autograd.grad((found * weights_RK).sum() + logprobs.sum(), (hidden, head))
+    by_hand = torch.autograd.grad((expected * weights_RK).sum() + alone.sum(), (hidden, head))
+    torch.testing.assert_close(gradients, by_hand, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 100])

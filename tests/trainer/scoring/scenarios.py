@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
 from hpcrl.config import Config
@@ -23,6 +24,10 @@ def scores(world: World, options: dict[str, Any]) -> None:
     file = read_batch(run.batch(1))
     assert file is not None
     passes = list[int]()
-    found = ScoringModel(run, config, scorers, world).logprobs(file.batch.groups, lambda: passes.append(1))
-    rows = {f"{name}.{at}": row.clone() for name, own in found.items() for at, row in enumerate(own)}
+    found = ScoringModel(run, config, scorers, world).scores(file.batch.groups, lambda: passes.append(1))
+    rows = {
+        f"{name}.{at}": torch.from_numpy(row.logprobs.copy())
+        for name, own in found.items()
+        for at, row in enumerate(own)
+    }
     save_file(rows, Path(options["out"]) / f"{world.rank}.safetensors", {"passes": str(len(passes))})

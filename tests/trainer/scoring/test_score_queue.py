@@ -14,7 +14,7 @@ from hpcrl.controller.schema import Schemas
 from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.controller.service import Service
 from hpcrl.data.batch_file import read_batch
-from hpcrl.data.score_file import read_scores, write_scores
+from hpcrl.data.score_file import RowScores, read_scores, write_scores
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.http_server import BadRequest
@@ -156,7 +156,7 @@ def service(run: Run, attempt: int, models: list[str]) -> Service:
 def score(run: Run, controller: Service, scorer: str, model: str, value: float = -1.0) -> list[str]:
     """Let a scorer do all that there is; return the groups."""
     groups = controller.scores.claim(scorer, 99, [])
-    rows = [(each, [np.full(length, value, np.float32) for length in each.lengths]) for each in groups]
+    rows = [(each, [RowScores(np.full(length, value, np.float32)) for length in each.lengths]) for each in groups]
     assert controller.scored(scorer, write_scores(run, model, rows)) == []
     return ids(groups)
 
@@ -192,7 +192,7 @@ def test_scores_of_an_earlier_attempt_count_and_what_is_damaged_is_scored_again(
     first.start(0)
     generate(run, first, 0)
     first.scores.claim("scorer-0", 1, [])
-    rows = [np.zeros(5, np.float32)] * 2
+    rows = [RowScores(np.zeros(5, np.float32))] * 2
     one, other = (
         finish_of for finish_of in first.scores.claim("scorer-1", 1, []) + first.scores.claim("scorer-0", 1, [])
     )
@@ -251,7 +251,9 @@ def test_scores_are_of_the_samples_that_are_there(run: Run) -> None:
     controller.start(0)
     generate(run, controller, 0)
     (one, *_) = controller.scores.claim("scorer-0", 9, [])
-    digests = write_scores(run, "teacher-1", [(replace(one, digest="0" * 32), [np.zeros(5, np.float32)] * 2)])
+    digests = write_scores(
+        run, "teacher-1", [(replace(one, digest="0" * 32), [RowScores(np.zeros(5, np.float32))] * 2)]
+    )
     named = replace(one, scores={"teacher-1": digests[one.group_id]})
     with pytest.raises(DataError, match="about other samples"):
         read_scores(run, "teacher-1", named)

@@ -20,7 +20,7 @@ from hpcrl.config.scorers import REFERENCE, TEACHER, scorer_sets
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.validate import build
 from hpcrl.data.batch_file import write_batch
-from hpcrl.data.score_file import write_scores
+from hpcrl.data.score_file import RowScores, write_scores
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
@@ -80,7 +80,7 @@ def test_scorers_find_what_the_trainer_finds_beside_the_policy(
     }
     (scorers,) = scorer_sets(config)
     assert scorers.role == role
-    one = ScoringModel(run, config, scorers, alone).logprobs(batch.groups, lambda: None)
+    one = ScoringModel(run, config, scorers, alone).scores(batch.groups, lambda: None)
     two.play([("scoring.scenarios:scores", {"run": str(run.path), "out": str(tmp_path)})])
     parts = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(2)]
     assert all(parts), "both ranks have some of the groups"
@@ -89,12 +89,14 @@ def test_scorers_find_what_the_trainer_finds_beside_the_policy(
     for (at, row), values_T in expected.items():
         name = batch.groups[at].group_id
         assert values_T.abs().sum() > 1
-        torch.testing.assert_close(one[name][row], values_T, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(torch.from_numpy(one[name][row].logprobs), values_T, atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(together[f"{name}.{row}"], values_T, atol=1e-6, rtol=1e-6)
 
 
 def with_scores(run: Run, batch: Batch, role: str, values: list[list[np.ndarray]]) -> Batch:
-    digests = write_scores(run, f"{role}-0", zip(batch.groups, values, strict=True))
+    digests = write_scores(
+        run, f"{role}-0", zip(batch.groups, [[RowScores(row) for row in rows] for rows in values], strict=True)
+    )
     return replace(batch, groups=[replace(one, scores={f"{role}-0": digests[one.group_id]}) for one in batch.groups])
 
 

@@ -57,7 +57,15 @@ class PackedModel(nn.Module):
     def run(self, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
         """Return the outputs for a micro-batch on the model's device, [P] each."""
         sequences = PackedSequences.of(batch.lengths, batch.cu_seqlens)
-        return self(batch.token_ids, batch.positions, batch.labels, sequences, batch.head_rows, batch.sampling_mask)
+        return self(
+            batch.token_ids,
+            batch.positions,
+            batch.labels,
+            sequences,
+            batch.head_rows,
+            batch.sampling_mask,
+            batch.teacher_ids,
+        )
 
 
 class PackedPolicy(PackedModel):
@@ -76,8 +84,12 @@ class PackedPolicy(PackedModel):
         sequences: PackedSequences,
         head_rows: torch.Tensor,
         sampling_mask: torch.Tensor | None,
+        teacher_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return log-probabilities of the labels and entropies (ForwardConfig.entropy), both [P] float32, 0 but at `head_rows`."""
+        """Return log-probabilities of the labels and entropies (ForwardConfig.entropy), both [P] float32, 0 but at `head_rows`.
+
+        With gradients those of `teacher_ids` too, [P, K].
+        """
         hidden_PD, forward = self.hidden(token_ids, positions, sequences), self.forward_config
         found = token_logprobs(
             hidden_PD.index_select(0, head_rows),
@@ -89,6 +101,7 @@ class PackedPolicy(PackedModel):
             forward.dtype,
             forward.entropy,
             None if sampling_mask is None else sampling_mask.index_select(0, head_rows),
+            None if teacher_ids is None or not torch.is_grad_enabled() else teacher_ids.index_select(0, head_rows),
         )
         return tuple(among_zeros(values_R, head_rows, len(labels)) for values_R in found)
 

@@ -39,6 +39,7 @@ class VocabularyShare:
         dtype: torch.dtype,
         entropy: Entropy = "trained",
         mask_RK: torch.Tensor | None = None,
+        ids_RK: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probabilities of the labels and entropies, [R] float32 each, the same on all ranks of the group.
 
@@ -46,7 +47,9 @@ class VocabularyShare:
             head_VD: this rank's rows.
             dtype: to which logits are rounded; what follows is float32.
             mask_RK: sampling masks, as of token_logprobs.
+            ids_RK: None: the rules refuse what would ask for other tokens.
         """
+        assert ids_RK is None, "log-probabilities of other tokens than the labels"
         logits = (linear(hidden_RD, head_VD).to(dtype) / temperature).float()
         if self.first + self.size > self.end:
             padding = torch.arange(self.first, self.first + self.size, device=logits.device) >= self.end
