@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import sys
+from functools import partial
 
 from hpcrl.config import Config, max_replicas, order_seed, sampling_seed, total_steps
 from hpcrl.config.derive import (
@@ -22,7 +23,7 @@ from hpcrl.config.derive import (
     surplus_groups,
 )
 from hpcrl.config.resume_changes import evaluation_settings
-from hpcrl.config.scorers import scorer_sets
+from hpcrl.config.scorers import judges_of, scorer_sets
 from hpcrl.controller.api import Api
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.dynamic_sampling import DynamicSampling
@@ -59,7 +60,9 @@ def main(path: str) -> None:
     train, validation = load(config, status)
     heartbeat.beat("serve")
     steps = total_steps(len(rows or train), config.trainer, config.data.drop_last)
-    scores = ScoreQueue([each.name for each in scorer_sets(config) for _ in range(each.replicas)])
+    sets = scorer_sets(config)
+    models = [each.name for each in sets for _ in range(each.replicas)]
+    scores = ScoreQueue(models, partial(judges_of, sets))
     service = Service(run, attempt, schedule(config, steps), train, validation, rows, scores)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
     asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds)))

@@ -105,7 +105,7 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 def _is_location(annotation: Any) -> bool:
     if get_origin(annotation) is Annotated:
         return _LOCATION in annotation.__metadata__
-    return get_origin(annotation) in (Union, UnionType, list) and any(map(_is_location, get_args(annotation)))
+    return get_origin(annotation) in (Union, UnionType, list, dict) and any(map(_is_location, get_args(annotation)))
 
 
 def _fits_toml(annotation: Any) -> bool:

@@ -264,6 +264,8 @@ def _located(tree: dict[str, Any], base: Path, known: Sequence[Setting]) -> dict
             table[name] = _locate(value, base)
         elif isinstance(value, list):
             table[name] = [_locate(item, base) if isinstance(item, str) else item for item in value]
+        elif isinstance(value, dict):
+            table[name] = {key: _locate(item, base) if isinstance(item, str) else item for key, item in value.items()}
     return tree
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,12 +35,15 @@ class ScorerSet:
         name: of what they find: another one where settings that decide what they find differ.
         replicas: copies of the model.
         ranks: processes that share one copy, on one node.
+        sources: data sources of the groups that it judges; None: all that no other set of the role does.
     """
 
     role: ScorerRole
     name: str
+    model: Pretrained
     replicas: int
     ranks: int
+    sources: tuple[str, ...] | None = None
 
 
 def role_of(name: str) -> str:
@@ -63,31 +67,44 @@ def rewards_count(distillation: DistillationConfig) -> bool:
     return distillation.use_rewards or not distillation.enable
 
 
-def teacher_model(distillation: DistillationConfig) -> Pretrained | None:
-    """Return the teacher; None: there is none."""
-    path = distillation.model_path
-    return Pretrained(path, distillation.model_revision) if distillation.enable and path is not None else None
+def teacher_models(distillation: DistillationConfig) -> dict[Pretrained, tuple[str, ...] | None]:
+    """Return the teachers, each with the data sources that it judges, None for all others; empty: there is no teacher."""
+    if not distillation.enable or distillation.model_path is None:
+        return {}
+    found: dict[Pretrained, tuple[str, ...] | None] = {
+        Pretrained(distillation.model_path, distillation.model_revision): None
+    }
+    for source, path in distillation.source_models.items():
+        own = found.get(model := Pretrained(path), ())
+        found[model] = None if own is None else (*own, source)
+    return found
 
 
 def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
-    """Return the scorers of a run; those of the teacher come first."""
+    """Return the scorers of a run; those of teachers come first."""
     trainer, placement, found = config.trainer, config.trainer.placement, list[ScorerSet]()
-    if (teacher := teacher_model(trainer.distillation)) is not None:
-        own = trainer.distillation
-        name = _name(config, TEACHER, teacher, {}, own.fsdp_config, own.top_k)
-        found.append(ScorerSet(TEACHER, name, own.placement.num_replicas, own.placement.fsdp_size))
+    own = trainer.distillation
+    for model, sources in teacher_models(own).items():
+        name = _name(config, TEACHER, model, {}, own.fsdp_config, own.top_k)
+        found.append(ScorerSet(TEACHER, name, model, own.placement.num_replicas, own.placement.fsdp_size, sources))
     if has_own_reference(trainer):
-        name = _name(config, REFERENCE, ref_model(trainer), model_config_kwargs(trainer.ref), ref_sharding(trainer))
-        nodes, ranks = placement.ref_num_nodes, placement.ref_num_gpus_per_node
-        found.append(
-            ScorerSet(
-                REFERENCE,
-                name,
-                placement.policy_num_nodes if nodes is None else nodes,
-                placement.policy_num_gpus_per_node if ranks is None else ranks,
-            )
-        )
+        model, nodes, ranks = ref_model(trainer), placement.ref_num_nodes, placement.ref_num_gpus_per_node
+        name = _name(config, REFERENCE, model, model_config_kwargs(trainer.ref), ref_sharding(trainer))
+        nodes = placement.policy_num_nodes if nodes is None else nodes
+        ranks = placement.policy_num_gpus_per_node if ranks is None else ranks
+        found.append(ScorerSet(REFERENCE, name, model, nodes, ranks))
     return found
+
+
+def judges_of(sets: Sequence[ScorerSet], data_source: str) -> list[str]:
+    """Return the names of what a group of a data source is to be scored with: one for each role."""
+    names = dict[str, str]()
+    for each in sets:
+        if each.sources is None:
+            names.setdefault(each.role, each.name)
+        elif data_source in each.sources:
+            names[each.role] = each.name
+    return list(names.values())
 
 
 def scorer_number(config: ConfigTree, number: int) -> ScorerSet:

@@ -7,7 +7,7 @@ batch comes later, and is the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpcrl.controller.replicas import WorkerRegistry
@@ -31,12 +31,14 @@ class ScoreQueue:
 
     Args:
         models: name of the model of each scorer, scorer-0 first; empty: nothing is scored.
+        judges: returns the names of the models that score a group of a data source; None: all do.
 
     Attributes:
         registry: of the scorers that call.
     """
 
-    def __init__(self, models: Sequence[str] = ()) -> None:
+    def __init__(self, models: Sequence[str] = (), judges: Callable[[str], Sequence[str]] | None = None) -> None:
+        self._judges = judges or (lambda _: list(self._unscored))
         self._models = {f"scorer-{number}": model for number, model in enumerate(models)}
         self._groups = dict[str, _Scored]()
         self._at: dict[str, set[str]] = {scorer: set() for scorer in self._models}
@@ -54,7 +56,11 @@ class ScoreQueue:
     @property
     def waiting(self) -> int:
         """Groups that lack a score."""
-        return sum(len(group.digests) < len(self._unscored) for group in self._groups.values())
+        return sum(not self.has_all(each.group, each.digests) for each in self._groups.values())
+
+    def has_all(self, group: GroupMeta, scores: Collection[str]) -> bool:
+        """Return whether a group has the scores of all models that are to judge it."""
+        return set(scores) >= set(self._judges(group.data_source)) if self._models else True
 
     def add(self, groups: Iterable[GroupMeta], found: Mapping[str, Mapping[str, str]] | None = None) -> None:
         """Take finished groups.
@@ -63,13 +69,12 @@ class ScoreQueue:
             found: digests of scores that they have already: model -> id of the group -> digest.
         """
         for group in groups if self._models else ():
-            own = {model: of[group.group_id] for model, of in (found or {}).items() if group.group_id in of}
-            self._groups[group.group_id] = _Scored(
-                group, {model: own[model] for model in self._unscored if model in own}
-            )
-            for model, waiting in self._unscored.items():
+            judges, there = self._judges(group.data_source), found or {}
+            own = {model: there[model][group.group_id] for model in judges if group.group_id in there.get(model, ())}
+            self._groups[group.group_id] = _Scored(group, own)
+            for model in judges:
                 if model not in own:
-                    waiting[group.group_id] = None
+                    self._unscored[model][group.group_id] = None
 
     def claim(self, scorer: str, samples: int, holding: Collection[str]) -> list[GroupMeta]:
         """Return groups of about so many samples, one at least where there is any, which the scorer is to score with its model.
@@ -112,7 +117,7 @@ class ScoreQueue:
         if not self._models:
             return batch
         scored = [self._groups[group.group_id] for group in batch.groups]
-        if any(len(each.digests) < len(self._unscored) for each in scored):
+        if not all(self.has_all(each.group, each.digests) for each in scored):
             return None
         return replace(batch, groups=[replace(each.group, scores=dict(each.digests)) for each in scored])
 

@@ -411,7 +411,7 @@ class Service:
 
     def _trainable(self, group: GroupMeta) -> bool:
         """Return whether a group of a batch of an earlier attempt has all that is asked of one now."""
-        return self._usable(group) and group.scores.keys() >= set(self.scores.models)
+        return self._usable(group) and self.scores.has_all(group, group.scores)
 
     def _compose(self) -> None:
         while not self.failure:

@@ -40,6 +40,9 @@ class DistillationConfig:
     model_path: Location | None = None
     """Directory or hub id of the teacher."""
 
+    source_models: dict[str, Location] = field(default_factory=dict)
+    """Further teachers, directories or hub ids, by the `data_source` of the rows that each of them judges; model_path judges all others. Each has placement.num_replicas copies."""
+
     model_revision: str | None = None
     """Branch, tag or commit of the teacher on the hub."""
 

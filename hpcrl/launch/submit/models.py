@@ -15,7 +15,7 @@ from hpcrl.config.derive import critic_model, model_config_kwargs, models_of, po
 from hpcrl.config.errors import Problem
 from hpcrl.config.reward_model import reward_services
 from hpcrl.config.rules.model_fit import misfits
-from hpcrl.config.scorers import trainer_has_reference
+from hpcrl.config.scorers import scorer_sets, trainer_has_reference
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.model_config import download
@@ -95,6 +95,7 @@ def unchecked_models(config: Config) -> Iterator[str]:
     models = [*models_of(config.trainer).values()]
     if reward_services(config) and (served := config.environment.remote_reward.service.model):
         models.append(Pretrained(served))
+    models += [scorers.model for scorers in scorer_sets(config)]
     for model in dict.fromkeys(models):
         if is_local(model.path) or _has_weights(model):
             continue

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hpcrl.config import Config, temperature
 from hpcrl.config.derive import micro_batch_tokens, policy_model, ref_sharding
-from hpcrl.config.scorers import TEACHER, ScorerSet, teacher_model
+from hpcrl.config.scorers import TEACHER, ScorerSet
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.score_file import RowScores
@@ -54,13 +54,13 @@ class ScoringModel:
         self._limits = micro_batch_limits(trainer, micro_batch_tokens(config))
         source, fsdp = reference_source(trainer), ref_sharding(trainer)
         if scorers.role == TEACHER:
-            model = teacher_model(own)
-            assert model is not None, "a run without a teacher starts no scorers for one"
-            source = replace(policy_source(trainer), **vars(model), role="trainer.distillation", config_kwargs={})
+            source = replace(
+                policy_source(trainer), **vars(scorers.model), role="trainer.distillation", config_kwargs={}
+            )
             forward, fsdp = replace(forward, packing=own.use_sample_packing), own.fsdp_config
             limit = MicroBatchLimit(own.micro_batch_size_per_gpu, own.max_tokens_per_micro_batch)
             self._limits = limit, limit
-            world.rank0_broadcast(lambda: require_same_vocabulary(model, policy_model(trainer), config))
+            world.rank0_broadcast(lambda: require_same_vocabulary(scorers.model, policy_model(trainer), config))
         top_k = own.top_k if scorers.role == TEACHER else 0
         packed = partial(PackedTeacher, top_k=top_k) if top_k else PackedPolicy
         self._model = load_model(packed, source, fsdp, forward, world)

@@ -88,6 +88,22 @@ def test_a_batch_waits_for_all_models_and_is_then_forgotten() -> None:
     assert queue.claim("scorer-0", 9, []) == []
 
 
+def test_a_group_waits_for_the_models_that_are_to_judge_it_alone() -> None:
+    judged = {"x": ["teacher-1"], "y": ["reference-2"], "z": []}
+    queue = ScoreQueue(BOTH, judged.__getitem__)
+    groups = [replace(group(number), data_source=source) for number, source in enumerate("xyz")]
+    queue.add(groups)
+    assert queue.waiting == 2
+    assert ids(queue.claim("scorer-0", 9, [])) == ids(groups[:1])
+    assert ids(queue.claim("scorer-1", 9, [])) == ids(groups[1:2])
+    queue.complete("scorer-0", {groups[0].group_id: "a"})
+    assert queue.scored(Batch(1, groups, 3)) is None
+    queue.complete("scorer-1", {groups[1].group_id: "b"})
+    scored = queue.scored(Batch(1, groups, 3))
+    assert scored is not None
+    assert [each.scores for each in scored.groups] == [{"teacher-1": "a"}, {"reference-2": "b"}, {}]
+
+
 def test_a_silent_scorer_loses_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = ScoreQueue(TEACHERS)
     queue.add([group(1)])

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpcrl.algorithms.distillation import teacher_advantages
 from hpcrl.config import AlgorithmConfig, Config, TrainerConfig
-from hpcrl.config.scorers import REFERENCE, TEACHER, scorer_sets
+from hpcrl.config.scorers import REFERENCE, TEACHER, judges_of, scorer_sets
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.validate import build
 from hpcrl.data.batch_file import write_batch
@@ -91,6 +91,47 @@ def test_scorers_find_what_the_trainer_finds_beside_the_policy(
         assert values_T.abs().sum() > 1
         torch.testing.assert_close(torch.from_numpy(one[name][row].logprobs), values_T, atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(together[f"{name}.{row}"], values_T, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [3, 1024])
+def test_the_most_probable_tokens_are_those_of_the_teacher(chunk: int, tmp_path: Path, alone: World) -> None:
+    settings = ["trainer.distillation.top_k=5", f"trainer.logprobs_chunk_size={chunk}"]
+    run = configured(tmp_path / "run", OFF, *TEACHER_IS_ENABLED, *settings)
+    config, batch = Config.from_toml([run.config]), batch_of(run)
+    scored = ScoringModel(run, config, scorer_sets(config)[0], alone).scores(batch.groups, lambda: None)
+    digests = write_scores(run, NAME, [(group, scored[group.group_id]) for group in batch.groups])
+    named = replace(batch, groups=[replace(one, scores={NAME: digests[one.group_id]}) for one in batch.groups])
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    packed = load_samples(run, named, mini_batches(named, 4)[0])
+    for view in views([packed]):
+        with torch.no_grad():
+            whole_TV = model(view.of(packed.token_ids)[None]).logits[0].log_softmax(-1)
+        trained = view.of(packed.loss_mask) > 0
+        top, ids = whole_TV[trained].topk(5)
+        torch.testing.assert_close(view.of(packed.scores.teacher_top)[trained], top, atol=1e-5, rtol=1e-5)
+        assert view.of(packed.scores.teacher_ids)[trained].tolist() == ids.tolist()
+        assert not view.of(packed.scores.teacher_top)[~trained].any()
+    one = packed.micro_batch(range(1, 3))
+    assert one.teacher_ids is not None
+    assert one.teacher_ids.shape == (sum(one.lengths), 5)
+
+
+def test_each_data_source_has_its_teacher() -> None:
+    """One that is named twice judges both, and the same model once more is no other one."""
+    more = "{a='x', b='y', c='x', d='" + str(MODEL) + "'}"
+    settings = [OFF, *TEACHER_IS_ENABLED, f"trainer.distillation.source_models={more}"]
+    sets = scorer_sets(Config.from_toml([QUICKSTART], settings))
+    assert [(Path(each.model.path).name, each.sources) for each in sets] == [
+        ("model", None),
+        ("x", ("a", "c")),
+        ("y", ("b",)),
+    ]
+    default, x, y = (each.name for each in sets)
+    assert [judges_of(sets, source) for source in "abcde"] == [[x], [y], [x], [default], [default]]
+    with_reference = scorer_sets(
+        Config.from_toml([QUICKSTART], [*settings[1:], "trainer.placement.colocate_policy_ref=false"])
+    )
+    assert judges_of(with_reference, "b") == [y, with_reference[-1].name]
 
 
 def with_scores(run: Run, batch: Batch, role: str, values: list[list[np.ndarray]]) -> Batch:
