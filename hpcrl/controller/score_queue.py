@@ -1,8 +1,7 @@
 """Which finished groups have yet to be scored, and who does it: the controller's side of scoring. Pure logic, but for the clock of silent scorers.
 
 A group waits for a score by each model, from the moment at which it is finished until a batch has it. Batches are composed as if there were
-no scorers; one is only held back until its groups have all scores. So nothing of what admission proves about staleness and progress changes: a
-batch comes later, and is the same.
+no scorers; one is only held back until its groups have all scores. So nothing of what admission proves about staleness and progress changes.
 """
 
 from __future__ import annotations
