@@ -37,7 +37,7 @@ class ScoreQueue:
     """
 
     def __init__(self, models: Sequence[str] = (), judges: Callable[[str], Sequence[str]] | None = None) -> None:
-        self._judges = judges or (lambda _: list(self._unscored))
+        self._judges = judges
         self._models = {f"scorer-{number}": model for number, model in enumerate(models)}
         self._groups = dict[str, _Scored]()
         self._at: dict[str, set[str]] = {scorer: set() for scorer in self._models}
@@ -59,7 +59,10 @@ class ScoreQueue:
 
     def has_all(self, group: GroupMeta, scores: Collection[str]) -> bool:
         """Return whether a group has the scores of all models that are to judge it."""
-        return set(scores) >= set(self._judges(group.data_source)) if self._models else True
+        return set(scores) >= set(self._judges_of(group)) if self._models else True
+
+    def _judges_of(self, group: GroupMeta) -> Collection[str]:
+        return self._unscored if self._judges is None else self._judges(group.data_source)
 
     def add(self, groups: Iterable[GroupMeta], found: Mapping[str, Mapping[str, str]] | None = None) -> None:
         """Take finished groups.
@@ -68,7 +71,7 @@ class ScoreQueue:
             found: digests of scores that they have already: model -> id of the group -> digest.
         """
         for group in groups if self._models else ():
-            judges, there = self._judges(group.data_source), found or {}
+            judges, there = self._judges_of(group), found or {}
             own = {model: there[model][group.group_id] for model in judges if group.group_id in there.get(model, ())}
             self._groups[group.group_id] = _Scored(group, own)
             for model in judges:

@@ -27,6 +27,7 @@ from hpcrl.controller.api import Api
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.schedule import Schedule
+from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.controller.service import Service
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
@@ -37,6 +38,7 @@ from hpcrl.types import Prompt
 from tests.fuzz.spoil import spoilt, spoilt_bytes
 
 REPLICAS, STEPS, BATCH, SAMPLES, EVALUATED = 3, 3, 2, 2, 3
+JUDGES = ["teacher-1", "reference-2"]
 MESSAGES = 150
 """Of one run."""
 _LONGEST_ANSWER = 20_000
@@ -53,6 +55,7 @@ class Scene:
     evaluates: bool = True
     baselines: bool = False
     sampling: str | None = None
+    scorers: int = 0
 
     @classmethod
     def drawn(cls, chance: random.Random) -> Scene:
@@ -62,6 +65,7 @@ class Scene:
             chance.random() < 0.7,
             chance.random() < 0.2,
             chance.choice([None, None, "filter", "replace"]),
+            chance.choice([0, 0, 1, 2]),
         )
 
     def schedule(self) -> Schedule:
@@ -105,7 +109,8 @@ class Controller:
 
     def __post_init__(self) -> None:
         prompts = [Prompt(f"p{i}", [{"role": "user", "content": str(i)}], "e", {}, "letters") for i in range(5)]
-        self.service = Service(self.run, 1, self.scene.schedule(), prompts, prompts[:EVALUATED])
+        scores = ScoreQueue(JUDGES[: self.scene.scorers])
+        self.service = Service(self.run, 1, self.scene.schedule(), prompts, prompts[:EVALUATED], scores=scores)
         self._api = Api(self.service, save_seconds=1)
         self._guard = Guard(self._api.routes(), Signed("secret", self.run.name, 1))
         self._sender = Sender(AttemptKey.of("secret", self.run.name, 1))
@@ -188,6 +193,9 @@ class Controller:
         for name in self.service.expire():
             self._api._answer(name)
             name.encode()
+        for scorer in self.service.scores.registry.workers.values():
+            scorer.seen -= 1e6
+        self.service.scores.expire()
         self._before = self._state()
         if self.service.version is None:
             await self.call("start", step=0)
@@ -198,7 +206,8 @@ class Controller:
         else:
             raise Unsound(f"the run does not come to its end: {self.service.status()}")
         await self.call("next", step=STEPS + 1)
-        again = Service(self.run, 2, self.scene.schedule(), self.service._train, self.service._validation)
+        prompts, scores = (self.service._train, self.service._validation), ScoreQueue(JUDGES[: self.scene.scorers])
+        again = Service(self.run, 2, self.scene.schedule(), *prompts, scores=scores)
         again.start(STEPS)
 
     async def _go_on(self) -> None:
@@ -206,6 +215,9 @@ class Controller:
         answer = await self.call("claim", worker="rollout-0", version=version, capacity=9, holding=[])
         groups = [finished(work, version, self.scene, number) for number, work in enumerate(answer["work"])]
         await self.call("complete", worker="rollout-0", groups=groups)
+        for scorer in self.service.scores.scorers:
+            given = await self.call("claim_scores", scorer=scorer, samples=99, holding=[], wait=0.0)
+            await self.call("scored", scorer=scorer, digests={group["group_id"]: "0" * 32 for group in given["groups"]})
         if version < STEPS and (await self.call("next", step=version + 1, wait=0))["path"]:
             await self.call("published", version=version + 1)
 
@@ -280,7 +292,7 @@ class Player:
         worker = f"rollout-{chance.randrange(REPLICAS)}"
         some = chance.sample(sorted(self._work), min(len(self._work), chance.randrange(4)))
         groups = [self._group(self._work[name], version) for name in some]
-        calls = {"worker": worker, "version": version}
+        calls, scorer = {"worker": worker, "version": version}, f"scorer-{chance.randrange(2)}"
         return chance.choices(
             [
                 ("claim", {**calls, "capacity": chance.randrange(4), "holding": some}),
@@ -292,8 +304,10 @@ class Player:
                 ("next", {"step": chance.randrange(1, STEPS + 2), "wait": 0.0}),
                 ("committed", {"step": version}),
                 ("status", {}),
+                ("claim_scores", {"scorer": scorer, "samples": chance.randrange(9), "holding": some, "wait": 0.0}),
+                ("scored", {"scorer": scorer, "digests": dict.fromkeys(some, f"{chance.randrange(9):032x}")}),
             ],
-            [6, 10, 3, 1, 1, 2, 3, 1, 1],
+            [6, 10, 3, 1, 1, 2, 3, 1, 1, 2, 4],
         )[0]
 
     def _group(self, work: dict[str, Any], version: int) -> dict[str, Any]:
