@@ -1,4 +1,4 @@
-"""Rollout replicas that die, hang, come late or lie (scenarios 22 to 24 and 37), and how the real vLLM starts, dies and takes its processes along."""
+"""Rollout replicas that die, hang, come late or lie (scenarios 22 to 24, 37 and 46), and how the real vLLM starts, dies and takes its processes along."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcrl.rundir.ledger import read_attempts
 from hpcrl.runtime.process_status import read_process_statuses
 from tests.faults.history import assert_nothing_lost, last_saved
 from tests.faults.scenario import BATCH, SAMPLES, START_S, Scenario, write_rows
-from tests.jobs.small_run import curve, trained_groups
+from tests.jobs.small_run import curve, pid_of, trained_groups
 from tests.processes import processes_of, send
 
 OWN = Path(__file__).with_name("own")
@@ -226,3 +226,19 @@ def test_signal_while_the_engine_starts(scenario: Scenario) -> None:
     assert scenario.outcome(run, 1, 60).kind == "interrupted"
     scenario.outcome(run, 2, 240)
     assert_nothing_lost(scenario, run, same_values=False)
+
+
+@pytest.mark.nodes(3)
+@pytest.mark.faults_slow
+def test_46_a_scorer_dies_and_its_node_is_taken(scenario: Scenario) -> None:
+    """The reference is on a node of its own. Its scorer is started again within the attempt, and with the next one; losses are those of a run whose
+    reference is beside the policy, and to which nothing happens."""
+    run = scenario.submit({"trainer.placement.colocate_policy_ref": False})
+    scenario.reach(run, 3)
+    send([pid_of(run, "scorer")], SIGKILL)
+    scenario.reach(run, 6)
+    assert len(read_attempts(run)) == 1
+    scenario.preempt(5, nodes=scenario.nodes[2:])
+    scenario.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", START_S, run)
+    assert_nothing_lost(scenario, run)
+    assert "scorer-0: killed by SIGKILL" in scenario.told("logs", str(run.path), "--role", "agent", "--attempt", "1")
