@@ -127,28 +127,34 @@ def first_values(
 
 @torch.no_grad()
 def _take_from_weights(model: nn.Module, method: str, seed: int) -> None:
-    """Let adapters begin as the part of each matrix that a method finds, and leave the rest below them.
+    """Let adapters begin as the part of each matrix that a method finds, and leave the rest below them."""
+    for adapted in adapted_layers(model):
+        base: nn.Linear = model.get_submodule(adapted.name).base_layer  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
+        A, B = part_of(base.weight, len(adapted.A), adapted.scaling, method, seed)
+        adapted.A.copy_(A)
+        adapted.B.copy_(B)
+        part = adapted.scaling * (adapted.B.to(B) @ adapted.A.to(A))  # as they are rounded
+        base.weight.copy_(base.weight.to(part) - part)
+
+
+@torch.no_grad()
+def part_of(
+    weight: torch.Tensor, rank: int, scaling: float, method: str, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A and B, float32 and on a GPU where there is one, so that s B A is the part of a matrix [out, in] that a method finds.
 
     pissa: the largest singular values (PiSSA, arXiv:2404.02948, equations 2 to 4), by a randomized decomposition (arXiv:0909.4061); olora:
     what the first columns span, s times (OLoRA, arXiv:2406.01775, algorithm 1, with the scale of PEFT).
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for adapted in adapted_layers(model):
-        base: nn.Linear = model.get_submodule(adapted.name).base_layer  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
-        W, rank = base.weight.to(device, torch.float32), len(adapted.A)
-        if method == "olora":
-            B = torch.linalg.qr(W[:, :rank]).Q
-            A = B.T @ W
-        else:
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                U, S, V = torch.svd_lowrank(W, min(rank + _FURTHER, *W.shape), _ITERATIONS)
-            roots = (S[:rank] / adapted.scaling).sqrt()
-            A, B = roots[:, None] * V[:, :rank].T, U[:, :rank] * roots
-        adapted.A.copy_(A)
-        adapted.B.copy_(B)
-        part = adapted.scaling * (adapted.B.to(W) @ adapted.A.to(W))  # as they are rounded
-        base.weight.copy_(W - part)
+    W = weight.to("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
+    if method == "olora":
+        B = torch.linalg.qr(W[:, :rank]).Q
+        return B.T @ W, B
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        U, S, V = torch.svd_lowrank(W, min(rank + _FURTHER, *W.shape), _ITERATIONS)
+    roots = (S[:rank] / scaling).sqrt()
+    return roots[:, None] * V[:, :rank].T, U[:, :rank] * roots
 
 
 def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 
 from hpcrl.errors import CommitError, ConfigError
 from hpcrl.trainer.backends.base import Writer
-from hpcrl.trainer.backends.megatron.adapters import sharded_adapters
+from hpcrl.trainer.backends.megatron.adapters.whole import sharded_adapters
 from hpcrl.trainer.distributed import tell
 
 _MODEL = "model"
