@@ -51,7 +51,9 @@ def mark_trained(
     def apply() -> None:
         model = source.empty(torch.float32, "eager")
         by_transformers.mark_trained(model, section, torch.float32)
-        named = f"{path}.modules_to_save names" if lora.rank else "trainer.policy.trainable_map and freeze_pattern leave"
+        named = (
+            f"{path}.modules_to_save names" if lora.rank else "trainer.policy.trainable_map and freeze_pattern leave"
+        )
         _freeze(chunks, architecture, model, named)
         if lora.rank:
             adapted.update(add_adapters(chunks, architecture, model, lora, path, seed, shared=shared))

@@ -237,9 +237,7 @@ def _place(name: str) -> str:
     return found[0] if found else "end"
 
 
-def _pieces(
-    table: dict[str, Slot], architecture: Architecture, wanted: Collection[str] | None
-) -> Iterator[list[str]]:
+def _pieces(table: dict[str, Slot], architecture: Architecture, wanted: Collection[str] | None) -> Iterator[list[str]]:
     """Yield the slots that are gathered together: of experts, one from each rank that has other ones."""
     each = len(local_experts(architecture))
     ranks = parallel_state.get_expert_model_parallel_world_size()

@@ -23,6 +23,7 @@ from hpcrl.trainer.models.lora import Adapted, adapted_layers, first_values, par
 
 _LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2)\.weight$")
 
+
 def add_adapters(
     chunks: Sequence[GPTModel],
     architecture: Architecture,

@@ -22,6 +22,7 @@ from hpcrl.trainer.models.lora import Adapted
 Matrices = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """A and B, whole, by name of transformers' layer."""
 
+
 class LayerAdapter(nn.Module):
     """What is added to the output of a linear layer: for the rows of each of transformers' layers in it, s B A x.
 

@@ -20,6 +20,7 @@ from hpcrl.trainer.backends.megatron.process_groups import tensor_group
 from hpcrl.trainer.backends.megatron.weights import HEAD_NAME, export, export_pieces
 from hpcrl.trainer.distributed import World
 
+
 def merging(chunks: Sequence[nn.Module]) -> Callable[[nn.Parameter], torch.Tensor]:
     """Return what gives a parameter's values: where it has an adapter, merged with it, in float32."""
     adapters = {layer.get_parameter("weight"): adapter for layer, adapter in adapted_modules(chunks)}
