@@ -152,6 +152,7 @@ def _of_stage(
         distributed=options.get("use_distributed_optimizer", True),
         offloaded=options.get("optimizer_offload_fraction", 0.0) if options.get("optimizer_cpu_offload") else 0.0,
         frozen=part.frozen,
+        twice=role == "policy" and reference_has_values(trainer),
     )
     tokens, layers = largest_micro_batch(config), layers_of_stages(shapes.width.layers, sizes)
     assert layers is not None

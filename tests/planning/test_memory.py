@@ -279,3 +279,18 @@ def test_a_pipeline_needs_most_where_most_lies(tmp_path: Path) -> None:
     interleaved = {f"{megatron}.pipeline_schedule": "Interleaved1F1B", f"{megatron}.pipeline_layers_per_stage": 4}
     more = estimate(configuration(tmp_path, **settings, **interleaved), {"policy": model})
     assert more.needs["policy"].activations > need.activations
+
+
+def test_adapters_of_a_reference_that_follows_are_counted_with_megatron(model_path: Path) -> None:
+    settings = {
+        "trainer.strategy": "megatron",
+        "trainer.algorithm.use_kl_loss": True,
+        "trainer.policy.model.lora.rank": 4,
+    }
+    needs = []
+    for follows in (False, True):
+        config = configuration(model_path, **settings, **{"trainer.update_ref_every_epoch": follows})
+        needs.append(estimate(config, model_shapes(config.trainer, folder_of)).needs["policy"])
+    alone, twice = needs
+    assert twice.weights - alone.weights == alone.gradients // 2, "bf16, beside gradients in fp32"
+    assert twice.gradients == alone.gradients
