@@ -121,6 +121,16 @@ def _lora(config: ConfigTree) -> Iterator[Problem]:
                 f"{path}.init_method",
                 "both matrices of each adapter would be 0, and no gradient would reach either; use kaiming",
             )
+        if lora.target_parameters and lora.dropout:
+            yield Problem(
+                f"{path}.dropout",
+                f"adapters of experts are added to their weights, which has no inputs to drop; set it to 0, or leave {path}.target_parameters out",
+            )
+        if lora.target_parameters and trainer.strategy == "megatron":
+            yield Problem(
+                f"{path}.target_parameters",
+                "not implemented with trainer.strategy=megatron yet; leave it out, or use fsdp2",
+            )
         if lora.modules_to_save and lora.adapter_path is not None:
             yield Problem(
                 f"{path}.modules_to_save",

@@ -48,10 +48,10 @@ from hpcrl.trainer.backends.reference import (
 )
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.adapter import Adapter
 from hpcrl.trainer.models.forward import DTYPES, at_temperature, forward_config
 from hpcrl.trainer.models.hf import ModelSource, critic_source, export_config, policy_source, reference_source
 from hpcrl.trainer.models.lora import (
-    Adapter,
     gather_adapter,
     is_B,
     merging,

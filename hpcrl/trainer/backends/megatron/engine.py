@@ -36,6 +36,7 @@ from hpcrl.trainer.backends.megatron.weights import export, export_pieces, load
 from hpcrl.trainer.backends.reference import REFERENCE, exchanged, forget_moments, require_same_shape
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.adapter import Adapter, made_adapter
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, at_temperature, forward_config
 from hpcrl.trainer.models.hf import (
     CriticSource,
@@ -45,7 +46,6 @@ from hpcrl.trainer.models.hf import (
     policy_source,
     reference_source,
 )
-from hpcrl.trainer.models.lora import Adapter, made_adapter
 from hpcrl.trainer.packing import untrained_micro_batch
 
 Model = TypeVar("Model", bound=StageModel)
@@ -323,9 +323,9 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
             return newest.beyond(self._adapter())
 
     def _adapter(self) -> Adapter:
-        found = whole_adapters(self._chunks, lambda matrix: matrix.data, self._world)
+        layers = whole_adapters(self._chunks, lambda matrix: matrix.data, self._world)
         kept = whole_modules(self._chunks, self._architecture, self.dtype, self._world)
-        return made_adapter(*found, self._lora, self._source, kept)
+        return made_adapter(layers, self._lora, self._source, kept)
 
 
 class MegatronCritic(MegatronEngine[CriticModel]):

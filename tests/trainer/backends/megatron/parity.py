@@ -347,11 +347,10 @@ def gradients(engine: Any, world: World) -> Values:
 
 
 def _adapters(engine: Any, world: World, value: Callable[[Any], torch.Tensor]) -> Values:
-    found, _ = whole_adapters(engine._chunks, value, world)
     return {
-        f"{name}.lora_{letter}.default.weight": matrix.clone()
-        for name, matrices in found.items()
-        for letter, matrix in zip("AB", matrices, strict=True)
+        f"{each.name}.lora_{letter}.default.weight": matrix.clone()
+        for each in whole_adapters(engine._chunks, value, world)
+        for letter, matrix in (("A", each.A), ("B", each.B))
     }
 
 

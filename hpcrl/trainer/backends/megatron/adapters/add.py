@@ -19,7 +19,8 @@ from hpcrl.trainer.backends.megatron.names import Slot, local_weights, slots, ta
 from hpcrl.trainer.backends.megatron.process_groups import tensor_group
 from hpcrl.trainer.backends.megatron.weights import export, export_pieces
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.lora import Adapted, adapted_layers, first_values, part_of
+from hpcrl.trainer.models.adapter import Adapted
+from hpcrl.trainer.models.lora import adapted_layers, first_values, part_of
 
 _LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2)\.weight$")
 
@@ -167,6 +168,6 @@ def _parts(
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return A and B of layers that have one A."""
     one = adapted[next(iter(weights))]
-    A, B = part_of(torch.cat(list(weights.values())), len(one.A), one.scaling, method, seed)
+    A, B = part_of(torch.cat(list(weights.values())), one.rank, one.scaling, method, seed)
     rows = B.split([len(W) for W in weights.values()])
     return {name: (A.contiguous(), own.contiguous()) for name, own in zip(weights, rows, strict=True)}

@@ -17,7 +17,7 @@ from torch.nn.functional import linear, rms_norm
 
 from hpcrl.trainer.backends.megatron.names import ADAPTER, Slot
 from hpcrl.trainer.backends.megatron.process_groups import tensor_group
-from hpcrl.trainer.models.lora import Adapted
+from hpcrl.trainer.models.adapter import Adapted
 
 Matrices = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """A and B, whole, by name of transformers' layer."""

@@ -19,6 +19,7 @@ from hpcrl.trainer.backends.megatron.names import EMBEDDING, hf_names, slots
 from hpcrl.trainer.backends.megatron.process_groups import tensor_group
 from hpcrl.trainer.backends.megatron.weights import HEAD_NAME, export, export_pieces
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.adapter import Adapted
 
 
 def merging(chunks: Sequence[nn.Module]) -> Callable[[nn.Parameter], torch.Tensor]:
@@ -73,8 +74,8 @@ def _matrix_name(letter: str, name: str) -> str:
 
 def whole_adapters(
     chunks: Sequence[GPTModel], value: Callable[[nn.Parameter], torch.Tensor], world: World
-) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, float]]:
-    """Return A and B of each adapter by the name of transformers' layer, whole, on the CPU of every rank, and s of each. All ranks call it.
+) -> list[Adapted]:
+    """Return the adapters by transformers' layers, whole, on the CPU of every rank. All ranks call it.
 
     Args:
         value: what is gathered of a rank's share of a matrix, of its shape and type: its data, or its gradient.
@@ -99,12 +100,16 @@ def whole_adapters(
                 dist.broadcast(found, rank)
             whole[name] = found.cpu()
     everywhere: dict[str, tuple[str, float]] = {name: layer for told, _ in everyones for name, layer in told.items()}
-    matrices = {
-        # a file cannot have one tensor twice
-        name: (whole[_matrix_name("A", source)].clone(), whole[_matrix_name("B", name)])
-        for name, (source, _) in everywhere.items()
-    }
-    return matrices, {name: scaling for name, (_, scaling) in everywhere.items()}
+    return [
+        Adapted(
+            name,
+            whole[_matrix_name("A", source)].clone(),  # a file cannot have one tensor twice
+            whole[_matrix_name("B", name)],
+            scaling,
+            f"{name}.weight",
+        )
+        for name, (source, scaling) in everywhere.items()
+    ]
 
 
 def _whole_shape(share: torch.Tensor, axis: int | None) -> list[int]:
