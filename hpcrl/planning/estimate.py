@@ -28,6 +28,7 @@ from hpcrl.planning.memory import (
     fsdp_state,
     logprob_buffer,
     megatron_state,
+    merged_experts,
     peak,
     shard,
 )
@@ -95,6 +96,7 @@ def _fsdp(config: Config, models: Mapping[str, Shapes]) -> Estimate:
                 recompute=trainer.gradient_checkpointing,
                 layers=shapes.width.layers,
             )
+            kept += merged_experts(shapes.weights, precision.param_dtype, recompute=trainer.gradient_checkpointing)
             need = replace(need, activations=kept)
         if role != "critic" and not trains_reward_model(trainer):
             need = replace(need, logprobs=_logprobs(trainer, tokens, shapes.width.vocabulary))

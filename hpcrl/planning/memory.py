@@ -244,6 +244,20 @@ def activations(
     return tokens * (kept * passes + min(every, layers) * one)
 
 
+def merged_experts(weights: Sequence[Weight], dtype: str, *, recompute: bool) -> int:
+    """Return the bytes of experts that are merged with their adapters to compute with them, and of their gradient, one layer at a time.
+
+    Without recomputation the merged ones are kept for backward.
+
+    Args:
+        dtype: of the computation.
+    """
+    adapted = [weight for weight in weights if len(weight.shape) == 3 and ".base_layer." in weight.name]
+    of_layers = [sum(weight.count for weight in adapted if weight.unit == unit) for unit in {w.unit for w in adapted}]
+    most = max(of_layers, default=0)
+    return BYTES[dtype] * (most + (most if recompute else sum(of_layers)))
+
+
 def logprob_buffer(rows: int, vocabulary: int, size: int) -> int:
     """Return the bytes of the slices of logits that log-probabilities are computed from, with what is made of them.
 
