@@ -126,11 +126,14 @@ def _lora(config: ConfigTree) -> Iterator[Problem]:
                 f"{path}.dropout",
                 f"adapters of experts are added to their weights, which has no inputs to drop; set it to 0, or leave {path}.target_parameters out",
             )
+        sizes = policy.megatron_config
         if lora.target_parameters and trainer.strategy == "megatron":
-            yield Problem(
-                f"{path}.target_parameters",
-                "not implemented with trainer.strategy=megatron yet; leave it out, or use fsdp2",
-            )
+            tensor, own = sizes.tensor_model_parallel_size, sizes.expert_tensor_parallel_size
+            if own not in (None, 1, tensor):
+                yield Problem(
+                    "trainer.policy.megatron_config.expert_tensor_parallel_size",
+                    f"expected 1 or tensor_model_parallel_size = {tensor} with {path}.target_parameters, found {own}",
+                )
         if lora.modules_to_save and lora.adapter_path is not None:
             yield Problem(
                 f"{path}.modules_to_save",

@@ -9,6 +9,7 @@ from tests.config.rules.skyrl_cases import (
     FOUR_GPUS,
     GYM,
     LORA,
+    MEGATRON,
     PLACEMENT,
     REWARD_SERVICE,
     SERVICE,
@@ -25,10 +26,16 @@ OURS = [
         {f"{LORA}.rank": 8, f"{LORA}.target_parameters": ["experts"]},
     ),
     Case(
-        "adapters of experts are FSDP2's",
-        {f"{LORA}.rank": 8, f"{LORA}.target_parameters": ["experts"], "trainer.strategy": "megatron"},
-        f"{LORA}.target_parameters", "not implemented with trainer.strategy=megatron yet",
-        {f"{LORA}.rank": 8, f"{LORA}.target_parameters": ["experts"]},
+        "adapted experts are shared as the rest is, or not",
+        {
+            f"{LORA}.rank": 8, f"{LORA}.target_parameters": ["experts"], "trainer.strategy": "megatron",
+            **FOUR_GPUS, f"{MEGATRON}.tensor_model_parallel_size": 4, f"{MEGATRON}.expert_tensor_parallel_size": 2,
+        },
+        f"{MEGATRON}.expert_tensor_parallel_size", "expected 1 or tensor_model_parallel_size = 4 with",
+        {
+            f"{LORA}.rank": 8, f"{LORA}.target_parameters": ["experts"], "trainer.strategy": "megatron",
+            **FOUR_GPUS, f"{MEGATRON}.tensor_model_parallel_size": 4, f"{MEGATRON}.expert_tensor_parallel_size": 1,
+        },
     ),
     Case(
         "a copy lies at the same place on each node",

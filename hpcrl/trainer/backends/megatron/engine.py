@@ -22,7 +22,7 @@ from hpcrl.config.sections.model import CriticConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer
 from hpcrl.trainer.backends.megatron import shims
-from hpcrl.trainer.backends.megatron.adapters.layer import adapted_modules
+from hpcrl.trainer.backends.megatron.adapters.layer import adapted_weights
 from hpcrl.trainer.backends.megatron.adapters.whole import merging, whole_adapters, whole_modules, without_adapters
 from hpcrl.trainer.backends.megatron.architecture import Architecture, architecture_of
 from hpcrl.trainer.backends.megatron.layers import uses_transformer_engine
@@ -222,7 +222,7 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
     def _without_adapters(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return what is trained as it is before training: with its first values, and B, where it is not taken from the weights, 0."""
         values = self._copied()
-        matrices = [matrix for _, adapter in adapted_modules(self._chunks) for matrix in adapter.matrices()]
+        matrices = [matrix for _, adapter in adapted_weights(self._chunks) for matrix in adapter.matrices()]
         for B in [matrix for letter, _, matrix in matrices if letter == "B" and matrix in values]:
             if not self._first_values:
                 values[B].zero_()

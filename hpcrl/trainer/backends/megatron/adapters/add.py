@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from torch import nn
 from transformers import PreTrainedModel
 
 from hpcrl.config.adapters import begins_from_weights
 from hpcrl.config.sections.model import LoraConfig
 from hpcrl.errors import DataError
-from hpcrl.trainer.backends.megatron.adapters.layer import LayerAdapter, Matrices, adapted_modules, attach
+from hpcrl.trainer.backends.megatron.adapters.experts import Places
+from hpcrl.trainer.backends.megatron.adapters.layer import (
+    ExpertAdapters,
+    LayerAdapter,
+    Matrices,
+    adapted_weights,
+    attach,
+)
 from hpcrl.trainer.backends.megatron.architecture import Architecture
-from hpcrl.trainer.backends.megatron.names import Slot, local_weights, slots, table_name
+from hpcrl.trainer.backends.megatron.names import Slot, local_weights, slots
 from hpcrl.trainer.backends.megatron.process_groups import tensor_group
 from hpcrl.trainer.backends.megatron.weights import export, export_pieces
 from hpcrl.trainer.distributed import World
@@ -58,8 +67,9 @@ def add_adapters(
         raise DataError(
             "trainer.policy.megatron_config.transformer_config_kwargs.moe_shared_expert_overlap=true does not work with LoRA; leave it out"
         )
-    table = {name: slot for name, slot in slots(architecture).items() if _LINEAR.search(name) and slot.expert is None}
-    adapted = {table_name(each.name): each for each in adapted_layers(model)}
+    table = {name: slot for name, slot in slots(architecture).items() if _LINEAR.search(name)}
+    layers, places = list(adapted_layers(model)), Places(table)
+    adapted = {name: one for each in layers for name, one in places.of_each(each)}
     _require_layers(table, adapted, section)
     if shared:
         for slot in table.values():
@@ -70,22 +80,35 @@ def add_adapters(
         for module in chunk.modules()
         for parameter in module.parameters(recurse=False)
     }
-    here = {part.name: layer_of[part.parameter] for part in local_weights(chunks, architecture) if part.name in table}
+    here = {part.name: part for part in local_weights(chunks, architecture) if part.name in table}
     wanted = {name.removesuffix(".weight") for each in here for name in table[each].tensors}
-    begun = _zeros(adapted) if begins_from_weights(lora) else first_values(model, lora, seed, section)
-    values = zip(adapted, begun, strict=True)
-    first = {name: matrices for name, matrices in values if name in wanted}
+    begun = _zeros(layers) if begins_from_weights(lora) else first_values(model, lora, seed, section)
+    first = {
+        name: (one.A.clone(), one.B.clone())  # not what would keep those of all experts
+        for each, (A, B) in zip(layers, begun, strict=True)
+        for name, one in places.of_each(replace(each, A=A, B=B))
+        if name in wanted
+    }
     if shared and lora.adapter_path is not None:
         for slot in table.values():
             _require_one_A(slot, first, section)
-    for name, layer in here.items():
+    grouped: dict[nn.Module, list[LayerAdapter]] = {}
+    for name, part in here.items():
+        assert part.expert is None, f"{name} is of no linear layer"
         if any(each.removesuffix(".weight") in adapted for each in table[name].tensors):
-            attach(LayerAdapter(table[name], adapted, first, config, lora.dropout, shared=shared), layer)
+            adapter = LayerAdapter(table[name], adapted, first, config, lora.dropout, shared=shared)
+            layer = layer_of[part.parameter]
+            if layer._parameters.get("weight") is part.parameter:
+                attach(adapter, layer)
+            else:
+                grouped.setdefault(layer, []).append(adapter)
+    for layer, adapters in grouped.items():
+        attach(ExpertAdapters(adapters), layer)
     return adapted
 
 
-def _zeros(adapted: Mapping[str, Adapted]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for each in adapted.values():
+def _zeros(layers: Sequence[Adapted]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for each in layers:
         yield torch.zeros(each.A.shape), torch.zeros(each.B.shape)
 
 
@@ -103,8 +126,8 @@ def _require_alike(slot: Slot, adapted: Mapping[str, Adapted], section: str) -> 
     names = [name.removesuffix(".weight") for name in slot.tensors]
     found = {
         name: (tuple(each.A.shape), each.scaling, each.A.requires_grad)
-        for name, each in adapted.items()
-        if name in names
+        for name in names
+        if (each := adapted.get(name)) is not None
     }
     if found and (len(found) < len(names) or len(set(found.values())) > 1):
         leaves = [name.rpartition(".")[2] for name in names]
@@ -144,13 +167,22 @@ def take_from_weights(
         shared: layers with one A are taken as one matrix.
     """
     names = {f"{name}.weight" for name in adapted}
+    first_of = {
+        name.removesuffix(".weight"): next(iter(slot.tensors))
+        for slot in slots(architecture).values()
+        for name in slot.tensors
+        if shared or slot.expert is not None
+    }
     pieces = export_pieces(chunks, architecture, torch.float32, world, names)
     owners = [piece.ranks[number % len(piece.ranks)] for number, piece in enumerate(pieces)]
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for tensors in export(chunks, architecture, torch.Tensor.detach, torch.float32, owners, names):
         weights = {name: W for stored, W in tensors.items() if (name := stored.removesuffix(".weight")) in adapted}
-        for together in [list(weights)] if shared and weights else [[name] for name in weights]:
-            found |= _parts({name: weights[name] for name in together}, adapted, lora.init_method, seed)
+        sharing: dict[str, dict[str, torch.Tensor]] = {}
+        for name, W in weights.items():
+            sharing.setdefault(first_of.get(name, name), {})[name] = W
+        for together in sharing.values():
+            found |= _parts(together, adapted, lora.init_method, seed)
     device = torch.cuda.current_device()
     for piece, owner in zip(pieces, owners, strict=True):
         for name in [name for stored in piece.tensors if (name := stored.removesuffix(".weight")) in adapted]:
@@ -159,8 +191,8 @@ def take_from_weights(
                 found[name] = torch.empty(shapes[0], device=device), torch.empty(shapes[1], device=device)
             for matrix in found[name]:
                 dist.broadcast(matrix, owner)
-    for layer, adapter in adapted_modules(chunks):
-        adapter.begin_as(found, layer.get_parameter("weight"))
+    for weight, adapter in adapted_weights(chunks):
+        adapter.begin_as(found, weight)
 
 
 def _parts(

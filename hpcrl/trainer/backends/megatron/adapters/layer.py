@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn.functional import linear, rms_norm
 
 from hpcrl.trainer.backends.megatron.names import ADAPTER, Slot
-from hpcrl.trainer.backends.megatron.process_groups import tensor_group
+from hpcrl.trainer.backends.megatron.process_groups import expert_tensor_group, tensor_group
 from hpcrl.trainer.models.adapter import Adapted
 
 Matrices = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
@@ -28,6 +29,8 @@ class LayerAdapter(nn.Module):
 
     Where ranks share the layer's rows, each has those rows of B, and all of A; it computes A x of its own tokens. Where more ranks than groups
     of queries share them, each has all of B. Where ranks share columns, each has those of A, and all of B.
+
+    The ranks that share an expert compute with the same tokens, and Megatron-core adds up their outputs and gradients outside of it.
 
     Args:
         slot: the layer's weight.
@@ -48,8 +51,10 @@ class LayerAdapter(nn.Module):
         shared: bool,
     ) -> None:
         super().__init__()
-        self.by_rows, self.enabled = slot.dim == 0, True
-        rank, ranks = tensor_group().rank(), tensor_group().size()
+        self.by_rows, self.of_expert, self.enabled = slot.dim == 0, slot.expert is not None, True
+        self.group = expert_tensor_group() if self.of_expert else tensor_group()
+        rank, ranks = self.group.rank(), self.group.size()
+        shared = shared or self.of_expert  # as PEFT's are
         self._even = slot.parts is None or slot.parts % ranks == 0
         sizes = {name.removesuffix(".weight"): shape[0] for name, shape in slot.tensors.items()}
         self._rows = {name: range(size) for name, size in sizes.items()}
@@ -72,7 +77,7 @@ class LayerAdapter(nn.Module):
         """Return this rank's share of A or B."""
         A, B = matrices
         if letter == "A":
-            return A if self.by_rows else A.chunk(tensor_group().size(), 1)[tensor_group().rank()]
+            return A if self.by_rows else A.chunk(self.group.size(), 1)[self.group.rank()]
         return B[self._rows[name].start : self._rows[name].stop] if self._even else B
 
     def _add(
@@ -82,9 +87,11 @@ class LayerAdapter(nn.Module):
         value = value.to(torch.cuda.current_device(), config.params_dtype, copy=True).contiguous()
         parameter: Any = nn.Parameter(value, requires_grad=trained)
         axis = self.axis(letter)
-        if axis is not None:
-            set_tensor_model_parallel_attributes(parameter, True, axis, 1)
-        else:  # a rank's gradient is that of its tokens
+        if axis is not None or (self.of_expert and self.group.size() == 1):  # the norm counts what each rank has
+            set_tensor_model_parallel_attributes(parameter, True, axis or 0, 1)
+        if self.of_expert:
+            parameter.allreduce = False  # as hpcrl.trainer.backends.megatron.models marks experts
+        elif axis is None:  # a rank's gradient is that of its tokens
             parameter.sequence_parallel = config.sequence_parallel
         self.register_parameter(attribute(letter, name), parameter)
 
@@ -101,7 +108,14 @@ class LayerAdapter(nn.Module):
                 yield letter, name, self.get_parameter(attribute(letter, name))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [P, 1, rows] for the input of the layer, [P, 1, columns], with the shares of tokens, rows and columns that the layer has."""
+        """Return [P, 1, rows] for the input of the layer, [P, 1, columns], with the shares of tokens, rows and columns that the layer has.
+
+        An expert's are [P, columns] and [P, rows].
+        """
+        if self.of_expert:
+            (A,) = (self._of_all(matrix, "A") for letter, _, matrix in self.matrices() if letter == "A")
+            low = linear(hidden, A)
+            return self._in_order(lambda _, B: linear(low, self._of_all(B, "B")), low)
         found = [(name, matrix) for letter, name, matrix in self.matrices() if letter == "A"]
         low = linear(self._dropout(hidden), torch.cat([A for _, A in found]))
         # under tensor parallelism, tokens are always shared too (sequence parallelism)
@@ -111,6 +125,11 @@ class LayerAdapter(nn.Module):
         parts = exchange(low, group=tensor_group()).split([len(A) for _, A in found], -1)
         lows = dict(zip((name for name, _ in found), parts, strict=True))
         return self._in_order(lambda name, B: linear(lows[self.source[name]], B), lows[self.layers[0]])
+
+    def _of_all(self, matrix: torch.Tensor, letter: str) -> torch.Tensor:
+        """Return an expert's matrix, the gradient of which is added up over the ranks that each have all of it."""
+        replicated = self.axis(letter) is None
+        return copy_to_tensor_model_parallel_region(matrix, group=self.group) if replicated else matrix
 
     @torch.no_grad()
     def begin_as(self, values: Matrices, weight: torch.Tensor) -> None:
@@ -161,27 +180,47 @@ def attribute(letter: str, name: str) -> str:
     return f"lora_{letter}_{name.rpartition('.')[2]}"
 
 
-def attach(adapter: LayerAdapter, layer: nn.Module) -> None:
+class ExpertAdapters(nn.ModuleList):
+    """Those of all experts of a rank, which TransformerEngine has as one layer with a weight for each."""
+
+    @property
+    def enabled(self) -> bool:
+        return all(adapter.enabled for adapter in self)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, hidden: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Return [P, rows] for [P, columns], of which the first tokens are those of the first expert."""
+        parts = zip(self, hidden.split(counts), strict=True)
+        return torch.cat([adapter(part) for adapter, part in parts])
+
+
+def attach(adapter: LayerAdapter | ExpertAdapters, layer: nn.Module) -> None:
     """Let a linear layer add what its adapter computes."""
     layer.add_module(ADAPTER, adapter)
     layer.register_forward_hook(_add_output)
 
 
-def _add_output(layer: Any, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    adapter: LayerAdapter = layer.get_submodule(ADAPTER)
+def _add_output(
+    layer: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]
+) -> tuple[torch.Tensor, Any]:
+    adapter = layer.get_submodule(ADAPTER)
     if not adapter.enabled:
         return output
-    hidden, norm = inputs[0], getattr(layer, "layer_norm_weight", None)
+    hidden, *counts = inputs  # of grouped experts, how many tokens each has
+    norm = getattr(layer, "layer_norm_weight", None)
     if norm is not None:  # TransformerEngine's layers hold the norm before them
         hidden = rms_norm(hidden, norm.shape, norm, layer.eps)
     result, bias = output
-    return result + adapter(hidden), bias
+    return result + adapter(hidden, *counts), bias
 
 
-def adapted_modules(chunks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, LayerAdapter]]:
-    """Yield the linear layers of this rank that have adapters, with them."""
+def adapted_weights(chunks: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter, LayerAdapter]]:
+    """Yield the weights of this rank that have adapters, with them."""
     for chunk in chunks:
         for module in chunk.modules():
             adapter = module._modules.get(ADAPTER)
             if isinstance(adapter, LayerAdapter):
-                yield module, adapter
+                yield module.get_parameter("weight"), adapter
+            elif isinstance(adapter, ExpertAdapters):
+                for number, one in enumerate(adapter):
+                    assert isinstance(one, LayerAdapter)
+                    yield module.get_parameter(f"weight{number}"), one

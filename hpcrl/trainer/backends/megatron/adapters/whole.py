@@ -13,10 +13,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import nn
 
-from hpcrl.trainer.backends.megatron.adapters.layer import LayerAdapter, adapted_modules, attribute
+from hpcrl.trainer.backends.megatron.adapters.experts import of_all, stacked
+from hpcrl.trainer.backends.megatron.adapters.layer import LayerAdapter, adapted_weights, attribute
 from hpcrl.trainer.backends.megatron.architecture import Architecture
 from hpcrl.trainer.backends.megatron.names import EMBEDDING, hf_names, slots
-from hpcrl.trainer.backends.megatron.process_groups import tensor_group
 from hpcrl.trainer.backends.megatron.weights import HEAD_NAME, export, export_pieces
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapted
@@ -24,7 +24,7 @@ from hpcrl.trainer.models.adapter import Adapted
 
 def merging(chunks: Sequence[nn.Module]) -> Callable[[nn.Parameter], torch.Tensor]:
     """Return what gives a parameter's values: where it has an adapter, merged with it, in float32."""
-    adapters = {layer.get_parameter("weight"): adapter for layer, adapter in adapted_modules(chunks)}
+    adapters = dict(adapted_weights(chunks))
 
     def values(parameter: nn.Parameter) -> torch.Tensor:
         weight = parameter.detach()
@@ -36,7 +36,7 @@ def merging(chunks: Sequence[nn.Module]) -> Callable[[nn.Parameter], torch.Tenso
 @contextmanager
 def without_adapters(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Let a model compute as if it had no adapters."""
-    adapters = [adapter for _, adapter in adapted_modules(chunks)]
+    adapters = [adapter for _, adapter in adapted_weights(chunks)]
     for adapter in adapters:
         adapter.enabled = False
     try:
@@ -51,9 +51,9 @@ def sharded_adapters(chunk: GPTModel) -> dict[str, Any]:
 
     A checkpoint has them under transformers' names, whole, whatever the layout.
     """
-    groups: dict[str, Any] = {
-        "tp_group": tensor_group(),
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    copies = {
+        False: parallel_state.get_data_parallel_group(with_context_parallel=True),
+        True: parallel_state.get_expert_data_parallel_group(),
     }
     found = {}
     for prefix, module in chunk.named_modules():
@@ -61,6 +61,7 @@ def sharded_adapters(chunk: GPTModel) -> dict[str, Any]:
             continue
         for letter, name, matrix in module.matrices():
             if matrix.requires_grad:
+                groups: Any = {"tp_group": module.group, "dp_cp_group": copies[module.of_expert]}
                 key, axis = _matrix_name(letter, name), module.axis(letter)
                 made = make_sharded_tensor_for_checkpoint if axis is None else make_tp_sharded_tensor_for_checkpoint
                 along = {} if axis is None else {"tp_axis": axis}
@@ -80,10 +81,10 @@ def whole_adapters(
     Args:
         value: what is gathered of a rank's share of a matrix, of its shape and type: its data, or its gradient.
     """
-    adapters = [adapter for _, adapter in adapted_modules(chunks)]
+    adapters = [adapter for _, adapter in adapted_weights(chunks)]
     layers = {name: [adapter.source[name], adapter.scaling[name]] for adapter in adapters for name in adapter.layers}
     here = {
-        _matrix_name(letter, name): (value(matrix), adapter.axis(letter))
+        _matrix_name(letter, name): (value(matrix), adapter.axis(letter), adapter.group)
         for adapter in adapters
         for letter, name, matrix in adapter.matrices()
     }
@@ -100,7 +101,7 @@ def whole_adapters(
                 dist.broadcast(found, rank)
             whole[name] = found.cpu()
     everywhere: dict[str, tuple[str, float]] = {name: layer for told, _ in everyones for name, layer in told.items()}
-    return [
+    return of_all(
         Adapted(
             name,
             whole[_matrix_name("A", source)].clone(),  # a file cannot have one tensor twice
@@ -109,19 +110,19 @@ def whole_adapters(
             f"{name}.weight",
         )
         for name, (source, scaling) in everywhere.items()
-    ]
+    )
 
 
-def _whole_shape(share: torch.Tensor, axis: int | None) -> list[int]:
-    return [size * (tensor_group().size() if dim == axis else 1) for dim, size in enumerate(share.shape)]
+def _whole_shape(share: torch.Tensor, axis: int | None, group: dist.ProcessGroup) -> list[int]:
+    return [size * (group.size() if dim == axis else 1) for dim, size in enumerate(share.shape)]
 
 
-def _gathered(share: torch.Tensor, axis: int | None) -> torch.Tensor:
-    if axis is None or tensor_group().size() == 1:
+def _gathered(share: torch.Tensor, axis: int | None, group: dist.ProcessGroup) -> torch.Tensor:
+    if axis is None or group.size() == 1:
         return share.clone()
     share = share.contiguous()
-    shares = [torch.empty_like(share) for _ in range(tensor_group().size())]
-    dist.all_gather(shares, share, group=tensor_group())
+    shares = [torch.empty_like(share) for _ in range(group.size())]
+    dist.all_gather(shares, share, group=group)
     return torch.cat(shares, axis)
 
 
@@ -144,4 +145,4 @@ def whole_modules(
     (embedding,) = slots(architecture)[EMBEDDING].tensors
     if architecture.tied and embedding in whole:  # PEFT ties no modules that it keeps whole: each has its own
         whole[HEAD_NAME] = whole[embedding].clone()
-    return whole
+    return stacked(whole)
