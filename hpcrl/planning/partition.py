@@ -19,6 +19,7 @@ _WHOLE = re.compile(
     r"(?:norm\.weight|o_proj\.bias|down_proj\.bias|mlp\.gate\.weight|router\.weight|shared_expert_gate\.weight)$"
 )
 _ADAPTER = re.compile(r"\.(?P<layer>\w+)\.lora_(?P<letter>[AB])\.default\.weight$")
+_WRAPPED = re.compile(r"(\.base_layer)+\.")
 _BY_COLUMNS = ("o_proj", "down_proj")
 # with one A for the layers of transformers in one of Megatron-core's: that of the first
 _WITHOUT_A = ("k_proj", "v_proj", "up_proj")
@@ -70,12 +71,12 @@ def stage_parameters(
     weights, stage_of = list(weights), _stages_of_layers(stages, per_stage)
     tied = value_head is None and not any(_HEAD.search(weight.name) for weight in weights)
     for weight in weights:
-        name, stage = weight.name.replace(".base_layer.", "."), 0
+        name, stage = _WRAPPED.sub(".", weight.name), 0
         if layer := _LAYER.search(name):
             stage = stage_of[int(layer[1])]
         elif not _EMBEDDING.search(name):
             stage = layout.pipeline - 1
-        kind = ("experts" if _EXPERTS.search(name) else "dense") if weight.trained else "frozen"
+        kind = ("experts" if ".experts." in name else "dense") if weight.trained else "frozen"
         own = _share(name, weight, layout, value_head, one_A)
         counts[stage][kind] += own
         if tied and layout.pipeline > 1 and _EMBEDDING.search(name):
@@ -88,6 +89,8 @@ def _share(name: str, weight: Weight, layout: ParallelLayout, value_head: str | 
     if _EMBEDDING.search(name) or _HEAD.search(name):
         return padded(weight.shape[0], layout.tensor) // layout.tensor * weight.shape[1]
     if adapter := _ADAPTER.search(name):
+        if adapter["layer"] == "experts":  # one of the two is split among the ranks that share an expert; which one, the name does not tell
+            return weight.count // layout.expert
         if one_A and adapter["letter"] == "A" and adapter["layer"] in _WITHOUT_A:
             return 0
         split = (adapter["layer"] in _BY_COLUMNS) == (adapter["letter"] == "A")

@@ -39,6 +39,7 @@ QWEN3 = BASE | {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim":
 EXPERTS = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 24}
 ADAPTERS = {"lora": {"rank": 4}}
 EACH = ADAPTERS | {"lora_type": "canonical_lora"}
+OF_EXPERTS = {"lora": {"rank": 4, "target_parameters": ["experts"]}}
 CASES: list[tuple[dict[str, Any], dict[str, int]] | tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     (TIED, {}),
     (TIED, {TENSOR: 2}),
@@ -54,6 +55,7 @@ CASES: list[tuple[dict[str, Any], dict[str, int]] | tuple[dict[str, Any], dict[s
     (TIED, {TENSOR: 2, PIPELINE: 2}, ADAPTERS),
     (TIED, {TENSOR: 2, PIPELINE: 2}, EACH),
     (EXPERTS, {EXPERT: 2, PIPELINE: 2}, ADAPTERS),
+    (EXPERTS, {TENSOR: 2, EXPERT: 2, "expert_tensor_parallel_size": 1}, OF_EXPERTS),
 ]
 
 

@@ -29,12 +29,12 @@ OURS = [
         "adapted experts are shared as the rest is, or not",
         {
             f"{LORA}.rank": 8, f"{LORA}.target_parameters": ["experts"], "trainer.strategy": "megatron",
-            **FOUR_GPUS, f"{MEGATRON}.tensor_model_parallel_size": 4, f"{MEGATRON}.expert_tensor_parallel_size": 2,
+            **FOUR_GPUS, f"{ALGORITHM}.use_kl_loss": False, f"{MEGATRON}.tensor_model_parallel_size": 4, f"{MEGATRON}.expert_tensor_parallel_size": 2,
         },
         f"{MEGATRON}.expert_tensor_parallel_size", "expected 1 or tensor_model_parallel_size = 4 with",
         {
             f"{LORA}.rank": 8, f"{LORA}.target_parameters": ["experts"], "trainer.strategy": "megatron",
-            **FOUR_GPUS, f"{MEGATRON}.tensor_model_parallel_size": 4, f"{MEGATRON}.expert_tensor_parallel_size": 1,
+            **FOUR_GPUS, f"{ALGORITHM}.use_kl_loss": False, f"{MEGATRON}.tensor_model_parallel_size": 4, f"{MEGATRON}.expert_tensor_parallel_size": 1,
         },
     ),
     Case(
