@@ -30,7 +30,6 @@ class Unimplemented:
     result: bool = True
 
 
-_LORA = Unimplemented("further options of LoRA")
 _PARALLEL = Unimplemented("sequence parallelism")
 _PRECISION = Unimplemented("low-precision training")
 _SPEED = Unimplemented("compiled and offloaded training", result=False)
@@ -38,13 +37,6 @@ _TRACKING = Unimplemented("trackers and profiles", result=False)
 _ENGINE = Unimplemented("further engine options")
 _DISTILLATION = Unimplemented("further options of distillation")
 _TEACHER = Unimplemented("teachers with Megatron-core")
-
-
-def _lora(section: str) -> dict[str, Unimplemented]:
-    found = Unimplemented(
-        "adapters that begin with the model's activations", ("xavier", "normal", "gaussian", "zero", "olora", "pissa")
-    )
-    return {f"{section}.adapter_names": Unimplemented("diffusion models"), f"{section}.init_method": found}
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
@@ -55,7 +47,7 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.placement.critic_num_nodes": Unimplemented("a critic on GPUs of its own"),
     "trainer.placement.critic_num_gpus_per_node": Unimplemented("a critic on GPUs of its own"),
     "trainer.placement.colocate_all": Unimplemented("colocated engines"),
-    **_lora("trainer.policy.model.lora"),
+    "trainer.policy.model.lora.adapter_names": Unimplemented("diffusion models"),
     "trainer.policy.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.policy.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.policy.low_precision": _PRECISION,
@@ -67,8 +59,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.enable_liger_kernel": _SPEED,
     "trainer.policy.record_memory": _TRACKING,
     "trainer.ref.sequence_parallel_size": _PARALLEL,
-    **_lora("trainer.critic.model.lora"),
-    "trainer.critic.model.lora.adapter_path": _LORA,
     "trainer.critic.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.critic.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.critic.sequence_parallel_size": _PARALLEL,

@@ -89,7 +89,9 @@ def _share(name: str, weight: Weight, layout: ParallelLayout, value_head: str | 
     if _EMBEDDING.search(name) or _HEAD.search(name):
         return padded(weight.shape[0], layout.tensor) // layout.tensor * weight.shape[1]
     if adapter := _ADAPTER.search(name):
-        if adapter["layer"] == "experts":  # one of the two is split among the ranks that share an expert; which one, the name does not tell
+        if (
+            adapter["layer"] == "experts"
+        ):  # one of the two is split among the ranks that share an expert; which one, the name does not tell
             return weight.count // layout.expert
         if one_A and adapter["letter"] == "A" and adapter["layer"] in _WITHOUT_A:
             return 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, total_steps
+from hpcrl.config.adapters import adapters
 from hpcrl.config.derive import has_engines, is_offline, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.resume_changes import Change, changes_from_path
@@ -115,12 +116,13 @@ def _of_models(config: Config) -> Iterator[Problem]:
                 f"trainer.{role}.model.revision",
                 f"{model.path} is a directory here, which has no revisions; leave it out, or name the model by its id on the hub",
             )
-    adapter = config.trainer.policy.model.lora.adapter_path
-    if adapter and not Path(adapter, ADAPTER_FILE).is_file():
-        yield Problem(
-            "trainer.policy.model.lora.adapter_path",
-            f"{adapter} is no directory of adapters (it has no {ADAPTER_FILE})",
-        )
+    for role, lora in adapters(trainer).items():
+        adapter = lora.adapter_path
+        if adapter and not Path(adapter, ADAPTER_FILE).is_file():
+            yield Problem(
+                f"trainer.{role}.model.lora.adapter_path",
+                f"{adapter} is no directory of adapters (it has no {ADAPTER_FILE})",
+            )
 
 
 def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:

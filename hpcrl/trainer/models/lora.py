@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _ADAPTER = "default"
 _BASE, _LORA = re.compile(r"(\.base_layer)+\."), ".lora_"
-_ALL = "all-linear"
+_ALL, _BODY = "all-linear", "model."
 
 _FURTHER, _ITERATIONS = 8, 8  # of PiSSA's decomposition: columns beyond the rank, and passes over the matrix
 
@@ -176,6 +176,8 @@ def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tup
         theirs = cast("peft.LoraConfig", peft.LoraConfig.from_pretrained(str(directory)))
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{section}.adapter_path: {directory} has no adapters that PEFT reads: {error}") from error
+    if not layers[0].name.startswith(_BODY):  # a critic's names begin with what is in the body
+        tensors = {name.replace(f"{ADAPTER_PREFIX}{_BODY}", ADAPTER_PREFIX): value for name, value in tensors.items()}
     alphas = theirs.alpha_pattern or {}
     named = {each.name: [f"{ADAPTER_PREFIX}{each.name}{part}" for part in PARTS] for each in layers}
     if others := sorted(tensors.keys() ^ {name for pair in named.values() for name in pair}):

@@ -41,12 +41,12 @@ def test_what_is_not_implemented_yet_is_refused(tmp_path: Path) -> None:
     words = [
         "data.train_data=[t.parquet]",
         "trainer.policy.model.path=m",
-        "trainer.policy.model.lora.init_method=eva",
+        "trainer.strategy=fsdp",
     ]
     message = _refusal(
         convert_overrides([*words, "trainer.logger=wandb", "trainer.eval_interval=-1"], "a command"), tmp_path
     )
-    assert 'trainer.policy.model.lora.init_method: "eva" (text) is not implemented yet (adapters that begin' in message
+    assert 'trainer.strategy: "fsdp" (text) is not implemented yet (FSDP1' in message
     assert "trainer.logger" not in message
 
 

@@ -65,7 +65,7 @@ VALID = {
 }  # fmt: skip
 
 REFUSED = {
-    "lora by eva": (script("trainer.policy.model.lora.rank=8 trainer.policy.model.lora.init_method=eva"), 'model.lora.init_method: "eva"'),
+    "lora by eva": (script("trainer.policy.model.lora.rank=8 trainer.policy.model.lora.init_method=eva"), 'model.lora.init_method: adapters are made when a run starts'),
     "FSDP1": (script("trainer.strategy=fsdp"), 'trainer.strategy: "fsdp"'),
     "a program of its own": (script("", "", "python -m mine.main "), "unconverted.mine.main: a program of its own"),
     "a file of its own": (script("", "", "python train/mine.py "), "unconverted.train/mine.py: a program of its own"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.config.rules.skyrl_cases import (
     ALGORITHM,
     CORRECTION,
+    CRITIC,
     ENGINE,
     FOUR_GPUS,
     GYM,
@@ -19,6 +20,17 @@ from tests.config.rules.skyrl_cases import (
 FILTERS = {f"{ALGORITHM}.zero_variance_filter": True}
 
 OURS = [
+    Case(
+        "adapters are there before the data",
+        {f"{LORA}.rank": 8, f"{LORA}.init_method": "eva"}, f"{LORA}.init_method", "use pissa or olora, which need the weights alone",
+        {f"{LORA}.rank": 8, f"{LORA}.init_method": "olora"},
+    ),
+    Case(
+        "a critic has one adapter",
+        {**CRITIC, f"{ALGORITHM}.advantage_estimator": "gae", "trainer.critic.model.lora": {"rank": 8, "adapter_names": ["a", "b"]}},
+        "trainer.critic.model.lora.adapter_names", "a critic has one adapter",
+        {**CRITIC, f"{ALGORITHM}.advantage_estimator": "gae", "trainer.critic.model.lora": {"rank": 8, "adapter_path": "a"}},
+    ),
     Case(
         "adapters of experts have no inputs to drop",
         {f"{LORA}.rank": 8, f"{LORA}.target_parameters": ["experts"], f"{LORA}.dropout": 0.1},

@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from hpcrl.config.sections.model import LoraConfig, Pretrained
+from hpcrl.config.sections.model import CriticConfig, CriticModelConfig, LoraConfig, Pretrained
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.hf import CriticSource
 from hpcrl.trainer.models.lora import add_adapters, gather_adapter
+from hpcrl.trainer.models.trained import mark_trained
 from hpcrl.trainer.packing import pack
 from hpcrl.trainer.saving.publish import ADAPTER
 from tests.trainer import scenarios
@@ -283,6 +285,23 @@ def test_a_run_begins_with_given_adapters(model_path: Path, tmp_path: Path) -> N
     token_ids = torch.tensor([[4, 9, 2, 7]])
     with torch.no_grad():
         torch.testing.assert_close(ours(token_ids).logits, theirs(token_ids).logits, atol=1e-6, rtol=1e-5)
+
+
+def test_a_critic_begins_with_adapters_of_a_policy(model_path: Path, tmp_path: Path) -> None:
+    theirs = adapter_of(model_path, LoraConfig(**PATTERNS), tmp_path)
+    ours = CriticSource(path=str(model_path), role="trainer.critic", head="value_head", seed=1).whole(
+        torch.float32, "eager"
+    )
+    lora = LoraConfig(**{**PATTERNS, "adapter_path": str(tmp_path)})
+    mark_trained(ours, CriticConfig(model=CriticModelConfig(path=str(model_path), lora=lora)), torch.float32, SEED)
+    token_ids = torch.tensor([[4, 9, 2, 7]])
+    with torch.no_grad():
+        expected = theirs(token_ids, output_hidden_states=True).hidden_states[-1]
+        found = ours.base_model(token_ids).last_hidden_state
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    assert {name for name, each in ours.named_parameters() if each.requires_grad and ".lora_" not in name} == {
+        "value_head.weight"
+    }
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,12 @@ KEPT: dict[str, Any] = PLAIN | {
 }
 MIXTURE: dict[str, Any] = PLAIN | {"target_parameters": ["experts"]}
 SOME_EXPERTS: dict[str, Any] = PLAIN | {
+    "alpha": 4.0,
     "use_rslora": True,
     "exclude_modules": "expert_gate",
     "target_parameters": ["layers.1.mlp.experts", "layers.3.mlp.experts.gate_up_proj"],
     "rank_pattern": {"experts.down_proj": 2},
-    "alpha_pattern": {r"layers\.3\.mlp\.experts\.gate_up_proj": 4.0},
+    "alpha_pattern": {r"layers\.3\.mlp\.experts\.gate_up_proj": 2.0},
     "init_method": "olora",
 }
 
@@ -310,11 +311,15 @@ def test_training_begins_with_given_adapters(played: Played) -> None:
         name: adapted(PLAIN | {"alpha": 2.0, "adapter_path": path})
         for name, path in (("each", each), ("together", together))
     }
+    given["experts"] = adapted(MIXTURE | {"adapter_path": f"{played.place('exported-of-experts-ep2')}/adapter"})
+    given["critic"] = laid_over(CRITIC, {"critic": {"model": {"lora": PLAIN | {"adapter_path": each}}}})
     played.go(
         1,
         {
             "given": played.seam.way("given", "tied", given["each"]),
             "given-together": played.seam.way("given-together", "tied", given["together"], one_A=True),
+            "given-experts": played.seam.way("given-experts", "moe", given["experts"]),
+            "given-critic": played.seam.way("given-critic", "tied", given["critic"], critic=True),
         },
     )
     ways = {
@@ -322,7 +327,14 @@ def test_training_begins_with_given_adapters(played: Played) -> None:
         "given-together-pp2": laid_over(megatron(**PP2), given["together"]),
         "given-refused": laid_over(megatron(**TP2), given["each"]),
     }
-    played.go(2, {name: played.seam.way(name, "tied", trainer) for name, trainer in ways.items()})
+    all_ways = {name: played.seam.way(name, "tied", trainer) for name, trainer in ways.items()}
+    experts = laid_over(megatron(**TP2, **EP2, **ETP1, **CANONICAL), given["experts"])
+    all_ways["given-experts-ep2"] = played.seam.way("given-experts-ep2", "moe", experts)
+    critic = laid_over(megatron(**TP2, **CANONICAL), given["critic"])
+    all_ways["given-critic-tp2"] = played.seam.way("given-critic-tp2", "tied", critic, critic=True)
+    played.go(2, all_ways)
+    for name in ("given-experts-ep2", "given-critic-tp2"):
+        expect_same(played.told(name), played.told(name.rpartition("-")[0]))
     expect_same(played.told("given-tp2"), played.told("given"))
     expect_same(played.told("given-together-pp2"), played.told("given-together"))
     assert "adapter_path: model.layers.0.self_attn.q_proj" in played.told("given-refused").told["error"]
