@@ -20,7 +20,7 @@ from hpcrl.rollout.engines.base import Engine, Generation, Launched
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rundir.commit import begin, finish, is_committed
 from hpcrl.trainer.models.adapter import Adapted, Adapter
-from tests.rollout.material import LONG_PROMPT, options, served, slowly, started
+from tests.rollout.material import LONG_PROMPT, make_model, options, served, slowly, started
 
 RANK = 4
 WHOLE: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24}
@@ -108,6 +108,27 @@ def test_versions_are_told_apart(launched: Launched, models: list[Path], version
         await engine.close()
 
     asyncio.run(play())
+
+
+@pytest.mark.slow
+def test_two_workers_share_both_matrices(token_file: Path, tmp_path: Path) -> None:
+    """fully_sharded_loras: what vLLM's workers compute together is what PEFT computes."""
+    model = make_model(tmp_path / "model", 0, kv_heads=2)
+    versions = [publish_adapter(model, tmp_path / f"v{version:06d}", version) for version in (1, 2)]
+    given = replace(options(str(model), token_file), lora_rank=RANK, lora_slots=2)
+    given = replace(given, engine=replace(given.engine, tensor_parallel_size=2, fully_sharded_loras=True))
+
+    async def play() -> None:
+        engine = server.connect()
+        for weights in versions:
+            await engine.update_weights(weights)
+            for said in await engine.generate(LONG_PROMPT, 2, 8, WHOLE):
+                assert set(said.versions) == {weights.version}
+                assert differs(said, model, weights.path).max() < 1e-3
+        await engine.close()
+
+    with served(given, tmp_path / "engine.log") as server:
+        asyncio.run(play())
 
 
 def test_running_requests(launched: Launched, models: list[Path], versions: list[PublishedWeights]) -> None:
