@@ -59,6 +59,7 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.enable_liger_kernel": _SPEED,
     "trainer.policy.record_memory": _TRACKING,
     "trainer.ref.sequence_parallel_size": _PARALLEL,
+    "trainer.critic.model.lora.adapter_names": Unimplemented("diffusion models"),
     "trainer.critic.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.critic.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.critic.sequence_parallel_size": _PARALLEL,

@@ -66,7 +66,6 @@ from hpcrl.config.rules.training import (
     without_effect,
 )
 from hpcrl.config.sections.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from hpcrl.config.sections.model import LoraConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.unimplemented import unimplemented_values
@@ -127,10 +126,6 @@ def _lora(config: ConfigTree) -> Iterator[Problem]:
                 f"{path}.init_method",
                 "adapters are made when a run starts, and EVA wants the model's activations on the data, which engines have yet to "
                 "generate; use pissa or olora, which need the weights alone",
-            )
-        if role == "critic" and lora.adapter_names != LoraConfig().adapter_names:
-            yield Problem(
-                f"{path}.adapter_names", "a critic has one adapter; several are for diffusion models; leave it out"
             )
         if lora.target_parameters and lora.dropout:
             yield Problem(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.config.rules.skyrl_cases import (
     ALGORITHM,
     CORRECTION,
-    CRITIC,
     ENGINE,
     FOUR_GPUS,
     GYM,
@@ -24,12 +23,6 @@ OURS = [
         "adapters are there before the data",
         {f"{LORA}.rank": 8, f"{LORA}.init_method": "eva"}, f"{LORA}.init_method", "use pissa or olora, which need the weights alone",
         {f"{LORA}.rank": 8, f"{LORA}.init_method": "olora"},
-    ),
-    Case(
-        "a critic has one adapter",
-        {**CRITIC, f"{ALGORITHM}.advantage_estimator": "gae", "trainer.critic.model.lora": {"rank": 8, "adapter_names": ["a", "b"]}},
-        "trainer.critic.model.lora.adapter_names", "a critic has one adapter",
-        {**CRITIC, f"{ALGORITHM}.advantage_estimator": "gae", "trainer.critic.model.lora": {"rank": 8, "adapter_path": "a"}},
     ),
     Case(
         "adapters of experts have no inputs to drop",
