@@ -42,7 +42,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.trainer.backends.schedule import is_due
 from hpcrl.trainer.controller_client import PROCESS, ControllerClient
-from hpcrl.trainer.distributed import World, joined
+from hpcrl.trainer.distributed import World, end_rank, joined
 from hpcrl.trainer.load import load_learner
 from hpcrl.trainer.metrics import PhaseTimer, describe_cost, describe_times
 from hpcrl.trainer.models.forward import DTYPES
@@ -155,3 +155,4 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     main(sys.argv[1])
+    end_rank()
