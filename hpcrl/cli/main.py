@@ -40,6 +40,8 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "look at results": {
         "samples": ("hpcrl.cli.samples", "show samples: prompt, turns, reward and why they ended"),
         "eval": ("hpcrl.cli.eval", "evaluate a checkpoint of a run, or a model, on this machine; needs vLLM"),
+        "compare": ("hpcrl.cli.compare", "say whether two evaluations of the same prompts differ, and where"),
+        "rescore": ("hpcrl.cli.rescore", "score the samples of an evaluation with other rewards; generates nothing"),
         "replay": (
             "hpcrl.cli.replay",
             "train a step again from the checkpoint before it, on this machine and outside the run; needs torch",

@@ -22,7 +22,6 @@ from hpcrl.controller.evaluation import (
     evaluation_work,
     finished_rows,
     is_evaluated,
-    scores,
     write_summary,
 )
 from hpcrl.controller.metrics import (
@@ -42,6 +41,7 @@ from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.data.batch_file import FIRST, write_batch
 from hpcrl.errors import CommitError, DataError, HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.observe.scores import scores
 from hpcrl.rundir.checkpoints import samples_removed
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import require_newest
