@@ -69,8 +69,8 @@ def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def with_interval(value: float, error: float | None) -> str:
-    """Return a mean with half of its 95 % confidence interval."""
-    return f"{value:.4g}" if error is None else f"{value:.4g} ±{Z95 * error:.2g}"
+    """Return a mean with half of its 95 % confidence interval, of which prompts that are all alike tell nothing."""
+    return f"{value:.4g} ±{Z95 * error:.2g}" if error else f"{value:.4g}"
 
 
 def _headline(results: Mapping[str, Any]) -> str:

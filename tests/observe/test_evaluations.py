@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Run:
     """A run with words as validation data, of which version 0 sorts none, and version 9 all but the first, with two samples each."""
     data = tmp_path / "words.jsonl"
     rows = [
-        {"prompt": asked(word), "data_source": "letters", "reward_spec": {"ground_truth": word}}
+        {"prompt": asked(word), "data_source": "letters", "reward_spec": {"ground_truth": "".join(sorted(word))}}
         for word in ["zzzzzzz", *WORDS]
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
