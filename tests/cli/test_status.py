@@ -64,9 +64,9 @@ def test_tensorboard_of_runs_and_sweeps(root: Path, capsys: pytest.CaptureFixtur
     command, ssh = said(capsys, "tensorboard", "single", "--root", str(root)).splitlines()
     assert command.endswith(f"tensorboard --logdir {single.tensorboard} --host 127.0.0.1 --port 6006")
     assert ssh == f"from your own machine: ssh -L 6006:127.0.0.1:6006 {socket.gethostname()}"
-    (made,) = single.tensorboard.iterdir()
+    (made,) = single.events.iterdir()
     said(capsys, "tensorboard", "single", "--root", str(root))
-    assert list(single.tensorboard.iterdir()) == [made], "nothing is rebuilt unless told"
+    assert list(single.events.iterdir()) == [made], "nothing is rebuilt unless told"
     said(capsys, "tensorboard", "single", "--rebuild", "--root", str(root))
     assert made.stat().st_size == 0 or not made.exists()
 
