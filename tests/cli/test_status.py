@@ -61,8 +61,9 @@ def test_status_of_all_of_a_sweep_and_of_one(root: Path, capsys: pytest.CaptureF
 
 def test_tensorboard_of_runs_and_sweeps(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     single = Run(root / "p" / "single")
-    command, ssh = said(capsys, "tensorboard", "single", "--root", str(root)).splitlines()
+    command, page, ssh = said(capsys, "tensorboard", "single", "--root", str(root)).splitlines()
     assert command.endswith(f"tensorboard --logdir {single.tensorboard} --host 127.0.0.1 --port 6006")
+    assert page == "opens at: http://127.0.0.1:6006/#custom_scalars"
     assert ssh == f"from your own machine: ssh -L 6006:127.0.0.1:6006 {socket.gethostname()}"
     (made,) = single.events.iterdir()
     said(capsys, "tensorboard", "single", "--root", str(root))
@@ -72,7 +73,7 @@ def test_tensorboard_of_runs_and_sweeps(root: Path, capsys: pytest.CaptureFixtur
 
     command = said(capsys, "tensorboard", "s", "single", "--port", "7000", "--root", str(root)).splitlines()[0]
     spec = command.split()[2].split(",")
-    assert spec[0] == f"s.0-lr-0:{root}/p/s.0-lr-0/tensorboard"
+    assert spec[0] == f"s.0-lr-0:{root}/p/s.0-lr-0/tensorboard/s.0-lr-0"
     assert [entry.partition(":")[0] for entry in spec] == [f"s.{i}-lr-{i}" for i in range(11)] + ["single"]
     assert main(["tensorboard", "nope", "--root", str(root)]) == 5
 
