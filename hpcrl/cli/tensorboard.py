@@ -33,7 +33,7 @@ def _tensorboard(arguments: argparse.Namespace) -> int:
         logs = ["--logdir", str(runs[0].tensorboard)]
     else:
         alike = len({run.name for run in runs}) < len(runs)
-        named = (f"{f'{run.project}/' if alike else ''}{run.name}:{run.events}" for run in runs)
+        named = (f"{run.project}:{run.tensorboard}" if alike else str(run.tensorboard) for run in runs)
         logs = ["--logdir_spec", ",".join(named)]
     print(join([_program(), *logs, "--host", "127.0.0.1", "--port", str(arguments.port)]))
     print(f"opens at: http://127.0.0.1:{arguments.port}/#custom_scalars")

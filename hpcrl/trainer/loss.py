@@ -115,7 +115,7 @@ def _binned(difference_P: torch.Tensor, mask_P: torch.Tensor) -> dict[str, torch
     places_P = ((difference_P.log10() - low) / (high - low) * _MISMATCH_BINS).nan_to_num().clamp(0, _MISMATCH_BINS - 1)
     bins_K1 = torch.arange(_MISMATCH_BINS, device=places_P.device).unsqueeze(1)
     counts_K = ((places_P.floor() == bins_K1) * mask_P).sum(1)
-    return {f"{MISMATCH}{at}": count for at, count in enumerate(counts_K.unbind())}
+    return {f"{MISMATCH}{at:02d}": count for at, count in enumerate(counts_K.unbind())}
 
 
 def _taught(

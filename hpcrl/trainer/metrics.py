@@ -119,7 +119,7 @@ def advantage_histogram(minis: Sequence[MiniBatch], data: World) -> Histogram | 
 
 def mismatch_histogram(updates: Sequence[UpdateResult]) -> Histogram | None:
     """Return how the powers of ten of the differences between log-probabilities of engines and trainer are distributed."""
-    names = [name for name in updates[0].sums if name.startswith(MISMATCH)]
+    names = sorted(name for name in updates[0].sums if name.startswith(MISMATCH))
     counts = [round(sum(update.sums[name] for update in updates)) for name in names]
     return Histogram(*MISMATCH_RANGE, counts) if any(counts) else None
 
