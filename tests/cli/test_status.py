@@ -73,8 +73,7 @@ def test_tensorboard_of_runs_and_sweeps(root: Path, capsys: pytest.CaptureFixtur
 
     command = said(capsys, "tensorboard", "s", "single", "--port", "7000", "--root", str(root)).splitlines()[0]
     spec = command.split()[2].split(",")
-    assert spec[0] == f"s.0-lr-0:{root}/p/s.0-lr-0/tensorboard/s.0-lr-0"
-    assert [entry.partition(":")[0] for entry in spec] == [f"s.{i}-lr-{i}" for i in range(11)] + ["single"]
+    assert spec == [f"{root}/p/{name}/tensorboard" for name in [*(f"s.{i}-lr-{i}" for i in range(11)), "single"]]
     assert main(["tensorboard", "nope", "--root", str(root)]) == 5
 
 

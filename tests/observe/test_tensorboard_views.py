@@ -55,7 +55,13 @@ def test_the_overview_has_what_the_run_reports(run: Run) -> None:
         controller.write(1, {"reward/avg_raw_reward": 0.0, "async/staleness_max": 0.0, "trainer/total_steps": 9.0})
         trainer.write(1, {**STEP, "policy/policy_entropy": 0.5, "policy/skipped_updates": 0.0})
         events.update()
-        assert list(categories(shown(run))) == ["Reward", "Evaluation", "KL and entropy", "Speed", "Share of time per role"]
+        assert list(categories(shown(run))) == [
+            "Reward",
+            "Evaluation",
+            "KL and entropy",
+            "Speed",
+            "Share of time per role",
+        ]
         tags = shown(run).Tags()["scalars"]
         assert "time_share/trainer/policy_train" in tags
         assert not {"async/staleness_max", "trainer/total_steps", "policy/skipped_updates"} & set(tags)
@@ -76,7 +82,7 @@ def test_hyperparameters_and_configuration(run: Run) -> None:
     assert [info.display_name for info in experiment.hparam_infos if info.differs] == ["lr"]
     assert start.hparams["trainer.policy.optimizer_config.lr"].number_value == 1e-4
     assert start.hparams["trainer.algorithm.advantage_estimator"].string_value == "grpo"
-    assert [info.name.tag for info in experiment.metric_infos][0] == "eval/all/avg_score"
+    assert next(info.name.tag for info in experiment.metric_infos) == "eval/all/avg_score"
     ((_, said),) = text(shown(run), "run/configuration")
     assert "    max_prompt_length = 16\n" in said
     assert "hf_save_interval" not in said, "what has its default is not repeated"
@@ -135,7 +141,12 @@ def test_attempts_and_summary(run: Run) -> None:
     events.update()
     events.close()
     found = shown(run)
-    assert [(event.step, event.value) for event in found.Scalars("resilience/attempt")] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+    assert [(event.step, event.value) for event in found.Scalars("resilience/attempt")] == [
+        (1, 1),
+        (2, 1),
+        (3, 2),
+        (4, 2),
+    ]
     ((_, said),) = text(found, "run/attempts")
     assert "interrupted: preempted \\| by &lt;other>" in said
     assert "| 2 |" in said.splitlines()[-1]
