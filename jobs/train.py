@@ -125,7 +125,7 @@ def train(
                     publisher.retire()
             learner.reset_reference(step, epoch, timer)
             metrics |= checkpoints.settle() | describe_cost(batch, timer.lap(), learner.world, learner.flops)
-            controller.trained(step, metrics)  # before the commit: none may be missing
+            controller.trained(step, metrics, learner.histograms)  # before the commit: none may be missing
             controller.measured(step, learner.validate(step, total, timer))
             consensus("save")
             if is_due(save_interval, step, total):

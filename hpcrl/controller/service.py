@@ -25,6 +25,7 @@ from hpcrl.controller.evaluation import (
     write_summary,
 )
 from hpcrl.controller.metrics import (
+    batch_histograms,
     batch_metrics,
     dropped_metrics,
     position_metrics,
@@ -338,7 +339,8 @@ class Service:
             surplus = surplus_metrics(batch) if self._schedule.surplus else {}
             replicas = replica_metrics(len(self.workers), self.min_replicas, self._registry.restarts, self._taken_back)
             found = batch_metrics(batch) | replicas if self._rows is None else row_metrics(batch)
-            self._metrics.write(step, found | dropped | surplus | position)
+            histograms = batch_histograms(batch) if self._rows is None else None
+            self._metrics.write(step, found | dropped | surplus | position, histograms)
             self._described = step
         return str(self._run.batch(step).relative_to(self._run.path))
 

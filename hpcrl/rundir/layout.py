@@ -28,7 +28,7 @@
   evaluations/<name>/              of `hpcrl eval`, each laid out as a run directory (hpcrl/launch/local/evaluate.py)
   metrics/*.jsonl                  one writer per file; the truth
   profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks
-  tensorboard/                     derived from metrics; can be rebuilt
+  tensorboard/<run>/               derived from metrics; can be rebuilt
   control/                         stop, stacks: requests to the agents
 
 <root>/.tokens/                    tokens of datasets that runs share (hpcrl/data/token_cache.py)
@@ -195,6 +195,11 @@ class Run:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def events(self) -> Path:
+        """What TensorBoard reads; it calls a run as the folder of its events."""
+        return self.tensorboard / self.name
 
     @property
     def stop(self) -> Path:

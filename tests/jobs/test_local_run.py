@@ -41,7 +41,7 @@ STEPS = 20  # enough that a kill during the first few meets a run that is still 
 
 
 def tensorboard_points(run: Run, tag: str) -> list[int]:
-    events = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0})
+    events = EventAccumulator(str(run.events), size_guidance={"scalars": 0})
     events.Reload()
     return [event.step for event in events.Scalars(tag)]
 
