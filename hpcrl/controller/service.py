@@ -42,6 +42,7 @@ from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.data.batch_file import FIRST, write_batch
 from hpcrl.errors import CommitError, DataError, HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.observe.timeline import IDLE, LOAD
 from hpcrl.rundir.checkpoints import samples_removed
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import require_newest
@@ -96,6 +97,12 @@ class Service:
     def version(self) -> int | None:
         """The newest version whose weights are there, or None before the trainer has started."""
         return self._loadable
+
+    @property
+    def phase(self) -> str:
+        """What the run waits for, for the timeline."""
+        ready = self.stop or (self._version or 0) + 1 in self._batches
+        return LOAD if self._version is None else "evaluate" if self._eval.open else IDLE if ready else "wait_for_groups"
 
     def schemas(self) -> Schemas:
         """Return what messages to this run's controller hold."""

@@ -35,6 +35,7 @@ def test_a_reference_on_a_node_of_its_own_changes_nothing(place: Path) -> None:
     scorer = read_process_status(apart, "scorer-0", 1)
     assert scorer
     assert scorer.state == "finished"
+    assert roles_of_steps(apart, 4) == {"controller", "rank-0", "rollout-0", "scorer-0"}
     verified = hpcrl("verify", "apart", cwd=place)
     assert verified.returncode == 0, verified.stdout
     file = read_batch(apart.batch(4))
