@@ -59,7 +59,9 @@ def _trace(arguments: argparse.Namespace) -> int:
     for process, parts in shares(spans, start, end).items():
         ordered = sorted(parts.items(), key=lambda part: -part[1])
         print(one_line(f"{process:12} " + "  ".join(f"{phase} {share:.1%}" for phase, share in ordered)))
-    print(f"{len(events)} events of {end - start:.1f} s in {path}: open it in https://ui.perfetto.dev or chrome://tracing")
+    print(
+        f"{len(events)} events of {end - start:.1f} s in {path}: open it in https://ui.perfetto.dev or chrome://tracing"
+    )
     return 0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from hpcrl.controller.recovery import History
 from hpcrl.controller.replicas import TICK_S, ReplicaHealth
 from hpcrl.controller.service import Service
+from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.commit import discard
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import FINISHED

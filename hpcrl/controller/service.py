@@ -101,8 +101,8 @@ class Service:
     @property
     def phase(self) -> str:
         """What the run waits for, for the timeline."""
-        ready = self.stop or (self._version or 0) + 1 in self._batches
-        return LOAD if self._version is None else "evaluate" if self._eval.open else IDLE if ready else "wait_for_groups"
+        waits = IDLE if self.stop or (self._version or 0) + 1 in self._batches else "wait_for_groups"
+        return LOAD if self._version is None else "evaluate" if self._eval.open else waits
 
     def schemas(self) -> Schemas:
         """Return what messages to this run's controller hold."""

@@ -10,7 +10,18 @@ from hpcrl.data.batch_file import read_batch
 from hpcrl.rundir.commit import committed
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.runtime.process_status import read_process_status
-from tests.jobs.small_run import SMALL, curve, finish, hpcrl, kill, logs_of, pid_of, trained_groups, wait_for
+from tests.jobs.small_run import (
+    SMALL,
+    curve,
+    finish,
+    hpcrl,
+    kill,
+    logs_of,
+    pid_of,
+    roles_of_steps,
+    trained_groups,
+    wait_for,
+)
 from tests.paths import CONFIGS, QUICKSTART
 
 DISTILLED = CONFIGS / "distillation_tiny.toml"

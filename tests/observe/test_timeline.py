@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def gaps(spans: list[Span]) -> list[float]:
-    return [after.start - before.end for before, after in zip(spans, spans[1:], strict=False)]
+    return [after.start - before.end for before, after in pairwise(spans)]
 
 
 def test_shares_of_a_step_add_up_for_every_role(run: Run) -> None:
