@@ -40,6 +40,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "look at results": {
         "samples": ("hpcrl.cli.samples", "show samples: prompt, turns, reward and why they ended"),
+        "report": ("hpcrl.cli.report", "write one HTML file that shows runs: verdict, curves, timeline, samples"),
         "eval": ("hpcrl.cli.eval", "evaluate a checkpoint of a run, or a model, on this machine; needs vLLM"),
         "replay": (
             "hpcrl.cli.replay",

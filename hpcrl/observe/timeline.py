@@ -1,6 +1,6 @@
 """What every process of a run does with its time: one file of spans per process and attempt, which together have no gap.
 
-    {"process": "rank-0", "host": "n1", "pid": 4711}                              a writer starts
+    {"process": "rank-0", "host": "n1", "versions": {"torch": "2.13.0"}}          a writer starts
     {"start": 1763666666.5, "seconds": 2.25, "phase": "policy_train", "step": 3}  what it did from then on, for so long
 
 A process is in one phase at a time, so spans of a process follow one another and the shares of a step add up to the whole. Steps are the
@@ -11,8 +11,9 @@ A file of `_LARGEST` bytes becomes <process>.old.jsonl, in the place of an earli
 from __future__ import annotations
 
 import json
-import os
+import platform
 import socket
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -49,6 +50,7 @@ KINDS = {
 
 _KIND_OF = {phase: kind for kind, phases in KINDS.items() for phase in phases}
 _LARGEST = 4 << 20
+_PACKAGES = ("torch", "transformers", "vllm", "megatron.core", "peft", "numpy")
 _WRITE_S = 2.0
 _FIRST_STEP = "rank-0"
 
@@ -95,7 +97,7 @@ class Timeline:
         self._written, self._refused = self._began, False
         # one that was killed in the middle of a line shares its file with the one that took its place
         self._lines.append("\n" if self._path.exists() else "")
-        self._note({"process": process, "host": socket.gethostname(), "pid": os.getpid()})
+        self._note({"process": process, "host": socket.gethostname(), "versions": _versions()})
 
     def enter(self, phase: str) -> str:
         """Tell that the process does this from now on; return what it did before."""
@@ -167,6 +169,24 @@ class Timeline:
             print(f"{self._path} could not be written: {error.strerror}; the timeline ends here", flush=True)
 
 
+def _versions() -> dict[str, str]:
+    """Return the versions of Python and of those packages that a run depends on and this process has imported."""
+    imported = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
+    return {"python": platform.python_version()} | {name: str(found) for name, found in imported.items() if found}
+
+
+def versions_of(run: Run) -> dict[str, str]:
+    """Return the versions that the processes of the newest attempt with a timeline ran with; several where they differ."""
+    attempts = sorted(number for path in run.timelines.glob("*") if (number := attempt_of(path)) is not None)
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in run.timeline(attempts[-1]).glob("*.jsonl") if attempts else ():
+        for line in _lines_of(path):
+            if isinstance(versions := line.get("versions"), dict):
+                for name, version in versions.items():
+                    found[str(name)].add(str(version))
+    return {name: ", ".join(sorted(versions)) for name, versions in sorted(found.items())}
+
+
 def read_spans(run: Run, attempt: int | None = None) -> list[Span]:
     """Return the spans of all processes, of one attempt only where it is given, ordered by process and time; what nobody of us wrote is passed over."""
     folders = [path for path in run.timelines.glob("*") if attempt_of(path) is not None] if attempt is None else []
@@ -181,12 +201,18 @@ def read_spans(run: Run, attempt: int | None = None) -> list[Span]:
 
 def _spans_of(path: Path, attempt: int) -> Iterator[Span]:
     process = path.name.removesuffix(".jsonl").removesuffix(".old")
+    for line in _lines_of(path):
+        with suppress(ValueError, KeyError, TypeError):
+            start, seconds = float(line["start"]), float(line["seconds"])
+            yield Span(process, attempt, str(line["phase"]), start, start + seconds, line.get("step"))
+
+
+def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
     with suppress(FileNotFoundError), path.open("rb") as file:  # renamed meanwhile: it is read under its new name
         for line in file:
-            with suppress(ValueError, KeyError, TypeError):
-                value = parse_json(line)
-                start, seconds = float(value["start"]), float(value["seconds"])
-                yield Span(process, attempt, str(value["phase"]), start, start + seconds, value.get("step"))
+            with suppress(ValueError):
+                if isinstance(value := parse_json(line), dict):
+                    yield value
 
 
 def steps_of(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
