@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import tomli
@@ -23,9 +23,10 @@ from hpcrl.observe.report.verdict import findings
 from hpcrl.observe.summary import summarise
 from hpcrl.observe.timeline import versions_of
 from hpcrl.observe.view import summary_rows
-from hpcrl.rundir.commit import checksum, read_json
+from hpcrl.rundir.commit import checksum
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, Outcome, read_attempts, read_outcomes
+from hpcrl.rundir.records import read_object
 from hpcrl.rundir.starts import read_starts, resumed_after
 
 _VERSION = re.compile(r'^__version__ = "(.*)"', re.MULTILINE)
@@ -52,20 +53,18 @@ def content_of(run: Run, decoder: Decoder, *, with_samples: bool = True) -> dict
         "made": time.time(),
         "started": started,
         "summary": summary_rows(summarise(run)),
-        "findings": [asdict(one) for one in findings(curves, config["tables"], ended)],
+        "findings": [asdict(one) for one in findings(curves, config.values, ended)],
         "attempts": _attempts(run, attempts, outcomes, started),
         "curves": curves,
         "groups": groups_of(run),
         "timeline": timeline_of(run, started),
         "samples": _samples(run, decoder) if with_samples else None,
-        "config": config["settings"],
+        "config": config.settings,
         "environment": _environment(run, attempts),
     }
 
 
-def _attempts(
-    run: Run, attempts: list[Attempt], outcomes: dict[int, Outcome], started: float
-) -> list[dict[str, Any]]:
+def _attempts(run: Run, attempts: list[Attempt], outcomes: dict[int, Outcome], started: float) -> list[dict[str, Any]]:
     resumed = resumed_after(read_starts(run))
     return [
         {
@@ -84,17 +83,29 @@ def _attempts(
     ]
 
 
-def _config(run: Run) -> dict[str, Any]:
-    """Return the tables of a run's configuration, and its settings: path, value as TOML, and whether it is not the default."""
+@dataclass(frozen=True)
+class _Settings:
+    """The configuration of a run.
+
+    Attributes:
+        values: by dotted path.
+        settings: of each path the value as TOML, and whether it is not the default.
+    """
+
+    values: dict[str, Any]
+    settings: list[tuple[str, str, bool]]
+
+
+def _config(run: Run) -> _Settings:
     try:
-        tables = tomli.loads(run.config.read_text(encoding="utf-8"))
+        values = dict(flat(tomli.loads(run.config.read_text(encoding="utf-8"))))
     except (tomli.TOMLDecodeError, ValueError) as error:
         raise RunError(f"{run.config} is damaged: {error}. Restore it from a backup") from error
-    changed: set[str] | None = None
+    changed = set[str]()
     with suppress(ConfigError):  # written by an earlier hpcrl: which defaults it had is not known
         changed = {path for path, _ in flat(Config.from_toml([run.config]).changed())}
-    settings = [[path, value_as_toml(value), changed is not None and path in changed] for path, value in flat(tables)]
-    return {"tables": tables, "settings": settings}
+    settings = [(path, value_as_toml(value), path in changed) for path, value in values.items()]
+    return _Settings(values, settings)
 
 
 def _samples(run: Run, decoder: Decoder) -> dict[str, Any]:
@@ -108,13 +119,13 @@ def _environment(run: Run, attempts: list[Attempt]) -> list[tuple[str, str]]:
     """Return what the run was started with and where, by name."""
     code = run.code / "hpcrl" / "__init__.py"
     found = _VERSION.search(code.read_text(encoding="utf-8")) if code.is_file() else None
-    submission = read_json(run.submission) or {}
+    submission = read_object(run.submission, "remove it: the job of the run is then not known") or {}
     rows = [
         ("directory", str(run.path)),
         ("hpcrl", found[1] if found else "not known"),
         ("checksum of configuration and code", checksum(run.checksums) if run.checksums.is_file() else "none"),
         ("executor", f"{submission.get('executor', 'not known')}, job {submission.get('job_id', 'not known')}"),
-        ("overrides", " ".join(submission.get("overrides", [])) or "none"),
+        ("overrides", " ".join(map(str, submission.get("overrides") or [])) or "none"),
         ("hosts", ", ".join(dict.fromkeys(host for attempt in attempts for host in attempt.hosts)) or "none yet"),
     ]
     return rows + [(name, version) for name, version in versions_of(run).items()]

@@ -45,7 +45,8 @@ def groups_of(run: Run) -> dict[str, Any] | None:
         "reward": _histogram(rewards),
         "length": _histogram(lengths),
         "alike": [
-            rounded(sum(len(set(group.rewards)) == 1 for group in batch.groups) / len(batch.groups)) for batch in batches
+            rounded(sum(len(set(group.rewards)) == 1 for group in batch.groups) / len(batch.groups))
+            for batch in batches
         ],
         "stops": {name: [rounded(counts[name] / counts.total()) for counts in reasons] for name in names},
         "dropped": {

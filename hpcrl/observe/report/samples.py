@@ -50,7 +50,9 @@ def samples_of(run: Run, decode: Decode | None) -> dict[str, Any]:
             if size > _LARGEST and trained:
                 break
             trained[step] = found
-    versions = sorted({version for path in run.evals.glob("v*/*.jsonl") if (version := version_of(path.parent)) is not None})
+    versions = sorted(
+        {version for path in run.evals.glob("v*/*.jsonl") if (version := version_of(path.parent)) is not None}
+    )
     evaluated = dict[int, Any]()
     for version in _spread(versions[::-1], _MOST_EVALUATIONS):
         with suppress(DataError, RunError):
@@ -114,7 +116,8 @@ def _trained(run: Run, batch: Batch, place: int, at: int, decode: Decode | None)
 
 
 def _facts(group: GroupMeta, at: int, row: Sample[np.ndarray]) -> dict[str, float]:
-    raw = {"reward before zero_reward_on_non_stop": group.raw_rewards[at]} if group.raw_rewards else {}
+    was = group.raw_rewards[at] if group.raw_rewards else group.rewards[at]
+    raw = {"reward before zero_reward_on_non_stop": was} if was != group.rewards[at] else {}
     return {"tokens": group.response_lengths[at], "replica": group.replica, **raw, **row.env_metrics}
 
 

@@ -38,7 +38,7 @@ def findings(curves: dict[str, Any], config: dict[str, Any], outcomes: Sequence[
 
     Args:
         curves: as of `curves_of`.
-        config: tables of the run's configuration.
+        config: settings of the run by dotted path.
     """
 
     def values(name: str) -> list[float]:
@@ -52,7 +52,9 @@ def findings(curves: dict[str, Any], config: dict[str, Any], outcomes: Sequence[
     if ended:
         last = ended[-1]
         found.append(
-            Finding("attempts", "look", f"{len(ended)} of {len(outcomes)} failed; the last: {last.kind}, {last.message}")
+            Finding(
+                "attempts", "look", f"{len(ended)} of {len(outcomes)} failed; the last: {last.kind}, {last.message}"
+            )
         )
     elif outcomes:
         found.append(Finding("attempts", "good", f"none failed, {interrupted} interrupted and continued"))
@@ -97,10 +99,14 @@ def _policy(values: Callable[[str], list[float]]) -> Iterator[Finding]:
         yield Finding("entropy", "look" if low or high else "good", f"{first:.3g} → {last:.3g} nats per token{said}")
     if kl := values(KL):
         last = _ends(kl)[1]
-        yield Finding("KL", "look" if last > 1 else "good", f"{last:.3g} per token from the reference in the last tenth")
+        yield Finding(
+            "KL", "look" if last > 1 else "good", f"{last:.3g} per token from the reference in the last tenth"
+        )
     if clip := values(CLIP):
         last = _ends(clip)[1]
-        yield Finding("clip", "look" if last > 0.2 else "good", f"{last:.1%} of the tokens are clipped in the last tenth")
+        yield Finding(
+            "clip", "look" if last > 0.2 else "good", f"{last:.1%} of the tokens are clipped in the last tenth"
+        )
     if mismatch := values(MISMATCH):
         last = _ends(mismatch)[1]
         said = f"engines and trainer differ by {last:.2g} nats per token in the last tenth"
@@ -131,6 +137,6 @@ def _samples(values: Callable[[str], list[float]]) -> Iterator[Finding]:
 
 def _staleness(values: Callable[[str], list[float]], config: dict[str, Any]) -> Iterator[Finding]:
     if stale := values(STALENESS):
-        bound = config.get("trainer", {}).get("fully_async", {}).get("max_staleness_steps", 0)
+        bound = config.get("trainer.fully_async.max_staleness_steps", 0)
         said = f"{max(stale):.0f} steps at most, {bound} allowed"
         yield Finding("staleness", "bad" if max(stale) > bound else "good", said)

@@ -40,7 +40,7 @@ function chartOptions(name, width) {
   const many = DATA.runs.length > 1;
   const series = DATA.runs.map((run, at) => ({
     label: many ? run.name : "value", stroke: colour(at), width: 1.6, spanGaps: true, value: (_, value) => number(value),
-    points: { show: (plot) => plot.data[at + 1].filter((value) => value != null).length < 40, size: 4 },
+    points: { show: (plot) => plot.data[at + 1].filter((value) => value != null).length < 15, size: 4 },
   }));
   const raw = view.smooth ? DATA.runs.map((run, at) => ({ label: many ? `${run.name}, raw` : "raw", stroke: `${colour(at)}55`, width: 1, spanGaps: true, points: { show: false }, value: (_, value) => number(value) })) : [];
   return {

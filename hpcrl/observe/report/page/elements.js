@@ -89,5 +89,5 @@ function ticks(low, high, count) {
 function runPicker(change) {
   if (DATA.runs.length < 2) return null;
   const options = DATA.runs.map((run, at) => el("option", { value: at }, run.name));
-  return el("label", {}, "Run", el("select", { onchange: (event) => change(Number(event.target.value)) }, options));
+  return el("div", { class: "tools" }, el("label", {}, "Run", el("select", { onchange: (event) => change(Number(event.target.value)) }, options)));
 }

@@ -39,11 +39,11 @@ function heatmap(title, steps, histogram) {
 }
 
 /** Draw a few columns by step that are no metrics. */
-function plainChart(title, steps, columns) {
+function plainChart(title, steps, columns, range) {
   const box = el("div", { class: "chart", role: "figure", "aria-label": title }, el("h4", {}, title));
   const names = Object.keys(columns), grid = { stroke: style("--line"), width: 1 }, axis = { stroke: style("--faint"), grid, ticks: grid, font: "11px system-ui" };
   const options = {
-    width: 320, height: 190, scales: { x: { time: false } },
+    width: 320, height: 190, scales: { x: { time: false }, ...(range ? { y: { range } } : {}) },
     series: [{ label: "step" }, ...names.map((name, at) => ({ label: name, stroke: colour(at), width: 1.6, value: (_, value) => number(value) }))],
     axes: [{ ...axis, size: 28 }, { ...axis, size: 58, values: (_, found) => found.map(number) }],
   };
@@ -64,15 +64,15 @@ function groupsSection() {
     return shown.replaceChildren(
       el("div", { class: "charts" },
         heatmap("Reward", steps, groups.reward), heatmap("Response length, tokens", steps, groups.length),
-        plainChart("Why samples ended, share", steps, groups.stops),
-        plainChart("Groups whose samples all have one reward, share", steps, { alike: groups.alike }),
+        plainChart("Why samples ended, share", steps, groups.stops, [0, 1]),
+        plainChart("Groups whose samples all have one reward, share", steps, { alike: groups.alike }, [0, 1]),
         lost ? plainChart("Groups that are not trained", steps, { dropped: dropped.counts, "given up": groups.given_up }) : null),
       lost ? el("p", { class: "faint" }, "Dropped: dynamic sampling kept them from training. Given up: surplus groups for which no step waited.") : el("p", { class: "faint" }, "No group was dropped or given up."),
       dropped.some.length ? folded(`The last ${dropped.some.length} dropped groups`, () => el("div", { class: "scroll" }, table(["step", "group", "why"], dropped.some.slice().reverse().map((one) => [one.step, one.group, one.why])))) : "",
     );
   };
   show(0);
-  return [el("div", { class: "tools" }, runPicker(show)), shown];
+  return [runPicker(show), shown];
 }
 
 function table(head, rows) {

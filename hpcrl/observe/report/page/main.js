@@ -61,7 +61,7 @@ function drawPage() {
   const main = document.querySelector("main"), nav = document.querySelector("nav");
   for (const [name, [title, build]] of Object.entries(SECTIONS)) {
     nav.append(el("a", { href: `#${name}` }, title));
-    main.append(el("section", { id: name, "aria-label": title }, el("h2", {}, title), build()));
+    main.append(el("section", { id: name, "aria-label": title }, el("h2", {}, title), ...build().filter(Boolean)));
   }
   const inSight = new IntersectionObserver((entries) => {
     for (const entry of entries) if (entry.isIntersecting) nav.querySelectorAll("a").forEach((link) => (link.hash === `#${entry.target.id}` ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current")));

@@ -3,7 +3,7 @@
 const SCALES = {
   logprob: { title: "log-probability", low: "unlikely", high: "certain", of: (value) => Math.min(1, -value / 6), colour: (share) => `rgba(217, 79, 79, ${0.75 * share})`, ends: ["certain", "unlikely: -6 nats"] },
   advantage: { title: "advantage", signed: true, ends: ["negative", "positive"] },
-  mismatch: { title: "trainer's minus engine's log-probability", signed: true, ends: ["engine higher", "trainer higher"] },
+  mismatch: { title: "mismatch: log-probability, trainer minus engine", signed: true, ends: ["engine higher", "trainer higher"] },
   version: { title: "version of the policy", ends: ["oldest", "newest"] },
 };
 
@@ -72,7 +72,7 @@ function samplesSection() {
   };
   if (!DATA.runs[0].samples?.trained.length) state.kind = "evaluated";
   draw();
-  return [el("div", { class: "tools" }, runPicker((at) => { Object.assign(state, { run: at, place: -1, kind: DATA.runs[at].samples?.trained.length ? "trained" : "evaluated" }); draw(); })), shown];
+  return [runPicker((at) => { Object.assign(state, { run: at, place: -1, kind: DATA.runs[at].samples?.trained.length ? "trained" : "evaluated" }); draw(); }), shown];
 }
 
 function scaleLegend(name) {

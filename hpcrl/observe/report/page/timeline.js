@@ -25,6 +25,8 @@ function placeOf(spans, time) {
   return low;
 }
 
+const percent = (share) => (share < 5e-4 ? "" : `${(100 * share).toFixed(1)} %`);
+
 class TimelineView {
   constructor(run) {
     const { timeline } = run;
@@ -38,7 +40,7 @@ class TimelineView {
     this.height = RULER + this.rows.length * (ROW + GAP) + 4;
     this.canvas = el("canvas", { tabindex: 0, role: "img", "aria-label": "timeline of all processes; plus and minus zoom, arrows move, Home shows the whole" });
     this.box = el("div", { class: "timeline" }, this.canvas);
-    this.shares = el("div", { class: "scroll" });
+    this.shares = el("div", { class: "scroll shares" });
     this.listen();
     onWidth(this.box, (width) => { this.width = width; this.draw(); });
   }
@@ -132,7 +134,11 @@ class TimelineView {
       context.fillStyle = outcomeColour(before.kind);
       context.fillRect(x - 1, 16, 2, this.height);
       context.textAlign = "left";
-      context.fillText(`attempt ${attempt.number}`, Math.min(x + 4, this.width - 60), 12);
+      const text = `attempt ${attempt.number}`, left = Math.min(x + 4, this.width - 60);
+      context.fillStyle = style("--panel");
+      context.fillRect(left - 2, 2, context.measureText(text).width + 4, 13);
+      context.fillStyle = outcomeColour(before.kind);
+      context.fillText(text, left, 12);
     }
   }
 
@@ -171,7 +177,7 @@ class TimelineView {
     const whole = this.to - this.from;
     this.shares.replaceChildren(table(["process", ...used.map((kind) => this.kinds[kind]), "absent"], this.rows.map((row, at) => {
       const there = used.reduce((sum, kind) => sum + sums[at][kind], 0);
-      return [row.name, ...used.map((kind) => `${(100 * sums[at][kind] / whole).toFixed(1)} %`), `${Math.max(0, 100 - 100 * there / whole).toFixed(1)} %`];
+      return [row.name, ...used.map((kind) => percent(sums[at][kind] / whole)), percent(Math.max(0, 1 - there / whole))];
     })));
   }
 }
@@ -196,5 +202,5 @@ function timelineSection() {
       el("h3", {}, "Shares of the time that is shown"), view.shares);
   };
   show(0);
-  return [el("div", { class: "tools" }, runPicker(show)), shown];
+  return [runPicker(show), shown];
 }
