@@ -81,9 +81,10 @@ def test_models_for_which_vllm_loads_no_adapters(tmp_path: Path) -> None:
     check_files(Config.from_toml([QUICKSTART], [*given, "generator.inference_engine.merge_lora=true"]))
 
 
-def test_what_engines_get_where_they_cannot_load_adapters_is_said() -> None:
+@pytest.mark.parametrize("special", ['modules_to_save=["norm"]', 'target_parameters=["experts"]', "init_method=pissa"])
+def test_what_engines_get_where_they_cannot_load_adapters_is_said(special: str) -> None:
     lora = "trainer.policy.model.lora"
-    given = [f"{lora}.rank=8", f'{lora}.modules_to_save=["norm"]']
+    given = [f"{lora}.rank=8", f"{lora}.{special}"]
     (said,) = check_files(Config.from_toml([QUICKSTART], given))
     assert "each version is the whole policy, merged" in said
     assert check_files(Config.from_toml([QUICKSTART], [*given, "generator.inference_engine.merge_lora=true"])) == []

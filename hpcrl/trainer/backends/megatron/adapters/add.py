@@ -94,8 +94,8 @@ def add_adapters(
             _require_one_A(slot, first, section)
     grouped: dict[nn.Module, list[LayerAdapter]] = {}
     for name, part in here.items():
-        assert part.expert is None, f"{name} is of no linear layer"
         if any(each.removesuffix(".weight") in adapted for each in table[name].tensors):
+            assert part.expert is None, f"{name} is of no linear layer"
             adapter = LayerAdapter(table[name], adapted, first, config, lora.dropout, shared=shared)
             layer = layer_of[part.parameter]
             if layer._parameters.get("weight") is part.parameter:
