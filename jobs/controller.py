@@ -38,7 +38,7 @@ from hpcrl.data.prompts import drop_long, set_aside
 from hpcrl.data.token_cache import TokenCache
 from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, training_rows
 from hpcrl.errors import HpcrlError
-from hpcrl.observe.tensorboard import Follower
+from hpcrl.observe.tensorboard.follower import Follower
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run, token_cache
 from hpcrl.rundir.ledger import require_newest

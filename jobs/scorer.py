@@ -29,7 +29,7 @@ from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import DIRECTORY, Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told
-from hpcrl.trainer.distributed import joined
+from hpcrl.trainer.distributed import end_rank, joined
 from hpcrl.trainer.scoring.model import ScoringModel
 from hpcrl.trainer.scoring.worker import ScoreWorker
 
@@ -61,4 +61,5 @@ if __name__ == "__main__":
         main(sys.argv[1])
     except HpcrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        end_rank(error.exit_code)
+    end_rank()

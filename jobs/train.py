@@ -44,7 +44,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.trainer.backends.schedule import is_due
 from hpcrl.trainer.controller_client import PROCESS, ControllerClient
-from hpcrl.trainer.distributed import World, joined
+from hpcrl.trainer.distributed import World, end_rank, joined
 from hpcrl.trainer.load import load_learner
 from hpcrl.trainer.metrics import PhaseTimer, describe_cost, describe_times
 from hpcrl.trainer.models.forward import DTYPES
@@ -135,7 +135,7 @@ def train(
                     publisher.retire()
             learner.reset_reference(step, epoch, timer)
             metrics |= checkpoints.settle() | describe_cost(batch, timer.lap(), learner.world, learner.flops)
-            controller.trained(step, metrics)  # before the commit: none may be missing
+            controller.trained(step, metrics, learner.histograms)  # before the commit: none may be missing
             controller.measured(step, learner.validate(step, total, timer))
             consensus("save")
             if is_due(save_interval, step, total):
@@ -166,3 +166,4 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     main(sys.argv[1])
+    end_rank()

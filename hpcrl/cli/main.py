@@ -42,6 +42,8 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "samples": ("hpcrl.cli.samples", "show samples: prompt, turns, reward and why they ended"),
         "report": ("hpcrl.cli.report", "write one HTML file that shows runs: verdict, curves, timeline, samples"),
         "eval": ("hpcrl.cli.eval", "evaluate a checkpoint of a run, or a model, on this machine; needs vLLM"),
+        "compare": ("hpcrl.cli.compare", "say whether two evaluations of the same prompts differ, and where"),
+        "rescore": ("hpcrl.cli.rescore", "score the samples of an evaluation with other rewards; generates nothing"),
         "replay": (
             "hpcrl.cli.replay",
             "train a step again from the checkpoint before it, on this machine and outside the run; needs torch",

@@ -29,7 +29,7 @@
   metrics/*.jsonl                  one writer per file; the truth
   timeline/<attempt>/<process>.jsonl   what each process did when, and .old.jsonl what it did before (hpcrl/observe/timeline.py)
   profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks
-  tensorboard/                     derived from metrics; can be rebuilt
+  tensorboard/<run>/               derived from metrics; can be rebuilt
   control/                         stop, stacks: requests to the agents
 
 <root>/.tokens/                    tokens of datasets that runs share (hpcrl/data/token_cache.py)
@@ -196,6 +196,11 @@ class Run:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def events(self) -> Path:
+        """What TensorBoard reads; it calls a run as the folder of its events."""
+        return self.tensorboard / self.name
 
     @property
     def stop(self) -> Path:

@@ -42,7 +42,7 @@ STEPS = 20  # enough that a kill during the first few meets a run that is still 
 
 
 def tensorboard_points(run: Run, tag: str) -> list[int]:
-    events = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0})
+    events = EventAccumulator(str(run.events), size_guidance={"scalars": 0})
     events.Reload()
     return [event.step for event in events.Scalars(tag)]
 
@@ -163,6 +163,11 @@ def test_from_another_runs_checkpoint_and_cancel(place: Path) -> None:
     assert results["prompts"] == {"all": 256, "sort_letters": 256}
     (where,) = run.evaluations.iterdir()
     assert hpcrl("samples", str(where), "--eval", "--best", "-n", "2", cwd=place).stdout.count("--- turn 1") == 2
+    rescored = hpcrl("rescore", str(where), "-o", "rescored", "--json", cwd=place)
+    assert rescored.returncode == 0, rescored.stderr
+    assert json.loads(rescored.stdout)["metrics"] == results["metrics"], "the same rewards"
+    compared = json.loads(hpcrl("compare", "first@0", "rescored", "--json", cwd=place).stdout)
+    assert compared["metrics"]["eval/all/avg_score"]["after"] == results["metrics"]["eval/all/avg_score"]
 
     second = submit(
         place,
