@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from hpcrl.cli.main import main
 from hpcrl.errors import RunError
+from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.observe.report import live as live_module
 from hpcrl.observe.report.content import content_of
 from hpcrl.observe.report.curves import curves_of
+from hpcrl.observe.report.live import LiveReport
 from hpcrl.observe.report.samples import token_texts
 from hpcrl.observe.report.spans import timeline_of
 from hpcrl.observe.report.verdict import findings
@@ -199,3 +205,47 @@ def test_verdict() -> None:
     lost = Outcome(1, "lost", "it ended without a word", "n", 0.0)
     assert said({}, lost)["attempts"] == ("look", "1 of 1 failed; the last: lost, it ended without a word")
     assert said({}) == {}
+
+
+@pytest.fixture
+def served(run: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveReport]:
+    monkeypatch.setattr(live_module, "_EVERY_S", 0.0)
+    live = LiveReport([run], decoder, 0)
+    thread = threading.Thread(target=live.serve)
+    thread.start()
+    yield live
+    live.close()
+    thread.join()
+
+
+def test_a_live_report_wants_its_token(served: LiveReport) -> None:
+    address, _, token = served.url.partition("?token=")
+    assert address.startswith("http://127.0.0.1:")
+    with httpx.Client(trust_env=False) as client:
+        for path in ("", "content", "content?samples=1", "../config.toml"):
+            assert client.get(address + path).status_code == 403
+            assert client.get(address + path, params={"token": token[:-1]}).status_code == 403
+            assert client.get(address + path, headers={"Authorization": "Bearer x"}).status_code == 403
+        answer = client.get(served.url)
+        assert answer.status_code == 200
+        assert token not in answer.text
+        assert (answer.headers["cache-control"], answer.headers["referrer-policy"]) == ("no-store", "no-referrer")
+        assert client.get(f"{address}secrets/token", params={"token": token}).status_code == 404
+    with pytest.raises(RunError, match=f"127.0.0.1:{served.port} cannot be served"):
+        LiveReport([], decoder, served.port)
+
+
+def test_a_live_report_follows_a_run(served: LiveReport, run: Run) -> None:
+    address, _, token = served.url.partition("?token=")
+    with httpx.Client(trust_env=False, headers={"Authorization": f"Bearer {token}"}) as client:
+        before = client.get(f"{address}content").json()[0]
+        assert (before["curves"]["steps"][-1], before["samples"]) == (20, None)
+        with MetricsWriter(run, "trainer", 3, 20) as writer:
+            writer.write(21, {"timing/step": 1.0})
+        after = client.get(f"{address}content?samples=1").json()[0]
+        assert after["curves"]["steps"][-1] == 21
+        assert after["samples"]["trained"]
+        run.attempts.write_text("[1]\n")
+        damaged = client.get(f"{address}content")
+        assert damaged.status_code == 503
+        assert f"{run.attempts}, line 1" in damaged.text

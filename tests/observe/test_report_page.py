@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hpcrl.cli.main import main
+from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.observe.report.live import LiveReport
 from tests.observe.browser import KEYS, Browser, browser
 from tests.observe.report_material import HOSTILE, made, write_dump, write_evaluation, write_step
 
@@ -46,7 +49,7 @@ def test_all_sections_are_there_and_fit(
         window.run("document.getElementById(arguments[0]).scrollIntoView()", section)
         assert window.wait(f"return document.getElementById('{section}').innerText.length > 20")
     window.run("document.getElementById('curves').scrollIntoView()")
-    assert window.wait("return document.querySelectorAll('#curves .uplot canvas').length > 3")
+    assert window.wait("return document.querySelectorAll('#curves .uplot canvas').length > 1")
     assert window.run(_WIDE), "the page is wider than its window"
     assert window.errors() == []
     window.screenshot(tmp_path / "page.png")
@@ -133,3 +136,28 @@ def test_what_differs_between_runs(window: Browser, pages: dict[str, str]) -> No
     assert window.run(rows) == ["trainer.max_steps\t40\t30"]
     window.click("#configuration input[type=checkbox]")
     assert len(window.run(rows)) > 20
+
+
+def test_a_live_page_takes_in_what_is_new(window: Browser, tmp_path: Path) -> None:
+    run = made(tmp_path, "live", 20)
+    live = LiveReport([run], lambda _: lambda ids: f"{ids} ", 0)
+    thread = threading.Thread(target=live.serve)
+    thread.start()
+    try:
+        window.open(live.url)
+        window.wait(_READY)
+        window.run(
+            "document.getElementById('timeline').scrollIntoView(); window.kept = document.querySelector('#samples')"
+        )
+        assert "steps 1 to 20" in window.wait("return document.querySelector('#timeline .tools .faint').textContent")
+        with MetricsWriter(run, "trainer", 3, 20) as writer:
+            writer.write(21, {"timing/step": 1.0, "other/new": 1.0})
+        write_step(run, 21, [1.0, 0.0])
+        assert window.wait("return DATA.runs[0].curves.steps.at(-1) === 21")
+        assert window.run("return document.querySelectorAll('#samples article').length") == 0
+        window.click(".live button")
+        assert window.wait("return document.querySelectorAll('#samples article').length === 2")
+        assert window.errors() == []
+    finally:
+        live.close()
+        thread.join()

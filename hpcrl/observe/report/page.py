@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _FOLDER = Path(__file__).parent / "page"
-_SCRIPTS = ("uplot.min.js", "elements.js", "charts.js", "heatmap.js", "timeline.js", "samples.js", "main.js")
+_SCRIPTS = ("uplot.min.js", "elements.js", "charts.js", "heatmap.js", "timeline.js", "samples.js", "main.js", "live.js")
 _STYLES = ("uplot.min.css", "report.css")
 
 

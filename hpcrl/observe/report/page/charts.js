@@ -90,6 +90,11 @@ function chart(name, title = name) {
     plot = new uPlot(chartOptions(name, Math.max(200, box.clientWidth - 18)), chartData(name), box);
     view.charts.add(box);
   };
+  box.update = () => {
+    const { min, max } = plot.scales.x, axis = plot.data[0], zoomed = min > axis[0] || max < axis.at(-1);
+    plot.setData(chartData(name), !zoomed);
+    if (zoomed) plot.redraw();
+  };
   onWidth(box, (width) => plot?.setSize({ width: Math.max(200, width - 18), height: 190 }));
   seen.observe(box);
   return box;

@@ -71,8 +71,10 @@ function groupsSection() {
       dropped.some.length ? folded(`The last ${dropped.some.length} dropped groups`, () => el("div", { class: "scroll" }, table(["step", "group", "why"], dropped.some.slice().reverse().map((one) => [one.step, one.group, one.why])))) : "",
     );
   };
+  let chosen = 0;
+  document.addEventListener("newer", () => show(chosen));
   show(0);
-  return [runPicker(show), shown];
+  return [runPicker((at) => show((chosen = at))), shown];
 }
 
 function table(head, rows) {

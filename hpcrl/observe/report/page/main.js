@@ -57,11 +57,18 @@ const SECTIONS = {
   environment: ["Environment", environmentSection],
 };
 
+function fill(section, name) {
+  const [title, build] = SECTIONS[name];
+  section.replaceChildren(el("h2", {}, title), ...build().filter(Boolean));
+}
+
 function drawPage() {
   const main = document.querySelector("main"), nav = document.querySelector("nav");
-  for (const [name, [title, build]] of Object.entries(SECTIONS)) {
+  for (const [name, [title]] of Object.entries(SECTIONS)) {
     nav.append(el("a", { href: `#${name}` }, title));
-    main.append(el("section", { id: name, "aria-label": title }, el("h2", {}, title), ...build().filter(Boolean)));
+    const section = el("section", { id: name, "aria-label": title });
+    fill(section, name);
+    main.append(section);
   }
   const inSight = new IntersectionObserver((entries) => {
     for (const entry of entries) if (entry.isIntersecting) nav.querySelectorAll("a").forEach((link) => (link.hash === `#${entry.target.id}` ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current")));

@@ -184,10 +184,19 @@ class TimelineView {
 
 function timelineSection() {
   const shown = el("div");
+  let chosen = 0, last = null;
+  document.addEventListener("newer", () => {
+    const zoomed = last && (last.from > last.low || last.to < last.high) ? [last.from, last.to] : null;
+    show(chosen);
+    if (zoomed && last) last.show(...zoomed);
+  });
   const show = (at) => {
+    chosen = at;
+    last = null;
     const run = DATA.runs[at];
     if (!run.timeline) return shown.replaceChildren(el("p", { class: "faint" }, "This run has no timeline: an earlier hpcrl made it, or none of its processes has begun."));
     const view = new TimelineView(run), range = el("span", { class: "faint", "aria-live": "polite" });
+    last = view;
     view.canvas.addEventListener("shown", (event) => { range.textContent = event.detail; });
     const steps = el("select", { "aria-label": "step", onchange: (event) => view.showStep(view.steps.find(([step]) => String(step) === event.target.value)) },
       el("option", { value: "" }, "choose"), view.steps.map(([step]) => el("option", { value: step }, step)));

@@ -1,0 +1,118 @@
+"""A report that follows runs: its page on one address of this machine, for who knows the token, with content that is read again while it is looked at."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from hpcrl.errors import HpcrlError, RunError
+from hpcrl.observe.report.content import Decoder, content_of
+from hpcrl.observe.report.page import page
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.token import same
+
+_EVERY_S = 3.0
+
+
+class LiveReport:
+    """The server of a report.
+
+    Attributes:
+        url: what a browser opens, the token in it.
+
+    Raises:
+        RunError: the port is taken.
+    """
+
+    def __init__(self, runs: Sequence[Run], decoder: Decoder, port: int) -> None:
+        self._contents, self._token = _Contents(runs, decoder), secrets.token_urlsafe(24)
+        contents, token = self._contents, self._token
+
+        class Handler(_Handler):
+            def __init__(self, *arguments: Any) -> None:
+                self.contents, self.token = contents, token
+                super().__init__(*arguments)
+
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        except OSError as error:
+            raise RunError(f"127.0.0.1:{port} cannot be served: {error.strerror}; choose another --port") from error
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}/?token={token}"
+
+    def serve(self) -> None:
+        """Answer until `close`, or KeyboardInterrupt."""
+        self._server.serve_forever()
+
+    def close(self) -> None:
+        """End `serve`, which another thread is in."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Contents:
+    """What is known of the runs, read again at most every few seconds, and only where somebody asks."""
+
+    def __init__(self, runs: Sequence[Run], decoder: Decoder) -> None:
+        self._runs, self._decoder = runs, decoder
+        self._lock = threading.Lock()
+        self._known: dict[bool, tuple[float, list[dict[str, Any]]]] = {}
+
+    def newest(self, with_samples: bool) -> list[dict[str, Any]]:
+        with self._lock:
+            read, known = self._known.get(with_samples, (float("-inf"), []))
+            if time.monotonic() - read > _EVERY_S:
+                known = [content_of(run, self._decoder, with_samples=with_samples) for run in self._runs]
+                self._known[with_samples] = time.monotonic(), known
+            return known
+
+
+class _Handler(BaseHTTPRequestHandler):
+    contents: _Contents
+    token: str
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_GET(self) -> None:
+        asked = urlsplit(self.path)
+        words = parse_qs(asked.query)
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ") or words.get("token", [""])[0]
+        if not same(given, self.token):
+            return self._answer(
+                HTTPStatus.FORBIDDEN, "text/plain", "open the whole address that `hpcrl report` printed\n"
+            )
+        try:
+            if asked.path == "/":
+                return self._answer(HTTPStatus.OK, "text/html", page(self.contents.newest(True), live=True))
+            if asked.path == "/content":
+                found = self.contents.newest("samples" in words)
+                return self._answer(HTTPStatus.OK, "application/json", json.dumps(found, allow_nan=False))
+        except HpcrlError as error:  # a file that is damaged; the next look may find it whole
+            return self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n")
+        return self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is nothing else here\n")
+
+    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        headers = {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: the lines would hold the token."""
