@@ -18,6 +18,12 @@ FILTERS = {f"{ALGORITHM}.zero_variance_filter": True}
 
 OURS = [
     Case(
+        "a tracker is one that is known, or one's own",
+        {"trainer.logger": ["console", "wandbb"]},
+        "trainer.logger", 'expected some of tensorboard, console, wandb, mlflow, swanlab, trackio, or your own as "package.module:function", found "wandbb"; did you mean wandb?',
+        {"trainer.logger": ["console", "wandb", "mine:tracker"]},
+    ),
+    Case(
         "a copy lies at the same place on each node",
         {f"{ENGINE}.weight_copy_dir": "copies"},
         f"{ENGINE}.weight_copy_dir", "expected an absolute path",
