@@ -31,7 +31,7 @@ learn: $(VENV)/installed slurm
 
 # Trackers are optional, so `make test` has their packages not.
 trackers: $(VENV)/installed
-	$(PIP) -e '.[wandb,mlflow,swanlab,trackio]'
+	$(PIP) -c requirements.lock -c requirements-cpu.lock -e '.[wandb,mlflow,swanlab,trackio]'
 	$(BIN)/pytest -m slow tests/observe
 
 faults: $(VENV)/installed slurm
