@@ -2,7 +2,7 @@
 
 consumes   the datasets (where their rows are trained: once, into dataset/), batches/, samples/ and evals/ of earlier attempts, control/stop.json
 waits for  requests of the trainer and of the rollout workers (hpcrl/runtime/controller_client.py)
-produces   batches/s<step>.json, metrics/controller.jsonl, evals/*/summary.json, tensorboard/, what trackers get
+produces   batches/s<step>.json, metrics/controller.jsonl, timeline/, evals/*/summary.json, tensorboard/, what trackers get
 ends       when the last step is trained and evaluated and every worker knows; under a stop request its agent ends it
 """
 
@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import sys
+from contextlib import closing
 from functools import partial
 
 from hpcrl.config import Config, max_replicas, order_seed, sampling_seed, total_steps
@@ -38,6 +39,7 @@ from hpcrl.data.token_cache import TokenCache
 from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, training_rows
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.tensorboard.follower import Follower
+from hpcrl.observe.timeline import Timeline
 from hpcrl.observe.trackers.processes import Trackers, trackers_of
 from hpcrl.rundir.layout import Run, token_cache
 from hpcrl.rundir.ledger import require_newest
@@ -67,8 +69,8 @@ def main(path: str) -> None:
     trackers = Trackers(run, attempt, trackers_of(config.trainer.logger))
     service = Service(run, attempt, schedule(config, steps), train, validation, rows, scores)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
-    with trackers:
-        asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds)))
+    with trackers, closing(Timeline(run, "controller", attempt)) as timeline:
+        asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds, timeline)))
 
 
 def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt]]:

@@ -31,7 +31,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.trainer.controller_client import PROCESS
-from hpcrl.trainer.distributed import World, joined
+from hpcrl.trainer.distributed import World, end_rank, joined
 from hpcrl.trainer.load import load_learner
 from hpcrl.trainer.metrics import PhaseTimer, describe_cost
 from hpcrl.trainer.saving.checkpoint import Checkpoints
@@ -79,3 +79,4 @@ def load(place: Run, run: Run, plan: dict[str, Any], config: Config, world: Worl
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     main(sys.argv[1])
+    end_rank()

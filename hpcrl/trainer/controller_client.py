@@ -56,6 +56,7 @@ class ControllerClient:
         """
         if step >= self._total:
             return None
+        clock.begin(step + 1)
         with clock("wait_for_generation_buffer"):
             return self._next(step + 1)
 

@@ -7,12 +7,13 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from hpcrl.algorithms.off_policy import PER_SAMPLE
 from hpcrl.observe.metrics import Histogram
+from hpcrl.observe.timeline import OTHER, Timeline
 from hpcrl.trainer.advantages import Advantages
 from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.batching import idle_share
@@ -28,9 +29,16 @@ _STEP = "step"
 
 
 class PhaseTimer:
-    """Adds up the seconds of each phase; a step ends with `lap`, what follows until `between` belongs to no step."""
+    """Adds up the seconds of each phase; a step ends with `lap`, what follows until `between` belongs to no step.
 
-    def __init__(self) -> None:
+    Args:
+        timeline: that notes them too; None: nobody looks at one.
+    """
+
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self._timeline = timeline
+        if timeline:
+            timeline.enter(OTHER)
         self._pace: float | None = None
         self._first = True
         self._seconds: dict[str, float] = defaultdict(float)
@@ -40,9 +48,15 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         began = time.monotonic()
         try:
-            yield
+            with self._timeline.during(phase) if self._timeline else nullcontext():
+                yield
         finally:
             self._seconds[phase] += time.monotonic() - began
+
+    def begin(self, step: int) -> None:
+        """Tell the timeline that the process works on this step from now on."""
+        if self._timeline:
+            self._timeline.begin_step(step)
 
     def resume(self, seconds: Mapping[str, float]) -> None:
         """Go on with a step on which an earlier attempt spent what `lap` returned there."""

@@ -1,4 +1,4 @@
-"""Rollout replicas that die, hang, come late or lie (scenarios 22 to 24, 37 and 46), and how the real vLLM starts, dies and takes its processes along."""
+"""Rollout replicas that die, hang, come late or lie (scenarios 22 to 24, 37 and 45), and how the real vLLM starts, dies and takes its processes along."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_signal_while_the_engine_starts(scenario: Scenario) -> None:
 
 @pytest.mark.nodes(3)
 @pytest.mark.faults_slow
-def test_46_a_scorer_dies_and_its_node_is_taken(scenario: Scenario) -> None:
+def test_45_a_scorer_dies_and_its_node_is_taken(scenario: Scenario) -> None:
     """The reference is on a node of its own. Its scorer is started again within the attempt, and with the next one; losses are those of a run whose
     reference is beside the policy, and to which nothing happens."""
     run = scenario.submit({"trainer.placement.colocate_policy_ref": False})

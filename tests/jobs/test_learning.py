@@ -1,5 +1,5 @@
 """Every family of algorithms learns the quickstart's task, in 30 steps each, asynchronous training learns as much as synchronous, and
-several turns are learned, as whole samples and each on its own, right answers by supervised fine-tuning, better ones by DPO, and by a reward model that learns from pairs; with the embedded engine, and some of it with vLLM.
+several turns are learned, as whole samples and each on its own, right answers by supervised fine-tuning, better ones by DPO, by a reward model that learns from pairs, and by teachers; with the embedded engine, and some of it with vLLM.
 
 Slow; see docs/development.md.
 """
@@ -139,6 +139,33 @@ def test_a_reward_model_learns_from_pairs_and_teaches_sorting(place: Path) -> No
     assert rewards[0] < 0 < 2 < rewards[1]
     assert before < 0.5
     assert after >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    {
+        "sampled_token": [],
+        "top_4": ["trainer.distillation.top_k=4"],
+        # the model that is taught is the teacher of all other rows, of which there are none
+        "two_teachers": [
+            f"trainer.distillation.model_path={QUICKSTART.parent / 'quickstart' / 'model'}",
+            f"trainer.distillation.source_models.sort_letters={QUICKSTART.parent / 'quickstart' / 'teacher'}",
+        ],
+    }.items(),
+)
+def test_a_teacher_teaches_sorting(place: Path, name: str, settings: list[str]) -> None:
+    """configs/distillation_tiny.toml, in which no answer has a reward."""
+    path = QUICKSTART.with_name("distillation_tiny.toml")
+    done = hpcrl(
+        "submit", str(path), "--local", "--follow", f"trainer.run_name={name}", *settings, cwd=place, timeout=900
+    )
+    run = Run(place / "runs" / "distillation" / name)
+    assert done.returncode == 0, done.stderr + logs_of(run)
+    before, after = (eval_score(run, version) for version in (0, STEPS))
+    print(f"{name}: {before:.3f} -> {after:.3f}")
+    assert before < 0.5
+    assert after >= 0.95
 
 
 @pytest.mark.slow

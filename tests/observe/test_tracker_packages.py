@@ -68,7 +68,7 @@ def blocks(data: bytes) -> Iterator[bytes]:
             whole = b""
 
 
-@pytest.mark.slow
+@pytest.mark.trackers
 @pytest.mark.parametrize("read", [of_wandb, of_mlflow, of_swanlab, of_trackio], ids=lambda read: read.__name__[3:])
 def test_each_value_once(read: Callable[[Path], Points], tmp_path: Path) -> None:
     name, run = read.__name__[3:], Run(tmp_path / "project" / "rate.0-lr-1")

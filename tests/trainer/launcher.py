@@ -59,7 +59,8 @@ class Started:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HPCRL_ATTEMPT": "1"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HPCRL_ATTEMPT": "1"}
 
 
 def start_ranks(folder: Path, ranks: int, *arguments: object, script: str, limit_s: int | None = None) -> Started:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -15,14 +15,15 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import nn
 
-from hpcrl.config.adapters import reference_follows, reference_is_base
+from hpcrl.config.adapters import begins_from_weights, reference_follows, reference_has_values, reference_is_base
 from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import CriticConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer
 from hpcrl.trainer.backends.megatron import shims
-from hpcrl.trainer.backends.megatron.adapters import merging, whole_adapters, without_adapters
+from hpcrl.trainer.backends.megatron.adapters.layer import adapted_modules
+from hpcrl.trainer.backends.megatron.adapters.whole import merging, whole_adapters, whole_modules, without_adapters
 from hpcrl.trainer.backends.megatron.architecture import Architecture, architecture_of
 from hpcrl.trainer.backends.megatron.layers import uses_transformer_engine
 from hpcrl.trainer.backends.megatron.models import CriticModel, PolicyModel, StageModel
@@ -32,9 +33,10 @@ from hpcrl.trainer.backends.megatron.settings import ddp_config, optimizer_confi
 from hpcrl.trainer.backends.megatron.state import ShardedState
 from hpcrl.trainer.backends.megatron.trained import mark_trained
 from hpcrl.trainer.backends.megatron.weights import export, export_pieces, load
-from hpcrl.trainer.backends.reference import REFERENCE, forget_moments, require_same_shape
+from hpcrl.trainer.backends.reference import REFERENCE, exchanged, forget_moments, require_same_shape
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.adapter import Adapter, made_adapter
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, at_temperature, forward_config
 from hpcrl.trainer.models.hf import (
     CriticSource,
@@ -44,7 +46,6 @@ from hpcrl.trainer.models.hf import (
     policy_source,
     reference_source,
 )
-from hpcrl.trainer.models.lora import Adapter, made_adapter
 from hpcrl.trainer.packing import untrained_micro_batch
 
 Model = TypeVar("Model", bound=StageModel)
@@ -171,6 +172,7 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
         section, forward = trainer.policy, forward_config(trainer, temperature)
         self._source = policy_source(trainer)
         super().__init__(PolicyModel, self._source, forward, section, "trainer.policy", trainer, world)
+        self._first_values = self._copied() if begins_from_weights(self._lora) else {}
         self._reference: list[PolicyModel] | None = None
         self._reference_is_base = reference_is_base(trainer)
         if trainer_has_reference(trainer) and not self._reference_is_base:
@@ -183,6 +185,7 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
             self._reference_pipeline = Pipeline(chunks, self.data, dynamic=megatron.pipeline_dynamic_shape)
             if reference_follows(trainer):
                 self._require_same_shape()
+        self._reference_values = self._without_adapters() if reference_has_values(trainer) else {}
         self._reference_moved = False
         self.dtype = DTYPES[section.megatron_config.dtype]
 
@@ -190,30 +193,59 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
         if not reference:
             return self._pipeline.first_output(batches)
         if self._reference_is_base:
-            return self._without_adapters(batches)
+            return self._by_adapters_of_reference(batches)
         assert self._reference is not None, "this engine was made without a reference"
         return self._reference_pipeline.first_output(batches)
 
-    def _without_adapters(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+    def _by_adapters_of_reference(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        self._gather()
         found = self._pipeline.first_output(batches)
         while True:
-            with without_adapters(self._chunks):  # not while others compute in between
+            with self._as_reference():  # not while others compute in between
                 logprobs_P = next(found, None)
             if logprobs_P is None:
                 return
             yield logprobs_P
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """Let the policy compute as the reference that it is with other adapters."""
+        held = self._holding(self._reference_values) if self._reference_values else without_adapters(self._chunks)
+        with held:
+            yield
+
+    def _copied(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return a copy of what is trained."""
+        trained = (parameter for chunk in self._chunks for parameter in chunk.parameters() if parameter.requires_grad)
+        return {parameter: parameter.detach().clone() for parameter in trained}
+
+    def _without_adapters(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return what is trained as it is before training: with its first values, and B, where it is not taken from the weights, 0."""
+        values = self._copied()
+        matrices = [matrix for _, adapter in adapted_modules(self._chunks) for matrix in adapter.matrices()]
+        for B in [matrix for letter, _, matrix in matrices if letter == "B" and matrix in values]:
+            if not self._first_values:
+                values[B].zero_()
+        return values
+
+    def _holding(self, values: dict[nn.Parameter, torch.Tensor]) -> AbstractContextManager[None]:
+        """Let what is trained have other values for a while, and `values` its own."""
+        return exchanged((parameter.data, value) for parameter, value in values.items())
 
     def _require_same_shape(self) -> None:
         assert self._reference is not None
         require_same_shape(nn.ModuleList(self._reference), nn.ModuleList(self._chunks))
 
     def reset_reference(self, *, fresh_optimizer: bool) -> None:
-        assert self._reference is not None, "this engine was made without a reference"
         self._gather()
-        with torch.no_grad():
-            for reference, policy in zip(self._reference, self._chunks, strict=True):
-                for parameter, value in zip(reference.parameters(), policy.parameters(), strict=True):
-                    parameter.copy_(value)
+        if self._reference_is_base:
+            self._reference_values = self._copied()
+        else:
+            assert self._reference is not None, "this engine was made without a reference"
+            with torch.no_grad():
+                for reference, policy in zip(self._reference, self._chunks, strict=True):
+                    for parameter, value in zip(reference.parameters(), policy.parameters(), strict=True):
+                        parameter.copy_(value)
         self._reference_moved = True
         if fresh_optimizer:
             for optimizer in self._optimizer.chained_optimizers:
@@ -222,9 +254,13 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
 
     def _writer(self, *, copied: bool) -> Writer:
         own = super()._writer(copied=copied)
-        if self._reference is None or not self._reference_moved:
+        if not self._reference_moved:
             return own
-        reference = self._of_reference(self._reference).writer(self.updates, copied=copied)
+        if self._reference is not None:
+            reference = self._of_reference(self._reference).writer(self.updates, copied=copied)
+        else:
+            with self._as_reference():  # which lasts no longer than this
+                reference = self._of_reference(self._chunks).writer(self.updates, copied=True)
 
         def write(directory: Path, group: dist.ProcessGroup) -> None:
             own(directory, group)
@@ -237,13 +273,21 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
 
     def restore(self, directory: Path) -> None:
         super().restore(directory)
-        if self._reference is not None and self._world.rank0_broadcast(lambda: (directory / REFERENCE).is_dir()):
+        has_one = self._reference is not None or self._reference_is_base
+        if not has_one or not self._world.rank0_broadcast(lambda: (directory / REFERENCE).is_dir()):
+            return
+        if self._reference is not None:
             self._require_same_shape()
             self._of_reference(self._reference).load_weights(directory / REFERENCE)
-            self._reference_moved = True
+        else:
+            if not self._reference_values:  # it follows no more, and stays what it was
+                self._reference_values = self._without_adapters()
+            with self._as_reference():
+                self._of_reference(self._chunks).load_weights(directory / REFERENCE)
+        self._reference_moved = True
 
     def _of_reference(self, chunks: list[PolicyModel]) -> ShardedState:
-        return ShardedState(chunks, None, reshardable=True)
+        return ShardedState(chunks, None, reshardable=True, adapted=self._reference_is_base)
 
     @property
     def vocabulary(self) -> int:
@@ -272,8 +316,16 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
         if not self._lora.rank:
             return None
         self._gather()
-        found = whole_adapters(self._chunks, lambda matrix: matrix.data, self._world)
-        return made_adapter(*found, self._lora, self._source)
+        newest = self._adapter()
+        if not self._first_values:
+            return newest
+        with self._holding(self._first_values):
+            return newest.beyond(self._adapter())
+
+    def _adapter(self) -> Adapter:
+        layers = whole_adapters(self._chunks, lambda matrix: matrix.data, self._world)
+        kept = whole_modules(self._chunks, self._architecture, self.dtype, self._world)
+        return made_adapter(layers, self._lora, self._source, kept)
 
 
 class MegatronCritic(MegatronEngine[CriticModel]):

@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 
 from hpcrl.errors import CommitError, ConfigError
 from hpcrl.trainer.backends.base import Writer
-from hpcrl.trainer.backends.megatron.adapters import sharded_adapters
+from hpcrl.trainer.backends.megatron.adapters.whole import sharded_adapters
 from hpcrl.trainer.distributed import tell
 
 _MODEL = "model"
@@ -60,6 +60,8 @@ class ShardedState:
         self._metadata = {
             "distrib_optim_sharding_type": kind,
             "chained_optim_avoid_prefix": True,
+            # otherwise a weight of all layers is one tensor, which a part of the layers would leave with holes
+            "non_homogeneous_layers": adapted,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
 
