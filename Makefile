@@ -1,6 +1,7 @@
 # make demo    install what is needed and run the quickstart on this machine; ENGINE=vllm: with vLLM instead of the embedded engine
 # make test    install what is needed (with Slurm, where this is root on Debian or Ubuntu) and run all tests
 # make learn   each family of algorithms learns the quickstart's task, and other whole training runs, minutes each; reports in a browser
+# make trackers  install the packages of trackers and send a run to each
 # make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: more than an hour
 # make soak    a thousand processes of three runs killed, one after the other: hours; HPCRL_SOAK=300: so many; and 10,000 steps of one run
 # make fuzz    a million messages to the controller and a million configurations, half an hour; HPCRL_FUZZ=1000: as many of each
@@ -17,7 +18,7 @@ TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 FAULTS    := $(shell grep -rl 'mark\.faults_slow' tests --include='test_*.py' | grep -v '^tests/faults/')
 PIP       := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test learn faults soak fuzz check format slurm chromium
+.PHONY: demo test learn trackers faults soak fuzz check format slurm chromium
 demo: $(VENV)/$(if $(filter vllm,$(ENGINE)),installed,embedded)
 	$(BIN)/hpcrl submit configs/quickstart.toml generator.inference_engine.backend=$(ENGINE) --local --follow
 
@@ -27,6 +28,12 @@ test: $(VENV)/installed slurm
 
 learn: $(VENV)/installed slurm chromium
 	$(BIN)/pytest -m slow -s tests/jobs tests/slurm tests/observe
+
+# In an environment of their own: some want other versions than the lock has.
+trackers:
+	$(PYTHON) -m venv $(VENV)-trackers
+	$(VENV)-trackers/bin/pip install --quiet -e '.[wandb,mlflow,swanlab,trackio]' pytest
+	$(VENV)-trackers/bin/python -m pytest -m trackers --confcutdir tests/observe tests/observe/test_tracker_packages.py
 
 faults: $(VENV)/installed slurm
 	$(BIN)/pytest -m "not soak and not slow" tests/faults $(FAULTS)

@@ -2,7 +2,7 @@
 
 consumes   the datasets (where their rows are trained: once, into dataset/), batches/, samples/ and evals/ of earlier attempts, control/stop.json
 waits for  requests of the trainer and of the rollout workers (hpcrl/runtime/controller_client.py)
-produces   batches/s<step>.json, metrics/controller.jsonl, timeline/, evals/*/summary.json, tensorboard/
+produces   batches/s<step>.json, metrics/controller.jsonl, timeline/, evals/*/summary.json, tensorboard/, what trackers get
 ends       when the last step is trained and evaluated and every worker knows; under a stop request its agent ends it
 """
 
@@ -40,6 +40,7 @@ from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, tra
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.tensorboard.follower import Follower
 from hpcrl.observe.timeline import Timeline
+from hpcrl.observe.trackers.processes import Trackers, trackers_of
 from hpcrl.rundir.layout import Run, token_cache
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -65,9 +66,10 @@ def main(path: str) -> None:
     sets = scorer_sets(config)
     models = [each.name for each in sets for _ in range(each.replicas)]
     scores = ScoreQueue(models, partial(judges_of, sets))
+    trackers = Trackers(run, attempt, trackers_of(config.trainer.logger))
     service = Service(run, attempt, schedule(config, steps), train, validation, rows, scores)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
-    with closing(Timeline(run, "controller", attempt)) as timeline:
+    with trackers, closing(Timeline(run, "controller", attempt)) as timeline:
         asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds, timeline)))
 
 

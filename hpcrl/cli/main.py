@@ -26,6 +26,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "follow": ("hpcrl.cli.follow", "show a run while it goes on, and what it achieved"),
         "logs": ("hpcrl.cli.logs", "print the logs of a run"),
         "tensorboard": ("hpcrl.cli.tensorboard", "print the command that shows the curves of runs"),
+        "sync": ("hpcrl.cli.sync", "send what a run reported to a tracker"),
         "trace": ("hpcrl.cli.trace", "write what the processes of a run did when, for Perfetto and chrome://tracing"),
         "stacks": ("hpcrl.cli.stacks", "show what every process of a run is doing now"),
         "attach": (

@@ -33,7 +33,7 @@ class Unimplemented:
 _PARALLEL = Unimplemented("sequence parallelism")
 _PRECISION = Unimplemented("low-precision training")
 _SPEED = Unimplemented("compiled and offloaded training", result=False)
-_TRACKING = Unimplemented("trackers and profiles", result=False)
+_TRACKING = Unimplemented("further profiles", result=False)
 _ENGINE = Unimplemented("further engine options")
 _DISTILLATION = Unimplemented("further options of distillation")
 _TEACHER = Unimplemented("teachers with Megatron-core")
@@ -42,8 +42,6 @@ _TEACHER = Unimplemented("teachers with Megatron-core")
 UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.strategy": Unimplemented("FSDP1", ("megatron",)),
     "trainer.sequence_parallel_backend": _PARALLEL,
-    "trainer.group_name": _TRACKING,
-    "trainer.logger": _TRACKING,
     "trainer.placement.critic_num_nodes": Unimplemented("a critic on GPUs of its own"),
     "trainer.placement.critic_num_gpus_per_node": Unimplemented("a critic on GPUs of its own"),
     "trainer.placement.colocate_all": Unimplemented("colocated engines"),

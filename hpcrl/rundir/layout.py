@@ -30,6 +30,7 @@
   timeline/<attempt>/<process>.jsonl   what each process did when, and .old.jsonl what it did before (hpcrl/observe/timeline.py)
   profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks
   tensorboard/<run>/               derived from metrics; can be rebuilt
+  trackers/<name>.json             what a tracker has been told; <name>/ its own files
   control/                         stop, stacks: requests to the agents
 
 <root>/.tokens/                    tokens of datasets that runs share (hpcrl/data/token_cache.py)
@@ -201,6 +202,10 @@ class Run:
     def events(self) -> Path:
         """What TensorBoard reads; it calls a run as the folder of its events."""
         return self.tensorboard / self.name
+
+    def tracker(self, name: str) -> Path:
+        """What a tracker has been told; a folder of the same name without suffix has its own files."""
+        return self.path / "trackers" / f"{name.replace(':', '.')}.json"
 
     @property
     def stop(self) -> Path:

@@ -66,7 +66,7 @@ from hpcrl.config.rules.training import (
     without_effect,
 )
 from hpcrl.config.sections.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.config.sections.trainer import LOGGERS, TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.config.unimplemented import unimplemented_values
 
@@ -102,6 +102,12 @@ def _named_functions(config: ConfigTree) -> Iterator[Problem]:
     algorithm = config.trainer.algorithm
     for name, known in (("advantage_estimator", ADVANTAGE_ESTIMATORS), ("policy_loss_type", POLICY_LOSSES)):
         yield from misnamed(f"trainer.algorithm.{name}", getattr(algorithm, name), known, "one of")
+
+
+def _loggers(config: ConfigTree) -> Iterator[Problem]:
+    logger = config.trainer.logger
+    for name in [logger] if isinstance(logger, str) else logger:
+        yield from misnamed("trainer.logger", name, LOGGERS, "some of")
 
 
 def _compilation(config: ConfigTree) -> Iterator[Problem]:
@@ -350,6 +356,7 @@ _CALCULATING: tuple[Rule, ...] = (
 
 RULES: tuple[Rule, ...] = (
     _named_functions,
+    _loggers,
     datasets,
     shared_gpus,
     *_CALCULATING,

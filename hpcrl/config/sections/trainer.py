@@ -12,6 +12,8 @@ from hpcrl.config.sections.dpo import DPOConfig
 from hpcrl.config.sections.model import CriticConfig, PolicyConfig, RefConfig
 from hpcrl.config.sections.reward_model import RewardModelConfig
 
+LOGGERS = ("tensorboard", "console", "wandb", "mlflow", "swanlab", "trackio")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
@@ -126,10 +128,10 @@ class TrainerConfig:
     """Name of the run; unset: name of the first TOML file and the time."""
 
     group_name: str | None = None
-    """Group of runs that a tracker shows together; unset: none."""
+    """Group of runs that a tracker shows together; unset: the sweep, of runs of one."""
 
-    logger: Literal["tensorboard", "console", "wandb", "mlflow", "swanlab"] = "tensorboard"
-    """Where metrics can be seen, beside metrics/ of the run directory."""
+    logger: str | list[str] = "tensorboard"
+    """Where metrics can be seen, beside metrics/ and tensorboard/ of the run directory: tensorboard, console, wandb, mlflow, swanlab, trackio, or your own function as "package.module:function"; or several of them."""
 
     seed: int = 42
     """Seed of everything that is drawn."""

@@ -16,6 +16,7 @@ from hpcrl.config.import_path import find
 from hpcrl.envs.base import user_code
 from hpcrl.envs.registry import environment_class
 from hpcrl.errors import HpcrlError
+from hpcrl.observe.trackers.processes import trackers_of
 
 
 def check_own_code(config: Config) -> tuple[list[Problem], list[str]]:
@@ -52,6 +53,9 @@ def _named(config: Config) -> Iterator[tuple[str, str, Callable[[], object]]]:
             if ":" in name:
                 path = f"environment.{setting}"
                 yield path, name, lambda path=path, name=name: find(path, name, {})
+    for name in trackers_of(config.trainer.logger):
+        if ":" in name:
+            yield "trainer.logger", name, lambda name=name: find("trainer.logger", name, {})
     for setting in ("advantage_estimator", "policy_loss_type"):
         name = getattr(algorithm, setting)
         if ":" in name:

@@ -135,7 +135,8 @@ def test_plain_grpo(tmp_path: Path) -> None:
     assert conversion.values["environment.reward_function"] == {"boxed_math": 1.0}
     (dropped,) = entries(conversion, "redis")
     assert dropped.kind == "dropped"
-    assert conversion.incomplete
+    assert conversion.values["trainer.logger"] == ["console", "wandb"]
+    assert not conversion.incomplete
 
 
 def test_distillation() -> None:

@@ -41,7 +41,7 @@ VALID = {
         script("$MORE trainer.seed=7", 'MORE="trainer.epochs=3 trainer.ckpt_interval=4"'),
         {"trainer.epochs": 3, "trainer.ckpt_interval": 4, "trainer.seed": 7},
     ),
-    "a tracker": (script("trainer.logger=wandb"), {"trainer.logger": "tensorboard"}),
+    "a tracker": (script("trainer.logger=wandb"), {"trainer.logger": "wandb"}),
     "nothing to resume": (script("trainer.resume_mode=null"), {"trainer.resume_mode": "latest"}),
     "a name with a date": (script("trainer.run_name=run-$(date +%s) trainer.ckpt_path=/x/$USER"), {"trainer.run_name": None}),
     "one step off-policy": (

@@ -182,7 +182,8 @@ def test_what_an_environment_needs_is_written_out_where_skyrl_has_a_default() ->
         (["trainer.policy.model.path=$HOME/models/x"], {"trainer.policy.model.path": "~/models/x"}),
         (["data.val_data=null", "trainer.eval_interval=-1"], {"data.val_data": []}),
         ([ENGINE + "weight_sync_backend=nccl"], {ENGINE + "weight_sync_backend": "filesystem"}),
-        (["trainer.logger=[console, mlflow]"], {"trainer.logger": "mlflow"}),
+        (["trainer.logger=console"], {"trainer.logger": "console"}),
+        (["trainer.logger=[console, mlflow]"], {"trainer.logger": ["console", "mlflow"]}),
         (["trainer.project_name='my project: 2'"], {"trainer.project_name": "my-project-2"}),
         (["trainer.run_name=1234"], {"trainer.run_name": "1234"}),
         (
@@ -246,7 +247,6 @@ def test_logprobs_are_always_returned(value: str, kind: str) -> None:
         (ENGINE + "enable_ray_prometheus_stats=true", "dropped"),
         (ENGINE + "override_existing_update_group=enable", "dropped"),
         (ENGINE + "vllm_v1_disable_multiproc=false", "dropped"),
-        ("trainer.logger=console", "translated"),
         ("trainer.resume_mode=from_path", "conflict"),
         ("trainer.strategy=deepspeed", "conflict"),
         ("generator.backend=sglang", "conflict"),

@@ -25,6 +25,12 @@ OURS = [
         {f"{LORA}.rank": 8, f"{LORA}.init_method": "olora"},
     ),
     Case(
+        "a tracker is one that is known, or one's own",
+        {"trainer.logger": ["console", "wandbb"]},
+        "trainer.logger", 'expected some of tensorboard, console, wandb, mlflow, swanlab, trackio, or your own as "package.module:function", found "wandbb"; did you mean wandb?',
+        {"trainer.logger": ["console", "wandb", "mine:tracker"]},
+    ),
+    Case(
         "adapters of experts have no inputs to drop",
         {f"{LORA}.rank": 8, f"{LORA}.target_parameters": ["experts"], f"{LORA}.dropout": 0.1},
         f"{LORA}.dropout", "no inputs to drop; set it to 0",

@@ -170,7 +170,7 @@ def names(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
 
 def logging(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     names = source["logging.logger"]
-    values["trainer.logger"] = next((name for name in _SHOWN_BY if name in names), None)
+    values["trainer.logger"] = [name for name in names if name in _SHOWN_BY] or None
     values["trainer.profiler.ranks"] = source["profiler.sub_profiler_config.rank_filter"] or [0]
     if others := [name for name in names if name not in _SHOWN_BY]:
         yield Entry("conflict", "logging.logger", "trainer.logger", f"Cosmos-RL has no logger {', '.join(others)}")

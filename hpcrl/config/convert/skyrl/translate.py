@@ -59,17 +59,9 @@ def name_of_directory(source: Source, conversion: Conversion, path: str) -> None
 
 def logger(source: Source, conversion: Conversion, path: str) -> None:
     value, name = source.given[path], source.names[path]
-    trackers = [
-        tracker for tracker in (value if isinstance(value, list) else [value]) if tracker not in ("console", None)
-    ]
-    if not trackers:
-        conversion.note("translated", name, "", "`hpcrl submit --follow` shows metrics on the console, for every run")
-        return
-    conversion.values[path] = trackers[0]
+    trackers = [tracker for tracker in (value if isinstance(value, list) else [value]) if tracker is not None]
+    conversion.values[path] = trackers[0] if len(trackers) == 1 else trackers
     conversion.note("mapped", name, path)
-    for tracker in trackers[1:]:
-        message = f"{tracker} beside {trackers[0]}: one tracker at a time; metrics are in tensorboard/ of the run directory in any case"
-        conversion.note("conflict", name, path, message)
 
 
 def overlong(source: Source, conversion: Conversion) -> None:
