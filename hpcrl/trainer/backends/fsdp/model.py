@@ -237,3 +237,10 @@ def free_gathered(model: PackedModel) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def own_state(model: PackedModel) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers as they are saved, and loaded in place: what is tied to another one, under that one's name only."""
+    free_gathered(model)
+    held = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    return {name: value for name, value in model.state_dict().items() if name in held}

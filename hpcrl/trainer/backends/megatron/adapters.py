@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
@@ -17,7 +16,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
-from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import nn
 from torch.nn.functional import linear, rms_norm
 from transformers import PreTrainedModel
@@ -291,28 +289,6 @@ def without_adapters(chunks: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for adapter in adapters:
             adapter.enabled = True
-
-
-def sharded_adapters(chunk: GPTModel) -> dict[str, Any]:
-    """Return the trained matrices of a chunk's adapters as a checkpoint has them, by their names in the chunk.
-
-    A checkpoint has them under transformers' names, whole, whatever the layout.
-    """
-    groups: dict[str, Any] = {
-        "tp_group": tensor_group(),
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    found = {}
-    for prefix, module in chunk.named_modules():
-        if not isinstance(module, LayerAdapter):
-            continue
-        for letter, name, matrix in module.matrices():
-            if matrix.requires_grad:
-                key, axis = _matrix_name(letter, name), module.axis(letter)
-                made = make_sharded_tensor_for_checkpoint if axis is None else make_tp_sharded_tensor_for_checkpoint
-                along = {} if axis is None else {"tp_axis": axis}
-                found[f"{prefix}.{_attribute(letter, name)}"] = made(matrix, key, **along, **groups)
-    return found
 
 
 def _matrix_name(letter: str, name: str) -> str:

@@ -51,6 +51,10 @@ class Architecture:
     inv_freq: torch.Tensor
     value_head: str | None = None
 
+    def own_name(self, name: str) -> str:
+        """Return how transformers' model names a parameter of the table of names, which are a language model's: a critic's body has no prefix."""
+        return name if self.value_head is None else name.removeprefix("model.")
+
 
 def architecture_of(config: PreTrainedConfig, path: str, value_head: str | None = None) -> Architecture:
     """Return what `config` means for Megatron-core.

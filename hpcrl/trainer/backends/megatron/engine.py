@@ -24,7 +24,6 @@ from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, St
 from hpcrl.trainer.backends.megatron import shims
 from hpcrl.trainer.backends.megatron.adapters import merging, whole_adapters, without_adapters
 from hpcrl.trainer.backends.megatron.architecture import Architecture, architecture_of
-from hpcrl.trainer.backends.megatron.layers import uses_transformer_engine
 from hpcrl.trainer.backends.megatron.models import CriticModel, PolicyModel, StageModel
 from hpcrl.trainer.backends.megatron.pipeline import Pipeline
 from hpcrl.trainer.backends.megatron.process_groups import join_groups
@@ -90,10 +89,8 @@ class MegatronEngine(Generic[Model]):
             config.no_sync_func = waits if len(waits) > 1 else waits[0]
         # nothing is exempt from weight decay, as with FSDP2
         self._optimizer: Any = get_megatron_optimizer(settings, self._wrapped, config_overrides={})
-        # without TransformerEngine, Megatron-core forgets the count of optimizer steps in the other format
-        reshardable = megatron.dist_ckpt_optim_fully_reshardable or not uses_transformer_engine()
         adapted = self._lora.rank > 0
-        self._saved = ShardedState(self._chunks, self._optimizer, reshardable=reshardable, adapted=adapted)
+        self._saved = ShardedState(self._chunks, self._architecture, self._optimizer, world, adapted=adapted)
         self._pipeline = Pipeline(self._wrapped, self.data, dynamic=megatron.pipeline_dynamic_shape)
 
     def schedule(self, total_updates: int) -> None:
@@ -243,7 +240,7 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
             self._reference_moved = True
 
     def _of_reference(self, chunks: list[PolicyModel]) -> ShardedState:
-        return ShardedState(chunks, None, reshardable=True)
+        return ShardedState(chunks, self._architecture, None, self._world)
 
     @property
     def vocabulary(self) -> int:
