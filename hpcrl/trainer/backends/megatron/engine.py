@@ -20,6 +20,7 @@ from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import CriticConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.errors import ConfigError
 from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer
 from hpcrl.trainer.backends.megatron import shims
 from hpcrl.trainer.backends.megatron.adapters import merging, whole_adapters, without_adapters
@@ -234,7 +235,13 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
 
     def restore(self, directory: Path) -> None:
         super().restore(directory)
-        if self._reference is not None and self._world.rank0_broadcast(lambda: (directory / REFERENCE).is_dir()):
+        followed = self._world.rank0_broadcast(lambda: (directory / REFERENCE).is_dir())
+        if followed and self._reference_is_base:
+            raise ConfigError(
+                f"trainer.strategy: in {directory} the reference of adapters has followed the policy, which trainer.strategy=megatron cannot go on "
+                "from; use trainer.strategy=fsdp2"
+            )
+        if followed and self._reference is not None:
             self._require_same_shape()
             self._of_reference(self._reference).load_weights(directory / REFERENCE)
             self._reference_moved = True

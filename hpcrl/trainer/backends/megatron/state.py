@@ -6,9 +6,10 @@ Each rank has what its optimizer steps: with Megatron-core's distributed optimiz
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -27,7 +28,8 @@ _Stretch = tuple[nn.Parameter, str, torch.Tensor, int]
 """Of a parameter: what of it ("model" or a moment), its numbers [n], and where they begin in the parameter."""
 
 
-class _Stepped(NamedTuple):
+@dataclass(frozen=True)
+class _Stepped:
     """What this rank's optimizer has of a parameter.
 
     Attributes:
@@ -49,6 +51,7 @@ class _Stepped(NamedTuple):
         """Steps of Adam: TransformerEngine's has one count for all."""
         return float(self.state["step"] if "step" in self.state else self.group.get("step", 0))
 
+    @torch.no_grad()
     def take(self, parameter: nn.Parameter, count: float) -> None:
         """Let the optimizer have what was read."""
         if isinstance(
@@ -113,13 +116,12 @@ class ShardedState:
             CommitError: it cannot be loaded.
         """
         stepped, updates = self._stepped(), torch.tensor(0)
-        counts = {parameter: torch.tensor(0.0) for parameter in stepped}
-        state: dict[str, torch.Tensor] = self._shares([*self._parameters(), *_stretches(stepped)])
-        for parameter, count in counts.items():
-            state[self._key(self._places[parameter][0].name, "step")] = count
-        read(state | {"updates": updates}, directory, self._world)
+        keys = {parameter: self._key(self._places[parameter][0].name, "step") for parameter in stepped}
+        counts = {key: torch.tensor(0.0) for key in keys.values()}  # experts have one together
+        shares = self._shares([*self._parameters(), *_stretches(stepped)])
+        read(shares | counts | {"updates": updates}, directory, self._world)
         for parameter, found in stepped.items():
-            found.take(parameter, counts[parameter].item())
+            found.take(parameter, counts[keys[parameter]].item())
         if self._chunks[0].config.moe_router_enable_expert_bias:  # FSDP2 does not have it
             read(self._buffers(), directory, self._world, partly=True)
         return int(updates)

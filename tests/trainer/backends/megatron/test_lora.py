@@ -9,7 +9,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("megatron.core")
@@ -84,8 +83,6 @@ MORE: dict[str, Row] = {
     "each-tp4": (4, {"tensor_model_parallel_size": 4} | CANONICAL, {}, "each"),  # more ranks than groups of queries
     "together-tp2-pp2": (4, TP2 | PP2, {}, "together"),
 }
-SAVED = "each-tp2"
-RESTORED: dict[str, tuple[int, dict[str, Any]]] = {"on-pp2": (2, PP2 | CANONICAL), "on-one": (1, CANONICAL)}
 EXPORTED = ("each-tp2", "together-pp2-recomputed", "together-tp2-pp2")
 rarely = pytest.mark.faults_slow
 
@@ -145,8 +142,6 @@ class Played:
     def _way(self, name: str, options: dict[str, Any], more: dict[str, Any], like: str) -> Way:
         model, trainer, special = TRUTHS[like]
         do: list[Any] = [("train", 1), ("train", 2)]
-        if name == SAVED:
-            do.insert(1, ("save", self.place(name)))
         if name in EXPORTED:
             do.append(("export", self.place(f"exported-{name}")))
         more = laid_over(laid_over(megatron(**options), trainer), more)
@@ -208,25 +203,6 @@ def test_what_is_compared_does_something(played: Played) -> None:
 def test_gradients_are_clipped(all_played: Played) -> None:
     norms = [update["grad_norm"] for update in all_played.told("truth-some").told["updates"]]
     assert min(norms) > CLIPPED["optimizer_config"]["max_grad_norm"]
-
-
-@pytest.mark.parametrize("name", ["on-pp2", pytest.param("on-one", marks=rarely)])
-def test_another_layout_goes_on_from_a_checkpoint_of_adapters(played: Played, name: str) -> None:
-    size, options = RESTORED[name]
-    do = [("restore", played.place(SAVED)), ("train", 2)]
-    played.go(size, {name: played.seam.way(name, "tied", laid_over(megatron(**options), adapted(PLAIN)), do)})
-    expect_same(played.told(name), played.told("truth-each").from_step_2())
-
-
-def test_a_checkpoint_has_adapters_only(played: Played) -> None:
-    names = FileSystemReader(played.place(SAVED)).read_metadata().state_dict_metadata
-    matrices = {name for name in names if ".lora_" in name}
-    assert len(matrices) == 4 * 2 * 4 * 7, (
-        "A and B of seven layers, in the model, in the optimizer, and their two moments"
-    )
-    assert "model.layers.3.mlp.down_proj.lora_A.weight" in matrices
-    others = names.keys() - matrices
-    assert not [name for name in others if "weight" in name or "bias" in name], others
 
 
 @pytest.mark.parametrize("name", EXPORTED[:2])
