@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -35,7 +36,7 @@ from hpcrl.trainer.backends.megatron.weights import export, export_pieces, load
 from hpcrl.trainer.backends.reference import REFERENCE, forget_moments, require_same_shape
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, at_temperature, forward_config
+from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, at_temperature, forward_config, score_places
 from hpcrl.trainer.models.hf import (
     CriticSource,
     ModelSource,
@@ -44,8 +45,10 @@ from hpcrl.trainer.models.hf import (
     policy_source,
     reference_source,
 )
+from hpcrl.trainer.models.logprobs import among_zeros
 from hpcrl.trainer.models.lora import Adapter, made_adapter
 from hpcrl.trainer.packing import untrained_micro_batch
+from hpcrl.types import MicroBatch
 
 Model = TypeVar("Model", bound=StageModel)
 
@@ -158,7 +161,36 @@ class MegatronEngine(Generic[Model]):
         self._saved.load_weights(directory)
 
 
-class MegatronPolicy(MegatronEngine[PolicyModel]):
+class MegatronExported(MegatronEngine[Model]):
+    """One that becomes a model for others."""
+
+    def __init__(
+        self, kind: type[Model], source: ModelSource, forward: ForwardConfig, trainer: TrainerConfig, world: World
+    ) -> None:
+        super().__init__(kind, source, forward, trainer.policy, "trainer.policy", trainer, world)
+        self._source = source
+
+    def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
+        return export_pieces(self._chunks, self._architecture, dtype, self._world)
+
+    def export_weights(self, dtype: torch.dtype, owners: Sequence[int]) -> Iterator[dict[str, torch.Tensor]]:
+        self._gather()
+        return export(self._chunks, self._architecture, merging(self._chunks), dtype, owners)
+
+    def export_config(self, directory: Path, dtype: torch.dtype) -> None:
+        if self._world.first:
+            classifier = type(self._source.empty(dtype, "eager")).__name__ if self._source.gives_scores else None
+            export_config(self._source, directory, dtype, classifier)
+
+    def adapter(self) -> Adapter | None:
+        if not self._lora.rank:
+            return None
+        self._gather()
+        found = whole_adapters(self._chunks, lambda matrix: matrix.data, self._world)
+        return made_adapter(*found, self._lora, self._source)
+
+
+class MegatronPolicy(MegatronExported[PolicyModel]):
     """PolicyEngine on Megatron-core.
 
     Args:
@@ -167,8 +199,7 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
 
     def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
         section, forward = trainer.policy, forward_config(trainer, temperature)
-        self._source = policy_source(trainer)
-        super().__init__(PolicyModel, self._source, forward, section, "trainer.policy", trainer, world)
+        super().__init__(PolicyModel, policy_source(trainer), forward, trainer, world)
         self._reference: list[PolicyModel] | None = None
         self._reference_is_base = reference_is_base(trainer)
         if trainer_has_reference(trainer) and not self._reference_is_base:
@@ -261,23 +292,36 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
             (logprobs_P,) = self.logprobs([untrained_micro_batch(token_ids)])
         return logprobs_P[:-1].tolist()
 
-    def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
-        return export_pieces(self._chunks, self._architecture, dtype, self._world)
 
-    def export_weights(self, dtype: torch.dtype, owners: Sequence[int]) -> Iterator[dict[str, torch.Tensor]]:
-        self._gather()
-        return export(self._chunks, self._architecture, merging(self._chunks), dtype, owners)
+class MegatronRewardModel(MegatronExported[CriticModel]):
+    """A reward model in training, on Megatron-core: it has `values` as a critic, and is exported as a policy."""
 
-    def export_config(self, directory: Path, dtype: torch.dtype) -> None:
-        if self._world.first:
-            export_config(self._source, directory, dtype)
+    def __init__(self, trainer: TrainerConfig, world: World) -> None:
+        super().__init__(CriticModel, policy_source(trainer), forward_config(trainer), trainer, world)
+
+    def forward_backward(self, batches: MicroBatches, objective: Objective) -> dict[str, torch.Tensor]:
+        return super().forward_backward(
+            batches, lambda batch, values_P: objective(batch, self._scores(batch, values_P))
+        )
+
+    def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        return self._pipeline.first_output(batches, self._scores)
+
+    def _scores(self, batch: MicroBatch, values_P: torch.Tensor) -> torch.Tensor:
+        ends_B, last_B = score_places(batch.token_ids, batch.cu_seqlens, self._architecture.padding)
+        return among_zeros(values_P.index_select(0, last_B), ends_B, len(values_P))
 
     def adapter(self) -> Adapter | None:
-        if not self._lora.rank:
+        found = super().adapter()
+        if found is None:
             return None
-        self._gather()
-        found = whole_adapters(self._chunks, lambda matrix: matrix.data, self._world)
-        return made_adapter(*found, self._lora, self._source)
+        heads = [chunk.value_head.weight.float().tolist() for chunk in self._chunks if chunk.post_process]
+        everyones = self._world.all_gather(lambda: heads)
+        head = torch.tensor(next(each for one in everyones for each in one))  # of the last stage
+        name = self._architecture.value_head
+        assert name is not None
+        config = replace(found.config, task_type="SEQ_CLS", modules_to_save=[name])
+        return replace(found, config=config, whole={f"{name}.weight": head})
 
 
 class MegatronCritic(MegatronEngine[CriticModel]):
@@ -308,7 +352,7 @@ def build(
     if world.device.type != "cuda":
         shims.install()
     head = source.head if isinstance(source, CriticSource) else None
-    architecture = architecture_of(source.config(), source.path, head)
+    architecture = architecture_of(source.config(), source.path, head, classifier=source.gives_scores)
     virtual = virtual_stages(architecture, megatron)
     data = join_groups(megatron, virtual, world, trainer.seed)
     config = transformer_config(
