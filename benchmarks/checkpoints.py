@@ -25,12 +25,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from hpcrl.config import (
     AlgorithmConfig,
     FSDPConfig,
-    MegatronConfig,
     MixedPrecisionConfig,
     ModelConfig,
     PolicyConfig,
     TrainerConfig,
 )
+from hpcrl.config.sections.megatron import MegatronConfig
 from hpcrl.rundir.checkpoints import Retention, size_of
 from hpcrl.rundir.commit import verify
 from hpcrl.rundir.layout import Run

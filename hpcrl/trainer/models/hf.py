@@ -27,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from hpcrl.config.derive import critic_model, model_config_kwargs, policy_model, ref_model
 from hpcrl.config.reward_model import HEAD, trains_reward_model
+from hpcrl.config.scorers import TEACHER, ScorerSet
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.chat import load_tokenizer
@@ -268,6 +269,13 @@ def reference_source(trainer: TrainerConfig) -> ModelSource:
         role="trainer.ref",
         config_kwargs=model_config_kwargs(trainer.ref),
     )
+
+
+def scorer_source(trainer: TrainerConfig, scorers: ScorerSet) -> ModelSource:
+    """Return the model of scorers, as it is loaded."""
+    if scorers.role != TEACHER:
+        return reference_source(trainer)
+    return replace(policy_source(trainer), **vars(scorers.model), role="trainer.distillation", config_kwargs={})
 
 
 def critic_source(trainer: TrainerConfig) -> CriticSource:
