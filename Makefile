@@ -1,6 +1,6 @@
 # make demo    install what is needed and run the quickstart on this machine; ENGINE=vllm: with vLLM instead of the embedded engine
 # make test    install what is needed (with Slurm, where this is root on Debian or Ubuntu) and run all tests
-# make learn   each family of algorithms learns the quickstart's task, and other whole training runs, minutes each
+# make learn   each family of algorithms learns the quickstart's task, and other whole training runs, minutes each; reports in a browser
 # make faults  all failure scenarios on a real Slurm, also those that `make test` leaves out: more than an hour
 # make soak    a thousand processes of three runs killed, one after the other: hours; HPCRL_SOAK=300: so many; and 10,000 steps of one run
 # make fuzz    a million messages to the controller and a million configurations, half an hour; HPCRL_FUZZ=1000: as many of each
@@ -17,7 +17,7 @@ TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 FAULTS    := $(shell grep -rl 'mark\.faults_slow' tests --include='test_*.py' | grep -v '^tests/faults/')
 PIP       := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test learn faults soak fuzz check format slurm
+.PHONY: demo test learn faults soak fuzz check format slurm chromium
 demo: $(VENV)/$(if $(filter vllm,$(ENGINE)),installed,embedded)
 	$(BIN)/hpcrl submit configs/quickstart.toml generator.inference_engine.backend=$(ENGINE) --local --follow
 
@@ -25,8 +25,8 @@ demo: $(VENV)/$(if $(filter vllm,$(ENGINE)),installed,embedded)
 test: $(VENV)/installed slurm
 	$(BIN)/pytest -n 3 --no-loadscope-reorder
 
-learn: $(VENV)/installed slurm
-	$(BIN)/pytest -m slow -s tests/jobs tests/slurm
+learn: $(VENV)/installed slurm chromium
+	$(BIN)/pytest -m slow -s tests/jobs tests/slurm tests/observe
 
 faults: $(VENV)/installed slurm
 	$(BIN)/pytest -m "not soak and not slow" tests/faults $(FAULTS)
@@ -68,3 +68,8 @@ slurm:
 	@{ command -v slurmctld && command -v slurmdbd && command -v mariadbd; } > /dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge iproute2 slurmdbd mariadb-server > /dev/null; \
 	else echo "no Slurm here and no way to install it: the tests that need it will be skipped"; fi
+
+chromium:
+	@command -v chromedriver > /dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver > /dev/null; \
+	else echo "no Chromium here and no way to install it: the tests of reports in a browser will fail"; fi

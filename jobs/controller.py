@@ -2,7 +2,7 @@
 
 consumes   the datasets (where their rows are trained: once, into dataset/), batches/, samples/ and evals/ of earlier attempts, control/stop.json
 waits for  requests of the trainer and of the rollout workers (hpcrl/runtime/controller_client.py)
-produces   batches/s<step>.json, metrics/controller.jsonl, evals/*/summary.json, tensorboard/
+produces   batches/s<step>.json, metrics/controller.jsonl, timeline/, evals/*/summary.json, tensorboard/
 ends       when the last step is trained and evaluated and every worker knows; under a stop request its agent ends it
 """
 
@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import sys
+from contextlib import closing
 from functools import partial
 
 from hpcrl.config import Config, max_replicas, order_seed, sampling_seed, total_steps
@@ -37,7 +38,8 @@ from hpcrl.data.prompts import drop_long, set_aside
 from hpcrl.data.token_cache import TokenCache
 from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, training_rows
 from hpcrl.errors import HpcrlError
-from hpcrl.observe.tensorboard import Follower
+from hpcrl.observe.tensorboard.follower import Follower
+from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run, token_cache
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -65,7 +67,8 @@ def main(path: str) -> None:
     scores = ScoreQueue(models, partial(judges_of, sets))
     service = Service(run, attempt, schedule(config, steps), train, validation, rows, scores)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
-    asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds)))
+    with closing(Timeline(run, "controller", attempt)) as timeline:
+        asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds, timeline)))
 
 
 def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt]]:

@@ -2,7 +2,7 @@
 
 consumes   config.toml and evaluation.json of the directory, the model and the datasets that config.toml names
 waits for  its own engine
-produces   results.json; what was said and scored in evals/v<version>/0.jsonl
+produces   results.json and report.md; what was said and scored in evals/v<version>/0.jsonl
 ends       with 0 when all prompts are evaluated; with the exit code of hpcrl/errors.py otherwise. The engine never outlives it
 """
 
@@ -17,11 +17,13 @@ from typing import Any
 
 from hpcrl.config import Config, sampling_seed
 from hpcrl.config.derive import max_input_length, policy_model
-from hpcrl.controller.evaluation import by_source, evaluation_work, scores
+from hpcrl.controller.evaluation import evaluation_work
 from hpcrl.errors import HpcrlError
+from hpcrl.observe.eval_report import write_results
+from hpcrl.observe.scores import results_of
 from hpcrl.rollout.engines.base import Launched
 from hpcrl.rollout.engines.launch import launched
-from hpcrl.rundir.commit import read_json, write_json
+from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.types import GroupMeta
@@ -36,12 +38,8 @@ def main(path: str) -> None:
     status.write("starting engine")
     with launched(directory, config, directory.log(0, "engine")) as engine:
         groups, facts = evaluate(directory, config, request["version"], engine, status)
-    results = {
-        "prompts": {name: len(members) for name, members in by_source(groups).items()},
-        "failures": [failure for group in groups for failure in group.failures],
-        "metrics": scores(groups),
-    }
-    write_json(directory.path / "results.json", {**request, **facts, **results})
+    failures = [failure for group in groups for failure in group.failures]
+    write_results(directory, {**request, **facts, "failures": failures, **results_of(groups)})
     status.write("finished")
 
 

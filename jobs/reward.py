@@ -13,9 +13,11 @@ import asyncio
 import os
 import signal
 import sys
+from contextlib import closing
 
 from hpcrl.config import Config
 from hpcrl.errors import HpcrlError
+from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.http_server import Signed, bind
@@ -29,11 +31,13 @@ def main(path: str) -> None:
     name = f"reward-{number}"
     heartbeat, status = Heartbeat(run, attempt, name), StatusWriter(run, name, attempt)
     status.write("loading model")
-    with ending_told(status):
-        serve(run, Config.from_toml([run.config]), attempt, name, status, heartbeat)
+    with ending_told(status), closing(Timeline(run, name, attempt)) as timeline:
+        serve(run, Config.from_toml([run.config]), attempt, name, status, heartbeat, timeline)
 
 
-def serve(run: Run, config: Config, attempt: int, name: str, status: StatusWriter, heartbeat: Heartbeat) -> None:
+def serve(
+    run: Run, config: Config, attempt: int, name: str, status: StatusWriter, heartbeat: Heartbeat, timeline: Timeline
+) -> None:
     """Load the model, and serve it until the run ends."""
     from hpcrl.reward_service.model import RewardModel
     from hpcrl.reward_service.scoring import Scoring
@@ -48,7 +52,7 @@ def serve(run: Run, config: Config, attempt: int, name: str, status: StatusWrite
     url = f"http://{host}:{port}"
     proof = Signed(read_token(run), of_process(run.name, name), attempt)
     # only the thread that computes beats: one that stands still is noticed
-    scoring = Scoring(model, heartbeat.beat)
+    scoring = Scoring(model, heartbeat.beat, timeline=timeline)
 
     def tell(counts: dict[str, int]) -> None:
         status.write(SERVING, url=url, **counts)

@@ -2,7 +2,7 @@
 
 consumes   work of the controller, weights/v<k>, the initial model
 waits for  its own engine, then the reward services of the run, then the controller
-produces   samples/<replica>/, evals/v<k>/<replica>.jsonl and .rows, metrics/rollout-<replica>.jsonl
+produces   samples/<replica>/, evals/v<k>/<replica>.jsonl and .rows, metrics/rollout-<replica>.jsonl, timeline/
 ends       with 0 when the controller says stop or on SIGTERM; with the exit code of hpcrl/errors.py otherwise: ConfigError,
            DataError and UserCodeError would end every replica, all else concerns this one. The engine never outlives it
 """
@@ -22,6 +22,7 @@ from hpcrl.config.adapters import begins_with_model
 from hpcrl.config.derive import max_input_length, names_own_code, needs_baselines, policy_model, surplus_groups
 from hpcrl.config.reward_model import reward_services
 from hpcrl.errors import HpcrlError
+from hpcrl.observe.timeline import Timeline
 from hpcrl.rollout.engines.launch import launched
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
@@ -39,11 +40,19 @@ def main(path: str) -> None:
     heartbeat = Heartbeat(run, attempt, f"rollout-{replica}")
     status = StatusWriter(run, f"rollout-{replica}", attempt, heartbeat)
     status.write("starting engine")
-    with ending_told(status):
-        serve(run, Config.from_toml([run.config]), attempt, replica, status, heartbeat)
+    with ending_told(status), closing(Timeline(run, f"rollout-{replica}", attempt)) as timeline:
+        serve(run, Config.from_toml([run.config]), attempt, replica, status, heartbeat, timeline)
 
 
-def serve(run: Run, config: Config, attempt: int, replica: int, status: StatusWriter, heartbeat: Heartbeat) -> None:
+def serve(
+    run: Run,
+    config: Config,
+    attempt: int,
+    replica: int,
+    status: StatusWriter,
+    heartbeat: Heartbeat,
+    timeline: Timeline,
+) -> None:
     """Start the engine, work with it until the run ends, and end it."""
     start_s = config.generator.inference_engine.start_timeout_seconds
     copies = weight_copy_dir(config.generator.inference_engine)  # with the TMPDIR of the node, not this process's own
@@ -54,7 +63,7 @@ def serve(run: Run, config: Config, attempt: int, replica: int, status: StatusWr
         from hpcrl.rollout.copies import NodeCopies
         from hpcrl.rollout.worker import work
 
-        options = worker_options(run, config, attempt, replica)
+        options = replace(worker_options(run, config, attempt, replica), timeline=timeline)
         if copies:
             options = replace(options, copies=stack.enter_context(closing(NodeCopies(copies, run, attempt))))
         # code of the user's may use models of transformers, which need torch; nothing else here does

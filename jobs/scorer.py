@@ -2,7 +2,7 @@
 
 consumes   a model that is not trained, samples/
 waits for  finished groups of the controller
-produces   scores/<model>/
+produces   scores/<model>/, timeline/
 ends       with 0 when the controller says stop or on SIGTERM; with the exit code of hpcrl/errors.py otherwise. ConfigError and DataError would
            end every scorer of that model
 """
@@ -17,7 +17,7 @@ if __name__ == "__main__":
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -25,6 +25,7 @@ from hpcrl.config import Config
 from hpcrl.config.derive import gpu_count
 from hpcrl.config.scorers import samples_at_once, scorer_number
 from hpcrl.errors import HpcrlError
+from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import DIRECTORY, Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told
@@ -47,11 +48,12 @@ def main(path: str) -> None:
         status.write(f"loading the {scorers.role}")
     with (
         ending_told(status) if first else nullcontext(),
+        closing(Timeline(run, name if first else f"{name}-rank-{os.environ['RANK']}", attempt)) as timeline,
         joined(trainer.deterministic, gpu_count(config.slurm) > 0, config.slurm.patience) as world,
     ):
         model = ScoringModel(run, config, scorers, world)
         samples = samples_at_once(config, scorers)
-        ScoreWorker(run, attempt, name, scorers.name, model, samples, world, status, heartbeat).run()
+        ScoreWorker(run, attempt, name, scorers.name, model, samples, world, status, heartbeat, timeline).run()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 consumes   config.toml, batches/, samples/ or dataset/, checkpoints/
 waits for  the controller's next batch
-produces   weights/v<step> after every step that engines get, checkpoints/, exports/, metrics/trainer.jsonl
+produces   weights/v<step> after every step that engines get, checkpoints/, exports/, metrics/trainer.jsonl, timeline/
 ends       with 0 when the steps are done or it was asked to stop, and then all that it trained is committed, up to the last optimizer step
 """
 
@@ -22,6 +22,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -38,6 +39,7 @@ from hpcrl.config.derive import (
     policy_model,
     publishes,
 )
+from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.trainer.backends.schedule import is_due
@@ -61,15 +63,22 @@ def main(run_dir: str) -> None:
     heartbeat, config = Heartbeat(run, attempt, f"rank-{os.environ['RANK']}"), Config.from_toml([run.config])
     trainer = config.trainer
     with (
+        closing(Timeline(run, f"rank-{os.environ['RANK']}", attempt)) as timeline,
         joined(trainer.deterministic, gpu_count(config.slurm) > 0, config.slurm.patience) as world,
         profiled(trainer.profiler, run, attempt, world) as profile_step,
     ):
-        work(run, attempt, config, world, StopConsensus(world, STOP, heartbeat), profile_step)
+        work(run, attempt, config, world, StopConsensus(world, STOP, heartbeat), timeline, profile_step)
         STOP.ignore()
 
 
 def work(
-    run: Run, attempt: int, config: Config, world: World, consensus: StopConsensus, profile_step: Callable[[], None]
+    run: Run,
+    attempt: int,
+    config: Config,
+    world: World,
+    consensus: StopConsensus,
+    timeline: Timeline,
+    profile_step: Callable[[], None],
 ) -> None:
     """Load, train to the end of the run or to a stop request, and report which."""
     trainer, dtype = config.trainer, DTYPES[config.generator.inference_engine.model_dtype]
@@ -86,7 +95,7 @@ def work(
         policy = None if learner.start.updates else learner.policy
         publisher.resume(policy, learner.start.step, from_model=begins_with_model(trainer))
         gc.freeze()  # what is loaded stays: to look through it for garbage, again and again, takes long
-        train(config, learner, checkpoints, publisher, controller, profile_step)
+        train(config, learner, checkpoints, publisher, controller, PhaseTimer(timeline), profile_step)
     except Stopping:
         controller.close("stopped")
     else:
@@ -99,11 +108,12 @@ def train(
     checkpoints: Checkpoints,
     publisher: Publisher,
     controller: ControllerClient,
+    timer: PhaseTimer,
     profile_step: Callable[[], None],
 ) -> None:
     """Train to the end of the run; raises Stopping once all that was trained up to a stop request is committed."""
     trainer, policy, consensus, start = config.trainer, learner.policy, learner.consensus, learner.start
-    step, timer, stopping = start.step, PhaseTimer(), None
+    step, stopping = start.step, None
     total, epoch = controller.start(step)
     save_interval, export_interval = checkpoint_interval(trainer, epoch), trainer.hf_save_interval
     learner.schedule(total)
@@ -125,7 +135,7 @@ def train(
                     publisher.retire()
             learner.reset_reference(step, epoch, timer)
             metrics |= checkpoints.settle() | describe_cost(batch, timer.lap(), learner.world, learner.flops)
-            controller.trained(step, metrics)  # before the commit: none may be missing
+            controller.trained(step, metrics, learner.histograms)  # before the commit: none may be missing
             controller.measured(step, learner.validate(step, total, timer))
             consensus("save")
             if is_due(save_interval, step, total):
@@ -142,7 +152,8 @@ def train(
     if learner.batch is not None and save_interval > 0:
         controller.report("saving", step=step, total=total)
         consensus.asked("save.last")
-        times = checkpoints.finish(policy, learner.critic, learner.batch, learner.extra_state(), learner.partial)
+        with timer("save_checkpoints"):
+            times = checkpoints.finish(policy, learner.critic, learner.batch, learner.extra_state(), learner.partial)
         controller.measured(step, times)
     if stopping is not None:
         if save_interval > 0:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpcrl.cli.env import _show
-from hpcrl.cli.eval import _table
 from hpcrl.cli.main import main
+from hpcrl.observe.eval_report import summary
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
@@ -49,7 +49,7 @@ def run(tmp_path: Path) -> Run:
     run.log(2, "trainer-0").write_bytes(f"reading {EVIL}\n".encode(errors="replace"))
     parts = [{"by": "policy", "text": f"said {EVIL}\nmore", "tokens": 2}]
     line = {
-        "group_id": f"g{EVIL}", "data_source": EVIL, "score": 1.0, "stop_reason": EVIL, "env_metrics": {EVIL: 1.0}, "parts": parts,
+        "prompt": [], "group_id": f"g{EVIL}", "data_source": EVIL, "score": 1.0, "stop_reason": EVIL, "env_metrics": {EVIL: 1.0}, "parts": parts,
     }  # fmt: skip
     run.eval_dump(0, 0).parent.mkdir(parents=True)
     run.eval_dump(0, 0).write_text(json.dumps(line) + "\n")
@@ -85,6 +85,6 @@ def test_conversations_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     columns = ("avg_score", "generate/avg_num_tokens")
     results = {
         "subject": "m", "prompts": {"x": 1, "all": 1}, "metrics": {f"eval/{source}/{name}": 1.0 for source in ("x", "all") for name in columns}, "too_long": 0,
-        "n_samples": 1, "failures": [EVIL], "seconds": 1.0,
+        "n_samples": 1, "failures": [EVIL], "seconds": 1.0, "errors": {},
     }  # fmt: skip
-    assert not any(STEERS.search(line) for line in _table(results))
+    assert not any(STEERS.search(line) for line in summary(results))

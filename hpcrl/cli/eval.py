@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from hpcrl.cli._common import add_root, positive, split
-from hpcrl.text import one_line
-
-_OUTER = ("avg_score", "generate/avg_num_tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +37,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     from hpcrl.launch.local.evaluate import configured, default_place, evaluate, find_subject
     from hpcrl.launch.local.foreground import to_stderr
+    from hpcrl.observe.eval_report import summary
     from hpcrl.rundir.layout import Run, default_root
 
     data, settings = split(arguments.data)
@@ -52,30 +49,6 @@ def _eval(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(dumps(results, indent=2))
         return 0
-    print("\n".join(_table(results)))
-    print(f"{place}\n  hpcrl samples {place} --eval --worst    shows the responses")
+    print("\n".join(summary(results)))
+    print(f"{place / 'report.md'}\n  hpcrl samples {place} --eval --worst    shows the responses")
     return 0
-
-
-def _table(results: dict[str, Any]) -> list[str]:
-    """Return a line per data source, and one for all of them where there are several."""
-    prompts, metrics = results["prompts"], results["metrics"]
-    passes = [name.removeprefix("eval/all/") for name in metrics if name.startswith("eval/all/pass_at_")]
-    columns = [_OUTER[0], *passes, _OUTER[1]]
-    heads = ["prompts", "score", *(name.replace("pass_at_", "pass@") for name in passes), "tokens"]
-    sources = [name for name in prompts if name != "all"]
-    shown = [*sources, "all"] if len(sources) > 1 else sources
-    width = max(len("source"), *map(len, shown))
-    dropped = f", {results['too_long']} were longer than trainer.max_prompt_length" if results["too_long"] else ""
-    n, failures = results["n_samples"], results["failures"]
-    lines = [
-        f"{results['subject']}: {prompts['all']} prompts, {n} sample{'s' if n > 1 else ''} each, {results['seconds']:.0f} s{dropped}",
-        "  ".join([f"{'source':{width}}", *(f"{head:>8}" for head in heads)]),
-    ]
-    for source in shown:
-        values = [metrics[f"eval/{source}/{name}"] for name in columns]
-        cells = [f"{prompts[source]:8}", *(f"{value:8.4g}" for value in values)]
-        lines.append("  ".join([f"{source:{width}}", *cells]))
-    if failures:
-        lines.append(f"{len(failures)} samples failed, the first: {failures[0]}")
-    return [one_line(line) for line in lines]

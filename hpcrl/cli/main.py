@@ -26,6 +26,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "follow": ("hpcrl.cli.follow", "show a run while it goes on, and what it achieved"),
         "logs": ("hpcrl.cli.logs", "print the logs of a run"),
         "tensorboard": ("hpcrl.cli.tensorboard", "print the command that shows the curves of runs"),
+        "trace": ("hpcrl.cli.trace", "write what the processes of a run did when, for Perfetto and chrome://tracing"),
         "stacks": ("hpcrl.cli.stacks", "show what every process of a run is doing now"),
         "attach": (
             "hpcrl.cli.attach",
@@ -39,7 +40,10 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "look at results": {
         "samples": ("hpcrl.cli.samples", "show samples: prompt, turns, reward and why they ended"),
+        "report": ("hpcrl.cli.report", "write one HTML file that shows runs: verdict, curves, timeline, samples"),
         "eval": ("hpcrl.cli.eval", "evaluate a checkpoint of a run, or a model, on this machine; needs vLLM"),
+        "compare": ("hpcrl.cli.compare", "say whether two evaluations of the same prompts differ, and where"),
+        "rescore": ("hpcrl.cli.rescore", "score the samples of an evaluation with other rewards; generates nothing"),
         "replay": (
             "hpcrl.cli.replay",
             "train a step again from the checkpoint before it, on this machine and outside the run; needs torch",

@@ -46,7 +46,7 @@ def _samples(arguments: argparse.Namespace) -> int:
         at, found = trained_samples(run, arguments.step)
         places = ordered([group.rewards[place] for group, place in found], arguments.order, arguments.seed)
         chosen = [found[place] for place in places[: arguments.n]]
-        shown, of = read_trained(run, chosen, _decoder(run)), f"step {at}"
+        shown, of = read_trained(run, chosen, decoder_of(run)), f"step {at}"
     if arguments.json:
         _print_json(shown)
         return 0
@@ -57,7 +57,12 @@ def _samples(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _decoder(run: Run) -> Decode:
+def decoder_of(run: Run) -> Decode:
+    """Return what decodes the tokens of a run.
+
+    Raises:
+        RunError: they cannot be decoded on this machine.
+    """
     from hpcrl.config import Config
     from hpcrl.config.derive import policy_model
     from hpcrl.data.chat import decoder, load_tokenizer

@@ -21,21 +21,22 @@ def _tensorboard(arguments: argparse.Namespace) -> int:
     from socket import gethostname
 
     from hpcrl.launch.manage.registry import find_runs
-    from hpcrl.observe.tensorboard import rebuild
+    from hpcrl.observe.tensorboard.event_file import rebuild
     from hpcrl.rundir.layout import default_root
 
     root = arguments.root or default_root()
     runs = list(dict.fromkeys(run for name in arguments.runs for run in find_runs(name, root)))
     for run in runs:
-        if arguments.rebuild or not run.tensorboard.is_dir():
+        if arguments.rebuild or not run.events.is_dir():
             rebuild(run)
     if len(runs) == 1:
         logs = ["--logdir", str(runs[0].tensorboard)]
     else:
         alike = len({run.name for run in runs}) < len(runs)
-        named = (f"{f'{run.project}/' if alike else ''}{run.name}:{run.tensorboard}" for run in runs)
+        named = (f"{run.project}:{run.tensorboard}" if alike else str(run.tensorboard) for run in runs)
         logs = ["--logdir_spec", ",".join(named)]
     print(join([_program(), *logs, "--host", "127.0.0.1", "--port", str(arguments.port)]))
+    print(f"opens at: http://127.0.0.1:{arguments.port}/#custom_scalars")
     print(f"from your own machine: ssh -L {arguments.port}:127.0.0.1:{arguments.port} {gethostname()}")
     return 0
 

@@ -33,7 +33,12 @@ def largest_rank(lora: LoraConfig) -> int:
 def loads_adapters(config: ConfigTree) -> bool:
     """Return whether engines get the policy's adapters after each step, instead of the whole policy."""
     lora, merged = config.trainer.policy.model.lora, config.generator.inference_engine.merge_lora
-    return has_engines(config) and lora.rank > 0 and not (merged or lora.modules_to_save or begins_from_weights(lora))
+    return has_engines(config) and lora.rank > 0 and not merged and engines_load(lora)
+
+
+def engines_load(lora: LoraConfig) -> bool:
+    """Return whether engines can load adapters of this kind."""
+    return not (lora.modules_to_save or lora.target_parameters or begins_from_weights(lora))
 
 
 def begins_with_model(trainer: TrainerConfig) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from hpcrl.controller.recovery import History
 from hpcrl.controller.replicas import TICK_S, ReplicaHealth
 from hpcrl.controller.service import Service
+from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.commit import discard
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import FINISHED
@@ -29,10 +30,11 @@ class Api:
 
     Args:
         save_seconds: how long a trainer may take to save where the run cannot go on; 0: as long as it likes.
+        timeline: of this process; None: nobody looks at one.
     """
 
-    def __init__(self, service: Service, save_seconds: float) -> None:
-        self._service, self._save_seconds = service, save_seconds
+    def __init__(self, service: Service, save_seconds: float, timeline: Timeline | None = None) -> None:
+        self._service, self._save_seconds, self._timeline = service, save_seconds, timeline
         self._schemas = service.schemas()
         self._changed = asyncio.Condition()
         self._waiting: dict[str, asyncio.Future[list[Work]]] = {}
@@ -217,6 +219,8 @@ class Api:
 
     async def _notify(self) -> None:
         service = self._service
+        if self._timeline:
+            self._timeline.enter(service.phase)
         if service.stop or service.version != self._version:
             self._version = service.version
             for name in list(self._waiting):

@@ -1,12 +1,11 @@
-"""Evaluation: when it is due, the work that it takes, which prompts wait for it, what the scores are, and what it leaves on disk: rows that are
-finished count in the next attempt too, until the summary is there."""
+"""Evaluation: when it is due, the work that it takes, which prompts wait for it, and what it leaves on disk: rows that are finished count in the
+next attempt too, until the summary is there."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from math import comb
 from pathlib import Path
 
 from hpcrl.data.kept_files import EvalRow, read_rows
@@ -14,13 +13,10 @@ from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import CommitError
 from hpcrl.rundir.commit import children, digest_of, discard, is_committed, write_json
 from hpcrl.rundir.layout import Run, version_of
-from hpcrl.text import metric_name
 from hpcrl.types import GroupMeta, Prompt, Work
 
 EVAL_GROUP = r"e(?:\d{6}|[1-9]\d{6,14})-(?:\d{8}|[1-9]\d{8,14})"
 """What ids of evaluated groups look like."""
-MOST_SOURCES = 64
-"""A dataset decides how many sources it names; each becomes six curves or more."""
 
 
 def eval_is_due(version: int, total_steps: int, interval: int, before_train: bool) -> bool:
@@ -66,55 +62,6 @@ def evaluation_work(
         return Work(name, "eval", prompt, n_samples, seed + row, asked=asked)
 
     return [work(row) for row in (range(len(prompts)) if rows is None else rows)]
-
-
-def by_source(groups: Sequence[GroupMeta]) -> dict[str, list[GroupMeta]]:
-    """Return the groups of all sources together, as "all", and of each: by its name with underscores for slashes and for what no
-    metric's name has, all_ for one called all. Beyond the most frequent `MOST_SOURCES`, they are "other" together."""
-    names = [metric_name(group.data_source).replace("/", "_") for group in groups]
-    counts = Counter(names)
-    most = set(sorted(counts, key=lambda name: (-counts[name], name))[:MOST_SOURCES])
-    sources: dict[str, list[GroupMeta]] = defaultdict(list)
-    for group, name in zip(groups, names, strict=True):
-        sources["all"].append(group)
-        sources["all_" if name == "all" else name if name in most else "other"].append(group)
-    return dict(sources)
-
-
-def scores(groups: Sequence[GroupMeta]) -> dict[str, float]:
-    """Return the evaluation metrics of each data source and of all together.
-
-    With n samples per prompt, pass_at_n is the share of prompts of which any sample was rewarded; for each smaller power of two k,
-    pass_at_k is the mean over the prompts of `pass_at`.
-    """
-    metrics = {}
-    for source, members in by_source(groups).items():
-        rewards = [reward for group in members for reward in group.rewards]
-        lengths = [length for group in members for length in group.response_lengths]
-        n = min(len(group.rewards) for group in members)
-        metrics[f"eval/{source}/avg_score"] = sum(rewards) / len(rewards)
-        for k in (*_powers_of_two_below(n), n):
-            metrics[f"eval/{source}/pass_at_{k}"] = sum(pass_at(k, g.rewards) for g in members) / len(members)
-        metrics[f"eval/{source}/mean_positive_reward"] = sum(max(r, 0.0) for r in rewards) / len(rewards)
-        metrics[f"eval/{source}/generate/avg_num_tokens"] = sum(lengths) / len(lengths)
-    return metrics
-
-
-def pass_at(k: int, rewards: Sequence[float]) -> float:
-    """Return the probability that k of these samples of a prompt, drawn without replacement, include one that was rewarded.
-
-    With c of n samples rewarded this is 1 - C(n - c, k) / C(n, k), the unbiased estimate of the probability that k samples of the
-    policy include one (Chen et al. 2021, arXiv:2107.03374); for k = n it is 1 where any was, else 0.
-
-    Args:
-        k: from 1 to len(rewards).
-    """
-    n, rewarded = len(rewards), sum(reward > 0 for reward in rewards)
-    return 1.0 - comb(n - rewarded, k) / comb(n, k)
-
-
-def _powers_of_two_below(n: int) -> list[int]:
-    return [1 << power for power in range((n - 1).bit_length())]
 
 
 class EvalQueue:

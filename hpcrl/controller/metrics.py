@@ -8,6 +8,7 @@ from statistics import fmean
 
 from hpcrl.controller.admission import staleness
 from hpcrl.controller.replicas import MinReplicas
+from hpcrl.observe.metrics import Histogram
 from hpcrl.text import metric_name
 from hpcrl.types import Batch
 
@@ -48,6 +49,14 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "async/staleness_min": min(stale),
         "async/staleness_ratio": fmean(value > 0 for value in stale),
         **{f"environment/{name}": fmean(values) for name, values in environment.items()},
+    }
+
+
+def batch_histograms(batch: Batch) -> dict[str, Histogram | None]:
+    """Return how the rewards and the response lengths, in tokens, of one batch are distributed."""
+    return {
+        "reward": Histogram.of([reward for group in batch.groups for reward in group.rewards]),
+        "response_length": Histogram.of([length for group in batch.groups for length in group.response_lengths]),
     }
 
 

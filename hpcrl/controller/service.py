@@ -22,10 +22,10 @@ from hpcrl.controller.evaluation import (
     evaluation_work,
     finished_rows,
     is_evaluated,
-    scores,
     write_summary,
 )
 from hpcrl.controller.metrics import (
+    batch_histograms,
     batch_metrics,
     dropped_metrics,
     position_metrics,
@@ -42,6 +42,8 @@ from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.data.batch_file import FIRST, write_batch
 from hpcrl.errors import CommitError, DataError, HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.observe.scores import scores
+from hpcrl.observe.timeline import IDLE, LOAD
 from hpcrl.rundir.checkpoints import samples_removed
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import require_newest
@@ -80,13 +82,12 @@ class Service:
         self._metrics: MetricsWriter | None = None
         self._batches: dict[int, Batch] = {}
         self._checksum = FIRST  # of the newest batch's file
-        self._described = 0
         self._version: int | None = None
         self._loadable: int | None = None
         self._eval = EvalQueue(schedule.eval_prompts_at_once)
         self._dispatcher = Dispatcher(self._admission, self._eval, schedule.n_samples, schedule.eval_n_samples)
         self._begun, self.scores = BegunGroups(run), scores or ScoreQueue()
-        self._pruned = self._started = self._taken_back = 0
+        self._described = self._pruned = self._started = self._taken_back = 0
         self._registry = WorkerRegistry()
         self._failure_window = FailureWindow(schedule.max_failed_ratio, schedule.batch_size)
         self.stop: str | None = None
@@ -96,6 +97,12 @@ class Service:
     def version(self) -> int | None:
         """The newest version whose weights are there, or None before the trainer has started."""
         return self._loadable
+
+    @property
+    def phase(self) -> str:
+        """What the run waits for, for the timeline."""
+        waits = IDLE if self.stop or (self._version or 0) + 1 in self._batches else "wait_for_groups"
+        return LOAD if self._version is None else "evaluate" if self._eval.open else waits
 
     def schemas(self) -> Schemas:
         """Return what messages to this run's controller hold."""
@@ -338,7 +345,8 @@ class Service:
             surplus = surplus_metrics(batch) if self._schedule.surplus else {}
             replicas = replica_metrics(len(self.workers), self.min_replicas, self._registry.restarts, self._taken_back)
             found = batch_metrics(batch) | replicas if self._rows is None else row_metrics(batch)
-            self._metrics.write(step, found | dropped | surplus | position)
+            histograms = batch_histograms(batch) if self._rows is None else None
+            self._metrics.write(step, found | dropped | surplus | position, histograms)
             self._described = step
         return str(self._run.batch(step).relative_to(self._run.path))
 

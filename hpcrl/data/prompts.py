@@ -76,6 +76,17 @@ def source_names(paths: Iterable[str]) -> dict[str, str]:
     return {path: "/".join(tail) for path, tail in tails.items()}
 
 
+def data_sources(paths: Sequence[str]) -> set[str]:
+    """Return the data sources of all rows of some files.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    names = source_names(paths)
+    rows = ((path, row) for path in names for row in Source(path).rows())
+    return {str((isinstance(row, dict) and row.get("data_source")) or names[path]) for path, row in rows}
+
+
 def set_aside(prompts: Sequence[Prompt], test_size: float) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train and those to evaluate: the first ones, which no seed and no tokenizer changes.
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -15,8 +13,8 @@ import numpy as np
 from hpcrl.data.batch_file import batch_steps, read_batch
 from hpcrl.data.group_file import read_arrays
 from hpcrl.errors import DataError, RunError
-from hpcrl.rundir.commit import parse_json
-from hpcrl.rundir.layout import Run, version_of
+from hpcrl.rundir.eval_dumps import dumped_samples
+from hpcrl.rundir.layout import Run
 from hpcrl.types import Batch, GroupMeta, Sample
 
 Decode = Callable[[list[int]], str]
@@ -184,53 +182,21 @@ def segments_of(sample: Sample[np.ndarray], decode: Decode, *, of_dataset: bool 
 
 
 def evaluated_samples(run: Run, version: int | None) -> tuple[int, list[Rollout]]:
-    """Return a version, the newest one whose evaluation was written where none is named, and its samples by row.
-
-    Raises:
-        RunError: there is no such evaluation, or its samples were not written.
-        DataError: a file is damaged.
-    """
-    dumps = [path for path in run.evals.glob("v*/*.jsonl") if version_of(path.parent) is not None]
-    versions = sorted({version_of(path.parent) or 0 for path in dumps})
-    if not versions:
-        raise RunError(
-            f"{run.name} has no samples of an evaluation: none is over, or trainer.dump_eval_results is false, or "
-            "trainer.eval_interval is 0"
-        )
-    chosen = versions[-1] if version is None else version
-    if chosen not in versions:
-        raise RunError(
-            f"{run.name} has no samples of an evaluation of version {chosen}; there are those of {', '.join(map(str, versions))}"
-        )
-    found = dict[tuple[str, int], Rollout]()  # one that a worker could not report before it was killed is there twice
-    for path in sorted(path for path in dumps if version_of(path.parent) == chosen):
-        found |= _evaluated(path, chosen)
-    return chosen, [found[place] for place in sorted(found)]
-
-
-def _evaluated(path: Path, version: int) -> dict[tuple[str, int], Rollout]:
-    """Return the samples in a file, by their group and place in it."""
-    found, count = dict[tuple[str, int], Rollout](), Counter[str]()
-    for number, text in enumerate(path.read_bytes().split(b"\n"), 1):
-        try:
-            line = parse_json(text)
-        except ValueError:  # cut off by a kill, or it is being written
-            continue
-        try:
-            group = line["group_id"]
-            at = int(line.get("sample", count[group]))
-            rollout = Rollout(
+    """Return a version, the newest one whose evaluation was written where none is named, and its samples by row; errors as of `dumped_samples`."""
+    chosen, lines = dumped_samples(run, version)
+    try:
+        return chosen, [
+            Rollout(
                 name=f"{group}.{at}",
-                replica=int(path.stem),
+                replica=line["replica"],
                 data_source=line["data_source"],
                 reward=line["score"],
                 stop_reason=line["stop_reason"],
                 parts=[Segment(**part) for part in line["parts"]],
-                versions=(version, version),
+                versions=(chosen, chosen),
                 env_metrics=line["env_metrics"],
             )
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}, line {number} is no sample of an evaluation: {error!r}") from error
-        found[group, at] = rollout
-        count[group] += 1
-    return found
+            for (group, at), line in lines.items()
+        ]
+    except TypeError as error:
+        raise DataError(f"{run.evals_of(chosen)}: a sample has parts of another kind: {error}") from error

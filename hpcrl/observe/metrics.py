@@ -1,7 +1,7 @@
 """The numbers of a run: one JSON-lines file per process, the truth from which TensorBoard and summaries are derived.
 
     {"attempt": 2, "resume": 40}                                                      a writer starts
-    {"attempt": 2, "step": 41, "time": 1763666666.5, "metrics": {"policy/lr": 1e-6}}
+    {"attempt": 2, "step": 41, "time": 1763666666.5, "metrics": {"policy/lr": 1e-6}, "histograms": {"reward": [0.0, 1.0, [3, 5]]}}
 
 An attempt that continues after step k makes what earlier attempts wrote about later steps void, in every file. The attempt's number
 decides this, not the place in a file, so a writer that was thought dead cannot bring such a step back. Of a value that is reported twice
@@ -17,11 +17,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpcrl.faults import fault
 from hpcrl.rundir.commit import make_directory, parse_json
@@ -30,6 +30,38 @@ from hpcrl.rundir.space import explained
 
 _ALONE = ("trainer", "controller")
 _BLOCK = 1 << 16
+_BINS = 20
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How values of one step are distributed.
+
+    Attributes:
+        low, high: ends of the bins, which are equally wide; `high` belongs to the last one.
+        counts: values in each bin.
+    """
+
+    low: float
+    high: float
+    counts: list[int]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Histogram | None:
+        """Return the histogram of values, those that are not finite left out; None where none are."""
+        finite = [value for value in values if math.isfinite(value)]
+        if not finite:
+            return None
+        low, high = float(min(finite)), float(max(finite))
+        counts = [0] * (_BINS if high > low else 1)
+        for value in finite:
+            counts[bin_of(value, low, high, len(counts))] += 1
+        return cls(low, high, counts)
+
+
+def bin_of(value: float, low: float, high: float, bins: int) -> int:
+    return min(int((value - low) / (high - low) * bins), bins - 1) if high > low else 0
 
 
 @dataclass(frozen=True)
@@ -40,6 +72,7 @@ class Record:
         process: name of its writer: "trainer", "controller", "rollout-0".
         time: Unix time at the writer's clock.
         metrics: by names that are unique in the run: of replicas, which report alike, the process is added ("timing/x/rollout-0").
+        histograms: by names of their own, likewise.
     """
 
     process: str
@@ -47,6 +80,7 @@ class Record:
     step: int
     time: float
     metrics: dict[str, float]
+    histograms: dict[str, Histogram] = field(default_factory=dict)
 
 
 class MetricsWriter:
@@ -70,10 +104,15 @@ class MetricsWriter:
         # A writer that was killed may have left half a line, which must not swallow the next one.
         self._append(b"\n" if torn else b"", {"attempt": attempt, "resume": resume_step})
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(
+        self, step: int, metrics: Mapping[str, float], histograms: Mapping[str, Histogram | None] | None = None
+    ) -> None:
         """Append one record. Values are numbers, also nan and infinities; anything with `__float__` will do."""
-        values = {name: float(value) for name, value in metrics.items()}
-        self._append(b"", {"attempt": self._attempt, "step": step, "time": time.time(), "metrics": values})
+        line: dict[str, Any] = {"attempt": self._attempt, "step": step, "time": time.time()}
+        line["metrics"] = {name: float(value) for name, value in metrics.items()}
+        if found := {name: [each.low, each.high, each.counts] for name, each in (histograms or {}).items() if each}:
+            line["histograms"] = found
+        self._append(b"", line)
 
     def _append(self, before: bytes, line: dict[str, Any]) -> None:
         data = before + json.dumps(line).encode() + b"\n"
@@ -119,7 +158,9 @@ class MetricsReader:
                     outdated |= self._resume(line["attempt"], line["resume"])
                 else:
                     metrics = _unique(path.stem, line["metrics"], self._names)
-                    records.append(Record(path.stem, line["attempt"], line["step"], line["time"], metrics))
+                    shapes = {} if self._names else _unique(path.stem, line.get("histograms", {}), ())
+                    histograms = {name: Histogram(*shape) for name, shape in shapes.items()}
+                    records.append(Record(path.stem, line["attempt"], line["step"], line["time"], metrics, histograms))
         valid = [record for record in records if record.step <= self._last_step(record.attempt)]
         for record in valid:
             self._highest[record.attempt] = max(record.step, self._highest.get(record.attempt, record.step))
@@ -153,10 +194,19 @@ def _is_line(value: Any) -> bool:
         return type(value["resume"]) is int
     metrics = value.get("metrics")
     numbers = [value.get("time"), *metrics.values()] if isinstance(metrics, dict) else [None]
+    histograms = value.get("histograms", {})
+    if not isinstance(histograms, dict) or not all(map(_is_histogram, histograms.values())):
+        return False
     return type(value.get("step")) is int and all(type(number) in (int, float) for number in numbers)
 
 
-def _unique(process: str, metrics: dict[str, float], wanted: Sequence[str]) -> dict[str, float]:
+def _is_histogram(value: Any) -> bool:
+    if not (isinstance(value, list) and len(value) == 3 and isinstance(value[2], list) and value[2]):
+        return False
+    return all(type(number) in (int, float) for number in (*value[:2], *value[2]))
+
+
+def _unique(process: str, metrics: dict[str, _Value], wanted: Sequence[str]) -> dict[str, _Value]:
     """Return metrics, of all those that are wanted, under names that are unique in the run."""
     own = "" if process in _ALONE else f"/{process}"
     # one text for a name in all steps: they would take more memory than the values
@@ -173,9 +223,12 @@ def last_reports(records: Iterable[Record]) -> Iterator[Record]:
     for _, of_step in groupby(ordered, key=lambda record: record.step):
         group = list(of_step)
         last = {name: record for record in group for name in record.metrics}
+        shaped = {name: record for record in group for name in record.histograms}
         for record in group:
             metrics = {name: value for name, value in record.metrics.items() if last[name] is record}
-            yield record if len(metrics) == len(record.metrics) else replace(record, metrics=metrics)
+            histograms = {name: shape for name, shape in record.histograms.items() if shaped[name] is record}
+            whole = len(metrics) + len(histograms) == len(record.metrics) + len(record.histograms)
+            yield record if whole else replace(record, metrics=metrics, histograms=histograms)
 
 
 def first_record(run: Run, process: str, name: str, valid: Callable[[Record], bool]) -> Record | None:

@@ -28,6 +28,7 @@ from hpcrl.planning.memory import (
     fsdp_state,
     logprob_buffer,
     megatron_state,
+    merged_experts,
     peak,
     shard,
 )
@@ -95,6 +96,7 @@ def _fsdp(config: Config, models: Mapping[str, Shapes]) -> Estimate:
                 recompute=trainer.gradient_checkpointing,
                 layers=shapes.width.layers,
             )
+            kept += merged_experts(shapes.weights, precision.param_dtype, recompute=trainer.gradient_checkpointing)
             need = replace(need, activations=kept)
         if role != "critic" and not trains_reward_model(trainer):
             need = replace(need, logprobs=_logprobs(trainer, tokens, shapes.width.vocabulary))
@@ -154,6 +156,7 @@ def _of_stage(
         distributed=options.get("use_distributed_optimizer", True),
         offloaded=options.get("optimizer_offload_fraction", 0.0) if options.get("optimizer_cpu_offload") else 0.0,
         frozen=part.frozen,
+        twice=role == "policy" and reference_has_values(trainer),
     )
     tokens, layers = largest_micro_batch(config), layers_of_stages(shapes.width.layers, sizes)
     assert layers is not None

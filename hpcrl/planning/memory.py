@@ -177,6 +177,7 @@ def megatron_state(
     distributed: bool = True,
     offloaded: float = 0.0,
     frozen: int = 0,
+    twice: bool = False,
 ) -> Need:
     """Return what Megatron-core holds of a model on a rank.
 
@@ -189,6 +190,7 @@ def megatron_state(
         fp32_gradients: ddp_config.grad_reduce_in_fp32.
         offloaded: share of the optimizer's state in host memory.
         frozen: parameters that are not trained.
+        twice: whether what is trained is there once more, as it is in the reference.
     """
     size = 2 if bf16 else 4
     gradient = 4 if fp32_gradients else size
@@ -197,7 +199,7 @@ def megatron_state(
         -(-count // (ranks if distributed else 1)) for count, ranks in ((dense, copies), (experts, expert_copies))
     ]
     return Need(
-        weights=size * (dense + experts + frozen),
+        weights=size * ((1 + twice) * (dense + experts) + frozen),
         gradients=gradient * (dense + experts),
         optimizer=round(state * sum(divided) * (1 - offloaded)),
         stays=True,
@@ -240,6 +242,20 @@ def activations(
         return tokens * layers * passes * one
     kept = -(-layers // every) * width.hidden * size
     return tokens * (kept * passes + min(every, layers) * one)
+
+
+def merged_experts(weights: Sequence[Weight], dtype: str, *, recompute: bool) -> int:
+    """Return the bytes of experts that are merged with their adapters to compute with them, and of their gradient, one layer at a time.
+
+    Without recomputation the merged ones are kept for backward.
+
+    Args:
+        dtype: of the computation.
+    """
+    adapted = [weight for weight in weights if len(weight.shape) == 3 and ".base_layer." in weight.name]
+    of_layers = [sum(weight.count for weight in adapted if weight.unit == unit) for unit in {w.unit for w in adapted}]
+    most = max(of_layers, default=0)
+    return BYTES[dtype] * (most + (most if recompute else sum(of_layers)))
 
 
 def logprob_buffer(rows: int, vocabulary: int, size: int) -> int:

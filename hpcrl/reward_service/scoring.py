@@ -7,8 +7,11 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from hpcrl.observe.timeline import IDLE, Timeline
 
 IDLE_S = 5.0
 MOST_WAITING = 4096  # responses
@@ -40,6 +43,7 @@ class Scoring:
         beat: called before each pass, and now and then while there is nothing to do.
         most_waiting: responses that may wait.
         kept_s: how long scores are kept, also after they were fetched: an answer may get lost.
+        timeline: of this process; None: nobody looks at one.
 
     Attributes:
         failure: what ended the thread; None while it works.
@@ -51,8 +55,10 @@ class Scoring:
         beat: Callable[[], None] = lambda: None,
         most_waiting: int = MOST_WAITING,
         kept_s: float = KEPT_S,
+        timeline: Timeline | None = None,
     ) -> None:
         self._scorer, self._beat, self._most_waiting, self._kept_s = scorer, beat, most_waiting, kept_s
+        self._timeline = timeline
         self._changed = threading.Condition()
         self._waiting, self._known = deque[_Request](), dict[str, _Request]()
         self._in_work, self._scored, self._closed = 0, 0, False
@@ -112,10 +118,13 @@ class Scoring:
             kept -= len(self._known.pop(name).rows)
 
     def _run(self) -> None:
+        if self._timeline:
+            self._timeline.enter(IDLE)
         try:
             while requests := self._next():
                 rows = [row for request in requests for row in request.rows]
-                found = iter(self._scorer.scores(rows, self._beat))
+                with self._timeline.during("score") if self._timeline else nullcontext():
+                    found = iter(self._scorer.scores(rows, self._beat))
                 with self._changed:
                     for request in requests:
                         request.scores, request.done = [next(found) for _ in request.rows], time.monotonic()

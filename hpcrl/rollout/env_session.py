@@ -9,16 +9,43 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from hpcrl.config import EnvironmentConfig
+from hpcrl.config.derive import reward_weights
+from hpcrl.config.reward_model import uses_reward_service
 from hpcrl.envs.base import Environment, Messages, Turn, user_code
 from hpcrl.envs.registry import make_environment
+from hpcrl.envs.rewards.remote import Endpoints, RemoteRewards, exported
 from hpcrl.envs.rewards.response import Response, Scorer, truth_of
+from hpcrl.envs.rewards.weighted import WeightedRewards
 from hpcrl.errors import DataError, UserCodeError
 from hpcrl.rollout.threads import Call, CallThreads, TooLong
-from hpcrl.types import LARGEST, LONGEST_NAME, Work, is_name
+from hpcrl.types import LARGEST, LONGEST_NAME, Kind, Work, is_name
 
 R = TypeVar("R")
 
 _NOTHING = Environment.close
+
+
+def scorer_of(
+    environment: EnvironmentConfig, kind: Kind, services: Callable[[], Endpoints] | None = None
+) -> Scorer | None:
+    """Return what rewards a response; None: the environment that its prompt names.
+
+    Args:
+        services: as of GroupGenerator.
+
+    Raises:
+        ConfigError: a reward is not known, or no variables name the service that is to be asked.
+    """
+    if uses_reward_service(environment, kind):
+        if services is None:
+            named = exported(environment)
+            services = lambda: named  # noqa: E731
+        return RemoteRewards(environment.remote_reward, services)
+    weights = reward_weights(environment, kind)
+    own = kind == "eval" and environment.eval_reward_function
+    setting = "environment.eval_reward_function" if own else "environment.reward_function"
+    return WeightedRewards(setting, weights, environment) if weights else None
 
 
 @dataclass(frozen=True)

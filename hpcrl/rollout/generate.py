@@ -22,16 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
-from hpcrl.config.derive import reward_weights
-from hpcrl.config.reward_model import uses_reward_service
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
-from hpcrl.envs.rewards.remote import Endpoints, RemoteRewards, exported
-from hpcrl.envs.rewards.response import Scorer
-from hpcrl.envs.rewards.weighted import WeightedRewards
+from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.errors import DataError, ServiceError, UserCodeError
 from hpcrl.rollout.engines.base import Engine, Generation, engine_sampling
-from hpcrl.rollout.env_session import Answer, EnvSession
+from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
 from hpcrl.rollout.threads import CallThreads
 from hpcrl.rollout.transcript import HALF_A_CHARACTER, Template, Transcript, cut_at_stop
 from hpcrl.rollout.turns import Turns
@@ -190,7 +186,7 @@ class GroupGenerator:
         gym = environment.skyrl_gym
         self._extras = common_extras(environment, config.max_turns)
         self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}
-        self._rewards = {kind: _rewards(environment, kind, services) for kind in ("train", "eval")}
+        self._rewards = {kind: scorer_of(environment, kind, services) for kind in ("train", "eval")}
         limits = gym.max_env_workers, environment.timeout_seconds
         self._threads = CallThreads(*limits) if gym.max_env_workers else None
 
@@ -379,18 +375,6 @@ class GroupGenerator:
             return text
         before = self._template.decoded(token_ids[:-1]).rstrip(HALF_A_CHARACTER)
         return cut_at_stop(text, len(before), params.stop, keep=params.include_stop_str_in_output)
-
-
-def _rewards(environment: EnvironmentConfig, kind: Kind, services: Callable[[], Endpoints] | None) -> Scorer | None:
-    if uses_reward_service(environment, kind):
-        if services is None:
-            named = exported(environment)
-            services = lambda: named  # noqa: E731
-        return RemoteRewards(environment.remote_reward, services)
-    weights = reward_weights(environment, kind)
-    own = kind == "eval" and environment.eval_reward_function
-    setting = "environment.eval_reward_function" if own else "environment.reward_function"
-    return WeightedRewards(setting, weights, environment) if weights else None
 
 
 def _told(error: Exception) -> str:

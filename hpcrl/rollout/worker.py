@@ -2,7 +2,7 @@
 
     consumes   work from the controller, weights/v<k>
     waits for  the controller (a claim waits there for work or for a newer version)
-    produces   samples/<replica>/<group>.safetensors, turns/<worker>/, evals/v<k>/<replica>.jsonl and .rows, metrics/rollout-<replica>.jsonl
+    produces   samples/<replica>/<group>.safetensors, turns/<worker>/, evals/v<k>/<replica>.jsonl and .rows, metrics/rollout-<replica>.jsonl, timeline/
 
 Work of a claim begins before a newer version that the same answer names is loaded: it was assigned for the version that the engine holds.
 Running training groups go on meanwhile, as `Engine.update_weights` says; running evaluation is waited for, since a score belongs to one version.
@@ -27,6 +27,7 @@ from hpcrl.data.rollouts import Decode
 from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.errors import CommitError, EngineError
 from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.observe.timeline import IDLE, Timeline
 from hpcrl.rollout.copies import NodeCopies
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.watchdog import run_watched
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOAD_S = 1.0
+_TAKES_IN = "update_weights"
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class WorkerOptions:
         copies: of new weights on this node; None: engines read them in the run directory.
         from_model: whether version 0 is the model that the engine was started with.
         rewards: returns the reward service of the run that gets the next request; None: the run has none.
+        timeline: of this process; None: nobody looks at one.
     """
 
     run: Run
@@ -79,6 +82,7 @@ class WorkerOptions:
     copies: NodeCopies | None = None
     from_model: bool = True
     rewards: Callable[[], Endpoints] | None = None
+    timeline: Timeline | None = None
 
     @property
     def name(self) -> str:
@@ -127,6 +131,7 @@ class Worker:
         self._limiter = ConcurrencyLimiter(options.capacity)
         self._newest = 0
         self._unproven, self._lacks_first = False, not options.from_model
+        self._updating: str | None = None
         self._weights = engine.version, ""  # what it is proven to hold, and the digest of that
         self._stop: str | None = None
         self._news = asyncio.Event()
@@ -165,6 +170,7 @@ class Worker:
                 claim = asyncio.create_task(self._claim(free))
             news = asyncio.create_task(self._news.wait())
             waited = [task for task in (news, claim, update, delivery, *self._flight) if task is not None]
+            self._note_phase()
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             news.cancel()
             self._news.clear()
@@ -184,6 +190,13 @@ class Worker:
         while delivery := delivery or self._deliver():
             await delivery
             delivery = None
+
+    def _note_phase(self) -> None:
+        """Note in the timeline what the engine does: it takes in weights, or else generates, or else waits for weights or work."""
+        if self._options.timeline:
+            kinds = {item.kind for item in self._flight.values()}
+            working = "evaluate" if "eval" in kinds else "generate" if kinds else self._updating or IDLE
+            self._options.timeline.enter(_TAKES_IN if self._updating == _TAKES_IN else working)
 
     def _free(self) -> int:
         """Return how many more training groups there is room for."""
@@ -290,9 +303,12 @@ class Worker:
 
     async def _update(self, version: int) -> None:
         started, options = time.monotonic(), self._options
+        self._updating = "fetch_weights"
+        self._note_phase()
         try:
             weights = await in_thread(fetch, options.run.weights_of(version), options.copies)
         except CommitError:
+            self._updating = None
             self._note_answer(await self._call("report", version=self._engine.version, state="fetching weights"))
             if self._newest == version:
                 raise
@@ -300,7 +316,10 @@ class Worker:
         known = {"weights/fetch_seconds": time.monotonic() - started, "weights/load_gib": weights.size / 2**30}
         self._write_metrics()
         self._unproven, self._lacks_first = True, False
+        self._updating = _TAKES_IN
+        self._note_phase()
         known |= await self._engine.update_weights(weights)
+        self._updating = None
         self._news.set()  # groups may begin while the version is proven
         if options.copies:
             options.copies.release()

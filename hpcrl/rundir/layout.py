@@ -27,8 +27,9 @@
   evals/v000010/<replica>.rows     what has ended of an evaluation that has not
   evaluations/<name>/              of `hpcrl eval`, each laid out as a run directory (hpcrl/launch/local/evaluate.py)
   metrics/*.jsonl                  one writer per file; the truth
+  timeline/<attempt>/<process>.jsonl   what each process did when, and .old.jsonl what it did before (hpcrl/observe/timeline.py)
   profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks
-  tensorboard/                     derived from metrics; can be rebuilt
+  tensorboard/<run>/               derived from metrics; can be rebuilt
   control/                         stop, stacks: requests to the agents
 
 <root>/.tokens/                    tokens of datasets that runs share (hpcrl/data/token_cache.py)
@@ -197,6 +198,11 @@ class Run:
         return self.path / "tensorboard"
 
     @property
+    def events(self) -> Path:
+        """What TensorBoard reads; it calls a run as the folder of its events."""
+        return self.tensorboard / self.name
+
+    @property
     def stop(self) -> Path:
         return self.path / "control" / "stop.json"
 
@@ -271,6 +277,16 @@ class Run:
     def metrics_of(self, process: str) -> Path:
         return self.metrics / f"{process}.jsonl"
 
+    @property
+    def timelines(self) -> Path:
+        return self.path / "timeline"
+
+    def timeline(self, attempt: int) -> Path:
+        return self.timelines / str(attempt)
+
+    def timeline_of(self, attempt: int, process: str) -> Path:
+        return self.timeline(attempt) / f"{process}.jsonl"
+
     def inside(self, relative: str) -> Path:
         """Return the path that a message names, refusing anything outside this run directory.
 
@@ -298,6 +314,11 @@ def position_of(path: Path) -> tuple[int, int] | None:
     """Return the step and the optimizer steps of the next one that a checkpoint's path names, or None for any other name."""
     match = _POSITION.fullmatch(path.name)
     return (int(match[1]), int(match[2] or 0)) if match else None
+
+
+def attempt_of(path: Path) -> int | None:
+    """Return the attempt that a folder of logs or of a timeline names, or None for any other name."""
+    return int(path.name) if path.name.isdecimal() else None
 
 
 def version_of(path: Path) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcrl.data.batch_file import read_batch
 from hpcrl.errors import RunError
-from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.observe.metrics import Histogram, MetricsWriter
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.process_status import StatusWriter
@@ -56,6 +56,7 @@ class ControllerClient:
         """
         if step >= self._total:
             return None
+        clock.begin(step + 1)
         with clock("wait_for_generation_buffer"):
             return self._next(step + 1)
 
@@ -92,15 +93,17 @@ class ControllerClient:
         if not self._consensus.stopping:  # who is to leave does not wait for an answer
             self._ask("committed", step=step)
 
-    def trained(self, step: int, metrics: dict[str, float]) -> None:
+    def trained(self, step: int, metrics: dict[str, float], histograms: dict[str, Histogram | None]) -> None:
         """Write the metrics of a trained step, and a line of them to the log."""
-        self.measured(step, metrics)
+        self.measured(step, metrics, histograms)
         if self._world.first:
             log.info(step_line(step, self._total, metrics))
 
-    def measured(self, step: int, metrics: dict[str, float]) -> None:
+    def measured(
+        self, step: int, metrics: dict[str, float], histograms: dict[str, Histogram | None] | None = None
+    ) -> None:
         if self._metrics and metrics:
-            self._metrics.write(step, metrics)
+            self._metrics.write(step, metrics, histograms)
 
     def everything_is_saved(self, step: int) -> None:
         """All that was trained up to the stop request is committed, `step` is the last complete step: tell how long that took.

@@ -23,6 +23,10 @@ from hpcrl.types import MicroBatch
 
 LOSS_METRICS = "loss_metrics/"
 TEACHER_DIVERGENCE = "teacher_divergence"
+MISMATCH = "mismatch/"
+MISMATCH_RANGE = (-8.0, 2.0)
+"""Powers of ten of the differences, in nats, between log-probabilities of engines and trainer, whose histogram is made."""
+_MISMATCH_BINS = 20
 
 
 def build_reduction(algorithm: AlgorithmConfig, max_seq_len: int) -> Reduction:
@@ -92,6 +96,7 @@ def build_objective(algorithm: AlgorithmConfig, distillation: DistillationConfig
             "entropy": masked_sum(entropies_P, mask_P),
             "abs_diff": masked_sum(difference_P, mask_P),
             "abs_diff_squared": masked_sum(difference_P.square(), mask_P),
+            **_binned(difference_P, mask_P),
             "current_tokens": current_P.sum(),
             "current_abs_diff": masked_sum(apart_P, current_P),
             "current_abs_diff_squared": masked_sum(apart_P.square(), current_P),
@@ -99,6 +104,18 @@ def build_objective(algorithm: AlgorithmConfig, distillation: DistillationConfig
         return loss, {name: value.detach() for name, value in sums.items()}
 
     return objective
+
+
+def _binned(difference_P: torch.Tensor, mask_P: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return how many trained tokens have their difference's power of ten in each bin of MISMATCH_RANGE; the ends take what lies beyond.
+
+    Neither histc, which deterministic algorithms refuse, nor anything that waits for the device.
+    """
+    low, high = MISMATCH_RANGE
+    places_P = ((difference_P.log10() - low) / (high - low) * _MISMATCH_BINS).nan_to_num().clamp(0, _MISMATCH_BINS - 1)
+    bins_K1 = torch.arange(_MISMATCH_BINS, device=places_P.device).unsqueeze(1)
+    counts_K = ((places_P.floor() == bins_K1) * mask_P).sum(1)
+    return {f"{MISMATCH}{at:02d}": count for at, count in enumerate(counts_K.unbind())}
 
 
 def _taught(

@@ -7,16 +7,18 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from hpcrl.algorithms.off_policy import PER_SAMPLE
+from hpcrl.observe.metrics import Histogram
+from hpcrl.observe.timeline import OTHER, Timeline
 from hpcrl.trainer.advantages import Advantages
 from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.batching import idle_share
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.loss import LOSS_METRICS, TEACHER_DIVERGENCE
+from hpcrl.trainer.loss import LOSS_METRICS, MISMATCH, MISMATCH_RANGE, TEACHER_DIVERGENCE
 from hpcrl.trainer.models.flops import describe_flops
 from hpcrl.trainer.offline.preferences import PER_PAIR
 from hpcrl.trainer.packing import MiniBatch
@@ -27,9 +29,16 @@ _STEP = "step"
 
 
 class PhaseTimer:
-    """Adds up the seconds of each phase; a step ends with `lap`, what follows until `between` belongs to no step."""
+    """Adds up the seconds of each phase; a step ends with `lap`, what follows until `between` belongs to no step.
 
-    def __init__(self) -> None:
+    Args:
+        timeline: that notes them too; None: nobody looks at one.
+    """
+
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self._timeline = timeline
+        if timeline:
+            timeline.enter(OTHER)
         self._pace: float | None = None
         self._first = True
         self._seconds: dict[str, float] = defaultdict(float)
@@ -39,9 +48,15 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         began = time.monotonic()
         try:
-            yield
+            with self._timeline.during(phase) if self._timeline else nullcontext():
+                yield
         finally:
             self._seconds[phase] += time.monotonic() - began
+
+    def begin(self, step: int) -> None:
+        """Tell the timeline that the process works on this step from now on."""
+        if self._timeline:
+            self._timeline.begin_step(step)
 
     def resume(self, seconds: Mapping[str, float]) -> None:
         """Go on with a step on which an earlier attempt spent what `lap` returned there."""
@@ -92,6 +107,35 @@ def describe_mini_batches(minis: Sequence[MiniBatch]) -> dict[str, float]:
         "policy/shared_prefix_tokens": float(sum(mini.left_out for mini in minis)),
         **({"policy/unscored_samples": float(unscored)} if unscored else {}),
     }
+
+
+def advantage_histogram(minis: Sequence[MiniBatch], data: World) -> Histogram | None:
+    """Return how the advantages of all trained tokens are distributed, as they enter the loss. Every rank calls it."""
+    trained = [
+        mini.samples.scores.advantages[mini.samples.loss_mask > 0].double()
+        for mini in minis
+        if mini.samples.scores.advantages is not None
+    ]
+    values = torch.cat([torch.zeros(0, dtype=torch.float64), *trained])
+    values = values[values.isfinite()]
+    ends = [-values.min().item(), values.max().item()] if len(values) else [-math.inf, -math.inf]
+    negative_low, high = data.max(ends)
+    low = -negative_low
+    if low > high:
+        return None
+    bins = 20 if high > low else 1
+    places = (
+        ((values - low) / (high - low) * bins).floor().clamp(0, bins - 1) if high > low else torch.zeros(len(values))
+    )
+    counts = data.sum(torch.bincount(places.long(), minlength=bins).double().tolist())
+    return Histogram(low, high, [round(count) for count in counts])
+
+
+def mismatch_histogram(updates: Sequence[UpdateResult]) -> Histogram | None:
+    """Return how the powers of ten of the differences between log-probabilities of engines and trainer are distributed."""
+    names = sorted(name for name in updates[0].sums if name.startswith(MISMATCH))
+    counts = [round(sum(update.sums[name] for update in updates)) for name in names]
+    return Histogram(*MISMATCH_RANGE, counts) if any(counts) else None
 
 
 def describe_updates(updates: Sequence[UpdateResult]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from hpcrl.config import TrainerConfig, uses_reference
 from hpcrl.config.derive import is_offline
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.scorers import rewards_count, trainer_has_reference
+from hpcrl.observe.metrics import Histogram
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import (
     Advantages,
@@ -26,7 +27,14 @@ from hpcrl.trainer.backends.reference import reset_is_due, resets_optimizer
 from hpcrl.trainer.batching import Limits, updates_per_batch
 from hpcrl.trainer.critic import CRITIC_REDUCTION, build_critic_objective, describe_critic
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.metrics import PhaseTimer, describe_batch, describe_mini_batches, describe_updates
+from hpcrl.trainer.metrics import (
+    PhaseTimer,
+    advantage_histogram,
+    describe_batch,
+    describe_mini_batches,
+    describe_updates,
+    mismatch_histogram,
+)
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.offline.modes import objective_of, reduction_of
@@ -58,6 +66,7 @@ class Learner:
         batch: the last one of which optimizer steps were made; None before the first.
         partial: that batch, where they are not all made.
         flops: that the policy's optimizer steps of the last batch need, of all ranks.
+        histograms: of the last batch.
     """
 
     def __init__(
@@ -82,6 +91,7 @@ class Learner:
         self.batch: Batch | None = None
         self.partial: PartialBatch | None = None
         self.flops, self._model_flops, self._limits = 0.0, model_flops, limits
+        self.histograms: dict[str, Histogram | None] = {}
         self._run, self._trainer, self._dumps, self._begun = run, trainer, dumps, start.mid_batch
         self._mismatch, self._validation = mismatch, validation
         self._offline = is_offline(trainer)
@@ -146,6 +156,9 @@ class Learner:
         lengths = [ref.length for mini in minis for share in mini.plan.shares for ref in share]
         flops = self._model_flops.training(lengths, sum(mini.tokens for mini in minis))
         self.flops = self._trainer.update_epochs_per_batch * flops
+        if not self._offline:
+            advantages = advantage_histogram(minis, self.policy.data)
+            self.histograms = {"advantage": advantages, "log10_mismatch": mismatch_histogram(work.policy)}
         described = {} if self._offline else describe_batch(batch, work.advantages)
         described |= describe_mini_batches(minis) | work.kl_penalty
         return described | (describe_critic(work.critic) if work.critic else {}) | describe_updates(work.policy)

@@ -28,7 +28,7 @@ FILES = [
 ]  # fmt: skip
 OF_ONE_RUN = {
     "status": (), "follow": (), "logs": (), "stacks": (), "cancel": (), "requeue": (), "resume": ("trainer.seed=1",), "samples": (), "tensorboard": ("--rebuild",),
-    "attach": ("--", "true"), "replay": ("--step", "1"), "checkpoint ls": (), "checkpoint verify": (), "verify": (),
+    "attach": ("--", "true"), "replay": ("--step", "1"), "checkpoint ls": (), "checkpoint verify": (), "verify": (), "trace": (), "report": (),
 }  # fmt: skip
 """Commands that name a run, each with the arguments that follow its name; the seed is refused, so that nothing starts."""
 
@@ -97,6 +97,7 @@ def test_no_command_ends_with_a_traceback(
     root: Path, name: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(root))  # without Slurm's programs
+    monkeypatch.chdir(root)
     for content in ("[1]", DEEP):
         damage(Run(root / "p" / "bad"), name, content)
         code, text = said(capsys, *command.split(), "bad", "--root", str(root), *OF_ONE_RUN[command])

@@ -61,19 +61,19 @@ def test_status_of_all_of_a_sweep_and_of_one(root: Path, capsys: pytest.CaptureF
 
 def test_tensorboard_of_runs_and_sweeps(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     single = Run(root / "p" / "single")
-    command, ssh = said(capsys, "tensorboard", "single", "--root", str(root)).splitlines()
+    command, page, ssh = said(capsys, "tensorboard", "single", "--root", str(root)).splitlines()
     assert command.endswith(f"tensorboard --logdir {single.tensorboard} --host 127.0.0.1 --port 6006")
+    assert page == "opens at: http://127.0.0.1:6006/#custom_scalars"
     assert ssh == f"from your own machine: ssh -L 6006:127.0.0.1:6006 {socket.gethostname()}"
-    (made,) = single.tensorboard.iterdir()
+    (made,) = single.events.iterdir()
     said(capsys, "tensorboard", "single", "--root", str(root))
-    assert list(single.tensorboard.iterdir()) == [made], "nothing is rebuilt unless told"
+    assert list(single.events.iterdir()) == [made], "nothing is rebuilt unless told"
     said(capsys, "tensorboard", "single", "--rebuild", "--root", str(root))
     assert made.stat().st_size == 0 or not made.exists()
 
     command = said(capsys, "tensorboard", "s", "single", "--port", "7000", "--root", str(root)).splitlines()[0]
     spec = command.split()[2].split(",")
-    assert spec[0] == f"s.0-lr-0:{root}/p/s.0-lr-0/tensorboard"
-    assert [entry.partition(":")[0] for entry in spec] == [f"s.{i}-lr-{i}" for i in range(11)] + ["single"]
+    assert spec == [f"{root}/p/{name}/tensorboard" for name in [*(f"s.{i}-lr-{i}" for i in range(11)), "single"]]
     assert main(["tensorboard", "nope", "--root", str(root)]) == 5
 
 

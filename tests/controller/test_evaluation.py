@@ -1,96 +1,24 @@
-"""What an evaluation comes to: by data source, with fewer samples per prompt than there were, and where an attempt ended in the middle of it."""
+"""Where an attempt ended in the middle of an evaluation."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpcrl.controller.evaluation import MOST_SOURCES, by_source, pass_at, scores
 from hpcrl.controller.service import Service
 from hpcrl.data.kept_files import EvalRow, append_rows, turn_file
 from hpcrl.data.weight_files import PublishedWeights
+from hpcrl.observe.scores import scores
 from hpcrl.rundir.checked_lines import append_lines
 from hpcrl.rundir.commit import committed_directory, discard, read_json
 from hpcrl.rundir.layout import Run
-from hpcrl.types import GroupMeta, Work
+from hpcrl.types import Work
 from tests.controller.test_api import finish, make_run, prompts
 from tests.controller.test_service import SCHEDULE, do, service, train_to
-
-
-def group(source: str, rewards: list[float], lengths: list[int] | None = None) -> GroupMeta:
-    lengths = lengths or [4] * len(rewards)
-    return GroupMeta(
-        group_id="e", kind="eval", replica=0, path="", rewards=rewards, lengths=lengths, response_lengths=lengths,
-        stop_reasons=["stop"] * len(rewards), oldest_version=0, newest_version=0, data_source=source, seconds=1.0,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("n", [1, 2, 5, 8])
-def test_pass_at_k_is_the_share_of_draws_that_include_a_rewarded_sample(n: int) -> None:
-    """All subsets of k samples, counted."""
-    for rewarded in range(n + 1):
-        rewards = [0.5] * rewarded + [-1.0] * (n - rewarded)
-        for k in range(1, n + 1):
-            draws = list(combinations(rewards, k))
-            share = sum(max(draw) > 0 for draw in draws) / len(draws)
-            assert pass_at(k, rewards) == pytest.approx(share, abs=1e-12)
-
-
-def test_pass_at_k_of_many_samples() -> None:
-    """As the estimator's paper computes it: a product in floating point."""
-    product = 1.0
-    for at in range(1000 - 17 + 1, 1001):
-        product *= 1 - 64 / at
-    assert pass_at(64, [1.0] * 17 + [0.0] * 983) == pytest.approx(1 - product, rel=1e-12)
-
-
-def test_what_a_dataset_calls_its_sources_is_fit_for_a_name_and_limited_in_number() -> None:
-    found = scores([group("a\x1b]0;x\x07\u202e\n/b" + "c" * 200, [1.0]), group("Übung 1", [0.0])])
-    sources = {name.split("/")[1] for name in found}
-    assert sources == {"all", "a_]0;x____b".replace("]", "_") + "c" * 69, "Übung 1"}
-    many = [group(f"s{number:03}", [1.0]) for number in range(100)] + [group("s099", [0.0])]
-    sources = {name.split("/")[1] for name in scores(many)}
-    assert len(sources) == MOST_SOURCES + 2
-    assert {"all", "other", "s000", "s099"} <= sources, "the most frequent have names"
-    assert {name: len(members) for name, members in by_source(many).items() if name in ("all", "other")} == {
-        "all": 101, "other": 36,
-    }  # fmt: skip
-
-
-def test_each_data_source_has_its_own_scores() -> None:
-    found = scores(
-        [
-            group("openai/gsm8k", [1.0, 0.0, 0.0, 0.0, 0.0], [1, 2, 3, 4, 5]),
-            group("openai/gsm8k", [0.0] * 5),
-            group("all", [1.0] * 5, [10] * 5),
-        ]
-    )
-    gsm8k = {name.removeprefix("eval/openai_gsm8k/"): value for name, value in found.items() if "gsm8k" in name}
-    assert gsm8k == {
-        "avg_score": 0.1,
-        "mean_positive_reward": 0.1,
-        "pass_at_1": pytest.approx(0.1),
-        "pass_at_2": pytest.approx(0.2),
-        "pass_at_4": pytest.approx(0.4),
-        "pass_at_5": 0.5,
-        "generate/avg_num_tokens": 3.5,
-    }
-    assert found["eval/all_/avg_score"] == 1.0, "a source called all is not all sources"
-    assert found["eval/all/avg_score"] == pytest.approx(0.4)
-    assert found["eval/all/pass_at_5"] == pytest.approx(2 / 3)
-    assert found["eval/all/generate/avg_num_tokens"] == pytest.approx((15 + 20 + 50) / 15)
-
-
-def test_one_sample_per_prompt_has_one_pass_at_k() -> None:
-    assert {name for name in scores([group("a", [1.0])]) if "pass" in name} == {
-        "eval/a/pass_at_1",
-        "eval/all/pass_at_1",
-    }
-
+from tests.observe.test_scores import group
 
 ROWS = 6
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hpcrl.config.sections.algorithm import DynamicSamplingConfig
 from hpcrl.controller.dynamic_sampling import DynamicSampling
-from hpcrl.controller.evaluation import scores
 from hpcrl.controller.metrics import batch_metrics
+from hpcrl.observe.scores import scores
 from hpcrl.types import Batch, GroupMeta
 
 

@@ -110,7 +110,7 @@ def test_samples_that_are_gone_are_said_to_be(run: Run) -> None:
 def line(group: str, score: float, text: str) -> str:
     parts = [{"by": "prompt", "text": "sort"}, {"by": "policy", "text": text, "tokens": 2, "reward": score}]
     value = {
-        "group_id": group, "data_source": "letters", "score": score, "stop_reason": "stop", "env_metrics": {}, "parts": parts,
+        "prompt": [], "group_id": group, "data_source": "letters", "score": score, "stop_reason": "stop", "env_metrics": {}, "parts": parts,
     }  # fmt: skip
     return json.dumps(value, ensure_ascii=False) + "\n"
 

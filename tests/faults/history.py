@@ -76,7 +76,7 @@ def assert_single_valued(run: Run, steps: int) -> None:
     assert set(values.values()) == {1}, "one value of each name at each step"
     for name in CURVES:
         assert list(curve(run, name)) in (every, [*every, steps + 1]), name
-    events = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0})
+    events = EventAccumulator(str(run.events), size_guidance={"scalars": 0})
     events.Reload()
     for name in CURVES:
         assert [event.step for event in events.Scalars(name)] == list(curve(run, name)), f"{name} in TensorBoard"

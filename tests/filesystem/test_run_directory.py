@@ -24,7 +24,7 @@ from hpcrl.data.group_file import check_group, write_group
 from hpcrl.errors import CommitError, SubmitError
 from hpcrl.launch.submit import submit
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.observe.tensorboard import Follower
+from hpcrl.observe.tensorboard.follower import Follower
 from hpcrl.rollout.fetch import fetch
 from hpcrl.rundir import commit
 from hpcrl.rundir.checkpoints import Retention, newest_usable, set_aside_after
@@ -308,7 +308,7 @@ def test_tensorboard_goes_on_after_the_filesystem_was_away(below: Path) -> None:
         with view(below, run.path, Behaviour()):
             follows.close()
     assert counts["OPEN"] > 1
-    assert [path for path in Run(below).tensorboard.glob("events.*") if b"policy/loss" in path.read_bytes()]
+    assert [path for path in Run(below).events.glob("events.*") if b"policy/loss" in path.read_bytes()]
 
 
 FOLLOWS = """

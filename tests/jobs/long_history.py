@@ -19,7 +19,7 @@ from hpcrl.controller.recovery import read_history
 from hpcrl.data.batch_file import FIRST, write_batch
 from hpcrl.observe.metrics import MetricsWriter, values_of
 from hpcrl.observe.summary import headline, summarise
-from hpcrl.observe.tensorboard import rebuild
+from hpcrl.observe.tensorboard.event_file import rebuild
 from hpcrl.observe.watch import Watch
 from hpcrl.rundir.commit import begin, finish, write_text
 from hpcrl.rundir.layout import Run

@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from hpcrl.data.batch_file import batch_steps, read_batch
 from hpcrl.observe.metrics import merged
+from hpcrl.observe.timeline import read_spans, shares, steps_of
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import outcome_of
 from tests.processes import command_of, processes_of
@@ -79,3 +82,15 @@ def trained_groups(run: Run) -> list[list[str]]:
 
 def curve(run: Run, name: str) -> dict[int, float]:
     return {step: metrics[name] for step, metrics in sorted(merged(run).items()) if name in metrics}
+
+
+def roles_of_steps(run: Run, steps: int) -> set[str]:
+    """Return the processes whose timelines cover every step but the last, after a look whether their shares of each add up to the whole."""
+    spans = read_spans(run)
+    found = steps_of(spans)
+    assert list(found) == list(range(1, steps + 1))
+    of_steps = [shares(spans, *times) for times in found.values()]
+    for processes in of_steps:
+        assert [sum(parts.values()) for parts in processes.values()] == pytest.approx([1] * len(processes))
+        assert processes["rank-0"]["policy_train"] > 0
+    return {process for process in of_steps[0] if all("absent" not in each[process] for each in of_steps[:-1])}

@@ -10,7 +10,18 @@ from hpcrl.data.batch_file import read_batch
 from hpcrl.rundir.commit import committed
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.runtime.process_status import read_process_status
-from tests.jobs.small_run import SMALL, curve, finish, hpcrl, kill, logs_of, pid_of, trained_groups, wait_for
+from tests.jobs.small_run import (
+    SMALL,
+    curve,
+    finish,
+    hpcrl,
+    kill,
+    logs_of,
+    pid_of,
+    roles_of_steps,
+    trained_groups,
+    wait_for,
+)
 from tests.paths import CONFIGS, QUICKSTART
 
 DISTILLED = CONFIGS / "distillation_tiny.toml"
@@ -35,6 +46,7 @@ def test_a_reference_on_a_node_of_its_own_changes_nothing(place: Path) -> None:
     scorer = read_process_status(apart, "scorer-0", 1)
     assert scorer
     assert scorer.state == "finished"
+    assert roles_of_steps(apart, 4) == {"controller", "rank-0", "rollout-0", "scorer-0"}
     verified = hpcrl("verify", "apart", cwd=place)
     assert verified.returncode == 0, verified.stdout
     file = read_batch(apart.batch(4))

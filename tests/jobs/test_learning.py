@@ -150,7 +150,7 @@ def test_a_reward_model_learns_from_pairs_and_teaches_sorting(place: Path) -> No
         # the model that is taught is the teacher of all other rows, of which there are none
         "two_teachers": [
             f"trainer.distillation.model_path={QUICKSTART.parent / 'quickstart' / 'model'}",
-            f"trainer.distillation.source_models.letters={QUICKSTART.parent / 'quickstart' / 'teacher'}",
+            f"trainer.distillation.source_models.sort_letters={QUICKSTART.parent / 'quickstart' / 'teacher'}",
         ],
     }.items(),
 )

@@ -24,6 +24,7 @@ from tests.jobs.small_run import (
     kill,
     logs_of,
     pid_of,
+    roles_of_steps,
     trained_groups,
     wait_for,
 )
@@ -41,7 +42,7 @@ STEPS = 20  # enough that a kill during the first few meets a run that is still 
 
 
 def tensorboard_points(run: Run, tag: str) -> list[int]:
-    events = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0})
+    events = EventAccumulator(str(run.events), size_guidance={"scalars": 0})
     events.Reload()
     return [event.step for event in events.Scalars(tag)]
 
@@ -121,6 +122,7 @@ def test_turns_that_are_trained_on_their_own(place: Path, engine: str) -> None:
         assert sum(rows) == curve(run, "generate/rows")[step] > 32
         assert curve(run, "policy/grad_norm")[step] > 0
     assert set(curve(run, "eval/all/avg_score")) == {0, 2}
+    assert roles_of_steps(run, 2) == {"controller", "rank-0", "rank-1", "rollout-0"}
     shown = hpcrl("samples", "turns", "-n", "32", "--json", cwd=place)
     samples = json.loads(shown.stdout)
     turns = [["prompt", "policy"] * count for count in rows]
@@ -161,6 +163,11 @@ def test_from_another_runs_checkpoint_and_cancel(place: Path) -> None:
     assert results["prompts"] == {"all": 256, "sort_letters": 256}
     (where,) = run.evaluations.iterdir()
     assert hpcrl("samples", str(where), "--eval", "--best", "-n", "2", cwd=place).stdout.count("--- turn 1") == 2
+    rescored = hpcrl("rescore", str(where), "-o", "rescored", "--json", cwd=place)
+    assert rescored.returncode == 0, rescored.stderr
+    assert json.loads(rescored.stdout)["metrics"] == results["metrics"], "the same rewards"
+    compared = json.loads(hpcrl("compare", "first@0", "rescored", "--json", cwd=place).stdout)
+    assert compared["metrics"]["eval/all/avg_score"]["after"] == results["metrics"]["eval/all/avg_score"]
 
     second = submit(
         place,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrl.observe.timeline import read_spans, steps_of
 from hpcrl.rundir.commit import committed
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.runtime.process_status import SERVING, read_process_status
@@ -96,3 +97,7 @@ def test_a_reward_model_that_is_killed_comes_back_and_so_it_does_with_the_next_a
     assert sorted(rewards) == list(range(1, 9))
     assert len(set(rewards.values())) > 1
     assert curve(run, "environment/reward_model")
+    spans = read_spans(run)
+    phases = {span.phase for span in spans if span.process == "reward-0" and span.attempt == 2}
+    assert phases == {"load", "idle", "score"}
+    assert list(steps_of(spans))[-1] == 8

@@ -13,7 +13,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.observe.tensorboard import EventFile, Follower, rebuild
+from hpcrl.observe.tensorboard.event_file import EventFile, rebuild
+from hpcrl.observe.tensorboard.follower import Follower
 from hpcrl.rundir.layout import Run
 
 
@@ -23,7 +24,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def accumulator(run: Run) -> EventAccumulator:
-    found = EventAccumulator(str(run.tensorboard), size_guidance={"scalars": 0, "tensors": 0})
+    found = EventAccumulator(str(run.events), size_guidance={"scalars": 0, "tensors": 0})
     found.Reload()
     return found
 
@@ -41,7 +42,7 @@ def write(run: Run, process: str, attempt: int, resume: int, steps: range) -> No
 
 def event_files(run: Run) -> list[Path]:
     """Return the event files; the newest has all content, its predecessors are left empty."""
-    files = sorted(run.tensorboard.iterdir())
+    files = sorted(run.events.iterdir())
     assert all(path.stat().st_size == 0 for path in files[:-1])
     return [path for path in files if path.stat().st_size]
 
@@ -119,7 +120,7 @@ def test_interrupted_again_before_anything_was_trained(run: Run, follower: str) 
 def test_files_of_a_clock_that_was_ahead_are_replaced_by_a_later_name(run: Run) -> None:
     write(run, "trainer", 1, 0, range(1, 3))
     rebuild(run)
-    (old,) = run.tensorboard.iterdir()
+    (old,) = run.events.iterdir()
     ahead = old.rename(old.with_name(f"events.out.tfevents.{int(time.time()) + 86400}.other"))
     rebuild(run)
     (new,) = event_files(run)
@@ -194,16 +195,16 @@ def test_few_empty_files_are_left(run: Run) -> None:
     write(run, "trainer", 1, 0, range(1, 3))
     for _ in range(30):
         rebuild(run)
-    assert len(list(run.tensorboard.iterdir())) == 21
+    assert len(list(run.events.iterdir())) == 21
     assert curve(run, "x") == [(1, 1001), (2, 1002)]
 
 
 def test_a_directory_that_was_removed_comes_back(run: Run) -> None:
     write(run, "trainer", 1, 0, range(1, 3))
     events = EventFile(run)
-    for path in run.tensorboard.iterdir():
+    for path in run.events.iterdir():
         path.unlink()
-    run.tensorboard.rmdir()
+    run.events.rmdir()
     events.update()
     events.close()
     assert curve(run, "x") == [(1, 1001), (2, 1002)]
@@ -244,7 +245,7 @@ for step in range(resume + 1, 10**9):
 FOLLOWER = """
 import sys
 from pathlib import Path
-from hpcrl.observe.tensorboard import Follower
+from hpcrl.observe.tensorboard.follower import Follower
 from hpcrl.rundir.layout import Run
 assert "torch" not in sys.modules
 with Follower(Run(Path(sys.argv[1])), 0.01):
@@ -273,7 +274,7 @@ def attempt(run: Run, number: int, resume: int) -> None:
 def safe_curve(run: Run) -> list[tuple[int, float]]:
     """Return what TensorBoard would show now, also while the file is not there yet or being replaced."""
     try:
-        return curve(run, "x") if run.tensorboard.is_dir() else []
+        return curve(run, "x") if run.events.is_dir() else []
     except (KeyError, FileNotFoundError):
         return []
 

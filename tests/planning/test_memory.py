@@ -28,6 +28,7 @@ from hpcrl.planning.memory import (
     layer_activations,
     logprob_buffer,
     megatron_state,
+    merged_experts,
     peak,
     shard,
 )
@@ -279,3 +280,31 @@ def test_a_pipeline_needs_most_where_most_lies(tmp_path: Path) -> None:
     interleaved = {f"{megatron}.pipeline_schedule": "Interleaved1F1B", f"{megatron}.pipeline_layers_per_stage": 4}
     more = estimate(configuration(tmp_path, **settings, **interleaved), {"policy": model})
     assert more.needs["policy"].activations > need.activations
+
+
+def test_adapters_of_a_reference_that_follows_are_counted_with_megatron(model_path: Path) -> None:
+    settings = {
+        "trainer.strategy": "megatron",
+        "trainer.algorithm.use_kl_loss": True,
+        "trainer.policy.model.lora.rank": 4,
+    }
+    needs = []
+    for follows in (False, True):
+        config = configuration(model_path, **settings, **{"trainer.update_ref_every_epoch": follows})
+        needs.append(estimate(config, model_shapes(config.trainer, folder_of)).needs["policy"])
+    alone, twice = needs
+    assert twice.weights - alone.weights == alone.gradients // 2, "bf16, beside gradients in fp32"
+    assert twice.gradients == alone.gradients
+
+
+def test_experts_are_merged_with_their_adapters_one_layer_after_the_other() -> None:
+    weights = [
+        Weight(f"layers.{unit}.mlp.experts.base_layer.{name}", (4, *shape), trained=False, unit=unit)
+        for unit in (1, 2)
+        for name, shape in (("base_layer.gate_up_proj", (48, 32)), ("base_layer.down_proj", (32, 24)))
+    ]
+    one = 2 * 4 * (48 * 32 + 32 * 24)
+    assert merged_experts(weights, "bf16", recompute=True) == 2 * one
+    assert merged_experts(weights, "bf16", recompute=False) == 3 * one
+    plain = [Weight("layers.1.mlp.experts.gate_up_proj", (4, 48, 32), trained=True, unit=1)]
+    assert merged_experts(plain, "bf16", recompute=True) == 0

@@ -243,3 +243,12 @@ def torchrun(ranks: int, script: Path, *arguments: object) -> list[str]:
     """Return the command that starts `script` on a port that nobody else uses."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [*launcher, str(script), *map(str, arguments)]
+
+
+@torch.no_grad()
+def spread_singular_values(model: torch.nn.Module) -> None:
+    """Change the matrices of a model: singular values of a random one are too close together to be told apart."""
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            U, S, V = torch.linalg.svd(parameter, full_matrices=False)
+            parameter.copy_((U * S * 0.7 ** torch.arange(len(S))) @ V)

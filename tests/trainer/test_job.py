@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import operator
 import os
 import re
 import signal
@@ -285,6 +286,25 @@ def test_metrics(run: Run) -> None:
         "timing/step", "timing/policy_train", "timing/sync_weights", "timing/save_checkpoints", "timing/save_hf_model",
         "memory/peak_host_gib", "throughput/idle_share", "throughput/train_tflops_per_second_per_rank", "timing/update_ref_with_policy", "policy/shared_prefix_tokens", "timing/dump_data_batch",
     }  # fmt: skip
+
+
+def test_histograms_are_of_all_ranks(run: Run) -> None:
+    records = [record for record in read_metrics(run) if "timing/step" in record.metrics]
+    for record in (record for record in records if run.dump(record.step).is_dir()):
+        advantages, tokens = list[float](), 0
+        for path in run.dump(record.step).glob("*.safetensors"):
+            tensors = load_file(path)
+            advantages += tensors["advantages"][tensors["loss_mask"] > 0].tolist()
+        tokens, found = len(advantages), record.histograms["advantage"]
+        assert (found.low, found.high) == (min(advantages), max(advantages))
+        assert sum(found.counts) == tokens
+        assert found.counts[-1] >= advantages.count(found.high)
+        apart = record.histograms["log10_mismatch"]
+        assert sum(apart.counts) == tokens
+        edges = [10 ** (apart.low + at * (apart.high - apart.low) / len(apart.counts)) for at in range(21)]
+        mean = record.metrics["policy/rollout_train_logprobs_abs_diff_mean"]
+        least, most = (sum(map(operator.mul, apart.counts, each)) / tokens for each in ([0, *edges[1:]], edges[1:]))
+        assert least * 0.9 <= mean <= most * 1.1
 
 
 def test_a_replayed_step_is_the_same_and_leaves_the_run_alone(run: Run, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from hpcrl.config.adapters import adapters, begins_from_weights, reference_follows, reference_is_base
+from hpcrl.config.adapters import adapters, reference_follows, reference_is_base
 from hpcrl.config.derive import surplus_groups, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import Setting, values
@@ -121,15 +121,15 @@ def _lora(config: ConfigTree) -> Iterator[Problem]:
                 f"{path}.init_method",
                 "both matrices of each adapter would be 0, and no gradient would reach either; use kaiming",
             )
-        if begins_from_weights(lora) and trainer.strategy == "megatron":
+        if lora.target_parameters and lora.dropout:
             yield Problem(
-                f"{path}.init_method",
-                "with trainer.strategy=megatron the weights below adapters stay as they are; use kaiming, or fsdp2",
+                f"{path}.dropout",
+                f"adapters of experts are added to their weights, which has no inputs to drop; set it to 0, or leave {path}.target_parameters out",
             )
-        if lora.modules_to_save and trainer.strategy == "megatron":
+        if lora.target_parameters and trainer.strategy == "megatron":
             yield Problem(
-                f"{path}.modules_to_save",
-                "with trainer.strategy=megatron adapters alone are trained; leave it out, or use fsdp2",
+                f"{path}.target_parameters",
+                "not implemented with trainer.strategy=megatron yet; leave it out, or use fsdp2",
             )
         if lora.modules_to_save and lora.adapter_path is not None:
             yield Problem(
@@ -149,12 +149,7 @@ def _lora(config: ConfigTree) -> Iterator[Problem]:
 def _moving_reference(trainer: TrainerConfig) -> Iterator[Problem]:
     """Yield what is wrong with a reference that follows a policy with adapters."""
     setting = "update_ref_every_epoch" if trainer.update_ref_every_epoch else "algorithm.reference_reset_interval"
-    if trainer.strategy == "megatron":
-        yield Problem(
-            f"trainer.{setting}",
-            "not implemented with LoRA and trainer.strategy=megatron yet: its reference is the model without adapters; leave it out, or use fsdp2",
-        )
-    elif not reference_is_base(trainer):
+    if not reference_is_base(trainer):
         yield Problem(
             f"trainer.{setting}",
             "with LoRA the policy's model with other adapters is the reference; leave out what trainer.ref has of its own, a model, rope "

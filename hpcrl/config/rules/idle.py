@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
-from hpcrl.config.adapters import begins_from_weights
+from hpcrl.config.adapters import engines_load
 from hpcrl.config.derive import has_engines, is_offline, reward_weights, trains_pairs, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
@@ -293,8 +293,8 @@ _OTHERS = (
     ),
     Switch(
         ("generator.inference_engine.fully_sharded_loras",),
-        "adapters that engines load: no modules_to_save, and no init_method that changes the weights (olora, pissa)",
-        lambda config: not (lora := config.trainer.policy.model.lora).modules_to_save and not begins_from_weights(lora),
+        "adapters that engines load: no modules_to_save or target_parameters, and no init_method that changes the weights (olora, pissa)",
+        lambda config: engines_load(config.trainer.policy.model.lora),
     ),
     Switch(
         ("trainer.max_unscored_ratio",),

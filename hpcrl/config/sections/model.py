@@ -63,8 +63,11 @@ class LoraConfig:
     target_modules: str | list[str] = "all-linear"
     """Modules that get adapters: "all-linear" (every linear layer but the output head), or parts of their names."""
 
+    target_parameters: list[str] | None = None
+    """Parameters of experts that get adapters too, each expert its own: parts of names, as transformers has them, such as "experts" or "experts.down_proj"; unset: none."""
+
     exclude_modules: str | list[str] | None = None
-    """Modules that never get adapters, whatever target_modules says: parts of their names; unset: none."""
+    """Modules that never get adapters, whatever target_modules and target_parameters say: parts of their names; unset: none."""
 
     init_method: Literal["kaiming", "xavier", "normal", "zero", "gaussian", "eva", "olora", "pissa"] = "kaiming"
     """How adapters start; kaiming, xavier, normal, zero, gaussian: so the first matrix, the second at 0; olora, pissa: both from the weights below them, which start without that part; eva: both from the activations of the model."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.config import Config, engine_rope
-from hpcrl.config.adapters import loads_adapters
+from hpcrl.config.adapters import engines_load, loads_adapters
 from hpcrl.config.derive import (
     has_engines,
     is_offline,
@@ -74,6 +74,16 @@ def _adapters(config: Config, entries: Mapping[str, Any]) -> Iterator[Problem]:
                 "generator.inference_engine.merge_lora",
                 f"the vLLM that is installed here loads no adapters for models of {architecture}; set it to true",
             )
+
+
+def merged_for_engines(config: Config) -> Iterator[str]:
+    """Yield a warning where engines get whole policies although the configuration does not say so."""
+    lora = config.trainer.policy.model.lora
+    if has_engines(config) and lora.rank and not (engines_load(lora) or config.generator.inference_engine.merge_lora):
+        yield (
+            "engines cannot load what trainer.policy.model.lora trains here (by modules_to_save, target_parameters or init_method): each "
+            "version is the whole policy, merged, as with generator.inference_engine.merge_lora=true"
+        )
 
 
 @cache

@@ -20,13 +20,13 @@ from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import chat_template
 from hpcrl.data.datasets import load_dataset
-from hpcrl.data.prompts import count_aside
+from hpcrl.data.prompts import count_aside, data_sources
 from hpcrl.data.sources import Source
 from hpcrl.data.tokenize import Recipe, tokenized, training_sources, validation_sources
 from hpcrl.data.weight_files import ADAPTER_FILE
 from hpcrl.envs.registry import environment_class
 from hpcrl.errors import ConfigError, DataError
-from hpcrl.launch.submit.engine import check_engine
+from hpcrl.launch.submit.engine import check_engine, merged_for_engines
 from hpcrl.launch.submit.models import MODEL_FILE, check_layouts, entries_of, folder_of, is_local, unchecked_models
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
 from hpcrl.rundir.commit import is_committed
@@ -34,6 +34,7 @@ from hpcrl.rundir.layout import Run, step_of
 from hpcrl.types import Kind
 
 _MODEL_PATHS = ("trainer.policy.model.path", "trainer.critic.model.path")
+_MOST_SHOWN = 20
 _OF_SHAPE = re.compile(r"model_type|tie_word_embeddings|num_\w+|\w+_(size|dim|rank)")
 
 
@@ -51,7 +52,7 @@ def check_files(config: Config, source_of: Callable[[str], str | None] = lambda 
     """
     problems, warnings = look(config)
     raise_together([*problems, *check_layouts(config)], source_of, DataError)
-    return [*warnings, *unchecked_models(config)]
+    return [*warnings, *merged_for_engines(config), *unchecked_models(config)]
 
 
 def look(config: Config) -> tuple[list[Problem], list[str]]:
@@ -92,11 +93,12 @@ def _of_environments(config: Config) -> Iterator[Problem]:
 
 
 def _of_models(config: Config) -> Iterator[Problem]:
-    service, trainer = config.environment.remote_reward.service, config.trainer
-    if service.model and is_local(service.model) and not folder_of(Pretrained(service.model)):
-        yield Problem(
-            "environment.remote_reward.service.model", f"{service.model} is no model directory (it has no {MODEL_FILE})"
-        )
+    service, trainer, distillation = (
+        config.environment.remote_reward.service,
+        config.trainer,
+        config.trainer.distillation,
+    )
+    yield from _of_directory("environment.remote_reward.service.model", service.model)
     if service.chat_template and not Path(service.chat_template).is_file():
         yield Problem("environment.remote_reward.service.chat_template", f"no file {service.chat_template}")
     entries = (entries_of(Pretrained(service.model)) if service.model else None) or {}
@@ -106,20 +108,34 @@ def _of_models(config: Config) -> Iterator[Problem]:
             f"{service.model} is a {', '.join(named)}; expected a reward model, a sequence classifier of one label (…{CLASSIFIER})",
         )
     for role, model in (("policy", trainer.policy.model), ("ref", trainer.ref.model), ("critic", trainer.critic.model)):
-        if not model.path or not is_local(model.path):
-            continue
-        if not folder_of(Pretrained(model.path)):
-            yield Problem(f"trainer.{role}.model.path", f"{model.path} is no model directory (it has no {MODEL_FILE})")
-        if model.revision is not None:
-            yield Problem(
-                f"trainer.{role}.model.revision",
-                f"{model.path} is a directory here, which has no revisions; leave it out, or name the model by its id on the hub",
-            )
+        place = f"trainer.{role}.model"
+        yield from _of_directory(f"{place}.path", model.path, f"{place}.revision", model.revision)
+    if distillation.enable:
+        place = "trainer.distillation"
+        yield from _of_directory(
+            f"{place}.model_path", distillation.model_path, f"{place}.model_revision", distillation.model_revision
+        )
+        for source, model in distillation.source_models.items():
+            yield from _of_directory(f"{place}.source_models.{source}", model)
     adapter = config.trainer.policy.model.lora.adapter_path
     if adapter and not Path(adapter, ADAPTER_FILE).is_file():
         yield Problem(
             "trainer.policy.model.lora.adapter_path",
             f"{adapter} is no directory of adapters (it has no {ADAPTER_FILE})",
+        )
+
+
+def _of_directory(
+    setting: str, model: str | None, revision_setting: str = "", revision: str | None = None
+) -> Iterator[Problem]:
+    if not model or not is_local(model):
+        return
+    if not folder_of(Pretrained(model)):
+        yield Problem(setting, f"{model} is no model directory (it has no {MODEL_FILE})")
+    if revision is not None:
+        yield Problem(
+            revision_setting,
+            f"{model} is a directory here, which has no revisions; leave it out, or name the model by its id on the hub",
         )
 
 
@@ -151,7 +167,25 @@ def _of_datasets(config: Config) -> tuple[list[Problem], list[str]]:
             warnings += _of_the_end(config)
         except DataError as error:
             problems.append(Problem("data.train_data", str(error).removeprefix("data.train_data ")))
+        problems += _of_teachers(config)
     return problems, warnings
+
+
+def _of_teachers(config: Config) -> Iterator[Problem]:
+    """Look for rows of each teacher, in all files: with a typo in its name another teacher would judge them."""
+    distillation = config.trainer.distillation
+    if not (distillation.enable and distillation.source_models):
+        return
+    try:
+        found = data_sources(config.data.train_data)
+    except DataError as error:
+        yield Problem("data.train_data", str(error))
+        return
+    for name in sorted(distillation.source_models.keys() - found):
+        yield Problem(
+            f"trainer.distillation.source_models.{name}",
+            f"expected a data_source of rows of data.train_data: {', '.join(sorted(found)[:_MOST_SHOWN])}",
+        )
 
 
 def _of_rows(config: Config) -> tuple[list[Problem], list[str]]:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.lora import Adapter
+from hpcrl.trainer.models.adapter import Adapter
 from hpcrl.types import MicroBatch
 
 Objective = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -45,3 +48,22 @@ def forget_moments(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         for value in state.values():
             value.zero_()
+
+
+@contextmanager
+def exchanged(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Let the tensors of each pair have each other's values for a while."""
+    pairs = list(pairs)
+
+    @torch.no_grad()
+    def exchange() -> None:
+        for one, other in pairs:
+            held = one.clone()
+            one.copy_(other)
+            other.copy_(held)
+
+    exchange()
+    try:
+        yield
+    finally:
+        exchange()

@@ -1,15 +1,17 @@
 """LoRA (arXiv:2106.09685): a frozen model with trained adapters of low rank, W x + s B A x, by PEFT.
 
 PEFT puts a layer of its own in the place of each linear layer that gets an adapter: what was `q_proj.weight` is `q_proj.base_layer.weight` then,
-and the adapter is `q_proj.lora_A.default.weight` [r, in] and `q_proj.lora_B.default.weight` [out, r].
+and the adapter is `q_proj.lora_A.default.weight` [r, in] and `q_proj.lora_B.default.weight` [out, r]. The experts of a layer are one module with
+a parameter for each matrix, [experts, out, in]; the adapter of a parameter is around that module, and those of two are one around the other.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,16 +22,16 @@ from transformers import PreTrainedModel
 
 from hpcrl.config.adapters import begins_from_weights
 from hpcrl.config.sections.model import LoraConfig, Pretrained
-from hpcrl.data.weight_files import ADAPTER_FILE, ADAPTER_PREFIX, WeightFile
+from hpcrl.data.weight_files import ADAPTER_FILE, ADAPTER_PREFIX
 from hpcrl.errors import DataError, did_you_mean
+from hpcrl.trainer.models.adapter import PARTS, Adapted, Adapter, made_adapter, peft_config, together
 
 if TYPE_CHECKING:
     import peft
 
 _ADAPTER = "default"
-_BASE, _LORA = ".base_layer.", ".lora_"
+_BASE, _LORA = re.compile(r"(\.base_layer)+\."), ".lora_"
 _ALL = "all-linear"
-_PARTS = (".lora_A.weight", ".lora_B.weight")
 
 _FURTHER, _ITERATIONS = 8, 8  # of PiSSA's decomposition: columns beyond the rank, and passes over the matrix
 
@@ -41,22 +43,6 @@ _DRAWN: dict[str, _Draw] = {
     "normal": lambda A, generator: nn.init.normal_(A, std=0.2, generator=generator),
     "gaussian": lambda A, generator: nn.init.normal_(A, std=1 / len(A), generator=generator),
 }
-
-
-@dataclass(frozen=True)
-class Adapted:
-    """A linear layer with an adapter.
-
-    Attributes:
-        name: that the layer has in the model without adapters.
-        A, B: parameters, [r, in] and [out, r].
-        scaling: s.
-    """
-
-    name: str
-    A: torch.Tensor
-    B: torch.Tensor
-    scaling: float
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: torch.dtype, seed: int) -> None:
@@ -75,16 +61,15 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
     model.requires_grad_(False)
     section = f"{role}.model.lora"
     kept = _whole_modules(model, lora, section)
-    targets = _targets(model, lora, section, kept)
-    # their values come below
-    peft.inject_adapter_in_model(_peft_config(lora, targets), model, _ADAPTER, low_cpu_mem_usage=True)
+    config = peft_config(lora, *_targets(model, lora, section, kept))
+    # within a module, since of a model PEFT would take dense and shared layers beside experts for experts of older files
+    holder = nn.ModuleDict({"model": model})
+    peft.inject_adapter_in_model(config, holder, _ADAPTER, low_cpu_mem_usage=True)  # their values come below
     for name in kept:
         model.get_submodule(name).to(dtype).requires_grad_(True)
-    for name in targets:
-        layer = model.get_submodule(name)
-        device = next(layer.base_layer.parameters()).device  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+    for _, layer in _adapting(model):
         for matrix in _matrices(layer):
-            matrix.to_empty(device=device).to(dtype)
+            matrix.to_empty(device=_adapted_parameter(layer).device).to(dtype)
     if model.device.type == "meta":
         return
     if begins_from_weights(lora):
@@ -95,13 +80,35 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, role: str, dtype: tor
         adapted.B.data.copy_(B)
 
 
+def _adapting(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield PEFT's layers, with their names."""
+    return ((name, layer) for name, layer in model.named_modules() if hasattr(layer, "base_layer"))
+
+
+def _adapted_parameter(layer: Any) -> torch.Tensor:
+    return getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
+
+
+def read_from_outside(model: nn.Module) -> set[nn.Module]:
+    """Return the modules of experts, and adapters in between, whose parameters the adapter around them reads before it calls them."""
+    return {layer.base_layer for _, layer in _adapting(model) if hasattr(layer, "parameter_name")}
+
+
+def _of_each(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Return a view [experts, out, in] of the weight that a layer adapts; one that is no experts' is as one expert's."""
+    if weight.dim() == 2:
+        return weight[None]
+    return weight.transpose(1, 2) if getattr(layer.get_base_layer(), "is_transposed", False) else weight
+
+
 def adapted_layers(model: nn.Module) -> Iterator[Adapted]:
     """Yield the layers that have adapters."""
-    for name, layer in model.named_modules():
-        if hasattr(layer, "base_layer"):
-            adapter: Any = layer
-            a, b = _matrices(adapter)
-            yield Adapted(name, a.weight, b.weight, adapter.scaling[_ADAPTER])
+    for name, layer in _adapting(model):
+        a, b = _matrices(layer)
+        parameter = getattr(layer, "parameter_name", "weight")
+        experts = layer.num_experts if parameter != "weight" else 0
+        weight = own_name(f"{name}.{parameter}")
+        yield Adapted(name, a.weight, b.weight, layer.scaling[_ADAPTER], weight, experts)
 
 
 def first_values(
@@ -121,34 +128,42 @@ def first_values(
     generator = torch.Generator().manual_seed(seed)
     for adapted in adapted_layers(model):
         A = torch.empty(adapted.A.shape, device="cpu")
-        _DRAWN[lora.init_method](A, generator)
+        for one in A.split(adapted.rank):
+            _DRAWN[lora.init_method](one, generator)
         yield A, torch.zeros(adapted.B.shape, device="cpu")
 
 
 @torch.no_grad()
 def _take_from_weights(model: nn.Module, method: str, seed: int) -> None:
-    """Let adapters begin as the part of each matrix that a method finds, and leave the rest below them.
+    """Let adapters begin as the part of each matrix that a method finds, and leave the rest below them."""
+    for adapted, (_, layer) in zip(adapted_layers(model), _adapting(model), strict=True):
+        weight = _of_each(layer, _adapted_parameter(layer))
+        parts = [part_of(W, adapted.rank, adapted.scaling, method, seed) for W in weight]
+        A, B = together(*(torch.stack(matrices) for matrices in zip(*parts, strict=True)))
+        adapted.A.copy_(A)
+        adapted.B.copy_(B)
+        A, B = (matrix.to(parts[0][0]) for matrix in adapted.of_each())  # as they are rounded
+        weight.copy_(weight.to(A) - adapted.scaling * (B @ A))
+
+
+@torch.no_grad()
+def part_of(
+    weight: torch.Tensor, rank: int, scaling: float, method: str, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A and B, float32 and on a GPU where there is one, so that s B A is the part of a matrix [out, in] that a method finds.
 
     pissa: the largest singular values (PiSSA, arXiv:2404.02948, equations 2 to 4), by a randomized decomposition (arXiv:0909.4061); olora:
     what the first columns span, s times (OLoRA, arXiv:2406.01775, algorithm 1, with the scale of PEFT).
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for adapted in adapted_layers(model):
-        base: nn.Linear = model.get_submodule(adapted.name).base_layer  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
-        W, rank = base.weight.to(device, torch.float32), len(adapted.A)
-        if method == "olora":
-            B = torch.linalg.qr(W[:, :rank]).Q
-            A = B.T @ W
-        else:
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                U, S, V = torch.svd_lowrank(W, min(rank + _FURTHER, *W.shape), _ITERATIONS)
-            roots = (S[:rank] / adapted.scaling).sqrt()
-            A, B = roots[:, None] * V[:, :rank].T, U[:, :rank] * roots
-        adapted.A.copy_(A)
-        adapted.B.copy_(B)
-        part = adapted.scaling * (adapted.B.to(W) @ adapted.A.to(W))  # as they are rounded
-        base.weight.copy_(W - part)
+    W = weight.to("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
+    if method == "olora":
+        B = torch.linalg.qr(W[:, :rank]).Q
+        return B.T @ W, B
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        U, S, V = torch.svd_lowrank(W, min(rank + _FURTHER, *W.shape), _ITERATIONS)
+    roots = (S[:rank] / scaling).sqrt()
+    return roots[:, None] * V[:, :rank].T, U[:, :rank] * roots
 
 
 def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -162,42 +177,23 @@ def _given(layers: list[Adapted], directory: Path, section: str) -> Iterator[tup
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{section}.adapter_path: {directory} has no adapters that PEFT reads: {error}") from error
     alphas = theirs.alpha_pattern or {}
-    named = {name: [f"{ADAPTER_PREFIX}{name}{part}" for part in _PARTS] for name in (each.name for each in layers)}
+    named = {each.name: [f"{ADAPTER_PREFIX}{each.name}{part}" for part in PARTS] for each in layers}
     if others := sorted(tensors.keys() ^ {name for pair in named.values() for name in pair}):
         raise DataError(
-            f"{section}.adapter_path: {directory} adapts other modules, by {others[0].removeprefix(ADAPTER_PREFIX)}; set target_modules and "
-            "exclude_modules to those of its adapter_config.json"
+            f"{section}.adapter_path: {directory} adapts other modules, by {others[0].removeprefix(ADAPTER_PREFIX)}; set target_modules, "
+            "exclude_modules and target_parameters to those of its adapter_config.json"
         )
     for layer, (name, pair) in zip(layers, named.items(), strict=True):
         A, B = (tensors[part] for part in pair)
         if (A.shape, B.shape) != (layer.A.shape, layer.B.shape):
+            rank = len(A) // (layer.experts or 1)
             raise DataError(
-                f"{section}.adapter_path: {directory} has rank {len(A)} and {A.shape[1]} inputs for {name}, and expected were rank "
-                f"{len(layer.A)} and {layer.A.shape[1]}; set rank and rank_pattern to those of its adapter_config.json"
+                f"{section}.adapter_path: {directory} has rank {rank} and {A.shape[1]} inputs for {name}, and expected were rank "
+                f"{layer.rank} and {layer.A.shape[1]}; set rank and rank_pattern to those of its adapter_config.json"
             )
-        alpha = alphas.get(get_pattern_key(list(alphas), name), theirs.lora_alpha)
-        scale = alpha / (math.sqrt(len(A)) if theirs.use_rslora else len(A))
+        alpha = alphas.get(get_pattern_key(list(alphas), layer.matched), theirs.lora_alpha)
+        scale = alpha / (math.sqrt(layer.rank) if theirs.use_rslora else layer.rank)
         yield A, B.float() * (scale / layer.scaling)
-
-
-def _peft_config(
-    lora: LoraConfig, targets: list[str], base: Pretrained | None = None, kept: list[str] | None = None
-) -> peft.LoraConfig:
-    import peft  # takes half a second, and most runs have no adapters
-
-    return peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base.path if base else None,
-        revision=base.revision if base else None,
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        use_rslora=lora.use_rslora,
-        alpha_pattern=lora.alpha_pattern,
-        rank_pattern=lora.rank_pattern,
-        modules_to_save=kept,
-    )
 
 
 def _whole_modules(model: PreTrainedModel, lora: LoraConfig, section: str) -> list[str]:
@@ -208,15 +204,20 @@ def _whole_modules(model: PreTrainedModel, lora: LoraConfig, section: str) -> li
     return _named(having, lora.modules_to_save or [], f"{section}.modules_to_save", "module with parameters")
 
 
-def _targets(model: PreTrainedModel, lora: LoraConfig, section: str, kept: list[str]) -> list[str]:
+def _targets(model: PreTrainedModel, lora: LoraConfig, section: str, kept: list[str]) -> tuple[list[str], list[str]]:
+    """Return the linear layers and the parameters of experts that get adapters."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    experts = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
     wanted, left_out = lora.target_modules, lora.exclude_modules
     chosen = linear if wanted == _ALL else _named(linear, wanted, f"{section}.target_modules")
-    excluded = [] if left_out is None else _named(linear, left_out, f"{section}.exclude_modules")
-    if not (targets := [name for name in chosen if name not in {*excluded, *kept}]):
+    of_experts = _named(experts, lora.target_parameters or [], f"{section}.target_parameters", "parameter of experts")
+    excluded = [] if left_out is None else _named([*linear, *of_experts], left_out, f"{section}.exclude_modules")
+    modules = [name for name in chosen if name not in {*excluded, *kept}]
+    parameters = [name for name in of_experts if name not in excluded and name.rpartition(".")[0] not in kept]
+    if not (modules or parameters):
         raise DataError(f"{section}: exclude_modules and modules_to_save leave no module to adapt; leave one")
-    return targets
+    return modules, parameters
 
 
 def _named(names: list[str], parts: str | list[str], setting: str, what: str = "linear layer") -> list[str]:
@@ -224,7 +225,9 @@ def _named(names: list[str], parts: str | list[str], setting: str, what: str = "
     for part in parts:
         if not any(part in name for name in names):
             leaves = sorted({name.rpartition(".")[2] for name in names})
-            hint = did_you_mean(part, leaves, 3, 0.3) or f"; it has {', '.join(leaves)}"
+            hint = did_you_mean(part, leaves, 3, 0.3) or (
+                f"; it has {', '.join(leaves)}" if leaves else "; it has none"
+            )
             raise DataError(f'{setting} "{part}": the model has no {what} with that in its name{hint}')
     return [name for name in names if any(part in name for part in parts)]
 
@@ -245,82 +248,34 @@ def is_B(name: str) -> bool:
 
 def own_name(name: str) -> str:
     """Return the name that a parameter has in the model without adapters."""
-    return name.replace(_BASE, ".")
+    return _BASE.sub(".", name)
 
 
 def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]]:
     """Yield the parameters of a model without those of its adapters: name in the model without adapters, parameter, and the layer that adapts it or None."""
+    layers = {id(_adapted_parameter(layer)): layer for _, layer in _adapting(model)}
     for name, parameter in model.named_parameters():
-        owner, is_base, leaf = name.rpartition(_BASE)
-        if is_base:
-            yield own_name(name), parameter, model.get_submodule(owner) if leaf == "weight" else None
-        elif not is_of_adapter(name):
-            yield name, parameter, None
+        if not is_of_adapter(name):
+            yield own_name(name), parameter, layers.get(id(parameter))
 
 
 def merging(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what makes W + s B A, float32, of W, [out, in]. All ranks call it, whoever merges.
+    """Return what makes W + s B A, float32, of W, [out, in] or [experts, out, in]. All ranks call it, whoever merges.
 
     Args:
         layer: that adapts W.
         whole: gathers a parameter that may be sharded.
     """
-    A, B = (whole(matrix.weight.detach()).float() for matrix in _matrices(layer))
-    return lambda W: W.float() + layer.scaling[_ADAPTER] * (B @ A)
+    adapted = next(adapted_layers(layer))
+    adapted = replace(adapted, A=whole(adapted.A.detach()).float(), B=whole(adapted.B.detach()).float())
+    A, B = adapted.of_each()
 
+    def merged(W: torch.Tensor) -> torch.Tensor:
+        found = W.to(torch.float32, copy=True)
+        _of_each(layer, found).add_(B @ A, alpha=adapted.scaling)
+        return found
 
-@dataclass(frozen=True)
-class Adapter:
-    """The adapters of a model, whole and on the CPU, under the names that its layers have on the hub.
-
-    Attributes:
-        matrices: A [r, in] and B [out, r] of each layer.
-        scales: s of each layer.
-        config: what PEFT reads beside them.
-        whole: parameters that are trained whole beside them: of modules_to_save, and the head of a reward model.
-    """
-
-    matrices: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    scales: dict[str, float]
-    config: peft.LoraConfig
-    whole: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def scaled(self, dtype: torch.dtype) -> Adapter:
-        """Return the same adapters with s = 1, in another type: vLLM knows one alpha for all layers, and no modules that are trained whole."""
-        matrices = {name: (A.to(dtype), (self.scales[name] * B).to(dtype)) for name, (A, B) in self.matrices.items()}
-        rank = max(len(A) for A, _ in matrices.values())
-        others = {name: len(A) for name, (A, _) in matrices.items() if len(A) < rank}
-        config = replace(
-            self.config, r=rank, lora_alpha=rank, use_rslora=False, alpha_pattern=others, rank_pattern=others
-        )
-        return Adapter(matrices, dict.fromkeys(matrices, 1.0), config, self.whole)
-
-    def beyond(self, first: Adapter) -> Adapter:
-        """Return adapters, of the rank of both together, that add what these do and other ones did not: to be used with the model before `first` was taken from it."""
-        matrices = {
-            name: (
-                torch.cat([A, first.matrices[name][0]]),
-                torch.cat([self.scales[name] * B, -first.scales[name] * first.matrices[name][1]], 1),
-            )
-            for name, (A, B) in self.matrices.items()
-        }
-        return replace(self, matrices=matrices, scales=dict.fromkeys(matrices, 1.0)).scaled(torch.float32)
-
-    def write(self, directory: Path) -> dict[str, str]:
-        """Write a directory that PEFT loads; return the digest of each tensor.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        named = [(f"{ADAPTER_PREFIX}{name}", *matrices) for name, matrices in self.matrices.items()]
-        tensors = {f"{name}{part}": tensor for name, *both in named for part, tensor in zip(_PARTS, both, strict=True)}
-        tensors |= {f"{ADAPTER_PREFIX}{name}": tensor for name, tensor in self.whole.items()}
-        self.config.save_pretrained(str(directory))
-        file = WeightFile(directory / ADAPTER_FILE, {name: tensor.to("meta") for name, tensor in tensors.items()})
-        try:
-            return {name: file.write(name, tensor) for name, tensor in tensors.items()}
-        finally:
-            file.close()
+    return merged
 
 
 def gather_adapter(
@@ -332,15 +287,14 @@ def gather_adapter(
         base: the model that they adapt.
         whole: gathers a parameter that may be sharded.
     """
-    layers = list(adapted_layers(model))
 
     def copied(parameter: torch.Tensor) -> torch.Tensor:
         return whole(parameter.detach()).to("cpu", copy=True)
 
-    matrices = {each.name: (copied(each.A), copied(each.B)) for each in layers}
+    layers = [replace(each, A=copied(each.A), B=copied(each.B)) for each in adapted_layers(model)]
     named = model.named_parameters(remove_duplicate=False)  # PEFT ties no modules that it keeps whole: each has its own
     kept = {name: copied(value) for name, value in named if value.requires_grad and not is_of_adapter(name)}
-    found = made_adapter(matrices, {each.name: each.scaling for each in layers}, lora, base, kept)
+    found = made_adapter(layers, lora, base, kept)
     return replace(found, config=replace(found.config, task_type="SEQ_CLS")) if gives_numbers(model) else found
 
 
@@ -348,19 +302,6 @@ def gives_numbers(model: PreTrainedModel) -> bool:
     """Return whether the head of a model gives one number, a value or a score, instead of logits."""
     head = model.get_output_embeddings()
     return isinstance(head, nn.Linear) and head.out_features == 1
-
-
-def made_adapter(
-    matrices: dict[str, tuple[torch.Tensor, torch.Tensor]],
-    scales: dict[str, float],
-    lora: LoraConfig,
-    base: Pretrained,
-    kept: dict[str, torch.Tensor] | None = None,
-) -> Adapter:
-    """Return adapters, and parameters of modules that are trained whole, with what PEFT reads beside them."""
-    kept = kept or {}
-    modules = sorted({name.rpartition(".")[0] for name in kept})
-    return Adapter(matrices, scales, _peft_config(lora, sorted(matrices), base, modules or None), kept)
 
 
 @contextmanager
@@ -379,7 +320,7 @@ def without_dropout(model: nn.Module, dropout: float) -> Iterator[None]:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Let a model compute as if it had no adapters."""
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "base_layer")]
+    layers = [layer for _, layer in _adapting(model)]
     for layer in layers:  # PEFT's enable_adapters would also freeze them
         layer._disable_adapters = True
     try:

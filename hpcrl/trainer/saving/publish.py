@@ -26,7 +26,7 @@ from hpcrl.rundir.ledger import require_newest
 from hpcrl.rundir.space import explained
 from hpcrl.trainer.backends.base import PolicyEngine
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.lora import Adapter
+from hpcrl.trainer.models.adapter import Adapter
 from hpcrl.trainer.saving.shards import ShardPlan, ShardWriter
 
 _INDEX = "model.safetensors.index.json"

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from hpcrl.data.score_file import write_scores
+from hpcrl.observe.timeline import IDLE, Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -44,9 +45,11 @@ class ScoreWorker:
         world: World,
         status: StatusWriter,
         heartbeat: Heartbeat,
+        timeline: Timeline,
     ) -> None:
         self._run, self._name, self._model_name, self._model = run, name, model_name, model
         self._samples, self._world, self._status, self._heartbeat = samples, world, status, heartbeat
+        self._timeline = timeline
         self._controller = Controller(run, attempt)
         self._facts: dict[str, Any] = {"groups": 0, "tokens": 0, "seconds": 0.0}
         self._told = float("-inf")
@@ -57,6 +60,7 @@ class ScoreWorker:
         Raises:
             HpcrlError: a sample file is damaged, a score cannot be written, or the controller does not answer.
         """
+        self._timeline.enter(IDLE)
         while True:
             self._heartbeat.beat("wait")
             self._tell()
@@ -64,7 +68,8 @@ class ScoreWorker:
             if answer["stop"] is not None:
                 return
             if groups := [GroupMeta.from_json(group) for group in answer["groups"]]:
-                self._score(groups)
+                with self._timeline.during("score"):
+                    self._score(groups)
 
     def _score(self, groups: list[GroupMeta]) -> None:
         began, known = time.monotonic(), {group.group_id: group for group in groups}

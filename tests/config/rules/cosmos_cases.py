@@ -55,24 +55,6 @@ COSMOS = [
         {f"{LORA}.rank": 8, "trainer.update_ref_every_epoch": True, "trainer.algorithm.use_kl_loss": True},
     ),
     Case(
-        "nor with Megatron-core",
-        {"trainer.strategy": "megatron", f"{LORA}.rank": 8, "trainer.update_ref_every_epoch": True, "trainer.algorithm.use_kl_loss": True},
-        "trainer.update_ref_every_epoch", "not implemented with LoRA and trainer.strategy=megatron yet",
-        {f"{LORA}.rank": 8, "trainer.update_ref_every_epoch": True, "trainer.algorithm.use_kl_loss": True},
-    ),
-    Case(
-        "Megatron-core leaves the weights below adapters as they are",
-        {"trainer.strategy": "megatron", f"{LORA}.rank": 8, f"{LORA}.init_method": "pissa"},
-        f"{LORA}.init_method", "use kaiming, or fsdp2",
-        {f"{LORA}.rank": 8, f"{LORA}.init_method": "pissa"},
-    ),
-    Case(
-        "Megatron-core trains adapters alone",
-        {"trainer.strategy": "megatron", f"{LORA}.rank": 8, f"{LORA}.modules_to_save": ["embed_tokens"]},
-        f"{LORA}.modules_to_save", "leave it out, or use fsdp2",
-        {f"{LORA}.rank": 8, f"{LORA}.modules_to_save": ["embed_tokens"]},
-    ),
-    Case(
         "given adapters are trained alone",
         {f"{LORA}.rank": 8, f"{LORA}.modules_to_save": ["embed_tokens"], f"{LORA}.adapter_path": "a"},
         f"{LORA}.modules_to_save", "leave it or trainer.policy.model.lora.adapter_path out",

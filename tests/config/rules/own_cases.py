@@ -8,6 +8,7 @@ from tests.config.rules.skyrl_cases import (
     ENGINE,
     FOUR_GPUS,
     GYM,
+    LORA,
     PLACEMENT,
     REWARD_SERVICE,
     SERVICE,
@@ -17,6 +18,18 @@ from tests.config.rules.skyrl_cases import (
 FILTERS = {f"{ALGORITHM}.zero_variance_filter": True}
 
 OURS = [
+    Case(
+        "adapters of experts have no inputs to drop",
+        {f"{LORA}.rank": 8, f"{LORA}.target_parameters": ["experts"], f"{LORA}.dropout": 0.1},
+        f"{LORA}.dropout", "no inputs to drop; set it to 0",
+        {f"{LORA}.rank": 8, f"{LORA}.target_parameters": ["experts"]},
+    ),
+    Case(
+        "adapters of experts are FSDP2's",
+        {f"{LORA}.rank": 8, f"{LORA}.target_parameters": ["experts"], "trainer.strategy": "megatron"},
+        f"{LORA}.target_parameters", "not implemented with trainer.strategy=megatron yet",
+        {f"{LORA}.rank": 8, f"{LORA}.target_parameters": ["experts"]},
+    ),
     Case(
         "a copy lies at the same place on each node",
         {f"{ENGINE}.weight_copy_dir": "copies"},

@@ -10,8 +10,8 @@ from hpcrl.config import total_steps
 from hpcrl.config.derive import publishes
 from hpcrl.controller.admission import Admission
 from hpcrl.controller.dynamic_sampling import DynamicSampling
-from hpcrl.controller.evaluation import scores
 from hpcrl.controller.metrics import batch_metrics
+from hpcrl.observe.scores import scores
 from hpcrl.trainer.metrics import combined
 from hpcrl.types import Batch, GroupMeta
 from tests.golden.adapters.advantages import Rewards, members, total

@@ -81,6 +81,15 @@ def test_models_for_which_vllm_loads_no_adapters(tmp_path: Path) -> None:
     check_files(Config.from_toml([QUICKSTART], [*given, "generator.inference_engine.merge_lora=true"]))
 
 
+def test_what_engines_get_where_they_cannot_load_adapters_is_said() -> None:
+    lora = "trainer.policy.model.lora"
+    given = [f"{lora}.rank=8", f'{lora}.modules_to_save=["norm"]']
+    (said,) = check_files(Config.from_toml([QUICKSTART], given))
+    assert "each version is the whole policy, merged" in said
+    assert check_files(Config.from_toml([QUICKSTART], [*given, "generator.inference_engine.merge_lora=true"])) == []
+    assert check_files(Config.from_toml([QUICKSTART], given[:1])) == []
+
+
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_options_that_vllm_does_not_have_are_refused_without_importing_it() -> None:
     known = [VLLM, f"{KWARGS}.block-size=16", f"{KWARGS}.no_async_scheduling=true"]

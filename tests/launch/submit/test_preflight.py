@@ -189,3 +189,22 @@ def test_a_directory_without_adapters(tmp_path: Path) -> None:
         DataError, match=r"adapter_path: .* is no directory of adapters \(it has no adapter_model.safetensors\)"
     ):
         check_files(Config.from_toml([QUICKSTART], given))
+
+
+def test_teachers_are_looked_at(tmp_path: Path) -> None:
+    distillation = CONFIGS / "distillation_tiny.toml"
+    check_files(Config.from_toml([distillation], [f"trainer.distillation.source_models.sort_letters={MODEL}"]))
+    wrong = [
+        f"trainer.distillation.model_path={tmp_path}",
+        "trainer.distillation.model_revision=v2",
+        f"trainer.distillation.source_models={{ letters = '{MODEL}', sort_letters = '{tmp_path}/none' }}",
+    ]
+    with pytest.raises(DataError) as caught:
+        check_files(Config.from_toml([distillation], wrong))
+    for problem in (
+        f"trainer.distillation.model_path: {tmp_path} is no model directory",
+        f"trainer.distillation.model_revision: {tmp_path} is a directory here",
+        f"trainer.distillation.source_models.sort_letters: {tmp_path}/none is no model directory",
+        "trainer.distillation.source_models.letters: expected a data_source of rows of data.train_data: sort_letters",
+    ):
+        assert problem in str(caught.value)

@@ -19,7 +19,7 @@ from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation, Launched
 from hpcrl.rollout.engines.vllm.client import EngineClient
 from hpcrl.rundir.commit import begin, finish, is_committed
-from hpcrl.trainer.models.lora import Adapter
+from hpcrl.trainer.models.adapter import Adapted, Adapter
 from tests.rollout.material import LONG_PROMPT, options, served, slowly, started
 
 RANK = 4
@@ -40,15 +40,15 @@ def _layers(model: Path) -> dict[str, torch.nn.Linear]:
 def publish_adapter(model: Path, target: Path, version: int, ranks: tuple[int, int] = (RANK, 2)) -> PublishedWeights:
     """Commit random adapters of a model's linear layers as the trainer does, of two ranks in turn."""
     generator = torch.Generator().manual_seed(version)
-    matrices, scales = {}, {}
+    layers = []
     for number, (name, layer) in enumerate(_layers(model).items()):
         rank = ranks[number % 2]
         A, B = (
             torch.randn(rank, layer.in_features, generator=generator),
             torch.randn(layer.out_features, rank, generator=generator),
         )
-        matrices[name], scales[name] = (A, B), 0.02 * (1 + number % 3)
-    adapter = Adapter(matrices, scales, peft.LoraConfig(r=max(ranks), target_modules=list(matrices)))
+        layers.append(Adapted(name, A, B, 0.02 * (1 + number % 3), f"{name}.weight"))
+    adapter = Adapter(layers, peft.LoraConfig(r=max(ranks), target_modules=[each.name for each in layers]))
     tensors = adapter.scaled(torch.float32).write(begin(target, 1))
     finish(target, 1, version=version, **weight_facts(tensors, None))
     return PublishedWeights.read(target)

@@ -25,7 +25,7 @@ from hpcrl.trainer.packing import pack
 from hpcrl.trainer.saving.publish import ADAPTER
 from tests.trainer import scenarios
 from tests.trainer.backends.test_engine import GROUPS, SIZE, expect_same, true, variant
-from tests.trainer.material import make_sample, run_of_two
+from tests.trainer.material import make_sample, run_of_two, spread_singular_values
 from tests.trainer.ranks import Ranks
 from tests.trainer.saving.test_checkpoint import life, losses, steps
 
@@ -200,10 +200,7 @@ def test_adapters_that_begin_as_a_part_of_the_weights(
 def test_what_is_taken_from_the_weights_is_what_peft_takes(model_path: Path, method: Any) -> None:
     ours, theirs = (AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32) for _ in range(2))
     for model in (ours, theirs):
-        for parameter in model.parameters():
-            if parameter.dim() == 2:  # singular values of a random matrix are too close together to be told apart
-                U, S, V = torch.linalg.svd(parameter.data, full_matrices=False)
-                parameter.data.copy_((U * S * 0.7 ** torch.arange(len(S))) @ V)
+        spread_singular_values(model)
     token_ids = torch.tensor([[4, 9, 2, 7]])
     with torch.no_grad():
         before = ours(token_ids).logits

@@ -15,6 +15,7 @@ from typing import Any
 
 from hpcrl import faults as fault
 from hpcrl.config import Config
+from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.checkpoints import line_of
 from hpcrl.rundir.commit import committed
 from hpcrl.rundir.layout import Run, position_of, step_of
@@ -34,7 +35,8 @@ def attempt(world: World, options: dict[str, Any]) -> None:
     STOP.seen, STOP.since, STOP.has_progress = False, None, False
     consensus = StopConsensus(world, STOP, Heartbeat(run, number, f"rank-{world.rank}"))
     with controller(run, number) if world.first else nullcontext():
-        work(run, number, Config.from_toml([run.config]), world, consensus, lambda: None)
+        timeline = Timeline(run, f"rank-{world.rank}", number)
+        work(run, number, Config.from_toml([run.config]), world, consensus, timeline, lambda: None)
     if world.first:
         said = next(
             process_status.state

@@ -105,7 +105,10 @@ def replace_adapter(model: PreTrainedModel, tensors: dict[str, torch.Tensor], so
     if not (own := _adapter_of(model)):
         import peft  # takes half a second, and most runs have no adapters
 
-        peft.inject_adapter_in_model(peft.LoraConfig.from_pretrained(str(source)), model)
+        # within a module, since of a model PEFT would take dense and shared layers beside experts for experts of older files
+        peft.inject_adapter_in_model(
+            peft.LoraConfig.from_pretrained(str(source)), torch.nn.ModuleDict({"model": model})
+        )
         own = _adapter_of(model)
     named = {
         name.removeprefix(ADAPTER_PREFIX).replace(".weight", ".default.weight"): tensor

@@ -35,16 +35,17 @@ from hpcrl.trainer.backends.fsdp.model import (
 from hpcrl.trainer.backends.fsdp.sharding import copy_parameters, local, one_copy, whole
 from hpcrl.trainer.backends.reference import (
     REFERENCE,
+    exchanged,
     forget_moments,
     require_same_shape,
 )
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.backends.shares import read, write
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.adapter import Adapter
 from hpcrl.trainer.models.forward import DTYPES, at_temperature, forward_config
 from hpcrl.trainer.models.hf import ModelSource, critic_source, export_config, policy_source, reference_source
 from hpcrl.trainer.models.lora import (
-    Adapter,
     gather_adapter,
     is_B,
     merging,
@@ -249,19 +250,12 @@ class FsdpExported(FsdpEngine[Model]):
     def _holding(self, values: dict[str, torch.Tensor]) -> Iterator[None]:
         """Let what is trained have other values for a while, and `values` its own."""
 
-        def exchange() -> None:
-            free_gathered(self._model)
-            for name, value in self._trained().items():
-                other, own = local(values[name]), local(value)
-                held = own.clone()
-                own.copy_(other)
-                other.copy_(held)
-
-        exchange()
-        try:
-            yield
-        finally:
-            exchange()
+        free_gathered(self._model)
+        with exchanged((local(values[name]), local(value)) for name, value in self._trained().items()):
+            try:
+                yield
+            finally:
+                free_gathered(self._model)
 
 
 class FsdpPolicy(FsdpExported[PackedPolicy]):

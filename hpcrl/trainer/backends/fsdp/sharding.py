@@ -19,6 +19,7 @@ from hpcrl.config.sections.model import FSDPConfig
 from hpcrl.errors import DataError, did_you_mean
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import DTYPES
+from hpcrl.trainer.models.lora import read_from_outside
 
 
 def shard(root: nn.Module, model: PreTrainedModel, fsdp: FSDPConfig, dtype: str, world: World) -> None:
@@ -122,14 +123,15 @@ def units(model: PreTrainedModel, wrap_policy: dict[str, Any]) -> list[nn.Module
             parameters which are in no unit yet.
 
     Raises:
-        DataError: a class is not in the model, or holds embedding or head.
+        DataError: a class is not in the model, holds embedding or head, or is that of experts with adapters.
     """
     if wrap_policy.get("disable"):
         return []
     root_only = {model.get_input_embeddings(), model.get_output_embeddings()}
+    read_early = read_from_outside(model)
 
     def kept_out(module: nn.Module) -> bool:
-        return any(inner in root_only for inner in module.modules())
+        return module in read_early or any(inner in root_only for inner in module.modules())
 
     if "min_num_params" in wrap_policy:
         found: list[nn.Module] = []
@@ -144,7 +146,8 @@ def units(model: PreTrainedModel, wrap_policy: dict[str, Any]) -> list[nn.Module
             raise DataError(f"{_CLASSES}: the model has no {name}{did_you_mean(name, there, 3, 0.3)}")
     for module in found:
         if kept_out(module) or _is_container(module):
-            raise DataError(f"{_CLASSES}: {type(module).__name__} cannot be a unit; name what lies inside it")
+            near = "around" if module in read_early else "inside"
+            raise DataError(f"{_CLASSES}: {type(module).__name__} cannot be a unit; name what lies {near} it")
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,15 +16,15 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import nn
 
-from hpcrl.config.adapters import reference_follows, reference_is_base
+from hpcrl.config.adapters import begins_from_weights, reference_follows, reference_has_values, reference_is_base
 from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import CriticConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
-from hpcrl.errors import ConfigError
 from hpcrl.trainer.backends.base import ExportPiece, MicroBatches, Objective, StepReport, Writer
 from hpcrl.trainer.backends.megatron import shims
-from hpcrl.trainer.backends.megatron.adapters import merging, whole_adapters, without_adapters
+from hpcrl.trainer.backends.megatron.adapters.layer import adapted_modules
+from hpcrl.trainer.backends.megatron.adapters.whole import merging, whole_adapters, whole_modules, without_adapters
 from hpcrl.trainer.backends.megatron.architecture import Architecture, architecture_of
 from hpcrl.trainer.backends.megatron.models import CriticModel, PolicyModel, StageModel
 from hpcrl.trainer.backends.megatron.pipeline import Pipeline
@@ -33,9 +33,10 @@ from hpcrl.trainer.backends.megatron.settings import ddp_config, optimizer_confi
 from hpcrl.trainer.backends.megatron.state import ShardedState
 from hpcrl.trainer.backends.megatron.trained import mark_trained
 from hpcrl.trainer.backends.megatron.weights import export, export_pieces, load
-from hpcrl.trainer.backends.reference import REFERENCE, forget_moments, require_same_shape
+from hpcrl.trainer.backends.reference import REFERENCE, exchanged, forget_moments, require_same_shape
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.models.adapter import Adapter, made_adapter
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, at_temperature, forward_config, score_places
 from hpcrl.trainer.models.hf import (
     CriticSource,
@@ -46,7 +47,6 @@ from hpcrl.trainer.models.hf import (
     reference_source,
 )
 from hpcrl.trainer.models.logprobs import among_zeros
-from hpcrl.trainer.models.lora import Adapter, made_adapter
 from hpcrl.trainer.packing import untrained_micro_batch
 from hpcrl.types import MicroBatch
 
@@ -168,7 +168,8 @@ class MegatronExported(MegatronEngine[Model]):
         self, kind: type[Model], source: ModelSource, forward: ForwardConfig, trainer: TrainerConfig, world: World
     ) -> None:
         super().__init__(kind, source, forward, trainer.policy, "trainer.policy", trainer, world)
-        self._source = source
+        self._source, self.dtype = source, DTYPES[trainer.policy.megatron_config.dtype]
+        self._first_values = self._copied() if begins_from_weights(self._lora) else {}
 
     def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
         return export_pieces(self._chunks, self._architecture, dtype, self._world)
@@ -186,8 +187,25 @@ class MegatronExported(MegatronEngine[Model]):
         if not self._lora.rank:
             return None
         self._gather()
-        found = whole_adapters(self._chunks, lambda matrix: matrix.data, self._world)
-        return made_adapter(*found, self._lora, self._source)
+        newest = self._adapter()
+        if not self._first_values:
+            return newest
+        with self._holding(self._first_values):
+            return newest.beyond(self._adapter())
+
+    def _adapter(self) -> Adapter:
+        layers = whole_adapters(self._chunks, lambda matrix: matrix.data, self._world)
+        kept = whole_modules(self._chunks, self._architecture, self.dtype, self._world)
+        return made_adapter(layers, self._lora, self._source, kept)
+
+    def _copied(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return a copy of what is trained."""
+        trained = (parameter for chunk in self._chunks for parameter in chunk.parameters() if parameter.requires_grad)
+        return {parameter: parameter.detach().clone() for parameter in trained}
+
+    def _holding(self, values: dict[nn.Parameter, torch.Tensor]) -> AbstractContextManager[None]:
+        """Let what is trained have other values for a while, and `values` its own."""
+        return exchanged((parameter.data, value) for parameter, value in values.items())
 
 
 class MegatronPolicy(MegatronExported[PolicyModel]):
@@ -198,7 +216,7 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
     """
 
     def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
-        section, forward = trainer.policy, forward_config(trainer, temperature)
+        forward = forward_config(trainer, temperature)
         super().__init__(PolicyModel, policy_source(trainer), forward, trainer, world)
         self._reference: list[PolicyModel] | None = None
         self._reference_is_base = reference_is_base(trainer)
@@ -212,37 +230,57 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
             self._reference_pipeline = Pipeline(chunks, self.data, dynamic=megatron.pipeline_dynamic_shape)
             if reference_follows(trainer):
                 self._require_same_shape()
+        self._reference_values = self._without_adapters() if reference_has_values(trainer) else {}
         self._reference_moved = False
-        self.dtype = DTYPES[section.megatron_config.dtype]
 
     def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
         if not reference:
             return self._pipeline.first_output(batches)
         if self._reference_is_base:
-            return self._without_adapters(batches)
+            return self._by_adapters_of_reference(batches)
         assert self._reference is not None, "this engine was made without a reference"
         return self._reference_pipeline.first_output(batches)
 
-    def _without_adapters(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+    def _by_adapters_of_reference(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        self._gather()
         found = self._pipeline.first_output(batches)
         while True:
-            with without_adapters(self._chunks):  # not while others compute in between
+            with self._as_reference():  # not while others compute in between
                 logprobs_P = next(found, None)
             if logprobs_P is None:
                 return
             yield logprobs_P
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """Let the policy compute as the reference that it is with other adapters."""
+        held = self._holding(self._reference_values) if self._reference_values else without_adapters(self._chunks)
+        with held:
+            yield
+
+    def _without_adapters(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return what is trained as it is before training: with its first values, and B, where it is not taken from the weights, 0."""
+        values = self._copied()
+        matrices = [matrix for _, adapter in adapted_modules(self._chunks) for matrix in adapter.matrices()]
+        for B in [matrix for letter, _, matrix in matrices if letter == "B" and matrix in values]:
+            if not self._first_values:
+                values[B].zero_()
+        return values
 
     def _require_same_shape(self) -> None:
         assert self._reference is not None
         require_same_shape(nn.ModuleList(self._reference), nn.ModuleList(self._chunks))
 
     def reset_reference(self, *, fresh_optimizer: bool) -> None:
-        assert self._reference is not None, "this engine was made without a reference"
         self._gather()
-        with torch.no_grad():
-            for reference, policy in zip(self._reference, self._chunks, strict=True):
-                for parameter, value in zip(reference.parameters(), policy.parameters(), strict=True):
-                    parameter.copy_(value)
+        if self._reference_is_base:
+            self._reference_values = self._copied()
+        else:
+            assert self._reference is not None, "this engine was made without a reference"
+            with torch.no_grad():
+                for reference, policy in zip(self._reference, self._chunks, strict=True):
+                    for parameter, value in zip(reference.parameters(), policy.parameters(), strict=True):
+                        parameter.copy_(value)
         self._reference_moved = True
         if fresh_optimizer:
             for optimizer in self._optimizer.chained_optimizers:
@@ -251,9 +289,13 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
 
     def _writer(self, *, copied: bool) -> Writer:
         own = super()._writer(copied=copied)
-        if self._reference is None or not self._reference_moved:
+        if not self._reference_moved:
             return own
-        reference = self._of_reference(self._reference).writer(self.updates, copied=copied)
+        if self._reference is not None:
+            reference = self._of_reference(self._reference).writer(self.updates, copied=copied)
+        else:
+            with self._as_reference():  # which lasts no longer than this
+                reference = self._of_reference(self._chunks).writer(self.updates, copied=True)
 
         def write(directory: Path, group: dist.ProcessGroup) -> None:
             own(directory, group)
@@ -266,19 +308,21 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
 
     def restore(self, directory: Path) -> None:
         super().restore(directory)
-        followed = self._world.rank0_broadcast(lambda: (directory / REFERENCE).is_dir())
-        if followed and self._reference_is_base:
-            raise ConfigError(
-                f"trainer.strategy: in {directory} the reference of adapters has followed the policy, which trainer.strategy=megatron cannot go on "
-                "from; use trainer.strategy=fsdp2"
-            )
-        if followed and self._reference is not None:
+        has_one = self._reference is not None or self._reference_is_base
+        if not has_one or not self._world.rank0_broadcast(lambda: (directory / REFERENCE).is_dir()):
+            return
+        if self._reference is not None:
             self._require_same_shape()
             self._of_reference(self._reference).load_weights(directory / REFERENCE)
-            self._reference_moved = True
+        else:
+            if not self._reference_values:  # it follows no more, and stays what it was
+                self._reference_values = self._without_adapters()
+            with self._as_reference():
+                self._of_reference(self._chunks).load_weights(directory / REFERENCE)
+        self._reference_moved = True
 
     def _of_reference(self, chunks: list[PolicyModel]) -> ShardedState:
-        return ShardedState(chunks, self._architecture, None, self._world)
+        return ShardedState(chunks, self._architecture, None, self._world, adapted=self._reference_is_base)
 
     @property
     def vocabulary(self) -> int:
@@ -315,13 +359,7 @@ class MegatronRewardModel(MegatronExported[CriticModel]):
         found = super().adapter()
         if found is None:
             return None
-        heads = [chunk.value_head.weight.float().tolist() for chunk in self._chunks if chunk.post_process]
-        everyones = self._world.all_gather(lambda: heads)
-        head = torch.tensor(next(each for one in everyones for each in one))  # of the last stage
-        name = self._architecture.value_head
-        assert name is not None
-        config = replace(found.config, task_type="SEQ_CLS", modules_to_save=[name])
-        return replace(found, config=config, whole={f"{name}.weight": head})
+        return replace(found, config=replace(found.config, task_type="SEQ_CLS"))
 
 
 class MegatronCritic(MegatronEngine[CriticModel]):

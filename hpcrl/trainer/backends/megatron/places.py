@@ -9,7 +9,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import nn
 
-from hpcrl.trainer.backends.megatron.adapters import adapted_modules
+from hpcrl.trainer.backends.megatron.adapters.layer import adapted_modules
 from hpcrl.trainer.backends.megatron.architecture import Architecture
 from hpcrl.trainer.backends.megatron.names import Block, LocalWeight, Slot, local_weights, name_in_memory, slots
 from hpcrl.trainer.backends.megatron.process_groups import tensor_group

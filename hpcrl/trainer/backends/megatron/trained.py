@@ -8,13 +8,15 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from transformers import PreTrainedModel
 
+from hpcrl.config.adapters import begins_from_weights
 from hpcrl.config.sections.model import CriticConfig, PolicyConfig
 from hpcrl.errors import DataError
-from hpcrl.trainer.backends.megatron.adapters import add_adapters
+from hpcrl.trainer.backends.megatron.adapters.add import add_adapters, take_from_weights
 from hpcrl.trainer.backends.megatron.architecture import Architecture
 from hpcrl.trainer.backends.megatron.names import hf_names, name_in_memory, table_name
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models import trained as by_transformers
+from hpcrl.trainer.models.adapter import Adapted
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.lora import own_name
 
@@ -44,20 +46,30 @@ def mark_trained(
     if not (lora.rank or frozen):
         return
 
+    path, shared = f"{'trainer.policy' if policy else 'trainer.critic'}.model.lora", lora_type == "lora"
+    adapted: dict[str, Adapted] = {}
+
     def apply() -> None:
         model = source.empty(torch.float32, "eager")
         by_transformers.mark_trained(model, section, torch.float32)
-        _freeze(chunks, architecture, model)
+        named = (
+            f"{path}.modules_to_save names" if lora.rank else "trainer.policy.trainable_map and freeze_pattern leave"
+        )
+        _freeze(chunks, architecture, model, named)
         if lora.rank:
-            role = "trainer.policy" if policy else "trainer.critic"
-            shared = lora_type == "lora"
-            add_adapters(chunks, architecture, model, lora, f"{role}.model.lora", seed, shared=shared)
+            adapted.update(add_adapters(chunks, architecture, model, lora, path, seed, shared=shared))
 
     world.all_gather(apply)
+    if begins_from_weights(lora):
+        take_from_weights(chunks, architecture, adapted, lora, seed, world, shared=shared)
 
 
-def _freeze(chunks: Sequence[GPTModel], architecture: Architecture, model: PreTrainedModel) -> None:
-    """Train the parameters of this rank of which transformers' model trains all tensors."""
+def _freeze(chunks: Sequence[GPTModel], architecture: Architecture, model: PreTrainedModel, named: str) -> None:
+    """Train the parameters of this rank of which transformers' model trains all tensors.
+
+    Args:
+        named: which settings leave what to be trained, for errors.
+    """
     trained = {
         table_name(own_name(name)): value.requires_grad
         for name, value in model.named_parameters(remove_duplicate=False)
@@ -65,9 +77,9 @@ def _freeze(chunks: Sequence[GPTModel], architecture: Architecture, model: PreTr
     for parameter, names in hf_names(chunks, architecture).items():
         frozen = [name for name in names if not trained[name_in_memory(name)]]
         if frozen and len(frozen) < len(names):
+            left = [name for name in names if name not in frozen]
             raise DataError(
-                "trainer.policy.trainable_map and freeze_pattern freeze "
-                f"{', '.join(frozen[:3])}, but not all of {', '.join(names[:3])}{' …' if len(names) > 3 else ''}, which "
-                "trainer.strategy=megatron keeps as one parameter; freeze all of them or none, or use trainer.strategy=fsdp2"
+                f"{named} {', '.join(left[:3])} to be trained, but not all of {', '.join(names[:3])}{' …' if len(names) > 3 else ''}, which "
+                "trainer.strategy=megatron keeps as one parameter; let all of them be trained or none, or use trainer.strategy=fsdp2"
             )
         parameter.requires_grad_(not frozen)

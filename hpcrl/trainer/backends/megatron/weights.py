@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from hpcrl.trainer.backends.megatron.process_groups import expert_tensor_group, 
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.hf import CriticSource, ModelSource
 
-_HEAD_NAME = "lm_head.weight"
+HEAD_NAME = "lm_head.weight"
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -121,7 +121,7 @@ def load(chunks: Sequence[GPTModel], architecture: Architecture, source: ModelSo
                     part.parameter.copy_(source.drawn_head(part.parameter.shape[1]))
             else:
                 _fill(part, table[part.name], files)
-            if part.name == EMBEDDING and architecture.tied and _HEAD_NAME in files:
+            if part.name == EMBEDDING and architecture.tied and HEAD_NAME in files:
                 _require_tied(table[EMBEDDING], files, source)
 
     def fetch() -> None:
@@ -159,11 +159,11 @@ def _require_tied(slot: Slot, files: _Files, source: ModelSource) -> None:
     """Raise DataError where the file has another head than the embedding, which transformers then do not tie."""
     (words,) = slot.tensors.values()
     ours = [
-        [files.read(block, each) for block in each.share(*share_of(each))] for each in (slot, Slot({_HEAD_NAME: words}))
+        [files.read(block, each) for block in each.share(*share_of(each))] for each in (slot, Slot({HEAD_NAME: words}))
     ]
     if not all(torch.equal(one, other) for one, other in zip(*ours, strict=True)):
         raise source.not_a_model(
-            f"tie_word_embeddings is true, but {_HEAD_NAME} is not the embedding; set {source.role}.model_config_kwargs."
+            f"tie_word_embeddings is true, but {HEAD_NAME} is not the embedding; set {source.role}.model_config_kwargs."
             "tie_word_embeddings=false"
         )
 
@@ -177,16 +177,23 @@ def share_of(slot: Slot) -> tuple[int, int]:
 
 
 def export_pieces(
-    chunks: Sequence[GPTModel], architecture: Architecture, dtype: torch.dtype, world: World
+    chunks: Sequence[GPTModel],
+    architecture: Architecture,
+    dtype: torch.dtype,
+    world: World,
+    wanted: Collection[str] | None = None,
 ) -> list[ExportPiece]:
     """Return the pieces of `export`: what lies in one parameter, or in one expert of each rank that has other experts.
 
     A piece can be had by the ranks of its pipeline stage.
+
+    Args:
+        wanted: Hugging Face names; pieces without any of them are left out. None: all pieces.
     """
     table, here = slots(architecture), [part.name for part in local_weights(chunks, architecture) if not part.copy]
     places = world.all_gather(lambda: sorted({_place(name) for name in here}))
     pieces = []
-    for names in _pieces(table, architecture):
+    for names in _pieces(table, architecture, wanted):
         shapes = {name: shape for slot in names for name, shape in table[slot].tensors.items()}
         ranks = [rank for rank, held_there in enumerate(places) if _place(names[0]) in held_there]
         tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
@@ -200,6 +207,7 @@ def export(
     value: Callable[[nn.Parameter], torch.Tensor],
     dtype: torch.dtype,
     owners: Sequence[int],
+    wanted: Collection[str] | None = None,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the model piece by piece under Hugging Face names: whole CPU tensors on the owner, nothing on other ranks.
 
@@ -210,10 +218,11 @@ def export(
         value: what is exported of a parameter, of its shape: its data, or its gradient.
         dtype: to which it is cast before it is sent.
         owners: one of its ranks for each piece of `export_pieces`.
+        wanted: as there.
     """
     table = slots(architecture)
     here = {part.name: part for part in local_weights(chunks, architecture) if not part.copy}
-    for names, owner in zip(_pieces(table, architecture), owners, strict=True):
+    for names, owner in zip(_pieces(table, architecture, wanted), owners, strict=True):
         parts, mine = [table[name] for name in names], next((here[name] for name in names if name in here), None)
         if mine is None:
             yield {}
@@ -228,11 +237,13 @@ def _place(name: str) -> str:
     return found[0] if found else "end"
 
 
-def _pieces(table: dict[str, Slot], architecture: Architecture) -> Iterator[list[str]]:
+def _pieces(table: dict[str, Slot], architecture: Architecture, wanted: Collection[str] | None) -> Iterator[list[str]]:
     """Yield the slots that are gathered together: of experts, one from each rank that has other ones."""
     each = len(local_experts(architecture))
     ranks = parallel_state.get_expert_model_parallel_world_size()
     for name, slot in table.items():
+        if wanted is not None and slot.tensors.keys().isdisjoint(wanted):
+            continue
         if slot.expert is None:
             yield [name]
         elif slot.expert < each:

@@ -27,7 +27,7 @@ from hpcrl.trainer.backends.base import Objective, UpdateResult
 from hpcrl.trainer.backends.build import build_critic, build_policy
 from hpcrl.trainer.backends.fsdp import sharding
 from hpcrl.trainer.backends.fsdp.engine import adam_settings
-from hpcrl.trainer.backends.megatron.adapters import merging, whole_adapters
+from hpcrl.trainer.backends.megatron.adapters.whole import merging, whole_adapters
 from hpcrl.trainer.backends.megatron.engine import MegatronEngine
 from hpcrl.trainer.batching import MicroBatchLimit
 from hpcrl.trainer.critic import CRITIC_REDUCTION, build_critic_objective
@@ -347,11 +347,10 @@ def gradients(engine: Any, world: World) -> Values:
 
 
 def _adapters(engine: Any, world: World, value: Callable[[Any], torch.Tensor]) -> Values:
-    found, _ = whole_adapters(engine._chunks, value, world)
     return {
-        f"{name}.lora_{letter}.default.weight": matrix.clone()
-        for name, matrices in found.items()
-        for letter, matrix in zip("AB", matrices, strict=True)
+        f"{each.name}.lora_{letter}.default.weight": matrix.clone()
+        for each in whole_adapters(engine._chunks, value, world)
+        for letter, matrix in (("A", each.A), ("B", each.B))
     }
 
 

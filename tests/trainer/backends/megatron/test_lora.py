@@ -16,6 +16,7 @@ pytest.importorskip("megatron.core")
 from tests.trainer.backends.megatron.material import write_model
 from tests.trainer.backends.megatron.parity import PROBE
 from tests.trainer.backends.megatron.seam import Seam, Told, Way, expect_same, megatron
+from tests.trainer.material import spread_singular_values
 from tests.trainer.scenarios import laid_over
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
@@ -37,6 +38,9 @@ PATTERNS: dict[str, Any] = {
     "init_method": "gaussian",
 }
 FUSED: dict[str, Any] = PLAIN | {"target_modules": ["q_proj", "k_proj", "v_proj", "layers.1.mlp"]}
+KEPT: dict[str, Any] = PLAIN | {
+    "modules_to_save": ["embed_tokens", "layers.1.post_attention_layernorm", "layers.0.mlp"]
+}
 
 
 def adapted(lora: dict[str, Any], **policy: Any) -> dict[str, Any]:
@@ -49,6 +53,8 @@ CRITIC: dict[str, Any] = {
     "algorithm": {"advantage_estimator": "gae", "lambd": 0.8, "gamma": 0.9, "use_kl_loss": False, "value_clip": 0.01},
     "critic": {"model": {"lora": PLAIN}},
 }
+DO = [("train", 1), ("train", 2)]
+MOVED = {"do": [("train", 1), ("reset_reference", True), ("train", 2)]}
 # what one rank of FSDP2 does: the model, the section of the trainer, and what is special about the way
 TRUTHS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "each": ("tied", adapted(PLAIN), {}),
@@ -59,6 +65,9 @@ TRUTHS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "together": ("tied", adapted(PLAIN), {"one_A": True}),
     "fused": ("untied", adapted(FUSED, **CLIPPED), {"one_A": True}),
     "critic": ("tied", CRITIC, {"critic": True}),
+    "kept": ("tied", adapted(KEPT), MOVED),
+    "pissa": ("spread", adapted(PLAIN | {"init_method": "pissa"}), MOVED),
+    "olora": ("untied", adapted(PATTERNS | {"init_method": "olora"}, **CLIPPED), {}),
 }
 # number of ranks, megatron's options, the rest of the section, what it is like
 Row = tuple[int, dict[str, Any], dict[str, Any], str]
@@ -66,6 +75,8 @@ WAYS: dict[str, Row] = {
     "each-tp2": (2, TP2 | CANONICAL, {}, "each"),
     "together-tp2": (2, TP2, {}, "together"),
     "together-pp2-recomputed": (2, PP2, RECOMPUTED, "together"),
+    "kept-tp2": (2, TP2 | CANONICAL, {}, "kept"),
+    "pissa-tp2": (2, TP2 | CANONICAL, {}, "pissa"),
 }
 MORE: dict[str, Row] = {
     "each": (1, CANONICAL, {}, "each"),
@@ -80,10 +91,23 @@ MORE: dict[str, Row] = {
     "fused-tp2": (2, TP2 | WHOLE, {}, "fused"),
     "fused-cp2": (2, CP2, {}, "fused"),
     "critic-tp2": (2, TP2 | CANONICAL, {}, "critic"),
+    "kept-together-pp2": (2, PP2 | CANONICAL, RECOMPUTED, "kept"),
+    "kept-dp2-overlap": (2, CANONICAL | OVERLAP, {}, "kept"),
+    "pissa-pp2": (2, PP2 | CANONICAL, {}, "pissa"),
+    "olora-dp2": (2, CANONICAL, {}, "olora"),
+    "olora-tp4": (4, {"tensor_model_parallel_size": 4} | CANONICAL, {}, "olora"),
     "each-tp4": (4, {"tensor_model_parallel_size": 4} | CANONICAL, {}, "each"),  # more ranks than groups of queries
     "together-tp2-pp2": (4, TP2 | PP2, {}, "together"),
 }
-EXPORTED = ("each-tp2", "together-pp2-recomputed", "together-tp2-pp2")
+SAVED = ("each-tp2", "kept-tp2", "pissa-tp2")
+# what it goes on from, number of ranks, megatron's options
+RESTORED: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "each-on-pp2": ("each-tp2", 2, PP2 | CANONICAL),
+    "kept-on-pp2": ("kept-tp2", 2, PP2 | CANONICAL),
+    "pissa-on-pp2": ("pissa-tp2", 2, PP2 | CANONICAL),
+    "each-on-one": ("each-tp2", 1, CANONICAL),
+}
+EXPORTED = ("each-tp2", "together-pp2-recomputed", "kept-tp2", "pissa-tp2", "together-tp2-pp2")
 rarely = pytest.mark.faults_slow
 
 
@@ -123,6 +147,9 @@ class Played:
         self.seam = seam
         self._gone: dict[str, Way] = {}
         write_model("qwen2-moe", seam.folder / "shared")
+        model = AutoModelForCausalLM.from_pretrained(seam.folder / "tied")
+        spread_singular_values(model)
+        model.save_pretrained(seam.folder / "spread")
 
     def go(self, size: int, ways: dict[str, Way]) -> None:
         new = {name: way for name, way in ways.items() if name not in self._gone}
@@ -141,7 +168,9 @@ class Played:
 
     def _way(self, name: str, options: dict[str, Any], more: dict[str, Any], like: str) -> Way:
         model, trainer, special = TRUTHS[like]
-        do: list[Any] = [("train", 1), ("train", 2)]
+        do = list(special.get("do", DO))
+        if name in SAVED:
+            do.insert(-1, ("save", self.place(name)))
         if name in EXPORTED:
             do.append(("export", self.place(f"exported-{name}")))
         more = laid_over(laid_over(megatron(**options), trainer), more)
@@ -205,20 +234,31 @@ def test_gradients_are_clipped(all_played: Played) -> None:
     assert min(norms) > CLIPPED["optimizer_config"]["max_grad_norm"]
 
 
-@pytest.mark.parametrize("name", EXPORTED[:2])
+@pytest.mark.parametrize("name", [*list(RESTORED)[:3], pytest.param("each-on-one", marks=rarely)])
+def test_another_layout_goes_on_from_a_checkpoint_of_adapters(played: Played, name: str) -> None:
+    saved, size, options = RESTORED[name]
+    like = WAYS[saved][3]
+    model, trainer, _ = TRUTHS[like]
+    do = [("restore", played.place(saved)), ("train", 2)]
+    played.go(size, {name: played.seam.way(name, model, laid_over(megatron(**options), trainer), do)})
+    expect_same(played.told(name), played.told(f"truth-{like}").from_step_2())
+
+
+@pytest.mark.parametrize("name", EXPORTED[:4])
 def test_exports_are_what_transformers_and_peft_compute(played: Played, name: str) -> None:
     expect_export(played, name)
 
 
 @rarely
-@pytest.mark.parametrize("name", EXPORTED[2:])
+@pytest.mark.parametrize("name", EXPORTED[4:])
 def test_exports_of_four_ranks(all_played: Played, name: str) -> None:
     expect_export(all_played, name)
 
 
 def expect_export(played: Played, name: str) -> None:
     export, ids = played.place(f"exported-{name}"), torch.tensor([PROBE])
-    base = AutoModelForCausalLM.from_pretrained(played.seam.folder / "tied", dtype=torch.float32)
+    like = (WAYS | MORE)[name][3]
+    base = AutoModelForCausalLM.from_pretrained(played.seam.folder / TRUTHS[like][0], dtype=torch.float32)
     merged = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
     for model in (merged, peft.PeftModel.from_pretrained(base, f"{export}/adapter")):
         with torch.no_grad():

@@ -2,28 +2,33 @@
 
 Nothing is ever appended to a file of an earlier attempt. So a kill, a resume at an earlier step or a node with a slow clock
 leaves neither doubled nor missing points, nor a curve that runs backwards.
+
+A metric that was 0 in every step is left out, but those of rewards and evaluations; with its first other value the file is made anew.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hpcrl.observe.metrics import MetricsReader, Record, last_reports
+from hpcrl.observe.summary import EVAL_SCORE, STEP_SECONDS
+from hpcrl.observe.tensorboard import summaries, texts
+from hpcrl.observe.tensorboard.hparams import hparams_of
+from hpcrl.observe.tensorboard.overview import is_always_shown, layout_of, points_of
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import read_attempts
 
 _PREFIX = "events.out.tfevents."
-_EVERY_S = 2.0
-_LAST_TRIES = 3
 _EMPTY_FILES = 20  # an open TensorBoard looks every few seconds; a file may be made anew several times in between
 
 
@@ -31,15 +36,16 @@ class EventFile:
     """The event file of a run; opening it removes those that were there."""
 
     def __init__(self, run: Run) -> None:
-        self._directory = run.tensorboard
+        self._directory = run.events
         self._run = run
         self._rebuild()
 
     def update(self) -> None:
-        """Append what the metrics have gained; make the file anew if it is gone, or if points in it were reported again or became void."""
+        """Append what the metrics have gained; make the file anew if it is gone, if points in it were reported again or became void, or if
+        there is more to show of what it has."""
         records, outdated = self._reader.poll()
-        if outdated or self._behind(records) or _is_empty(self._path):
-            self.close()
+        if outdated or self._behind(records) or self._to_show(records) or _is_empty(self._path):
+            self._file.close()
             self._rebuild()
         else:
             self._append(records)
@@ -53,21 +59,48 @@ class EventFile:
             newest |= dict.fromkeys(record.metrics, record.step)
         return False
 
+    def _to_show(self, records: list[Record]) -> bool:
+        """Return whether these make something of the file worth showing that was left out."""
+        shown = self._shown | self._told(records)
+        return bool(shown & self._left_out) or layout_of(shown) != self._layout
+
+    def _told(self, records: Iterable[Record]) -> set[str]:
+        """Return the tags of these that say something."""
+        return {
+            tag
+            for record in records
+            for tag, value in self._points(record).items()
+            if value != 0 or is_always_shown(tag)
+        }
+
+    def _points(self, record: Record) -> Mapping[str, float]:
+        return points_of(record, self._several)
+
     def close(self) -> None:
+        """Add the summary of what the run has achieved."""
+        if self._trained > self._summarised:
+            self._write_summary()
         self._file.close()
 
     def _rebuild(self) -> None:
         self._reader = MetricsReader(self._run)
         self._newest: dict[str, int] = {}
         self._latest, self._shifts = 0.0, dict[int, float]()
+        self._trained = self._summarised = 0
         records, _ = self._reader.poll()
+        self._several = len(read_attempts(self._run)) > 1
+        self._shown, self._left_out = self._told(records), set[str]()
+        self._layout = layout_of(self._shown)
         make_directory(self._directory)
         beside = self._directory / f".rebuilding.{socket.gethostname()}.{os.getpid()}"
         self._file = beside.open("wb")
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         # A TensorBoard that is open forgets at this mark what it has read from the file before.
         self._write(Event(wall_time=time.time(), step=0, session_log=SessionLog(status=SessionLog.START)))
+        self._write_values(time.time(), 0, self._facts())
         self._append(last_reports(records))
+        if self._trained:
+            self._write_summary()
         self._path = self._directory / self._name()
         for stale in self._directory.glob(".rebuilding.*"):
             if stale != beside:
@@ -75,9 +108,24 @@ class EventFile:
         earlier = sorted(self._directory.glob(_PREFIX + "*"))
         for old in earlier[-_EMPTY_FILES:]:
             _replace_by_nothing(old)
-        for old in earlier[:-_EMPTY_FILES]:
+        for old in [*earlier[:-_EMPTY_FILES], *self._run.tensorboard.glob(_PREFIX + "*")]:
             old.unlink(missing_ok=True)
         beside.rename(self._path)
+
+    def _facts(self) -> Iterator[Any]:
+        """Yield what is known of the run before it has trained anything."""
+        if self._layout:
+            yield summaries.layout(self._layout)
+        if self._run.config.is_file():
+            yield from (summaries.marker(tag, metadata) for tag, metadata in hparams_of(self._run))
+            yield summaries.text("run/configuration", texts.configuration(self._run))
+        if self._several:
+            yield summaries.text("run/attempts", texts.attempts(self._run))
+
+    def _write_summary(self) -> None:
+        self._write_values(self._latest, self._trained, [summaries.text("run/summary", texts.summary(self._run))])
+        self._file.flush()
+        self._summarised = self._trained
 
     def _name(self) -> str:
         """Return a name that sorts after all there are, because a TensorBoard that is open follows files in this order."""
@@ -88,9 +136,28 @@ class EventFile:
     def _append(self, records: Iterable[Record]) -> None:
         for record in records:
             self._newest |= dict.fromkeys(record.metrics, record.step)
-            points = [Summary.Value(tag=tag, simple_value=value) for tag, value in record.metrics.items()]
-            self._write(Event(wall_time=self._wall_time(record), step=record.step, summary=Summary(value=points)))
+            points = self._points(record)
+            shown = {tag: value for tag, value in points.items() if tag in self._shown or self._says(tag, value)}
+            self._left_out |= points.keys() - shown.keys()
+            if STEP_SECONDS in record.metrics:
+                self._trained = record.step
+            self._write_values(self._wall_time(record), record.step, self._values(record, shown))
         self._file.flush()
+
+    def _says(self, tag: str, value: float) -> bool:
+        if value == 0 and not is_always_shown(tag):
+            return False
+        self._shown.add(tag)
+        return True
+
+    def _values(self, record: Record, shown: Mapping[str, float]) -> Iterator[Any]:
+        yield from summaries.scalars(shown)
+        yield from (summaries.histogram(f"distribution/{tag}", shape) for tag, shape in record.histograms.items())
+        if EVAL_SCORE in record.metrics and (samples := texts.evaluated(self._run, record.step)):
+            yield summaries.text("evaluation/samples", samples)
+
+    def _write_values(self, wall_time: float, step: int, values: Iterable[Any]) -> None:
+        self._write(Event(wall_time=wall_time, step=step, summary=Summary(value=values)))
 
     def _wall_time(self, record: Record) -> float:
         """Return when a record was written; an attempt on a node whose clock is behind is moved to after those before it.
@@ -126,39 +193,3 @@ def rebuild(run: Run) -> Path:
     """Make <run>/tensorboard anew from the metrics and return it."""
     EventFile(run).close()
     return run.tensorboard
-
-
-class Follower:
-    """Keeps <run>/tensorboard up to date from a thread, as long as its `with` block lasts."""
-
-    def __init__(self, run: Run, every_s: float = _EVERY_S) -> None:
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, args=(run, every_s), name="tensorboard", daemon=True)
-
-    def _follow(self, run: Run, every_s: float) -> None:
-        events = self._updated(run, None)
-        while not self._ended.wait(every_s):
-            events = self._updated(run, events)
-        for _ in range(_LAST_TRIES):
-            if events := self._updated(run, events):
-                events.close()
-                return
-
-    def _updated(self, run: Run, events: EventFile | None) -> EventFile | None:
-        """Return the event file as the metrics are now; None: it could not be written and has to be made anew."""
-        try:
-            if events is None:
-                return EventFile(run)
-            events.update()
-        except OSError as error:  # without this thread nothing would be written any more
-            print(f"{run.tensorboard} could not be written: {error}", flush=True)
-            return None
-        return events
-
-    def __enter__(self) -> Follower:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()

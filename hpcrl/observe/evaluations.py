@@ -1,0 +1,142 @@
+"""Evaluations that are over, from what they left on disk, and two of them side by side."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from hpcrl.errors import DataError
+from hpcrl.observe.scores import Difference, by_source, compare, of_prompts
+from hpcrl.rundir.eval_dumps import dumped_samples
+from hpcrl.rundir.layout import Run
+
+_MOST_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class EvaluatedPrompt:
+    """A prompt of an evaluation.
+
+    Attributes:
+        group_id: of its samples.
+        messages: chat messages that it begins with.
+        rewards, response_lengths, stop_reasons: of its samples.
+    """
+
+    group_id: str
+    messages: list[dict[str, str]]
+    data_source: str
+    rewards: list[float]
+    response_lengths: list[int]
+    stop_reasons: list[str]
+
+    @classmethod
+    def of(cls, group_id: str, lines: Sequence[Mapping[str, Any]]) -> EvaluatedPrompt:
+        first = lines[0]
+        return cls(
+            group_id=group_id,
+            messages=first["prompt"],
+            data_source=first["data_source"],
+            rewards=[float(line["score"]) for line in lines],
+            response_lengths=[response_tokens(line) for line in lines],
+            stop_reasons=[line["stop_reason"] for line in lines],
+        )
+
+
+def response_tokens(line: Mapping[str, Any]) -> int:
+    """Return how many tokens of a dumped sample the policy chose."""
+    return sum(part["tokens"] for part in line["parts"] if part["by"] == "policy")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One that is over.
+
+    Attributes:
+        version: of the weights.
+        prompts: in the order of the dataset.
+    """
+
+    run: Run
+    version: int
+    prompts: list[EvaluatedPrompt]
+
+    @classmethod
+    def read(cls, run: Run, version: int | None = None) -> Evaluation:
+        """Return an evaluation, the newest one that was written where no version is named.
+
+        Raises:
+            RunError: there is none, or its samples were not written.
+            DataError: a file is damaged.
+        """
+        chosen, samples = dumped_samples(run, version)
+        groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        for (group_id, _), line in samples.items():
+            groups[group_id].append(line)
+        return cls(run, chosen, [EvaluatedPrompt.of(group_id, lines) for group_id, lines in groups.items()])
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.name}@{self.version}"
+
+    def by_prompt(self) -> dict[tuple[str, str, int], EvaluatedPrompt]:
+        """Return the prompts by what makes them the same in another evaluation: source, messages, and which of several equal ones it is."""
+        seen, found = Counter[tuple[str, str]](), dict[tuple[str, str, int], EvaluatedPrompt]()
+        for prompt in self.prompts:
+            key = prompt.data_source, json.dumps(prompt.messages)
+            found[(*key, seen[key])] = prompt
+            seen[key] += 1
+        return found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two evaluations of the same prompts.
+
+    Attributes:
+        prompts: that both have, by source.
+        means: of each, by metric as `scores` names it.
+        differences: by metric.
+        only: prompts that only the first, or only the second has.
+        worst: those whose mean reward fell most, of both.
+    """
+
+    prompts: dict[str, int]
+    means: dict[str, tuple[float, float]]
+    differences: dict[str, Difference]
+    only: tuple[int, int]
+    worst: list[tuple[EvaluatedPrompt, EvaluatedPrompt]]
+
+
+def compared(before: Evaluation, after: Evaluation) -> Comparison:
+    """Compare two evaluations by the prompts that both have.
+
+    Raises:
+        DataError: they have none in common.
+    """
+    first, second = before.by_prompt(), after.by_prompt()
+    pairs = [(first[key], second[key]) for key in first if key in second]
+    if not pairs:
+        raise DataError(
+            f"{before.name} and {after.name} have no prompt in common: they are evaluations of other data, or their environments begin otherwise"
+        )
+    others = {id(mine): theirs for mine, theirs in pairs}
+    means, differences = dict[str, tuple[float, float]](), dict[str, Difference]()
+    sources = by_source([mine for mine, _ in pairs])
+    for source, members in sources.items():
+        ours, theirs = of_prompts(members), of_prompts([others[id(prompt)] for prompt in members])
+        for name in ours.keys() & theirs.keys():
+            means[f"eval/{source}/{name}"] = fmean(ours[name]), fmean(theirs[name])
+            differences[f"eval/{source}/{name}"] = compare(ours[name], theirs[name])
+    fallen = sorted(pairs, key=lambda pair: fmean(pair[1].rewards) - fmean(pair[0].rewards))
+    return Comparison(
+        prompts={source: len(members) for source, members in sources.items()},
+        means=means,
+        differences=differences,
+        only=(len(first) - len(pairs), len(second) - len(pairs)),
+        worst=[pair for pair in fallen[:_MOST_SHOWN] if fmean(pair[1].rewards) < fmean(pair[0].rewards)],
+    )

@@ -1,0 +1,1 @@
+"""A report of runs as one HTML file that opens without a server."""

@@ -1,0 +1,131 @@
+"""What a report says of one run, as JSON values: read from its files alone, whoever's they are and whether it is over or not."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import tomli
+
+from hpcrl.config import Config
+from hpcrl.config.difference import flat, value_as_toml
+from hpcrl.data.rollouts import Decode
+from hpcrl.errors import ConfigError, HpcrlError, RunError
+from hpcrl.observe.report.curves import curves_of
+from hpcrl.observe.report.groups import groups_of
+from hpcrl.observe.report.samples import samples_of
+from hpcrl.observe.report.spans import timeline_of
+from hpcrl.observe.report.verdict import findings
+from hpcrl.observe.summary import summarise
+from hpcrl.observe.timeline import versions_of
+from hpcrl.observe.view import summary_rows
+from hpcrl.rundir.commit import checksum
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import Attempt, Outcome, read_attempts, read_outcomes
+from hpcrl.rundir.records import read_object
+from hpcrl.rundir.starts import read_starts, resumed_after
+
+_VERSION = re.compile(r'^__version__ = "(.*)"', re.MULTILINE)
+Decoder = Callable[[Run], Decode]
+
+
+def content_of(run: Run, decoder: Decoder, *, with_samples: bool = True) -> dict[str, Any]:
+    """Return all that a report says of a run.
+
+    Args:
+        decoder: returns what decodes the run's tokens; RunError where this machine cannot: samples are then shown as numbers.
+
+    Raises:
+        RunError: a file of it is damaged.
+    """
+    attempts, outcomes = read_attempts(run), {outcome.attempt: outcome for outcome in read_outcomes(run)}
+    started = attempts[0].started if attempts else 0.0
+    config = _config(run)
+    curves = curves_of(run, started)
+    ended = [outcomes[attempt.number] for attempt in attempts if attempt.number in outcomes]
+    return {
+        "name": f"{run.project}/{run.name}",
+        "path": str(run.path),
+        "made": time.time(),
+        "started": started,
+        "summary": summary_rows(summarise(run)),
+        "findings": [asdict(one) for one in findings(curves, config.values, ended)],
+        "attempts": _attempts(run, attempts, outcomes, started),
+        "curves": curves,
+        "groups": groups_of(run),
+        "timeline": timeline_of(run, started),
+        "samples": _samples(run, decoder) if with_samples else None,
+        "config": config.settings,
+        "environment": _environment(run, attempts),
+    }
+
+
+def _attempts(run: Run, attempts: list[Attempt], outcomes: dict[int, Outcome], started: float) -> list[dict[str, Any]]:
+    resumed = resumed_after(read_starts(run))
+    return [
+        {
+            "number": attempt.number,
+            "hosts": attempt.hosts,
+            "job": attempt.job,
+            "start": round(attempt.started - started, 1),
+            "end": round(outcome.ended - started, 1) if outcome else None,
+            "kind": outcome.kind if outcome else "running",
+            "message": outcome.message if outcome else "",
+            "after": resumed.get(attempt.number),
+            "step": outcome.step if outcome else None,
+        }
+        for attempt in attempts
+        for outcome in [outcomes.get(attempt.number)]
+    ]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The configuration of a run.
+
+    Attributes:
+        values: by dotted path.
+        settings: of each path the value as TOML, and whether it is not the default.
+    """
+
+    values: dict[str, Any]
+    settings: list[tuple[str, str, bool]]
+
+
+def _config(run: Run) -> _Settings:
+    try:
+        values = dict(flat(tomli.loads(run.config.read_text(encoding="utf-8"))))
+    except (tomli.TOMLDecodeError, ValueError) as error:
+        raise RunError(f"{run.config} is damaged: {error}. Restore it from a backup") from error
+    changed = set[str]()
+    with suppress(ConfigError):  # written by an earlier hpcrl: which defaults it had is not known
+        changed = {path for path, _ in flat(Config.from_toml([run.config]).changed())}
+    settings = [(path, value_as_toml(value), path in changed) for path, value in values.items()]
+    return _Settings(values, settings)
+
+
+def _samples(run: Run, decoder: Decoder) -> dict[str, Any]:
+    try:
+        return {"note": "", **samples_of(run, decoder(run))}
+    except HpcrlError as error:
+        return {"note": str(error), **samples_of(run, None)}
+
+
+def _environment(run: Run, attempts: list[Attempt]) -> list[tuple[str, str]]:
+    """Return what the run was started with and where, by name."""
+    code = run.code / "hpcrl" / "__init__.py"
+    found = _VERSION.search(code.read_text(encoding="utf-8")) if code.is_file() else None
+    submission = read_object(run.submission, "remove it: the job of the run is then not known") or {}
+    rows = [
+        ("directory", str(run.path)),
+        ("hpcrl", found[1] if found else "not known"),
+        ("checksum of configuration and code", checksum(run.checksums) if run.checksums.is_file() else "none"),
+        ("executor", f"{submission.get('executor', 'not known')}, job {submission.get('job_id', 'not known')}"),
+        ("overrides", " ".join(map(str, submission.get("overrides") or [])) or "none"),
+        ("hosts", ", ".join(dict.fromkeys(host for attempt in attempts for host in attempt.hosts)) or "none yet"),
+    ]
+    return rows + [(name, version) for name, version in versions_of(run).items()]

@@ -1,0 +1,169 @@
+"""What an evaluation comes to, by data source: means, how far they may be off, and whether two evaluations of the same prompts differ."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb, nan, sqrt
+from statistics import fmean, stdev
+from typing import Any, Protocol, TypeVar
+
+from hpcrl.text import metric_name
+
+MOST_SOURCES = 64
+"""A dataset decides how many sources it names; each becomes six curves or more."""
+Z95 = 1.96
+"""Standard errors on either side of a mean that a 95 % confidence interval has."""
+_DRAWS = 9999
+_TIE = 1e-9
+
+
+class Scored(Protocol):
+    """A prompt whose samples are scored."""
+
+    @property
+    def data_source(self) -> str: ...
+    @property
+    def rewards(self) -> Sequence[float]: ...
+    @property
+    def response_lengths(self) -> Sequence[int]: ...
+    @property
+    def stop_reasons(self) -> Sequence[str]: ...
+
+
+S = TypeVar("S", bound=Scored)
+
+
+def by_source(prompts: Sequence[S]) -> dict[str, list[S]]:
+    """Return the prompts of all sources together, as "all", and of each: by its name with underscores for slashes and for what no
+    metric's name has, all_ for one called all. Beyond the most frequent `MOST_SOURCES`, they are "other" together."""
+    names = [metric_name(prompt.data_source).replace("/", "_") for prompt in prompts]
+    counts = Counter(names)
+    most = set(sorted(counts, key=lambda name: (-counts[name], name))[:MOST_SOURCES])
+    sources: dict[str, list[S]] = defaultdict(list)
+    for prompt, name in zip(prompts, names, strict=True):
+        sources["all"].append(prompt)
+        sources["all_" if name == "all" else name if name in most else "other"].append(prompt)
+    return dict(sources)
+
+
+def of_prompts(prompts: Sequence[Scored]) -> dict[str, list[float]]:
+    """Return what each prompt has of avg_score, the mean of its rewards, and of pass_at_k.
+
+    With n samples per prompt, pass_at_n is 1 where any sample was rewarded; for each smaller power of two k, pass_at_k is `pass_at`.
+    """
+    n = min(len(prompt.rewards) for prompt in prompts)
+    return {"avg_score": [fmean(prompt.rewards) for prompt in prompts]} | {
+        f"pass_at_{k}": [pass_at(k, prompt.rewards) for prompt in prompts] for k in (*_powers_of_two_below(n), n)
+    }
+
+
+def scores(prompts: Sequence[Scored]) -> dict[str, float]:
+    """Return the evaluation metrics of each data source and of all together; all prompts have equally many samples."""
+    metrics = {}
+    for source, members in by_source(prompts).items():
+        rewards = [reward for prompt in members for reward in prompt.rewards]
+        lengths = [length for prompt in members for length in prompt.response_lengths]
+        metrics |= {f"eval/{source}/{name}": fmean(values) for name, values in of_prompts(members).items()}
+        metrics[f"eval/{source}/mean_positive_reward"] = sum(max(r, 0.0) for r in rewards) / len(rewards)
+        metrics[f"eval/{source}/generate/avg_num_tokens"] = sum(lengths) / len(lengths)
+    return metrics
+
+
+def results_of(prompts: Sequence[Scored]) -> dict[str, Any]:
+    """Return what results.json says of an evaluation: by source the number of prompts, metrics, standard errors, and why samples ended."""
+    return {
+        "prompts": {source: len(members) for source, members in by_source(prompts).items()},
+        "metrics": scores(prompts),
+        "errors": standard_errors(prompts),
+        "stop_reasons": {
+            source: dict(sorted(Counter(reason for prompt in members for reason in prompt.stop_reasons).items()))
+            for source, members in by_source(prompts).items()
+        },
+    }
+
+
+def standard_errors(prompts: Sequence[Scored]) -> dict[str, float]:
+    """Return the standard error of each avg_score and pass_at_k of `scores`, over the prompts, of which the samples of one are no independent
+    draws (E. Miller, arXiv:2411.00640, section 2); those of a single prompt have none and are left out."""
+    return {
+        f"eval/{source}/{name}": standard_error(values)
+        for source, members in by_source(prompts).items()
+        if len(members) > 1
+        for name, values in of_prompts(members).items()
+    }
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return that of the mean of independent values; NaN of a single one."""
+    return stdev(values) / sqrt(len(values)) if len(values) > 1 else nan
+
+
+def pass_at(k: int, rewards: Sequence[float]) -> float:
+    """Return the probability that k of these samples of a prompt, drawn without replacement, include one that was rewarded.
+
+    With c of n samples rewarded this is 1 - C(n - c, k) / C(n, k), the unbiased estimate of the probability that k samples of the
+    policy include one (Chen et al. 2021, arXiv:2107.03374); for k = n it is 1 where any was, else 0.
+
+    Args:
+        k: from 1 to len(rewards).
+    """
+    n, rewarded = len(rewards), sum(reward > 0 for reward in rewards)
+    return 1.0 - comb(n - rewarded, k) / comb(n, k)
+
+
+def _powers_of_two_below(n: int) -> list[int]:
+    return [1 << power for power in range((n - 1).bit_length())]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of the means of two evaluations of the same prompts.
+
+    Attributes:
+        mean: of the second less the first.
+        error: standard error of `mean`, of the differences of prompts; NaN with a single prompt.
+        p: how probable a difference at least as large is where neither is better: of the sign of each prompt's difference drawn anew.
+        better, same, worse: prompts.
+    """
+
+    mean: float
+    error: float
+    p: float
+    better: int
+    same: int
+    worse: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % confidence interval of `mean`."""
+        return self.mean - Z95 * self.error, self.mean + Z95 * self.error
+
+
+def compare(before: Sequence[float], after: Sequence[float]) -> Difference:
+    """Compare two evaluations by what each prompt has in both, in the same order (paired, arXiv:2411.00640, section 4.2)."""
+    differences = [second - first for first, second in zip(before, after, strict=True)]
+    better, worse = (sum(sign * value > _TIE for value in differences) for sign in (1, -1))
+    return Difference(
+        mean=fmean(differences),
+        error=standard_error(differences),
+        p=_sign_flip_test(differences),
+        better=better,
+        same=len(differences) - better - worse,
+        worse=worse,
+    )
+
+
+def _sign_flip_test(differences: Sequence[float]) -> float:
+    """Return the p-value of the paired permutation test (two-sided; 9,999 draws from a fixed seed, so that 0.0001 is the least)."""
+    generator = random.Random(0)
+    counts = Counter(round(abs(value), 9) for value in differences if abs(value) > _TIE)
+    observed = abs(sum(differences)) - _TIE * len(differences)
+
+    def drawn() -> float:
+        # of `count` prompts that differ by `size`, as many as there are 1 bits count for the second
+        return sum(size * (2 * generator.getrandbits(count).bit_count() - count) for size, count in counts.items())
+
+    return (1 + sum(abs(drawn()) >= observed for _ in range(_DRAWS))) / (1 + _DRAWS)

@@ -1,0 +1,105 @@
+"""What TensorBoard shows of a run beside numbers, as Markdown: its configuration, its attempts, its summary, samples of its evaluations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from hpcrl.config import Config
+from hpcrl.errors import ConfigError
+from hpcrl.observe.summary import summarise
+from hpcrl.observe.view import summary_rows
+from hpcrl.rundir.commit import parse_json
+from hpcrl.rundir.layout import Run
+from hpcrl.rundir.ledger import read_attempts, read_outcomes
+from hpcrl.rundir.starts import read_starts, resumed_after
+from hpcrl.text import one_line, printable
+
+_SAMPLES = 4
+_MOST_LETTERS = 1500
+_MOST_BYTES = 1 << 22
+"""Of a file of evaluated samples that are looked at: to look for the first rows in gigabytes would take longer than a step."""
+
+
+def configuration(run: Run) -> str:
+    """Return what of the configuration is not the default, all of it where a class of the user's own that it needs is not here."""
+    try:
+        text = Config.from_toml([run.config]).to_toml(only_changed=True)
+    except ConfigError:
+        text = run.config.read_text(encoding="utf-8")
+    return _verbatim(text)
+
+
+def summary(run: Run) -> str:
+    """Return what the run has achieved.
+
+    Raises:
+        RunError: a file of it is damaged.
+    """
+    rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in summary_rows(summarise(run)))
+    return f"**{_cell(run.project)}/{_cell(run.name)}**\n\n| | |\n|---|---|\n{rows}\n\n`{one_line(str(run.path))}`"
+
+
+def attempts(run: Run) -> str:
+    """Return when each attempt began, after which step, and how it ended.
+
+    Raises:
+        RunError: a file of it is damaged.
+    """
+    outcomes = {outcome.attempt: outcome for outcome in read_outcomes(run)}
+    resumed = resumed_after(read_starts(run))
+    lines = ["| attempt | began | after step | ended |", "|---|---|---|---|"]
+    for attempt in read_attempts(run):
+        outcome = outcomes.get(attempt.number)
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.started))
+        ended = f"{outcome.kind}: {outcome.message}" if outcome else ""
+        lines.append(f"| {attempt.number} | {began} | {resumed.get(attempt.number, '')} | {_cell(ended)} |")
+    return "\n".join(lines)
+
+
+def evaluated(run: Run, version: int) -> str:
+    """Return some samples of an evaluation, of the same rows each time: prompt, response and score; empty where none were kept."""
+    found = sorted(_first_rows(run, version), key=lambda row: (row["group_id"], row["sample"]))
+    return "\n\n".join(map(_sample, found[:_SAMPLES]))
+
+
+def _first_rows(run: Run, version: int) -> Iterator[Any]:
+    """Yield the first samples of the first rows of the validation set."""
+    wanted = [f'"e{version:06d}-{row:08d}"'.encode() for row in range(_SAMPLES)]
+    for path in sorted(run.evals_of(version).glob("*.jsonl")):
+        with path.open("rb") as file:
+            for line in file.readlines(_MOST_BYTES):
+                if any(name in line for name in wanted) and (row := _whole(line)):
+                    yield row
+
+
+def _whole(line: bytes) -> Any | None:
+    try:
+        row = parse_json(line)
+    except ValueError:  # of a worker that was killed
+        return None
+    names = ("prompt", "response", "score", "stop_reason", "group_id", "sample")
+    return row if isinstance(row, dict) and all(name in row for name in names) and row["sample"] == 0 else None
+
+
+def _sample(row: Any) -> str:
+    messages = row["prompt"] if isinstance(row["prompt"], list) else [{"role": "prompt", "content": row["prompt"]}]
+    prompt = "\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)
+    title = (
+        f"**row {int(row['group_id'].rpartition('-')[2])}: reward {row['score']:g}**, {_cell(str(row['stop_reason']))}"
+    )
+    return f"{title}\n\n{_verbatim(_cut(prompt))}\n\nresponse\n\n{_verbatim(_cut(str(row['response'])))}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} … ({len(text)} characters)"
+
+
+def _verbatim(text: str) -> str:
+    """Return text as an indented block, out of which nothing in it can break."""
+    return "\n".join(f"    {line}" for line in printable(text).split("\n"))
+
+
+def _cell(text: str) -> str:
+    return one_line(text).replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,248 @@
+"""What every process of a run does with its time: one file of spans per process and attempt, which together have no gap.
+
+    {"process": "rank-0", "host": "n1", "versions": {"torch": "2.13.0"}}          a writer starts
+    {"start": 1763666666.5, "seconds": 2.25, "phase": "policy_train", "step": 3}  what it did from then on, for so long
+
+A process is in one phase at a time, so spans of a process follow one another and the shares of a step add up to the whole. Steps are the
+trainer's: from the moment at which it begins to wait for a batch to the moment at which it begins to wait for the next one.
+A file of `_LARGEST` bytes becomes <process>.old.jsonl, in the place of an earlier one: the newest spans are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcrl.rundir.commit import make_directory, parse_json
+from hpcrl.rundir.layout import Run, attempt_of
+
+LOAD, IDLE, OTHER, ABSENT = "load", "idle", "other", "absent"
+"""Phases of more than one role. A process is absent before its first span and after its last one."""
+
+KINDS = {
+    "generate": ("generate",),
+    "wait": ("wait_for_generation_buffer", "wait_for_groups"),
+    "train": (
+        "load_samples", "fwd_logprobs_values_reward", "compute_advantages_and_returns", "critic_train", "policy_train",
+        "update_ref_with_policy",
+    ),
+    "publish": ("sync_weights", "fetch_weights"),
+    "pause": ("update_weights",),
+    "checkpoint": ("save_checkpoints", "save_hf_model", "dump_data_batch"),
+    "evaluate": ("eval", "evaluate"),
+    "score": ("score",),
+    IDLE: (IDLE,),
+    LOAD: (LOAD,),
+    OTHER: (OTHER,),
+    ABSENT: (ABSENT,),
+}  # fmt: skip
+"""By what people look for: the phases."""
+
+_KIND_OF = {phase: kind for kind, phases in KINDS.items() for phase in phases}
+_LARGEST = 4 << 20
+_PACKAGES = ("torch", "transformers", "vllm", "megatron.core", "peft", "numpy")
+_WRITE_S = 2.0
+_FIRST_STEP = "rank-0"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One phase of a process.
+
+    Attributes:
+        start, end: Unix time, at the clock of the node.
+        step: that the process worked on; None where it works on none in particular.
+    """
+
+    process: str
+    attempt: int
+    phase: str
+    start: float
+    end: float
+    step: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """Return which of KINDS the phase is of."""
+        return _KIND_OF.get(self.phase, OTHER)
+
+
+class Timeline:
+    """Notes what one process does; its only writer. A thread of the process may call while another does.
+
+    What cannot be written is not worth an attempt: the first refusal is printed, and nothing is written any more.
+
+    Args:
+        resolution_s: phases are added up over at least this time before a span of each is written, in the order in which they began: a
+            process that changes between two of them a thousand times a second writes few lines, and the sums are exact.
+    """
+
+    def __init__(self, run: Run, process: str, attempt: int, resolution_s: float = 0.001) -> None:
+        self._path, self._resolution_s = run.timeline_of(attempt, process), resolution_s
+        self._lock = threading.Lock()
+        self._start, self._began = time.time(), time.monotonic()
+        self._phase, self._since, self._step = LOAD, self._began, None
+        self._seconds = dict[str, float]()
+        self._lines: list[str] = []
+        self._written, self._refused = self._began, False
+        # one that was killed in the middle of a line shares its file with the one that took its place
+        self._lines.append("\n" if self._path.exists() else "")
+        self._note({"process": process, "host": socket.gethostname(), "versions": _versions()})
+
+    def enter(self, phase: str) -> str:
+        """Tell that the process does this from now on; return what it did before."""
+        with self._lock:
+            before = self._phase
+            if phase != before:
+                self._enter(phase)
+            return before
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Be in a phase as long as the `with` block lasts, and in the one before it afterwards."""
+        before = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def begin_step(self, step: int) -> None:
+        """Tell that the process works on this step from now on."""
+        with self._lock:
+            if step != self._step:
+                self._enter(self._phase)
+                self._end_window()
+                self._step = step
+
+    def close(self) -> None:
+        """Write what there is; the process ends."""
+        with self._lock:
+            self._enter(self._phase)
+            self._end_window()
+            self._write()
+
+    def _enter(self, phase: str) -> None:
+        now = time.monotonic()
+        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = phase, now
+        if now - self._began >= self._resolution_s:
+            self._end_window()
+        if now - self._written >= _WRITE_S:
+            self._write()
+
+    def _end_window(self) -> None:
+        for phase, seconds in self._seconds.items():
+            step = {} if self._step is None else {"step": self._step}
+            self._note({"start": round(self._start, 6), "seconds": round(seconds, 6), "phase": phase, **step})
+            self._start += seconds
+        self._seconds.clear()
+        self._began = self._since
+
+    def _note(self, line: dict[str, Any]) -> None:
+        self._lines.append(json.dumps(line) + "\n")
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        data = "".join(self._lines).encode()
+        self._lines.clear()
+        if self._refused or not data:
+            return
+        try:
+            make_directory(self._path.parent)
+            with self._path.open("ab", buffering=0) as file:
+                file.write(data)
+                size = file.tell()
+            if size > _LARGEST:
+                self._path.rename(self._path.with_suffix(".old.jsonl"))
+        except OSError as error:
+            self._refused = True
+            print(f"{self._path} could not be written: {error.strerror}; the timeline ends here", flush=True)
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of Python and of those packages that a run depends on and this process has imported."""
+    imported = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
+    return {"python": platform.python_version()} | {name: str(found) for name, found in imported.items() if found}
+
+
+def versions_of(run: Run) -> dict[str, str]:
+    """Return the versions that the processes of the newest attempt with a timeline ran with; several where they differ."""
+    attempts = sorted(number for path in run.timelines.glob("*") if (number := attempt_of(path)) is not None)
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in run.timeline(attempts[-1]).glob("*.jsonl") if attempts else ():
+        for line in _lines_of(path):
+            if isinstance(versions := line.get("versions"), dict):
+                for name, version in versions.items():
+                    found[str(name)].add(str(version))
+    return {name: ", ".join(sorted(versions)) for name, versions in sorted(found.items())}
+
+
+def read_spans(run: Run, attempt: int | None = None) -> list[Span]:
+    """Return the spans of all processes, of one attempt only where it is given, ordered by process and time; what nobody of us wrote is passed over."""
+    folders = [path for path in run.timelines.glob("*") if attempt_of(path) is not None] if attempt is None else []
+    found = [
+        span
+        for folder in (folders if attempt is None else [run.timeline(attempt)])
+        for path in folder.glob("*.jsonl")
+        for span in _spans_of(path, attempt_of(folder) or 0)
+    ]
+    return sorted(found, key=lambda span: (span.process, span.start))
+
+
+def _spans_of(path: Path, attempt: int) -> Iterator[Span]:
+    process = path.name.removesuffix(".jsonl").removesuffix(".old")
+    for line in _lines_of(path):
+        with suppress(ValueError, KeyError, TypeError):
+            start, seconds = float(line["start"]), float(line["seconds"])
+            yield Span(process, attempt, str(line["phase"]), start, start + seconds, line.get("step"))
+
+
+def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    with suppress(FileNotFoundError), path.open("rb") as file:  # renamed meanwhile: it is read under its new name
+        for line in file:
+            with suppress(ValueError):
+                if isinstance(value := parse_json(line), dict):
+                    yield value
+
+
+def steps_of(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
+    """Return when each step began and ended, by the trainer's first rank; of a step that several attempts trained, as the last one did."""
+    own = [span for span in spans if span.process == _FIRST_STEP and span.step is not None]
+    last = {span.step: span.attempt for span in sorted(own, key=lambda span: span.attempt)}
+    found: dict[int, tuple[float, float]] = {}
+    for span in own:
+        if span.step is not None and span.attempt == last[span.step]:
+            start, end = found.get(span.step, (span.start, span.end))
+            found[span.step] = min(start, span.start), max(end, span.end)
+    return dict(sorted(found.items()))
+
+
+def shares(spans: Iterable[Span], start: float, end: float) -> dict[str, dict[str, float]]:
+    """Return by process what share of the time from `start` to `end`, in Unix time, it spent in each phase; they add up to 1 each.
+
+    A process that had not begun, or had ended, was absent; of less than a thousandth nothing is told, clocks are no better.
+    """
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for span in spans:
+        within = min(span.end, end) - max(span.start, start)
+        if within > 0:
+            found[span.process][span.phase] += within / (end - start)
+    for of_process in found.values():
+        if (absent := 1.0 - sum(of_process.values())) > 1e-3:
+            of_process[ABSENT] = absent
+    return {process: _whole(of_process) for process, of_process in sorted(found.items())}
+
+
+def _whole(parts: dict[str, float]) -> dict[str, float]:
+    total = sum(parts.values())
+    return {phase: share / total for phase, share in parts.items()}

@@ -1,0 +1,139 @@
+"""What the samples of an evaluation score with other rewards, or a changed environment, without generating them again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcrl.config import DataConfig, EnvironmentConfig, GeneratorConfig, eval_sampling
+from hpcrl.config.derive import is_offline
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.data.datasets import load_dataset
+from hpcrl.data.prompts import set_aside
+from hpcrl.envs.registry import common_extras
+from hpcrl.errors import DataError, ServiceError, UserCodeError
+from hpcrl.observe.evaluations import response_tokens
+from hpcrl.rollout.env_session import EnvSession, scorer_of
+from hpcrl.rollout.threads import CallThreads
+from hpcrl.types import LONGEST_FAILURE, Prompt, Work, plain_text
+
+Line = dict[str, Any]
+_AT_ONCE = 64
+
+
+@dataclass
+class Rescored:
+    """Samples with their new scores.
+
+    Attributes:
+        lines: as they are dumped.
+        failures: what went wrong in environments.
+    """
+
+    lines: list[Line] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def evaluation_prompts(
+    data: DataConfig, environment: EnvironmentConfig, trainer: TrainerConfig, max_turns: int
+) -> list[Prompt]:
+    """Return the prompts that a configuration evaluates, those that are too long included.
+
+    Raises:
+        DataError: a file is missing, unreadable or empty, or a row lacks what its prompt, its reward or its environment needs.
+    """
+    sections = data, environment, max_turns
+    if is_offline(trainer):
+        return load_dataset(data.val_prompts, ("eval",), *sections)
+    if data.test_size is not None:
+        return set_aside(load_dataset(data.train_data, ("train", "eval"), *sections), data.test_size)[1]
+    return load_dataset(data.val_data, ("eval",), *sections)
+
+
+def prompts_of(groups: Mapping[str, Line], prompts: Sequence[Prompt]) -> dict[str, Prompt]:
+    """Return the prompt of each group of an evaluation. Those that were too long have no group; the others are in the dataset's order.
+
+    Args:
+        groups: a dumped sample of each, in their order.
+
+    Raises:
+        DataError: the dataset has other rows, or others in between.
+    """
+    found, rest = dict[str, Prompt](), iter(prompts)
+    for group_id, line in groups.items():
+        wanted = line["prompt"], line["data_source"]
+        prompt = next((prompt for prompt in rest if (prompt.messages, prompt.data_source) == wanted), None)
+        if prompt is None:
+            raise DataError(
+                f"group {group_id} of the evaluation has a prompt that the data have no more, or at another place: {wanted[0]!s:.200}; "
+                "the data are to be those of the evaluation"
+            )
+        found[group_id] = prompt
+    return found
+
+
+async def rescore(
+    samples: Mapping[tuple[str, int], Line],
+    prompts: Mapping[str, Prompt],
+    environment: EnvironmentConfig,
+    generator: GeneratorConfig,
+) -> Rescored:
+    """Return the samples of an evaluation with the scores that they have now. One that failed stays as it is.
+
+    Args:
+        samples: by group and place in it.
+        prompts: of the groups.
+
+    Raises:
+        HpcrlError: an environment or a reward lacks something that no other sample would have; the message names it and the group.
+    """
+    rewards, extras = scorer_of(environment, "eval"), common_extras(environment, generator.max_turns)
+    max_tokens, gym = eval_sampling(generator).max_generate_length, environment.skyrl_gym
+    threads = CallThreads(gym.max_env_workers, environment.timeout_seconds) if gym.max_env_workers else None
+    found, room = Rescored(), asyncio.Semaphore(_AT_ONCE)
+
+    async def one(group_id: str, line: Line) -> Line:
+        if line["stop_reason"] == "failed":
+            return line
+        prompt = prompts[group_id]
+        session = EnvSession(
+            Work(group_id, "eval", prompt, 1, 0), rewards, {**extras, **prompt.extras}, max_tokens, threads
+        )
+        async with room:
+            try:
+                score, metrics = await _played(session, line)
+            except (UserCodeError, ServiceError) as error:
+                found.failures.append(plain_text(str(error), LONGEST_FAILURE))
+                return {**line, "score": 0.0, "stop_reason": "failed"}
+        counts = line["stop_reason"] == "stop" or not generator.zero_reward_on_non_stop
+        return {**line, "score": score if counts else 0.0, "env_metrics": metrics}
+
+    found.lines = await asyncio.gather(*(one(group_id, line) for (group_id, _), line in samples.items()))
+    return found
+
+
+async def _played(session: EnvSession, line: Line) -> tuple[float, dict[str, float]]:
+    """Say to the environment what the policy said; return the sum of its rewards, and its metrics."""
+    score, metrics, tokens = 0.0, dict[str, float](), response_tokens(line)
+    try:
+        await session.open().result()
+        for text in _said(line):
+            turn = await session.step(text, tokens).result()
+            score += turn.reward
+            metrics |= turn.metrics
+            if turn.done:
+                break
+    finally:
+        if (closing := session.close()) is not None:
+            await closing.result()
+    return score, metrics
+
+
+def _said(line: Line) -> Iterator[str]:
+    response = line["response"]
+    if isinstance(response, str):
+        yield response
+        return
+    yield from (message["content"] for message in response if message["role"] == "assistant")

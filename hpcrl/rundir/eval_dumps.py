@@ -1,0 +1,69 @@
+"""What an evaluation wrote of each sample: evals/v000040/<replica>.jsonl, a line per sample (hpcrl/rollout/evaluate.py)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hpcrl.errors import DataError, RunError
+from hpcrl.rundir.commit import parse_json
+from hpcrl.rundir.layout import Run, version_of
+
+_REQUIRED = {
+    "prompt": list,
+    "data_source": str,
+    "score": (int, float),
+    "stop_reason": str,
+    "env_metrics": dict,
+    "parts": list,
+}
+
+
+def dumped_samples(run: Run, version: int | None) -> tuple[int, dict[tuple[str, int], dict[str, Any]]]:
+    """Return a version, the newest one whose evaluation was written where none is named, and the lines of its samples.
+
+    They are told by group and place in it, in this order; `replica` is who wrote them.
+
+    Raises:
+        RunError: there is no such evaluation, or its samples were not written.
+        DataError: a file is damaged.
+    """
+    dumps = [path for path in run.evals.glob("v*/*.jsonl") if version_of(path.parent) is not None]
+    versions = sorted({version_of(path.parent) or 0 for path in dumps})
+    if not versions:
+        raise RunError(
+            f"{run.name} has no samples of an evaluation: none is over, or trainer.dump_eval_results is false, or "
+            "trainer.eval_interval is 0"
+        )
+    chosen = versions[-1] if version is None else version
+    if chosen not in versions:
+        raise RunError(
+            f"{run.name} has no samples of an evaluation of version {chosen}; there are those of {', '.join(map(str, versions))}"
+        )
+    found = dict[
+        tuple[str, int], dict[str, Any]
+    ]()  # one that a worker could not report before it was killed is there twice
+    for path in sorted(path for path in dumps if version_of(path.parent) == chosen):
+        found |= dict(_samples(path))
+    return chosen, {place: found[place] for place in sorted(found)}
+
+
+def _samples(path: Path) -> Iterator[tuple[tuple[str, int], dict[str, Any]]]:
+    count = Counter[str]()
+    for number, text in enumerate(path.read_bytes().split(b"\n"), 1):
+        try:
+            line = parse_json(text)
+        except ValueError:  # cut off by a kill, or it is being written
+            continue
+        try:
+            group = str(line["group_id"])
+            place = group, int(line.get("sample", count[group]))
+            wrong = [name for name, kind in _REQUIRED.items() if not isinstance(line[name], kind)]
+            if wrong:
+                raise TypeError(f"{wrong[0]} is {line[wrong[0]]!r:.80}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}, line {number} is no sample of an evaluation: {error!r}") from error
+        count[group] += 1
+        yield place, {**line, "replica": int(path.stem)}

@@ -1,0 +1,135 @@
+"""A report in a real browser: Chromium, headless. `make learn` installs it where this is root on Debian or Ubuntu."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcrl.cli.main import main
+from tests.observe.browser import KEYS, Browser, browser
+from tests.observe.report_material import HOSTILE, made, write_dump, write_evaluation, write_step
+
+pytestmark = pytest.mark.slow
+_READY = "return document.querySelectorAll('main > section').length === 7"
+_WIDE = "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Browser]:
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The addresses of reports of one run and of two."""
+    root = tmp_path_factory.mktemp("reports")
+    for name, steps in (("one", 40), ("two", 30)):
+        run = made(root, name, steps)
+        write_dump(run, steps, write_step(run, steps, [1.0, 0.0], dropped={"g00000007": 1.0}))
+        write_evaluation(run, steps, ["right", HOSTILE])
+    for name, runs in (("single", ["one"]), ("both", ["one", "two"])):
+        assert main(["report", *runs, "--root", str(root), "-o", str(root / f"{name}.html")]) == 0
+    return {name: (root / f"{name}.html").as_uri() for name in ("single", "both")}
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+@pytest.mark.parametrize("name", ["single", "both"])
+def test_all_sections_are_there_and_fit(
+    window: Browser, pages: dict[str, str], name: str, width: int, tmp_path: Path
+) -> None:
+    window.open(pages[name], width, 900)
+    window.wait(_READY)
+    for section in window.run("return [...document.querySelectorAll('section')].map((one) => one.id)"):
+        window.run("document.getElementById(arguments[0]).scrollIntoView()", section)
+        assert window.wait(f"return document.getElementById('{section}').innerText.length > 20")
+    window.run("document.getElementById('curves').scrollIntoView()")
+    assert window.wait("return document.querySelectorAll('#curves .uplot canvas').length > 3")
+    assert window.run(_WIDE), "the page is wider than its window"
+    assert window.errors() == []
+    window.screenshot(tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 10_000
+
+
+def test_what_a_policy_said_stays_text(window: Browser, pages: dict[str, str]) -> None:
+    window.open(pages["single"])
+    window.wait(_READY)
+    window.run(
+        "const kinds = document.querySelector('#samples select'); kinds.value = 'evaluated'; kinds.dispatchEvent(new Event('change'))"
+    )
+    assert HOSTILE in window.run(
+        "return [...document.querySelectorAll('#samples .policy pre')].map((one) => one.textContent)"
+    )
+    assert window.run("return document.title") == "quickstart/one"
+    assert window.run("return document.querySelectorAll('#samples img').length") == 0
+
+
+def test_colours_of_tokens(window: Browser, pages: dict[str, str]) -> None:
+    window.open(pages["single"])
+    window.wait(_READY)
+    colours = "return [...document.querySelectorAll('#samples .tokens span')].map((one) => one.style.background).filter(Boolean)"
+    assert len(window.run(colours)) == 12
+    choose = "const chosen = [...document.querySelectorAll('#samples select')].at(-1); chosen.value = arguments[0]; chosen.dispatchEvent(new Event('change'))"
+    for name in ("advantage", "mismatch", "version", "mask"):
+        window.run(choose, name)
+        assert len(window.run(colours)) == 12, name
+    window.run(choose, "none")
+    assert window.run(colours) == []
+    window.run(
+        "document.querySelector('#samples .tokens .policy').dispatchEvent(new PointerEvent('pointermove', {bubbles: true}))"
+    )
+    tip = window.run("return document.getElementById('tip').textContent")
+    assert "chosen by the policy, trained" in tip
+    assert "log-probability: -0.5" in tip
+
+
+def test_the_timeline_zooms_to_a_step_by_keyboard_alone(window: Browser, pages: dict[str, str]) -> None:
+    window.open(pages["single"])
+    window.wait(_READY)
+    shown = "return document.querySelector('#timeline .tools .faint').textContent"
+    whole = window.wait(shown)
+    assert "steps 1 to 40" in whole
+    for _ in range(8):
+        window.keys("#timeline canvas", "+")
+    window.wait(f"{shown.removesuffix(';')} !== {whole!r}")
+    window.keys("#timeline canvas", KEYS["ArrowRight"])
+    window.keys("#timeline canvas", KEYS["Home"])
+    assert window.wait(f"return document.querySelector('#timeline .tools .faint').textContent === {whole!r}")
+    window.run(
+        "const steps = document.querySelector('#timeline select'); steps.value = '7'; steps.dispatchEvent(new Event('change'))"
+    )
+    assert window.wait("return document.querySelector('#timeline .tools .faint').textContent.startsWith('2.12 s')")
+    row = window.run("return document.querySelector('#timeline .shares tbody tr').innerText")
+    shares = [float(part) for part in row.replace("%", " ").split()[1:]]
+    assert sum(shares) == pytest.approx(100, abs=0.5)
+
+
+def test_find_smooth_and_wall_time(window: Browser, pages: dict[str, str]) -> None:
+    window.open(pages["both"])
+    window.wait(_READY)
+    window.run("document.getElementById('curves').scrollIntoView()")
+    window.keys("#curves input[type=search]", "metric_7")
+    assert window.wait(
+        "return [...document.querySelectorAll('#curves h4')].map((one) => one.textContent).join() === 'other/metric_7'"
+    )
+    assert window.wait("return document.querySelectorAll('#curves .u-series').length === 3")
+    window.run(
+        "const smooth = document.querySelector('#curves input[type=range]'); smooth.value = 0.5; smooth.dispatchEvent(new Event('input'))"
+    )
+    assert window.wait("return document.querySelectorAll('#curves .u-series').length === 5")
+    window.run(
+        "const over = document.querySelector('#curves select'); over.value = 'time'; over.dispatchEvent(new Event('change'))"
+    )
+    assert window.wait("return document.querySelector('#curves .u-series').innerText.startsWith('time')")
+    assert window.errors() == []
+
+
+def test_what_differs_between_runs(window: Browser, pages: dict[str, str]) -> None:
+    window.open(pages["both"])
+    window.wait(_READY)
+    rows = "return [...document.querySelectorAll('#configuration tbody tr')].map((row) => row.innerText)"
+    assert window.run(rows) == ["trainer.max_steps\t40\t30"]
+    window.click("#configuration input[type=checkbox]")
+    assert len(window.run(rows)) > 20
