@@ -308,7 +308,7 @@ def test_tensorboard_goes_on_after_the_filesystem_was_away(below: Path) -> None:
         with view(below, run.path, Behaviour()):
             follows.close()
     assert counts["OPEN"] > 1
-    assert [path for path in Run(below).events.glob("events.*") if b"policy/loss" in path.read_bytes()]
+    assert [path for path in Run(below).tensorboard.glob("*/events.*") if b"policy/loss" in path.read_bytes()]
 
 
 FOLLOWS = """

@@ -156,7 +156,7 @@ def write_dump(run: Run, step: int, meta: GroupMeta) -> None:
 def write_evaluation(run: Run, version: int, texts: list[str]) -> None:
     lines = [
         {
-            "group_id": f"e{version}-{at}", "sample": 0, "data_source": "sort_letters", "score": float(at), "stop_reason": "stop",
+            "prompt": [], "group_id": f"e{version}-{at}", "sample": 0, "data_source": "sort_letters", "score": float(at), "stop_reason": "stop",
             "env_metrics": {}, "parts": [{"by": "prompt", "text": "sort:"}, {"by": "policy", "text": text}],
         }
         for at, text in enumerate(texts)

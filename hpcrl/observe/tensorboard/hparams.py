@@ -65,14 +65,21 @@ def hparams_of(run: Run) -> Iterator[tuple[str, Any]]:
 
 
 def _varied(run: Run) -> list[str]:
-    """Return the dotted paths that the run was submitted with alone, as an element of a sweep."""
-    overrides = (read_json(run.submission) or {}).get("overrides", [])
-    return list(dict.fromkeys(override.partition("=")[0].strip() for override in overrides))
+    """Return the dotted paths that the run was submitted with alone, as an element of a sweep; none where that record is damaged."""
+    try:
+        record = read_json(run.submission)
+    except ValueError:
+        record = None
+    overrides = record.get("overrides") if isinstance(record, dict) else None
+    return list(dict.fromkeys(str(override).partition("=")[0].strip() for override in overrides or []))
 
 
 def _values(run: Run, paths: Iterable[str]) -> Iterator[tuple[str, bool | float | str]]:
-    """Yield dotted path and value of the settings that are set."""
-    tree = tomli.loads(run.config.read_text(encoding="utf-8"))
+    """Yield dotted path and value of the settings that are set; none where the configuration is damaged."""
+    try:
+        tree = tomli.loads(run.config.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return
     for path in paths:
         value: Any = tree
         for name in path.split("."):
