@@ -78,6 +78,7 @@ def plan_lines(config: Config) -> Iterator[str]:
         yield from _layers(config)
     yield ""
     yield from _models(config)
+    yield from _served(config)
     yield ""
     yield from describe_disk(config, folder_of)
 
@@ -180,7 +181,7 @@ def _memory(config: Config, found: Estimate) -> Iterator[str]:
     from hpcrl.planning.devices import memory_of_rank
 
     trainer = config.trainer
-    unit, name = (2**30, "GiB") if found.total >= 2**30 else (2**20, "MiB")
+    unit, name = _unit(found.total)
     recompute = "with recomputation" if trainer.gradient_checkpointing else "without recomputation"
     which = "each rank" if len(found.ranks) == trainer_ranks(trainer) else f"a rank ({_span(found.ranks)} need most)"
     yield (
@@ -190,18 +191,52 @@ def _memory(config: Config, found: Estimate) -> Iterator[str]:
     yield from _table(found.needs, unit)
     resident = sum(need.resident for need in found.needs.values())
     yield f"  in all {found.total / unit:,.2f}: {resident / unit:,.2f} stay all the time, {(found.total - resident) / unit:,.2f} more while the model that needs most is computed"
-    device, source = memory_of_rank(config)
-    if device is None:
-        yield f"  memory of the device: unknown ({source})"
-    else:
-        room = (device - found.total) / unit
-        left = f"{room:,.2f} left" if room >= 0 else f"warning: {-room:,.2f} too few"
-        yield f"  memory of the device: {device / unit:,.2f} ({source}), {left}"
+    yield _of_device(found.total, memory_of_rank(config), unit)
     exact = "weights" if trainer.strategy == "megatron" else "weights, gradients and optimizer"
     yield (
         f"  {exact} are exact, the other rows estimates; temporary memory of kernels, communication and allocator is in none of them: "
         "leave a tenth free"
     )
+
+
+def _of_device(total: int, memory: tuple[float | None, str], unit: int) -> str:
+    device, source = memory
+    if device is None:
+        return f"  memory of the device: unknown ({source})"
+    room = (device - total) / unit
+    left = f"{room:,.2f} left" if room >= 0 else f"warning: {-room:,.2f} too few"
+    return f"  memory of the device: {device / unit:,.2f} ({source}), {left}"
+
+
+def _served(config: Config) -> Iterator[str]:
+    """Yield what the models need that only compute: those of reward services and scorers."""
+    from importlib.util import find_spec
+
+    from hpcrl.launch.submit.models import fetch_entries, folder_of
+    from hpcrl.planning.devices import memory_of_rank
+    from hpcrl.planning.served import forward_need, served, served_shapes
+
+    for each in served(config):
+        yield ""
+        if not fetch_entries(each.model):
+            yield f"{each.what}: {each.model} is not on this machine, so its parameters and memory are not known; its config.json alone would do"
+        elif not (find_spec("torch") and find_spec("transformers")):
+            yield f"{each.what}: its parameters and memory are not known without torch and transformers, which this environment does not have"
+        else:
+            shapes, memory = served_shapes(config, each, folder_of), memory_of_rank(config, each.together)
+            need = forward_need(config, each, shapes, memory[0])
+            total = need.resident + need.working
+            unit, name = _unit(total)
+            yield f"{each.what}: {shapes.kind} of {each.model}, {shapes.count:,} parameters, on {each.processes} process(es), {each.ranks} per copy"
+            yield f"memory of each, in {name}, for passes of {each.tokens:,} tokens without gradients"
+            rows = [(_ROWS[row], getattr(need, row)) for row in _ROWS if getattr(need, row)]
+            yield from (f"  {row:18}{_amount(amount, unit):>12}" for row, amount in rows)
+            yield f"  in all {total / unit:,.2f}"
+            yield _of_device(total, memory, unit)
+
+
+def _unit(total: int) -> tuple[int, str]:
+    return (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
 
 
 def _table(needs: Mapping[str, Need], unit: int) -> Iterator[str]:

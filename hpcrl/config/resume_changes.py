@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from hpcrl.config.adapters import adapters
 from hpcrl.config.difference import Difference, differences, flat
 from hpcrl.config.root import Config
 
@@ -52,7 +53,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         """,
     ),
     (
-        Effect("refused", "no backend reads the checkpoints of another", "refused"),
+        Effect("warning", "the other backend goes on from the same state, and rounds in another way"),
         "trainer.strategy",
     ),
     (
@@ -189,7 +190,6 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         trainer.policy.megatron_config.pipeline_dynamic_shape trainer.ref.megatron_config.pipeline_dynamic_shape
         trainer.policy.megatron_config.moe_token_dispatcher_type trainer.ref.megatron_config.moe_token_dispatcher_type
         trainer.policy.megatron_config.moe_grouped_gemm trainer.ref.megatron_config.moe_grouped_gemm
-        trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable
         """,
     ),
     (
@@ -237,6 +237,12 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
 EFFECTS: dict[str, Effect] = {path: effect for effect, paths in _TABLE for path in paths.split()}
 """Settings and sections; an entry of a setting comes before that of its section."""
 
+_OF_MEGATRON = "trainer.policy.megatron_config."
+_NEW_THERE = Effect("warning", "only one of the two backends reads it", "warning")
+_OF_EXPERTS = Effect(
+    "refused", "with target_parameters Megatron-core has an adapter for each expert, and FSDP2 one for all", "refused"
+)
+_SHARED = Effect("refused", "with lora_type=lora layers share adapters, which FSDP2 has one by one", "refused")
 _YOURS = Effect("warning", "a setting of your own config_class, whose effect hpcrl does not know")
 
 
@@ -247,11 +253,26 @@ def effect_of(path: str) -> Effect | None:
     return EFFECTS.get(path)
 
 
+def _effect_between(path: str, old: Config, new: Config) -> Effect:
+    """Return the effect of changing a setting together with all that differs."""
+    effect = effect_of(path) or _YOURS
+    one, other = sorted((old.trainer, new.trainer), key=lambda trainer: trainer.strategy)
+    if one.strategy == other.strategy:
+        return effect
+    if path == "trainer.strategy":  # fsdp2 comes before megatron
+        found = adapters(other)
+        if any(lora.target_parameters for lora in found.values()):
+            return _OF_EXPERTS
+        return _SHARED if found and other.policy.megatron_config.lora_type == "lora" else effect
+    both_read = path.startswith(f"{_OF_MEGATRON}model_config_kwargs")
+    return effect if both_read or not path.startswith(_OF_MEGATRON) or effect.kind != "refused" else _NEW_THERE
+
+
 def changes(old: Config, new: Config) -> list[Change]:
     """Return what differs between an attempt's configuration and that of the next one, what is refused first."""
     found = []
     for difference in differences(old, new):
-        effect = effect_of(difference.path) or _YOURS
+        effect = _effect_between(difference.path, old, new)
         found.append(Change(difference, effect.kind, effect.reason))
     return sorted(found, key=lambda change: ("refused", "warning", "harmless").index(change.kind))
 
@@ -272,7 +293,7 @@ def changes_from_path(saved: Config, new: Config) -> list[Change]:
     """Return what matters of the differences between the run that saved a checkpoint and a run that starts from it."""
     found = []
     for difference in differences(saved, new):
-        effect = effect_of(difference.path) or _YOURS
+        effect = _effect_between(difference.path, saved, new)
         if effect.from_path != "harmless":
             found.append(Change(difference, effect.from_path, effect.reason))
     return found

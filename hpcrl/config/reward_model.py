@@ -9,6 +9,9 @@ from hpcrl.config.sections.environment import REWARD_MODEL, EnvironmentConfig, R
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
+HEAD = "score"
+"""Name of the head of transformers' classifiers of causal language models."""
+
 
 def uses_reward_service(environment: EnvironmentConfig, kind: Literal["train", "eval"]) -> bool:
     """Return whether a reward service scores samples of training or evaluation."""

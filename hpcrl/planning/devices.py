@@ -13,12 +13,15 @@ GIB = 2**30
 _MIB = re.compile(r"(\d+) MiB")
 
 
-def memory_of_rank(config: Config) -> tuple[float | None, str]:
+def memory_of_rank(config: Config, ranks: int | None = None) -> tuple[float | None, str]:
     """Return the bytes of a rank's device and where that number comes from; None: it is not known.
 
     On CPU the ranks of a node share the memory that the run asks for.
+
+    Args:
+        ranks: of a node; None: the trainer's.
     """
-    slurm, ranks = config.slurm, config.trainer.placement.policy_num_gpus_per_node
+    slurm, ranks = config.slurm, ranks or config.trainer.placement.policy_num_gpus_per_node
     if gpu_count(slurm) == 0:
         if not slurm.mem_gb:
             return None, "a run on CPU; slurm.mem_gb does not say how much memory a node has"

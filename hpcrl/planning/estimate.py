@@ -14,7 +14,7 @@ from hpcrl.config.derive import (
     needs_fsdp,
     ref_sharding,
 )
-from hpcrl.config.reward_model import trains_reward_model
+from hpcrl.config.reward_model import HEAD, trains_reward_model
 from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded
 from hpcrl.config.sections.model import FSDPConfig
 from hpcrl.errors import DataError
@@ -125,6 +125,8 @@ def _megatron(config: Config, models: Mapping[str, Shapes]) -> Estimate:
                 "cannot be estimated"
             )
         head = trainer.algorithm.value_head_prefix if role == "critic" else None
+        if trains_reward_model(trainer):
+            head = HEAD
         one_A = sizes.lora_type == "lora"
         shared[role] = stage_parameters(
             shapes.weights, layout, layers, sizes.pipeline_layers_per_stage, head, one_A=one_A
@@ -172,7 +174,7 @@ def _of_stage(
             every=kwargs.get("recompute_num_layers") or 1,
         )
         need = replace(need, activations=kept)
-    if role != "critic" and stage == layout.pipeline - 1:
+    if role != "critic" and not trains_reward_model(trainer) and stage == layout.pipeline - 1:
         vocabulary = padded(shapes.width.vocabulary, layout.tensor) // layout.tensor
         need = replace(need, logprobs=_logprobs(trainer, -(-tokens // layout.context), vocabulary))
     return need

@@ -61,7 +61,7 @@ def stage_parameters(
     Args:
         stages: layers of each.
         per_stage: layers of a virtual stage, in an interleaved schedule.
-        value_head: name of a critic's head.
+        value_head: name of the head of a critic, or of a reward model.
         one_A: adapters of layers that Megatron-core has as one share their first matrix (lora_type "lora").
 
     Raises:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from hpcrl.config.adapters import reference_is_base
 from hpcrl.config.derive import ref_sharding
 from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.errors import DataError
 from hpcrl.planning.memory import Shapes, Weight, Width
 from hpcrl.trainer.backends.fsdp.sharding import units
 from hpcrl.trainer.models.attention import PACKED
@@ -54,8 +55,29 @@ def shapes(source: ModelSource, fsdp: FSDPConfig, trained: PolicyConfig | Critic
     """
     model = source.empty(torch.float32, PACKED)
     mark_trained(model, trained, torch.float32)
+    return _shapes(model, units(model, fsdp.wrap_policy))
+
+
+def classifier_shapes(model: Pretrained) -> Shapes:
+    """Return the parameters and sizes of a reward model that is served.
+
+    Raises:
+        DataError: it is no sequence classifier.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model.path, **model.at_revision)
+        with torch.device("meta"):
+            made = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"environment.remote_reward.service.model: {model} is no sequence classifier: {error}"
+        ) from error
+    return _shapes(made.requires_grad_(False), [])
+
+
+def _shapes(model: PreTrainedModel, inner: Sequence[torch.nn.Module]) -> Shapes:
     unit_of: dict[torch.nn.Parameter, int] = {}
-    for number, module in enumerate(units(model, fsdp.wrap_policy), 1):
+    for number, module in enumerate(inner, 1):
         for parameter in module.parameters():
             unit_of.setdefault(parameter, number)
     weights = [

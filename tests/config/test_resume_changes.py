@@ -33,7 +33,7 @@ def test_no_verdict_covers_settings_that_have_little_in_common() -> None:
     [
         ("trainer.policy.model.path", "refused", "refused"),
         ("trainer.policy.model.lora.rank", "refused", "refused"),
-        ("trainer.strategy", "refused", "refused"),
+        ("trainer.strategy", "warning", "harmless"),
         ("data.train_data", "refused", "warning"),
         ("trainer.seed", "refused", "warning"),
         ("trainer.train_batch_size", "refused", "warning"),
@@ -71,6 +71,27 @@ def test_verdicts(path: str, kind: str, from_path: str) -> None:
     effect = effect_of(path)
     assert effect is not None
     assert (effect.kind, effect.from_path) == (kind, from_path)
+
+
+FSDP2 = {"trainer__strategy": "fsdp2"}
+MEGATRON: dict[str, Any] = {"trainer__strategy": "megatron", "trainer__flash_attn": True}
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_another_backend_goes_on_where_it_can(back: bool) -> None:
+    def kinds(lora_type: str, rank: int) -> dict[str, str]:
+        lora = {"trainer__policy__model__lora__rank": rank}
+        kwargs = {"trainer__policy__megatron_config__transformer_config_kwargs": {"recompute_granularity": "selective"}}
+        of_type = {"trainer__policy__megatron_config__lora_type": lora_type} if rank else {}
+        pair = [config(**FSDP2, **lora), config(**MEGATRON, **lora, **kwargs, **of_type)]
+        found = changes(*(reversed(pair) if back else pair))
+        return {change.difference.path.removeprefix("trainer."): change.kind for change in found}
+
+    plain = kinds("lora", 0)
+    assert plain["strategy"] == "warning"
+    assert "refused" not in plain.values()
+    assert "refused" not in kinds("canonical_lora", 4).values()
+    assert kinds("lora", 4)["strategy"] == "refused"
 
 
 def test_changes_name_the_setting_both_values_and_the_reason() -> None:

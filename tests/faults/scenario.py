@@ -88,7 +88,7 @@ class Scenario:
         """Submit a run on this scenario's nodes and return it at once.
 
         Args:
-            settings: by dotted path, over those of `experiment`.
+            settings: by dotted path, over those of `experiment`; None leaves one out.
             setup: shell lines for its batch script.
             pinned: whether it takes all nodes of the scenario, rather than as many of them as it needs.
             stand_in: whether its engines are the stand-in's rather than vLLM's.
@@ -141,7 +141,10 @@ class Scenario:
             section = tree
             for part in sections:
                 section = section.setdefault(part, {})
-            section[key] = value
+            if value is None:
+                section.pop(key, None)
+            else:
+                section[key] = value
         return tree
 
     def _where(self, pinned: bool) -> dict[str, str]:

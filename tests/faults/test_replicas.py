@@ -1,4 +1,4 @@
-"""Rollout replicas that die, hang, come late or lie (scenarios 22 to 24, 37 and 45), and how the real vLLM starts, dies and takes its processes along."""
+"""Rollout replicas that die, hang, come late or lie (scenarios 22 to 24, 37, 45 and 46), and how the real vLLM starts, dies and takes its processes along."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 from hpcrl.runtime.process_status import read_process_statuses
 from tests.faults.history import assert_nothing_lost, last_saved
-from tests.faults.scenario import BATCH, SAMPLES, START_S, Scenario, write_rows
+from tests.faults.scenario import BATCH, SAMPLES, START_S, STEPS, Scenario, write_rows
 from tests.jobs.small_run import curve, pid_of, trained_groups
 from tests.processes import processes_of, send
+from tests.reward_service.material import write_reward_model
 
 OWN = Path(__file__).with_name("own")
 TWO = {"generator.inference_engine.num_engines": 2}
@@ -242,3 +243,26 @@ def test_45_a_scorer_dies_and_its_node_is_taken(scenario: Scenario) -> None:
     scenario.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", START_S, run)
     assert_nothing_lost(scenario, run)
     assert "scorer-0: killed by SIGKILL" in scenario.told("logs", str(run.path), "--role", "agent", "--attempt", "1")
+
+
+@pytest.mark.nodes(3)
+@pytest.mark.faults_slow
+def test_46_the_node_of_a_reward_service_is_taken(scenario: Scenario) -> None:
+    """The service is killed, and is started again within the attempt; then a job of a higher partition takes its node, and the next attempt has it
+    again. Every step is rewarded by the same model, of each group once."""
+    model = write_reward_model(scenario.path / "reward_model")
+    remote = "environment.remote_reward"
+    service = {f"{remote}.enable": True, f"{remote}.service.model": str(model), "environment.env_class": None}
+    run = scenario.submit(service)
+    scenario.reach(run, 3)
+    send([pid_of(run, "reward")], SIGKILL)
+    scenario.reach(run, 6)
+    assert len(read_attempts(run)) == 1
+    scenario.preempt(5, nodes=scenario.nodes[2:])
+    scenario.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", START_S, run)
+    assert_nothing_lost(scenario, run, same_values=False)
+    assert "reward-0: killed by SIGKILL" in scenario.told("logs", str(run.path), "--role", "agent", "--attempt", "1")
+    rewards, said = curve(run, "reward/avg_raw_reward"), curve(run, "environment/reward_model")
+    assert rewards == said
+    assert sorted(said) == list(range(1, STEPS + 1))
+    assert len(set(said.values())) > 1

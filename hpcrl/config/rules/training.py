@@ -104,8 +104,6 @@ def reward_models(config: ConfigTree) -> Iterator[Problem]:
     trainer = config.trainer
     if not trains_reward_model(trainer):
         return
-    if trainer.strategy == "megatron":
-        yield Problem("trainer.strategy", 'trainer.mode="reward_model" is trained by "fsdp2" alone; set that')
     if trainer.policy.model.lora.adapter_path is not None:
         yield Problem(
             "trainer.policy.model.lora.adapter_path",

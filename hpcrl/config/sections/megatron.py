@@ -102,6 +102,3 @@ class MegatronConfig(MegatronModelConfig):
 
     empty_cuda_cache: bool | None = None
     """Empty the CUDA cache between backward and the optimizer's step; unset: Megatron-core's choice."""
-
-    dist_ckpt_optim_fully_reshardable: bool = False
-    """Write optimizer state that any parallel layout can load; otherwise only another data-parallel size can."""

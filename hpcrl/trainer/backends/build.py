@@ -27,11 +27,13 @@ def build_policy(trainer: TrainerConfig, temperature: float, world: World) -> Po
     """
     if trainer.strategy == "megatron":  # an extra, that is not imported where it is not used
         _require_megatron()
-        from hpcrl.trainer.backends.megatron.engine import MegatronPolicy
+        from hpcrl.trainer.backends.megatron.engine import MegatronPolicy, MegatronRewardModel
         from hpcrl.trainer.backends.megatron.layers import describe_layers
 
         if world.first:
             _log.info("layers: %s", describe_layers())
+        if trains_reward_model(trainer):
+            return cast(PolicyEngine, MegatronRewardModel(trainer, world))
         return MegatronPolicy(trainer, temperature, world)
     from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy, FsdpRewardModel
 

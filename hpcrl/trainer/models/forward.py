@@ -76,3 +76,20 @@ def forward_config(trainer: TrainerConfig, temperature: float = 1.0) -> ForwardC
         dtype=DTYPES[trainer.algorithm.logprob_dtype],
         entropy_loss=trainer.algorithm.use_entropy_loss,
     )
+
+
+def score_places(
+    token_ids: torch.Tensor, cu_seqlens: torch.Tensor, padding: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the last position of each sample [B] int64, where its score is put, and the one that gives it, [B] int64.
+
+    As in transformers' classifiers, that is the last one whose token is not the padding token.
+
+    Args:
+        token_ids: [P].
+        cu_seqlens: [B + 1], where samples begin and the last one ends.
+    """
+    ends_B, places_P = cu_seqlens[1:].long() - 1, torch.arange(len(token_ids), device=token_ids.device)
+    if padding is not None:
+        places_P = torch.where(token_ids != padding, places_P, -1).cummax(0).values
+    return ends_B, torch.maximum(places_P[ends_B], cu_seqlens[:-1].long())

@@ -26,14 +26,14 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from hpcrl.config.derive import critic_model, model_config_kwargs, policy_model, ref_model
-from hpcrl.config.reward_model import trains_reward_model
+from hpcrl.config.reward_model import HEAD, trains_reward_model
+from hpcrl.config.scorers import TEACHER, ScorerSet
 from hpcrl.config.sections.generator import ChatTemplateConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.model_config import ConfiguredModel
 from hpcrl.errors import DataError
 
-_SCORE = "score"  # head of transformers' classifiers of causal language models
 _LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
 
 
@@ -257,7 +257,7 @@ def policy_source(trainer: TrainerConfig) -> ModelSource:
         "rope_theta": trainer.rope_theta,
     }
     if trains_reward_model(trainer):
-        return RewardModelSource(**section, head=_SCORE, seed=trainer.seed)
+        return RewardModelSource(**section, head=HEAD, seed=trainer.seed)
     return ModelSource(**section)
 
 
@@ -269,6 +269,13 @@ def reference_source(trainer: TrainerConfig) -> ModelSource:
         role="trainer.ref",
         config_kwargs=model_config_kwargs(trainer.ref),
     )
+
+
+def scorer_source(trainer: TrainerConfig, scorers: ScorerSet) -> ModelSource:
+    """Return the model of scorers, as it is loaded."""
+    if scorers.role != TEACHER:
+        return reference_source(trainer)
+    return replace(policy_source(trainer), **vars(scorers.model), role="trainer.distillation", config_kwargs={})
 
 
 def critic_source(trainer: TrainerConfig) -> CriticSource:

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.api import CheckpointException
 
-from hpcrl.errors import CommitError, RunError
+from hpcrl.errors import RunError
 from hpcrl.rundir.checkpoints import newest_usable, require_checkpoints, size_of, steps_left
 from hpcrl.rundir.commit import verify
 from hpcrl.rundir.layout import Run, step_of
@@ -115,12 +114,9 @@ def load_checkpoint(
             f"{checkpoint} was saved without a critic: leave out trainer.critic.model.path, or submit a new run whose "
             "trainer.policy.model.path is an export of the run that saved it"
         )
-    try:
-        engine.restore(checkpoint)
-        if critic is not None:
-            critic.restore(checkpoint / CRITIC)
-    except CheckpointException as error:
-        raise CommitError(f"{checkpoint} cannot be loaded: {error}") from error
+    engine.restore(checkpoint)
+    if critic is not None:
+        critic.restore(checkpoint / CRITIC)
     if critic is None and saved and world.first:
         log.warning("%s has a critic, which this run does not train", checkpoint)
     _restore_rng(checkpoint, facts, world, seed)

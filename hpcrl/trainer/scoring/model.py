@@ -30,7 +30,7 @@ from hpcrl.trainer.batching import (
 )
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.forward import ForwardConfig, forward_config
-from hpcrl.trainer.models.hf import ModelSource, policy_source, reference_source
+from hpcrl.trainer.models.hf import ModelSource, policy_source, scorer_source
 from hpcrl.trainer.models.logprobs import Entropy, among
 from hpcrl.trainer.packing import Before, MicroBatchStream
 from hpcrl.trainer.samples import load_samples
@@ -52,11 +52,8 @@ class ScoringModel:
         trainer, own = config.trainer, config.trainer.distillation
         forward = forward_config(trainer, temperature(config))
         self._limits = micro_batch_limits(trainer, micro_batch_tokens(config))
-        source, fsdp = reference_source(trainer), ref_sharding(trainer)
+        source, fsdp = scorer_source(trainer, scorers), ref_sharding(trainer)
         if scorers.role == TEACHER:
-            source = replace(
-                policy_source(trainer), **vars(scorers.model), role="trainer.distillation", config_kwargs={}
-            )
             forward, fsdp = replace(forward, packing=own.use_sample_packing), own.fsdp_config
             limit = MicroBatchLimit(own.micro_batch_size_per_gpu, own.max_tokens_per_micro_batch)
             self._limits = limit, limit

@@ -96,12 +96,6 @@ OF_MODES = [
         {**DPO, "trainer.update_ref_every_epoch": True},
     ),
     Case(
-        "Megatron-core trains no reward models",
-        {**REWARD_MODEL, "trainer.strategy": "megatron"},
-        "trainer.strategy", 'trainer.mode="reward_model" is trained by "fsdp2" alone',
-        {**DPO, "trainer.strategy": "megatron"},
-    ),
-    Case(
         "a reward model begins with no adapters",
         {**REWARD_MODEL, f"{LORA}.rank": 8, f"{LORA}.adapter_path": "a"},
         f"{LORA}.adapter_path", "cannot begin with adapters; merge them",

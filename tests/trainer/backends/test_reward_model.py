@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,9 @@ PAIRS = len(SAID["rows"])
 
 def config(run: Run, settings: dict[str, Any], changes: dict[str, Any]) -> Config:
     """Return the configuration of a case of TRL's; what it names lies where `run` made it."""
-    policy: dict[str, Any] = {
-        "model": {"path": str(run.path / "model")},
-        "fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}},
-    }
+    policy: dict[str, Any] = {"model": {"path": str(run.path / "model")}}
+    if changes.get("strategy") != "megatron":
+        policy["fsdp_config"] = {"mixed_precision": {"param_dtype": "fp32"}}
     if settings.get("lora"):
         policy["model"]["lora"] = {"rank": LORA["r"], "alpha": float(LORA["lora_alpha"])}
     center = settings.get("center_rewards_coefficient", 0.0)
@@ -62,12 +62,22 @@ def config(run: Run, settings: dict[str, Any], changes: dict[str, Any]) -> Confi
     return Config.from_dict({"data": data, "trainer": laid_over(trainer, changes)})
 
 
-def trained(run: Run, world: World, settings: dict[str, Any], changes: dict[str, Any]) -> tuple[dict[str, float], ...]:
-    """Return loss, gradient norm and metrics of one mini-batch of all pairs, and what is said of the pairs as a validation set."""
+def fill(engine: Any) -> None:
+    fill_adapters(engine._model.model)
+
+
+def trained(
+    run: Run, world: World, settings: dict[str, Any], changes: dict[str, Any], fill: Callable[[Any], None] = fill
+) -> tuple[dict[str, float], ...]:
+    """Return loss, gradient norm and metrics of one mini-batch of all pairs, and what is said of the pairs as a validation set.
+
+    Args:
+        fill: gives an engine its adapters.
+    """
     trainer = (chosen := config(run, settings, changes)).trainer
     engine: Any = build_policy(trainer, 1.0, world)
     if settings.get("lora"):
-        fill_adapters(engine._model.model)
+        fill(engine)
     engine.schedule(1)
     file = open_tokens(run.dataset("train-1" if settings.get("margins") else "train-0"))
     limits = micro_batch_limits(trainer, trainer.max_tokens_per_micro_batch)
@@ -112,7 +122,11 @@ def expect_same(name: str, found: Any, *, what: str) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run with the pairs as datasets, without and with margins, and a model with the head that TRL had."""
-    run = Run(tmp_path_factory.mktemp("reward_model") / "run")
+    return make_pairs(tmp_path_factory.mktemp("reward_model") / "run")
+
+
+def make_pairs(path: Path) -> Run:
+    run = Run(path)
     run.path.mkdir()
     model = AutoModelForSequenceClassification.from_pretrained(QUICKSTART, num_labels=1, dtype=torch.float32)
     fill_head(model)

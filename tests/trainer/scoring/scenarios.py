@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from hpcrl.config import Config
-from hpcrl.config.scorers import scorer_sets
+from hpcrl.config.scorers import TEACHER, scorer_sets
+from hpcrl.config.validate import build
 from hpcrl.data.batch_file import read_batch
 from hpcrl.rundir.layout import Run
+from hpcrl.trainer.backends.fsdp.sharding import local
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.scoring.model import ScoringModel
 
@@ -31,3 +33,12 @@ def scores(world: World, options: dict[str, Any]) -> None:
         for at, row in enumerate(own)
     }
     save_file(rows, Path(options["out"]) / f"{world.rank}.safetensors", {"passes": str(len(passes))})
+
+
+def held(world: World, options: dict[str, Any]) -> None:
+    """Write how many bytes of a teacher's weights the first rank has."""
+    config = build(Config, options["config"])
+    (scorers,) = (each for each in scorer_sets(config) if each.role == TEACHER)
+    model = ScoringModel(Run(Path("unused")), config, scorers, world)._model
+    if world.first:
+        Path(options["out"]).write_text(str(sum(local(each).nbytes for each in model.parameters())))

@@ -13,15 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -38,6 +30,7 @@ from hpcrl.trainer.backends.fsdp.model import (
     PackedRewardModel,
     free_gathered,
     load_model,
+    own_state,
 )
 from hpcrl.trainer.backends.fsdp.sharding import copy_parameters, local, one_copy, whole
 from hpcrl.trainer.backends.reference import (
@@ -47,6 +40,7 @@ from hpcrl.trainer.backends.reference import (
     require_same_shape,
 )
 from hpcrl.trainer.backends.schedule import lr_factor
+from hpcrl.trainer.backends.shares import read, write
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
 from hpcrl.trainer.models.forward import DTYPES, at_temperature, forward_config
@@ -145,22 +139,11 @@ class FsdpEngine(Generic[Model]):
 
     def restore(self, directory: Path) -> None:
         state = self._state()
-        load(state, checkpoint_id=directory, process_group=self._world.control)
-        for group in state["optimizer"]["param_groups"]:  # not the settings of the run that saved
-            group |= adam_settings(self._optimizer_config)
-        set_state_dict(
-            self._model,
-            self._optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=self._partial(),
-        )
+        read(state, directory, self._world)
         self.updates = int(state["updates"])
 
     def restore_weights(self, directory: Path) -> None:
-        weights = self._saved(get_model_state_dict(self._model))
-        load({"model": weights}, checkpoint_id=directory, process_group=self._world.control)
-        set_model_state_dict(self._model, weights, options=self._partial())
+        read({"model": self._saved()}, directory, self._world)
 
     def _states(self) -> dict[str, dict[str, Any]]:
         """Return what is saved, by folder of the checkpoint."""
@@ -170,17 +153,15 @@ class FsdpEngine(Generic[Model]):
         if not self._optimizer.state:
             get_state_dict(self._model, self._optimizer)
             forget_moments(self._optimizer)  # which that makes by a step without gradients, and counts
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        return {"model": self._saved(model), "optimizer": optimizer, "updates": torch.tensor(self.updates)}
+        model, named = self._saved(), self._model.named_parameters()
+        moments = {name: self._optimizer.state[each] for name, each in named if each.requires_grad}
+        return {"model": model, "optimizer": {"state": moments}, "updates": torch.tensor(self.updates)}
 
-    def _saved(self, model: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of a model's state that changes: with LoRA the adapters."""
-        named = self._model.named_parameters(remove_duplicate=False)
-        frozen = {name for name, parameter in named if self._lora.rank and not parameter.requires_grad}
-        return {name: value for name, value in model.items() if name not in frozen}
-
-    def _partial(self) -> StateDictOptions:
-        return StateDictOptions(strict=not self._lora.rank)
+    def _saved(self) -> dict[str, torch.Tensor]:
+        """Return the part of a model's state that changes: with LoRA what is trained."""
+        state = own_state(self._model)
+        frozen = {name for name, each in self._model.named_parameters() if self._lora.rank and not each.requires_grad}
+        return {name: value for name, value in state.items() if name not in frozen}
 
     def _each_without_gradient(self, model: PackedModel, batches: MicroBatches) -> Iterator[torch.Tensor]:
         for batch in batches:
@@ -346,7 +327,7 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
 
     def _state_of_reference(self) -> dict[str, Any]:
         if self._reference is not None:
-            return get_model_state_dict(self._reference)
+            return own_state(self._reference)
         return self._reference_values
 
     def restore(self, directory: Path) -> None:
@@ -359,10 +340,7 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
                 require_same_shape(self._reference, self._model)
             elif not self._reference_values:  # it follows no more, and stays what it was
                 self._reference_values = self._without_adapters()
-            state = self._state_of_reference()
-            load(state, checkpoint_id=directory / REFERENCE, process_group=self._world.control)
-            if self._reference is not None:
-                set_model_state_dict(self._reference, state)
+            read(self._state_of_reference(), directory / REFERENCE, self._world)
             self._reference_moved = True
 
     @property
@@ -424,4 +402,4 @@ def adam_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
 
 def _write(states: dict[str, dict[str, Any]], directory: Path, group: dist.ProcessGroup) -> None:
     for folder, state in states.items():
-        save(state, checkpoint_id=directory / folder, process_group=group)
+        write(state, directory / folder, group)

@@ -15,7 +15,7 @@ from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
 from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.attention import PACKED, PADDED, PackedSequences
-from hpcrl.trainer.models.forward import DTYPES, ForwardConfig
+from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, score_places
 from hpcrl.trainer.models.hf import ModelSource
 from hpcrl.trainer.models.logprobs import among_zeros, compiled_rows, plain_rows, token_logprobs
 from hpcrl.trainer.models.trained import mark_trained
@@ -140,15 +140,9 @@ class PackedRewardModel(PackedModel):
         sequences: PackedSequences,
         *_: object,
     ) -> tuple[torch.Tensor]:
-        """Return the score of each sample at its last position, and 0 at all others, [P] float32.
-
-        As transformers' classifiers compute it: from the hidden state of the last token that is not the padding token.
-        """
-        hidden_PD, ends_B = self.hidden(token_ids, positions, sequences), sequences.cu_seqlens[1:].long() - 1
-        places_P = torch.arange(len(token_ids), device=token_ids.device)
-        if self._padding is not None:
-            places_P = torch.where(token_ids != self._padding, places_P, -1).cummax(0).values
-        last_B = torch.maximum(places_P[ends_B], sequences.cu_seqlens[:-1].long())
+        """Return the score of each sample at its last position, and 0 at all others, [P] float32."""
+        hidden_PD = self.hidden(token_ids, positions, sequences)
+        ends_B, last_B = score_places(token_ids, sequences.cu_seqlens, self._padding)
         scores_B = hidden_PD.index_select(0, last_B).float() @ self.head.weight[0].float()
         return (among_zeros(scores_B, ends_B, len(token_ids)),)
 
@@ -237,3 +231,10 @@ def free_gathered(model: PackedModel) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def own_state(model: PackedModel) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers as they are saved, and loaded in place: what is tied to another one, under that one's name only."""
+    free_gathered(model)
+    held = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    return {name: value for name, value in model.state_dict().items() if name in held}

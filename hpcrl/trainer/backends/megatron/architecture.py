@@ -40,6 +40,7 @@ class Architecture:
         max_positions: longest sequence.
         inv_freq: [kv_channels / 2] float32, angle per position of each pair of rotated channels.
         value_head: name of a head that gives one number in place of the vocabulary's; None: a language model.
+        classifier: that is the head of transformers' classifier, not of a critic.
     """
 
     family: str
@@ -50,14 +51,21 @@ class Architecture:
     max_positions: int
     inv_freq: torch.Tensor
     value_head: str | None = None
+    classifier: bool = False
+
+    def own_name(self, name: str) -> str:
+        """Return how transformers' model names a parameter of the table of names, which are a language model's: a critic's body has no prefix."""
+        return name if self.value_head is None or self.classifier else name.removeprefix("model.")
 
 
-def architecture_of(config: PreTrainedConfig, path: str, value_head: str | None = None) -> Architecture:
+def architecture_of(
+    config: PreTrainedConfig, path: str, value_head: str | None = None, *, classifier: bool = False
+) -> Architecture:
     """Return what `config` means for Megatron-core.
 
     Args:
         path: of the model, for errors.
-        value_head: name of a critic's head; None: the model is a language model.
+        value_head: name of the head of a critic or of a classifier; None: the model is a language model.
 
     Raises:
         DataError: the family is none of FAMILIES, or megatron's layers would compute something else than transformers' do.
@@ -81,6 +89,7 @@ def architecture_of(config: PreTrainedConfig, path: str, value_head: str | None 
         max_positions=config.max_position_embeddings,
         inv_freq=_rotary(config, path),
         value_head=value_head,
+        classifier=classifier,
     )
 
 

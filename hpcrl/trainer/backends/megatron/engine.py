@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +26,6 @@ from hpcrl.trainer.backends.megatron import shims
 from hpcrl.trainer.backends.megatron.adapters.layer import adapted_weights
 from hpcrl.trainer.backends.megatron.adapters.whole import merging, whole_adapters, whole_modules, without_adapters
 from hpcrl.trainer.backends.megatron.architecture import Architecture, architecture_of
-from hpcrl.trainer.backends.megatron.layers import uses_transformer_engine
 from hpcrl.trainer.backends.megatron.models import CriticModel, PolicyModel, StageModel
 from hpcrl.trainer.backends.megatron.pipeline import Pipeline
 from hpcrl.trainer.backends.megatron.process_groups import join_groups
@@ -37,7 +37,7 @@ from hpcrl.trainer.backends.reference import REFERENCE, exchanged, forget_moment
 from hpcrl.trainer.backends.schedule import lr_factor
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter, made_adapter
-from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, at_temperature, forward_config
+from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, at_temperature, forward_config, score_places
 from hpcrl.trainer.models.hf import (
     CriticSource,
     ModelSource,
@@ -46,7 +46,9 @@ from hpcrl.trainer.models.hf import (
     policy_source,
     reference_source,
 )
+from hpcrl.trainer.models.logprobs import among_zeros
 from hpcrl.trainer.packing import untrained_micro_batch
+from hpcrl.types import MicroBatch
 
 Model = TypeVar("Model", bound=StageModel)
 
@@ -91,10 +93,8 @@ class MegatronEngine(Generic[Model]):
             config.no_sync_func = waits if len(waits) > 1 else waits[0]
         # nothing is exempt from weight decay, as with FSDP2
         self._optimizer: Any = get_megatron_optimizer(settings, self._wrapped, config_overrides={})
-        # without TransformerEngine, Megatron-core forgets the count of optimizer steps in the other format
-        reshardable = megatron.dist_ckpt_optim_fully_reshardable or not uses_transformer_engine()
         adapted = self._lora.rank > 0
-        self._saved = ShardedState(self._chunks, self._optimizer, reshardable=reshardable, adapted=adapted)
+        self._saved = ShardedState(self._chunks, self._architecture, self._optimizer, world, adapted=adapted)
         self._pipeline = Pipeline(self._wrapped, self.data, dynamic=megatron.pipeline_dynamic_shape)
 
     def schedule(self, total_updates: int) -> None:
@@ -161,7 +161,54 @@ class MegatronEngine(Generic[Model]):
         self._saved.load_weights(directory)
 
 
-class MegatronPolicy(MegatronEngine[PolicyModel]):
+class MegatronExported(MegatronEngine[Model]):
+    """One that becomes a model for others."""
+
+    def __init__(
+        self, kind: type[Model], source: ModelSource, forward: ForwardConfig, trainer: TrainerConfig, world: World
+    ) -> None:
+        super().__init__(kind, source, forward, trainer.policy, "trainer.policy", trainer, world)
+        self._source, self.dtype = source, DTYPES[trainer.policy.megatron_config.dtype]
+        self._first_values = self._copied() if begins_from_weights(self._lora) else {}
+
+    def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
+        return export_pieces(self._chunks, self._architecture, dtype, self._world)
+
+    def export_weights(self, dtype: torch.dtype, owners: Sequence[int]) -> Iterator[dict[str, torch.Tensor]]:
+        self._gather()
+        return export(self._chunks, self._architecture, merging(self._chunks), dtype, owners)
+
+    def export_config(self, directory: Path, dtype: torch.dtype) -> None:
+        if self._world.first:
+            classifier = type(self._source.empty(dtype, "eager")).__name__ if self._source.gives_scores else None
+            export_config(self._source, directory, dtype, classifier)
+
+    def adapter(self) -> Adapter | None:
+        if not self._lora.rank:
+            return None
+        self._gather()
+        newest = self._adapter()
+        if not self._first_values:
+            return newest
+        with self._holding(self._first_values):
+            return newest.beyond(self._adapter())
+
+    def _adapter(self) -> Adapter:
+        layers = whole_adapters(self._chunks, lambda matrix: matrix.data, self._world)
+        kept = whole_modules(self._chunks, self._architecture, self.dtype, self._world)
+        return made_adapter(layers, self._lora, self._source, kept)
+
+    def _copied(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return a copy of what is trained."""
+        trained = (parameter for chunk in self._chunks for parameter in chunk.parameters() if parameter.requires_grad)
+        return {parameter: parameter.detach().clone() for parameter in trained}
+
+    def _holding(self, values: dict[nn.Parameter, torch.Tensor]) -> AbstractContextManager[None]:
+        """Let what is trained have other values for a while, and `values` its own."""
+        return exchanged((parameter.data, value) for parameter, value in values.items())
+
+
+class MegatronPolicy(MegatronExported[PolicyModel]):
     """PolicyEngine on Megatron-core.
 
     Args:
@@ -169,10 +216,8 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
     """
 
     def __init__(self, trainer: TrainerConfig, temperature: float, world: World) -> None:
-        section, forward = trainer.policy, forward_config(trainer, temperature)
-        self._source = policy_source(trainer)
-        super().__init__(PolicyModel, self._source, forward, section, "trainer.policy", trainer, world)
-        self._first_values = self._copied() if begins_from_weights(self._lora) else {}
+        forward = forward_config(trainer, temperature)
+        super().__init__(PolicyModel, policy_source(trainer), forward, trainer, world)
         self._reference: list[PolicyModel] | None = None
         self._reference_is_base = reference_is_base(trainer)
         if trainer_has_reference(trainer) and not self._reference_is_base:
@@ -187,7 +232,6 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
                 self._require_same_shape()
         self._reference_values = self._without_adapters() if reference_has_values(trainer) else {}
         self._reference_moved = False
-        self.dtype = DTYPES[section.megatron_config.dtype]
 
     def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
         if not reference:
@@ -214,11 +258,6 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
         with held:
             yield
 
-    def _copied(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return a copy of what is trained."""
-        trained = (parameter for chunk in self._chunks for parameter in chunk.parameters() if parameter.requires_grad)
-        return {parameter: parameter.detach().clone() for parameter in trained}
-
     def _without_adapters(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return what is trained as it is before training: with its first values, and B, where it is not taken from the weights, 0."""
         values = self._copied()
@@ -227,10 +266,6 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
             if not self._first_values:
                 values[B].zero_()
         return values
-
-    def _holding(self, values: dict[nn.Parameter, torch.Tensor]) -> AbstractContextManager[None]:
-        """Let what is trained have other values for a while, and `values` its own."""
-        return exchanged((parameter.data, value) for parameter, value in values.items())
 
     def _require_same_shape(self) -> None:
         assert self._reference is not None
@@ -287,7 +322,7 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
         self._reference_moved = True
 
     def _of_reference(self, chunks: list[PolicyModel]) -> ShardedState:
-        return ShardedState(chunks, None, reshardable=True, adapted=self._reference_is_base)
+        return ShardedState(chunks, self._architecture, None, self._world, adapted=self._reference_is_base)
 
     @property
     def vocabulary(self) -> int:
@@ -301,31 +336,30 @@ class MegatronPolicy(MegatronEngine[PolicyModel]):
             (logprobs_P,) = self.logprobs([untrained_micro_batch(token_ids)])
         return logprobs_P[:-1].tolist()
 
-    def export_pieces(self, dtype: torch.dtype) -> list[ExportPiece]:
-        return export_pieces(self._chunks, self._architecture, dtype, self._world)
 
-    def export_weights(self, dtype: torch.dtype, owners: Sequence[int]) -> Iterator[dict[str, torch.Tensor]]:
-        self._gather()
-        return export(self._chunks, self._architecture, merging(self._chunks), dtype, owners)
+class MegatronRewardModel(MegatronExported[CriticModel]):
+    """A reward model in training, on Megatron-core: it has `values` as a critic, and is exported as a policy."""
 
-    def export_config(self, directory: Path, dtype: torch.dtype) -> None:
-        if self._world.first:
-            export_config(self._source, directory, dtype)
+    def __init__(self, trainer: TrainerConfig, world: World) -> None:
+        super().__init__(CriticModel, policy_source(trainer), forward_config(trainer), trainer, world)
+
+    def forward_backward(self, batches: MicroBatches, objective: Objective) -> dict[str, torch.Tensor]:
+        return super().forward_backward(
+            batches, lambda batch, values_P: objective(batch, self._scores(batch, values_P))
+        )
+
+    def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        return self._pipeline.first_output(batches, self._scores)
+
+    def _scores(self, batch: MicroBatch, values_P: torch.Tensor) -> torch.Tensor:
+        ends_B, last_B = score_places(batch.token_ids, batch.cu_seqlens, self._architecture.padding)
+        return among_zeros(values_P.index_select(0, last_B), ends_B, len(values_P))
 
     def adapter(self) -> Adapter | None:
-        if not self._lora.rank:
+        found = super().adapter()
+        if found is None:
             return None
-        self._gather()
-        newest = self._adapter()
-        if not self._first_values:
-            return newest
-        with self._holding(self._first_values):
-            return newest.beyond(self._adapter())
-
-    def _adapter(self) -> Adapter:
-        layers = whole_adapters(self._chunks, lambda matrix: matrix.data, self._world)
-        kept = whole_modules(self._chunks, self._architecture, self.dtype, self._world)
-        return made_adapter(layers, self._lora, self._source, kept)
+        return replace(found, config=replace(found.config, task_type="SEQ_CLS"))
 
 
 class MegatronCritic(MegatronEngine[CriticModel]):
@@ -356,7 +390,7 @@ def build(
     if world.device.type != "cuda":
         shims.install()
     head = source.head if isinstance(source, CriticSource) else None
-    architecture = architecture_of(source.config(), source.path, head)
+    architecture = architecture_of(source.config(), source.path, head, classifier=source.gives_scores)
     virtual = virtual_stages(architecture, megatron)
     data = join_groups(megatron, virtual, world, trainer.seed)
     config = transformer_config(

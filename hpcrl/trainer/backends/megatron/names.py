@@ -172,6 +172,15 @@ def _gated(
     }
 
 
+def name_over_all(chunk: GPTModel, name: str) -> str:
+    """Return the name that something in a chunk has with numbers of layers that count over all ranks."""
+    inside = _OF_LAYER.fullmatch(name)
+    if inside is None:
+        return name
+    layer = cast("TransformerLayer", chunk.decoder.layers[int(inside[1])])
+    return f"decoder.layers.{layer.layer_number - 1}.{inside[2]}"
+
+
 def slot_names(name: str, layer: int, experts: range) -> list[str]:
     """Return the slots that lie in a parameter of GPTModel: one, or one for each expert of the rank.
 

@@ -54,11 +54,19 @@ class Pipeline:
             merge(totals, sums)
         return totals if self._stages == 1 else self._from_last_stage(totals)
 
-    def first_output(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
-        """Yield the first output for each micro-batch, [P] on every stage, without gradient."""
+    def first_output(
+        self,
+        batches: MicroBatches,
+        of: Callable[[MicroBatch, torch.Tensor], torch.Tensor] = lambda _, values_P: values_P,
+    ) -> Iterator[torch.Tensor]:
+        """Yield the first output for each micro-batch, [P] on every stage, without gradient.
 
-        def result(_batch: MicroBatch, values_KP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return values_KP.new_zeros(1), values_KP[0].contiguous()
+        Args:
+            of: makes something else of it, of the same shape.
+        """
+
+        def result(batch: MicroBatch, values_KP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return values_KP.new_zeros(1), of(batch, values_KP[0]).contiguous()
 
         if self._stages == 1:
             for batch in batches:

@@ -145,7 +145,7 @@ def _require_whole(table: dict[str, Slot], here: list[LocalWeight], experts: ran
 
 @torch.no_grad()
 def _fill(part: LocalWeight, slot: Slot, files: _Files) -> None:
-    rank, ranks = _share(slot)
+    rank, ranks = share_of(slot)
     target, at = part.within(part.parameter.data), 0
     assert target.shape == slot.shape(ranks), (part.name, target.shape, slot.shape(ranks))
     for block in slot.share(rank, ranks):
@@ -159,7 +159,7 @@ def _require_tied(slot: Slot, files: _Files, source: ModelSource) -> None:
     """Raise DataError where the file has another head than the embedding, which transformers then do not tie."""
     (words,) = slot.tensors.values()
     ours = [
-        [files.read(block, each) for block in each.share(*_share(each))] for each in (slot, Slot({HEAD_NAME: words}))
+        [files.read(block, each) for block in each.share(*share_of(each))] for each in (slot, Slot({HEAD_NAME: words}))
     ]
     if not all(torch.equal(one, other) for one, other in zip(*ours, strict=True)):
         raise source.not_a_model(
@@ -168,7 +168,7 @@ def _require_tied(slot: Slot, files: _Files, source: ModelSource) -> None:
         )
 
 
-def _share(slot: Slot) -> tuple[int, int]:
+def share_of(slot: Slot) -> tuple[int, int]:
     """Return which share of a slot this rank has, and how many there are."""
     if not slot.split:
         return 0, 1
@@ -258,7 +258,7 @@ def _gather(parts: list[Slot], value: Callable[[], torch.Tensor], owner: int) ->
         parts: slots whose shares lie one after the other on the ranks of their group.
         value: gives this rank's share; only called where it is needed.
     """
-    _, ranks = _share(parts[0])
+    _, ranks = share_of(parts[0])
     group = tensor_group() if parts[0].expert is None else experts_group()
     count, owns = ranks * len(parts), dist.get_rank() == owner
     if count == 1:

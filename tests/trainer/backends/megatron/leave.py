@@ -24,3 +24,9 @@ def leave_groups(world: World) -> None:
         if group is not dist.group.WORLD and group is not world.control:
             dist.destroy_process_group(group)
     world.barrier()
+
+
+def leave(world: World, _options: dict[str, object]) -> None:
+    """A scenario: what comes next may share a model in another way."""
+    if parallel_state.model_parallel_is_initialized():
+        leave_groups(world)

@@ -175,7 +175,7 @@ OF_OPTIMIZER: dict[str, list[tuple[Table, Table]]] = {
     ],
 }
 
-ELSEWHERE = {"ddp_config", "model_config_kwargs", "empty_cuda_cache", "dist_ckpt_optim_fully_reshardable", "lora_type"}
+ELSEWHERE = {"ddp_config", "model_config_kwargs", "empty_cuda_cache", "lora_type"}
 """Those that the tests below, or in test_lora.py, speak about by name."""
 
 
@@ -343,11 +343,6 @@ def test_groups_of_ranks(told: Table) -> None:
 
 def test_the_cache_of_cuda_is_emptied_before_the_step(told: Table) -> None:
     assert told["engine"]["emptied"] == {"null": 0, "false": 0, "true": 1}
-
-
-@pytest.mark.skipif(ENGINE, reason="Megatron-core's other format needs TransformerEngine's Adam")
-def test_every_layout_can_load_the_optimizer(told: Table) -> None:
-    assert set(told["engine"]["formats"]) == {"fully_reshardable"}
 
 
 def test_logs_are_quiet(told: Table) -> None:

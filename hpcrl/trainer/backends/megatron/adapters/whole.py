@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import nn
 
 from hpcrl.trainer.backends.megatron.adapters.experts import of_all, stacked
-from hpcrl.trainer.backends.megatron.adapters.layer import LayerAdapter, adapted_weights, attribute
+from hpcrl.trainer.backends.megatron.adapters.layer import adapted_weights
 from hpcrl.trainer.backends.megatron.architecture import Architecture
 from hpcrl.trainer.backends.megatron.names import EMBEDDING, hf_names, slots
 from hpcrl.trainer.backends.megatron.weights import HEAD_NAME, export, export_pieces
@@ -44,29 +41,6 @@ def without_adapters(chunks: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for adapter in adapters:
             adapter.enabled = True
-
-
-def sharded_adapters(chunk: GPTModel) -> dict[str, Any]:
-    """Return the trained matrices of a chunk's adapters as a checkpoint has them, by their names in the chunk.
-
-    A checkpoint has them under transformers' names, whole, whatever the layout.
-    """
-    copies = {
-        False: parallel_state.get_data_parallel_group(with_context_parallel=True),
-        True: parallel_state.get_expert_data_parallel_group(),
-    }
-    found = {}
-    for prefix, module in chunk.named_modules():
-        if not isinstance(module, LayerAdapter):
-            continue
-        for letter, name, matrix in module.matrices():
-            if matrix.requires_grad:
-                groups: Any = {"tp_group": module.group, "dp_cp_group": copies[module.of_expert]}
-                key, axis = _matrix_name(letter, name), module.axis(letter)
-                made = make_sharded_tensor_for_checkpoint if axis is None else make_tp_sharded_tensor_for_checkpoint
-                along = {} if axis is None else {"tp_axis": axis}
-                found[f"{prefix}.{attribute(letter, name)}"] = made(matrix, key, **along, **groups)
-    return found
 
 
 def _matrix_name(letter: str, name: str) -> str:

@@ -1,0 +1,123 @@
+"""What the models need that only compute, on devices of their own: reward models that a run serves, and the models of scorers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpcrl.config import Config
+from hpcrl.config.derive import (
+    copy_ranks,
+    gpu_count,
+    largest_micro_batch,
+    longest_sample,
+    needs_fsdp,
+    ref_sharding,
+)
+from hpcrl.config.reward_model import reward_services, services_per_node
+from hpcrl.config.scorers import TEACHER, ScorerSet, scorer_sets, scorers_per_node
+from hpcrl.config.sections.model import FSDPConfig, Pretrained
+from hpcrl.planning.memory import (
+    BYTES,
+    Need,
+    Shapes,
+    fsdp_gathered,
+    fsdp_state,
+    layer_activations,
+    logprob_buffer,
+)
+
+_BYTES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that only computes.
+
+    Attributes:
+        what: it is, in words.
+        processes: that hold it, `ranks` for each copy.
+        together: of those, how many share what a node without GPUs has.
+        tokens: of a forward pass.
+        scorers: whose it is; None: of reward services.
+    """
+
+    what: str
+    model: Pretrained
+    processes: int
+    ranks: int
+    together: int
+    tokens: int
+    scorers: ScorerSet | None = None
+
+
+def served(config: Config) -> Iterator[Served]:
+    """Yield the models of a run's reward services and scorers."""
+    if count := reward_services(config):
+        service = config.environment.remote_reward.service
+        assert service.model is not None
+        tokens = max(service.max_batch_tokens, longest_sample(config))
+        yield Served("reward model", Pretrained(service.model), count, 1, services_per_node(config), tokens)
+    own, longest = config.trainer.distillation, longest_sample(config)
+    for each in scorer_sets(config):
+        tokens = largest_micro_batch(config)
+        if each.role == TEACHER:
+            tokens = max(own.max_tokens_per_micro_batch or own.micro_batch_size_per_gpu * longest, longest)
+        together = each.ranks * min(each.replicas, scorers_per_node(config, each.ranks))
+        yield Served(each.role, each.model, each.replicas * each.ranks, each.ranks, together, tokens, each)
+
+
+def served_shapes(config: Config, model: Served, folder_of: Callable[[Pretrained], Path | None]) -> Shapes:
+    """Return the parameters and sizes of a model.
+
+    Args:
+        folder_of: a model -> the directory that has its config.json; None: it is on a hub, and is asked for there.
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
+    from hpcrl.planning.shapes import classifier_shapes, shapes
+    from hpcrl.trainer.models.hf import scorer_source
+
+    path = str(folder_of(model.model) or model.model.path)
+    if model.scorers is None:
+        return classifier_shapes(replace(model.model, path=path))
+    return shapes(
+        replace(scorer_source(config.trainer, model.scorers), path=path), _sharding(config, model.scorers), None
+    )
+
+
+def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | None) -> Need:
+    """Return what a process needs that computes without gradients.
+
+    Args:
+        memory: bytes of a GPU; None: not known, or there is none.
+    """
+    trainer = config.trainer
+    if model.scorers is None:
+        dtype = _BYTES[config.environment.remote_reward.service.model_dtype]
+        return replace(fsdp_state(shapes.weights, 1, dtype), activations=_activations(shapes, model.tokens, dtype))
+    fsdp, on_gpu = _sharding(config, model.scorers), gpu_count(config.slurm) > 0
+    dtype = fsdp.mixed_precision.param_dtype
+    whole = fsdp_state(shapes.weights, 1, dtype).weights
+    copy = copy_ranks(fsdp.fsdp_size, model.ranks, model.ranks, whole, memory if on_gpu else None)
+    need = fsdp_state(shapes.weights, copy, dtype)
+    if fsdp.cpu_offload and on_gpu:
+        need = replace(need, weights=0)
+    if needs_fsdp(fsdp, model.ranks, dtype, on_gpu=on_gpu):
+        reduce_dtype = fsdp.mixed_precision.reduce_dtype
+        gathered = fsdp_gathered(shapes.weights, copy, dtype, reduce_dtype, fsdp.reshard_after_forward)
+        need = replace(need, gathered=gathered)
+    rows = min(trainer.logprobs_chunk_size, model.tokens)
+    logits = logprob_buffer(rows, shapes.width.vocabulary, BYTES[trainer.algorithm.logprob_dtype])
+    return replace(need, activations=_activations(shapes, model.tokens, dtype), logprobs=logits)
+
+
+def _sharding(config: Config, scorers: ScorerSet) -> FSDPConfig:
+    return config.trainer.distillation.fsdp_config if scorers.role == TEACHER else ref_sharding(config.trainer)
+
+
+def _activations(shapes: Shapes, tokens: int, dtype: str) -> int:
+    """Return the bytes of one layer at a time: nothing is kept for backward."""
+    return tokens * layer_activations(shapes.width, BYTES[dtype], fused=False)

@@ -1,0 +1,135 @@
+"""What the engines of all backends write into a checkpoint, and read from it: whole tensors under transformers' names, of which each rank has parts.
+
+    model.model.<name>                       weights, under the names of transformers' model in memory (PEFT's, for adapters)
+    optimizer.state.model.<name>.<moment>    of what is trained: exp_avg, exp_avg_sq and step
+    updates                                  optimizer steps done
+
+So any backend, on any number of ranks, goes on from what another one wrote. torch's distributed checkpoints write and read the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from hpcrl.errors import CommitError
+from hpcrl.trainer.distributed import World
+
+PREFIX = "model."
+"""Of the names of a model's parameters: engines hold transformers' model under it."""
+
+_OF_MEGATRON = "common.pt"  # in checkpoints by Megatron-core's own format
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a tensor.
+
+    Attributes:
+        offsets: where it begins, in each dimension.
+        values: of the tensor's dimensions; what is read is put there.
+    """
+
+    offsets: tuple[int, ...]
+    values: torch.Tensor
+
+
+class Shares(torch.Tensor):
+    """A tensor of which this rank has some parts, as torch's distributed checkpoints take one. It has no values of its own.
+
+    Attributes:
+        parts: of this rank. Those that are written do not overlap on one rank; what several ranks have, one of them writes.
+    """
+
+    parts: list[Share]
+
+    @staticmethod
+    def of(shape: Sequence[int], parts: Sequence[Share]) -> Shares:
+        """Return the tensor of a shape."""
+        nothing = torch.empty((), dtype=parts[0].values.dtype).expand(tuple(shape))
+        made = torch.Tensor._make_subclass(Shares, nothing)
+        made.parts = list(parts)
+        return made
+
+    def copied(self) -> Shares:
+        """Return the same with copies of the values, in host memory."""
+        return Shares.of(
+            self.shape, [Share(part.offsets, part.values.detach().to("cpu", copy=True)) for part in self.parts]
+        )
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(name, torch.Size(part.offsets)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    _chunk(part), TensorProperties.create_from_tensor(part.values), torch.Size(self.shape)
+                ),
+            )
+            for part in self.parts
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(part) for part in self.parts]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        # where it is read, two parts may begin at the same place; where it is written, torch gives other numbers than ours
+        number, offsets = index.index, tuple(index.offset or ())
+        if number is not None and number < len(self.parts) and self.parts[number].offsets == offsets:
+            return self.parts[number].values
+        return next(part.values for part in self.parts if part.offsets == offsets)
+
+
+def _chunk(part: Share) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(part.offsets), part.values.shape)
+
+
+def write(state: dict[str, Any], directory: Path, group: ProcessGroup) -> None:
+    """Write tensors, each rank its parts. All ranks of the group call it."""
+    save(state, checkpoint_id=directory, process_group=group)
+
+
+def read(state: dict[str, Any], directory: Path, world: World, *, partly: bool = False) -> None:
+    """Read what `write` has written into the tensors of `state`. All ranks call it.
+
+    Args:
+        partly: leave as it is what the checkpoint does not have.
+
+    Raises:
+        CommitError: on every rank: it is not there, of another shape, or in the format of an earlier version.
+    """
+    world.rank0_broadcast(lambda: _require_readable(directory))
+    try:
+        load(
+            state,
+            checkpoint_id=directory,
+            process_group=world.control,
+            planner=DefaultLoadPlanner(allow_partial_load=partly),
+        )
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        hint = (
+            "; with lora_type=lora layers share adapters, and with target_parameters each backend has those of experts in its own way"
+            if ".lora_" in str(cause)
+            else ""
+        )
+        raise CommitError(f"{directory} cannot be loaded: {cause}{hint}") from error
+
+
+def _require_readable(directory: Path) -> None:
+    if (directory / _OF_MEGATRON).exists():
+        raise CommitError(
+            f"{directory} was written by trainer.strategy=megatron of an earlier version of hpcrl, in a format that this one does not read; "
+            "export it with that version (hpcrl checkpoint export), and start a new run from the export"
+        )
