@@ -79,8 +79,8 @@ MEGATRON: dict[str, Any] = {"trainer__strategy": "megatron", "trainer__flash_att
 
 @pytest.mark.parametrize("back", [False, True])
 def test_another_backend_goes_on_where_it_can(back: bool) -> None:
-    def kinds(lora_type: str, rank: int) -> dict[str, str]:
-        lora = {"trainer__policy__model__lora__rank": rank}
+    def kinds(lora_type: str, rank: int, **more: object) -> dict[str, str]:
+        lora = {"trainer__policy__model__lora__rank": rank, **more}
         kwargs = {"trainer__policy__megatron_config__transformer_config_kwargs": {"recompute_granularity": "selective"}}
         of_type = {"trainer__policy__megatron_config__lora_type": lora_type} if rank else {}
         pair = [config(**FSDP2, **lora), config(**MEGATRON, **lora, **kwargs, **of_type)]
@@ -92,6 +92,8 @@ def test_another_backend_goes_on_where_it_can(back: bool) -> None:
     assert "refused" not in plain.values()
     assert "refused" not in kinds("canonical_lora", 4).values()
     assert kinds("lora", 4)["strategy"] == "refused"
+    experts = {"trainer__policy__model__lora__target_parameters": ["gate_up_proj"]}
+    assert kinds("canonical_lora", 4, **experts)["strategy"] == "refused"
 
 
 def test_changes_name_the_setting_both_values_and_the_reason() -> None:
