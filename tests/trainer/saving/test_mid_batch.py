@@ -321,7 +321,7 @@ def test_weights_of_its_step_must_be_there(runs: dict[str, Run], tmp_path: Path)
 def test_one_rank_hears_it(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several signals, in the middle of a step, to one of two ranks; neither lives to see Python end, where a thread of gloo may abort it."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import atexit, os\nif 'RANK' in os.environ: atexit.register(os.abort)\n"
+        "import atexit, os\nif 'TORCHELASTIC_RUN_ID' in os.environ: atexit.register(os.abort)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     run = made(tmp_path, model_path, {"trainer": {"max_tokens_per_micro_batch": 16}})

@@ -8,12 +8,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
+from hpcrl.trainer import rng
 from hpcrl.trainer.distributed import World
 
 
 def leave_groups(world: World) -> None:
-    """Close all groups but the two of `world`. All ranks call it, when nothing that uses the groups is left."""
+    """Close all groups but the two of `world`, and draw from torch's generators alone. All ranks call it, when nothing that uses the groups is left."""
     parallel_state.destroy_model_parallel()
+    rng._OTHERS.clear()
     # hooks of parameters keep the wrappers alive, and those keep groups, whose threads end with the last reference only
     for found in gc.get_objects():
         if isinstance(found, DistributedDataParallel):

@@ -212,7 +212,7 @@ def test_shared_adapters_are_read_by_engines_that_share_them(played: Played) -> 
     for name in ("not-sharing", "reverse"):
         error = played.seam.told(made[name]).told["error"]
         assert "CommitError" in error
-        assert "lora_type=lora shares adapters among layers" in error
+        assert "with lora_type=lora layers share adapters" in error
 
 
 def test_what_an_earlier_version_wrote_is_refused(played: Played) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -59,14 +60,7 @@ def add_adapters(
             such adapters.
     """
     config = chunks[0].config
-    if tensor_group().size() > 1 and not config.sequence_parallel:
-        raise DataError(
-            "trainer.policy.megatron_config.transformer_config_kwargs.sequence_parallel=false does not work with LoRA; leave it out"
-        )
-    if getattr(config, "moe_shared_expert_overlap", False):
-        raise DataError(
-            "trainer.policy.megatron_config.transformer_config_kwargs.moe_shared_expert_overlap=true does not work with LoRA; leave it out"
-        )
+    _require_options(config)
     table = {name: slot for name, slot in slots(architecture).items() if _LINEAR.search(name)}
     layers, places = list(adapted_layers(model)), Places(table)
     adapted = {name: one for each in layers for name, one in places.of_each(each)}
@@ -74,12 +68,6 @@ def add_adapters(
     if shared:
         for slot in table.values():
             _require_alike(slot, adapted, section)
-    layer_of = {
-        parameter: module
-        for chunk in chunks
-        for module in chunk.modules()
-        for parameter in module.parameters(recurse=False)
-    }
     here = {part.name: part for part in local_weights(chunks, architecture) if part.name in table}
     wanted = {name.removesuffix(".weight") for each in here for name in table[each].tensors}
     begun = _zeros(layers) if begins_from_weights(lora) else first_values(model, lora, seed, section)
@@ -92,19 +80,35 @@ def add_adapters(
     if shared and lora.adapter_path is not None:
         for slot in table.values():
             _require_one_A(slot, first, section)
-    grouped: dict[nn.Module, list[LayerAdapter]] = {}
-    for name, part in here.items():
-        if any(each.removesuffix(".weight") in adapted for each in table[name].tensors):
-            assert part.expert is None, f"{name} is of no linear layer"
-            adapter = LayerAdapter(table[name], adapted, first, config, lora.dropout, shared=shared)
-            layer = layer_of[part.parameter]
-            if layer._parameters.get("weight") is part.parameter:
-                attach(adapter, layer)
-            else:
-                grouped.setdefault(layer, []).append(adapter)
-    for layer, adapters in grouped.items():
-        attach(ExpertAdapters(adapters), layer)
+    made = {
+        part.parameter: LayerAdapter(table[name], adapted, first, config, lora.dropout, shared=shared)
+        for name, part in here.items()
+        if any(each.removesuffix(".weight") in adapted for each in table[name].tensors)
+    }
+    assert all(here[name].expert is None for name in here if here[name].parameter in made), "experts that are no layers"
+    _attach(chunks, made)
     return adapted
+
+
+def _require_options(config: TransformerConfig) -> None:
+    for name, wrong in (
+        ("sequence_parallel=false", tensor_group().size() > 1 and not config.sequence_parallel),
+        ("moe_shared_expert_overlap=true", getattr(config, "moe_shared_expert_overlap", False)),
+    ):
+        if wrong:
+            raise DataError(
+                f"trainer.policy.megatron_config.transformer_config_kwargs.{name} does not work with LoRA; leave it out"
+            )
+
+
+def _attach(chunks: Sequence[GPTModel], made: Mapping[nn.Parameter, LayerAdapter]) -> None:
+    """Give each layer the adapter of its weight, or those of its experts' weights."""
+    for module in [module for chunk in chunks for module in chunk.modules()]:
+        own = {name: made[weight] for name, weight in module.named_parameters(recurse=False) if weight in made}
+        if "weight" in own:
+            attach(own["weight"], module)
+        elif own:
+            attach(ExpertAdapters([own[f"weight{number}"] for number in range(len(own))]), module)
 
 
 def _zeros(layers: Sequence[Adapted]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
