@@ -23,6 +23,11 @@ SCORED = [
     "generator.sampling_params.max_generate_length=8",
     "trainer.max_prompt_length=16",
 ]
+MEGATRON = [
+    "trainer.strategy=megatron",
+    "trainer.policy.fsdp_config=",
+    "trainer.policy.megatron_config={dtype='fp32', tensor_model_parallel_size=2}",
+]
 ROWS, BATCH = 8192, 2048  # four steps are an epoch
 
 
@@ -92,7 +97,10 @@ def test_what_is_learned_is_evaluated_by_generating(place: Path) -> None:
 
 
 @pytest.mark.faults_slow
-def test_killed_inside_an_epoch_and_resumed_on_two_ranks_it_trains_the_same_rows(place: Path) -> None:
+@pytest.mark.parametrize("backend", [[], MEGATRON], ids=["fsdp2", "megatron"])
+def test_killed_inside_an_epoch_and_resumed_on_two_ranks_it_trains_the_same_rows(
+    place: Path, backend: list[str]
+) -> None:
     settings = [
         "trainer.epochs=3",
         "trainer.ckpt_interval=2",
@@ -106,7 +114,7 @@ def test_killed_inside_an_epoch_and_resumed_on_two_ranks_it_trains_the_same_rows
     kill(pid_of(run, "train"))
     assert finish(run, 1) == "failed"
     before = max(committed(run.checkpoints, step_of))
-    resumed = hpcrl("resume", "killed", "trainer.placement.policy_num_gpus_per_node=2", cwd=place)
+    resumed = hpcrl("resume", "killed", "trainer.placement.policy_num_gpus_per_node=2", *backend, cwd=place)
     assert resumed.returncode == 0, resumed.stderr
     assert finish(run, 2) == "done", logs_of(run)
     assert 0 < before < 12

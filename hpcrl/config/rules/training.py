@@ -146,9 +146,9 @@ def without_effect(config: ConfigTree) -> Iterator[Problem]:
     idle = _OF_FSDP if trainer.strategy == "megatron" else _OF_MEGATRON
     for path, instead in idle.items():
         if _at(trainer, path) != _at(fresh, path):
-            yield Problem(
-                f"trainer.{path}", f"has no effect with trainer.strategy={trainer.strategy}; leave it out{instead}"
-            )
+            given = f"trainer.{path}"
+            remedy = f"leave it out ({given}= where it was set before){instead}"
+            yield Problem(given, f"has no effect with trainer.strategy={trainer.strategy}; {remedy}")
 
 
 def _at(value: Any, path: str) -> Any:
