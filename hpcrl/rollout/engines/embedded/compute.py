@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ from hpcrl.rollout.engines.embedded.sampling import Sampling
 
 R = TypeVar("R")
 _END_S = 10.0  # a token takes less; a device that hangs must not keep the process
+_GATHER_S = 0.002  # between two of the requests that are made together; a token takes as long
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,9 @@ class Compute:
                     self._news.wait_for(
                         lambda: self._ending or self._orders or self._requests or self._batch.size[0] > 0
                     )
+                if not self._batch.size[0]:
+                    self._gather()
+                with self._news:
                     if self._ending:
                         return
                     orders, requests = list(self._orders), self._admitted()
@@ -137,6 +142,13 @@ class Compute:
                 self.failure = error
                 for future in list(self._pending):
                     future.set_exception(error)
+
+    def _gather(self) -> None:
+        """Wait as long as further requests come: those that are made together begin together, in one pass over their prompts."""
+        known = 0
+        while len(self._requests) > known:
+            known = len(self._requests)
+            time.sleep(_GATHER_S)
 
     def _admitted(self) -> list[Request]:
         """Take the requests that there is room for; one at least, where nothing else is under way."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -22,6 +24,9 @@ from transformers import (
 
 from hpcrl.errors import EngineError
 from hpcrl.rollout.engines.base import Engine, Generation
+from hpcrl.rollout.engines.embedded.batch import Batch
+from hpcrl.rollout.engines.embedded.compute import Compute, Limits
+from hpcrl.rollout.engines.embedded.sampling import Sampling
 from tests.rollout.material import (
     EOS,
     LONG_PROMPT,
@@ -85,6 +90,25 @@ def test_rows_that_come_and_go(models: list[Path], engine: dict[str, Any]) -> No
             torch.tensor(one.logprobs), logprobs(models[0], prompt, one.token_ids), atol=1e-4, rtol=0
         )
     assert [one.token_ids for one in alone] == [one.token_ids for prompt, one in said if prompt == LONG_PROMPT]
+
+
+def test_requests_that_are_made_together_share_their_passes(models: list[Path]) -> None:
+    model, passes = AutoModelForCausalLM.from_pretrained(models[0]), list[torch.Size]()
+    model.register_forward_pre_hook(
+        lambda _module, _args, given: passes.append(given["input_ids"].shape), with_kwargs=True
+    )
+    compute = Compute(Batch(model, [], str, prefill_tokens=10_000), Limits(100, 10_000, 100))
+    found = []
+    for _ in range(40):  # on a busy machine one may come late now and then
+        passes.clear()
+        asked = []
+        for number in range(4):
+            asked.append(compute.generate(PROMPT, [number], Sampling(max_tokens=1)))
+            time.sleep(0.0002)
+        assert all(len(request.responses.result(60)) == 1 for request in asked)
+        found.append(len(passes))
+    compute.end()
+    assert median(found) == 1
 
 
 def test_greedy_is_what_transformers_says(models: list[Path]) -> None:
