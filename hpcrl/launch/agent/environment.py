@@ -47,6 +47,8 @@ class Environments:
             environment.setdefault("NCCL_SOCKET_IFNAME", self._interface)  # a site's own may list several
         # c10d warns of names that it cannot resolve, and goes on
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        # glibc gives threads heaps of their own, eight per core, each of which keeps what was freed in it
+        environment.setdefault("MALLOC_ARENA_MAX", "2")
         if self._cpus:
             processes = max(1, node.ranks + len(node.workers) * node.scorer_ranks)
             environment["OMP_NUM_THREADS"] = str(max(1, self._cpus // processes))

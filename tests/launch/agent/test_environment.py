@@ -54,6 +54,17 @@ def test_threads_without_work_leave_the_cores(
         assert ("GOMP_SPINCOUNT" in environments.of(name)) == (policy == "PASSIVE"), "what the user says is not changed"
 
 
+@pytest.mark.parametrize(("users", "found"), [(None, "2"), ("8", "8")])
+def test_few_heaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: str | None, found: str) -> None:
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    if users is not None:
+        monkeypatch.setenv("MALLOC_ARENA_MAX", users)
+    environments = Environments(
+        Config.from_toml([QUICKSTART]), Node(0, "trainer", 1, (0,), 0, 0), 1, "127.0.0.1", None, tmp_path, False
+    )
+    assert environments.of("rollout-0")["MALLOC_ARENA_MAX"] == found
+
+
 SIZES = "trainer.policy.megatron_config"
 
 
