@@ -134,18 +134,20 @@ def train(
                     controller.published(step, weights)
                     publisher.retire()
             learner.reset_reference(step, epoch, timer)
-            metrics |= checkpoints.settle() | describe_cost(batch, timer.lap(), learner.world, learner.flops)
+            metrics |= checkpoints.settle()
+            metrics |= describe_cost(batch, timer.lap(), learner.world, learner.flops, trainer.peak_tflops)
             controller.trained(step, metrics, learner.histograms)  # before the commit: none may be missing
             controller.measured(step, learner.validate(step, total, timer))
             consensus("save")
+            written = {}
             if is_due(save_interval, step, total):
                 with timer("save_checkpoints"):
-                    checkpoints.save(policy, learner.critic, batch, learner.extra_state())
+                    written = checkpoints.save(policy, learner.critic, batch, learner.extra_state())
             consensus("export")
             if is_due(export_interval, step, total):
                 with timer("save_hf_model"):
                     export(step)
-            controller.measured(step, describe_times(timer.between()))
+            controller.measured(step, written | describe_times(timer.between()))
             record_step(step)
     except Stopping as request:
         stopping = request
