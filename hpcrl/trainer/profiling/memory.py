@@ -31,7 +31,7 @@ class Allocator(Protocol):
 
     def dump(self, path: Path) -> None: ...
 
-    def when_out_of_memory(self, call: Callable[[], None]) -> None:
+    def when_out_of_memory(self, call: Callable[[], object]) -> None:
         """Call this at the moment at which an allocation fails, before its error is raised and frees what it passes."""
         ...
 
@@ -45,7 +45,7 @@ class CudaAllocator:
     def dump(self, path: Path) -> None:
         torch.cuda.memory._dump_snapshot(str(path))
 
-    def when_out_of_memory(self, call: Callable[[], None]) -> None:
+    def when_out_of_memory(self, call: Callable[[], object]) -> None:
         torch._C._cuda_attach_out_of_memory_observer(lambda *_: call())  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -66,7 +66,7 @@ def memory_recorded(run: Run, attempt: int, rank: int, allocator: Allocator) -> 
         allocator.record()
 
     allocator.record()
-    allocator.when_out_of_memory(lambda: _dumped(allocator, at_the_end) and None)
+    allocator.when_out_of_memory(lambda: _dumped(allocator, at_the_end))
     try:
         yield after
     except torch.OutOfMemoryError as error:

@@ -17,7 +17,7 @@ class Counter:
 
     def __init__(self, full_disk: bool = False) -> None:
         self.recordings, self._full_disk = 0, full_disk
-        self.out_of_memory: Callable[[], None] = lambda: None
+        self.out_of_memory: Callable[[], object] = lambda: None
 
     def record(self) -> None:
         self.recordings += 1
@@ -27,7 +27,7 @@ class Counter:
             raise OSError(28, "No space left on device")
         path.write_text(str(self.recordings))
 
-    def when_out_of_memory(self, call: Callable[[], None]) -> None:
+    def when_out_of_memory(self, call: Callable[[], object]) -> None:
         self.out_of_memory = call
 
 
