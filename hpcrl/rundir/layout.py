@@ -242,6 +242,11 @@ class Run:
         when = "oom" if step is None else f"s{step:06d}"
         return self.profiles(attempt) / "memory" / f"rank-{rank}-{when}.pickle"
 
+    def memory_snapshots(self, rank: int) -> list[Path]:
+        """Return those of steps that are there of a rank, by attempt and step."""
+        found = (self.path / "profile").glob(f"*/memory/rank-{rank}-s*.pickle")
+        return sorted(found, key=lambda path: (attempt_of(path.parents[1]) or 0, path.name))
+
     def logs(self, attempt: int) -> Path:
         return self.path / "logs" / str(attempt)
 

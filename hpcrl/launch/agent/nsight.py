@@ -1,7 +1,7 @@
 """The command line under which Nsight Systems records a process (https://docs.nvidia.com/nsight-systems/UserGuide).
 
-Between an agent and a process that it has started stands nsys then. What the agent asks of ranks it signals to themselves, by their heartbeats,
-and their exit status is that of nsys; nsys itself ends nothing: neither when a recording ends nor when it is told to end.
+nsys stands between an agent and a process that it has started. The agent's stop requests reach a rank all the same, by the process id of its
+heartbeat; the exit status that the agent sees is that of nsys, which passes on that of the process.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from hpcrl.errors import RunError
@@ -35,9 +36,10 @@ def find(run: Run, attempt: int, process: str) -> int:
     found = processes(run, attempt)
     directories = {directory for _, environment in found.values() if (directory := environment.get(DIRECTORY))}
     for directory in sorted(directories):
-        for beat in read_heartbeats(Path(directory)):
-            if beat.process == process and beat.pid in found:
-                return beat.pid
+        with suppress(FileNotFoundError):  # its agent is ending
+            for beat in read_heartbeats(Path(directory)):
+                if beat.process == process and beat.pid in found:
+                    return beat.pid
     raise RunError(f"{process} of {run.name} does not run on {socket.gethostname()}; `hpcrl status` says what it does")
 
 

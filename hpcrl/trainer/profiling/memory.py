@@ -17,7 +17,7 @@ from hpcrl.rundir.layout import Run
 log = logging.getLogger(__name__)
 
 KEPT = 4
-"""Steps of a rank whose snapshots stay, the newest; that of running out of memory is kept beside them."""
+"""Snapshots of steps that stay of a rank, the newest, over all attempts; those of running out of memory are kept beside them."""
 
 _EVENTS = 100_000  # newest allocations and frees that a snapshot has; each takes some hundred bytes
 
@@ -51,11 +51,12 @@ class CudaAllocator:
 
 @contextmanager
 def memory_recorded(run: Run, attempt: int, rank: int, allocator: Allocator) -> Iterator[Callable[[int], None]]:
-    """Yield what is to be called after each step, with its number: it writes what was allocated in that step, and removes older files.
+    """Yield what is to be called after each step, with its number: it writes what was allocated in that step, and removes older files,
+    those of earlier attempts first.
 
     Where memory runs out, what was allocated then is written too, and the error names the file.
     """
-    at_the_end, written = run.memory_snapshot(attempt, rank, None), list[Path]()
+    at_the_end, written = run.memory_snapshot(attempt, rank, None), run.memory_snapshots(rank)
 
     def after(step: int) -> None:
         path = run.memory_snapshot(attempt, rank, step)

@@ -39,6 +39,10 @@ def test_the_newest_steps_stay_each_with_what_it_allocated_itself(tmp_path: Path
     folder = run.memory_snapshot(2, 1, 1).parent
     found = {path.name: path.read_text() for path in folder.iterdir()}
     assert found == {f"rank-1-s0000{step}.pickle": str(step - 10) for step in range(13, 13 + KEPT)}
+    with memory_recorded(run, 10, 1, Counter()) as after:
+        after(15)
+    kept = [path.name for path in run.memory_snapshots(1)]
+    assert kept == [f"rank-1-s0000{step}.pickle" for step in (*range(14, 13 + KEPT), 15)], "attempt 10 comes after 2"
 
 
 def runs_out(run: Run, allocator: Counter, steps: int) -> None:
