@@ -60,7 +60,7 @@ def main(path: str) -> None:
                 batch = require_samples(run, step)
                 metrics = learner.train(batch, timer)
                 learner.reset_reference(step, plan["steps_per_epoch"], timer)
-                metrics |= describe_cost(batch, timer.lap(), world, learner.flops)
+                metrics |= describe_cost(batch, timer.lap(), world, learner.flops, config.trainer.peak_tflops)
                 results.append({"time": time, "step": step, "metrics": metrics})
                 if world.first:
                     write_json(place.path / "results.json", results)

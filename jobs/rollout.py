@@ -29,6 +29,7 @@ from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told
 from hpcrl.runtime.scratch import weight_copy_dir
+from hpcrl.runtime.signals import die_with_parent
 
 if TYPE_CHECKING:
     from hpcrl.rollout.worker import WorkerOptions
@@ -112,6 +113,7 @@ def capacity(config: Config) -> int:
 
 
 if __name__ == "__main__":
+    die_with_parent()  # under nsys, that is not the agent
     try:
         main(sys.argv[1])
     except HpcrlError as error:

@@ -48,7 +48,7 @@ from hpcrl.trainer.distributed import World, end_rank, joined
 from hpcrl.trainer.load import load_learner
 from hpcrl.trainer.metrics import PhaseTimer, describe_cost, describe_times
 from hpcrl.trainer.models.forward import DTYPES
-from hpcrl.trainer.profile import profiled
+from hpcrl.trainer.profiling.steps import recorded
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.saving.publish import Publisher
@@ -65,9 +65,9 @@ def main(run_dir: str) -> None:
     with (
         closing(Timeline(run, f"rank-{os.environ['RANK']}", attempt)) as timeline,
         joined(trainer.deterministic, gpu_count(config.slurm) > 0, config.slurm.patience) as world,
-        profiled(trainer.profiler, run, attempt, world) as profile_step,
+        recorded(trainer.profiler, trainer.policy.record_memory, run, attempt, world, timeline) as record_step,
     ):
-        work(run, attempt, config, world, StopConsensus(world, STOP, heartbeat), timeline, profile_step)
+        work(run, attempt, config, world, StopConsensus(world, STOP, heartbeat), timeline, record_step)
         STOP.ignore()
 
 
@@ -78,7 +78,7 @@ def work(
     world: World,
     consensus: StopConsensus,
     timeline: Timeline,
-    profile_step: Callable[[], None],
+    record_step: Callable[[int], None],
 ) -> None:
     """Load, train to the end of the run or to a stop request, and report which."""
     trainer, dtype = config.trainer, DTYPES[config.generator.inference_engine.model_dtype]
@@ -95,7 +95,7 @@ def work(
         policy = None if learner.start.updates else learner.policy
         publisher.resume(policy, learner.start.step, from_model=begins_with_model(trainer))
         gc.freeze()  # what is loaded stays: to look through it for garbage, again and again, takes long
-        train(config, learner, checkpoints, publisher, controller, PhaseTimer(timeline), profile_step)
+        train(config, learner, checkpoints, publisher, controller, PhaseTimer(timeline), record_step)
     except Stopping:
         controller.close("stopped")
     else:
@@ -109,7 +109,7 @@ def train(
     publisher: Publisher,
     controller: ControllerClient,
     timer: PhaseTimer,
-    profile_step: Callable[[], None],
+    record_step: Callable[[int], None],
 ) -> None:
     """Train to the end of the run; raises Stopping once all that was trained up to a stop request is committed."""
     trainer, policy, consensus, start = config.trainer, learner.policy, learner.consensus, learner.start
@@ -134,19 +134,21 @@ def train(
                     controller.published(step, weights)
                     publisher.retire()
             learner.reset_reference(step, epoch, timer)
-            metrics |= checkpoints.settle() | describe_cost(batch, timer.lap(), learner.world, learner.flops)
+            metrics |= checkpoints.settle()
+            metrics |= describe_cost(batch, timer.lap(), learner.world, learner.flops, trainer.peak_tflops)
             controller.trained(step, metrics, learner.histograms)  # before the commit: none may be missing
             controller.measured(step, learner.validate(step, total, timer))
             consensus("save")
+            written = {}
             if is_due(save_interval, step, total):
                 with timer("save_checkpoints"):
-                    checkpoints.save(policy, learner.critic, batch, learner.extra_state())
+                    written = checkpoints.save(policy, learner.critic, batch, learner.extra_state())
             consensus("export")
             if is_due(export_interval, step, total):
                 with timer("save_hf_model"):
                     export(step)
-            controller.measured(step, describe_times(timer.between()))
-            profile_step()
+            controller.measured(step, written | describe_times(timer.between()))
+            record_step(step)
     except Stopping as request:
         stopping = request
     if learner.batch is not None and save_interval > 0:

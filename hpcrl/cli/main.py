@@ -29,6 +29,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "sync": ("hpcrl.cli.sync", "send what a run reported to a tracker"),
         "trace": ("hpcrl.cli.trace", "write what the processes of a run did when, for Perfetto and chrome://tracing"),
         "stacks": ("hpcrl.cli.stacks", "show what every process of a run is doing now"),
+        "profile": ("hpcrl.cli.profile", "show where a process of a run spends its time, sampled while it runs"),
         "attach": (
             "hpcrl.cli.attach",
             "open a shell, or run a command, on a node of a running run, with its environment",

@@ -204,6 +204,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         Effect("harmless", "it concerns what is written and when"),
         """
         trainer.group_name trainer.logger trainer.profiler trainer.upload trainer.policy.record_memory
+        trainer.peak_tflops
         trainer.max_ckpts_to_keep trainer.ckpt_interval trainer.ckpt_interval_epochs trainer.ckpt_mode
         trainer.ckpt_keep_every trainer.ckpt_keep_best trainer.ckpt_keep_best_mode trainer.ckpt_on_error
         trainer.hf_save_interval trainer.eval_batch_size trainer.eval_before_train trainer.eval_interval

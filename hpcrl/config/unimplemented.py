@@ -33,7 +33,6 @@ class Unimplemented:
 _PARALLEL = Unimplemented("sequence parallelism")
 _PRECISION = Unimplemented("low-precision training")
 _SPEED = Unimplemented("compiled and offloaded training", result=False)
-_TRACKING = Unimplemented("further profiles", result=False)
 _ENGINE = Unimplemented("further engine options")
 _DISTILLATION = Unimplemented("further options of distillation")
 _TEACHER = Unimplemented("teachers with Megatron-core")
@@ -55,7 +54,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.policy.async_tensor_parallel": _SPEED,
     "trainer.policy.activation_offload": _SPEED,
     "trainer.policy.enable_liger_kernel": _SPEED,
-    "trainer.policy.record_memory": _TRACKING,
     "trainer.ref.sequence_parallel_size": _PARALLEL,
     "trainer.critic.model.lora.adapter_names": Unimplemented("diffusion models"),
     "trainer.critic.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
@@ -69,7 +67,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     },
     "trainer.distillation.compile_model": _SPEED,
     "trainer.distillation.seed": Unimplemented("teachers that draw random numbers", result=False),
-    "trainer.profiler.enable_nsys": _TRACKING,
     "trainer.upload": Unimplemented("uploads"),
     "trainer.flash_attn_version": Unimplemented("a choice between versions of FlashAttention", result=False),
     "generator.inference_engine.quantization": Unimplemented("engines that quantize weights as they arrive"),

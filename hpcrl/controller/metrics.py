@@ -9,6 +9,7 @@ from statistics import fmean
 from hpcrl.controller.admission import staleness
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.observe.metrics import Histogram
+from hpcrl.runtime.memory import GIB, resident
 from hpcrl.text import metric_name
 from hpcrl.types import Batch
 
@@ -60,13 +61,14 @@ def batch_histograms(batch: Batch) -> dict[str, Histogram | None]:
     }
 
 
-def position_metrics(step: int, epoch: int, total_steps: int, steps_per_epoch: int) -> dict[str, float]:
-    """Return where in the run a step is."""
+def controller_metrics(step: int, epoch: int, total_steps: int, steps_per_epoch: int) -> dict[str, float]:
+    """Return where in the run a step is, and the memory of the controller."""
     return {
         "trainer/global_step": step,
         "trainer/epoch": epoch,
         "trainer/total_steps": total_steps,
         "trainer/steps_per_epoch": steps_per_epoch,
+        "memory/controller_host_gib": resident() / GIB,
     }
 
 

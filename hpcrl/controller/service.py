@@ -27,8 +27,8 @@ from hpcrl.controller.evaluation import (
 from hpcrl.controller.metrics import (
     batch_histograms,
     batch_metrics,
+    controller_metrics,
     dropped_metrics,
-    position_metrics,
     replica_metrics,
     row_metrics,
     surplus_metrics,
@@ -340,13 +340,13 @@ class Service:
         if step > self._described:
             assert self._metrics is not None
             epoch = self._stream.last_epoch(group.group_id for group in batch.groups)
-            position = position_metrics(step, epoch, self.total_steps, self.steps_per_epoch)
+            own = controller_metrics(step, epoch, self.total_steps, self.steps_per_epoch)
             dropped = dropped_metrics(batch) if self._schedule.sampling.config.type else {}
             surplus = surplus_metrics(batch) if self._schedule.surplus else {}
             replicas = replica_metrics(len(self.workers), self.min_replicas, self._registry.restarts, self._taken_back)
             found = batch_metrics(batch) | replicas if self._rows is None else row_metrics(batch)
             histograms = batch_histograms(batch) if self._rows is None else None
-            self._metrics.write(step, found | dropped | surplus | position, histograms)
+            self._metrics.write(step, found | dropped | surplus | own, histograms)
             self._described = step
         return str(self._run.batch(step).relative_to(self._run.path))
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,11 +93,18 @@ class Timeline:
         self._start, self._began = time.time(), time.monotonic()
         self._phase, self._since, self._step = LOAD, self._began, None
         self._seconds = dict[str, float]()
+        self._follower: Callable[[str, int | None], None] | None = None
         self._lines: list[str] = []
         self._written, self._refused = self._began, False
         # one that was killed in the middle of a line shares its file with the one that took its place
         self._lines.append("\n" if self._path.exists() else "")
         self._note({"process": process, "host": socket.gethostname(), "versions": _versions()})
+
+    def follow(self, follower: Callable[[str, int | None], None]) -> None:
+        """Call `follower` with phase and step, now and whenever one of them changes, so that another tool shows the same ranges."""
+        with self._lock:
+            self._follower = follower
+            follower(self._phase, self._step)
 
     def enter(self, phase: str) -> str:
         """Tell that the process does this from now on; return what it did before."""
@@ -123,6 +130,8 @@ class Timeline:
                 self._enter(self._phase)
                 self._end_window()
                 self._step = step
+                if self._follower:
+                    self._follower(self._phase, step)
 
     def close(self) -> None:
         """Write what there is; the process ends."""
@@ -134,6 +143,8 @@ class Timeline:
     def _enter(self, phase: str) -> None:
         now = time.monotonic()
         self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+        if self._follower and phase != self._phase:
+            self._follower(phase, self._step)
         self._phase, self._since = phase, now
         if now - self._began >= self._resolution_s:
             self._end_window()

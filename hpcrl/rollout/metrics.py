@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from hpcrl.runtime.memory import GIB, resident_with_children
+
 
 class RolloutMetrics:
     """Measures from `start` to the next `start`.
@@ -12,6 +14,7 @@ class RolloutMetrics:
     Attributes:
         tokens: generated since the start; the owner adds to it.
         kept: those that other workers had generated of groups which this one finished; the owner adds to it too.
+        written: bytes of the files of finished groups; likewise.
     """
 
     def __init__(self) -> None:
@@ -28,7 +31,7 @@ class RolloutMetrics:
         self._since = time.monotonic()
         self._busy = 0.0
         self._idle = 0.0
-        self.tokens = self.kept = 0
+        self.tokens = self.kept = self.written = 0
 
     def add(self, known: Mapping[str, float]) -> None:
         """Report further metrics of the change to this version."""
@@ -40,7 +43,7 @@ class RolloutMetrics:
         self._is_busy = busy
 
     def values(self) -> dict[str, float]:
-        """Return the metrics so far; tokens per second are per second with work."""
+        """Return the metrics so far; tokens per second are per second with work, memory is that of this process and its engine now."""
         self._settle()
         share = self._idle / max(self._idle + self._busy, 1e-6)
         values = {**self._known, "generate/idle_seconds": self._idle, "generate/idle_ratio": share}
@@ -48,6 +51,8 @@ class RolloutMetrics:
             values["generate/tokens_per_second"] = self.tokens / max(self._busy, 1e-6)
         if self.kept:
             values["generate/tokens_kept"] = float(self.kept)
+        values["throughput/samples_gib"] = self.written / GIB
+        values["memory/host_gib"] = resident_with_children() / GIB
         return values
 
     def _settle(self) -> None:

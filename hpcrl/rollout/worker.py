@@ -281,6 +281,7 @@ class Worker:
             await self._write_evaluated(version, members)
         if contents:
             await in_thread(write_files, folder, contents)
+            self._rollout_metrics.written += sum(map(len, contents.values()))
         await self._call("complete", groups=[meta.to_json() for meta in metas])
         self._turns.forget(group.work.group_id for group in self._delivering)
         self._delivering = []

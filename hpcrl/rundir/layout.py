@@ -28,7 +28,8 @@
   evaluations/<name>/              of `hpcrl eval`, each laid out as a run directory (hpcrl/launch/local/evaluate.py)
   metrics/*.jsonl                  one writer per file; the truth
   timeline/<attempt>/<process>.jsonl   what each process did when, and .old.jsonl what it did before (hpcrl/observe/timeline.py)
-  profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks
+  profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks; rank-0.nsys-rep and rollout-0.nsys-rep, those of Nsight Systems
+  profile/<attempt>/memory/rank-0-s000042.pickle   what allocated GPU memory in step 42; trainer.policy.record_memory. rank-0-oom.pickle: when it ran out
   tensorboard/<run>/               derived from metrics; can be rebuilt
   trackers/<name>.json             what a tracker has been told; <name>/ its own files
   control/                         stop, stacks: requests to the agents
@@ -227,8 +228,24 @@ class Run:
     def rendezvous(self, attempt: int) -> Path:
         return self.endpoints / f"rendezvous-{attempt}.json"
 
+    def profiles(self, attempt: int) -> Path:
+        return self.path / "profile" / str(attempt)
+
     def profile_of(self, attempt: int, rank: int) -> Path:
-        return self.path / "profile" / str(attempt) / f"rank-{rank}.json.gz"
+        return self.profiles(attempt) / f"rank-{rank}.json.gz"
+
+    def nsys_report(self, attempt: int, process: str) -> Path:
+        return self.profiles(attempt) / f"{process}.nsys-rep"
+
+    def memory_snapshot(self, attempt: int, rank: int, step: int | None) -> Path:
+        """Return the file of what allocated memory in `step`; None: at the moment at which it ran out."""
+        when = "oom" if step is None else f"s{step:06d}"
+        return self.profiles(attempt) / "memory" / f"rank-{rank}-{when}.pickle"
+
+    def memory_snapshots(self, rank: int) -> list[Path]:
+        """Return those of steps that are there of a rank, by attempt and step."""
+        found = (self.path / "profile").glob(f"*/memory/rank-{rank}-s*.pickle")
+        return sorted(found, key=lambda path: (attempt_of(path.parents[1]) or 0, path.name))
 
     def logs(self, attempt: int) -> Path:
         return self.path / "logs" / str(attempt)

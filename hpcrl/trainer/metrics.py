@@ -14,6 +14,7 @@ import torch
 from hpcrl.algorithms.off_policy import PER_SAMPLE
 from hpcrl.observe.metrics import Histogram
 from hpcrl.observe.timeline import OTHER, Timeline
+from hpcrl.runtime.memory import GIB, resident
 from hpcrl.trainer.advantages import Advantages
 from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.batching import idle_share
@@ -205,24 +206,37 @@ def _deviation(total: float, squared: float, count: float) -> float:
     return math.sqrt(max(0.0, variance))  # rounding may push a tiny variance below 0
 
 
-def describe_cost(batch: Batch, seconds: dict[str, float], world: World, flops: float) -> dict[str, float]:
-    """Return timing/*, throughput/* and memory/*: seconds of rank 0, peaks of the rank that needs most.
+def describe_cost(
+    batch: Batch, seconds: dict[str, float], world: World, flops: float, peak_tflops: float | None = None
+) -> dict[str, float]:
+    """Return timing/*, throughput/* and memory/*: seconds of rank 0, memory of the rank that needs most. All ranks call it.
 
     Args:
         flops: of the policy's updates in this step.
+        peak_tflops: trainer.peak_tflops.
     """
     tokens = sum(length for group in batch.groups for length in group.lengths)
-    peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20]
-    if world.device.type == "cuda":
-        peaks.append(torch.cuda.max_memory_allocated() / 2**30)
-    names = ["memory/peak_host_gib", "memory/peak_device_gib"]
     return {
         **describe_times(seconds),
         "throughput/tokens_per_second": tokens / seconds[_STEP],
         "throughput/train_tokens_per_second_per_rank": tokens / seconds["policy_train"] / world.size,
-        **describe_flops(flops, seconds["policy_train"], world.size, world.device),
-        **dict(zip(names, world.max(peaks), strict=False)),
+        **describe_flops(flops, seconds["policy_train"], world.size, world.device, peak_tflops),
+        **describe_memory(world),
     }
+
+
+def describe_memory(world: World) -> dict[str, float]:
+    """Return memory/*, each of the rank that has most of it: of the host now and at most so far, of the GPU now and at most since the last call."""
+    now, most = resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    found = {"memory/host_gib": now, "memory/peak_host_gib": max(now, most)}  # Linux counts the latter less exactly
+    if world.device.type == "cuda":
+        found |= {
+            "memory/device_gib": torch.cuda.memory_allocated(),
+            "memory/peak_device_gib": torch.cuda.max_memory_allocated(),
+            "memory/peak_reserved_device_gib": torch.cuda.max_memory_reserved(),
+        }
+        torch.cuda.reset_peak_memory_stats()
+    return dict(zip(found, world.max([size / GIB for size in found.values()]), strict=True))
 
 
 def describe_times(seconds: dict[str, float]) -> dict[str, float]:

@@ -28,7 +28,7 @@ FILES = [
 ]  # fmt: skip
 OF_ONE_RUN = {
     "status": (), "follow": (), "logs": (), "stacks": (), "cancel": (), "requeue": (), "resume": ("trainer.seed=1",), "samples": (), "tensorboard": ("--rebuild",),
-    "attach": ("--", "true"), "replay": ("--step", "1"), "checkpoint ls": (), "checkpoint verify": (), "verify": (), "trace": (), "report": (), "compare": ("good",), "rescore": (), "sync": ("--to", "console"),
+    "attach": ("--", "true"), "profile": ("--seconds", "1"), "replay": ("--step", "1"), "checkpoint ls": (), "checkpoint verify": (), "verify": (), "trace": (), "report": (), "compare": ("good",), "rescore": (), "sync": ("--to", "console"),
 }  # fmt: skip
 """Commands that name a run, each with the arguments that follow its name; the seed is refused, so that nothing starts."""
 

@@ -163,12 +163,11 @@ def test_groups_of_each_version(
     assert 0 < metrics[1]["weights/load_seconds/rollout-5"] < metrics[1]["weights/pause_seconds/rollout-5"]
     size = sum(path.stat().st_size for path in run.weights_of(1).iterdir() if path.name not in (MANIFEST, COMMIT))
     assert metrics[1]["weights/load_gib/rollout-5"] == pytest.approx(size / 2**30)
+    samples = sum(path.stat().st_size for path in run.samples_of(5).iterdir())
+    written = sum(values.get("throughput/samples_gib/rollout-5", 0.0) for values in metrics.values())
+    assert metrics[0]["memory/host_gib/rollout-5"] > written == pytest.approx(samples / 2**30)
     assert 0 < metrics[1]["weights/probe_difference/rollout-5"] < 1e-4
-    (process_status,) = [
-        process_status
-        for process_status in read_process_statuses(run, ATTEMPT)
-        if process_status.process == "rollout-5"
-    ]
+    (process_status,) = [one for one in read_process_statuses(run, ATTEMPT) if one.process == "rollout-5"]
     assert process_status.facts["version"] in (0, 1)
 
 

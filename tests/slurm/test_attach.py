@@ -25,10 +25,14 @@ def start(cluster: DevCluster, root: Path) -> Run:
     write_text(run.config, Config.from_toml([QUICKSTART, SITE], []).to_toml())
     script = root / "role.sh"
     script.write_text(
-        f"export HPCRL_ATTEMPT=1 HPCRL_ROLE_IS=$1 PYTHONPATH=/its/code\nexec {sys.executable} {root}/$1.py {run.path}\n"
+        f"export HPCRL_ATTEMPT=1 HPCRL_ROLE_IS=$1 HPCRL_HEARTBEAT={root}/beats-$1 PYTHONPATH=/its/code\nexec {sys.executable} {root}/$1.py {run.path}\n"
     )
-    for role in ("train", "rollout"):
-        (root / f"{role}.py").write_text("import time\ntime.sleep(300)\n")
+    for role, process in (("train", "rank-0"), ("rollout", "rollout-0")):
+        beat = root / f"beats-{role}" / process
+        beat.parent.mkdir()
+        (root / f"{role}.py").write_text(
+            f"import os\nopen('{beat}', 'w').write(f'{{os.getpid()}} serve 1')\ndef works():\n    while True: sum(range(999))\nworks()\n"
+        )
     step = f"srun bash -c 'case $SLURM_NODEID in 0) bash {script} train;; *) bash {script} rollout;; esac'"
     job = cluster.ask(["sbatch", "--parsable", "--array=0", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", step])
     record = {"executor": "slurm", "job_id": f"{job}_0", "overrides": [], "submitted": time.time(), "host": "ctl"}
@@ -57,6 +61,11 @@ def test_attach_runs_a_command_with_the_environment_of_the_role(cluster: DevClus
         for arguments in (["--role", "rollout"], ["--node", "1"], ["--node", second]):
             assert ask(*arguments, *show) == f"{second} rollout /its/code {run.path} {python}"
         assert cluster.run([HPCRL, "attach", str(run.path), "--", "sh", "-c", "exit 7"]).returncode == 7
+        command = [HPCRL, "profile", str(run.path), "--role", "rollout", "--seconds", "1", "--format", "top"]
+        sampled = cluster.run([*command, "-o", str(tmp_path / "top")])
+        assert sampled.returncode == 0, sampled.stderr
+        assert "rollout-0 of mine" in (text := (tmp_path / "top").read_text())
+        assert "works (rollout.py" in text
 
         refused = cluster.run([HPCRL, "attach", str(run.path), "--node", "n77"])
         assert refused.returncode == 5
@@ -67,7 +76,7 @@ def test_attach_runs_a_command_with_the_environment_of_the_role(cluster: DevClus
         wait_for(lambda: not cluster.ask(["squeue", "-h"]), lambda: cluster.ask(["squeue"]), 30)
     over = cluster.run([HPCRL, "attach", str(run.path)])
     assert over.returncode == 5
-    assert "is cancelled: it has no processes to attach to" in over.stderr
+    assert "is cancelled: it has no processes now" in over.stderr
 
 
 def shell_of(cluster: DevCluster, run: Run) -> str:

@@ -29,7 +29,7 @@ from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.service import Service
 from hpcrl.data.group_file import write_group
 from hpcrl.observe.metrics import merged, read_metrics
-from hpcrl.rundir.commit import committed, is_committed, verify, write_text
+from hpcrl.rundir.commit import committed, is_committed, read_json, verify, write_text
 from hpcrl.rundir.layout import Run, step_of, version_of
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.http_server import Guard, Signed, bind, serve
@@ -276,15 +276,19 @@ def test_metrics(run: Run) -> None:
     assert [(record.attempt, record.step) for record in whole] == [(1, 1), (1, 2), (2, 3), (2, 4)]
     saved = [record.step for record in records if "timing/save_checkpoints" in record.metrics]
     assert saved == [2, STEPS]
-    behind = [record.step for record in records if "timing/save_checkpoints_behind" in record.metrics]
-    assert behind == [STEPS], "of the first one it was known in step 3, which was done again"
+    for name in ("timing/save_checkpoints_behind", "throughput/checkpoint_gib"):
+        behind = [record.step for record in records if name in record.metrics]
+        assert behind == [STEPS], "of the first one it was known in step 3, which was done again"
+    manifest = read_json(run.checkpoint(STEPS) / "manifest.json") or {}
+    size = merged(run)[STEPS]["throughput/checkpoint_gib"] * 2**30
+    assert size == pytest.approx(sum(entry["size"] for entry in manifest["files"].values()))
     names = set(merged(run)[STEPS])
     assert names >= {
         "policy/policy_loss", "policy/policy_entropy", "policy/response_length", "policy/loss_metrics/clip_ratio",
         "policy/rollout_train_logprobs_abs_diff_mean", "policy/rollout_train_logprobs_abs_diff_std", "policy/skipped_updates",
         "loss/avg_raw_advantages", "loss/avg_raw_advantages_abs", "throughput/tokens_per_second",
         "timing/step", "timing/policy_train", "timing/sync_weights", "timing/save_checkpoints", "timing/save_hf_model",
-        "memory/peak_host_gib", "throughput/idle_share", "throughput/train_tflops_per_second_per_rank", "timing/update_ref_with_policy", "policy/shared_prefix_tokens", "timing/dump_data_batch",
+        "memory/peak_host_gib", "memory/host_gib", "throughput/idle_share", "throughput/train_tflops_per_second_per_rank", "timing/update_ref_with_policy", "policy/shared_prefix_tokens", "timing/dump_data_batch",
     }  # fmt: skip
 
 

@@ -57,7 +57,7 @@ from hpcrl.config.rules.scorers import ranks_of_scorers, reference_apart, teache
 from hpcrl.config.rules.training import (
     frozen,
     preference_losses,
-    profiled_ranks,
+    profiles,
     reward_models,
     rotary_positions,
     sharding,
@@ -373,7 +373,7 @@ RULES: tuple[Rule, ...] = (
     frozen,
     preference_losses,
     reward_models,
-    profiled_ranks,
+    profiles,
     _critic,
     _reference,
     _off_policy,

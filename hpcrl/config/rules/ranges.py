@@ -134,6 +134,8 @@ RANGES: dict[str, Range] = {
     "wait_steps": _NOT_NEGATIVE,
     "warmup_steps": _NOT_NEGATIVE,
     "active_steps": _COUNT,
+    "nsys_engine_iterations": _NOT_NEGATIVE,
+    "peak_tflops": _POSITIVE,
     "epochs": _COUNT,
     "max_steps": _COUNT,
     "ckpt_interval_epochs": _COUNT,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
-from hpcrl.config.derive import copy_ranks, critic_ranks, ref_ranks, trainer_ranks
+from hpcrl.config.derive import copy_ranks, critic_ranks, gpu_count, ref_ranks, trainer_ranks
 from hpcrl.config.errors import Problem, shown
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.dpo import PREFERENCE_LOSSES
@@ -78,11 +78,27 @@ def frozen(config: ConfigTree) -> Iterator[Problem]:
             yield Problem("trainer.policy.freeze_pattern", f'"{pattern}" is not a regular expression: {error}')
 
 
-def profiled_ranks(config: ConfigTree) -> Iterator[Problem]:
-    profiler, ranks = config.trainer.profiler, trainer_ranks(config.trainer)
+def profiles(config: ConfigTree) -> Iterator[Problem]:
+    path, profiler, ranks = "trainer.profiler", config.trainer.profiler, trainer_ranks(config.trainer)
     wrong = [rank for rank in profiler.ranks if not 0 <= rank < ranks]
-    if profiler.enable and (wrong or not profiler.ranks):
-        yield Problem("trainer.profiler.ranks", f"expected trainer ranks from 0 to {ranks - 1}, found {profiler.ranks}")
+    if (profiler.enable or profiler.enable_nsys) and (wrong or not profiler.ranks):
+        yield Problem(f"{path}.ranks", f"expected trainer ranks from 0 to {ranks - 1}, found {profiler.ranks}")
+    if profiler.enable and profiler.enable_nsys:
+        yield Problem(
+            f"{path}.enable_nsys", f"a GPU reports its kernels to one profiler at a time; leave {path}.enable out"
+        )
+    if profiler.nsys_engine_iterations and not profiler.enable_nsys:
+        yield Problem(f"{path}.nsys_engine_iterations", f"has no effect without {path}.enable_nsys=true")
+    if profiler.nsys_engine_iterations and config.generator.inference_engine.backend != "vllm":
+        yield Problem(
+            f"{path}.nsys_engine_iterations", "vLLM alone records itself; generator.inference_engine.backend is another"
+        )
+    for name, asked in {
+        f"{path}.enable_nsys": profiler.enable_nsys,
+        "trainer.policy.record_memory": config.trainer.policy.record_memory,
+    }.items():
+        if asked and gpu_count(config.slurm) == 0:
+            yield Problem(name, "records GPUs, which a run on CPUs (slurm.gpus_per_node=0) has not; leave it out")
 
 
 def preference_losses(config: ConfigTree) -> Iterator[Problem]:

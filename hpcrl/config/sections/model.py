@@ -274,7 +274,7 @@ class PolicyConfig:
     """Replace layers of the model by the Liger kernels."""
 
     record_memory: bool = False
-    """Write a snapshot of CUDA memory history after each optimizer step into the run directory."""
+    """Write a snapshot of each rank's GPU memory after each step, and when memory runs out, into profile/ of the run directory; the newest four stay."""
 
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)
     """Replaces entries of the model's config.json in the trainer, the engines and exports; engines take generator.inference_engine.engine_init_kwargs.hf_overrides before it."""

@@ -65,7 +65,10 @@ class ProfilerConfig:
     """Record a PyTorch profile of the trainer into profile/ of the run directory, for chrome://tracing or Perfetto."""
 
     enable_nsys: bool = False
-    """Bracket the recorded steps for Nsight Systems instead."""
+    """Record those steps with Nsight Systems instead, whose `nsys` has to be on the PATH of the nodes: the trainer's ranks are started under it, and phases are NVTX ranges."""
+
+    nsys_engine_iterations: int = 0
+    """With enable_nsys: iterations of each vLLM engine that are recorded too, after its first 100; 0: engines are not started under it."""
 
     wait_steps: int = 1
     """Steps that are skipped first; counted from where an attempt starts."""
@@ -161,6 +164,9 @@ class TrainerConfig:
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
 
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+
+    peak_tflops: float | None = None
+    """Teraflops per second that one device can do in the number type of training, of which throughput/mfu is the share; unset: the maker's figure for bf16, where the GPU is a known one."""
 
     upload: UploadConfig = field(default_factory=UploadConfig)
 

@@ -9,6 +9,7 @@ from typing import Any
 from hpcrl.config import Config
 from hpcrl.errors import DeviceError, RunError
 from hpcrl.launch.agent.devices import visible_devices
+from hpcrl.launch.agent.nsight import records_engines, records_ranks
 from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.doctor.facts import Purpose, of_node
 from hpcrl.launch.doctor.finding import Finding
@@ -31,11 +32,13 @@ def check_node(run: Run, config: Config, node: Node, context: NodeContext, sizes
         DeviceError: this node cannot do its part; the message says what was found and the remedy.
         RunError: the run directory has too little room, which no other node has more of.
     """
+    profiler = config.trainer.profiler
     purpose = Purpose(
         gpus=node.gpus,
         engines=bool(node.replicas),
         named=not (context.local or config.slurm.network_interface),
         requeues=node.index == 0 and not context.local and config.slurm.container.host_python is None,
+        nsys=records_ranks(profiler, node) or records_engines(profiler, node),
         rooms=rooms(run, config, sizes),
     )
     findings = list(of_node(_facts(run, node, context, _copies(config, node)), purpose))

@@ -12,10 +12,11 @@ from hpcrl.config import Config
 from hpcrl.launch.agent.child import Child
 from hpcrl.launch.agent.environment import Environments
 from hpcrl.launch.agent.network import choose_port, node_address
+from hpcrl.launch.agent.nsight import records_engines, records_ranks, under_nsys
 from hpcrl.launch.agent.recorder import FlightRecorder
 from hpcrl.launch.agent.start import NodeContext
 from hpcrl.launch.nodes import Node, make_plan, trainer_nodes
-from hpcrl.rundir.commit import read_json, write_json
+from hpcrl.rundir.commit import make_directory, read_json, write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.scratch import Scratch, remove_abandoned, weight_copy_dir
 
@@ -42,6 +43,7 @@ class NodeProcesses:
         self._run, self._attempt, self._node, self._grace_s = run, attempt, node, grace_s
         self._trainer_nodes = trainer_nodes(make_plan(config))
         self._one_rank = self._trainer_nodes * node.ranks == 1
+        self._profiler = config.trainer.profiler
         self._address = "127.0.0.1" if context.local else node_address(config.slurm.network_interface)
         interface = None if context.local else config.slurm.network_interface
         self._copies = weight_copy_dir(config.generator.inference_engine) if node.replicas else None
@@ -74,7 +76,15 @@ class NodeProcesses:
             command = [*torchrun, f"--nproc-per-node={self._node.scorer_ranks}", *command]
         elif job == "scorer":
             variables |= _ONE_RANK
-        self._spawn(name, [sys.executable, *command], signal.SIGTERM, False, **variables)
+        command = [sys.executable, *command]
+        if records_engines(self._profiler, self._node):
+            command = self._under_nsys(command, name, "--cuda-graph-trace=node")  # the kernels of each graph too
+        self._spawn(name, command, signal.SIGTERM, False, **variables)
+
+    def _under_nsys(self, command: list[str], process: str, *more: str) -> list[str]:
+        report = self._run.nsys_report(self._attempt, process)
+        make_directory(report.parent)
+        return under_nsys(command, report, *more)
 
     def _job(self, name: str) -> str:
         return str(self._run.code / "jobs" / f"{name}.py")
@@ -107,19 +117,21 @@ class NodeProcesses:
         self.rendezvous, name = meeting["number"], f"trainer-{self._node.index}"
         if old := self.children.pop(name, None):
             old.end(0.0)
-        ranks = [self._job("train"), str(self._run.path)]
+        ranks = [sys.executable, "-u", self._job("train"), str(self._run.path)]
         more = self.recorder.prepare()
+        if records_ranks(self._profiler, self._node):
+            ranks = self._under_nsys(ranks, "rank-%q{RANK}")
         if self._one_rank:
             more |= _ONE_RANK
         else:
             ranks = [
-                "-m", "torch.distributed.run", f"--log-dir={self._scratch.path}", "--signals-to-handle=SIGHUP",
+                sys.executable, "-m", "torch.distributed.run", f"--log-dir={self._scratch.path}", "--signals-to-handle=SIGHUP",
                 f"--nnodes={self._trainer_nodes}", f"--node-rank={self._node.index}", f"--nproc-per-node={self._node.ranks}",
-                f"--master-addr={meeting['address']}", f"--master-port={meeting['port']}", "--max-restarts=0", *ranks,
+                f"--master-addr={meeting['address']}", f"--master-port={meeting['port']}", "--max-restarts=0", "--no-python", *ranks,
             ]  # fmt: skip
             more |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(self._grace_s))}
         # The ranks get the stop request themselves. torchrun would end at the second SIGTERM, and they with it, while they save.
-        self._spawn(name, [sys.executable, *ranks], signal.SIGHUP, ignore_sigterm=True, **more)
+        self._spawn(name, ranks, signal.SIGHUP, ignore_sigterm=True, **more)
 
     def ended(self, name: str) -> bool:
         """Return whether a process was started and has ended."""

@@ -49,6 +49,7 @@ class Purpose:
         engines: whether engines run there.
         named: whether other nodes reach it by its name.
         requeues: whether a job is requeued from there.
+        nsys: whether Nsight Systems records its processes.
         rooms: what it will write, by the name of the place, as far as that is known.
     """
 
@@ -56,6 +57,7 @@ class Purpose:
     engines: bool = True
     named: bool = True
     requeues: bool = False
+    nsys: bool = False
     rooms: Mapping[str, Room] = field(default_factory=dict)
 
 
@@ -69,6 +71,9 @@ def of_node(facts: Mapping[str, Any], purpose: Purpose) -> Iterator[Finding]:
     if purpose.requeues and not facts["scontrol"]:
         remedy = "a preempted run requeues itself from its first node; have Slurm's client programs there, also in a container"
         yield warning("scontrol", f"not on {host}", remedy)
+    if purpose.nsys and not facts["nsys"]:
+        remedy = "trainer.profiler.enable_nsys starts processes under it: load the module that has it in slurm.setup (nsight-systems, cuda), or add its bin to PATH there"
+        yield error("nsys", f"not on the PATH of {host} ({facts['path']})", remedy)
     if facts["abandoned"]:
         yield ok("left over", f"removed on {host}, of processes that were killed: {', '.join(facts['abandoned'])}")
     yield from of_gpus(facts, purpose.gpus, purpose.engines)

@@ -76,6 +76,8 @@ def facts(
         },
         "abandoned": [str(path) for path in abandoned],
         "scontrol": shutil.which("scontrol") is not None,
+        "nsys": shutil.which("nsys"),
+        "path": os.environ.get("PATH", ""),
     }
 
 

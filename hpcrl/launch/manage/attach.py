@@ -29,21 +29,41 @@ def attach(run: Run, node: str | None, role: str | None, command: Sequence[str])
     Raises:
         RunError: the run has no processes now, or no such node.
     """
-    state = states_of([run])[0]
-    if state.over or state.attempt == 0 or state.kind == "starting" or state.job.waiting or state.outcome is not None:
-        raise RunError(f"{run.name} is {state.kind}: it has no processes to attach to ({state.detail})")
+    state = running(run)
     plan, hosts = make_plan(Config.from_toml([run.config])), read_attempts(run)[-1].hosts
     chosen = choose(plan, hosts, node, role)
     inside = [
         sys.executable, "-m", "hpcrl.launch.manage.attach_remote", str(run.path), str(state.attempt), str(chosen.index), chosen.role, *command,
     ]  # fmt: skip
     sys.stdout.flush()
-    if state.submission["executor"] == "local":
-        os.execv(inside[0], inside)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_NO_JOB)}
     terminal = ["--pty"] if os.isatty(0) and os.isatty(1) else []
-    place = [f"--jobid={_raw_id(state)}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={hosts[chosen.index]}"]
-    os.execvpe("srun", ["srun", *place, "--mem=0", *terminal, *inside], environment)
+    command, environment = on_node(state, hosts[chosen.index], *terminal)
+    os.execvpe([*command, *inside][0], [*command, *inside], environment)
+
+
+def running(run: Run) -> RunState:
+    """Return the state of a run that has processes now.
+
+    Raises:
+        RunError: it has none.
+    """
+    state = states_of([run])[0]
+    if state.over or state.attempt == 0 or state.kind == "starting" or state.job.waiting or state.outcome is not None:
+        raise RunError(f"{run.name} is {state.kind}: it has no processes now ({state.detail})")
+    return state
+
+
+def on_node(state: RunState, host: str, *options: str) -> tuple[list[str], dict[str, str]]:
+    """Return what a command is to be preceded by so that it runs on a node of a running run, and its environment.
+
+    Args:
+        options: of srun, where the run is a job of Slurm.
+    """
+    if state.submission["executor"] == "local":
+        return [], dict(os.environ)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_NO_JOB)}
+    place = [f"--jobid={_raw_id(state)}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}"]
+    return ["srun", *place, "--mem=0", *options], environment
 
 
 def choose(plan: Sequence[Node], hosts: Sequence[str], node: str | None, role: str | None) -> Node:

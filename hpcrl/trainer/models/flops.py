@@ -83,14 +83,18 @@ class ModelFlops:
         return body + (4.0 if self.frozen_head else 6.0) * self.head * trained
 
 
-def describe_flops(flops: float, seconds: float, ranks: int, device: torch.device) -> dict[str, float]:
-    """Return throughput/train_tflops_per_second_per_rank and, on a GPU whose peak is known, throughput/mfu.
+def describe_flops(
+    flops: float, seconds: float, ranks: int, device: torch.device, peak: float | None = None
+) -> dict[str, float]:
+    """Return throughput/train_tflops_per_second_per_rank and, where the peak of the device is known, throughput/mfu.
 
     Args:
         flops: of all ranks together, in `seconds`.
+        peak: TFLOP/s of one device; None: the maker's figure, of a GPU that is a known one.
     """
     rate = flops / seconds / ranks / 1e12
-    peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peak is None and device.type == "cuda":
+        peak = peak_tflops(torch.cuda.get_device_name(device))
     return {"throughput/train_tflops_per_second_per_rank": rate} | ({"throughput/mfu": rate / peak} if peak else {})
 
 

@@ -151,8 +151,10 @@ class Checkpoints:
             committer.expect(start.size)
         return start
 
-    def save(self, engine: Engine, critic: Engine | None, batch: Batch, extra_state: dict[str, float]) -> None:
-        """Save the state after `batch` was trained; one that is still being written is waited for.
+    def save(
+        self, engine: Engine, critic: Engine | None, batch: Batch, extra_state: dict[str, float]
+    ) -> dict[str, float]:
+        """Save the state after `batch` was trained; one that is still being written is waited for. Return metrics as `settle`.
 
         Args:
             extra_state: numbers beside the engines' state, the same on every rank.
@@ -160,15 +162,17 @@ class Checkpoints:
         Raises:
             CommitError: this one, or the one before, could not be written, and training is to end for that.
         """
-        self.settle(wait=True)
+        before = self.settle(wait=True)
         content = self._content(engine, critic, batch, extra_state, copied=self._behind is not None)
         if self._behind is not None:
             self._background = _BackgroundCommit(self._behind, content, self._world.device)
-        else:
-            self._conclude(content, _try_commit(self._committer, content))
+            return before
+        error = _try_commit(self._committer, content)
+        self._conclude(content, error)
+        return {} if error else self._size()
 
     def settle(self, wait: bool = False, last: bool = False) -> dict[str, float]:
-        """Take note of a checkpoint that was written in the background; return how long that took, as metrics.
+        """Take note of a checkpoint that was written in the background; return how long that took and its size, as metrics.
 
         All ranks call it between steps.
 
@@ -191,7 +195,11 @@ class Checkpoints:
         self._background = None
         self._committer.expect(background.committer.size)
         self._conclude(background.content, background.error, go_on=last)
-        return {"timing/save_checkpoints_behind": background.seconds}
+        return {"timing/save_checkpoints_behind": background.seconds} | ({} if background.error else self._size())
+
+    def _size(self) -> dict[str, float]:
+        """Return what the last checkpoint takes, as a metric."""
+        return {"throughput/checkpoint_gib": (self._committer.size or 0) / 2**30}
 
     def finish(
         self,
@@ -214,6 +222,7 @@ class Checkpoints:
         if self._newest != content.target:
             self._committer.commit(content)
             self._conclude(content, None)
+            times |= self._size()
         return times
 
     def _conclude(self, content: CheckpointContent, error: CommitError | None, *, go_on: bool = False) -> None:

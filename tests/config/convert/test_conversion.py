@@ -18,7 +18,7 @@ VALUES = {
     "data.train_data": ["t.parquet"],
     "trainer.policy.model.path": "m",
     "trainer.eval_interval": 0,
-    "trainer.profiler.enable_nsys": True,
+    "trainer.policy.compile_model": True,
     "trainer.critic.model.path": "c",
     "generator.n_samples_per_prompt": 4,
     "generator.inference_engine.engine_init_kwargs": {"a-b": [1, "x"], "nested": {"t": True}},
@@ -32,7 +32,7 @@ def test_what_is_not_implemented_yet_is_written_unless_it_changes_nothing_that_i
     text = conversion.to_toml()
     assert tomli.loads(re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)) == nested(VALUES)
     active = tomli.loads(text)
-    assert active["trainer"]["profiler"] == {}
+    assert "compile_model" not in active["trainer"]["policy"]
     assert active["trainer"]["policy"]["low_precision"] == {"fp8": True}
     assert text.index("[generator]") < text.index("[generator.inference_engine]")
 

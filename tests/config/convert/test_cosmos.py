@@ -191,6 +191,14 @@ def test_fine_tuning_of_experts_in_a_pipeline() -> None:
     assert unknown.source == "policy.parallelism.cp_rotate_method"
 
 
+def test_one_profiler_at_a_time() -> None:
+    both = of({"profiler": {"enable_profiler": True, "enable_nsys": True}})
+    assert (both.values["trainer.profiler.enable_nsys"], both.values["trainer.profiler.enable"]) == (True, False)
+    assert [entry.kind for entry in both.entries if entry.source == "profiler.enable_profiler"] == ["dropped"]
+    alone = of({"profiler": {"enable_profiler": True}})
+    assert alone.values["trainer.profiler.enable"] is True
+
+
 def test_robots() -> None:
     conversion = converted("10")
     values = conversion.values

@@ -84,6 +84,36 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"trainer.profiler.enable": False, "trainer.profiler.ranks": []},
     ),
     (
+        {"trainer.profiler.enable_nsys": True, "slurm.gpus_per_node": 1, "trainer.profiler.ranks": [1]},
+        "trainer.profiler.ranks", "from 0 to 0", {"trainer.profiler.enable_nsys": True, "slurm.gpus_per_node": 1},
+    ),
+    (
+        {"trainer.profiler.enable_nsys": True, "trainer.profiler.enable": True, "slurm.gpus_per_node": 1},
+        "trainer.profiler.enable_nsys", "one profiler at a time",
+        {"trainer.profiler.enable_nsys": True, "slurm.gpus_per_node": 1},
+    ),
+    (
+        {"trainer.profiler.enable_nsys": True, "slurm.gpus_per_node": 0}, "trainer.profiler.enable_nsys", "records GPUs",
+        {"trainer.profiler.enable": True, "slurm.gpus_per_node": 0},
+    ),
+    (
+        {"trainer.policy.record_memory": True, "slurm.gpus_per_node": 0}, "trainer.policy.record_memory",
+        "records GPUs", {"trainer.policy.record_memory": True, "slurm.gpus_per_node": 1},
+    ),
+    (
+        {"trainer.profiler.nsys_engine_iterations": 50}, "trainer.profiler.nsys_engine_iterations",
+        "no effect without trainer.profiler.enable_nsys",
+        {"trainer.profiler.nsys_engine_iterations": 50, "trainer.profiler.enable_nsys": True, "slurm.gpus_per_node": 1},
+    ),
+    (
+        {
+            "trainer.profiler.nsys_engine_iterations": 50, "trainer.profiler.enable_nsys": True,
+            "slurm.gpus_per_node": 1, "generator.inference_engine.backend": "transformers",
+        },
+        "trainer.profiler.nsys_engine_iterations", "vLLM alone records itself",
+        {"trainer.profiler.nsys_engine_iterations": 50, "trainer.profiler.enable_nsys": True, "slurm.gpus_per_node": 1},
+    ),
+    (
         {f"{DYNAMIC}.max_sample_batches": 5}, f"{DYNAMIC}.max_sample_batches", "no effect without",
         {f"{DYNAMIC}.max_sample_batches": 5, f"{DYNAMIC}.type": "filter"},
     ),

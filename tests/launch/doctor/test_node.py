@@ -156,7 +156,7 @@ def levels(facts: dict[str, Any], purpose: Purpose = ON_SLURM) -> dict[str, str]
 def test_limits_and_network() -> None:
     well: dict[str, Any] = {
         "host": "n1", "address": "10.0.0.1", "places": {}, "open_files": 65536, "locked_memory": -1, "ephemeral": [32768, 60999],
-        "gpus": [], "devices": [], "torch": None, "scontrol": True, "abandoned": [],
+        "gpus": [], "devices": [], "torch": None, "scontrol": True, "nsys": None, "path": "/bin", "abandoned": [],
     }  # fmt: skip
     assert set(levels(well).values()) == {"ok"}
     assert levels({**well, "open_files": 256})["open files"] == "error"

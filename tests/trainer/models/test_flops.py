@@ -53,6 +53,26 @@ def test_samples_add_up_and_attention_grows_with_the_square() -> None:
     assert flops.training([3, 5], 3) == one_by_one == 6 * 10 * 8 + 6 * 7 * 3 + 6 * 4 * (9 + 25)
 
 
+def test_experts_as_torch_counts() -> None:
+    model, length = model_of("qwen3_moe", **EXPERTS), 100
+    model.set_experts_implementation("eager")  # what torch's grouped products do, its counter does not know
+    flops = ModelFlops.of(model)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randint(512, (1, length)), use_cache=False).logits.sum().backward()
+    whole = flops.training([length], length) + 6 * flops.attention * length**2
+    assert whole == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_what_is_computed_again_does_not_count() -> None:
+    model, length = model_of("qwen3"), 100
+    plain = ModelFlops.of(model).training([length], length)
+    model.gradient_checkpointing_enable()
+    model.train()
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, length, dtype=torch.int64), use_cache=False).logits.sum().backward()
+    assert ModelFlops.of(model).training([length], length) == plain < 0.9 * counter.get_total_flops()
+
+
 def test_a_token_goes_to_some_experts_only() -> None:
     """Two of eight experts of 3 x 64 x 32 numbers in each of three layers."""
     one, all_of_them = (model_of("qwen3_moe", **EXPERTS | {"num_experts_per_tok": top}) for top in (2, 8))
@@ -61,7 +81,9 @@ def test_a_token_goes_to_some_experts_only() -> None:
 
 
 def test_rates() -> None:
-    assert describe_flops(8e12, 2.0, 4, torch.device("cpu")) == {"throughput/train_tflops_per_second_per_rank": 1.0}
+    rate, device = {"throughput/train_tflops_per_second_per_rank": 1.0}, torch.device("cpu")
+    assert describe_flops(8e12, 2.0, 4, device) == rate
+    assert describe_flops(8e12, 2.0, 4, device, peak=4.0) == rate | {"throughput/mfu": 0.25}
     assert [peak_tflops(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "Tesla T4")] == [989, 756, None]
     assert [peak_tflops(name) for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA GB200", "NVIDIA A40")] == [312, 2250, 149.7]
     assert peak_tflops("NVIDIA RTX A4000") is None, "no A40"

@@ -36,7 +36,7 @@ def attempt(world: World, options: dict[str, Any]) -> None:
     consensus = StopConsensus(world, STOP, Heartbeat(run, number, f"rank-{world.rank}"))
     with controller(run, number) if world.first else nullcontext():
         timeline = Timeline(run, f"rank-{world.rank}", number)
-        work(run, number, Config.from_toml([run.config]), world, consensus, timeline, lambda: None)
+        work(run, number, Config.from_toml([run.config]), world, consensus, timeline, lambda _: None)
     if world.first:
         said = next(
             process_status.state

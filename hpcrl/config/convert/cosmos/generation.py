@@ -23,6 +23,7 @@ _ENGINE = "generator.inference_engine"
 _TRAINERS = {"grpo": ("grpo", "diffusion_nft", *ROBOT_TRAINERS), "sft": ("sft", "dpo", "diffusers_sft", "pi_sft")}
 _NO_ENGINES = ("vla", "diffusion_nft_rollout")
 _SHOWN_BY = ("wandb", "console")
+_PROFILER = "profiler.enable_profiler"
 _TENTH = 0.1
 
 
@@ -172,6 +173,9 @@ def logging(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
     names = source["logging.logger"]
     values["trainer.logger"] = [name for name in names if name in _SHOWN_BY] or None
     values["trainer.profiler.ranks"] = source["profiler.sub_profiler_config.rank_filter"] or [0]
+    if source[_PROFILER] and source["profiler.enable_nsys"]:
+        values["trainer.profiler.enable"] = False
+        yield Entry("dropped", _PROFILER, "", "Nsight Systems records these steps: one profiler at a time")
     if others := [name for name in names if name not in _SHOWN_BY]:
         yield Entry("conflict", "logging.logger", "trainer.logger", f"Cosmos-RL has no logger {', '.join(others)}")
 

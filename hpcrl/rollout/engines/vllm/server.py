@@ -52,6 +52,7 @@ _POLL_S = 0.1
 _ANSWER_S = 5.0
 _GRACE_S = 5.0
 _TAIL_LINES = 15
+_UNRECORDED = 100  # iterations before those that are recorded: the first requests come one by one
 _ERROR_LINE = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)): \S|error: \S")
 _HARMLESS = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:WARNING|INFO|DEBUG) ")
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:[A-Z]+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?)?")
@@ -70,6 +71,7 @@ class ServerOptions:
         rope_scaling, rope_theta: replace the model's rotary positions; empty and None: the model's own.
         lora_rank: largest rank of the adapters that it loads; 0: it gets whole policies.
         lora_slots: adapters that requests may use at the same time.
+        recorded_iterations: that it has Nsight Systems record, under which this process runs; 0: none.
     """
 
     model: Pretrained
@@ -84,6 +86,7 @@ class ServerOptions:
     rope_theta: float | None = None
     lora_rank: int = 0
     lora_slots: int = 1
+    recorded_iterations: int = 0
 
 
 class Server(Launched):
@@ -99,6 +102,7 @@ class Server(Launched):
 
     def __init__(self, options: ServerOptions, directory: Path, log: Path) -> None:
         self._log, self._keep_cache = log, options.engine.keep_cache_on_update
+        self._recorded = options.recorded_iterations > 0
         self.socket = directory / "http"
         self._headers = bearer(read_token_file(options.token_file), options.run_name)
         make_directory(log.parent)
@@ -132,6 +136,8 @@ class Server(Launched):
                     raise self.failure("did not start")
                 try:
                     if http.get("http://engine/health").status_code == 200:
+                        if self._recorded and http.post("http://engine/start_profile").status_code != 200:
+                            raise self.failure("does not record itself")
                         return
                 except httpx.TransportError:
                     pass
@@ -209,6 +215,9 @@ def _command(options: ServerOptions, socket: Path) -> list[str]:
             "max-loras": options.lora_slots,
             "fully-sharded-loras": engine.fully_sharded_loras,
         }
+    if options.recorded_iterations:
+        window = {"delay_iterations": _UNRECORDED, "max_iterations": options.recorded_iterations}
+        arguments["profiler-config"] = {"profiler": "cuda", **window}
     if options.on_cpu:
         arguments["kv-cache-memory-bytes"] = _CPU_CACHE_BYTES
     arguments |= {name.replace("_", "-"): value for name, value in engine.engine_init_kwargs.items()}
@@ -302,4 +311,5 @@ def server_options(run: Run, config: Config) -> ServerOptions:
         rope_theta=rope_theta,
         lora_rank=largest_rank(config.trainer.policy.model.lora) if loads_adapters(config) else 0,
         lora_slots=kept_versions(config.trainer),
+        recorded_iterations=config.trainer.profiler.nsys_engine_iterations,
     )

@@ -121,6 +121,7 @@ def test_a_model_without_rotary_positions_is_refused(token_file: Path, tmp_path:
 
 def test_vllm_knows_the_options_of_gpus_by_these_names(models: list[Path], token_file: Path) -> None:
     """What this machine cannot run, vLLM's own parser reads."""
+    from vllm.config import ProfilerConfig
     from vllm.config.attention import AttentionConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -135,6 +136,15 @@ def test_vllm_knows_the_options_of_gpus_by_these_names(models: list[Path], token
 
     def on_gpus(**engine: Any) -> AsyncEngineArgs:
         return parsed(on_cpu=False, **engine)
+
+    def recording(iterations: int) -> ProfilerConfig:
+        command = _command(replace(options(str(models[0]), token_file), recorded_iterations=iterations), Path("socket"))
+        arguments = command[command.index("hpcrl.rollout.engines.vllm.main") + 1 :]
+        return make_arg_parser(FlexibleArgumentParser()).parse_args(arguments).profiler_config
+
+    window = recording(20)
+    assert (window.profiler, window.delay_iterations, window.max_iterations) == ("cuda", 100, 20)
+    assert recording(0).profiler is None
 
     plain = parsed()
     assert (plain.attention_backend, plain.pipeline_parallel_size, plain.seed) == (None, 1, 1)
