@@ -74,6 +74,10 @@ class PhaseTimer:
         self._first = False
         return {**self.between(), _STEP: whole}
 
+    def seconds(self, phase: str) -> float:
+        """Return how long a phase has lasted in this step so far."""
+        return self._seconds.get(phase, 0.0)
+
     def between(self) -> dict[str, float]:
         """Return seconds by phase of what lies between two steps, and begin the next step."""
         seconds = dict(self._seconds)
@@ -212,17 +216,21 @@ def describe_cost(batch: Batch, seconds: dict[str, float], world: World, flops: 
         flops: of the policy's updates in this step.
     """
     tokens = sum(length for group in batch.groups for length in group.lengths)
-    peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20]
-    if world.device.type == "cuda":
-        peaks.append(torch.cuda.max_memory_allocated() / 2**30)
-    names = ["memory/peak_host_gib", "memory/peak_device_gib"]
     return {
         **describe_times(seconds),
         "throughput/tokens_per_second": tokens / seconds[_STEP],
         "throughput/train_tokens_per_second_per_rank": tokens / seconds["policy_train"] / world.size,
         **describe_flops(flops, seconds["policy_train"], world.size, world.device),
-        **dict(zip(names, world.max(peaks), strict=False)),
+        **peak_memory(world),
     }
+
+
+def peak_memory(world: World) -> dict[str, float]:
+    """Return memory/*: peaks of the rank that needs most, in GiB. All ranks call it."""
+    peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20]
+    if world.device.type == "cuda":
+        peaks.append(torch.cuda.max_memory_allocated() / 2**30)
+    return dict(zip(["memory/peak_host_gib", "memory/peak_device_gib"], world.max(peaks), strict=False))
 
 
 def describe_times(seconds: dict[str, float]) -> dict[str, float]:

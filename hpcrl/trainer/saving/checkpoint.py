@@ -32,7 +32,7 @@ from hpcrl.rundir.commit import committed_by
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.space import explained
 from hpcrl.rundir.starts import note
-from hpcrl.trainer.backends.base import Engine, Writer
+from hpcrl.trainer.backends.base import Engine
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.rng import random_state
 from hpcrl.trainer.saving.committer import CheckpointContent, Committer
@@ -249,7 +249,7 @@ class Checkpoints:
             "batch": str(self._run.batch(batch.step).relative_to(self._run.path)),
             "torch": str(torch.__version__),
         }
-        writers = {folder: each.snapshot() if copied else _writer(each) for folder, each in engines.items()}
+        writers = {folder: each.snapshot() if copied else each.save for folder, each in engines.items()}
         content = CheckpointContent(
             self._run.checkpoint(step, updates), writers, random_state(self._world.device), facts
         )
@@ -289,7 +289,3 @@ def _try_commit(committer: Committer, content: CheckpointContent) -> CommitError
     except CommitError as error:
         return error
     return None
-
-
-def _writer(engine: Engine) -> Writer:
-    return lambda directory, _: engine.save(directory)

@@ -79,9 +79,10 @@ class Attempts:
     def __init__(self, folder: Path) -> None:
         self.folder, self.todo = folder, list[dict[str, Any]]()
 
-    def of(self, run: Run, faults: Sequence[str], first: int = 1) -> None:
+    def of(self, run: Run, faults: Sequence[str], first: int = 1, rank: int | None = None) -> None:
         for number, fault in enumerate(faults, start=first):
-            self.todo.append({"run": str(run.path), "attempt": number, "fault": fault, "out": f"{run.path}/told"})
+            out = f"{run.path}/told"
+            self.todo.append({"run": str(run.path), "attempt": number, "fault": fault, "rank": rank, "out": out})
 
     def make(self, ranks: int) -> None:
         (self.folder / f"{ranks}.json").write_text(json.dumps(self.todo))
