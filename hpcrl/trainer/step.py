@@ -244,6 +244,8 @@ class Learner:
         if self._ranks.together:
             yield
             return
+        if place == "update":
+            self.consensus.mark_progress()  # also where the others make it: who leaves by itself would take it along
         stopped = False
         try:
             with self.consensus.among(self._ranks.own):

@@ -2,7 +2,7 @@
 
     checkpoints/s000040/
       .metadata, __<rank>_0.distcp     model, optimizer and its step count, written by the engine (hpcrl/trainer/backends/shares.py)
-      critic/                          the same of the critic, where there is one
+      critic/                          the same of the critic, where there is one, beside the policy or on ranks of its own
       rng-<rank>.safetensors           random state of each rank
       reference/                       the reference, once it has followed the policy
       batch.json, batch-<rank>…        the unfinished batch, where the name is one like s000041u2 (hpcrl/trainer/saving/mid_batch.py)

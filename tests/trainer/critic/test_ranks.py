@@ -9,25 +9,21 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from hpcrl.config import Config
-from hpcrl.config.validate import build
 from hpcrl.observe.metrics import merged
-from hpcrl.rundir.commit import verify, write_text
+from hpcrl.rundir.commit import verify
 from hpcrl.rundir.layout import Run
 from tests.trainer.saving.test_mid_batch import CRITIC, STEPS, Attempts, assert_same, made, told_by
 from tests.trainer.scenarios import laid_over
 
-APART = {"1+1": (1, 1), "2+1": (2, 1), "2+2": (2, 2)}
+APART = {"1+1": (1, 1), "2+1": (2, 1)}
 TOGETHER = {"1": (1, None), "2": (2, None)}
 STOPS: list[tuple[str, int | None]] = [
     ("load.policy:signal=SIGTERM", 1),
     ("score.micro_batch@2:signal=SIGTERM", 1),  # one model's ranks hear it, the others when both meet
-    ("score.micro_batch@2:signal=SIGTERM", 0),
-    ("update.micro_batch@4:signal=SIGUSR2", 1),
-    ("update.micro_batch@3:signal=SIGTERM", 0),
+    ("update.micro_batch@1:signal=SIGUSR2", 0),
+    ("update.micro_batch@3:signal=SIGTERM", 1),
     ("update.micro_batch@6:signal=SIGTERM", None),
     ("publish:signal=SIGTERM", 1),
-    ("wait@2:signal=SIGTERM", 1),
     ("", None),
 ]
 
@@ -35,38 +31,39 @@ STOPS: list[tuple[str, int | None]] = [
 def settings(model: Path, policy: int, critic: int | None) -> dict[str, Any]:
     """Return those of a run with so many ranks of the policy and, where it has its own, of the critic."""
     placement = {"policy_num_gpus_per_node": policy} | ({"critic_num_gpus_per_node": critic} if critic else {})
-    return laid_over(CRITIC, {"trainer": {"critic": {"model": {"path": str(model)}}, "placement": placement}})
-
-
-def place_anew(run: Run, **placement: int) -> None:
-    tree = Config.from_toml([run.config]).to_dict()
-    tree["trainer"]["placement"] = placement
-    write_text(run.config, build(Config, tree).to_toml())
+    copies = {"fsdp_size": 1 if policy > (critic or policy) else None}  # two copies of the policy, beside one of the critic
+    changes = {"critic": {"model": {"path": str(model)}}, "placement": placement, "policy": {"fsdp_config": copies}}
+    return laid_over(CRITIC, {"trainer": changes})
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("apart")
-    sizes = {**APART, **TOGETHER, "stopped": (1, 1), "joined": (1, 1), "parted": (2, None)}
+    sizes = {**APART, **TOGETHER, "stopped": (1, 1), "moved": (1, 1)}
     runs = {name: made(folder / name, model_path, settings(model_path, *own)) for name, own in sizes.items()}
-    for ranks in (1, 2, 3, 4):
+    for ranks in (1, 2, 3):
         attempts = Attempts(folder)
         for name, (policy, critic) in {**APART, **TOGETHER}.items():
             if policy + (critic or 0) == ranks:
                 attempts.of(runs[name], [""])
         if ranks == 2:
             for number, (fault, rank) in enumerate(STOPS, start=1):
-                attempts.of(runs["stopped"], [fault], number, rank)
-            attempts.of(runs["joined"], ["update.micro_batch@7:signal=SIGTERM"])
-            attempts.of(runs["parted"], ["update.micro_batch@7:signal=SIGTERM"])
+                attempts.of(runs["stopped"], [fault], number, rank=rank)
+            attempts.of(runs["moved"], ["update.micro_batch@7:signal=SIGTERM"])
+            attempts.of(runs["moved"], ["update.micro_batch@9:signal=SIGTERM"], 2, config=runs["2"].config)
+            attempts.of(runs["moved"], [""], 3)
         attempts.make(ranks)
-    place_anew(runs["joined"], policy_num_gpus_per_node=2)
-    place_anew(runs["parted"], critic_num_nodes=1)
-    again = Attempts(folder)
-    for name in ("joined", "parted"):
-        again.of(runs[name], [""], first=2)
-    again.make(2)
     return runs
+
+
+@pytest.mark.slow
+def test_two_and_two_ranks_are_the_same_to_the_last_bit(
+    runs: dict[str, Run], tmp_path: Path, model_path: Path
+) -> None:
+    run, attempts = made(tmp_path / "run", model_path, settings(model_path, 2, 2)), Attempts(tmp_path)
+    attempts.of(run, [""])
+    attempts.make(4)
+    assert_same_models(run, runs["2"], tmp_path, 0.0)
 
 
 def critic_of(run: Run, folder: Path) -> dict[str, torch.Tensor]:
@@ -83,7 +80,6 @@ def critic_of(run: Run, folder: Path) -> dict[str, torch.Tensor]:
     ("apart", "together", "tolerance"),
     [
         ("1+1", "1", 0.0),  # the same sums in the same order
-        ("2+2", "2", 0.0),
         ("2+1", "1", 1e-5),
         ("2+1", "2", 1e-5),
     ],
@@ -91,8 +87,12 @@ def critic_of(run: Run, folder: Path) -> dict[str, torch.Tensor]:
 def test_every_number_is_that_of_a_critic_beside_the_policy(
     runs: dict[str, Run], tmp_path: Path, apart: str, together: str, tolerance: float
 ) -> None:
-    assert_same(runs[apart], runs[together], tolerance)
-    found, expected = (critic_of(runs[name], tmp_path) for name in (apart, together))
+    assert_same_models(runs[apart], runs[together], tmp_path, tolerance)
+
+
+def assert_same_models(run: Run, together: Run, folder: Path, tolerance: float) -> None:
+    assert_same(run, together, tolerance)
+    found, expected = (critic_of(each, folder) for each in (run, together))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=tolerance, rtol=0)
@@ -103,14 +103,16 @@ def test_stops_lose_nothing_whoever_hears_of_them(runs: dict[str, Run]) -> None:
     assert_same(runs["stopped"], runs["1+1"], 0.0)
     told = told_by(runs["stopped"])
     assert [each["said"] for each in told] == ["stopped"] * (len(STOPS) - 1) + ["finished"]
-    print([each["positions"] for each in told])
+    left = [(each["positions"][-1] if each["positions"] else None) for each in told]
+    assert left == [None, None, [0, 4], [1, 4], [1, 5], [2, 0], [4, 0]]
+    assert told[2]["has_progress"] == [True, True], "the critic had trained, and nobody leaves without the others"
 
 
-@pytest.mark.parametrize("name", ["joined", "parted"])
-def test_a_run_goes_on_where_the_critic_has_another_place(runs: dict[str, Run], name: str) -> None:
-    ((_, updates),) = told_by(runs[name])[0]["positions"]
-    assert updates > 0, "it was stopped inside of a step"
-    assert_same(runs[name], runs["2"], 1e-5)
+def test_a_run_goes_on_where_the_critic_has_another_place(runs: dict[str, Run]) -> None:
+    """Apart, beside the policy, apart again, each time from the inside of a step."""
+    stopped = [told["positions"][-1] for told in told_by(runs["moved"])[:2]]
+    assert all(updates for _, updates in stopped), stopped
+    assert_same(runs["moved"], runs["2"], 1e-5)
 
 
 def test_what_the_critics_ranks_tell(runs: dict[str, Run]) -> None:
