@@ -71,9 +71,7 @@ class ModelRanks:
             )
         own, policy = world.part([first, others]), world.rank < first
         if own.first:
-            log.info(
-                "ranks %d to %d have the %s", world.rank, world.rank + own.size - 1, "policy" if policy else "critic"
-            )
+            log.info("the %s: %d rank(s), from rank %d on", "policy" if policy else "critic", own.size, world.rank)
         # both train the same samples
         return ModelRanks(world, replace(own, leads=policy), policy, not policy, first)
 

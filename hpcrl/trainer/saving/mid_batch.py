@@ -3,7 +3,7 @@
 It makes a stop lossless whatever the time between checkpoints. Without it, a stop inside a batch would fall back to the last periodic
 checkpoint, up to trainer.ckpt_interval steps, because what was there before the batch is gone with its first optimizer step.
 
-    checkpoints/s000041u2/        step 41 is complete, and 2 optimizer steps of step 42, first the critic's, then the policy's
+    checkpoints/s000041u2/        step 41 is complete, and 2 optimizer steps of step 42: the critic's before the policy's, or apart some of each
       batch.json                  the groups, the settings they are split by, metrics of the optimizer steps that were made
       batch-<rank>.safetensors    what was worked out about each sample before the first of them, by the ranks that had them
 

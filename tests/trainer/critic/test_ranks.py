@@ -31,7 +31,9 @@ STOPS: list[tuple[str, int | None]] = [
 def settings(model: Path, policy: int, critic: int | None) -> dict[str, Any]:
     """Return those of a run with so many ranks of the policy and, where it has its own, of the critic."""
     placement = {"policy_num_gpus_per_node": policy} | ({"critic_num_gpus_per_node": critic} if critic else {})
-    copies = {"fsdp_size": 1 if policy > (critic or policy) else None}  # two copies of the policy, beside one of the critic
+    copies = {
+        "fsdp_size": 1 if policy > (critic or policy) else None
+    }  # two copies of the policy, beside one of the critic
     changes = {"critic": {"model": {"path": str(model)}}, "placement": placement, "policy": {"fsdp_config": copies}}
     return laid_over(CRITIC, {"trainer": changes})
 
@@ -57,9 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> dict[str
 
 
 @pytest.mark.slow
-def test_two_and_two_ranks_are_the_same_to_the_last_bit(
-    runs: dict[str, Run], tmp_path: Path, model_path: Path
-) -> None:
+def test_two_and_two_ranks_are_the_same_to_the_last_bit(runs: dict[str, Run], tmp_path: Path, model_path: Path) -> None:
     run, attempts = made(tmp_path / "run", model_path, settings(model_path, 2, 2)), Attempts(tmp_path)
     attempts.of(run, [""])
     attempts.make(4)
