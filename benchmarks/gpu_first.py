@@ -262,7 +262,7 @@ def checkpoint(machine: Machine) -> Found:
         found, step = Found(), partial(_step, policy, [machine.batch(256, 64)], objective)
         step()
         for name, run in {
-            "save": lambda: policy.save(Path(place)),
+            "save": lambda: policy.save(Path(place), world.control),
             "snapshot": policy.snapshot,
             "snapshot again": policy.snapshot,
         }.items():

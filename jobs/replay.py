@@ -31,9 +31,10 @@ from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import StatusWriter
 from hpcrl.trainer.controller_client import PROCESS
+from hpcrl.trainer.critic.ranks import ModelRanks
 from hpcrl.trainer.distributed import World, end_rank, joined
 from hpcrl.trainer.load import load_learner
-from hpcrl.trainer.metrics import PhaseTimer, describe_cost
+from hpcrl.trainer.metrics import PhaseTimer
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.step import Learner
@@ -60,7 +61,7 @@ def main(path: str) -> None:
                 batch = require_samples(run, step)
                 metrics = learner.train(batch, timer)
                 learner.reset_reference(step, plan["steps_per_epoch"], timer)
-                metrics |= describe_cost(batch, timer.lap(), world, learner.flops, config.trainer.peak_tflops)
+                metrics |= learner.cost(batch, timer.lap())
                 results.append({"time": time, "step": step, "metrics": metrics})
                 if world.first:
                     write_json(place.path / "results.json", results)
@@ -71,7 +72,7 @@ def load(place: Run, run: Run, plan: dict[str, Any], config: Config, world: Worl
     checkpoints = Checkpoints(run, 0, world, keep=Retention(), seed=config.trainer.seed)
     checkpoint = Path(plan["checkpoint"]) if plan["checkpoint"] else None
     resume = partial(checkpoints.load, checkpoint=checkpoint)
-    learner = load_learner(run, config, world, consensus, resume, Dumps(place, 0, world))
+    learner = load_learner(run, config, ModelRanks(world, world), consensus, resume, Dumps(place, 0, world))
     learner.schedule(plan["total_steps"])
     return learner
 

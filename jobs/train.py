@@ -44,14 +44,15 @@ from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.trainer.backends.schedule import is_due
 from hpcrl.trainer.controller_client import PROCESS, ControllerClient
+from hpcrl.trainer.critic.ranks import ModelRanks
 from hpcrl.trainer.distributed import World, end_rank, joined
 from hpcrl.trainer.load import load_learner
-from hpcrl.trainer.metrics import PhaseTimer, describe_cost, describe_times
+from hpcrl.trainer.metrics import PhaseTimer, describe_times
 from hpcrl.trainer.models.forward import DTYPES
 from hpcrl.trainer.profiling.steps import recorded
 from hpcrl.trainer.saving.checkpoint import Checkpoints
 from hpcrl.trainer.saving.dump import Dumps
-from hpcrl.trainer.saving.publish import Publisher
+from hpcrl.trainer.saving.publish import NoPublisher, Publisher
 from hpcrl.trainer.step import Learner
 from hpcrl.trainer.stop import StopConsensus, Stopping
 
@@ -82,16 +83,17 @@ def work(
 ) -> None:
     """Load, train to the end of the run or to a stop request, and report which."""
     trainer, dtype = config.trainer, DTYPES[config.generator.inference_engine.model_dtype]
-    controller = ControllerClient(run, attempt, world, consensus)
+    ranks = ModelRanks.of(trainer, world)
+    controller = ControllerClient(run, attempt, world, consensus, critic=ranks.own.first and not ranks.policy)
     try:
         controller.report("loading model")
         checkpoints = Checkpoints.of(trainer, run, attempt, world, controller.committed)
         resume = partial(checkpoints.resume, mode=trainer.resume_mode, path=trainer.resume_path)
-        learner = load_learner(run, config, world, consensus, resume, Dumps(run, attempt, world))
+        learner = load_learner(run, config, ranks, consensus, resume, Dumps(run, attempt, world))
         publisher = Publisher(
-            run, attempt, world, dtype, kept_versions(trainer), max_model_len(config),
+            run, attempt, ranks.own, dtype, kept_versions(trainer), max_model_len(config),
             adapters=loads_adapters(config), engines=has_engines(config),
-        )  # fmt: skip
+        ) if ranks.policy else NoPublisher()  # fmt: skip
         policy = None if learner.start.updates else learner.policy
         publisher.resume(policy, learner.start.step, from_model=begins_with_model(trainer))
         gc.freeze()  # what is loaded stays: to look through it for garbage, again and again, takes long
@@ -134,8 +136,7 @@ def train(
                     controller.published(step, weights)
                     publisher.retire()
             learner.reset_reference(step, epoch, timer)
-            metrics |= checkpoints.settle()
-            metrics |= describe_cost(batch, timer.lap(), learner.world, learner.flops, trainer.peak_tflops)
+            metrics |= checkpoints.settle() | learner.cost(batch, timer.lap())
             controller.trained(step, metrics, learner.histograms)  # before the commit: none may be missing
             controller.measured(step, learner.validate(step, total, timer))
             consensus("save")

@@ -120,7 +120,7 @@ def _models(config: Config) -> Iterator[str]:
     if not (find_spec("torch") and find_spec("transformers")):
         yield "parameters and memory: not known without torch and transformers, which this environment does not have"
         return
-    from hpcrl.planning.estimate import estimate
+    from hpcrl.planning.estimate import estimate, estimate_critic
     from hpcrl.planning.shapes import model_shapes
 
     models = model_shapes(config.trainer, folder_of)
@@ -129,13 +129,17 @@ def _models(config: Config) -> Iterator[str]:
     except DataError as error:
         yield f"memory: {error}"
         return
-    yield from _parameters(config, named, models, found)
+    apart = estimate_critic(config, models)
+    yield from _parameters(config, named, models, found.counts | (apart.counts if apart else {}))
     yield ""
     yield from _memory(config, found)
+    if apart:
+        yield ""
+        yield from _memory(config, apart)
 
 
 def _parameters(
-    config: Config, named: Mapping[str, Pretrained], models: Mapping[str, Shapes], found: Estimate
+    config: Config, named: Mapping[str, Pretrained], models: Mapping[str, Shapes], counts: Mapping[str, list[int]]
 ) -> Iterator[str]:
     megatron = config.trainer.strategy == "megatron"
     for role, shapes in models.items():
@@ -144,7 +148,7 @@ def _parameters(
         yield f"{_NAMES[role]}: {shapes.kind} of {named[role]}, {shapes.count:,} parameters{of_them}"
         if megatron and role != "critic":
             yield f"  {_paddings(config, shapes.width.vocabulary)}"
-        yield from _parts(config, shapes, found.counts[role])
+        yield from _parts(config, shapes, counts[role])
 
 
 def _paddings(config: Config, rows: int) -> str:
@@ -177,13 +181,15 @@ def _parts(config: Config, shapes: Shapes, counts: list[int]) -> Iterator[str]:
 
 def _memory(config: Config, found: Estimate) -> Iterator[str]:
     from hpcrl.config import trainer_ranks
-    from hpcrl.config.derive import largest_micro_batch, longest_sample
+    from hpcrl.config.derive import critic_nodes, largest_micro_batch, longest_sample
     from hpcrl.planning.devices import memory_of_rank
 
     trainer = config.trainer
     unit, name = _unit(found.total)
     recompute = "with recomputation" if trainer.gradient_checkpointing else "without recomputation"
+    apart = "policy" not in found.needs
     which = "each rank" if len(found.ranks) == trainer_ranks(trainer) else f"a rank ({_span(found.ranks)} need most)"
+    which = f"each rank of the critic ({_span(found.ranks)})" if apart else which
     yield (
         f"memory of {which}, in {name}, for micro-batches of {largest_micro_batch(config):,} tokens (a sample has at most "
         f"{longest_sample(config):,}), {recompute}"
@@ -191,7 +197,7 @@ def _memory(config: Config, found: Estimate) -> Iterator[str]:
     yield from _table(found.needs, unit)
     resident = sum(need.resident for need in found.needs.values())
     yield f"  in all {found.total / unit:,.2f}: {resident / unit:,.2f} stay all the time, {(found.total - resident) / unit:,.2f} more while the model that needs most is computed"
-    yield _of_device(found.total, memory_of_rank(config), unit)
+    yield _of_device(found.total, memory_of_rank(config, critic_nodes(trainer)[1] if apart else None), unit)
     exact = "weights" if trainer.strategy == "megatron" else "weights, gradients and optimizer"
     yield (
         f"  {exact} are exact, the other rows estimates; temporary memory of kernels, communication and allocator is in none of them: "

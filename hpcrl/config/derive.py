@@ -21,7 +21,7 @@ from hpcrl.config.sections.model import (
     ShardingConfig,
 )
 from hpcrl.config.sections.slurm import SlurmConfig
-from hpcrl.config.sections.trainer import PlacementConfig, TrainerConfig
+from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 from hpcrl.errors import DataError
 
@@ -199,7 +199,7 @@ def uses_reference(trainer: TrainerConfig) -> bool:
 
 
 def trainer_ranks(trainer: TrainerConfig) -> int:
-    """Return the number of trainer processes."""
+    """Return the ranks of the policy, and of all that is beside it: the first ones of the trainer."""
     return trainer.placement.policy_num_nodes * trainer.placement.policy_num_gpus_per_node
 
 
@@ -253,21 +253,31 @@ def copy_ranks(size: int | None, ranks: int, on_node: int, state: float = 0.0, m
     return ranks if size == -1 else min(size, ranks)
 
 
+def has_own_critic(trainer: TrainerConfig) -> bool:
+    """Return whether the critic has ranks of its own, after the policy's; otherwise it is beside the policy."""
+    placement = trainer.placement
+    sizes = placement.critic_num_nodes, placement.critic_num_gpus_per_node
+    return trainer.critic.model.path is not None and not placement.colocate_all and sizes != (None, None)
+
+
+def critic_nodes(trainer: TrainerConfig) -> tuple[int, int]:
+    """Return the nodes of the critic, and its ranks on each; what is not set: the policy's."""
+    placement = trainer.placement
+    nodes, ranks = placement.critic_num_nodes, placement.critic_num_gpus_per_node
+    return nodes or placement.policy_num_nodes, ranks or placement.policy_num_gpus_per_node
+
+
 def critic_ranks(trainer: TrainerConfig) -> int:
     """Return the ranks of the critic; where they are not set: the policy's."""
-    placement = trainer.placement
-    return _ranks(placement, placement.critic_num_nodes, placement.critic_num_gpus_per_node)
+    nodes, ranks = critic_nodes(trainer)
+    return nodes * ranks
 
 
 def ref_ranks(trainer: TrainerConfig) -> int:
     """Return the ranks of the reference model; where they are not set: the policy's."""
     placement = trainer.placement
-    return _ranks(placement, placement.ref_num_nodes, placement.ref_num_gpus_per_node)
-
-
-def _ranks(placement: PlacementConfig, nodes: int | None, ranks_per_node: int | None) -> int:
-    nodes = placement.policy_num_nodes if nodes is None else nodes
-    return nodes * (placement.policy_num_gpus_per_node if ranks_per_node is None else ranks_per_node)
+    nodes, ranks = placement.ref_num_nodes, placement.ref_num_gpus_per_node
+    return (nodes or placement.policy_num_nodes) * (ranks or placement.policy_num_gpus_per_node)
 
 
 def engine_gpus(engine: InferenceEngineConfig) -> int:

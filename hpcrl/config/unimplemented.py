@@ -41,8 +41,6 @@ _TEACHER = Unimplemented("teachers with Megatron-core")
 UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.strategy": Unimplemented("FSDP1", ("megatron",)),
     "trainer.sequence_parallel_backend": _PARALLEL,
-    "trainer.placement.critic_num_nodes": Unimplemented("a critic on GPUs of its own"),
-    "trainer.placement.critic_num_gpus_per_node": Unimplemented("a critic on GPUs of its own"),
     "trainer.placement.colocate_all": Unimplemented("colocated engines"),
     "trainer.policy.model.lora.adapter_names": Unimplemented("diffusion models"),
     "trainer.policy.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
@@ -108,6 +106,7 @@ def _instead(setting: Setting, missing: Unimplemented) -> str:
     return f"supported: {', '.join(values)}" if values else "leave it out"
 
 
+_BESIDE_POLICY = "unset: beside the policy; SkyRL gives a critic GPUs of its own as soon as engines have theirs"
 _AS_POLICY = "unset: as the policy; SkyRL's 1 is wrong as soon as the policy has more"
 _AS_TRAINING = "unset: as in training; SkyRL uses fixed values as soon as one setting of the section is given"
 _EMPTY = "an empty table means what SkyRL's null means"
@@ -121,8 +120,8 @@ DIFFERENT_DEFAULTS: dict[str, str] = {
     "data.val_data": _USERS_OWN,
     "trainer.policy.model.path": "the user names the model",
     "trainer.placement.colocate_all": "trainer and engines have nodes of their own",
-    "trainer.placement.critic_num_nodes": _AS_POLICY,
-    "trainer.placement.critic_num_gpus_per_node": _AS_POLICY,
+    "trainer.placement.critic_num_nodes": _BESIDE_POLICY,
+    "trainer.placement.critic_num_gpus_per_node": _BESIDE_POLICY,
     "trainer.placement.ref_num_nodes": _AS_POLICY,
     "trainer.placement.ref_num_gpus_per_node": _AS_POLICY,
     "trainer.fully_async.max_staleness_steps": "one training loop serves both kinds, and is on-policy by default; SkyRL reads its 4 only in its fully asynchronous trainer",

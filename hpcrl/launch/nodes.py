@@ -1,4 +1,4 @@
-"""Which node does what: trainers first, then replicas, then reward models, then scorers."""
+"""Which node does what: trainers first, a critic's after the policy's, then replicas, then reward models, then scorers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcrl.config import Config, engine_gpus, replicas_per_node
-from hpcrl.config.derive import gpu_count, has_engines
+from hpcrl.config.derive import critic_nodes, gpu_count, has_engines, has_own_critic
 from hpcrl.config.reward_model import reward_services, services_per_node
 from hpcrl.config.scorers import scorer_sets, scorers_per_node
 
@@ -20,6 +20,8 @@ class Node:
 
     Attributes:
         ranks: trainer processes, one device each; 0 on a rollout node.
+        first_rank: number of the first of them among all.
+        critic: whether these train the critic alone.
         replicas: numbers of the engines on this node.
         gpus: devices that the node uses; 0 where it computes on the CPU.
         gpu_offset: devices that the nodes before it use, for when all of them share one machine.
@@ -37,6 +39,8 @@ class Node:
     services: tuple[int, ...] = ()
     scorers: tuple[int, ...] = ()
     scorer_ranks: int = 1
+    first_rank: int = 0
+    critic: bool = False
 
     @property
     def workers(self) -> list[str]:
@@ -47,7 +51,7 @@ class Node:
 
 def make_plan(config: Config) -> list[Node]:
     """Return the nodes of a run, in the order of their Slurm node ids."""
-    placement, engine = config.trainer.placement, config.generator.inference_engine
+    trainer, engine = config.trainer, config.generator.inference_engine
     on_gpu, nodes, offset = gpu_count(config.slurm) > 0, list[Node](), 0
 
     def add(
@@ -59,14 +63,19 @@ def make_plan(config: Config) -> list[Node]:
         services: Sequence[int] = (),
         scorers: Sequence[int] = (),
         scorer_ranks: int = 1,
+        critic: bool = False,
     ) -> None:
         nonlocal offset
         gpus, workers = devices if on_gpu else 0, (tuple(services), tuple(scorers), scorer_ranks)
-        nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers))
+        first_rank = sum(node.ranks for node in nodes)
+        nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers, first_rank, critic))
         offset += gpus
 
-    for _ in range(placement.policy_num_nodes):
-        add("trainer", placement.policy_num_gpus_per_node, ranks=placement.policy_num_gpus_per_node)
+    for _ in range(trainer.placement.policy_num_nodes):
+        add("trainer", ranks := trainer.placement.policy_num_gpus_per_node, ranks=ranks)
+    number, ranks = critic_nodes(trainer)
+    for _ in range(number if has_own_critic(trainer) else 0):
+        add("trainer", ranks, ranks=ranks, critic=True)
     width = replicas_per_node(config)
     for first in range(0, engine.num_engines if has_engines(config) else 0, width):
         replicas = range(first, min(first + width, engine.num_engines))
@@ -100,11 +109,17 @@ def describe_plan(plan: list[Node]) -> list[str]:
         devices = f", {node.gpus} GPU(s)" if node.gpus else ""
         if node.role == "trainer":
             also = " and the controller" if node.index == 0 else ""
-            lines.append(f"node {node.index}: trainer, {node.ranks} rank(s){also}{devices}")
+            what = f"critic, {_numbered(node)}" if node.critic else f"trainer, {node.ranks} rank(s)"
+            lines.append(f"node {node.index}: {what}{also}{devices}")
         else:
             each = f", {node.scorer_ranks} rank(s) each" if node.scorers else ""
             lines.append(f"node {node.index}: {', '.join(node.workers)}{each}{devices}")
     return lines
+
+
+def _numbered(node: Node) -> str:
+    last = node.first_rank + node.ranks - 1
+    return f"rank {last}" if node.ranks == 1 else f"ranks {node.first_rank} to {last}"
 
 
 def describe_pool(config: Config) -> list[str]:

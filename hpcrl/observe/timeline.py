@@ -31,7 +31,7 @@ LOAD, IDLE, OTHER, ABSENT = "load", "idle", "other", "absent"
 
 KINDS = {
     "generate": ("generate",),
-    "wait": ("wait_for_generation_buffer", "wait_for_groups"),
+    "wait": ("wait_for_generation_buffer", "wait_for_groups", "wait_for_critic", "wait_for_policy"),
     "train": (
         "load_samples", "fwd_logprobs_values_reward", "compute_advantages_and_returns", "critic_train", "policy_train",
         "update_ref_with_policy",

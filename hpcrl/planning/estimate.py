@@ -9,7 +9,10 @@ from hpcrl.config import Config, TrainerConfig, trainer_ranks
 from hpcrl.config.adapters import adapters, reference_has_values
 from hpcrl.config.derive import (
     copy_ranks,
+    critic_nodes,
+    critic_ranks,
     gpu_count,
+    has_own_critic,
     largest_micro_batch,
     needs_fsdp,
     ref_sharding,
@@ -41,7 +44,7 @@ class Estimate:
 
     Attributes:
         ranks: those ranks.
-        needs: by role: policy, ref and critic.
+        needs: by role: policy, ref and critic, as far as these ranks have them.
         counts: parameters of a rank of each pipeline stage, by role; with FSDP2 one stage.
     """
 
@@ -55,7 +58,7 @@ class Estimate:
 
 
 def estimate(config: Config, models: Mapping[str, Shapes]) -> Estimate:
-    """Return what the models need.
+    """Return what the policy, and the models beside it, need.
 
     Args:
         models: by role, as hpcrl.planning.shapes finds them.
@@ -63,12 +66,25 @@ def estimate(config: Config, models: Mapping[str, Shapes]) -> Estimate:
     Raises:
         DataError: how Megatron's ranks share a model is not known.
     """
-    return (_megatron if config.trainer.strategy == "megatron" else _fsdp)(config, models)
-
-
-def _fsdp(config: Config, models: Mapping[str, Shapes]) -> Estimate:
     trainer = config.trainer
-    ranks, tokens, on_gpu = trainer_ranks(trainer), largest_micro_batch(config), gpu_count(config.slurm) > 0
+    if trainer.strategy == "megatron":
+        return _megatron(config, models)
+    beside = {role: shapes for role, shapes in models.items() if role != "critic" or not has_own_critic(trainer)}
+    return _fsdp(config, beside, range(trainer_ranks(trainer)), trainer.placement.policy_num_gpus_per_node)
+
+
+def estimate_critic(config: Config, models: Mapping[str, Shapes]) -> Estimate | None:
+    """Return what a critic on ranks of its own needs; None: it is beside the policy, or there is none. Arguments as of `estimate`."""
+    if not has_own_critic(config.trainer):
+        return None
+    first = trainer_ranks(config.trainer)
+    ranks, on_node = range(first, first + critic_ranks(config.trainer)), critic_nodes(config.trainer)[1]
+    return _fsdp(config, {"critic": models["critic"]}, ranks, on_node)
+
+
+def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: int) -> Estimate:
+    trainer, ranks, device = config.trainer, len(which), memory_of_rank(config, on_node)[0]
+    tokens, on_gpu = largest_micro_batch(config), gpu_count(config.slurm) > 0
     needs, counts = dict[str, Need](), dict[str, list[int]]()
     for role, shapes in models.items():
         fsdp = ref_sharding(trainer) if role == "ref" else _sharding(trainer, role)
@@ -76,8 +92,8 @@ def _fsdp(config: Config, models: Mapping[str, Shapes]) -> Estimate:
         dtype = precision.param_dtype if role == "ref" else precision.master_dtype
         frozen = precision.param_dtype if role in adapters(trainer) else dtype
         whole = fsdp_state(shapes.weights, 1, dtype, frozen_dtype=frozen)
-        on_node, state = trainer.placement.policy_num_gpus_per_node, whole.weights + whole.gradients + whole.optimizer
-        copy = copy_ranks(fsdp.fsdp_size, ranks, on_node, state, memory_of_rank(config)[0] if on_gpu else None)
+        state = whole.weights + whole.gradients + whole.optimizer
+        copy = copy_ranks(fsdp.fsdp_size, ranks, on_node, state, device if on_gpu else None)
         twice = role == "policy" and reference_has_values(trainer)
         need = fsdp_state(shapes.weights, copy, dtype, frozen_dtype=frozen, twice=twice)
         if fsdp.cpu_offload and on_gpu:
@@ -102,7 +118,7 @@ def _fsdp(config: Config, models: Mapping[str, Shapes]) -> Estimate:
             need = replace(need, logprobs=_logprobs(trainer, tokens, shapes.width.vocabulary))
         needs[role] = need
         counts[role] = [sum(shard(weight.shape, copy) for weight in shapes.weights)]
-    return Estimate(range(ranks), needs, counts)
+    return Estimate(which, needs, counts)
 
 
 def _sharding(trainer: TrainerConfig, role: str) -> FSDPConfig:

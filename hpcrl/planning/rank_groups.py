@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hpcrl.config import TrainerConfig, trainer_ranks
-from hpcrl.config.derive import copy_ranks
+from hpcrl.config.derive import copy_ranks, critic_nodes, has_own_critic
 from hpcrl.config.rules.megatron_groups import Groups, ParallelLayout
 from hpcrl.config.rules.megatron_layouts import product
+from hpcrl.config.sections.model import FSDPConfig
 
 _WORDS = {
     "TP": "tensor parallel",
@@ -26,14 +27,21 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
     """Return lines about the trainer's ranks and their groups, with warnings where a group is slow."""
     ranks, nodes = trainer_ranks(trainer), trainer.placement.policy_num_nodes
     on_node = trainer.placement.policy_num_gpus_per_node
+
+    def node_of(rank: int) -> int:
+        return rank // on_node
+
     where = f"{ranks} trainer rank(s), {on_node} on each of {nodes} node(s)"
     if trainer.strategy != "megatron":
-        lines = [f"{where}, {trainer.strategy}", *_lines(_copies(trainer, ranks), on_node)]
+        lines = [
+            f"{where}, {trainer.strategy}",
+            *_lines(_copies(trainer.policy.fsdp_config, range(ranks), on_node), node_of),
+        ]
         if trainer.policy.fsdp_config.fsdp_size is None and nodes > 1:
             lines.append(
                 "  or a copy on each node, where its state takes at most a third of the GPUs' memory (fsdp_config.fsdp_size)"
             )
-        return lines
+        return lines + list(_critic(trainer))
     layout, groups = ParallelLayout.of(trainer.policy.megatron_config, ranks), {}
     together = product(tensor=layout.tensor, context=layout.context, data=layout.data, pipeline=layout.pipeline)
     lines = [f"{where}, megatron: {together}"]
@@ -44,29 +52,42 @@ def describe_ranks(trainer: TrainerConfig) -> list[str]:
         )
         lines.append(f"  experts: {experts}")
     groups = {name: found for name, found in layout.groups().items() if own or name not in ("ETP", "EP", "EDP")}
-    lines += _lines({f"{name} ({_WORDS[name]})": found for name, found in groups.items()}, on_node)
+    lines += _lines({f"{name} ({_WORDS[name]})": found for name, found in groups.items()}, node_of)
     return lines + list(_slow(groups, on_node))
 
 
-def _copies(trainer: TrainerConfig, ranks: int) -> dict[str, Groups]:
-    size = copy_ranks(trainer.policy.fsdp_config.fsdp_size, ranks, trainer.placement.policy_num_gpus_per_node)
+def _critic(trainer: TrainerConfig) -> Iterator[str]:
+    """Yield lines about a critic on ranks of its own."""
+    if not has_own_critic(trainer):
+        return
+    first, (nodes, on_node) = trainer_ranks(trainer), critic_nodes(trainer)
+    ranks = range(first, first + nodes * on_node)
+    yield f"{len(ranks)} rank(s) of the critic, {on_node} on each of {nodes} node(s)"
+    before = trainer.placement.policy_num_nodes
+    yield from _lines(
+        _copies(trainer.critic.fsdp_config, ranks, on_node), lambda rank: before + (rank - first) // on_node
+    )
+
+
+def _copies(fsdp: FSDPConfig, ranks: range, on_node: int) -> dict[str, Groups]:
+    size = copy_ranks(fsdp.fsdp_size, len(ranks), on_node)
     return {
-        "one copy of the parameters": [tuple(range(first, first + size)) for first in range(0, ranks, size)],
-        "ranks with the same part": [tuple(range(first, ranks, size)) for first in range(size)],
+        "one copy of the parameters": [tuple(ranks[at : at + size]) for at in range(0, len(ranks), size)],
+        "ranks with the same part": [tuple(ranks[at::size]) for at in range(size)],
     }
 
 
-def _lines(groups: dict[str, Groups], on_node: int) -> Iterator[str]:
+def _lines(groups: dict[str, Groups], node_of: Callable[[int], int]) -> Iterator[str]:
     width = max(map(len, groups))
     for name, found in groups.items():
         size = len(found[0])
-        shown = _several(found, on_node) if size > 1 else "each rank alone"
+        shown = _several(found, node_of) if size > 1 else "each rank alone"
         yield f"  {name:{width}}  {len(found)} x {size}: {shown}" if size > 1 else f"  {name:{width}}  {shown}"
 
 
-def _several(groups: Groups, on_node: int) -> str:
+def _several(groups: Groups, node_of: Callable[[int], int]) -> str:
     """Return groups with their nodes, the middle ones of many left out."""
-    shown = [f"{_ranks(group)} ({_nodes(group, on_node)})" for group in groups]
+    shown = [f"{_ranks(group)} ({_nodes(group, node_of)})" for group in groups]
     if len(shown) > _MOST_GROUPS:
         shown = [*shown[: _MOST_GROUPS - 1], "…", shown[-1]]
     return ", ".join(shown)
@@ -80,8 +101,8 @@ def _ranks(group: Sequence[int]) -> str:
     return " ".join(map(str, group))
 
 
-def _nodes(group: Sequence[int], on_node: int) -> str:
-    nodes = sorted({rank // on_node for rank in group})
+def _nodes(group: Sequence[int], node_of: Callable[[int], int]) -> str:
+    nodes = sorted(set(map(node_of, group)))
     return f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {_ranks(nodes)}"
 
 
@@ -91,6 +112,6 @@ def _slow(groups: dict[str, Groups], on_node: int) -> Iterator[str]:
         if crossing:
             setting = "expert_tensor_parallel_size" if name == "ETP" else "tensor_model_parallel_size"
             yield (
-                f"  warning: {name} groups cross nodes, such as {_ranks(crossing[0])} ({_nodes(crossing[0], on_node)}), and wait for the "
+                f"  warning: {name} groups cross nodes, such as {_ranks(crossing[0])} ({_nodes(crossing[0], lambda rank: rank // on_node)}), and wait for the "
                 f"network in every layer; make trainer.policy.megatron_config.{setting} a divisor of the {on_node} ranks of a node"
             )

@@ -266,7 +266,7 @@ class Run:
         return self.batches / f"s{step:06d}.json"
 
     def checkpoint(self, step: int, updates: int = 0) -> Path:
-        """Return the checkpoint after `step`, and after so many optimizer steps of the next one, first the critic's, then the policy's."""
+        """Return the checkpoint after `step`, and after so many optimizer steps of the next one, of critic and policy together."""
         return self.checkpoints / (f"s{step:06d}" + (f"u{updates}" if updates else ""))
 
     def export(self, step: int) -> Path:

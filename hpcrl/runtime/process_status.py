@@ -39,7 +39,7 @@ class ProcessStatus:
     """What a process last wrote.
 
     Attributes:
-        process: "controller", "trainer" or "rollout-<replica>".
+        process: "controller", "trainer", "critic" where it has ranks of its own, or "rollout-<replica>".
         state: a few words for people: "starting engine", "step 12/40".
         facts: numbers behind the state (step, version, seconds per step).
         renewed: Unix time at the writer's clock.

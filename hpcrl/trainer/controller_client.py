@@ -18,7 +18,7 @@ from hpcrl.types import Batch
 
 log = logging.getLogger(__name__)
 
-PROCESS = "trainer"
+PROCESS, CRITIC = "trainer", "critic"
 _WAIT_S = 1.0  # ranks agree whether to stop in between
 
 
@@ -26,13 +26,16 @@ class ControllerClient:
     """Every method but `report` is called by all ranks.
 
     Consumes: answers of the controller, batch files. Waits for: the controller. Produces: process status, metrics.
+
+    Args:
+        critic: whether this rank speaks for those that have the critic alone, which have a process status of their own.
     """
 
-    def __init__(self, run: Run, attempt: int, world: World, consensus: StopConsensus) -> None:
+    def __init__(self, run: Run, attempt: int, world: World, consensus: StopConsensus, *, critic: bool = False) -> None:
         self._run, self._attempt, self._world, self._consensus = run, attempt, world, consensus
         self._total = 0
         self._controller = Controller(run, attempt) if world.first else None
-        self._status = StatusWriter(run, PROCESS, attempt) if world.first else None
+        self._status = StatusWriter(run, CRITIC if critic else PROCESS, attempt) if world.first or critic else None
         self._metrics: MetricsWriter | None = None
 
     def report(self, state: str, **facts: float) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,14 @@ _LATER, _NEVER = timedelta(minutes=5), timedelta(days=365)
 
 @dataclass(frozen=True)
 class World:
-    """All trainer ranks.
+    """Trainer ranks that work together: all of them, or those that have the same models.
 
     Attributes:
         device: of this rank.
-        control: gloo group of all ranks for small messages, whatever carries the tensors.
+        control: gloo group of these ranks for small messages, whatever carries the tensors.
         leads: where several ranks train the same samples, one of them leads: it writes what is known of these.
         timeout: of each collective, for groups that are made later.
+        tensors: group of these ranks that carries tensors; None: torch's own, of all ranks.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class World:
     control: dist.ProcessGroup
     leads: bool = True
     timeout: timedelta = _LEAST
+    tensors: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> bool:
@@ -82,11 +84,36 @@ class World:
         """Return the same ranks with another control group, for a thread that talks while this one does. All ranks call it."""
         return replace(self, control=_control(self.timeout))
 
+    def part(self, sizes: Sequence[int]) -> World:
+        """Return the part that this rank is in, where these ranks are divided into parts of such sizes. All ranks call it."""
+        found, first = self, 0
+        for size in sizes:
+            ranks = list(range(first, first + size))
+            control, tensors = _control(self.timeout, ranks), _new_group(None, self.timeout, ranks)
+            if self.rank in ranks:
+                found = replace(self, rank=self.rank - first, size=size, control=control, tensors=tensors)
+            first += size
+        return found
+
     def any_rank(self, flag: bool) -> bool:
         """Return whether `flag` is set on any rank."""
         flags = torch.tensor(int(flag))
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.control)
         return bool(flags.item())
+
+    def begin_any_rank(self, flag: bool) -> Callable[[], bool | None]:
+        """Begin `any_rank`; what is returned gives its answer, or None as long as not all ranks have begun it."""
+        flags = torch.tensor(int(flag))
+        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.control, async_op=True)
+        assert work is not None
+
+        def answer() -> bool | None:
+            if not work.is_completed():
+                return None
+            work.wait()  # raises what went wrong
+            return bool(flags.item())
+
+        return answer
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the element-wise sums over all ranks."""
@@ -132,10 +159,13 @@ def _timeout(patience: PatienceConfig) -> timedelta:
     return max(_LEAST, timedelta(seconds=max(limits)) + _LATER) if all(limits) else _NEVER
 
 
-def _control(timeout: timedelta) -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+def _control(timeout: timedelta, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    return _new_group("gloo", timeout, ranks)
+
+
+def _new_group(backend: str | None, timeout: timedelta, ranks: Sequence[int] | None) -> dist.ProcessGroup:
+    """Make a group, of all ranks where `ranks` is None. All ranks call it, also those that are not in it."""
+    return cast(dist.ProcessGroup, dist.new_group(ranks and list(ranks), timeout=timeout, backend=backend))
 
 
 def _keep_freed_memory() -> None:

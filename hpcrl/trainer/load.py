@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -12,7 +13,8 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.base import CriticEngine, PolicyEngine
 from hpcrl.trainer.backends.build import build_critic, build_policy
 from hpcrl.trainer.batching import micro_batch_limits
-from hpcrl.trainer.distributed import World, check_all_reduce
+from hpcrl.trainer.critic.ranks import Elsewhere, ModelRanks
+from hpcrl.trainer.distributed import check_all_reduce
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.attention import PACKED
 from hpcrl.trainer.models.flops import ModelFlops
@@ -28,7 +30,7 @@ from hpcrl.trainer.stop import StopConsensus
 def load_learner(
     run: Run,
     config: Config,
-    world: World,
+    ranks: ModelRanks,
     consensus: StopConsensus,
     resume: Callable[[PolicyEngine, CriticEngine | None], ResumePoint],
     dumps: Dumps,
@@ -41,18 +43,19 @@ def load_learner(
         Stopping: the run is to stop.
     """
     trainer = config.trainer
-    check_all_reduce(world)
+    check_all_reduce(ranks.everyone)
     consensus("load.policy")
-    policy = build_policy(trainer, temperature(config), world)
-    consensus("load.critic")
-    critic = build_critic(trainer, world)
+    policy = build_policy(trainer, temperature(config), ranks.own) if ranks.policy else cast(PolicyEngine, Elsewhere())
+    if ranks.together:
+        consensus("load.critic")
+    critic = build_critic(trainer, ranks.own) if ranks.critic else cast(CriticEngine, Elsewhere())
     consensus("load.checkpoint")
     start = resume(policy, critic)
     dumps.resume(start.step)
     limits = micro_batch_limits(trainer, micro_batch_tokens(config))
     mismatch = MismatchLimit(config.generator.max_logprob_mismatch, config.generator.on_logprob_mismatch)
     return Learner(
-        run, world, trainer, policy, critic, limits=limits, validation=Validation.of(run, config, limits) if is_offline(trainer) else None,
+        run, ranks, trainer, policy, critic, limits=limits, validation=Validation.of(run, config, limits) if is_offline(trainer) else None,
         model_flops=_flops(trainer), max_seq_len=max_seq_len(config),
         mismatch=mismatch, dumps=dumps, consensus=consensus, start=start,
     )  # fmt: skip

@@ -75,6 +75,10 @@ class PhaseTimer:
         self._first = False
         return {**self.between(), _STEP: whole}
 
+    def seconds(self, phase: str) -> float:
+        """Return how long a phase has lasted in this step so far."""
+        return self._seconds.get(phase, 0.0)
+
     def between(self) -> dict[str, float]:
         """Return seconds by phase of what lies between two steps, and begin the next step."""
         seconds = dict(self._seconds)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -25,12 +25,15 @@ from hpcrl.trainer.advantages import (
 from hpcrl.trainer.backends.base import CriticEngine, Engine, Objective, PolicyEngine, UpdateResult
 from hpcrl.trainer.backends.reference import reset_is_due, resets_optimizer
 from hpcrl.trainer.batching import Limits, updates_per_batch
-from hpcrl.trainer.critic import CRITIC_REDUCTION, build_critic_objective, describe_critic
+from hpcrl.trainer.critic.loss import CRITIC_REDUCTION, build_critic_objective, describe_critic
+from hpcrl.trainer.critic.ranks import ModelRanks
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.metrics import (
     PhaseTimer,
     advantage_histogram,
     describe_batch,
+    describe_cost,
+    describe_memory,
     describe_mini_batches,
     describe_updates,
     mismatch_histogram,
@@ -39,7 +42,7 @@ from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
 from hpcrl.trainer.offline.modes import objective_of, reduction_of
 from hpcrl.trainer.offline.validation import Validation
-from hpcrl.trainer.packing import MiniBatch, regrouped
+from hpcrl.trainer.packing import MiniBatch, PackedSamples, regrouped
 from hpcrl.trainer.rng import random_state, set_random_state
 from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.saving.checkpoint import ResumePoint
@@ -54,6 +57,7 @@ class Learner:
 
     Args:
         run: whose samples are trained.
+        ranks: who has which models.
         critic: None where nothing compares with one.
         limits: of micro-batches.
         model_flops: of the policy.
@@ -65,14 +69,13 @@ class Learner:
     Attributes:
         batch: the last one of which optimizer steps were made; None before the first.
         partial: that batch, where they are not all made.
-        flops: that the policy's optimizer steps of the last batch need, of all ranks.
         histograms: of the last batch.
     """
 
     def __init__(
         self,
         run: Run,
-        world: World,
+        ranks: ModelRanks,
         trainer: TrainerConfig,
         policy: PolicyEngine,
         critic: CriticEngine | None,
@@ -86,11 +89,12 @@ class Learner:
         start: ResumePoint,
         validation: Validation | None = None,
     ) -> None:
-        self.policy, self.critic, self.world, self.consensus, self.start = policy, critic, world, consensus, start
+        self.policy, self.critic, self.consensus, self.start = policy, critic, consensus, start
+        self._ranks, self._world = ranks, ranks.everyone
         self.kl_penalty = KlRewardPenalty(trainer.algorithm, start.extra_state)
         self.batch: Batch | None = None
         self.partial: PartialBatch | None = None
-        self.flops, self._model_flops, self._limits = 0.0, model_flops, limits
+        self._flops, self._model_flops, self._limits = 0.0, model_flops, limits
         self.histograms: dict[str, Histogram | None] = {}
         self._run, self._trainer, self._dumps, self._begun = run, trainer, dumps, start.mid_batch
         self._mismatch, self._validation = mismatch, validation
@@ -99,6 +103,10 @@ class Learner:
         self._critic_objective = build_critic_objective(trainer.algorithm.value_clip)
         self._reduction = reduction_of(trainer, max_seq_len)
         self._random: dict[str, torch.Tensor] = {}
+        self._of_critic = dict[str, float]()
+        own = policy if ranks.policy else critic
+        assert own is not None
+        self._data = own.data
 
     def schedule(self, total_steps: int) -> None:
         """Tell the engines how many steps the whole run has."""
@@ -119,13 +127,19 @@ class Learner:
 
     def validate(self, step: int, total: int, timer: PhaseTimer) -> dict[str, float]:
         """Return the loss of the validation sets after `step`, where that is due; errors as of `Validation.losses`."""
-        if self._validation is None or not self._validation.is_due(step, total, self.world):
+        if self._validation is None or not self._validation.is_due(step, total, self._world):
             return {}
         with timer("eval"):
-            return self._validation.losses(self.policy, step, self.world, self.consensus)
+            return self._validation.losses(self.policy, step, self._world, self.consensus)
+
+    def cost(self, batch: Batch, seconds: dict[str, float]) -> dict[str, float]:
+        """Return what the batch that was trained last has cost, in which `seconds` by phase; nothing on ranks without the policy."""
+        if not self._ranks.policy:
+            return {}
+        return describe_cost(batch, seconds, self._ranks.own, self._flops, self._trainer.peak_tflops)
 
     def train(self, batch: Batch, timer: PhaseTimer) -> dict[str, float]:
-        """Make the optimizer steps of a batch and return its metrics.
+        """Make the optimizer steps of a batch and return its metrics; none on ranks without the policy.
 
         Raises:
             Stopping: they are not all made. Everything is then as after the last one, or as before the batch, which `batch`
@@ -133,41 +147,42 @@ class Learner:
         """
         with self._undone_if_stopped(batch, timer):
             with timer("load_samples"):
-                minis = load_mini_batches(
-                    self._run, batch, self._trainer, self._limits, self.policy.data, self._reduction
-                )
+                minis = load_mini_batches(self._run, batch, self._trainer, self._limits, self._data, self._reduction)
             self.partial = work = self._resumed(batch, minis, timer) or self._scored(batch, minis, timer)
             if self._trainer.dump_data_batch:
                 with timer("dump_data_batch"):
-                    self._dumps.write(batch, minis, self.policy.data)
-            for todo in self._updates(work, timer):
-                with timer(todo.phase):
-                    for mini in (todo.minis * self._trainer.update_epochs_per_batch)[len(todo.done) :]:
-                        micro_batches = mini.micro_batches(before=partial(self.consensus, "update.micro_batch"))
-                        totals = todo.engine.forward_backward(micro_batches, todo.objective)
-                        sums = sum_over_ranks(totals, todo.engine.data)
-                        if todo.engine is self.policy and not todo.done and not self._offline:
-                            self._mismatch.check(batch.step, sums, speaks=self.world.first)
-                        # without a trained token, momentum and weight decay alone would move the model
-                        report = todo.engine.step() if mini.tokens else todo.engine.skip()
-                        todo.done.append(UpdateResult(sums, report))
-                        self._random = random_state(self.world.device)
-                        self.consensus.mark_progress()
+                    self._dumps.write(batch, minis, self._data)
+            with self._apart("update", timer, partial(self._tell_updates, work, timer)):
+                for todo in self._updates(work, timer):
+                    with timer(todo.phase):
+                        for mini in (todo.minis * self._trainer.update_epochs_per_batch)[len(todo.done) :]:
+                            micro_batches = mini.micro_batches(before=partial(self.consensus, "update.micro_batch"))
+                            totals = todo.engine.forward_backward(micro_batches, todo.objective)
+                            sums = sum_over_ranks(totals, todo.engine.data)
+                            if todo.engine is self.policy and not todo.done and not self._offline:
+                                self._mismatch.check(batch.step, sums, speaks=self._world.first)
+                            # without a trained token, momentum and weight decay alone would move the model
+                            report = todo.engine.step() if mini.tokens else todo.engine.skip()
+                            todo.done.append(UpdateResult(sums, report))
+                            self._random = random_state(self._world.device)
+                            self.consensus.mark_progress()
+        if not self._ranks.policy:
+            return {}
         lengths = [ref.length for mini in minis for share in mini.plan.shares for ref in share]
         flops = self._model_flops.training(lengths, sum(mini.tokens for mini in minis))
-        self.flops = self._trainer.update_epochs_per_batch * flops
+        self._flops = self._trainer.update_epochs_per_batch * flops
         if not self._offline:
-            advantages = advantage_histogram(minis, self.policy.data)
+            advantages = advantage_histogram(minis, self._data)
             self.histograms = {"advantage": advantages, "log10_mismatch": mismatch_histogram(work.policy)}
         described = {} if self._offline else describe_batch(batch, work.advantages)
-        described |= describe_mini_batches(minis) | work.kl_penalty
+        described |= describe_mini_batches(minis) | work.kl_penalty | self._of_critic
         return described | (describe_critic(work.critic) if work.critic else {}) | describe_updates(work.policy)
 
     def _scored(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch:
         """Return the batch with log-probabilities, values and advantages."""
-        data, samples = self.policy.data, [mini.samples for mini in minis]
+        data, samples = self._data, [mini.samples for mini in minis]
         if not self._offline or uses_reference(self._trainer):
-            with timer("fwd_logprobs_values_reward"):
+            with self._apart("score", timer), timer("fwd_logprobs_values_reward"):
                 for number, mini in enumerate(minis):
                     self._score(mini, first=number == 0)
         if trains_reward_model(self._trainer):
@@ -175,6 +190,16 @@ class Learner:
                 each.scores.margins = each.rewards
         if self._offline:
             return PartialBatch(data, self._trainer, batch, minis, {}, Advantages())
+        self._exchange("values", minis, worked_out=self._ranks.critic)
+        metrics, advantages = self._advantages(batch, samples, timer) if self._ranks.policy else ({}, Advantages())
+        self._exchange("returns", minis, worked_out=self._ranks.policy)
+        return PartialBatch(data, self._trainer, batch, minis, metrics, advantages)
+
+    def _advantages(
+        self, batch: Batch, samples: list[PackedSamples], timer: PhaseTimer
+    ) -> tuple[dict[str, float], Advantages]:
+        """Fill in advantages and returns; return metrics, and what is reported of the advantages."""
+        data = self._data
         with timer("compute_advantages_and_returns"):
             algorithm, distillation = self._trainer.algorithm, self._trainer.distillation
             metrics = self.kl_penalty.apply_kl_penalty(samples, data.sum)
@@ -184,7 +209,7 @@ class Learner:
                 advantages = no_advantages(samples)
             if distillation.enable:
                 metrics |= subtract_divergence(samples, distillation, algorithm, data.sum)
-        return PartialBatch(data, self._trainer, batch, minis, metrics, advantages)
+        return metrics, advantages
 
     def _score(self, mini: MiniBatch, *, first: bool) -> None:
         algorithm, scores = self._trainer.algorithm, mini.samples.scores
@@ -192,25 +217,76 @@ class Learner:
         # what the first update trains, and only once, still meets the old policy itself
         old = not first or self._trainer.update_epochs_per_batch > 1 or algorithm.use_kl_in_reward
         old = old or self._trainer.distillation.enable
-        if old and not algorithm.use_rollout_logprobs_for_loss and not self._offline:
+        here = self._ranks.policy
+        if here and old and not algorithm.use_rollout_logprobs_for_loss and not self._offline:
             scores.old_logprobs = mini.scored(self.policy.logprobs, before)
-        if trainer_has_reference(self._trainer):
+        if here and trainer_has_reference(self._trainer):
             scores.ref_logprobs = mini.scored(partial(self.policy.logprobs, reference=True), before)
-        if self.critic is not None:
+        if self.critic is not None and self._ranks.critic:
             scores.values = mini.scored(self.critic.values, before)
+
+    def _exchange(self, column: str, minis: list[MiniBatch], *, worked_out: bool) -> None:
+        """Let the ranks of the other model have scores that those of one have worked out, where there are others."""
+        if self._ranks.together:
+            return
+        own = [getattr(mini.samples.scores, column) for mini in minis] if worked_out else None
+        for mini, found_P in zip(minis, self._ranks.exchange(minis, own), strict=True):
+            setattr(mini.samples.scores, column, found_P)
+
+    @contextmanager
+    def _apart(self, place: str, timer: PhaseTimer, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Let the ranks of each model work by themselves, where there are different ones, until all are done or some were stopped.
+
+        Args:
+            tell: is called then, on all ranks.
+
+        Raises:
+            Stopping: on all ranks: some were stopped.
+        """
+        if self._ranks.together:
+            yield
+            return
+        if place == "update":
+            self.consensus.mark_progress()  # also where the others make it: who leaves by itself would take it along
+        stopped = False
+        try:
+            with self.consensus.among(self._ranks.own):
+                yield
+        except Stopping:
+            stopped = True
+        with timer("wait_for_critic" if self._ranks.policy else "wait_for_policy"):
+            stopped = self.consensus.meet(stopped)
+        tell()
+        if stopped:
+            raise Stopping(place)
 
     def _resumed(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch | None:
         """Return the batch as an earlier attempt left it between two optimizer steps; None where none has begun it."""
         if self._begun is None:
             return None
-        work = read_partial_batch(self._begun, self._trainer, batch, minis, self.policy.data, self.world)
-        timer.resume(work.seconds)
+        work = read_partial_batch(self._begun, self._trainer, batch, minis, self._data, self._world)
+        timer.resume(work.seconds if self._ranks.policy else {})
         self._begun = None
         return work
 
+    def _tell_updates(self, work: PartialBatch, timer: PhaseTimer) -> None:
+        """Let all ranks know which optimizer steps were made of each model, and what they cost the critic's ranks."""
+        own = {
+            "updates": [asdict(update) for update in (work.policy if self._ranks.policy else work.critic)],
+            "seconds": {phase: timer.seconds(phase) for phase in ("critic_train", "wait_for_policy")},
+            "memory": {} if self._ranks.policy else describe_memory(self._ranks.own),
+        }
+        policy, critic = self._ranks.tell(own)
+        work.policy[:], work.critic[:] = (
+            [UpdateResult.of(each) for each in told["updates"]] for told in (policy, critic)
+        )
+        if self._ranks.policy:
+            timer.resume(critic["seconds"])
+            self._of_critic = {name.replace("/", "/critic_"): peak for name, peak in critic["memory"].items()}
+
     def _updates(self, work: PartialBatch, timer: PhaseTimer) -> Iterator[Updates]:
-        """Yield what the critic, then the policy is to be trained with."""
-        if self.critic is not None:
+        """Yield what the critic, then the policy is to be trained with, as far as they are here."""
+        if self.critic is not None and self._ranks.critic:
             with timer("critic_train"):
                 minis = regrouped(
                     work.minis,
@@ -221,19 +297,20 @@ class Learner:
                     CRITIC_REDUCTION,
                 )
             yield Updates("critic_train", self.critic, self._critic_objective, minis, work.critic)
-        yield Updates("policy_train", self.policy, self._objective, work.minis, work.policy)
+        if self._ranks.policy:
+            yield Updates("policy_train", self.policy, self._objective, work.minis, work.policy)
 
     @contextmanager
     def _undone_if_stopped(self, batch: Batch, timer: PhaseTimer) -> Iterator[None]:
         """Leave the state after the last whole optimizer step, where ranks agree to stop inside of a batch."""
-        coefficient, self._random = self.kl_penalty.coefficient, random_state(self.world.device)
+        coefficient, self._random = self.kl_penalty.coefficient, random_state(self._world.device)
         try:
             yield
         except Stopping:
             for engine in (self.policy, self.critic):
                 if engine is not None:
                     engine.skip()
-            set_random_state(self._random, self.world.device)
+            set_random_state(self._random, self._world.device)
             if self.partial is not None and self.partial.updates:
                 self.batch, self.partial.seconds = batch, timer.lap()
             else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hpcrl.faults import fault
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -14,6 +16,7 @@ class Stopping(Exception):
     """All ranks have agreed to save and leave. It is raised on all of them at the same place."""
 
 
+_LOOK_S = 0.005
 _PHASES = {"score": "step", "update": "step", "publish": "save", "export": "save"}
 
 
@@ -49,6 +52,28 @@ class StopConsensus:
         self._heartbeat.beat(_PHASES.get(phase, phase))
         self.stopping = self.stopping or self._world.any_rank(self._signal.seen)
         return self.stopping
+
+    @contextmanager
+    def among(self, own: World) -> Iterator[None]:
+        """Let these ranks agree without the others, who do something else meanwhile and hear of it where all `meet` afterwards.
+
+        Args:
+            own: a part of all ranks, this one among them.
+        """
+        everyone, self._world = self._world, own
+        try:
+            yield
+        finally:
+            self._world = everyone
+
+    def meet(self, stopped: bool) -> bool:
+        """Return whether any rank was stopped, as soon as all are here. A rank that waits shows that it is alive."""
+        waiting = self._world.begin_any_rank(stopped)
+        while (found := waiting()) is None:
+            self._heartbeat.beat("step")
+            time.sleep(_LOOK_S)
+        self.stopping = self.stopping or found
+        return found
 
     def mark_stopped(self) -> None:
         """Record a stop request that all ranks have received, such as the controller's."""

@@ -11,7 +11,7 @@ import torch
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.algorithms.values import clipped_value_loss
 from hpcrl.trainer.backends.base import merge
-from hpcrl.trainer.critic import build_critic_objective
+from hpcrl.trainer.critic.loss import build_critic_objective
 from hpcrl.types import MicroBatch
 from tests.golden.adapters.packed import sample_weights
 

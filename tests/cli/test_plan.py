@@ -60,6 +60,37 @@ def test_ranks_of_fsdp2() -> None:
     ]
 
 
+CRITIC = {
+    "trainer.critic.model.path": str(MODEL),
+    "trainer.critic_mini_batch_size": 32,
+    "trainer.placement.critic_num_nodes": 2,
+    "trainer.placement.critic_num_gpus_per_node": 2,
+}
+
+
+def test_ranks_of_a_critic_of_its_own() -> None:
+    assert describe_ranks(config({**SIXTEEN, **CRITIC, "trainer.critic.fsdp_config.fsdp_size": 2}).trainer)[-3:] == [
+        "4 rank(s) of the critic, 2 on each of 2 node(s)",
+        "  one copy of the parameters  2 x 2: 16 17 (node 2), 18 19 (node 3)",
+        "  ranks with the same part    2 x 2: 16 18 (nodes 2 3), 17 19 (nodes 2 3)",
+    ]
+
+
+def test_memory_of_policy_and_critic_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    told = [f"{path}={value}" for path, value in CRITIC.items()]
+    assert main(["plan", str(QUICKSTART), "slurm.mem_gb=2", *told]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "node 1: critic, ranks 1 to 2" in lines
+    (apart,) = (
+        at for at, line in enumerate(lines) if line.startswith("memory of each rank of the critic (ranks 1 to 4)")
+    )
+    assert [line.split() for line in lines if line.split()[:1] == ["policy"]] == [["policy", "reference"]]
+    assert lines[apart + 1].split() == ["critic"]
+    assert any("shared by 2 rank(s)" in line for line in lines[apart:])
+    weights = next(line.split() for line in lines[apart:] if "weights" in line)
+    assert weights == ["weights", f"{83840 / 4 * 4 / 2**20:.2f}"], "a quarter of it, in float32"
+
+
 def test_a_node_holds_a_copy_where_it_fits() -> None:
     """Weights, gradients and moments are 16 bytes of each of 84,928 parameters: 166 KiB on each of eight ranks, 83 on each of 16."""
     assert any("or a copy on each node" in line for line in describe_ranks(config(SIXTEEN).trainer))

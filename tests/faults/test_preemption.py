@@ -21,6 +21,13 @@ from tests.processes import processes_of, send
 
 TERM, USR2, CONT, STOP = signal.SIGTERM, signal.SIGUSR2, signal.SIGCONT, signal.SIGSTOP
 ADAPTERS = {"trainer.policy.model.lora.rank": 4, "generator.inference_engine.backend": "transformers"}
+CRITIC_APART = {
+    "trainer.algorithm.advantage_estimator": "gae",
+    "trainer.critic.model.path": str(CONFIGS / "quickstart" / "model"),
+    "trainer.critic.fsdp_config.mixed_precision.param_dtype": "fp32",
+    "trainer.critic_mini_batch_size": 2,
+    "trainer.placement.critic_num_nodes": 1,
+}
 STEPS_PER_ATTEMPT = {"trainer.ckpt_interval": 100}  # what is saved is saved because of the signal
 
 
@@ -32,7 +39,14 @@ def saved_when_told(scenario: Scenario, run: Run, attempt: int = 1, seconds: flo
 
 
 @pytest.mark.faults_slow
-@pytest.mark.parametrize("settings", [{}, ADAPTERS], ids=["all_weights", "adapters"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="all_weights"),
+        pytest.param(ADAPTERS, id="adapters"),
+        pytest.param(CRITIC_APART, id="critic_apart", marks=pytest.mark.nodes(3)),
+    ],
+)
 def test_09_preemption_with_grace(scenario: Scenario, settings: dict[str, Any]) -> None:
     """Slurm sends CONT and TERM to every process of the steps; the run saves within the grace, requeues itself and comes back."""
     run = scenario.submit({**STEPS_PER_ATTEMPT, **settings})
@@ -138,10 +152,16 @@ def test_14_signals_of_all_kinds_again_and_again(scenario: Scenario) -> None:
 
 
 @pytest.mark.nodes(3)
-def test_15_only_one_agent_gets_the_signal(scenario: Scenario) -> None:
+@pytest.mark.parametrize(
+    "second_node",
+    [
+        pytest.param({"trainer.placement.policy_num_nodes": 2}, id="policy"),
+        pytest.param(CRITIC_APART, id="critic", marks=pytest.mark.faults_slow),
+    ],
+)
+def test_15_only_one_agent_gets_the_signal(scenario: Scenario, second_node: dict[str, Any]) -> None:
     """As under proctrack/cgroup, and only on the second node: all ranks stop at the same step."""
-    two_ranks = {"trainer.placement.policy_num_nodes": 2, **STEPS_PER_ATTEMPT}
-    run = scenario.submit(two_ranks)
+    run = scenario.submit({**second_node, **STEPS_PER_ATTEMPT})
     scenario.reach(run, 3)
     send([scenario.agent(run, 1)], TERM, CONT)
     saved_when_told(scenario, run)

@@ -23,6 +23,13 @@ STEPS = 30
 ALGORITHM = "trainer.algorithm."
 NO_REFERENCE = f"{ALGORITHM}use_kl_loss=false"
 
+GAE = [
+    f"{ALGORITHM}advantage_estimator=gae",
+    f"trainer.critic.model.path={QUICKSTART.parent / 'quickstart' / 'model'}",
+    "trainer.critic.optimizer_config.lr=5e-4",
+    "trainer.critic.fsdp_config.mixed_precision.param_dtype=fp32",
+    "trainer.critic_mini_batch_size=32",
+]
 FAMILIES = {
     "grpo": [],
     "rloo": [f"{ALGORITHM}advantage_estimator=rloo"],
@@ -30,13 +37,8 @@ FAMILIES = {
     "gspo": [f"{ALGORITHM}policy_loss_type=gspo", f"{ALGORITHM}loss_reduction=sequence_mean"],
     "cispo": [f"{ALGORITHM}policy_loss_type=cispo", NO_REFERENCE],
     "remax": [f"{ALGORITHM}advantage_estimator=remax"],
-    "gae": [
-        f"{ALGORITHM}advantage_estimator=gae",
-        f"trainer.critic.model.path={QUICKSTART.parent / 'quickstart' / 'model'}",
-        "trainer.critic.optimizer_config.lr=5e-4",
-        "trainer.critic.fsdp_config.mixed_precision.param_dtype=fp32",
-        "trainer.critic_mini_batch_size=32",
-    ],
+    "gae": GAE,
+    "gae_critic_apart": [*GAE, "trainer.placement.critic_num_nodes=1"],
     "sapo": [f"{ALGORITHM}policy_loss_type=sapo", f"{ALGORITHM}loss_reduction=sequence_mean"],
     "lora": ["trainer.policy.model.lora.rank=8", "trainer.policy.optimizer_config.lr=2e-3"],
     "lora_full_rank": [

@@ -80,6 +80,35 @@ def test_scorers_share_nodes_by_their_ranks_and_each_model_has_nodes_of_its_own(
     ]
 
 
+CRITIC = ["trainer.critic.model.path=c", "trainer.critic_mini_batch_size=32"]
+
+
+def test_a_critic_of_its_own_comes_after_the_policy() -> None:
+    apart = ["trainer.placement.critic_num_nodes=2", "trainer.placement.critic_num_gpus_per_node=2"]
+    nodes = make_plan(Config.from_toml([QUICKSTART], [*ON_GPUS, *CRITIC, *apart]))
+    assert [(node.role, node.critic, node.ranks, node.first_rank, node.gpus) for node in nodes] == [
+        ("trainer", False, 4, 0, 4),
+        ("trainer", True, 2, 4, 2),
+        ("trainer", True, 2, 6, 2),
+        ("rollout", False, 0, 8, 4),
+    ]
+    assert needed_nodes(nodes) == [0, 1, 2]
+    assert describe_plan(nodes)[2] == "node 2: critic, ranks 6 to 7, 2 GPU(s)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ([], []),
+        (["trainer.placement.critic_num_nodes=1"], [4]),
+        (["trainer.placement.critic_num_gpus_per_node=1"], [1]),
+    ],
+)
+def test_a_critic_without_a_place_is_beside_the_policy(settings: list[str], ranks: list[int]) -> None:
+    nodes = make_plan(Config.from_toml([QUICKSTART], [*ON_GPUS, *CRITIC, *settings]))
+    assert [node.ranks for node in nodes if node.critic] == ranks
+
+
 def test_each_scorer_has_the_devices_of_its_ranks(tmp_path: Path) -> None:
     config = Config.from_toml([QUICKSTART], [*ON_GPUS, *SCORED, "slurm.cpus_per_task=16"])
     node = make_plan(config)[2]

@@ -12,8 +12,9 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams import metadata as hparams
 
 from hpcrl.config import Config
-from hpcrl.observe.metrics import Histogram, MetricsWriter
+from hpcrl.observe.metrics import Histogram, MetricsWriter, Record
 from hpcrl.observe.tensorboard.event_file import EventFile, rebuild
+from hpcrl.observe.tensorboard.overview import SHARE, points_of
 from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
@@ -72,6 +73,15 @@ def test_the_overview_has_what_the_run_reports(run: Run) -> None:
     assert [event.value for event in shown(run).Scalars("time_share/trainer/policy_train")] == [0.5]
     assert [event.value for event in shown(run).Scalars("reward/avg_raw_reward")] == [0, 0]
     events.close()
+
+
+@pytest.mark.parametrize(("apart", "shares"), [({}, 2), ({"timing/wait_for_policy": 0.5}, 1)])
+def test_shares_of_time_are_those_of_one_rank(apart: dict[str, float], shares: int) -> None:
+    """A critic beside the policy takes its part of a step; one on ranks of its own trains at the same time."""
+    metrics = {"timing/step": 2.0, "timing/policy_train": 1.0, "timing/critic_train": 1.0, **apart}
+    points = points_of(Record("trainer", 1, 1, 0.0, metrics), several_attempts=False)
+    assert [value for tag, value in points.items() if tag.startswith(SHARE)] == [0.5] * shares
+    assert points["timing/critic_train"] == 1.0
 
 
 def test_hyperparameters_and_configuration(run: Run) -> None:

@@ -35,6 +35,7 @@ from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.signals import StopSignal
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
 from hpcrl.trainer.batching import MicroBatchLimit
+from hpcrl.trainer.critic.ranks import ModelRanks
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.metrics import PhaseTimer
 from hpcrl.trainer.mismatch import MismatchLimit
@@ -167,7 +168,7 @@ def test_a_trainer_with_other_weights_than_the_engine_is_told(
         policy = FsdpPolicy(section(model), SAMPLING.temperature, world)
         consensus = StopConsensus(world, StopSignal(), Heartbeat(run, 1, "rank-0"))
         learner = Learner(
-            run, world, section(model), policy, None,
+            run, ModelRanks(world, world), section(model), policy, None,
             limits=(MicroBatchLimit(1), MicroBatchLimit(1)), model_flops=ModelFlops(1.0, 1, 1), max_seq_len=40, mismatch=MismatchLimit(GeneratorConfig().max_logprob_mismatch),
             dumps=Dumps(run, 1, world), consensus=consensus, start=ResumePoint(),
         )  # fmt: skip

@@ -17,7 +17,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.advantages import estimate_advantages
 from hpcrl.trainer.backends.fsdp.engine import FsdpCritic, FsdpPolicy
 from hpcrl.trainer.batching import MicroBatchLimit, updates_per_batch
-from hpcrl.trainer.critic import CRITIC_REDUCTION, build_critic_objective, describe_critic
+from hpcrl.trainer.critic.loss import CRITIC_REDUCTION, build_critic_objective, describe_critic
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, regrouped
 from hpcrl.trainer.saving.checkpoint import Checkpoints

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.distributed import ProcessGroup
 
 from hpcrl.algorithms.reductions import Reduction
 from hpcrl.config import AlgorithmConfig, TrainerConfig
@@ -278,7 +279,7 @@ def moving(world: World, options: dict[str, Any]) -> None:
     found["policy"] = next(engine.logprobs([packed]))
     if "save" in options:
         Path(options["save"]).mkdir(exist_ok=True)
-        engine.save(Path(options["save"]))
+        engine.save(Path(options["save"]), world.control)
     if world.first:
         save_file(found, options["out"])
 
@@ -343,8 +344,8 @@ def deterministic(world: World, options: dict[str, Any]) -> None:
 class Dying(FsdpPolicy):
     """Is killed after it has written its part, before anything is committed."""
 
-    def save(self, directory: Path) -> None:
-        super().save(directory)
+    def save(self, directory: Path, group: ProcessGroup) -> None:
+        super().save(directory, group)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

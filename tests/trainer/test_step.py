@@ -19,6 +19,7 @@ from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.signals import StopSignal
 from hpcrl.trainer.advantages import KlRewardPenalty
 from hpcrl.trainer.batching import micro_batch_limits
+from hpcrl.trainer.critic.ranks import ModelRanks
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_policy_loss
 from hpcrl.trainer.metrics import PhaseTimer, step_line
@@ -73,7 +74,7 @@ def learner(
     engine = make_engine(world, str(model_path), {"trainer": {"algorithm": changes["algorithm"]}})
     consensus = StopConsensus(world, StopSignal(), Heartbeat(run, 1, "rank-0"))
     return Learner(
-        run, world, trainer, engine, None,
+        run, ModelRanks(world, world), trainer, engine, None,
         limits=micro_batch_limits(trainer, None), model_flops=ModelFlops(1.0, 1, 1), max_seq_len=40, mismatch=mismatch,
         dumps=Dumps(run, 1, world), consensus=consensus, start=ResumePoint(),
     )  # fmt: skip

@@ -8,9 +8,11 @@ from dataclasses import fields
 from hpcrl.config.adapters import largest_rank, loads_adapters
 from hpcrl.config.derive import (
     LORA_RANKS,
+    critic_nodes,
     engine_gpus,
     gpu_count,
     has_engines,
+    has_own_critic,
     max_replicas,
     replicas_per_node,
     takes_whole_nodes,
@@ -125,6 +127,8 @@ def gpus_of_nodes(config: ConfigTree) -> Iterator[Problem]:
     has = f"but a node has {gpus} GPUs (slurm.gpus_per_node)"
     if ranks > gpus:
         yield Problem("trainer.placement.policy_num_gpus_per_node", f"{ranks} ranks need a GPU each, {has}")
+    elif has_own_critic(config.trainer) and (of_critic := critic_nodes(config.trainer)[1]) > gpus:
+        yield Problem("trainer.placement.critic_num_gpus_per_node", f"{of_critic} ranks need a GPU each, {has}")
     if parallel > gpus:
         yield Problem(
             "generator.inference_engine.tensor_parallel_size",

@@ -39,6 +39,7 @@ from hpcrl.config.rules.megatron_layouts import expert_sizes, pipeline, referenc
 from hpcrl.config.rules.ranges import out_of_range
 from hpcrl.config.rules.ranks import (
     colocated_engines,
+    critic_apart,
     enough_samples,
     equal_shares,
     parallel_sizes,
@@ -358,6 +359,7 @@ RULES: tuple[Rule, ...] = (
     _named_functions,
     _loggers,
     datasets,
+    critic_apart,
     shared_gpus,
     *_CALCULATING,
     strategy,

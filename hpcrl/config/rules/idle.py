@@ -253,7 +253,10 @@ _OF_MODES = (
 
 _OTHERS = (
     Switch(
-        (f"{_ALGORITHM}value_head_prefix", "trainer.critic", "trainer.critic_mini_batch_size"),
+        (
+            *(f"{_ALGORITHM}value_head_prefix", "trainer.critic", "trainer.critic_mini_batch_size"),
+            *("trainer.placement.critic_num_nodes", "trainer.placement.critic_num_gpus_per_node"),
+        ),
         "trainer.critic.model.path",
         _has_critic,
     ),

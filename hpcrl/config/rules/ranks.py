@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from hpcrl.config.derive import (
     critic_model_parallel_size,
     critic_ranks,
+    has_own_critic,
     is_offline,
     model_parallel_size,
     ref_model_parallel_size,
@@ -106,6 +107,17 @@ def shared_gpus(config: ConfigTree) -> Iterator[Problem]:
                     f"{own} differs from the policy's {policy}, whose GPUs it shares; leave it out or set "
                     f"trainer.placement.{switch}=false",
                 )
+
+
+def critic_apart(config: ConfigTree) -> Iterator[Problem]:
+    placement = config.trainer.placement
+    if has_own_critic(config.trainer) and config.trainer.strategy == "megatron":
+        unset = placement.critic_num_nodes is None
+        yield Problem(
+            f"trainer.placement.critic_{'num_gpus_per_node' if unset else 'num_nodes'}",
+            'expected none with trainer.strategy="megatron", whose groups are made of all trainer ranks and whose sizes a critic has too; leave '
+            "it out, and the critic is beside the policy, or choose fsdp2",
+        )
 
 
 def colocated_engines(config: ConfigTree) -> Iterator[Problem]:

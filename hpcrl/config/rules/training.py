@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from math import gcd
 from typing import Any
 
-from hpcrl.config.derive import copy_ranks, critic_ranks, gpu_count, ref_ranks, trainer_ranks
+from hpcrl.config.derive import (
+    copy_ranks,
+    critic_nodes,
+    critic_ranks,
+    gpu_count,
+    has_own_critic,
+    ref_ranks,
+    trainer_ranks,
+)
 from hpcrl.config.errors import Problem, shown
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.dpo import PREFERENCE_LOSSES
@@ -27,7 +35,7 @@ def sharding(config: ConfigTree) -> Iterator[Problem]:
     trainer = config.trainer
     models = {"policy": trainer_ranks(trainer), "ref": ref_ranks(trainer), "critic": critic_ranks(trainer)}
     for role, ranks in models.items():
-        on_node = trainer.placement.policy_num_gpus_per_node
+        on_node = critic_nodes(trainer)[1] if role == "critic" else trainer.placement.policy_num_gpus_per_node
         yield from _shards(f"trainer.{role}.fsdp_config", getattr(trainer, role).fsdp_config, ranks, on_node)
 
 
@@ -80,6 +88,7 @@ def frozen(config: ConfigTree) -> Iterator[Problem]:
 
 def profiles(config: ConfigTree) -> Iterator[Problem]:
     path, profiler, ranks = "trainer.profiler", config.trainer.profiler, trainer_ranks(config.trainer)
+    ranks += critic_ranks(config.trainer) if has_own_critic(config.trainer) else 0
     wrong = [rank for rank in profiler.ranks if not 0 <= rank < ranks]
     if (profiler.enable or profiler.enable_nsys) and (wrong or not profiler.ranks):
         yield Problem(f"{path}.ranks", f"expected trainer ranks from 0 to {ranks - 1}, found {profiler.ranks}")

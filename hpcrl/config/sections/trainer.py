@@ -24,10 +24,11 @@ class PlacementConfig:
     """Trainer ranks per node, on CPU too."""
 
     critic_num_nodes: int | None = None
-    """Nodes of the critic; unset: as the policy."""
+    """Nodes of a critic that has its own, after the policy's; unset: as the policy. With neither this nor critic_num_gpus_per_node the critic is
+    beside the policy, on the same ranks."""
 
     critic_num_gpus_per_node: int | None = None
-    """Critic ranks per node; unset: as the policy."""
+    """Ranks of such a critic per node; unset: as the policy."""
 
     ref_num_nodes: int | None = None
     """Nodes of the reference model; unset: as the policy."""

@@ -252,10 +252,9 @@ class Agent:
         self._report("failed", message, blamed=blamed)
 
     def _look_for_stalls(self) -> None:
-        first = self._node.index * self._node.ranks
         living = [name for name, child in self._processes.children.items() if child.poll() is None]
         training = f"trainer-{self._node.index}" in living
-        ranks = [f"rank-{first + rank}" for rank in range(self._node.ranks) if training]
+        ranks = [f"rank-{self._node.first_rank + rank}" for rank in range(self._node.ranks) if training]
         expected = [name for name in living if not name.startswith("trainer")] + ranks
         for stall in self._watchdog.look(expected):
             if stall.process in self._restarts:

@@ -28,7 +28,7 @@ _OPTIONS = (
 
 def records_ranks(profiler: ProfilerConfig, node: Node) -> bool:
     """Return whether trainer ranks of this node are started under nsys: all of them, where one is to be recorded."""
-    first = node.index * node.ranks
+    first = node.first_rank
     return profiler.enable_nsys and any(first <= rank < first + node.ranks for rank in profiler.ranks)
 
 

@@ -58,7 +58,7 @@ def process_of(plan: Sequence[Node], role: ProfiledRole, number: int) -> tuple[s
     found = {"controller": plan[0]} if role == "controller" else dict[str, Node]()
     for node in plan:
         if role == "trainer" == node.role:
-            found |= {f"rank-{node.index * node.ranks + rank}": node for rank in range(node.ranks)}
+            found |= {f"rank-{node.first_rank + rank}": node for rank in range(node.ranks)}
         elif role == node.role:
             found |= dict.fromkeys(node.workers, node)
     name = role if role == "controller" else f"{'rank' if role == 'trainer' else role}-{number}"

@@ -18,6 +18,8 @@ ATTEMPT = "resilience/attempt"
 SHARE = "time_share/"
 _TIMING, _WAITING = "timing/", "timing/wait_for_generation_buffer"
 _PARTS_OF_OTHERS = (STEP_SECONDS, "timing/publish_weights")
+_WAITS_FOR_POLICY = "timing/wait_for_policy"
+_OF_CRITICS_RANKS = (_WAITS_FOR_POLICY, "timing/critic_train")  # at the same time, where it has ranks of its own
 _ALWAYS = ("reward/", "eval/")
 _OF_THE_CONFIGURATION = ("trainer/global_step", "trainer/total_steps", "trainer/steps_per_epoch")
 
@@ -44,7 +46,7 @@ CHARTS = (
     Chart("Speed", "seconds per step", r"^timing/step$"),
     Chart("Share of time per role", "trainer: phases of a step", rf"^{SHARE}trainer/"),
     Chart("Share of time per role", "waiting", rf"^({SHARE}trainer/wait_.*|generate/idle_ratio/.*)$"),
-    Chart("Memory", "peaks, GiB", r"^memory/peak_"),
+    Chart("Memory", "peaks, GiB", r"^memory/(critic_)?peak_"),
     Chart("Interruptions", "attempt that trained a step", rf"^{ATTEMPT}$"),
 )
 
@@ -59,10 +61,11 @@ def points_of(record: Record, several_attempts: bool) -> Mapping[str, float]:
     with `several_attempts` the attempt that trained it."""
     points = {tag: value for tag, value in record.metrics.items() if tag not in _OF_THE_CONFIGURATION}
     if seconds := record.metrics.get(STEP_SECONDS):
+        others = _PARTS_OF_OTHERS + (_OF_CRITICS_RANKS if _WAITS_FOR_POLICY in record.metrics else ())
         points |= {
             f"{SHARE}{record.process}/{tag.removeprefix(_TIMING)}": value / seconds
             for tag, value in record.metrics.items()
-            if tag.startswith(_TIMING) and tag not in _PARTS_OF_OTHERS
+            if tag.startswith(_TIMING) and tag not in others
         }
         if several_attempts:
             points[ATTEMPT] = record.attempt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -28,7 +28,7 @@ class MicroBatches(Protocol):
 
 
 Writer = Callable[[Path, ProcessGroup], None]
-"""Writes a state into an existing directory, each rank its part; ranks communicate over the given group of all ranks."""
+"""Writes a state into an existing directory, each rank its part; ranks communicate over the given group, of all trainer ranks."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,11 @@ class UpdateResult:
 
     sums: dict[str, float]
     report: StepReport
+
+    @classmethod
+    def of(cls, value: dict[str, Any]) -> UpdateResult:
+        """Return what dataclasses.asdict gave as JSON."""
+        return cls(value["sums"], StepReport(**value["report"]))
 
 
 class Engine(Protocol):
@@ -84,8 +89,8 @@ class Engine(Protocol):
         """Forget the gradients without an update."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write model, optimizer and `updates` into an existing directory, each rank its part."""
+    def save(self, directory: Path, group: ProcessGroup) -> None:
+        """Write model, optimizer and `updates`, as a Writer does."""
         ...
 
     def snapshot(self) -> Writer:

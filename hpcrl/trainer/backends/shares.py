@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_global_rank
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from hpcrl.errors import CommitError
-from hpcrl.trainer.distributed import World
+from hpcrl.trainer.distributed import World, tell
 
 PREFIX = "model."
 """Of the names of a model's parameters: engines hold transformers' model under it."""
@@ -98,6 +98,13 @@ def _chunk(part: Share) -> ChunkStorageMetadata:
 def write(state: dict[str, Any], directory: Path, group: ProcessGroup) -> None:
     """Write tensors, each rank its parts. All ranks of the group call it."""
     save(state, checkpoint_id=directory, process_group=group)
+
+
+def write_folders(states: dict[str, dict[str, Any]], directory: Path, group: ProcessGroup) -> None:
+    """Write each state into its folder of `directory`. All ranks of the group call it; the first one says which folders there are, and a rank
+    without the model has no part of any."""
+    for folder in tell(list(states), get_global_rank(group, 0), group):
+        write(states.get(folder, {}), directory / folder, group)
 
 
 def read(state: dict[str, Any], directory: Path, world: World, *, partly: bool = False) -> None:

@@ -2,7 +2,7 @@
 
     checkpoints/s000040/
       .metadata, __<rank>_0.distcp     model, optimizer and its step count, written by the engine (hpcrl/trainer/backends/shares.py)
-      critic/                          the same of the critic, where there is one
+      critic/                          the same of the critic, where there is one, beside the policy or on ranks of its own
       rng-<rank>.safetensors           random state of each rank
       reference/                       the reference, once it has followed the policy
       batch.json, batch-<rank>…        the unfinished batch, where the name is one like s000041u2 (hpcrl/trainer/saving/mid_batch.py)
@@ -32,7 +32,7 @@ from hpcrl.rundir.commit import committed_by
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.space import explained
 from hpcrl.rundir.starts import note
-from hpcrl.trainer.backends.base import Engine, Writer
+from hpcrl.trainer.backends.base import Engine
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.rng import random_state
 from hpcrl.trainer.saving.committer import CheckpointContent, Committer
@@ -258,7 +258,7 @@ class Checkpoints:
             "batch": str(self._run.batch(batch.step).relative_to(self._run.path)),
             "torch": str(torch.__version__),
         }
-        writers = {folder: each.snapshot() if copied else _writer(each) for folder, each in engines.items()}
+        writers = {folder: each.snapshot() if copied else each.save for folder, each in engines.items()}
         content = CheckpointContent(
             self._run.checkpoint(step, updates), writers, random_state(self._world.device), facts
         )
@@ -298,7 +298,3 @@ def _try_commit(committer: Committer, content: CheckpointContent) -> CommitError
     except CommitError as error:
         return error
     return None
-
-
-def _writer(engine: Engine) -> Writer:
-    return lambda directory, _: engine.save(directory)

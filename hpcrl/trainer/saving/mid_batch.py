@@ -3,7 +3,7 @@
 It makes a stop lossless whatever the time between checkpoints. Without it, a stop inside a batch would fall back to the last periodic
 checkpoint, up to trainer.ckpt_interval steps, because what was there before the batch is gone with its first optimizer step.
 
-    checkpoints/s000041u2/        step 41 is complete, and 2 optimizer steps of step 42, first the critic's, then the policy's
+    checkpoints/s000041u2/        step 41 is complete, and 2 optimizer steps of step 42: the critic's before the policy's, or apart some of each
       batch.json                  the groups, the settings they are split by, metrics of the optimizer steps that were made
       batch-<rank>.safetensors    what was worked out about each sample before the first of them, by the ranks that had them
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -34,7 +33,7 @@ from hpcrl.rundir.checkpoints import FACTS, changed_since, settings_of
 from hpcrl.rundir.commit import read_json, write_json
 from hpcrl.rundir.layout import Run, position_of
 from hpcrl.trainer.advantages import Advantages
-from hpcrl.trainer.backends.base import StepReport, UpdateResult
+from hpcrl.trainer.backends.base import UpdateResult
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, PackedSamples, Scores
 from hpcrl.trainer.saving.committer import save_tensors
@@ -117,8 +116,8 @@ def read_partial_batch(
         minis,
         facts["charged"],
         Advantages(**facts["advantages"]),
-        [_update_result(value) for value in facts["critic"]],
-        [_update_result(value) for value in facts["policy"]],
+        [UpdateResult.of(value) for value in facts["critic"]],
+        [UpdateResult.of(value) for value in facts["policy"]],
         facts["seconds"],
     )
 
@@ -197,10 +196,6 @@ def _fill_in(minis: Sequence[MiniBatch], files: Sequence[Path]) -> None:
         raise RunError(f"{files[0].parent} says nothing about samples of its batch, such as {next(iter(missing))}")
     for mini, columns in zip(minis, found, strict=True):
         mini.samples.scores = Scores(**columns)
-
-
-def _update_result(value: dict[str, Any]) -> UpdateResult:
-    return UpdateResult(value["sums"], StepReport(**value["report"]))
 
 
 def _file(rank: int) -> str:

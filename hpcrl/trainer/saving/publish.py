@@ -232,3 +232,25 @@ class Publisher:
             complete(directory)
             others = listing(directory, lambda path: path.name not in files)
             finish(target, self._attempt, fence=self._fence, files=files | others, **facts)
+
+
+class NoPublisher(Publisher):
+    """That of a rank without the policy: it has nothing to write."""
+
+    def __init__(self) -> None:
+        pass
+
+    def resume(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def publish(self, *_: Any, **__: Any) -> dict[str, float]:
+        return {}
+
+    def retire(self) -> None:
+        pass
+
+    def export(self, *_: Any, **__: Any) -> Path:
+        return Path()
+
+    def misses_export(self, *_: Any, **__: Any) -> bool:
+        return False

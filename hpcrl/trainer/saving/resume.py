@@ -114,9 +114,13 @@ def load_checkpoint(
             f"{checkpoint} was saved without a critic: leave out trainer.critic.model.path, or submit a new run whose "
             "trainer.policy.model.path is an export of the run that saved it"
         )
-    engine.restore(checkpoint)
-    if critic is not None:
-        critic.restore(checkpoint / CRITIC)
+
+    def restore() -> None:
+        engine.restore(checkpoint)
+        if critic is not None:
+            critic.restore(checkpoint / CRITIC)
+
+    world.all_gather(restore)  # what fails where one of them is fails on all ranks
     if critic is None and saved and world.first:
         log.warning("%s has a critic, which this run does not train", checkpoint)
     _restore_rng(checkpoint, facts, world, seed)

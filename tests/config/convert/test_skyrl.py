@@ -375,6 +375,7 @@ def test_placement_of_reference_and_critic() -> None:
     assert kinds(shared, ref) == {"conflict"}
     critic = "trainer.placement.critic_num_gpus_per_node"
     assert command(four, *apart, CRITIC).values[critic] == 1
+    assert command(four, *apart, CRITIC, f"{critic}=4").values[critic] == 4, "as many as the policy, on GPUs of its own"
     assert critic not in command(four, CRITIC).values
 
 

@@ -185,6 +185,24 @@ SKYRL = [
         {**CRITIC, f"{PLACEMENT}.critic_num_gpus_per_node": 2},
     ),
     Case(
+        "Megatron-core's groups are made of all trainer ranks",
+        {**MEGATRON_4, **CRITIC, f"{PLACEMENT}.critic_num_nodes": 1},
+        f"{PLACEMENT}.critic_num_nodes", 'expected none with trainer.strategy="megatron"',
+        {**FOUR_GPUS, **CRITIC, f"{PLACEMENT}.critic_num_nodes": 1},
+    ),
+    Case(
+        "each rank of a critic has a GPU",
+        {**CRITIC, f"{PLACEMENT}.critic_num_gpus_per_node": 4, "slurm.gpus_per_node": 2},
+        f"{PLACEMENT}.critic_num_gpus_per_node", "4 ranks need a GPU each, but a node has 2 GPUs",
+        {**CRITIC, f"{PLACEMENT}.critic_num_gpus_per_node": 4, "slurm.gpus_per_node": 4},
+    ),
+    Case(
+        "ranks that share a copy of a critic divide its ranks",
+        {**CRITIC, f"{PLACEMENT}.critic_num_gpus_per_node": 4, "trainer.critic.fsdp_config.fsdp_size": 3},
+        "trainer.critic.fsdp_config.fsdp_size", "does not divide the 4 ranks",
+        {**CRITIC, f"{PLACEMENT}.critic_num_gpus_per_node": 4, "trainer.critic.fsdp_config.fsdp_size": 2},
+    ),
+    Case(
         "a colocated reference has the policy's GPUs, though not by choice",
         {**COLOCATED, f"{PLACEMENT}.colocate_policy_ref": False, f"{PLACEMENT}.ref_num_nodes": 2},
         f"{PLACEMENT}.ref_num_nodes", "trainer.placement.colocate_all=false",

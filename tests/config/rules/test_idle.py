@@ -29,6 +29,8 @@ IDLE: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     (f"{ALGORITHM}.filter_reward_metric", ["m"], {}, {f"{ALGORITHM}.zero_variance_filter": True}),
     ("trainer.critic.optimizer_config.lr", 1e-4, {}, CRITIC),
     ("trainer.critic_mini_batch_size", 512, {}, CRITIC),
+    ("trainer.placement.critic_num_nodes", 1, {}, CRITIC),
+    ("trainer.placement.critic_num_gpus_per_node", 2, {}, CRITIC),
 ]
 
 

@@ -80,6 +80,12 @@ CASES: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"trainer.profiler.enable": True},
     ),
     (
+        {"trainer.profiler.enable": True, "trainer.profiler.ranks": [2], **CRITIC_MODEL}, "trainer.profiler.ranks", "from 0 to 0",
+        {
+            "trainer.profiler.enable": True, "trainer.profiler.ranks": [2], **CRITIC_MODEL, "trainer.placement.critic_num_gpus_per_node": 2,
+        },
+    ),
+    (
         {"trainer.profiler.enable": True, "trainer.profiler.ranks": []}, "trainer.profiler.ranks", "found []",
         {"trainer.profiler.enable": False, "trainer.profiler.ranks": []},
     ),

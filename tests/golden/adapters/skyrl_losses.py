@@ -17,7 +17,7 @@ from hpcrl.algorithms.losses import Tokens, bounded_exp, sample_means
 from hpcrl.algorithms.off_policy import correct, is_enabled
 from hpcrl.algorithms.reductions import Reduction, weighted_sum
 from hpcrl.config import AlgorithmConfig
-from hpcrl.trainer.critic import build_critic_objective
+from hpcrl.trainer.critic.loss import build_critic_objective
 from hpcrl.trainer.loss import LOSS_METRICS
 from hpcrl.trainer.metrics import loss_metrics
 from hpcrl.types import MicroBatch

@@ -21,6 +21,7 @@ from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.signals import StopSignal
+from hpcrl.trainer.critic.ranks import ModelRanks
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.load import load_learner
 from hpcrl.trainer.metrics import PhaseTimer
@@ -61,7 +62,12 @@ def trained(run: Run, world: World, settings: dict[str, Any], changes: dict[str,
     world.rank0_broadcast(lambda: run.eval_losses(0).unlink(missing_ok=True))
     consensus = StopConsensus(world, StopSignal(), Heartbeat(run, 1, f"rank-{world.rank}"))
     learner = load_learner(
-        run, config(run, settings, changes), world, consensus, lambda *_: ResumePoint(), Dumps(run, 1, world)
+        run,
+        config(run, settings, changes),
+        ModelRanks(world, world),
+        consensus,
+        lambda *_: ResumePoint(),
+        Dumps(run, 1, world),
     )
     learner.schedule(1)
     measured = learner.validate(0, 1, PhaseTimer())

@@ -229,7 +229,7 @@ def other_placement(source: Source, conversion: Conversion, path: str) -> None:
             conversion.note(
                 "dropped", name, "", f"had no effect, there is no {'reference model' if model == 'ref' else 'critic'}"
             )
-    elif value == policy:
+    elif value == policy and (shared or model == "ref"):  # which is what leaving it out means
         if path in source.given:
             conversion.note("mapped", name, path)
     elif not shared:

@@ -40,7 +40,7 @@ from hpcrl.trainer.backends.reference import (
     require_same_shape,
 )
 from hpcrl.trainer.backends.schedule import lr_factor
-from hpcrl.trainer.backends.shares import read, write
+from hpcrl.trainer.backends.shares import read, write_folders
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.adapter import Adapter
 from hpcrl.trainer.models.forward import DTYPES, at_temperature, forward_config
@@ -123,11 +123,11 @@ class FsdpEngine(Generic[Model]):
         # torch.nn.utils.get_total_norm calls this too, but in the type of the gradients
         norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
         squared = torch.stack(norms).square().sum()
-        dist.all_reduce(squared, group=one_copy(self._model))
+        dist.all_reduce(squared, group=one_copy(self._model, self._world))
         return squared.sqrt().item()
 
-    def save(self, directory: Path) -> None:
-        _write(self._states(), directory, self._world.control)
+    def save(self, directory: Path, group: dist.ProcessGroup) -> None:
+        write_folders(self._states(), directory, group)
 
     def snapshot(self) -> Writer:
         if self._stager is None:
@@ -135,7 +135,7 @@ class FsdpEngine(Generic[Model]):
             self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))
         copy = self._stager.stage(self._states())
         assert isinstance(copy, dict)
-        return partial(_write, copy)
+        return partial(write_folders, copy)
 
     def restore(self, directory: Path) -> None:
         state = self._state()
@@ -398,8 +398,3 @@ def adam_settings(optimizer: OptimizerConfig) -> dict[str, Any]:
         "fused": optimizer.implementation == "fused",
         "foreach": optimizer.implementation == "foreach",
     }
-
-
-def _write(states: dict[str, dict[str, Any]], directory: Path, group: dist.ProcessGroup) -> None:
-    for folder, state in states.items():
-        write(state, directory / folder, group)

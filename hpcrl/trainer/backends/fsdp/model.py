@@ -212,7 +212,7 @@ def _fill(model: PackedModel, whole: PreTrainedModel | None, types: Mapping[str,
             tensor, held.data = held.detach().to(world.device).contiguous(), torch.empty(0, dtype=held.dtype)
         else:
             tensor = torch.empty(parameter.shape, dtype=getattr(torch, types[name]), device=world.device)
-        torch.distributed.broadcast(tensor, src=0)
+        torch.distributed.broadcast(tensor, group=world.tensors, group_src=0)
         set_whole(parameter, tensor)
     # buffers outside the state dict (rotary frequencies) are computed at construction, which the meta device made void;
     # FSDP leaves buffers where they are, so they go to the computing device also where parameters are offloaded
@@ -221,7 +221,7 @@ def _fill(model: PackedModel, whole: PreTrainedModel | None, types: Mapping[str,
         buffer = (
             sources[name].to(world.device, empty.dtype) if world.first else torch.empty_like(empty, device=world.device)
         )
-        torch.distributed.broadcast(buffer, src=0)
+        torch.distributed.broadcast(buffer, group=world.tensors, group_src=0)
         owner, _, leaf = name.rpartition(".")
         setattr(model.model.get_submodule(owner), leaf, buffer)
 

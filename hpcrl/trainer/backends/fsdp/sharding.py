@@ -66,23 +66,26 @@ def _copy_ranks(root: nn.Module, fsdp: FSDPConfig, world: World) -> int:
 
 
 def _mesh(size: int, world: World) -> DeviceMesh:
+    kind = world.device.type
     if size == world.size:
-        return init_device_mesh(world.device.type, (world.size,))
+        return DeviceMesh.from_group(world.tensors, kind) if world.tensors else init_device_mesh(kind, (size,))
     assert world.size % size == 0, f"{world.size} ranks cannot hold copies of {size} ranks each"
     # not init_device_mesh, whose groups have torch's own timeout
-    shards, groups = torch.arange(world.size).view(-1, size), list[dist.ProcessGroup]()
-    for ranks in (shards.T, shards):
-        mine, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=world.timeout)
-        assert isinstance(mine, dist.ProcessGroup)
-        groups.append(mine)
-    return DeviceMesh.from_group(groups, world.device.type, shards, mesh_dim_names=("copies", "shards"))
+    shards, groups = torch.tensor(dist.get_process_group_ranks(world.control)).view(-1, size), list[dist.ProcessGroup]()
+    for rows in (shards.T, shards):
+        mine = next(row for row in rows.tolist() if dist.get_rank() in row)
+        # other models' ranks do not come
+        group = dist.new_group(mine, timeout=world.timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        groups.append(group)
+    return DeviceMesh.from_group(groups, kind, shards, mesh_dim_names=("copies", "shards"))
 
 
-def one_copy(root: nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks that together hold one copy of a sharded module; None: all ranks."""
+def one_copy(root: nn.Module, world: World) -> dist.ProcessGroup | None:
+    """Return the ranks that together hold one copy of a sharded module; None: torch's own group, of all ranks."""
     parameter = next(root.parameters())
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-    return None if mesh is None or mesh.ndim == 1 else mesh.get_group("shards")
+    return world.tensors if mesh is None or mesh.ndim == 1 else mesh.get_group("shards")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -144,8 +144,8 @@ class MegatronEngine(Generic[Model]):
             for chunk in self._wrapped:
                 chunk.start_param_sync(force_sync=True)
 
-    def save(self, directory: Path) -> None:
-        self._writer(copied=False)(directory, self._world.control)
+    def save(self, directory: Path, group: dist.ProcessGroup) -> None:
+        self._writer(copied=False)(directory, group)
 
     def snapshot(self) -> Writer:
         return self._writer(copied=True)

@@ -30,7 +30,7 @@ from hpcrl.trainer.backends.fsdp.engine import adam_settings
 from hpcrl.trainer.backends.megatron.adapters.whole import merging, whole_adapters
 from hpcrl.trainer.backends.megatron.engine import MegatronEngine
 from hpcrl.trainer.batching import MicroBatchLimit
-from hpcrl.trainer.critic import CRITIC_REDUCTION, build_critic_objective
+from hpcrl.trainer.critic.loss import CRITIC_REDUCTION, build_critic_objective
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.loss import build_objective
 from hpcrl.trainer.models.lora import merging as merged_by_peft
@@ -193,7 +193,7 @@ class Way:
         set_random_state(dict.fromkeys(random_state(self.world.device), state), self.world.device)
 
     def save(self, path: str) -> None:
-        self.engine.save(self._directory(path))
+        self.engine.save(self._directory(path), self.world.control)
 
     def snapshot(self, path: str) -> None:
         self.written.append((self.engine.snapshot(), self._directory(path)))

@@ -83,7 +83,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, alone: World) -> Run:
     engine: Any = build_policy(config(run, {"lora": True}, {}).trainer, 1.0, alone)
     fill(engine)
     (run.path / FILLED).mkdir()
-    engine.save(run.path / FILLED)
+    engine.save(run.path / FILLED, alone.control)
     return run
 
 

@@ -1,0 +1,134 @@
+"""Which trainer ranks have which models: all of them, or the policy's and the critic's each their own.
+
+A critic on ranks of its own is trained in the same loop, by the same batches: the policy's ranks come first among the trainer's, then the
+critic's. Both groups read the samples of a batch, and each divides them among its own ranks. What they work out apart, they exchange where
+the other needs it:
+
+    policy's ranks                          critic's ranks
+    log-probabilities                       values
+                          <-- values
+    advantages and returns
+                          returns -->
+    update the policy                       update the critic
+                          <-- metrics -->
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hpcrl.config.derive import critic_ranks, has_own_critic, trainer_ranks
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.errors import RunError
+from hpcrl.trainer.backends.base import Writer
+from hpcrl.trainer.backends.shares import write_folders
+from hpcrl.trainer.distributed import World, tell
+from hpcrl.trainer.packing import MiniBatch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelRanks:
+    """The models of this rank, and who has the same and who the others.
+
+    Attributes:
+        everyone: all trainer ranks.
+        own: those with the same models as this one.
+        policy: whether the policy, and the reference beside it, are here.
+        critic: whether the critic is here, where there is one.
+        first_of_critic: the first rank of a critic on ranks of its own; 0: it is beside the policy.
+    """
+
+    everyone: World
+    own: World
+    policy: bool = True
+    critic: bool = True
+    first_of_critic: int = 0
+
+    @staticmethod
+    def of(trainer: TrainerConfig, world: World) -> ModelRanks:
+        """Return those of the configuration; all ranks call it.
+
+        Raises:
+            RunError: there are not as many ranks as it says.
+        """
+        if not has_own_critic(trainer):
+            return ModelRanks(world, world)
+        first, others = trainer_ranks(trainer), critic_ranks(trainer)
+        if first + others != world.size:
+            raise RunError(
+                f"{first} ranks of the policy and {others} of the critic were to be started, found {world.size}"
+            )
+        own, policy = world.part([first, others]), world.rank < first
+        if own.first:
+            log.info("the %s: %d rank(s), from rank %d on", "policy" if policy else "critic", own.size, world.rank)
+        # both train the same samples
+        return ModelRanks(world, replace(own, leads=policy), policy, not policy, first)
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks have the same models."""
+        return self.first_of_critic == 0
+
+    def tell(self, value: Any) -> tuple[Any, Any]:
+        """Return on every rank what the first rank of the policy, and that of the critic, tell as JSON. All ranks call it."""
+        policy, critic = (tell(value, first, self.everyone.control) for first in (0, self.first_of_critic))
+        return policy, critic
+
+    def exchange(self, minis: Sequence[MiniBatch], columns: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
+        """Return [P] float32 of each mini-batch, about this rank's samples: what the ranks that work it out say. All ranks call it.
+
+        A sum over all ranks, of which one alone has something to say about a token, carries it: 4 bytes for each token of the batch, as
+        against a gradient's 4 bytes for each parameter.
+
+        Args:
+            columns: [P] of each mini-batch, on the ranks that work it out; None on the others.
+        """
+        refs = {(ref.group, ref.index): ref.length for mini in minis for share in mini.plan.shares for ref in share}
+        places = sorted(refs)
+        ends = dict(zip(places, accumulate(refs[place] for place in places), strict=True))
+        whole_P = torch.zeros(sum(refs.values()))
+
+        def tokens_of(mini: MiniBatch) -> list[torch.Tensor]:
+            return [
+                whole_P[ends[ref.group, ref.index] - ref.length : ends[ref.group, ref.index]]
+                for ref in mini.samples.refs
+            ]
+
+        for mini, column_P in zip(minis, columns or [], strict=columns is not None):
+            for place_T, own_T in zip(tokens_of(mini), column_P.split(mini.samples.lengths), strict=True):
+                place_T.copy_(own_T)
+        dist.all_reduce(whole_P, group=self.everyone.control)
+        return [torch.cat([torch.zeros(0), *tokens_of(mini)]) for mini in minis]
+
+
+class Elsewhere:
+    """A model that other ranks have, as far as all ranks have to do with it: a checkpoint, of which this rank writes nothing."""
+
+    def save(self, directory: Path, group: ProcessGroup) -> None:
+        write_folders({"": {}}, directory, group)
+
+    def snapshot(self) -> Writer:
+        return self.save
+
+    def restore(self, directory: Path) -> None:
+        pass
+
+    def schedule(self, total_updates: int) -> None:
+        pass
+
+    def skip(self) -> None:
+        pass
+
+    def reset_reference(self, *, fresh_optimizer: bool) -> None:
+        pass
