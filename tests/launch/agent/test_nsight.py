@@ -119,7 +119,7 @@ def test_engines_where_they_are_asked_for(run: Run, start: Callable[..., NodePro
 
 def test_nodes_without_a_recorded_rank_run_as_ever() -> None:
     config = Config.from_toml([QUICKSTART], GPUS)
-    trainer, rollout = Node(1, "trainer", 4, (), 4, 0), Node(2, "rollout", 0, (0,), 1, 8)
+    trainer, rollout = Node(1, "trainer", 4, (), 4, 0, first_rank=4), Node(2, "rollout", 0, (0,), 1, 8)
     profiler = replace(config.trainer.profiler, ranks=[3])
     assert not records_ranks(profiler, trainer)
     assert records_ranks(profiler, replace(trainer, index=0))
