@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
 from hpcrl.config.derive import gpu_count
-from hpcrl.config.scorers import samples_at_once, scorer_number
+from hpcrl.config.scorers import REWARD, samples_at_once, scorer_number
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run
@@ -31,6 +31,7 @@ from hpcrl.runtime.heartbeat import DIRECTORY, Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told
 from hpcrl.trainer.distributed import end_rank, joined
 from hpcrl.trainer.scoring.model import ScoringModel
+from hpcrl.trainer.scoring.reward import RewardScoringModel
 from hpcrl.trainer.scoring.worker import ScoreWorker
 
 
@@ -45,13 +46,14 @@ def main(path: str) -> None:
     config = Config.from_toml([run.config])
     trainer, scorers = config.trainer, scorer_number(config, number)
     if first:
-        status.write(f"loading the {scorers.role}")
+        status.write(f"loading the {scorers.title}")
     with (
         ending_told(status) if first else nullcontext(),
         closing(Timeline(run, name if first else f"{name}-rank-{os.environ['RANK']}", attempt)) as timeline,
         joined(trainer.deterministic, gpu_count(config.slurm) > 0, config.slurm.patience) as world,
     ):
-        model = ScoringModel(run, config, scorers, world)
+        make = RewardScoringModel if scorers.role == REWARD else ScoringModel
+        model = make(run, config, scorers, world)
         samples = samples_at_once(config, scorers)
         ScoreWorker(run, attempt, name, scorers.name, model, samples, world, status, heartbeat, timeline).run()
 

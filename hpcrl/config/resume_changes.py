@@ -185,6 +185,8 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         trainer.distillation.placement trainer.distillation.fsdp_config trainer.distillation.compile_model
         trainer.distillation.micro_batch_size_per_gpu trainer.distillation.batch_size_per_replica
         trainer.distillation.max_tokens_per_micro_batch trainer.distillation.use_sample_packing
+        environment.reward_model.num_replicas environment.reward_model.ranks_per_replica environment.reward_model.fsdp_config
+        environment.reward_model.batch_size_per_replica environment.reward_model.max_tokens_per_micro_batch
         trainer.policy.diffusers.offload vla.training_chunk_size
         trainer.policy.megatron_config.ddp_config trainer.policy.megatron_config.empty_cuda_cache
         trainer.policy.megatron_config.pipeline_dynamic_shape trainer.ref.megatron_config.pipeline_dynamic_shape

@@ -142,7 +142,7 @@ class Api:
 
     async def scored(self, body: dict[str, Any]) -> dict[str, Any]:
         self._service.scores.registry.seen(body["scorer"], self._service.version or 0, "scoring")
-        unwanted = self._service.scored(body["scorer"], body["digests"])
+        unwanted = self._service.scored(body["scorer"], body["digests"], body.get("rewards", {}))
         await self._notify()
         return {"unwanted": unwanted}
 

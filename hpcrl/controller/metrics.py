@@ -8,9 +8,21 @@ from statistics import fmean
 
 from hpcrl.controller.admission import staleness
 from hpcrl.controller.replicas import MinReplicas
+from hpcrl.controller.schedule import Schedule
 from hpcrl.observe.metrics import Histogram
 from hpcrl.text import metric_name
 from hpcrl.types import Batch
+
+
+def step_metrics(batch: Batch, schedule: Schedule, replicas: dict[str, float] | None) -> dict[str, float]:
+    """Return what is told of the batch of a step.
+
+    Args:
+        replicas: replicas/*; None: the batch has rows of datasets.
+    """
+    found = row_metrics(batch) if replicas is None else batch_metrics(batch) | replicas
+    dropped = dropped_metrics(batch) if schedule.sampling.config.type else {}
+    return found | dropped | (surplus_metrics(batch) if schedule.surplus else {})
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from itertools import chain
 from math import isnan
 from reprlib import Repr
@@ -97,6 +98,15 @@ def _is_digests(value: Any) -> bool:
     if type(value) is not dict or not all(map(GROUP_ID.fits, value)):
         return False
     return all(type(each) is str and each and _DIGEST.fullmatch(each) is not None for each in value.values())
+
+
+def _is_rewards(samples: int, value: Any) -> bool:
+    if type(value) is not dict or not all(map(GROUP_ID.fits, value)):
+        return False
+    return all(
+        type(each) is list and len(each) == samples and all(one is None or REWARD.fits(one) for one in each)
+        for each in value.values()
+    )
 
 
 def _is_list_of_metrics(value: Any) -> bool:
@@ -216,7 +226,11 @@ class Schemas:
             )
         }
         self.claim_scores = Schema({**scorer, "samples": whole(_MOST_ENTRIES), "holding": GROUP_IDS}, {"wait": WAIT})
-        self.scored = Schema({**scorer, "digests": Value("checksums of scores by ids of groups", _is_digests)})
+        rewards = Value(
+            f"by ids of groups {n_samples} entries, each null or {REWARD.expected}", partial(_is_rewards, n_samples)
+        )
+        digests = Value("checksums of scores by ids of groups", _is_digests)
+        self.scored = Schema({**scorer, "digests": digests}, {"rewards": rewards})
         self.status = Schema()
         self._group = _group_schema(replicas, total_steps)
 
@@ -283,6 +297,7 @@ def _group_schema(replicas: int, total_steps: int) -> Schema:
         ),
         "row": Value("null", lambda value: value is None),  # workers generate what they report
         "scores": Value("an empty object", lambda value: value == {}),  # scorers say what they are
+        "model_rewards": Value("an empty list", lambda value: value == []),
     }
     optional = {
         one.name for one in fields(GroupMeta) if one.default is not MISSING or one.default_factory is not MISSING

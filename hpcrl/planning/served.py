@@ -13,11 +13,10 @@ from hpcrl.config.derive import (
     largest_micro_batch,
     longest_sample,
     needs_fsdp,
-    ref_sharding,
 )
 from hpcrl.config.reward_model import reward_services, services_per_node
-from hpcrl.config.scorers import TEACHER, ScorerSet, scorer_sets, scorers_per_node
-from hpcrl.config.sections.model import FSDPConfig, Pretrained
+from hpcrl.config.scorers import REWARD, TEACHER, ScorerSet, scorer_sets, scorers_per_node
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.planning.memory import (
     BYTES,
     Need,
@@ -64,8 +63,10 @@ def served(config: Config) -> Iterator[Served]:
         tokens = largest_micro_batch(config)
         if each.role == TEACHER:
             tokens = max(own.max_tokens_per_micro_batch or own.micro_batch_size_per_gpu * longest, longest)
+        elif each.role == REWARD:
+            tokens = max(config.environment.reward_model.max_tokens_per_micro_batch, longest)
         together = each.ranks * min(each.replicas, scorers_per_node(config, each.ranks))
-        yield Served(each.role, each.model, each.replicas * each.ranks, each.ranks, together, tokens, each)
+        yield Served(each.title, each.model, each.replicas * each.ranks, each.ranks, together, tokens, each)
 
 
 def served_shapes(config: Config, model: Served, folder_of: Callable[[Pretrained], Path | None]) -> Shapes:
@@ -83,9 +84,7 @@ def served_shapes(config: Config, model: Served, folder_of: Callable[[Pretrained
     path = str(folder_of(model.model) or model.model.path)
     if model.scorers is None:
         return classifier_shapes(replace(model.model, path=path))
-    return shapes(
-        replace(scorer_source(config.trainer, model.scorers), path=path), _sharding(config, model.scorers), None
-    )
+    return shapes(replace(scorer_source(config.trainer, model.scorers), path=path), model.scorers.fsdp, None)
 
 
 def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | None) -> Need:
@@ -98,7 +97,7 @@ def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | 
     if model.scorers is None:
         dtype = _BYTES[config.environment.remote_reward.service.model_dtype]
         return replace(fsdp_state(shapes.weights, 1, dtype), activations=_activations(shapes, model.tokens, dtype))
-    fsdp, on_gpu = _sharding(config, model.scorers), gpu_count(config.slurm) > 0
+    fsdp, on_gpu = model.scorers.fsdp, gpu_count(config.slurm) > 0
     dtype = fsdp.mixed_precision.param_dtype
     whole = fsdp_state(shapes.weights, 1, dtype).weights
     copy = copy_ranks(fsdp.fsdp_size, model.ranks, model.ranks, whole, memory if on_gpu else None)
@@ -109,13 +108,11 @@ def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | 
         reduce_dtype = fsdp.mixed_precision.reduce_dtype
         gathered = fsdp_gathered(shapes.weights, copy, dtype, reduce_dtype, fsdp.reshard_after_forward)
         need = replace(need, gathered=gathered)
+    if model.scorers.role == REWARD:  # one number for a conversation
+        return replace(need, activations=_activations(shapes, model.tokens, dtype))
     rows = min(trainer.logprobs_chunk_size, model.tokens)
     logits = logprob_buffer(rows, shapes.width.vocabulary, BYTES[trainer.algorithm.logprob_dtype])
     return replace(need, activations=_activations(shapes, model.tokens, dtype), logprobs=logits)
-
-
-def _sharding(config: Config, scorers: ScorerSet) -> FSDPConfig:
-    return config.trainer.distillation.fsdp_config if scorers.role == TEACHER else ref_sharding(config.trainer)
 
 
 def _activations(shapes: Shapes, tokens: int, dtype: str) -> int:

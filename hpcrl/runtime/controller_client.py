@@ -13,7 +13,8 @@ Controller routes, all POST, all JSON (`worker` is a process status name such as
     /committed  {step}                             -> {}                                 trainer: checkpoint of `step` is committed
     /claim_scores {scorer, samples, holding: [group_id], wait?} -> {stop, groups: [GroupMeta]}
                                                                                          waits up to `wait` (10) s for finished groups
-    /scored     {scorer, digests: {group_id: digest}} -> {unwanted: [group_id]}          scores/<model>/<group>-<digest>.safetensors is there
+    /scored     {scorer, digests: {group_id: digest}, rewards?: {group_id: [number or null]}}
+                                                   -> {unwanted: [group_id]}             scores/<model>/<group>-<digest>.safetensors is there
     /status     {}                                 -> counts for people
 
 What each field may hold, hpcrl/controller/schema.py says; a message that is refused (400) changes nothing.

@@ -52,6 +52,7 @@ from hpcrl.config.rules.rewards import (
     overlong,
     remote_reward,
     reward_names,
+    scoring_reward_model,
 )
 from hpcrl.config.rules.scorers import ranks_of_scorers, reference_apart, teacher
 from hpcrl.config.rules.training import (
@@ -397,6 +398,7 @@ RULES: tuple[Rule, ...] = (
     one_reward_source,
     overlong,
     remote_reward,
+    scoring_reward_model,
     environments,
     adapters_of_engines,
     embedded_engine,

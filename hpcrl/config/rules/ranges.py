@@ -126,6 +126,7 @@ RANGES: dict[str, Range] = {
     "kl_discount_factor": _SHARE,
     "micro_batch_size_per_gpu": _COUNT,
     "batch_size_per_replica": _COUNT,
+    "ranks_per_replica": _COUNT,
     "max_tokens_per_micro_batch": _COUNT,
     "max_staleness_steps": _NOT_NEGATIVE,
     "num_parallel_generation_workers": _COUNT,

@@ -1,4 +1,4 @@
-"""Rules about models on nodes of their own that judge finished samples: teachers, and the reference."""
+"""Rules about models on nodes of their own that judge finished samples: teachers, the reference, a reward model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from hpcrl.config.adapters import reference_follows
 from hpcrl.config.derive import gpu_count, is_offline, uses_reference
 from hpcrl.config.errors import Problem
-from hpcrl.config.scorers import TEACHER, has_own_reference, scorer_sets
+from hpcrl.config.scorers import REFERENCE, REWARD, TEACHER, scorer_sets
 from hpcrl.config.sections.tree import ConfigTree
 
 _TEACHER, _PLACEMENT = "trainer.distillation", "trainer.placement"
+_RANKS = {
+    TEACHER: f"{_TEACHER}.placement.fsdp_size",
+    REFERENCE: f"{_PLACEMENT}.ref_num_gpus_per_node",
+    REWARD: "environment.reward_model.ranks_per_replica",
+}
 
 
 def teacher(config: ConfigTree) -> Iterator[Problem]:
@@ -62,11 +67,9 @@ def ranks_of_scorers(config: ConfigTree) -> Iterator[Problem]:
     gpus = gpu_count(config.slurm)
     if not gpus or (config.trainer.distillation.placement.fsdp_size < 1):
         return
-    if has_own_reference(config.trainer) or config.trainer.distillation.enable:
-        for each in scorer_sets(config):
-            if each.ranks > gpus:
-                own = each.role == TEACHER
-                yield Problem(
-                    f"{_TEACHER}.placement.fsdp_size" if own else f"{_PLACEMENT}.ref_num_gpus_per_node",
-                    f"{each.ranks} ranks share a copy of the {each.role} on one node, which has {gpus} GPUs (slurm.gpus_per_node)",
-                )
+    for each in scorer_sets(config):
+        if each.ranks > gpus:
+            yield Problem(
+                _RANKS[each.role],
+                f"{each.ranks} ranks share a copy of the {each.title} on one node, which has {gpus} GPUs (slurm.gpus_per_node)",
+            )

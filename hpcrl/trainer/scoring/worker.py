@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from hpcrl.data.score_file import write_scores
+from hpcrl.data.score_file import GroupRewards, write_scores
 from hpcrl.observe.timeline import IDLE, Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
@@ -20,6 +20,7 @@ from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.scoring.model import ScoringModel
+from hpcrl.trainer.scoring.reward import RewardScoringModel
 from hpcrl.types import GroupMeta
 
 _WAIT_S = 5.0
@@ -40,7 +41,7 @@ class ScoreWorker:
         attempt: int,
         name: str,
         model_name: str,
-        model: ScoringModel,
+        model: ScoringModel | RewardScoringModel,
         samples: int,
         world: World,
         status: StatusWriter,
@@ -75,11 +76,17 @@ class ScoreWorker:
         began, known = time.monotonic(), {group.group_id: group for group in groups}
         found = self._model.scores(groups, lambda: self._heartbeat.beat("step"))
 
-        def write() -> dict[str, str]:
-            return write_scores(self._run, self._model_name, [(known[name], rows) for name, rows in found.items()])
+        def write() -> tuple[dict[str, str], dict[str, list[float | None]]]:
+            rewards = {name: said.scores for name, said in found.items() if isinstance(said, GroupRewards)}
+            return write_scores(
+                self._run, self._model_name, [(known[name], said) for name, said in found.items()]
+            ), rewards
 
-        digests = {group_id: digest for own in self._world.all_gather(write) for group_id, digest in own.items()}
-        self._ask("scored", digests=digests)
+        digests, rewards = dict[str, str](), dict[str, list[float | None]]()
+        for own, scores in self._world.all_gather(write):
+            digests |= own
+            rewards |= scores
+        self._ask("scored", digests=digests, rewards=rewards)
         self._facts["groups"] += len(groups)
         self._facts["tokens"] += sum(sum(group.lengths) for group in groups)
         self._facts["seconds"] = round(self._facts["seconds"] + time.monotonic() - began, 1)

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from tests.config.rules.skyrl_cases import ALGORITHM, CRITIC, DISTILLATION, DPO, MEGATRON_4, NO_KL, PLACEMENT, SFT, Case
+from tests.config.rules.skyrl_cases import (
+    ALGORITHM,
+    CRITIC,
+    DISTILLATION,
+    DPO,
+    MEGATRON_4,
+    NO_KL,
+    PLACEMENT,
+    REWARD_SERVICE,
+    SERVICE,
+    SFT,
+    Case,
+)
 
 TEACHER = {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"}
 APART = {f"{PLACEMENT}.colocate_policy_ref": False}
+MODEL, FILTERS = "environment.reward_model", {f"{ALGORITHM}.zero_variance_filter": True}
+JUDGE = {f"{MODEL}.model": "rm"}
 GPUS = {"slurm.gpus_per_node": 4}
 
 OF_SCORERS = [
@@ -60,7 +74,7 @@ OF_SCORERS = [
     Case(
         "scorers fail where there are some",
         {"trainer.max_unscored_ratio": 0.5},
-        "trainer.max_unscored_ratio", "has no effect without trainer.distillation.enable, or a reference on nodes of its own",
+        "trainer.max_unscored_ratio", "or environment.reward_model.model; leave it out",
         {**APART, "trainer.max_unscored_ratio": 0.5},
     ),
     Case(
@@ -86,5 +100,72 @@ OF_SCORERS = [
         {**SFT, f"{DISTILLATION}.enable": True},
         f"{DISTILLATION}.enable", 'has no effect without trainer.mode="rl"',
         TEACHER,
+    ),
+    Case(
+        "bounds of a reward model's scores have an order",
+        {**JUDGE, f"{MODEL}.clip_min": 6.0}, f"{MODEL}.clip_min", "expected at most clip_max (5.0), found 6.0",
+        {**JUDGE, f"{MODEL}.clip_min": 5.0},
+    ),
+    Case(
+        "a reward model that is alone counts",
+        {**JUDGE, f"{MODEL}.weight": 0.0}, f"{MODEL}.weight", "0 would make every reward 0",
+        {**JUDGE, f"{MODEL}.weight": 0.0, f"{MODEL}.use_environment": True},
+    ),
+    Case(
+        "no scorer sees the greedy response",
+        {**JUDGE, f"{ALGORITHM}.advantage_estimator": "remax"}, f"{MODEL}.model", "not the greedy response",
+        {**JUDGE, f"{ALGORITHM}.advantage_estimator": "rloo"},
+    ),
+    Case(
+        "a reward model beside a teacher counts",
+        {**JUDGE, **TEACHER}, f"{MODEL}.model", "set trainer.distillation.use_rewards=true",
+        {**JUDGE, **TEACHER, f"{DISTILLATION}.use_rewards": True},
+    ),
+    Case(
+        "two rewards of one name",
+        {**JUDGE, **REWARD_SERVICE, f"{MODEL}.use_environment": True}, f"{MODEL}.model", 'has a reward "reward_model" too',
+        {**JUDGE, **SERVICE, f"{MODEL}.use_environment": True},
+    ),
+    Case(
+        "a service beside a reward model that is alone",
+        {**JUDGE, **SERVICE}, "environment.remote_reward.enable", "a reward model scores instead",
+        {**JUDGE, **SERVICE, f"{MODEL}.use_environment": True},
+    ),
+    Case(
+        "named rewards beside a reward model that is alone",
+        {**JUDGE, "environment.reward_function": {"gsm8k": 1.0}}, "environment.reward_function", "a reward model scores instead",
+        {**JUDGE, "environment.eval_reward_function": {"gsm8k": 1.0}},
+    ),
+    Case(
+        "an environment beside a reward model that is alone plays in evaluation",
+        {**JUDGE, "environment.env_class": "gsm8k", "environment.eval_reward_function": {"gsm8k": 1.0}},
+        "environment.env_class", "a reward model scores instead",
+        {**JUDGE, "environment.env_class": "gsm8k"},
+    ),
+    Case(
+        "a reward model that is alone scores one turn",
+        {**JUDGE, "generator.max_turns": 3}, "generator.max_turns", "has no effect with environment.reward_model alone",
+        {**JUDGE, "generator.max_turns": 3, f"{MODEL}.use_environment": True},
+    ),
+    Case(
+        "what filters is among the rewards, a reward model's too",
+        {**JUDGE, **FILTERS, f"{ALGORITHM}.filter_reward_metric": ["taste"]},
+        f"{ALGORITHM}.filter_reward_metric", "whose rewards are reward_model",
+        {**JUDGE, **FILTERS, f"{ALGORITHM}.filter_reward_metric": ["reward_model"]},
+    ),
+    Case(
+        "a copy of the reward model is on one node",
+        {**JUDGE, **GPUS, f"{MODEL}.ranks_per_replica": 8}, f"{MODEL}.ranks_per_replica", "8 ranks share a copy of the reward model on one node",
+        {**JUDGE, **GPUS, f"{MODEL}.ranks_per_replica": 4},
+    ),
+    Case(
+        "a weight of the reward model wants one",
+        {f"{MODEL}.weight": 0.5}, f"{MODEL}.weight", "has no effect without environment.reward_model.model",
+        {**JUDGE, f"{MODEL}.weight": 0.5},
+    ),
+    Case(
+        "a reward model judges what is sampled",
+        {**SFT, **JUDGE}, f"{MODEL}.model", 'has no effect without trainer.mode="rl"',
+        JUDGE,
     ),
 ]  # fmt: skip
