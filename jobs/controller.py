@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 
@@ -67,7 +68,7 @@ def main(path: str) -> None:
     steps = total_steps(len(rows or train), config.trainer, config.data.drop_last)
     sets = scorer_sets(config)
     models = [each.name for each in sets for _ in range(each.replicas)]
-    scores = ScoreQueue(models, partial(judges_of, sets), judged_rewards(config))
+    scores = ScoreQueue(models, partial(judges_of, sets), judged_rewards(config), list(needed_scorers(config)))
     trackers = Trackers(run, attempt, trackers_of(config.trainer.logger))
     service = Service(run, attempt, schedule(config, steps), train, validation, rows, scores)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
@@ -80,6 +81,21 @@ def judged_rewards(config: Config) -> JudgedRewards | None:
     if scoring_reward_model(config) is None:
         return None
     return JudgedRewards.of(config.environment, stopped_only=config.generator.zero_reward_on_non_stop)
+
+
+def needed_scorers(config: Config) -> Iterator[MinReplicas]:
+    """Yield for each scorer's model when there are too few copies of it."""
+    first, slurm = 0, config.slurm
+    for each in scorer_sets(config):
+        yield MinReplicas(
+            least=slurm.min_scorers,
+            patience_s=60.0 * slurm.replica_patience_minutes,
+            replicas=each.replicas,
+            what=f"{each.title}'s scorer",
+            setting="slurm.min_scorers",
+            names=frozenset(f"scorer-{number}" for number in range(first, first + each.replicas)),
+        )
+        first += each.replicas
 
 
 def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt]]:

@@ -207,12 +207,12 @@ class Schemas:
         self, replicas: int, total_steps: int, n_samples: int, eval_n_samples: int, scorers: Collection[str] = ()
     ) -> None:
         self._samples = {"train": n_samples, "eval": eval_n_samples}
-        step, worker = whole(total_steps), {"worker": _worker(replicas)}
+        step, worker, leaver = whole(total_steps), {"worker": _worker(replicas)}, {"worker": _worker(replicas, scorers)}
         calls = {**worker, "version": step}
         self.report = Schema({**calls, "state": NAME}, {"holding": GROUP_IDS})
         self.claim = Schema({**calls, "capacity": whole(_MOST_ENTRIES), "holding": GROUP_IDS})
         self.complete = Schema({**worker, "groups": OBJECTS})
-        self.leave = Schema(worker)
+        self.leave = Schema(leaver)
         self.start = Schema({"step": whole(_MOST_ENTRIES)})  # a step beyond the end is an error of the configuration
         self.published = Schema(
             {"version": step}, {"weights": Value("true or false", lambda value: type(value) is bool)}
@@ -266,10 +266,11 @@ class Schemas:
             raise _wrong(f"{within}path", f"samples/{group['replica']}/{name}.safetensors", group["path"])
 
 
-def _worker(replicas: int) -> Value:
-    names = frozenset(f"rollout-{number}" for number in range(replicas))
+def _worker(replicas: int, scorers: Collection[str] = ()) -> Value:
+    names = frozenset([*(f"rollout-{number}" for number in range(replicas)), *scorers])
     last = f" to rollout-{replicas - 1}" if replicas > 1 else ""
-    return Value(f"a worker of this run, rollout-0{last}", lambda value: type(value) is str and value in names)
+    also = f", or a scorer: {', '.join(scorers)}" if scorers else ""
+    return Value(f"a worker of this run, rollout-0{last}{also}", lambda value: type(value) is str and value in names)
 
 
 def _group_schema(replicas: int, total_steps: int) -> Schema:

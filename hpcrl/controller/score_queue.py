@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpcrl.config.scorers import REWARD, role_of
-from hpcrl.controller.replicas import WorkerRegistry
+from hpcrl.controller.replicas import MinReplicas, WorkerRegistry
 from hpcrl.envs.rewards.judged import JudgedRewards
 from hpcrl.errors import RunError
 from hpcrl.types import Batch, GroupMeta
@@ -40,9 +40,11 @@ class ScoreQueue:
         models: name of the model of each scorer, scorer-0 first; empty: nothing is scored.
         judges: returns the names of the models that score a group of a data source; None: all do.
         rewards: what a reward model's scores of a group are worth; None: no scorer has one.
+        needed: when there are too few scorers of a model, for each of them.
 
     Attributes:
         registry: of the scorers that call.
+        taken_back: groups of scorers that had left or were silent.
     """
 
     def __init__(
@@ -50,13 +52,14 @@ class ScoreQueue:
         models: Sequence[str] = (),
         judges: Callable[[str], Sequence[str]] | None = None,
         rewards: JudgedRewards | None = None,
+        needed: Sequence[MinReplicas] = (),
     ) -> None:
-        self._judges, self._rewards = judges, rewards
+        self._judges, self._rewards, self.needed = judges, rewards, needed
         self._models = {f"scorer-{number}": model for number, model in enumerate(models)}
         self._groups = dict[str, _Scored]()
         self._at: dict[str, set[str]] = {scorer: set() for scorer in self._models}
         self._unscored: dict[str, dict[str, None]] = {model: {} for model in models}  # in the order of their ends
-        self.registry = WorkerRegistry()
+        self.registry, self.taken_back = WorkerRegistry(), 0
 
     @property
     def models(self) -> Collection[str]:
@@ -179,6 +182,16 @@ class ScoreQueue:
         """Take the groups of silent scorers back; return the names of those scorers."""
         silent = self.registry.silent()
         for name in silent:
-            self.registry.remove(name)
-            self.release(name)
+            self.leave(name)
         return silent
+
+    def leave(self, scorer: str) -> int:
+        """A scorer ends: others get its groups. Returns how many."""
+        self.registry.remove(scorer)
+        lost = self.release(scorer)
+        self.taken_back += lost
+        return lost
+
+    def status(self) -> dict[str, object]:
+        """Return for each scorer that calls how many groups it has."""
+        return {name: {"groups": len(self._at[name])} for name in sorted(self.registry.workers)}

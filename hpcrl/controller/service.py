@@ -24,7 +24,7 @@ from hpcrl.controller.evaluation import (
     is_evaluated,
     write_summary,
 )
-from hpcrl.controller.metrics import batch_histograms, position_metrics, replica_metrics, step_metrics
+from hpcrl.controller.metrics import batch_histograms, position_metrics, replica_metrics, scorer_metrics, step_metrics
 from hpcrl.controller.prompt_stream import PromptStream, group_id, group_index
 from hpcrl.controller.recovery import BegunGroups, History, read_history, remove_samples
 from hpcrl.controller.replicas import FailureWindow, MinReplicas, RegisteredWorker, WorkerRegistry
@@ -337,7 +337,7 @@ class Service:
             epoch = self._stream.last_epoch(group.group_id for group in batch.groups)
             position = position_metrics(step, epoch, self.total_steps, self.steps_per_epoch)
             replicas = replica_metrics(len(self.workers), self.min_replicas, self._registry.restarts, self._taken_back)
-            found = step_metrics(batch, self._schedule, None if self._rows else replicas)
+            found = step_metrics(batch, self._schedule, None if self._rows else replicas | scorer_metrics(self.scores))
             self._metrics.write(step, found | position, None if self._rows else batch_histograms(batch))
             self._described = step
         return str(self._run.batch(step).relative_to(self._run.path))
@@ -374,7 +374,9 @@ class Service:
         return silent
 
     def leave(self, name: str) -> int:
-        """A worker ends: others get its groups. Returns how many."""
+        """A worker or a scorer ends: others get its groups. Returns how many."""
+        if name in self.scores.scorers:
+            return self.scores.leave(name)
         self._dispatcher.leave(name)
         if not self._registry.remove(name):
             return 0
@@ -406,6 +408,7 @@ class Service:
             "eval_open": self._eval.open,
             "replicas": self.min_replicas.replicas,
             "stop": self.stop,
+            "scorers": self.scores.status(),
             "workers": {name: {"version": w.version, "state": w.state} for name, w in self.workers.items()},
         }
 

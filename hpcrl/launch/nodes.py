@@ -26,6 +26,7 @@ class Node:
         services: numbers of the reward model's services on this node.
         scorers: numbers of the scorers on this node.
         scorer_ranks: processes of each of them, one device each.
+        spare: whether other nodes have scorers of the same model too.
     """
 
     index: int
@@ -37,6 +38,7 @@ class Node:
     services: tuple[int, ...] = ()
     scorers: tuple[int, ...] = ()
     scorer_ranks: int = 1
+    spare: bool = False
 
     @property
     def workers(self) -> list[str]:
@@ -59,9 +61,10 @@ def make_plan(config: Config) -> list[Node]:
         services: Sequence[int] = (),
         scorers: Sequence[int] = (),
         scorer_ranks: int = 1,
+        spare: bool = False,
     ) -> None:
         nonlocal offset
-        gpus, workers = devices if on_gpu else 0, (tuple(services), tuple(scorers), scorer_ranks)
+        gpus, workers = devices if on_gpu else 0, (tuple(services), tuple(scorers), scorer_ranks, spare)
         nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers))
         offset += gpus
 
@@ -79,7 +82,8 @@ def make_plan(config: Config) -> list[Node]:
     for each in scorer_sets(config):
         numbers, width = range(first, first + each.replicas), scorers_per_node(config, each.ranks)
         for own in (numbers[at : at + width] for at in range(0, len(numbers), width)):
-            add("scorer", len(own) * each.ranks, scorers=own, scorer_ranks=each.ranks)
+            spare = len(own) < each.replicas
+            add("scorer", len(own) * each.ranks, scorers=own, scorer_ranks=each.ranks, spare=spare)
         first += each.replicas
     return nodes
 
@@ -89,8 +93,18 @@ def trainer_nodes(plan: list[Node]) -> int:
 
 
 def needed_nodes(plan: list[Node]) -> list[int]:
-    """Return the nodes without which a run cannot go on; of replicas it may lose some."""
-    return [node.index for node in plan if node.role != "rollout"]
+    """Return the nodes without which a run cannot go on; of replicas it may lose some, and of the copies of a scorer's model."""
+    return [node.index for node in plan if node.role != "rollout" and not node.spare]
+
+
+def survives_a_loss(plan: list[Node], pooled: int) -> bool:
+    """Return whether a run can go on without some of its nodes.
+
+    Args:
+        pooled: replicas of its elastic pool.
+    """
+    rollout_nodes = sum(node.role == "rollout" for node in plan)
+    return rollout_nodes > (0 if pooled else 1) or any(node.spare for node in plan)
 
 
 def describe_plan(plan: list[Node]) -> list[str]:

@@ -160,6 +160,12 @@ class _Episode:
     def transcript(self) -> Transcript:
         return self.transcripts[-1]
 
+    @property
+    def judged(self) -> Messages:
+        """The conversation up to what the policy said last."""
+        after = next((at for at, one in enumerate(reversed(self.messages)) if one["role"] == "assistant"), 0)
+        return self.opening + self.messages[: len(self.messages) - after]
+
     def rows(self) -> list[Row]:
         reason: StopReason = "failed" if self.failure else self.stop_reason
         return [transcript.sample(reason, self.metrics) for transcript in self.transcripts]
@@ -238,7 +244,7 @@ class GroupGenerator:
             seconds=time.monotonic() - started,
             baseline=self._baseline(episodes[n], rows) if compared else None,
             kept_tokens=turns.kept_tokens,
-            judged=[episode.opening + episode.messages for episode in episodes[:n] if self._judged],
+            judged=[episode.judged for episode in episodes[:n] if self._judged],
         )
 
     def _baseline(self, greedy: _Episode, samples: Sequence[Sequence[Row]]) -> float:

@@ -6,7 +6,7 @@ Controller routes, all POST, all JSON (`worker` is a process status name such as
     /claim      {worker, version, capacity, holding: [group_id]}
                                                    -> {stop, version, unwanted, work: [Work]}    waits up to 10 s for work or a newer version
     /complete   {worker, groups: [GroupMeta]}      -> {accepted: [group_id], rejected: {group_id: reason}}
-    /leave      {worker}                           -> {}                                 it ends, or was seen to end: its groups go to others
+    /leave      {worker}                           -> {}                                 it, or a scorer, ends, or was seen to end: its groups go to others
     /start      {step}                             -> {total_steps, steps_per_epoch}     trainer: training continues after `step`; null, null: ask again
     /published  {version}                          -> {}                                 trainer: weights/v<version> is committed
     /next       {step, wait?}                      -> {stop, path}                       waits up to `wait` (10) s; path is null until the batch exists

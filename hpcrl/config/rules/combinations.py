@@ -54,7 +54,7 @@ from hpcrl.config.rules.rewards import (
     reward_names,
     scoring_reward_model,
 )
-from hpcrl.config.rules.scorers import ranks_of_scorers, reference_apart, teacher
+from hpcrl.config.rules.scorers import enough_scorers, ranks_of_scorers, reference_apart, teacher
 from hpcrl.config.rules.training import (
     frozen,
     preference_losses,
@@ -392,6 +392,7 @@ RULES: tuple[Rule, ...] = (
     teacher,
     reference_apart,
     ranks_of_scorers,
+    enough_scorers,
     _diffusion,
     reward_names,
     filter_metrics,

@@ -212,6 +212,7 @@ RANGES: dict[str, Range] = {
     "gpu_memory_gb": _POSITIVE,
     "replicas_per_node": _COUNT,
     "min_replicas": _COUNT,
+    "min_scorers": _COUNT,
     "replica_patience_minutes": _COUNT,
     "array_parallelism": _COUNT,
 }

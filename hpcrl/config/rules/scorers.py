@@ -11,6 +11,11 @@ from hpcrl.config.scorers import REFERENCE, REWARD, TEACHER, scorer_sets
 from hpcrl.config.sections.tree import ConfigTree
 
 _TEACHER, _PLACEMENT = "trainer.distillation", "trainer.placement"
+_COPIES = {
+    TEACHER: f"{_TEACHER}.placement.num_replicas",
+    REFERENCE: f"{_PLACEMENT}.ref_num_nodes",
+    REWARD: "environment.reward_model.num_replicas",
+}
 _RANKS = {
     TEACHER: f"{_TEACHER}.placement.fsdp_size",
     REFERENCE: f"{_PLACEMENT}.ref_num_gpus_per_node",
@@ -60,6 +65,16 @@ def reference_apart(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             path,
             "expected true with a reference that follows the policy (trainer.algorithm.reference_reset_interval, trainer.update_ref_every_epoch)",
+        )
+
+
+def enough_scorers(config: ConfigTree) -> Iterator[Problem]:
+    least, sets = config.slurm.min_scorers, scorer_sets(config)
+    fewest = min(sets, key=lambda each: each.replicas, default=None)
+    if fewest is not None and fewest.replicas < least:
+        yield Problem(
+            "slurm.min_scorers",
+            f"expected at most {fewest.replicas}, the copies of the {fewest.title} ({_COPIES[fewest.role]}), found {least}",
         )
 
 

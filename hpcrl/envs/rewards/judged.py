@@ -14,7 +14,7 @@ from hpcrl.types import GroupMeta
 
 def rewarded_later(_response: Response) -> Turn:
     """Reward a response with nothing, and end its sample: the reward model says later what it is worth."""
-    return Turn(reward=0.0, done=True)
+    return Turn([], 0.0, done=True)
 
 
 @dataclass(frozen=True)

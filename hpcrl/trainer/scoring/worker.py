@@ -24,6 +24,7 @@ from hpcrl.trainer.scoring.reward import RewardScoringModel
 from hpcrl.types import GroupMeta
 
 _WAIT_S = 5.0
+_CALL_S = 20.0  # while it scores: the controller gives the groups of who is silent to others
 
 
 class ScoreWorker:
@@ -53,7 +54,7 @@ class ScoreWorker:
         self._timeline = timeline
         self._controller = Controller(run, attempt)
         self._facts: dict[str, Any] = {"groups": 0, "tokens": 0, "seconds": 0.0}
-        self._told = float("-inf")
+        self._told = self._called = float("-inf")
 
     def run(self) -> None:
         """Score until the controller says that the run ends.
@@ -62,6 +63,13 @@ class ScoreWorker:
             HpcrlError: a sample file is damaged, a score cannot be written, or the controller does not answer.
         """
         self._timeline.enter(IDLE)
+        try:
+            self._work()
+        finally:
+            if self._world.first:
+                self._controller.leave(self._name)
+
+    def _work(self) -> None:
         while True:
             self._heartbeat.beat("wait")
             self._tell()
@@ -74,7 +82,7 @@ class ScoreWorker:
 
     def _score(self, groups: list[GroupMeta]) -> None:
         began, known = time.monotonic(), {group.group_id: group for group in groups}
-        found = self._model.scores(groups, lambda: self._heartbeat.beat("step"))
+        found = self._model.scores(groups, lambda: self._still_there(list(known)))
 
         def write() -> tuple[dict[str, str], dict[str, list[float | None]]]:
             rewards = {name: said.scores for name, said in found.items() if isinstance(said, GroupRewards)}
@@ -91,10 +99,18 @@ class ScoreWorker:
         self._facts["tokens"] += sum(sum(group.lengths) for group in groups)
         self._facts["seconds"] = round(self._facts["seconds"] + time.monotonic() - began, 1)
 
+    def _still_there(self, holding: list[str]) -> None:
+        self._heartbeat.beat("step")
+        self._tell()
+        if self._world.first and time.monotonic() - self._called > _CALL_S:
+            self._called = time.monotonic()
+            self._controller.call("claim_scores", scorer=self._name, samples=0, holding=holding, wait=0)
+
     def _tell(self) -> None:
         if self._world.first and time.monotonic() - self._told > RENEW_S:
             self._status.write("ready", **self._facts)
             self._told = time.monotonic()
 
     def _ask(self, route: str, **payload: Any) -> dict[str, Any]:
+        self._called = time.monotonic()
         return self._world.rank0_broadcast(lambda: self._controller.call(route, scorer=self._name, **payload))

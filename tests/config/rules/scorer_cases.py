@@ -159,6 +159,12 @@ OF_SCORERS = [
         {**JUDGE, **GPUS, f"{MODEL}.ranks_per_replica": 4},
     ),
     Case(
+        "there are as many copies as the run needs",
+        {**JUDGE, f"{MODEL}.num_replicas": 2, **TEACHER, f"{DISTILLATION}.use_rewards": True, "slurm.min_scorers": 2},
+        "slurm.min_scorers", "expected at most 1, the copies of the teacher (trainer.distillation.placement.num_replicas), found 2",
+        {**JUDGE, f"{MODEL}.num_replicas": 2, "slurm.min_scorers": 2},
+    ),
+    Case(
         "a weight of the reward model wants one",
         {f"{MODEL}.weight": 0.5}, f"{MODEL}.weight", "has no effect without environment.reward_model.model",
         {**JUDGE, f"{MODEL}.weight": 0.5},

@@ -8,6 +8,8 @@ import pytest
 
 from hpcrl.config.sections.environment import EnvironmentConfig, ScoringRewardModelConfig
 from hpcrl.envs.rewards.judged import JudgedRewards
+from hpcrl.envs.rewards.response import Response
+from hpcrl.rollout.env_session import scorer_of
 from hpcrl.types import GroupMeta
 
 PLAIN = JudgedRewards(weight=1.0, clip_min=-5.0, clip_max=5.0)
@@ -23,6 +25,17 @@ def group(**changes: Any) -> GroupMeta:
         group_id="g1", kind="train", replica=0, path="p", lengths=[5] * 3, response_lengths=[2] * 3, oldest_version=0,
         newest_version=0, data_source="x", seconds=0.1, **(known | changes),
     )  # fmt: skip
+
+
+def test_without_an_environment_a_response_ends_and_is_worth_nothing_yet() -> None:
+    alone = EnvironmentConfig(reward_model=ScoringRewardModelConfig(model="rm"))
+    scorer = scorer_of(alone, "train")
+    assert scorer is not None
+    turn = scorer(Response(text="ab", ground_truth=None, n_tokens=2, max_tokens=4, messages=[], extras={}))
+    assert (turn.reward, turn.done, turn.observations) == (0.0, True, [])
+    assert scorer_of(alone, "eval") is None, "evaluation is played by the environment of its rows"
+    both = EnvironmentConfig(reward_model=ScoringRewardModelConfig(model="rm", use_environment=True))
+    assert scorer_of(both, "train") is None
 
 
 def test_scores_are_clipped_weighted_and_added() -> None:

@@ -170,7 +170,11 @@ def test_what_a_reward_model_says_twice_counts_once(run: Run) -> None:
 def test_scorers_that_say_the_wrong_kind_of_thing_are_refused(run: Run) -> None:
     controller = service(run, models=(MODEL, "teacher-1"))
     (name, _) = generate(run, controller, [[1.0, 1.0], [1.0, 1.0]])
-    for scorer, rewards in (("scorer-0", {}), ("scorer-1", {name: [1.0, 1.0]}), ("scorer-0", {"g00000009": [1.0, 1.0]})):
+    for scorer, rewards in (
+        ("scorer-0", {}),
+        ("scorer-1", {name: [1.0, 1.0]}),
+        ("scorer-0", {"g00000009": [1.0, 1.0]}),
+    ):
         with pytest.raises(RunError, match=f"{scorer}: expected rewards of"):
             controller.scored(scorer, {name: "0" * 32}, rewards)
     schema = Schemas(1, 4, 2, 1, controller.scores.scorers)
