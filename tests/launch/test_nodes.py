@@ -8,7 +8,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.launch.agent.environment import Environments
-from hpcrl.launch.nodes import Node, describe_plan, make_plan, needed_nodes
+from hpcrl.launch.nodes import Node, describe_plan, make_plan, needed_nodes, survives_a_loss
 from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
 from tests.paths import QUICKSTART, ROOT
 
@@ -56,10 +56,11 @@ def test_a_run_has_services_where_it_names_a_model(settings: list[str], roles: l
     assert [node.role for node in plan(*settings)] == roles
 
 
+COPIES = "trainer.distillation.placement.num_replicas"
 SCORED = [
     "trainer.distillation.enable=true",
     "trainer.distillation.model_path=t",
-    "trainer.distillation.placement.num_replicas=3",
+    f"{COPIES}=3",
     "trainer.distillation.placement.fsdp_size=2",
     "trainer.placement.colocate_policy_ref=false",
 ]
@@ -72,7 +73,9 @@ def test_scorers_share_nodes_by_their_ranks_and_each_model_has_nodes_of_its_own(
         ("scorer", 2, 12, ["scorer-2"], 2),
         ("scorer", 4, 14, ["scorer-3"], 4),
     ]
-    assert needed_nodes(nodes) == [0, 2, 3, 4]
+    assert needed_nodes(nodes) == [0, 4], "of three teachers on two nodes some are left, of one reference none"
+    assert survives_a_loss(nodes, 0)
+    assert not survives_a_loss(make_plan(Config.from_toml([QUICKSTART], [*SCORED, f"{COPIES}=1"])), 0)
     assert describe_plan(nodes)[2] == "node 2: scorer-0, scorer-1, 2 rank(s) each, 4 GPU(s)"
     on_cpus = make_plan(Config.from_toml([QUICKSTART], SCORED))
     assert [(node.role, node.workers, node.gpus) for node in on_cpus[2:]] == [
