@@ -38,6 +38,7 @@ class ScorerSet:
         replicas: copies of the model.
         ranks: processes that share one copy, on one node.
         fsdp: how they do.
+        engine: whether it is one process instead, with an engine on as many devices.
         sources: data sources of the groups that it judges; None: all that no other set of the role does.
     """
 
@@ -48,6 +49,7 @@ class ScorerSet:
     ranks: int
     fsdp: FSDPConfig
     sources: tuple[str, ...] | None = None
+    engine: bool = False
 
     @property
     def title(self) -> str:
@@ -99,10 +101,12 @@ def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
     """Return the scorers of a run: those of teachers, of the reference, and of the reward model."""
     trainer, placement, found = config.trainer, config.trainer.placement, list[ScorerSet]()
     own = trainer.distillation
+    engine = own.backend == "vllm"
     for model, sources in teacher_models(own).items():
-        name = _name(config, TEACHER, model, {}, own.fsdp_config, own.top_k)
-        size = own.placement.num_replicas, own.placement.fsdp_size
-        found.append(ScorerSet(TEACHER, name, model, *size, own.fsdp_config, sources))
+        dtype = {"engine": own.engine.model_dtype} if engine else {}
+        name = _name(config, TEACHER, model, dtype, own.fsdp_config, own.top_k)
+        size = own.placement.num_replicas, own.engine.tensor_parallel_size if engine else own.placement.fsdp_size
+        found.append(ScorerSet(TEACHER, name, model, *size, own.fsdp_config, sources, engine))
     if has_own_reference(trainer):
         model, nodes, ranks = ref_model(trainer), placement.ref_num_nodes, placement.ref_num_gpus_per_node
         fsdp = ref_sharding(trainer)

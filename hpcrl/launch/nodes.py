@@ -25,7 +25,8 @@ class Node:
         gpu_offset: devices that the nodes before it use, for when all of them share one machine.
         services: numbers of the reward model's services on this node.
         scorers: numbers of the scorers on this node.
-        scorer_ranks: processes of each of them, one device each.
+        scorer_ranks: processes of each of them, one device each; or devices of its one process, where it has an engine.
+        torchrun: whether they are several processes.
         spare: whether other nodes have scorers of the same model too.
     """
 
@@ -39,6 +40,7 @@ class Node:
     scorers: tuple[int, ...] = ()
     scorer_ranks: int = 1
     spare: bool = False
+    torchrun: bool = False
 
     @property
     def workers(self) -> list[str]:
@@ -62,9 +64,10 @@ def make_plan(config: Config) -> list[Node]:
         scorers: Sequence[int] = (),
         scorer_ranks: int = 1,
         spare: bool = False,
+        torchrun: bool = False,
     ) -> None:
         nonlocal offset
-        gpus, workers = devices if on_gpu else 0, (tuple(services), tuple(scorers), scorer_ranks, spare)
+        gpus, workers = devices if on_gpu else 0, (tuple(services), tuple(scorers), scorer_ranks, spare, torchrun)
         nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers))
         offset += gpus
 
@@ -82,8 +85,8 @@ def make_plan(config: Config) -> list[Node]:
     for each in scorer_sets(config):
         numbers, width = range(first, first + each.replicas), scorers_per_node(config, each.ranks)
         for own in (numbers[at : at + width] for at in range(0, len(numbers), width)):
-            spare = len(own) < each.replicas
-            add("scorer", len(own) * each.ranks, scorers=own, scorer_ranks=each.ranks, spare=spare)
+            spare, torchrun = len(own) < each.replicas, each.ranks > 1 and not each.engine
+            add("scorer", len(own) * each.ranks, scorers=own, scorer_ranks=each.ranks, spare=spare, torchrun=torchrun)
         first += each.replicas
     return nodes
 

@@ -61,7 +61,9 @@ def served(config: Config) -> Iterator[Served]:
     own, longest = config.trainer.distillation, longest_sample(config)
     for each in scorer_sets(config):
         tokens = largest_micro_batch(config)
-        if each.role == TEACHER:
+        if each.engine:
+            tokens = own.engine.max_num_batched_tokens
+        elif each.role == TEACHER:
             tokens = max(own.max_tokens_per_micro_batch or own.micro_batch_size_per_gpu * longest, longest)
         elif each.role == REWARD:
             tokens = max(config.environment.reward_model.max_tokens_per_micro_batch, longest)
@@ -97,6 +99,11 @@ def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | 
     if model.scorers is None:
         dtype = _BYTES[config.environment.remote_reward.service.model_dtype]
         return replace(fsdp_state(shapes.weights, 1, dtype), activations=_activations(shapes, model.tokens, dtype))
+    if model.scorers.engine:  # which computes the logits of all tokens of a pass together
+        dtype = _BYTES[trainer.distillation.engine.model_dtype]
+        logits = logprob_buffer(model.tokens, shapes.width.vocabulary, BYTES["fp32"])
+        need = fsdp_state(shapes.weights, model.ranks, dtype)
+        return replace(need, activations=_activations(shapes, model.tokens, dtype), logprobs=logits)
     fsdp, on_gpu = model.scorers.fsdp, gpu_count(config.slurm) > 0
     dtype = fsdp.mixed_precision.param_dtype
     whole = fsdp_state(shapes.weights, 1, dtype).weights

@@ -28,6 +28,15 @@ _REWARD_MODEL = "environment.reward_model."
 _SERVICE = "environment.remote_reward.service."
 _REFERENCE = f"{_ALGORITHM}use_kl_loss or use_kl_in_reward"
 
+_OF_FSDP2 = (
+    *(
+        "fsdp_config",
+        "placement.fsdp_size",
+        "micro_batch_size_per_gpu",
+        "max_tokens_per_micro_batch",
+        "use_sample_packing",
+    ),
+)
 _REDUCTION = ("loss_reduction", "max_seq_len", "unbiased_loss_max_tokens")
 
 READ_BY_LOSSES: dict[str, tuple[str, ...]] = {
@@ -216,6 +225,16 @@ _OF_MODES = (
         tuple(f"trainer.distillation.{name}" for name in ("jsd_beta", "top_k_from_teacher", "rollout_top_k_recompute")),
         "trainer.distillation.top_k",
         lambda config: config.trainer.distillation.top_k > 0,
+    ),
+    Switch(
+        tuple(f"trainer.distillation.{name}" for name in _OF_FSDP2),
+        'trainer.distillation.backend="fsdp2"',
+        lambda config: config.trainer.distillation.backend == "fsdp2",
+    ),
+    Switch(
+        ("trainer.distillation.engine",),
+        'trainer.distillation.backend="vllm"',
+        lambda config: config.trainer.distillation.backend == "vllm",
     ),
     Switch(("trainer.dpo",), 'trainer.mode="dpo"', lambda config: config.trainer.mode == "dpo"),
     Switch(

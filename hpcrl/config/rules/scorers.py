@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcrl.config.adapters import reference_follows
-from hpcrl.config.derive import gpu_count, is_offline, uses_reference
+from hpcrl.config.derive import MOST_KEPT, gpu_count, is_offline, mask_size, temperature, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.scorers import REFERENCE, REWARD, TEACHER, scorer_sets
 from hpcrl.config.sections.tree import ConfigTree
@@ -32,6 +32,8 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
             f"{_TEACHER}.top_k",
             f'expected 0 with trainer.strategy="megatron", found {distillation.top_k}; or choose fsdp2',
         )
+    if distillation.backend == "vllm":
+        yield from _engine(config)
     if distillation.model_path is None:
         yield Problem(f"{_TEACHER}.model_path", "required with trainer.distillation.enable: the teacher")
     if distillation.placement.fsdp_size < 1:
@@ -49,6 +51,25 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
             "trainer.critic.model.path",
             "a critic learns from rewards, which count for nothing here; set trainer.distillation.use_rewards=true, or leave the critic out",
         )
+
+
+def _engine(config: ConfigTree) -> Iterator[Problem]:
+    """vLLM knows prompts' log-probabilities of whole distributions at temperature 1 alone."""
+    sampling, own, path = config.generator.sampling_params, config.trainer.distillation, f"{_TEACHER}.backend"
+    if temperature(config) != 1:
+        yield Problem(
+            path,
+            f"a vLLM engine gives log-probabilities of samples at temperature 1, and the policy has {temperature(config):g} "
+            '(generator.sampling_params.temperature, trainer.algorithm.temperature); choose "fsdp2"',
+        )
+    if mask_size(sampling):
+        yield Problem(
+            path,
+            "a vLLM engine gives log-probabilities of samples over the whole vocabulary, and sampling leaves tokens out "
+            f'(generator.sampling_params.top_k = {sampling.top_k}); choose "fsdp2"',
+        )
+    if own.top_k > MOST_KEPT:
+        yield Problem(f"{_TEACHER}.top_k", f'expected at most {MOST_KEPT} with backend="vllm", found {own.top_k}')
 
 
 def reference_apart(config: ConfigTree) -> Iterator[Problem]:
@@ -85,6 +106,6 @@ def ranks_of_scorers(config: ConfigTree) -> Iterator[Problem]:
     for each in scorer_sets(config):
         if each.ranks > gpus:
             yield Problem(
-                _RANKS[each.role],
+                f"{_TEACHER}.engine.tensor_parallel_size" if each.engine else _RANKS[each.role],
                 f"{each.ranks} ranks share a copy of the {each.title} on one node, which has {gpus} GPUs (slurm.gpus_per_node)",
             )

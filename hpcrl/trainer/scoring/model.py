@@ -144,6 +144,13 @@ def _row_scores(columns: Sequence[torch.Tensor], mask_T: torch.Tensor) -> RowSco
     return RowScores(logprobs_T.numpy(), ids_TK.masked_fill(~trained[:, None], -1).int().numpy(), top_TK.numpy())
 
 
+def require_fitting_teacher(config: Config, scorers: ScorerSet) -> None:
+    """Look whether an engine's teacher can judge the policy's tokens; errors as of ScoringModel."""
+    trainer, source = config.trainer, scorer_source(config.trainer, scorers)
+    require_same_vocabulary(scorers.model, policy_model(trainer), config)
+    require_all_tokens(source.config().get_text_config().vocab_size, policy_source(trainer), source)
+
+
 def require_same_vocabulary(teacher: Pretrained, policy: Pretrained, config: Config) -> None:
     """Look whether two models mean the same text by each token; their chat templates may differ.
 

@@ -10,21 +10,28 @@ It may die at any moment: what it has not handed over, another scores.
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from hpcrl.data.score_file import GroupRewards, write_scores
+from hpcrl.data.score_file import GroupRewards, RowScores, write_scores
 from hpcrl.observe.timeline import IDLE, Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.scoring.model import ScoringModel
-from hpcrl.trainer.scoring.reward import RewardScoringModel
 from hpcrl.types import GroupMeta
 
 _WAIT_S = 5.0
 _CALL_S = 20.0  # while it scores: the controller gives the groups of who is silent to others
+
+
+class Judge(Protocol):
+    """The model of a scorer, which says what it thinks of this rank's part of finished groups, by their ids."""
+
+    def scores(
+        self, groups: Sequence[GroupMeta], before: Callable[[], None]
+    ) -> Mapping[str, Sequence[RowScores] | GroupRewards]: ...
 
 
 class ScoreWorker:
@@ -42,7 +49,7 @@ class ScoreWorker:
         attempt: int,
         name: str,
         model_name: str,
-        model: ScoringModel | RewardScoringModel,
+        model: Judge,
         samples: int,
         world: World,
         status: StatusWriter,

@@ -19,6 +19,7 @@ from tests.config.rules.skyrl_cases import (
 TEACHER = {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"}
 APART = {f"{PLACEMENT}.colocate_policy_ref": False}
 MODEL, FILTERS = "environment.reward_model", {f"{ALGORITHM}.zero_variance_filter": True}
+ENGINE = {f"{DISTILLATION}.backend": "vllm"}
 JUDGE = {f"{MODEL}.model": "rm"}
 GPUS = {"slurm.gpus_per_node": 4}
 
@@ -100,6 +101,41 @@ OF_SCORERS = [
         {**SFT, f"{DISTILLATION}.enable": True},
         f"{DISTILLATION}.enable", 'has no effect without trainer.mode="rl"',
         TEACHER,
+    ),
+    Case(
+        "an engine judges at temperature 1",
+        {**TEACHER, **ENGINE, "generator.sampling_params.temperature": 0.7},
+        f"{DISTILLATION}.backend", "gives log-probabilities of samples at temperature 1, and the policy has 0.7",
+        {**TEACHER, **ENGINE},
+    ),
+    Case(
+        "an engine judges by whole distributions",
+        {**TEACHER, **ENGINE, "generator.sampling_params.top_k": 20},
+        f"{DISTILLATION}.backend", "over the whole vocabulary, and sampling leaves tokens out",
+        {**TEACHER, "generator.sampling_params.top_k": 20},
+    ),
+    Case(
+        "an engine tells of so many tokens",
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.top_k": 500}, f"{DISTILLATION}.top_k", "expected at most 256",
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.top_k": 100},
+    ),
+    Case(
+        "an engine is on one node",
+        {**TEACHER, **ENGINE, **GPUS, f"{DISTILLATION}.engine.tensor_parallel_size": 8},
+        f"{DISTILLATION}.engine.tensor_parallel_size", "8 ranks share a copy of the teacher on one node",
+        {**TEACHER, **ENGINE, **GPUS, f"{DISTILLATION}.engine.tensor_parallel_size": 4},
+    ),
+    Case(
+        "an engine has no FSDP2",
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.placement.fsdp_size": 2},
+        f"{DISTILLATION}.placement.fsdp_size", 'has no effect without trainer.distillation.backend="fsdp2"',
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.placement.num_replicas": 2},
+    ),
+    Case(
+        "settings of an engine that there is not",
+        {**TEACHER, f"{DISTILLATION}.engine.tensor_parallel_size": 2},
+        f"{DISTILLATION}.engine.tensor_parallel_size", 'has no effect without trainer.distillation.backend="vllm"',
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.engine.tensor_parallel_size": 2},
     ),
     Case(
         "bounds of a reward model's scores have an order",
