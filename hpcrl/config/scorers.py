@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from hpcrl.config.derive import (
 )
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.sections.environment import ScoringRewardModelConfig
+from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import FSDPConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
@@ -97,15 +99,39 @@ def teacher_models(distillation: DistillationConfig) -> dict[Pretrained, tuple[s
     return found
 
 
+def teacher_layout(distillation: DistillationConfig) -> MegatronModelConfig:
+    """Return how Megatron-core's ranks share a copy of the teacher."""
+    sizes, experts = distillation.placement, distillation.placement.expert_parallel_size
+    return MegatronModelConfig(
+        dtype="fp32" if distillation.fsdp_config.mixed_precision.param_dtype == "fp32" else "bf16",
+        tensor_model_parallel_size=sizes.tensor_parallel_size,
+        pipeline_model_parallel_size=sizes.pipeline_parallel_size,
+        context_parallel_size=sizes.sequence_parallel_size,
+        expert_model_parallel_size=experts,
+        expert_tensor_parallel_size=1 if experts > 1 else None,
+    )
+
+
+def teacher_ranks(distillation: DistillationConfig) -> int:
+    """Return how many ranks share a copy of a teacher, or devices, where it is an engine."""
+    sizes = distillation.placement
+    if distillation.backend == "vllm":
+        return distillation.engine.tensor_parallel_size
+    if distillation.backend == "fsdp2":
+        return sizes.fsdp_size
+    together = sizes.tensor_parallel_size * sizes.sequence_parallel_size
+    return sizes.pipeline_parallel_size * math.lcm(together, sizes.expert_parallel_size)
+
+
 def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
     """Return the scorers of a run: those of teachers, of the reference, and of the reward model."""
     trainer, placement, found = config.trainer, config.trainer.placement, list[ScorerSet]()
     own = trainer.distillation
-    engine = own.backend == "vllm"
+    engine, ranks = own.backend == "vllm", teacher_ranks(own)
     for model, sources in teacher_models(own).items():
         dtype = {"engine": own.engine.model_dtype} if engine else {}
         name = _name(config, TEACHER, model, dtype, own.fsdp_config, own.top_k)
-        size = own.placement.num_replicas, own.engine.tensor_parallel_size if engine else own.placement.fsdp_size
+        size = own.placement.num_replicas, ranks
         found.append(ScorerSet(TEACHER, name, model, *size, own.fsdp_config, sources, engine))
     if has_own_reference(trainer):
         model, nodes, ranks = ref_model(trainer), placement.ref_num_nodes, placement.ref_num_gpus_per_node

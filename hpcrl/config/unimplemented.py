@@ -36,7 +36,6 @@ _SPEED = Unimplemented("compiled and offloaded training", result=False)
 _TRACKING = Unimplemented("further profiles", result=False)
 _ENGINE = Unimplemented("further engine options")
 _DISTILLATION = Unimplemented("further options of distillation")
-_TEACHER = Unimplemented("teachers with Megatron-core")
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
@@ -63,10 +62,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.critic.sequence_parallel_size": _PARALLEL,
     **{f"trainer.distillation.{name}": _DISTILLATION for name in ("include_prompt", "top_k_from_teacher")},
     "trainer.distillation.rollout_top_k_recompute": _DISTILLATION,
-    **{
-        f"trainer.distillation.placement.{name}_parallel_size": _TEACHER
-        for name in ("tensor", "pipeline", "sequence", "expert")
-    },
     "trainer.distillation.compile_model": _SPEED,
     "trainer.distillation.seed": Unimplemented("teachers that draw random numbers", result=False),
     "trainer.profiler.enable_nsys": _TRACKING,

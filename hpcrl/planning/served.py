@@ -15,8 +15,10 @@ from hpcrl.config.derive import (
     needs_fsdp,
 )
 from hpcrl.config.reward_model import reward_services, services_per_node
-from hpcrl.config.scorers import REWARD, TEACHER, ScorerSet, scorer_sets, scorers_per_node
+from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded
+from hpcrl.config.scorers import REWARD, TEACHER, ScorerSet, scorer_sets, scorers_per_node, teacher_layout
 from hpcrl.config.sections.model import Pretrained
+from hpcrl.errors import DataError
 from hpcrl.planning.memory import (
     BYTES,
     Need,
@@ -26,6 +28,7 @@ from hpcrl.planning.memory import (
     layer_activations,
     logprob_buffer,
 )
+from hpcrl.planning.partition import stage_parameters
 
 _BYTES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -104,6 +107,8 @@ def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | 
         logits = logprob_buffer(model.tokens, shapes.width.vocabulary, BYTES["fp32"])
         need = fsdp_state(shapes.weights, model.ranks, dtype)
         return replace(need, activations=_activations(shapes, model.tokens, dtype), logprobs=logits)
+    if model.scorers.role == TEACHER and trainer.distillation.backend == "megatron":
+        return _megatron_need(config, model, shapes)
     fsdp, on_gpu = model.scorers.fsdp, gpu_count(config.slurm) > 0
     dtype = fsdp.mixed_precision.param_dtype
     whole = fsdp_state(shapes.weights, 1, dtype).weights
@@ -120,6 +125,23 @@ def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | 
     rows = min(trainer.logprobs_chunk_size, model.tokens)
     logits = logprob_buffer(rows, shapes.width.vocabulary, BYTES[trainer.algorithm.logprob_dtype])
     return replace(need, activations=_activations(shapes, model.tokens, dtype), logprobs=logits)
+
+
+def _megatron_need(config: Config, model: Served, shapes: Shapes) -> Need:
+    """Return what a rank of the largest pipeline stage of a teacher on Megatron-core needs."""
+    sizes = teacher_layout(config.trainer.distillation)
+    layout, layers = ParallelLayout.of(sizes, model.ranks), layers_of_stages(shapes.width.layers, sizes)
+    if layers is None:
+        raise DataError(
+            f"trainer.distillation.placement.pipeline_parallel_size: {layout.pipeline} stages cannot have equally many of the teacher's "
+            f"{shapes.width.layers} layers"
+        )
+    most = max(stage.count for stage in stage_parameters(shapes.weights, layout, layers))
+    tokens = -(-model.tokens // (layout.tensor * layout.context))
+    vocabulary = padded(shapes.width.vocabulary, layout.tensor) // layout.tensor
+    rows, dtype = min(config.trainer.logprobs_chunk_size, -(-model.tokens // layout.context)), sizes.dtype
+    logits = logprob_buffer(rows, vocabulary, BYTES[config.trainer.algorithm.logprob_dtype])
+    return Need(BYTES[dtype] * most, 0, 0, activations=_activations(shapes, tokens, dtype), logprobs=logits)
 
 
 def _activations(shapes: Shapes, tokens: int, dtype: str) -> int:

@@ -115,3 +115,23 @@ def test_a_teacher_in_an_engine_teaches_the_same(place: Path) -> None:
         expected = curve(runs["ranks"], name)
         assert sorted(expected) == list(range(1, 11))
         assert curve(runs["engine"], name) == pytest.approx(expected, rel=1e-2, abs=1e-4), name
+
+
+@pytest.mark.slow
+def test_a_teacher_on_megatron_teaches_the_same(place: Path) -> None:
+    """Two copies, each on two ranks that share its matrices."""
+    own = "trainer.distillation"
+    settings = [
+        *(*SMALL, "trainer.algorithm.use_kl_loss=false", f"{own}.enable=true"),
+        *(f"{own}.model_path={CONFIGS / 'quickstart' / 'teacher'}", f"{own}.placement.num_replicas=2"),
+        f"{own}.fsdp_config.mixed_precision.param_dtype=fp32",
+    ]
+    ways = {"fsdp2": [], "megatron": [f"{own}.backend=megatron", f"{own}.placement.tensor_parallel_size=2"]}
+    runs = {name: submit(place, name, *settings, *more) for name, more in ways.items()}
+    for name, run in runs.items():
+        assert finish(run, 1, 400) == "done", f"{name}: {logs_of(run)}"
+    assert trained_groups(runs["megatron"]) == trained_groups(runs["fsdp2"])
+    for name in ("policy/final_loss", "policy/grad_norm", "distillation/reverse_kl"):
+        expected = curve(runs["fsdp2"], name)
+        assert sorted(expected) == [1, 2, 3, 4]
+        assert curve(runs["megatron"], name) == pytest.approx(expected, rel=1e-2, abs=1e-4), name

@@ -18,7 +18,7 @@ from hpcrl.config.scorers import scorer_sets
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.sections.environment import RewardServiceConfig, ScoringRewardModelConfig
-from hpcrl.config.sections.model import OptimizerConfig
+from hpcrl.config.sections.model import OptimizerConfig, ShardingConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _ALGORITHM = "trainer.algorithm."
@@ -29,14 +29,11 @@ _SERVICE = "environment.remote_reward.service."
 _REFERENCE = f"{_ALGORITHM}use_kl_loss or use_kl_in_reward"
 
 _OF_FSDP2 = (
-    *(
-        "fsdp_config",
-        "placement.fsdp_size",
-        "micro_batch_size_per_gpu",
-        "max_tokens_per_micro_batch",
-        "use_sample_packing",
-    ),
+    *("placement.fsdp_size", "use_sample_packing", "fsdp_config.mixed_precision.reduce_dtype"),
+    *("fsdp_config.mixed_precision.master_dtype", *(f"fsdp_config.{one.name}" for one in fields(ShardingConfig))),
 )
+_OF_RANKS = "micro_batch_size_per_gpu", "max_tokens_per_micro_batch", "fsdp_config.mixed_precision.param_dtype"
+_OF_MEGATRON = tuple(f"placement.{name}_parallel_size" for name in ("tensor", "pipeline", "sequence", "expert"))
 _REDUCTION = ("loss_reduction", "max_seq_len", "unbiased_loss_max_tokens")
 
 READ_BY_LOSSES: dict[str, tuple[str, ...]] = {
@@ -230,6 +227,16 @@ _OF_MODES = (
         tuple(f"trainer.distillation.{name}" for name in _OF_FSDP2),
         'trainer.distillation.backend="fsdp2"',
         lambda config: config.trainer.distillation.backend == "fsdp2",
+    ),
+    Switch(
+        tuple(f"trainer.distillation.{name}" for name in _OF_RANKS),
+        'trainer.distillation.backend="fsdp2" or "megatron"',
+        lambda config: config.trainer.distillation.backend != "vllm",
+    ),
+    Switch(
+        tuple(f"trainer.distillation.{name}" for name in _OF_MEGATRON),
+        'trainer.distillation.backend="megatron"',
+        lambda config: config.trainer.distillation.backend == "megatron",
     ),
     Switch(
         ("trainer.distillation.engine",),

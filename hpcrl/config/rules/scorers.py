@@ -16,8 +16,12 @@ _COPIES = {
     REFERENCE: f"{_PLACEMENT}.ref_num_nodes",
     REWARD: "environment.reward_model.num_replicas",
 }
+_OF_BACKENDS = {
+    "fsdp2": f"{_TEACHER}.placement.fsdp_size",
+    "megatron": f"{_TEACHER}.placement",
+    "vllm": f"{_TEACHER}.engine.tensor_parallel_size",
+}
 _RANKS = {
-    TEACHER: f"{_TEACHER}.placement.fsdp_size",
     REFERENCE: f"{_PLACEMENT}.ref_num_gpus_per_node",
     REWARD: "environment.reward_model.ranks_per_replica",
 }
@@ -34,6 +38,8 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
         )
     if distillation.backend == "vllm":
         yield from _engine(config)
+    elif distillation.backend == "megatron":
+        yield from _megatron(config)
     if distillation.model_path is None:
         yield Problem(f"{_TEACHER}.model_path", "required with trainer.distillation.enable: the teacher")
     if distillation.placement.fsdp_size < 1:
@@ -50,6 +56,20 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             "trainer.critic.model.path",
             "a critic learns from rewards, which count for nothing here; set trainer.distillation.use_rewards=true, or leave the critic out",
+        )
+
+
+def _megatron(config: ConfigTree) -> Iterator[Problem]:
+    own, dtype = config.trainer.distillation, config.trainer.distillation.fsdp_config.mixed_precision.param_dtype
+    if own.top_k:
+        yield Problem(
+            f"{_TEACHER}.top_k",
+            f'expected 0 with backend="megatron", whose ranks each have a part of the vocabulary, found {own.top_k}; choose fsdp2 or vllm',
+        )
+    if dtype == "fp16":
+        yield Problem(
+            f"{_TEACHER}.fsdp_config.mixed_precision.param_dtype",
+            'expected bf16 or fp32 with backend="megatron", found fp16',
         )
 
 
@@ -105,7 +125,8 @@ def ranks_of_scorers(config: ConfigTree) -> Iterator[Problem]:
         return
     for each in scorer_sets(config):
         if each.ranks > gpus:
+            of_teacher = _OF_BACKENDS[config.trainer.distillation.backend]
             yield Problem(
-                f"{_TEACHER}.engine.tensor_parallel_size" if each.engine else _RANKS[each.role],
+                of_teacher if each.role == TEACHER else _RANKS[each.role],
                 f"{each.ranks} ranks share a copy of the {each.title} on one node, which has {gpus} GPUs (slurm.gpus_per_node)",
             )

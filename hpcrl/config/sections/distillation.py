@@ -15,19 +15,19 @@ class TeacherPlacementConfig:
     """Copies of the teacher."""
 
     tensor_parallel_size: int = 1
-    """Ranks of the teacher that share each layer's matrices."""
+    """Ranks of the teacher that share each layer's matrices, with backend="megatron"."""
 
     pipeline_parallel_size: int = 1
-    """Ranks of the teacher that share the layers."""
+    """Ranks of the teacher that share the layers, with backend="megatron"."""
 
     sequence_parallel_size: int = 1
-    """Ranks of the teacher that share the tokens of a sample."""
+    """Ranks of the teacher that share the tokens of a sample, with backend="megatron"."""
 
     expert_parallel_size: int = 1
-    """Ranks of the teacher that share the experts."""
+    """Ranks of the teacher that share the experts, with backend="megatron"; where those that share layers and tokens are fewer, a copy has as many ranks, which then score different samples."""
 
     fsdp_size: int = 1
-    """Ranks of the teacher that share one copy of the parameters; -1: all share one."""
+    """Ranks of the teacher that share one copy of the parameters, with backend="fsdp2"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,8 @@ class DistillationConfig:
     model_revision: str | None = None
     """Branch, tag or commit of the teacher on the hub."""
 
-    backend: Literal["fsdp2", "vllm"] = "fsdp2"
-    """What computes the teacher: fsdp2, in the scorer's ranks; or a vLLM engine of each scorer, whose log-probabilities of prompts are of whole distributions at temperature 1."""
+    backend: Literal["fsdp2", "megatron", "vllm"] = "fsdp2"
+    """What computes the teacher: fsdp2, or megatron for the parallel sizes of placement, in the scorer's ranks; or a vLLM engine of each scorer, whose log-probabilities of prompts are of whole distributions at temperature 1."""
 
     engine: TeacherEngineConfig = field(default_factory=TeacherEngineConfig)
 

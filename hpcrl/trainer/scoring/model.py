@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hpcrl.config import Config, temperature
 from hpcrl.config.derive import micro_batch_tokens, policy_model
-from hpcrl.config.scorers import TEACHER, ScorerSet
+from hpcrl.config.scorers import TEACHER, ScorerSet, teacher_layout
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.score_file import RowScores
@@ -57,13 +57,23 @@ class ScoringModel:
             limit = MicroBatchLimit(own.micro_batch_size_per_gpu, own.max_tokens_per_micro_batch)
             self._limits = limit, limit
             world.rank0_broadcast(lambda: require_same_vocabulary(scorers.model, policy_model(trainer), config))
+        self._data, self._logprobs = world, None
+        if scorers.role == TEACHER and own.backend == "megatron":
+            from hpcrl.trainer.scoring.megatron import megatron_teacher  # megatron-core is installed on its own
+
+            require_all_tokens(source.config().get_text_config().vocab_size, policy_source(trainer), source)
+            layout = teacher_layout(own)
+            self._logprobs, self._data = megatron_teacher(
+                trainer, layout, source, replace(forward, packing=True), world
+            )
+            return
         top_k = own.top_k if scorers.role == TEACHER else 0
         packed = partial(PackedTeacher, top_k=top_k) if top_k else PackedPolicy
         self._model = load_model(packed, source, scorers.fsdp, forward, world)
         require_all_tokens(self._model.head.out_features, policy_source(trainer), source)
 
     def scores(self, groups: Sequence[GroupMeta], before: Before) -> dict[str, list[RowScores]]:
-        """Return what the model says of this rank's part of the groups, by their ids: for each row.
+        """Return what the model says of this rank's part of the groups, by their ids: for each row. Of ranks that share samples one has a part.
 
         Rows at which the model fails, where a trained token has no finite log-probability, have no other number than NaN.
 
@@ -73,15 +83,23 @@ class ScoringModel:
         Raises:
             DataError: a sample file is missing or damaged.
         """
-        rank = self._world.rank
-        parts = balanced([sum(group.lengths) for group in groups], self._world.size)
+        rank = self._data.rank
+        parts = balanced([sum(group.lengths) for group in groups], self._data.size)
         shares = [
             sorted((SampleRef(at, row, length) for at in part for row, length in enumerate(groups[at].lengths)), key=longest_first)
             for part in parts
         ]  # fmt: skip
         plan = plan_mini_batch(shares, *self._limits)
         samples = load_samples(self._run, Batch(1, list(groups), 0), plan.shares[rank])
-        columns = outputs(self._model, MicroBatchStream(samples, plan.score[rank], before), self._world.device)
+        stream = MicroBatchStream(samples, plan.score[rank], before)
+        if self._logprobs is None:
+            columns = outputs(self._model, stream, self._world.device)
+        else:
+            passes = zip(stream.parts, self._logprobs(stream), strict=True)
+            computed = [logprobs_P for part, logprobs_P in passes if part]
+            columns = [torch.cat(computed).cpu()] if computed and self._data.leads else []
+        if not columns:
+            return {}
         found = {groups[at].group_id: dict[int, RowScores]() for at in parts[rank]}
         ends = torch.tensor([0, *samples.lengths]).cumsum(0).tolist()
         for ref, (start, end) in zip(samples.refs, pairwise(ends), strict=True):

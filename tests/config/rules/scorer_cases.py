@@ -20,6 +20,7 @@ TEACHER = {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"}
 APART = {f"{PLACEMENT}.colocate_policy_ref": False}
 MODEL, FILTERS = "environment.reward_model", {f"{ALGORITHM}.zero_variance_filter": True}
 ENGINE = {f"{DISTILLATION}.backend": "vllm"}
+MEGATRON_CORE = {f"{DISTILLATION}.backend": "megatron", f"{DISTILLATION}.placement.tensor_parallel_size": 2}
 JUDGE = {f"{MODEL}.model": "rm"}
 GPUS = {"slurm.gpus_per_node": 4}
 
@@ -130,6 +131,41 @@ OF_SCORERS = [
         {**TEACHER, **ENGINE, f"{DISTILLATION}.placement.fsdp_size": 2},
         f"{DISTILLATION}.placement.fsdp_size", 'has no effect without trainer.distillation.backend="fsdp2"',
         {**TEACHER, **ENGINE, f"{DISTILLATION}.placement.num_replicas": 2},
+    ),
+    Case(
+        "Megatron-core has parts of the vocabulary",
+        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.top_k": 4}, f"{DISTILLATION}.top_k", 'expected 0 with backend="megatron"',
+        {**TEACHER, **MEGATRON_CORE},
+    ),
+    Case(
+        "Megatron-core computes in two types",
+        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.fsdp_config.mixed_precision.param_dtype": "fp16"},
+        f"{DISTILLATION}.fsdp_config.mixed_precision.param_dtype", "expected bf16 or fp32",
+        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.fsdp_config.mixed_precision.param_dtype": "fp32"},
+    ),
+    Case(
+        "a copy of Megatron-core is on one node",
+        {**TEACHER, **MEGATRON_CORE, **GPUS, f"{DISTILLATION}.placement.pipeline_parallel_size": 4},
+        f"{DISTILLATION}.placement", "8 ranks share a copy of the teacher on one node, which has 4 GPUs",
+        {**TEACHER, **MEGATRON_CORE, **GPUS, f"{DISTILLATION}.placement.pipeline_parallel_size": 2},
+    ),
+    Case(
+        "parallel sizes are Megatron-core's",
+        {**TEACHER, f"{DISTILLATION}.placement.tensor_parallel_size": 2},
+        f"{DISTILLATION}.placement.tensor_parallel_size", 'has no effect without trainer.distillation.backend="megatron"',
+        {**TEACHER, **MEGATRON_CORE},
+    ),
+    Case(
+        "FSDP2's shards are not Megatron-core's",
+        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.fsdp_config.cpu_offload": True},
+        f"{DISTILLATION}.fsdp_config.cpu_offload", 'has no effect without trainer.distillation.backend="fsdp2"',
+        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.micro_batch_size_per_gpu": 2},
+    ),
+    Case(
+        "micro-batches are not an engine's",
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.micro_batch_size_per_gpu": 2},
+        f"{DISTILLATION}.micro_batch_size_per_gpu", 'has no effect without trainer.distillation.backend="fsdp2" or "megatron"',
+        {**TEACHER, f"{DISTILLATION}.micro_batch_size_per_gpu": 2},
     ),
     Case(
         "settings of an engine that there is not",
