@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpcrl.config.derive import (
+    forward_sharding,
     gpu_count,
     is_offline,
     longest_sample,
@@ -142,13 +143,10 @@ def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
         found.append(ScorerSet(REFERENCE, name, model, nodes, ranks, fsdp))
     if (judge := scoring_reward_model(config)) is not None:
         assert judge.model is not None
-        model, precision = Pretrained(judge.model, judge.revision), judge.fsdp_config.mixed_precision
-        decides = {"model": vars(model), "template": judge.chat_template, "dtype": precision.param_dtype}
-        found.append(
-            ScorerSet(
-                REWARD, _named(REWARD, decides), model, judge.num_replicas, judge.ranks_per_replica, judge.fsdp_config
-            )
-        )
+        model, fsdp = Pretrained(judge.model, judge.revision), forward_sharding(judge.fsdp_config, trainer)
+        dtype = fsdp.mixed_precision.param_dtype
+        name = _named(REWARD, {"model": vars(model), "template": judge.chat_template, "dtype": dtype})
+        found.append(ScorerSet(REWARD, name, model, judge.num_replicas, judge.ranks_per_replica, fsdp))
     return found
 
 

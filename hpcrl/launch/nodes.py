@@ -95,19 +95,14 @@ def trainer_nodes(plan: list[Node]) -> int:
     return sum(node.role == "trainer" for node in plan)
 
 
-def needed_nodes(plan: list[Node]) -> list[int]:
-    """Return the nodes without which a run cannot go on; of replicas it may lose some, and of the copies of a scorer's model."""
-    return [node.index for node in plan if node.role != "rollout" and not node.spare]
-
-
-def survives_a_loss(plan: list[Node], pooled: int) -> bool:
-    """Return whether a run can go on without some of its nodes.
+def needed_nodes(plan: list[Node], pooled: int) -> list[int]:
+    """Return the nodes without which a run cannot go on; of replicas it may lose some, and of the copies of a scorer's model.
 
     Args:
         pooled: replicas of its elastic pool.
     """
-    rollout_nodes = sum(node.role == "rollout" for node in plan)
-    return rollout_nodes > (0 if pooled else 1) or any(node.spare for node in plan)
+    spare = pooled > 0 or sum(node.role == "rollout" for node in plan) > 1
+    return [node.index for node in plan if not (spare if node.role == "rollout" else node.spare)]
 
 
 def describe_plan(plan: list[Node]) -> list[str]:

@@ -141,7 +141,13 @@ def _megatron_need(config: Config, model: Served, shapes: Shapes) -> Need:
     vocabulary = padded(shapes.width.vocabulary, layout.tensor) // layout.tensor
     rows, dtype = min(config.trainer.logprobs_chunk_size, -(-model.tokens // layout.context)), sizes.dtype
     logits = logprob_buffer(rows, vocabulary, BYTES[config.trainer.algorithm.logprob_dtype])
-    return Need(BYTES[dtype] * most, 0, 0, activations=_activations(shapes, tokens, dtype), logprobs=logits)
+    return Need(
+        weights=BYTES[dtype] * most,
+        gradients=0,
+        optimizer=0,
+        activations=_activations(shapes, tokens, dtype),
+        logprobs=logits,
+    )
 
 
 def _activations(shapes: Shapes, tokens: int, dtype: str) -> int:

@@ -135,5 +135,6 @@ def test_as_a_scorer_it_trains_what_it_trains_as_a_service(place: Path) -> None:
         assert sorted(expected) == list(range(1, 7))
         assert curve(runs["scorer"], name) == pytest.approx(expected, rel=1e-3, abs=1e-5), name
     assert len(set(curve(runs["scorer"], "reward/avg_raw_reward").values())) == 6
+    assert ", reward_model " in hpcrl("samples", "scorer", cwd=place).stdout
     verified = hpcrl("verify", "scorer", cwd=place)
     assert verified.returncode == 0, verified.stdout

@@ -8,7 +8,7 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.launch.agent.environment import Environments
-from hpcrl.launch.nodes import Node, describe_plan, make_plan, needed_nodes, survives_a_loss
+from hpcrl.launch.nodes import Node, describe_plan, make_plan, needed_nodes
 from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
 from tests.paths import QUICKSTART, ROOT
 
@@ -36,7 +36,10 @@ def test_services_share_nodes_by_their_gpus() -> None:
         ("reward", 4, 8, ["reward-0", "reward-1", "reward-2", "reward-3"]),
         ("reward", 1, 12, ["reward-4"]),
     ]
-    assert needed_nodes(nodes) == [0, 2, 3]
+    assert needed_nodes(nodes, 0) == [0, 1, 2, 3], "the only node with replicas"
+    assert needed_nodes(nodes, 1) == [0, 2, 3]
+    two = plan(*ON_GPUS, "generator.inference_engine.num_engines=8")
+    assert [node.role for node in two if node.index not in needed_nodes(two, 0)] == ["rollout", "rollout"]
     assert describe_plan(nodes)[3] == "node 3: reward-4, 1 GPU(s)"
 
 
@@ -73,9 +76,10 @@ def test_scorers_share_nodes_by_their_ranks_and_each_model_has_nodes_of_its_own(
         ("scorer", 2, 12, ["scorer-2"], 2),
         ("scorer", 4, 14, ["scorer-3"], 4),
     ]
-    assert needed_nodes(nodes) == [0, 4], "of three teachers on two nodes some are left, of one reference none"
-    assert survives_a_loss(nodes, 0)
-    assert not survives_a_loss(make_plan(Config.from_toml([QUICKSTART], [*SCORED, f"{COPIES}=1"])), 0)
+    assert needed_nodes(nodes, 0) == [0, 1, 4], "of three teachers on two nodes some are left, of one reference none"
+    assert needed_nodes(nodes, 2) == [0, 4], "replicas of the pool are left"
+    alone = make_plan(Config.from_toml([QUICKSTART], [*SCORED, f"{COPIES}=1"]))
+    assert needed_nodes(alone, 0) == [node.index for node in alone]
     assert describe_plan(nodes)[2] == "node 2: scorer-0, scorer-1, 2 rank(s) each, 4 GPU(s)"
     on_cpus = make_plan(Config.from_toml([QUICKSTART], SCORED))
     assert [(node.role, node.workers, node.gpus) for node in on_cpus[2:]] == [

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpcrl.config.fields import Location
-from hpcrl.config.sections.model import FSDPConfig
+from hpcrl.config.sections.model import RefFSDPConfig
 
 COMPARING_REWARDS = ("single_choice", "boxed_math", "gsm8k", "direct_math")
 """Rewards that compare a response with the ground truth of its row."""
@@ -167,7 +167,7 @@ class ScoringRewardModelConfig:
     ranks_per_replica: int = 1
     """Ranks that share a copy, on one node, a GPU each where nodes have some."""
 
-    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp_config: RefFSDPConfig = field(default_factory=RefFSDPConfig)
 
     batch_size_per_replica: int = 64
     """Samples that a copy claims at a time, about; those of a group for each of its ranks at least."""

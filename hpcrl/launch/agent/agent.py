@@ -76,7 +76,9 @@ class Agent:
         self._grace_s = config.slurm.signal_seconds - _MARGIN_S
         self._processes = NodeProcesses(run, config, context, attempt.number, self._node, self._grace_s)
         self._watchdog = Watchdog(self._processes.heartbeats, config.slurm.patience)
-        self._neighbours = Neighbours(run, self._attempt, self._node.index, needed_nodes(plan), attempt.hosts)
+        self._neighbours = Neighbours(
+            run, self._attempt, self._node.index, needed_nodes(plan, config.slurm.elastic.replicas), attempt.hosts
+        )
         self._restarts = {name: Restarts(config.slurm.replica_restarts) for name in self._node.workers}
         self._left: dict[str, float] = {}
         self._saving_s = config.slurm.patience.save_seconds or float("inf")
@@ -214,13 +216,10 @@ class Agent:
     def _worker_failed(self, child: Child) -> None:
         from hpcrl.runtime.controller_client import Controller  # its HTTP client is not for `hpcrl submit` to load
 
-        restarts, error, registered = (
-            self._restarts[child.name],
-            child.first_error(),
-            child.name.split("-")[0] != "reward",
-        )
+        restarts, error = self._restarts[child.name], child.first_error()
+        registered = not child.name.startswith("reward")  # with the controller, which looks whether enough are left
         restarts.ended()
-        if restarts.given_up and not registered:  # nobody would look whether enough services are left
+        if restarts.given_up and not registered:
             self._failed(child)
             return
         del self._processes.children[child.name]

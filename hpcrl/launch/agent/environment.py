@@ -63,9 +63,8 @@ class Environments:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         if (name.startswith("trainer-") and self._ordered) or (name.startswith("scorer-") and self._teacher_ordered):
             environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        if (
-            name.startswith("trainer-") and node.gpus and "PYTORCH_CUDA_ALLOC_CONF" not in environment
-        ):  # its former name
+        told = "PYTORCH_CUDA_ALLOC_CONF" in environment  # its former name
+        if name.startswith("trainer-") and node.gpus and not told:
             # micro-batches differ in length, and blocks of fixed sizes would leave gaps that nothing fits in
             environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         if name == "controller" or not node.gpus:

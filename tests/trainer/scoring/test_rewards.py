@@ -130,7 +130,18 @@ def test_settings_that_decide_scores_are_in_their_name(judge: Path) -> None:
 
     section = "environment.reward_model"
     assert name(f"{section}.weight=0.5", f"{section}.clip_max=9", f"{section}.num_replicas=3") == name()
-    assert len({name(), name(FP32), name(f"{section}.revision=v2"), name(f"{section}.chat_template=x.jinja")}) == 4
+    assert name(FP32) == name(), "that of the policy"
+    assert (
+        len(
+            {
+                name(),
+                name(FP32.replace("fp32", "bf16")),
+                name(f"{section}.revision=v2"),
+                name(f"{section}.chat_template=x.jinja"),
+            }
+        )
+        == 4
+    )
 
 
 # What training makes of it.
