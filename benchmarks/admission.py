@@ -25,7 +25,7 @@ from hpcrl.controller.dispatch import Dispatcher
 from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.evaluation import EvalQueue
 from hpcrl.controller.prompt_stream import group_id, group_index
-from hpcrl.types import GroupMeta
+from hpcrl.types import Batch, GroupMeta
 
 _GOOD, _BAD = [0.0, 1.0], [0.0, 0.0]
 
@@ -109,7 +109,7 @@ class Play:
         self.scene, self._draw = scene, random.Random(scene.seed)
         self.admission = Admission(scene.batch_size, scene.bound, scene.steps, scene.at_once, scene.surplus)
         sampling = DynamicSampling(DynamicSamplingConfig(type="filter", max_sample_batches=0))
-        self._composer = BatchComposer(self.admission, sampling, scene.batch_size)
+        self._composer = self._make_composer(sampling)
         self._dispatcher = Dispatcher(self.admission, EvalQueue(1), 2, 1)
         self._replicas = [Replica(f"rollout-{number}") for number in range(scene.replicas)]
         self._by_name = {replica.name: replica for replica in self._replicas}
@@ -124,6 +124,9 @@ class Play:
         self.trained = self.dropped = self.given_up = self.steps_late = 0
         self.busy = self.idle = 0.0
         self.counts = {"vanished": 0, "silent": 0, "joined": 0, "taken back": 0, "late accepted": 0, "late refused": 0}
+
+    def _make_composer(self, sampling: DynamicSampling) -> BatchComposer:
+        return BatchComposer(self.admission, sampling, self.scene.batch_size)
 
     def run(self) -> None:
         """Play to the last step.
@@ -313,16 +316,25 @@ class Play:
             1.0,
         )
         reason = self._composer.complete(index, meta)
+        if reason is None and self.admission.is_finished(index):
+            self._finished(index, meta)
         self._progress = self.now
         if owner is not None:
             self._dispatcher.load_changed(owner)
         if owner != replica.name:
             self.counts["late refused" if reason else "late accepted"] += 1
 
+    def _finished(self, index: int, meta: GroupMeta) -> None:
+        """A group may train."""
+
     # the trainer
 
+    def _next_batch(self) -> Batch | None:
+        """Return the batch of the next step, or None while it is not complete."""
+        return self._composer.batch()
+
     def _compose(self) -> None:
-        while (batch := self._composer.batch()) is not None:
+        while (batch := self._next_batch()) is not None:
             self._composer.take()
             self._ready[batch.step] = batch.groups
             for group in batch.groups:

@@ -127,6 +127,8 @@ class GroupMeta:
         rows: how many each sample has; empty: one.
         digest: of what its file says of the rows, with a checksum of each; empty: nothing knows it, as of groups that have no file.
         scores: digests of what scorers say of the group, by the names of their models; of a batch's groups alone.
+        model_rewards: what a reward model that runs as a scorer adds to the reward of each sample, in `rewards` by then; None: it failed at the
+            sample, which is not trained. Empty: there is none, or it has not said yet.
         row: which row of the dataset at `path` its only sample is, or the pair of its two; None: `path` is a file of its own.
     """
 
@@ -150,6 +152,7 @@ class GroupMeta:
     digest: str = ""
     row: int | None = None
     scores: dict[str, str] = field(default_factory=dict)
+    model_rewards: list[float | None] = field(default_factory=list)
 
     @property
     def owners(self) -> list[int]:

@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 
@@ -24,7 +25,8 @@ from hpcrl.config.derive import (
     surplus_groups,
 )
 from hpcrl.config.resume_changes import evaluation_settings
-from hpcrl.config.scorers import judges_of, scorer_sets
+from hpcrl.config.scorers import judges_of, scorer_sets, scoring_reward_model
+from hpcrl.config.sections.environment import REWARD_MODEL
 from hpcrl.controller.api import Api
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.dynamic_sampling import DynamicSampling
@@ -37,6 +39,7 @@ from hpcrl.data.datasets import load_dataset
 from hpcrl.data.prompts import drop_long, set_aside
 from hpcrl.data.token_cache import TokenCache
 from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, training_rows
+from hpcrl.envs.rewards.judged import JudgedRewards
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.tensorboard.follower import Follower
 from hpcrl.observe.timeline import Timeline
@@ -65,12 +68,34 @@ def main(path: str) -> None:
     steps = total_steps(len(rows or train), config.trainer, config.data.drop_last)
     sets = scorer_sets(config)
     models = [each.name for each in sets for _ in range(each.replicas)]
-    scores = ScoreQueue(models, partial(judges_of, sets))
+    scores = ScoreQueue(models, partial(judges_of, sets), judged_rewards(config), list(needed_scorers(config)))
     trackers = Trackers(run, attempt, trackers_of(config.trainer.logger))
     service = Service(run, attempt, schedule(config, steps), train, validation, rows, scores)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
     with trackers, closing(Timeline(run, "controller", attempt)) as timeline:
         asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds, timeline)))
+
+
+def judged_rewards(config: Config) -> JudgedRewards | None:
+    """Return what the scores of a reward model are worth that runs as a scorer; None: there is none."""
+    if scoring_reward_model(config) is None:
+        return None
+    return JudgedRewards.of(config.environment, stopped_only=config.generator.zero_reward_on_non_stop)
+
+
+def needed_scorers(config: Config) -> Iterator[MinReplicas]:
+    """Yield for each scorer's model when there are too few copies of it."""
+    first, slurm = 0, config.slurm
+    for each in scorer_sets(config):
+        yield MinReplicas(
+            least=slurm.min_scorers,
+            patience_s=60.0 * slurm.replica_patience_minutes,
+            replicas=each.replicas,
+            what=f"{each.title}'s scorer",
+            setting="slurm.min_scorers",
+            names=frozenset(f"scorer-{number}" for number in range(first, first + each.replicas)),
+        )
+        first += each.replicas
 
 
 def load(config: Config, status: StatusWriter) -> tuple[list[Prompt], list[Prompt]]:
@@ -133,7 +158,12 @@ def schedule(config: Config, steps: int) -> Schedule:
         eval_prompts_at_once=trainer.eval_batch_size,
         surplus=surplus_groups(trainer),
         drop_last=config.data.drop_last,
-        sampling=DynamicSampling(algorithm.dynamic_sampling, algorithm.filter_reward_metric, trainer.seed),
+        sampling=DynamicSampling(
+            algorithm.dynamic_sampling,
+            algorithm.filter_reward_metric,
+            trainer.seed,
+            later=[REWARD_MODEL] if scoring_reward_model(config) else [],
+        ),
         baselines=needs_baselines(algorithm),
         min_replicas=MinReplicas(
             least=slurm.min_replicas if has_engines(config) else 0,

@@ -17,21 +17,24 @@ if __name__ == "__main__":
 import os
 import signal
 import sys
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from hpcrl.config import Config
 from hpcrl.config.derive import gpu_count
-from hpcrl.config.scorers import samples_at_once, scorer_number
+from hpcrl.config.scorers import REWARD, ScorerSet, samples_at_once, scorer_number
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.timeline import Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.heartbeat import DIRECTORY, Heartbeat
 from hpcrl.runtime.process_status import StatusWriter, ending_told
-from hpcrl.trainer.distributed import end_rank, joined
-from hpcrl.trainer.scoring.model import ScoringModel
-from hpcrl.trainer.scoring.worker import ScoreWorker
+from hpcrl.trainer.distributed import World, end_rank, joined
+from hpcrl.trainer.scoring.model import ScoringModel, require_fitting_teacher
+from hpcrl.trainer.scoring.reward import RewardScoringModel
+from hpcrl.trainer.scoring.worker import Judge, ScoreWorker
 
 
 @record
@@ -45,15 +48,39 @@ def main(path: str) -> None:
     config = Config.from_toml([run.config])
     trainer, scorers = config.trainer, scorer_number(config, number)
     if first:
-        status.write(f"loading the {scorers.role}")
+        status.write(f"loading the {scorers.title}")
     with (
         ending_told(status) if first else nullcontext(),
         closing(Timeline(run, name if first else f"{name}-rank-{os.environ['RANK']}", attempt)) as timeline,
-        joined(trainer.deterministic, gpu_count(config.slurm) > 0, config.slurm.patience) as world,
+        joined(
+            trainer.deterministic, gpu_count(config.slurm) > 0 and not scorers.engine, config.slurm.patience
+        ) as world,
     ):
-        model = ScoringModel(run, config, scorers, world)
         samples = samples_at_once(config, scorers)
-        ScoreWorker(run, attempt, name, scorers.name, model, samples, world, status, heartbeat, timeline).run()
+
+        def still_starting() -> None:
+            heartbeat.beat()
+            status.write("starting the teacher's engine")
+
+        with model_of(run, config, scorers, world, run.log(attempt, f"engine-{name}"), still_starting) as model:
+            ScoreWorker(run, attempt, name, scorers.name, model, samples, world, status, heartbeat, timeline).run()
+
+
+@contextmanager
+def model_of(
+    run: Run, config: Config, scorers: ScorerSet, world: World, log: Path, still_starting: Callable[[], None]
+) -> Iterator[Judge]:
+    """Have the model of a scorer: in its ranks, or in an engine beside it."""
+    if scorers.role == REWARD:
+        yield RewardScoringModel(run, config, scorers, world)
+    elif not scorers.engine:
+        yield ScoringModel(run, config, scorers, world)
+    else:
+        from hpcrl.rollout.engines.vllm.teacher import engine_teacher
+
+        require_fitting_teacher(config, scorers)
+        with engine_teacher(run, config, scorers, log, still_starting) as model:
+            yield model
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from hpcrl.config.sections.model import (
     PolicyConfig,
     Pretrained,
     RefConfig,
+    RefFSDPConfig,
     ShardingConfig,
 )
 from hpcrl.config.sections.slurm import SlurmConfig
@@ -160,7 +161,11 @@ def models_of(trainer: TrainerConfig) -> dict[str, Pretrained]:
 
 def ref_sharding(trainer: TrainerConfig) -> FSDPConfig:
     """Return how the reference model is sharded, and its number type; where that is not set: the policy's."""
-    own = trainer.ref.fsdp_config
+    return forward_sharding(trainer.ref.fsdp_config, trainer)
+
+
+def forward_sharding(own: RefFSDPConfig, trainer: TrainerConfig) -> FSDPConfig:
+    """Return how a model that only computes is sharded, and its number type; where that is not set: the policy's."""
     dtype = own.mixed_precision.param_dtype or trainer.policy.fsdp_config.mixed_precision.param_dtype
     shared = {field.name: getattr(own, field.name) for field in fields(ShardingConfig)}
     return FSDPConfig(**shared, mixed_precision=MixedPrecisionConfig(param_dtype=dtype))

@@ -18,6 +18,12 @@ def uses_reward_service(environment: EnvironmentConfig, kind: Literal["train", "
     return environment.remote_reward.enable and not reward_weights(environment, kind)
 
 
+def is_rewarded_later(environment: EnvironmentConfig, kind: Literal["train", "eval"]) -> bool:
+    """Return whether nothing but a reward model that scores finished groups rewards samples of training; evaluation never waits for one."""
+    own = environment.reward_model
+    return kind == "train" and own.model is not None and not own.use_environment
+
+
 def reward_functions(remote: RemoteRewardConfig) -> dict[str, float]:
     """Return the rewards that a service is asked for, with their weights; where they are not set: that of a reward model."""
     return remote.reward_function or ({REWARD_MODEL: 1.0} if remote.service.model else {})

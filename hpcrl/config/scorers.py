@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpcrl.config.derive import (
+    forward_sharding,
     gpu_count,
+    is_offline,
     longest_sample,
     micro_batch_tokens,
     model_config_kwargs,
@@ -19,12 +22,14 @@ from hpcrl.config.derive import (
     uses_reference,
 )
 from hpcrl.config.sections.distillation import DistillationConfig
+from hpcrl.config.sections.environment import ScoringRewardModelConfig
+from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.config.sections.model import FSDPConfig, Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
-ScorerRole = Literal["teacher", "reference"]
-TEACHER, REFERENCE = "teacher", "reference"
+ScorerRole = Literal["teacher", "reference", "reward"]
+TEACHER, REFERENCE, REWARD = "teacher", "reference", "reward"
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class ScorerSet:
         name: of what they find: another one where settings that decide what they find differ.
         replicas: copies of the model.
         ranks: processes that share one copy, on one node.
+        fsdp: how they do.
+        engine: whether it is one process instead, with an engine on as many devices.
         sources: data sources of the groups that it judges; None: all that no other set of the role does.
     """
 
@@ -43,7 +50,14 @@ class ScorerSet:
     model: Pretrained
     replicas: int
     ranks: int
+    fsdp: FSDPConfig
     sources: tuple[str, ...] | None = None
+    engine: bool = False
+
+    @property
+    def title(self) -> str:
+        """What the model is, for people."""
+        return "reward model" if self.role == REWARD else self.role
 
 
 def role_of(name: str) -> str:
@@ -67,6 +81,12 @@ def rewards_count(distillation: DistillationConfig) -> bool:
     return distillation.use_rewards or not distillation.enable
 
 
+def scoring_reward_model(config: ConfigTree) -> ScoringRewardModelConfig | None:
+    """Return the section of the reward model that scores finished groups; None: there is none."""
+    own = config.environment.reward_model
+    return own if own.model is not None and not is_offline(config.trainer) else None
+
+
 def teacher_models(distillation: DistillationConfig) -> dict[Pretrained, tuple[str, ...] | None]:
     """Return the teachers, each with the data sources that it judges, None for all others; empty: there is no teacher."""
     if not distillation.enable or distillation.model_path is None:
@@ -80,19 +100,53 @@ def teacher_models(distillation: DistillationConfig) -> dict[Pretrained, tuple[s
     return found
 
 
+def teacher_layout(distillation: DistillationConfig) -> MegatronModelConfig:
+    """Return how Megatron-core's ranks share a copy of the teacher."""
+    sizes, experts = distillation.placement, distillation.placement.expert_parallel_size
+    return MegatronModelConfig(
+        dtype="fp32" if distillation.fsdp_config.mixed_precision.param_dtype == "fp32" else "bf16",
+        tensor_model_parallel_size=sizes.tensor_parallel_size,
+        pipeline_model_parallel_size=sizes.pipeline_parallel_size,
+        context_parallel_size=sizes.sequence_parallel_size,
+        expert_model_parallel_size=experts,
+        expert_tensor_parallel_size=1 if experts > 1 else None,
+    )
+
+
+def teacher_ranks(distillation: DistillationConfig) -> int:
+    """Return how many ranks share a copy of a teacher, or devices, where it is an engine."""
+    sizes = distillation.placement
+    if distillation.backend == "vllm":
+        return distillation.engine.tensor_parallel_size
+    if distillation.backend == "fsdp2":
+        return sizes.fsdp_size
+    together = sizes.tensor_parallel_size * sizes.sequence_parallel_size
+    return sizes.pipeline_parallel_size * math.lcm(together, sizes.expert_parallel_size)
+
+
 def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
-    """Return the scorers of a run; those of teachers come first."""
+    """Return the scorers of a run: those of teachers, of the reference, and of the reward model."""
     trainer, placement, found = config.trainer, config.trainer.placement, list[ScorerSet]()
     own = trainer.distillation
+    engine, ranks = own.backend == "vllm", teacher_ranks(own)
     for model, sources in teacher_models(own).items():
-        name = _name(config, TEACHER, model, {}, own.fsdp_config, own.top_k)
-        found.append(ScorerSet(TEACHER, name, model, own.placement.num_replicas, own.placement.fsdp_size, sources))
+        dtype = {"engine": own.engine.model_dtype} if engine else {}
+        name = _name(config, TEACHER, model, dtype, own.fsdp_config, own.top_k)
+        size = own.placement.num_replicas, ranks
+        found.append(ScorerSet(TEACHER, name, model, *size, own.fsdp_config, sources, engine))
     if has_own_reference(trainer):
         model, nodes, ranks = ref_model(trainer), placement.ref_num_nodes, placement.ref_num_gpus_per_node
-        name = _name(config, REFERENCE, model, model_config_kwargs(trainer.ref), ref_sharding(trainer))
+        fsdp = ref_sharding(trainer)
+        name = _name(config, REFERENCE, model, model_config_kwargs(trainer.ref), fsdp)
         nodes = placement.policy_num_nodes if nodes is None else nodes
         ranks = placement.policy_num_gpus_per_node if ranks is None else ranks
-        found.append(ScorerSet(REFERENCE, name, model, nodes, ranks))
+        found.append(ScorerSet(REFERENCE, name, model, nodes, ranks, fsdp))
+    if (judge := scoring_reward_model(config)) is not None:
+        assert judge.model is not None
+        model, fsdp = Pretrained(judge.model, judge.revision), forward_sharding(judge.fsdp_config, trainer)
+        dtype = fsdp.mixed_precision.param_dtype
+        name = _named(REWARD, {"model": vars(model), "template": judge.chat_template, "dtype": dtype})
+        found.append(ScorerSet(REWARD, name, model, judge.num_replicas, judge.ranks_per_replica, fsdp))
     return found
 
 
@@ -121,8 +175,12 @@ def samples_at_once(config: ConfigTree, scorers: ScorerSet) -> int:
     trainer, tokens = config.trainer, micro_batch_tokens(config)
     together = trainer.micro_forward_batch_size_per_gpu or trainer.micro_train_batch_size_per_gpu or 1
     of_pass = together if tokens is None else tokens // longest_sample(config)
-    own = trainer.distillation.batch_size_per_replica if scorers.role == TEACHER else scorers.ranks * of_pass
-    return max(own, scorers.ranks * config.generator.n_samples_per_prompt)
+    claimed = {
+        TEACHER: trainer.distillation.batch_size_per_replica,
+        REFERENCE: scorers.ranks * of_pass,
+        REWARD: config.environment.reward_model.batch_size_per_replica,
+    }
+    return max(claimed[scorers.role], scorers.ranks * config.generator.n_samples_per_prompt)
 
 
 def scorers_per_node(config: ConfigTree, ranks: int) -> int:
@@ -142,5 +200,9 @@ def _name(
         "top_k": top_k,
         "dtypes": [fsdp.mixed_precision.param_dtype, trainer.algorithm.logprob_dtype],
     }
+    return _named(role, decides)
+
+
+def _named(role: ScorerRole, decides: dict[str, Any]) -> str:
     text = json.dumps(decides, sort_keys=True, default=str)
     return f"{role}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"

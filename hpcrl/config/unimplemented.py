@@ -35,7 +35,6 @@ _PRECISION = Unimplemented("low-precision training")
 _SPEED = Unimplemented("compiled and offloaded training", result=False)
 _ENGINE = Unimplemented("further engine options")
 _DISTILLATION = Unimplemented("further options of distillation")
-_TEACHER = Unimplemented("teachers with Megatron-core")
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
@@ -59,10 +58,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.critic.sequence_parallel_size": _PARALLEL,
     **{f"trainer.distillation.{name}": _DISTILLATION for name in ("include_prompt", "top_k_from_teacher")},
     "trainer.distillation.rollout_top_k_recompute": _DISTILLATION,
-    **{
-        f"trainer.distillation.placement.{name}_parallel_size": _TEACHER
-        for name in ("tensor", "pipeline", "sequence", "expert")
-    },
     "trainer.distillation.compile_model": _SPEED,
     "trainer.distillation.seed": Unimplemented("teachers that draw random numbers", result=False),
     "trainer.upload": Unimplemented("uploads"),

@@ -187,6 +187,11 @@ class Admission:
                 self._returned.discard(index)
                 self._begin(index, worker, version)
 
+    def update(self, index: int, meta: GroupMeta) -> None:
+        """More is known of a finished group than when it was completed; not of its versions."""
+        assert meta.oldest_version == self._finished[index].oldest_version
+        self._finished[index] = meta
+
     def drop(self, indices: Iterable[int]) -> None:
         """Give up finished groups that are not worth training: others are begun in their place."""
         for index in indices:

@@ -142,7 +142,7 @@ class Api:
 
     async def scored(self, body: dict[str, Any]) -> dict[str, Any]:
         self._service.scores.registry.seen(body["scorer"], self._service.version or 0, "scoring")
-        unwanted = self._service.scored(body["scorer"], body["digests"])
+        unwanted = self._service.scored(body["scorer"], body["digests"], body.get("rewards", {}))
         await self._notify()
         return {"unwanted": unwanted}
 
@@ -162,12 +162,14 @@ class Api:
             HpcrlError: the run cannot go on; the trainer has saved what it trained, or was given time to.
         """
         service, finished_at = self._service, None
-        health = ReplicaHealth(run, attempt, service.min_replicas)
+        health = [ReplicaHealth(run, attempt, few) for few in (service.min_replicas, *service.scores.needed)]
         while True:
             if reason := stop_asked(run, attempt):
                 await self.end(reason)
             if not service.stop:
-                service.failure = service.failure or health.failure(service.workers, service.version is not None)
+                calling, training = {*service.workers, *service.scores.registry.workers}, service.version is not None
+                told = [one.failure(calling, training) for one in health]
+                service.failure = service.failure or next(filter(None, told), None)
             if service.failure:
                 say("the run cannot go on; waiting for the trainer to save")
                 await self._stop_trainer(run, attempt)

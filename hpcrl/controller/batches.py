@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from hpcrl.controller.admission import Admission
 from hpcrl.controller.dataset_rows import DATASET
 from hpcrl.controller.dynamic_sampling import DynamicSampling
-from hpcrl.controller.prompt_stream import group_id
+from hpcrl.controller.prompt_stream import group_id, group_index
 from hpcrl.errors import RunError
 from hpcrl.types import Batch, GroupMeta
 
@@ -18,6 +18,7 @@ class BatchComposer:
     Args:
         batch_size: groups per step.
         ready: returns group `index` as it is finished at a version, where nothing has to be generated; None: workers complete groups.
+        judged: whether rewards of finished groups are complete only when a reward model has scored them: they are not looked at before.
     """
 
     def __init__(
@@ -26,8 +27,11 @@ class BatchComposer:
         sampling: DynamicSampling,
         batch_size: int,
         ready: Callable[[int, int], GroupMeta] | None = None,
+        *,
+        judged: bool = False,
     ) -> None:
         self._admission, self._sampling, self._batch_size, self._ready = admission, sampling, batch_size, ready
+        self._judged = judged
         self._chosen = list[int]()
 
     def complete(self, index: int, meta: GroupMeta) -> str | None:
@@ -41,6 +45,22 @@ class BatchComposer:
             self.drop_unwanted([(index, meta)])
         return reason
 
+    def judge(self, groups: Iterable[GroupMeta]) -> list[str]:
+        """A reward model has scored finished groups, which are dropped if they are not worth training; return those that no step will train.
+
+        Raises:
+            DataError: a group lacks what it is to be judged by.
+        """
+        known = [(index, meta) for meta in groups if (index := group_index(meta.group_id)) is not None]
+        for index, meta in known:
+            if self._admission.is_finished(index):  # else it is too old by now
+                self._admission.update(index, meta)
+                self.drop_unwanted([(index, meta)])
+        return [meta.group_id for index, meta in known if not self._admission.is_finished(index)]
+
+    def _is_rewarded(self, meta: GroupMeta) -> bool:
+        return not self._judged or bool(meta.model_rewards)
+
     def complete_ready(self, version: int | None) -> None:
         """Complete the groups that `version`, the newest one if there is any, may begin, where nothing has to be generated."""
         if self._ready is not None and version is not None:
@@ -53,7 +73,8 @@ class BatchComposer:
         Raises:
             DataError: a group lacks what it is to be judged by.
         """
-        self._admission.drop([index for index, meta in finished if not self._sampling.keeps(meta)])
+        rewarded = [(index, meta) for index, meta in finished if self._is_rewarded(meta)]
+        self._admission.drop([index for index, meta in rewarded if not self._sampling.keeps(meta)])
 
     def batch(self) -> Batch | None:
         """Return the batch of the next step, or None while it is not complete. It stays the next one until it is taken.
@@ -64,6 +85,8 @@ class BatchComposer:
         """
         admission, sampling = self._admission, self._sampling
         while (ready := admission.ready()) is not None:
+            if not all(self._is_rewarded(meta) for _, meta in ready):
+                return None
             step, indices = admission.composed + 1, [index for index, _ in ready]
             chosen = sampling.chosen(step, [meta for _, meta in ready])
             if chosen is None:

@@ -9,7 +9,7 @@ replace   in a complete batch, good groups take the places of such groups (POLAR
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -28,11 +28,13 @@ class DynamicSampling:
     Attributes:
         metrics: `trainer.algorithm.filter_reward_metric`.
         seed: `trainer.seed`.
+        later: metrics that groups have only when they are scored.
     """
 
     config: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     metrics: Sequence[str] = ()
     seed: int = 0
+    later: Collection[str] = ()
 
     def is_good(self, group: GroupMeta) -> bool:
         """Return whether samples of the group differ in what they are judged by; a group of one sample is always good.
@@ -43,8 +45,8 @@ class DynamicSampling:
         return varied(filter_values(group, self.metrics))
 
     def can_judge(self, group: GroupMeta) -> bool:
-        """Return whether the group has all metrics."""
-        return all(any(name in sample for sample in group.env_metrics) for name in self.metrics)
+        """Return whether the group has all metrics that a finished one has."""
+        return all(any(name in one for one in group.env_metrics) for name in self.metrics if name not in self.later)
 
     def keeps(self, group: GroupMeta) -> bool:
         """Return whether a finished group may train.

@@ -8,10 +8,23 @@ from statistics import fmean
 
 from hpcrl.controller.admission import staleness
 from hpcrl.controller.replicas import MinReplicas
+from hpcrl.controller.schedule import Schedule
+from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.observe.metrics import Histogram
 from hpcrl.runtime.memory import GIB, resident
 from hpcrl.text import metric_name
 from hpcrl.types import Batch
+
+
+def step_metrics(batch: Batch, schedule: Schedule, replicas: dict[str, float] | None) -> dict[str, float]:
+    """Return what is told of the batch of a step.
+
+    Args:
+        replicas: replicas/* and scorers/*; None: the batch has rows of datasets.
+    """
+    found = row_metrics(batch) if replicas is None else batch_metrics(batch) | replicas
+    dropped = dropped_metrics(batch) if schedule.sampling.config.type else {}
+    return found | dropped | (surplus_metrics(batch) if schedule.surplus else {})
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
@@ -92,6 +105,19 @@ def replica_metrics(ready: int, min_replicas: MinReplicas, restarts: int, taken_
         "replicas/total": max(min_replicas.replicas, ready),
         "replicas/restarts": restarts,
         "replicas/groups_taken_back": taken_back,
+    }
+
+
+def scorer_metrics(scores: ScoreQueue) -> dict[str, float]:
+    """Return scorers/*; nothing where there are none."""
+    if not scores.scorers:
+        return {}
+    return {
+        "scorers/ready": len(scores.registry.workers),
+        "scorers/total": len(scores.scorers),
+        "scorers/restarts": scores.registry.restarts,
+        "scorers/groups_taken_back": scores.taken_back,
+        "scorers/groups_waiting": scores.waiting,
     }
 
 

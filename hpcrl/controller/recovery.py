@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hpcrl.config.scorers import REWARD, role_of
 from hpcrl.controller.evaluation import eval_prefix
 from hpcrl.controller.prompt_stream import group_index
 from hpcrl.data.batch_file import FIRST, batch_steps, check_batch, read_batch, read_batches
 from hpcrl.data.group_file import check_group
 from hpcrl.data.kept_files import turn_files
-from hpcrl.data.score_file import found_scores, remove_scores
+from hpcrl.data.score_file import found_scores, read_rewards, remove_scores
 from hpcrl.errors import DataError, RunError
 from hpcrl.rundir.layout import Run
 from hpcrl.types import Batch, GroupMeta
@@ -30,6 +31,7 @@ class History:
         checksum: of the newest batch's file.
         evaluated: rows that are finished of an evaluation that is not, by their names.
         scores: digests of what scorers have said of finished groups: model -> id of the group -> digest.
+        rewards: what a reward model among them has said of each sample, by the ids of the groups.
     """
 
     composed: int
@@ -40,6 +42,7 @@ class History:
     checksum: str = FIRST
     evaluated: dict[str, GroupMeta] = field(default_factory=dict)
     scores: dict[str, dict[str, str]] = field(default_factory=dict)
+    rewards: dict[str, list[float | None]] = field(default_factory=dict)
 
     def is_used(self, index: int) -> bool:
         return index < self.below or index in self.used
@@ -109,10 +112,19 @@ def read_history(
             history.finished[index] = meta
         else:
             path.unlink()
+    _read_scores(run, history, needed, models)
+    return history
+
+
+def _read_scores(run: Run, history: History, needed: Collection[str], models: Collection[str]) -> None:
+    """Read what scorers have said of the finished groups, and remove what they said of others that nobody needs."""
     groups = {meta.group_id: meta for meta in history.finished.values()}
     remove_scores(run, lambda group: group not in needed and group not in groups)
-    history.scores = {model: found_scores(run, model, groups) for model in models}
-    return history
+    for model in models:
+        history.scores[model] = digests = found_scores(run, model, groups)
+        if role_of(model) == REWARD:
+            named = (replace(groups[name], scores={model: digest}) for name, digest in digests.items())
+            history.rewards |= {group.group_id: read_rewards(run, model, group) for group in named}
 
 
 def remove_samples(run: Run, steps: Iterable[int]) -> None:

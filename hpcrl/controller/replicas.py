@@ -1,9 +1,9 @@
-"""Which rollout workers there are: who calls, who has fallen silent or left, and when there are too few to go on."""
+"""Which rollout workers and scorers there are: who calls, who has fallen silent or left, and when there are too few to go on."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from hpcrl.errors import RunError, UserCodeError
@@ -70,23 +70,33 @@ class WorkerRegistry:
 
 @dataclass(frozen=True)
 class MinReplicas:
-    """When a run has too few replicas to go on.
+    """When a run has too few replicas to go on, or too few scorers of one model.
 
     Attributes:
         least: replicas below which it does not go on for long.
         patience_s: how long it does.
         replicas: how many there are when all are well.
         elastic: whether some of them may come at any time, so that it is worth waiting for them.
+        what: each of them is, for people.
+        setting: that says what the least is.
+        names: of scorers; None: they are rollout workers.
     """
 
     least: int = 1
     patience_s: float = 900.0
     replicas: int = 1
     elastic: bool = False
+    what: str = "rollout worker"
+    setting: str = "slurm.min_replicas"
+    names: Collection[str] | None = None
+
+    def among(self, names: Iterable[str]) -> list[str]:
+        """Return which of these processes are meant."""
+        return [name for name in names if (name.startswith(_PREFIX) if self.names is None else name in self.names)]
 
 
 class ReplicaHealth:
-    """Whether enough replicas are there: those that call, and those whose engines start, of which only their process statuses tell."""
+    """Whether enough replicas, or scorers of one model, are there: those that call, and those whose engines start, of which only their process statuses tell."""
 
     def __init__(self, run: Run, attempt: int, min_replicas: MinReplicas) -> None:
         self._run, self._attempt, self._min_replicas = run, attempt, min_replicas
@@ -100,9 +110,11 @@ class ReplicaHealth:
         """Return why the run cannot go on, or None. To be called every TICK_S.
 
         Args:
+            calling: the processes that call, others than those that are meant too.
             training: whether the trainer waits for replicas already.
         """
         min_replicas, now = self._min_replicas, self._clock.now()
+        calling = min_replicas.among(calling)
         if len(calling) >= min_replicas.least or not training:
             self._enough = now
         if now - self._looked >= RENEW_S and len(calling) < min_replicas.least:
@@ -126,13 +138,9 @@ class ReplicaHealth:
 
     def _look(self, now: float) -> None:
         """Read the process_statuses. Clocks of hosts differ, so a process status is new when it has changed."""
-        process_statuses = [
-            process_status
-            for process_status in read_process_statuses(self._run, self._attempt)
-            if process_status.process.startswith(_PREFIX)
-        ]
-        self._process_statuses = {process_status.process: process_status for process_status in process_statuses}
-        for process_status in process_statuses:
+        every = {status.process: status for status in read_process_statuses(self._run, self._attempt)}
+        self._process_statuses = {name: every[name] for name in self._min_replicas.among(every)}
+        for process_status in self._process_statuses.values():
             renewed, _ = self._renewals.get(process_status.process, (None, now))
             if renewed != process_status.renewed:
                 self._renewals[process_status.process] = process_status.renewed, now
@@ -146,8 +154,9 @@ class ReplicaHealth:
         ]
 
     def _too_few(self, calling: Collection[str]) -> str:
-        has = f"only {len(calling)} rollout workers have" if calling else "no rollout worker has"
-        wants = f", fewer than slurm.min_replicas ({self._min_replicas.least})," if calling else ""
+        few = self._min_replicas
+        has = f"only {len(calling)} {few.what}s have" if calling else f"no {few.what} has"
+        wants = f", fewer than {few.setting} ({few.least})," if calling else ""
         return f"{has} called{wants}"
 
     def _said(self) -> str:

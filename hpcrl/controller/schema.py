@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from itertools import chain
 from math import isnan
 from reprlib import Repr
@@ -97,6 +98,15 @@ def _is_digests(value: Any) -> bool:
     if type(value) is not dict or not all(map(GROUP_ID.fits, value)):
         return False
     return all(type(each) is str and each and _DIGEST.fullmatch(each) is not None for each in value.values())
+
+
+def _is_rewards(samples: int, value: Any) -> bool:
+    if type(value) is not dict or not all(map(GROUP_ID.fits, value)):
+        return False
+    return all(
+        type(each) is list and len(each) == samples and all(one is None or REWARD.fits(one) for one in each)
+        for each in value.values()
+    )
 
 
 def _is_list_of_metrics(value: Any) -> bool:
@@ -197,12 +207,12 @@ class Schemas:
         self, replicas: int, total_steps: int, n_samples: int, eval_n_samples: int, scorers: Collection[str] = ()
     ) -> None:
         self._samples = {"train": n_samples, "eval": eval_n_samples}
-        step, worker = whole(total_steps), {"worker": _worker(replicas)}
+        step, worker, leaver = whole(total_steps), {"worker": _worker(replicas)}, {"worker": _worker(replicas, scorers)}
         calls = {**worker, "version": step}
         self.report = Schema({**calls, "state": NAME}, {"holding": GROUP_IDS})
         self.claim = Schema({**calls, "capacity": whole(_MOST_ENTRIES), "holding": GROUP_IDS})
         self.complete = Schema({**worker, "groups": OBJECTS})
-        self.leave = Schema(worker)
+        self.leave = Schema(leaver)
         self.start = Schema({"step": whole(_MOST_ENTRIES)})  # a step beyond the end is an error of the configuration
         self.published = Schema(
             {"version": step}, {"weights": Value("true or false", lambda value: type(value) is bool)}
@@ -216,7 +226,11 @@ class Schemas:
             )
         }
         self.claim_scores = Schema({**scorer, "samples": whole(_MOST_ENTRIES), "holding": GROUP_IDS}, {"wait": WAIT})
-        self.scored = Schema({**scorer, "digests": Value("checksums of scores by ids of groups", _is_digests)})
+        rewards = Value(
+            f"by ids of groups {n_samples} entries, each null or {REWARD.expected}", partial(_is_rewards, n_samples)
+        )
+        digests = Value("checksums of scores by ids of groups", _is_digests)
+        self.scored = Schema({**scorer, "digests": digests}, {"rewards": rewards})
         self.status = Schema()
         self._group = _group_schema(replicas, total_steps)
 
@@ -252,10 +266,11 @@ class Schemas:
             raise _wrong(f"{within}path", f"samples/{group['replica']}/{name}.safetensors", group["path"])
 
 
-def _worker(replicas: int) -> Value:
-    names = frozenset(f"rollout-{number}" for number in range(replicas))
+def _worker(replicas: int, scorers: Collection[str] = ()) -> Value:
+    names = frozenset([*(f"rollout-{number}" for number in range(replicas)), *scorers])
     last = f" to rollout-{replicas - 1}" if replicas > 1 else ""
-    return Value(f"a worker of this run, rollout-0{last}", lambda value: type(value) is str and value in names)
+    also = f", or a scorer: {', '.join(scorers)}" if scorers else ""
+    return Value(f"a worker of this run, rollout-0{last}{also}", lambda value: type(value) is str and value in names)
 
 
 def _group_schema(replicas: int, total_steps: int) -> Schema:
@@ -283,6 +298,7 @@ def _group_schema(replicas: int, total_steps: int) -> Schema:
         ),
         "row": Value("null", lambda value: value is None),  # workers generate what they report
         "scores": Value("an empty object", lambda value: value == {}),  # scorers say what they are
+        "model_rewards": Value("an empty list", lambda value: value == []),
     }
     optional = {
         one.name for one in fields(GroupMeta) if one.default is not MISSING or one.default_factory is not MISSING

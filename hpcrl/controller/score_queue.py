@@ -9,13 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hpcrl.controller.replicas import WorkerRegistry
+from hpcrl.config.scorers import REWARD, role_of
+from hpcrl.controller.replicas import MinReplicas, WorkerRegistry
+from hpcrl.envs.rewards.judged import JudgedRewards
+from hpcrl.errors import RunError
 from hpcrl.types import Batch, GroupMeta
+
+Rewards = Mapping[str, Sequence[float | None]]
+"""What a reward model says of each sample of groups, by their ids; None: it failed at the sample."""
 
 
 @dataclass
 class _Scored:
     """A group that is finished and in no batch yet.
+
+    A reward model's scores are in its rewards as soon as they are there.
 
     Attributes:
         digests: of its scores, by model.
@@ -31,18 +39,27 @@ class ScoreQueue:
     Args:
         models: name of the model of each scorer, scorer-0 first; empty: nothing is scored.
         judges: returns the names of the models that score a group of a data source; None: all do.
+        rewards: what a reward model's scores of a group are worth; None: no scorer has one.
+        needed: when there are too few scorers of a model, for each of them.
 
     Attributes:
         registry: of the scorers that call.
+        taken_back: groups of scorers that had left or were silent.
     """
 
-    def __init__(self, models: Sequence[str] = (), judges: Callable[[str], Sequence[str]] | None = None) -> None:
-        self._judges = judges
+    def __init__(
+        self,
+        models: Sequence[str] = (),
+        judges: Callable[[str], Sequence[str]] | None = None,
+        rewards: JudgedRewards | None = None,
+        needed: Sequence[MinReplicas] = (),
+    ) -> None:
+        self._judges, self._rewards, self.needed = judges, rewards, needed
         self._models = {f"scorer-{number}": model for number, model in enumerate(models)}
         self._groups = dict[str, _Scored]()
         self._at: dict[str, set[str]] = {scorer: set() for scorer in self._models}
         self._unscored: dict[str, dict[str, None]] = {model: {} for model in models}  # in the order of their ends
-        self.registry = WorkerRegistry()
+        self.registry, self.taken_back = WorkerRegistry(), 0
 
     @property
     def models(self) -> Collection[str]:
@@ -51,6 +68,11 @@ class ScoreQueue:
     @property
     def scorers(self) -> Collection[str]:
         return self._models
+
+    @property
+    def reward(self) -> bool:
+        """Whether rewards of finished groups are complete only when they are scored."""
+        return self._rewards is not None
 
     @property
     def waiting(self) -> int:
@@ -94,17 +116,37 @@ class ScoreQueue:
             samples -= len(given[-1].lengths)
         return given
 
-    def complete(self, scorer: str, digests: Mapping[str, str]) -> list[str]:
-        """Take scores, by the ids of the groups; return the groups of which nobody waits for them: scored before, or not to be trained."""
-        model, unwanted = self._models[scorer], list[str]()
+    def complete(self, scorer: str, digests: Mapping[str, str], rewards: Rewards | None = None) -> list[str]:
+        """Take scores, by the ids of the groups; return the groups of which nobody waits for them: scored before, or not to be trained.
+
+        Args:
+            rewards: of the same groups, where the scorer has a reward model.
+
+        Raises:
+            RunError: a reward model names no rewards, or another one some; nothing is taken.
+        """
+        model, unwanted, rewards = self._models[scorer], list[str](), rewards or {}
+        expected = digests.keys() if role_of(model) == REWARD else set[str]()
+        if rewards.keys() != expected:
+            raise RunError(f"{scorer}: expected rewards of {sorted(expected)}, found those of {sorted(rewards)}")
         for group_id, digest in digests.items():
             scored = self._groups.get(group_id)
             if scored is None or model in scored.digests:
                 unwanted.append(group_id)
                 continue
             scored.digests[model] = digest
+            scored.group = self.rewarded(scored.group, rewards)
             self._done(model, group_id)
         return unwanted
+
+    def rewarded(self, group: GroupMeta, rewards: Rewards) -> GroupMeta:
+        """Return a finished group with its complete rewards, where a reward model has scored it."""
+        scores = rewards.get(group.group_id)
+        return group if scores is None or self._rewards is None else self._rewards.complete(group, scores)
+
+    def groups(self, names: Iterable[str]) -> list[GroupMeta]:
+        """Return what is known by now of groups that are in no batch."""
+        return [self._groups[name].group for name in sorted(names)]
 
     def release(self, scorer: str, holding: Collection[str] = ()) -> int:
         """Take back what a scorer has that is gone, or what it was given but never got; return how many groups."""
@@ -140,6 +182,16 @@ class ScoreQueue:
         """Take the groups of silent scorers back; return the names of those scorers."""
         silent = self.registry.silent()
         for name in silent:
-            self.registry.remove(name)
-            self.release(name)
+            self.leave(name)
         return silent
+
+    def leave(self, scorer: str) -> int:
+        """A scorer ends: others get its groups. Returns how many."""
+        self.registry.remove(scorer)
+        lost = self.release(scorer)
+        self.taken_back += lost
+        return lost
+
+    def status(self) -> dict[str, object]:
+        """Return for each scorer that calls how many groups it has."""
+        return {name: {"groups": len(self._at[name])} for name in sorted(self.registry.workers)}

@@ -24,21 +24,13 @@ from hpcrl.controller.evaluation import (
     is_evaluated,
     write_summary,
 )
-from hpcrl.controller.metrics import (
-    batch_histograms,
-    batch_metrics,
-    controller_metrics,
-    dropped_metrics,
-    replica_metrics,
-    row_metrics,
-    surplus_metrics,
-)
+from hpcrl.controller.metrics import batch_histograms, controller_metrics, replica_metrics, scorer_metrics, step_metrics
 from hpcrl.controller.prompt_stream import PromptStream, group_id, group_index
 from hpcrl.controller.recovery import BegunGroups, History, read_history, remove_samples
 from hpcrl.controller.replicas import FailureWindow, MinReplicas, RegisteredWorker, WorkerRegistry
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.schema import Schemas
-from hpcrl.controller.score_queue import ScoreQueue
+from hpcrl.controller.score_queue import Rewards, ScoreQueue
 from hpcrl.data.batch_file import FIRST, write_batch
 from hpcrl.errors import CommitError, DataError, HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsWriter
@@ -78,7 +70,9 @@ class Service:
             schedule.batch_size, schedule.staleness, schedule.total_steps, schedule.groups_at_once, schedule.surplus
         )
         ready = rows.in_order(self._stream) if rows else None
-        self._composer = BatchComposer(self._admission, schedule.sampling, schedule.batch_size, ready)
+        self._begun, self.scores = BegunGroups(run), scores or ScoreQueue()
+        sampling, judged = schedule.sampling, self.scores.reward
+        self._composer = BatchComposer(self._admission, sampling, schedule.batch_size, ready, judged=judged)
         self._metrics: MetricsWriter | None = None
         self._batches: dict[int, Batch] = {}
         self._checksum = FIRST  # of the newest batch's file
@@ -86,7 +80,6 @@ class Service:
         self._loadable: int | None = None
         self._eval = EvalQueue(schedule.eval_prompts_at_once)
         self._dispatcher = Dispatcher(self._admission, self._eval, schedule.n_samples, schedule.eval_n_samples)
-        self._begun, self.scores = BegunGroups(run), scores or ScoreQueue()
         self._described = self._pruned = self._started = self._taken_back = 0
         self._registry = WorkerRegistry()
         self._failure_window = FailureWindow(schedule.max_failed_ratio, schedule.batch_size)
@@ -144,6 +137,8 @@ class Service:
 
         models = self.scores.models
         history = read_history(self._run, step, self._schedule.batch_size, self._trainable, keep, pruned, models)
+        rewarded = {index: self.scores.rewarded(meta, history.rewards) for index, meta in history.finished.items()}
+        history.finished = rewarded
         if self._evaluates(step):
             history.evaluated = finished_rows(self._run, step, self._eval_work(step))
         return history
@@ -340,13 +335,10 @@ class Service:
         if step > self._described:
             assert self._metrics is not None
             epoch = self._stream.last_epoch(group.group_id for group in batch.groups)
-            own = controller_metrics(step, epoch, self.total_steps, self.steps_per_epoch)
-            dropped = dropped_metrics(batch) if self._schedule.sampling.config.type else {}
-            surplus = surplus_metrics(batch) if self._schedule.surplus else {}
+            position = controller_metrics(step, epoch, self.total_steps, self.steps_per_epoch)
             replicas = replica_metrics(len(self.workers), self.min_replicas, self._registry.restarts, self._taken_back)
-            found = batch_metrics(batch) | replicas if self._rows is None else row_metrics(batch)
-            histograms = batch_histograms(batch) if self._rows is None else None
-            self._metrics.write(step, found | dropped | surplus | own, histograms)
+            found = step_metrics(batch, self._schedule, None if self._rows else replicas | scorer_metrics(self.scores))
+            self._metrics.write(step, found | position, None if self._rows else batch_histograms(batch))
             self._described = step
         return str(self._run.batch(step).relative_to(self._run.path))
 
@@ -382,7 +374,9 @@ class Service:
         return silent
 
     def leave(self, name: str) -> int:
-        """A worker ends: others get its groups. Returns how many."""
+        """A worker or a scorer ends: others get its groups. Returns how many."""
+        if name in self.scores.scorers:
+            return self.scores.leave(name)
         self._dispatcher.leave(name)
         if not self._registry.remove(name):
             return 0
@@ -391,9 +385,14 @@ class Service:
         self._begun.find(name)
         return lost
 
-    def scored(self, scorer: str, digests: Mapping[str, str]) -> list[str]:
-        """Take what a scorer says of groups; return those of which nobody waits for it."""
-        unwanted = self.scores.complete(scorer, digests)
+    def scored(self, scorer: str, digests: Mapping[str, str], rewards: Rewards | None = None) -> list[str]:
+        """Take what a scorer says of groups; return those of which nobody waits for it; args and errors as of `ScoreQueue.complete`."""
+        unwanted = self.scores.complete(scorer, digests, rewards)
+        try:
+            rewarded = self.scores.groups(set(rewards or ()).difference(unwanted))
+            self.scores.forget(self._composer.judge(rewarded))
+        except DataError as error:
+            self.failure = error
         self._compose()
         return unwanted
 
@@ -409,6 +408,7 @@ class Service:
             "eval_open": self._eval.open,
             "replicas": self.min_replicas.replicas,
             "stop": self.stop,
+            "scorers": self.scores.status(),
             "workers": {name: {"version": w.version, "state": w.state} for name, w in self.workers.items()},
         }
 

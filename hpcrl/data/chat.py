@@ -8,6 +8,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -162,6 +163,62 @@ def token_counter(
             ) from error
 
     return count
+
+
+@dataclass(frozen=True)
+class JudgedConversations:
+    """Whole conversations, as a reward model reads them.
+
+    Attributes:
+        longest: tokens that one may have; None: the model names no limit.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    longest: int | None = None
+
+    @classmethod
+    def of(cls, model: Pretrained, file: str | None, setting: str, remedy: str) -> JudgedConversations:
+        """Return those of a reward model, of any length.
+
+        Args:
+            file: Jinja file of its chat template; None: its tokenizer has one.
+            setting: what names the model, for errors.
+            remedy: what names a chat template, for errors.
+
+        Raises:
+            DataError: there is no such model.
+            ConfigError: its tokenizer has no chat template, and none is given; or that cannot be read.
+        """
+        template = ChatTemplateConfig(source="file", name_or_path=file) if file else ChatTemplateConfig()
+        tokenizer = load_tokenizer(model, template, setting)
+        if tokenizer.chat_template is None:
+            raise ConfigError(
+                f"{setting}: the tokenizer of {model} has no chat template; expected one that writes a conversation as the reward model was "
+                f"trained with, as a Jinja file ({remedy})"
+            )
+        return cls(tokenizer)
+
+    def tokens(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return the tokens of a conversation, as the chat template writes it; special tokens in texts are text.
+
+        Raises:
+            DataError: the template refuses it, or it is longer than the model takes.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            text = str(self.tokenizer.apply_chat_template(cut_messages(self.tokenizer, messages), tokenize=False))
+        except TemplateError as error:  # such as roles that do not take turns
+            raise DataError(f"the chat template of the reward model refuses the conversation: {error}") from error
+        found = encoded(self.tokenizer, text)
+        if self.longest is not None and len(found) > self.longest:
+            raise DataError(
+                f"a conversation has {len(found)} tokens, and the reward model takes at most {self.longest}; lower "
+                "generator.sampling_params.max_generate_length, or take a reward model for longer ones"
+            )
+        if not found:
+            raise DataError("the chat template of the reward model writes nothing for a conversation")
+        return found
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcrl.config import DataConfig, EnvironmentConfig
 from hpcrl.config.derive import reward_weights
-from hpcrl.config.reward_model import uses_reward_service
+from hpcrl.config.reward_model import is_rewarded_later, uses_reward_service
 from hpcrl.data.prompts import load_prompts
 from hpcrl.envs.base import user_code
 from hpcrl.envs.registry import common_extras, environment_class
@@ -58,7 +58,12 @@ def row_requirements(
     """
     weights = [reward_weights(environment, kind) for kind in kinds]
     reads = dict.fromkeys(GROUND_TRUTHS[name] for rewards in weights for name in rewards if name in GROUND_TRUTHS)
-    scored = all(reward_weights(environment, kind) or uses_reward_service(environment, kind) for kind in kinds)
+    scored = all(
+        reward_weights(environment, kind)
+        or uses_reward_service(environment, kind)
+        or is_rewarded_later(environment, kind)
+        for kind in kinds
+    )
     allowed = {environment.env_class, *environment.allowed_env_classes}
     played, extras_of_all = not scored, common_extras(environment, max_turns)
 

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+Conversation = list[dict[str, str]]
 _DTYPES = {"I64": "<i8", "I32": "<i4", "F32": "<f4"}  # of the format -> of numpy
 _TENSORS = ("token_ids", "loss_mask", "rollout_logprobs", "versions", "rewards")
 _MASK_IDS, _MASK_COUNTS = "mask_token_ids", "mask_counts"  # of SamplingMask, where a row has one
-_META, _CHECKSUM = "hpcrl_group", "blake2b"
+_META, _CHECKSUM, _CONVERSATION = "hpcrl_group", "blake2b", "conversation"
 _MAX_HEADER = 100 << 20  # the format's own limit; a damaged length must not make us read a whole file
 
 
@@ -43,11 +44,14 @@ def write_group(path: Path, samples: Sequence[Sample], meta: GroupMeta) -> Group
     return meta
 
 
-def group_bytes(samples: Sequence[Sample], meta: GroupMeta) -> tuple[bytes, GroupMeta]:
+def group_bytes(
+    samples: Sequence[Sample], meta: GroupMeta, conversations: Sequence[Conversation] = ()
+) -> tuple[bytes, GroupMeta]:
     """Return the content of a group's file, and `meta` with the digest of it.
 
     Args:
         samples: the rows; every array of a row is [T] with the same T, and `meta.lengths` are these T in the same order.
+        conversations: what was said in each sample, from its prompt on, for reward models; empty: nobody reads it.
     """
     import numpy as np
     from safetensors.numpy import save
@@ -67,7 +71,7 @@ def group_bytes(samples: Sequence[Sample], meta: GroupMeta) -> tuple[bytes, Grou
         }
     ends = [0, *accumulate(lengths)]
     mask_ends = [0, *accumulate(len(mask.token_ids) if mask else 0 for mask in masks)]
-    details = [
+    details: list[dict[str, Any]] = [
         {
             "stop_reason": sample.stop_reason,
             "env_metrics": sample.env_metrics,
@@ -78,6 +82,9 @@ def group_bytes(samples: Sequence[Sample], meta: GroupMeta) -> tuple[bytes, Grou
         }
         for row, sample in enumerate(samples)
     ]
+    last = {owner: row for row, owner in enumerate(meta.owners)}
+    for sample, conversation in enumerate(conversations):
+        details[last[sample]][_CONVERSATION] = conversation
     meta = replace(meta, digest=digest_of(json.dumps(details).encode()))
     text = json.dumps({"meta": meta.to_json(), "samples": details})
     arrays["lengths"] = np.array(lengths)
@@ -142,6 +149,22 @@ def read_arrays(
         wanted = range(len(details)) if indices is None else indices
         rows = dict(_rows(path, columns, lengths, details, sorted(set(wanted))))
         return [rows[at] for at in wanted]
+
+
+def read_conversations(path: Path, expected: GroupMeta) -> list[Conversation]:
+    """Return what was said in each sample of the group at `path`; args and errors as in `read_group`.
+
+    Raises:
+        DamagedError: also where the file does not say it.
+    """
+    with _opened(path) as (_, meta, details):
+        _check_same(path, meta, expected)
+        if digest_of(json.dumps(details).encode()) != meta.digest:
+            raise _damaged(path, "its header is not what was written")
+        found = [row[_CONVERSATION] for row in details if _CONVERSATION in row]
+        if len(found) != len(meta.rewards):
+            raise _damaged(path, f"{len(found)} conversations for {len(meta.rewards)} samples")
+        return found
 
 
 def _rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained, rope_parameters
 from hpcrl.errors import DataError, did_you_mean
 
@@ -15,6 +16,25 @@ if TYPE_CHECKING:
 def download(model: Pretrained) -> str:
     """Return the command that puts a model of the hub into the cache of its library."""
     return f"hf download {model.path}" + (f" --revision {model.revision}" if model.revision else "")
+
+
+def require_classifier(config: PreTrainedConfig, path: str, setting: str) -> None:
+    """Raise DataError where the configuration of a model, as it lies on disk, is not one of a sequence classifier of one label.
+
+    Args:
+        setting: what names the model, for errors.
+    """
+    labels, found = config.num_labels, config.architectures or ["no architecture"]
+    if labels != 1 or not any(name.endswith(CLASSIFIER) for name in found):
+        raise DataError(
+            f"{setting}: {path} is no reward model: expected a sequence classifier of one label (…{CLASSIFIER}), found {', '.join(found)} "
+            f"of {labels} labels"
+        )
+
+
+def longest_input(config: PreTrainedConfig) -> int | None:
+    """Return how many tokens a model takes; None: its configuration does not say."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 @dataclass(frozen=True, kw_only=True)

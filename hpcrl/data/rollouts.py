@@ -151,7 +151,7 @@ def _rollout(group: GroupMeta, at: int, of_group: Sequence[Sample[np.ndarray]], 
         parts=[part for row in rows for part in segments_of(row, decode, of_dataset=group.row is not None)],
         raw_reward=raw if raw != group.rewards[at] else None,
         versions=(int(chosen.min()), int(chosen.max())) if len(chosen) else None,
-        env_metrics=rows[-1].env_metrics,
+        env_metrics=group.env_metrics[at] if group.env_metrics else rows[-1].env_metrics,
         row=group.row,
         answer=(_ANSWERS[at] if group.row is not None and len(group.rewards) > 1 else None),
     )

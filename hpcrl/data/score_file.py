@@ -2,7 +2,7 @@
 
 One safetensors file per group and model. Its name has the digest of its content, and the batch that trains the group knows it: two scorers that
 score the same group leave two files, of which the batch names one. Laid out as the trainer packs samples: entry t of a row speaks about its
-token t + 1, which position t predicts; the last one of a row is 0. The most probable tokens of a teacher are in the file for trained tokens alone.
+token t + 1, which position t predicts; the last one of a row is 0. What a reward model says of whole samples is in the header. The most probable tokens of a teacher are in the file for trained tokens alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _NAME = re.compile(r"(?P<group>g\d+)-(?P<digest>[0-9a-f]{32})\.safetensors", re.ASCII)
-_SAMPLES = "hpcrl_samples"
+_SAMPLES, _REWARDS = "hpcrl_samples", "hpcrl_rewards"
 _LOGPROBS, _PLACES, _IDS, _TOP = "logprobs", "places", "top_ids", "top_logprobs"
 
 
@@ -43,20 +43,34 @@ class RowScores:
     top_logprobs: np.ndarray | None = None
 
 
-def write_scores(run: Run, name: str, found: Iterable[tuple[GroupMeta, Sequence[RowScores]]]) -> dict[str, str]:
+@dataclass(frozen=True)
+class GroupRewards:
+    """What a reward model says of each sample of a group: its score; None where it failed."""
+
+    scores: list[float | None]
+
+
+def write_scores(
+    run: Run, name: str, found: Iterable[tuple[GroupMeta, Sequence[RowScores] | GroupRewards]]
+) -> dict[str, str]:
     """Write the scores of groups, each file as a whole or not at all; return their digests by the ids of the groups.
 
     Args:
         name: of the model, as of ScorerSet.
-        found: groups with the scores of each of their rows.
+        found: groups with the scores of each of their rows, or of each of their samples.
     """
     from safetensors.numpy import save
 
     digests, contents = dict[str, str](), dict[str, bytes]()
-    for group, rows in found:
-        lengths = [len(row.logprobs) for row in rows]
-        assert lengths == group.lengths, f"group {group.group_id}: scores of {lengths} tokens, expected {group.lengths}"
-        content = save(_columns(rows), {_SAMPLES: group.digest})
+    for group, said in found:
+        if isinstance(said, GroupRewards):
+            columns, facts = dict[str, "np.ndarray"](), {_REWARDS: json.dumps(said.scores)}
+            known, expected = len(said.scores), len(group.rewards)
+        else:
+            columns, facts = _columns(said), dict[str, str]()
+            known, expected = [len(row.logprobs) for row in said], group.lengths
+        assert known == expected, f"group {group.group_id}: scores of {known}, expected {expected}"
+        content = save(columns, {_SAMPLES: group.digest, **facts})
         digests[group.group_id] = digest = digest_of(content)
         contents[_file_name(group.group_id, digest)] = content
     write_files(run.scores_of(name), contents)
@@ -107,6 +121,11 @@ def read_scores(run: Run, name: str, group: GroupMeta) -> list[RowScores]:
     return [RowScores(logprobs[part], whole[_IDS][part], whole[_TOP][part]) for part in parts]
 
 
+def read_rewards(run: Run, name: str, group: GroupMeta) -> list[float | None]:
+    """Return what a reward model says of each sample of a group, without numpy; args and errors as of `read_scores`."""
+    return json.loads(_facts(_content(run, name, group))[_REWARDS])
+
+
 def check_scores(run: Run, group: GroupMeta) -> None:
     """Compare all scores of a group that a batch names with what it knows of them; errors as of `read_scores`."""
     for name in group.scores:
@@ -153,12 +172,12 @@ def _content(run: Run, name: str, group: GroupMeta, digest: str | None = None) -
         raise DamagedError(f"score file {path} is missing: it was removed, or this node does not see the run")
     if digest_of(content) != digest:
         raise DamagedError(f"score file {path} is damaged; remove it, and the next attempt scores the group again")
-    if _samples(content) != group.digest:
+    if _facts(content)[_SAMPLES] != group.digest:
         raise DamagedError(f"score file {path} is about other samples of group {group.group_id} than the batch has")
     return content
 
 
-def _samples(content: bytes) -> str:
-    """Return the digest of the samples that a file is about."""
+def _facts(content: bytes) -> dict[str, str]:
+    """Return what a file's header says: the digest of the samples that it is about, and the scores of a reward model."""
     size = int.from_bytes(content[:8], "little")
-    return json.loads(content[8 : 8 + size])["__metadata__"][_SAMPLES]
+    return json.loads(content[8 : 8 + size])["__metadata__"]

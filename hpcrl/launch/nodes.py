@@ -27,7 +27,9 @@ class Node:
         gpu_offset: devices that the nodes before it use, for when all of them share one machine.
         services: numbers of the reward model's services on this node.
         scorers: numbers of the scorers on this node.
-        scorer_ranks: processes of each of them, one device each.
+        scorer_ranks: processes of each of them, one device each; or devices of its one process, where it has an engine.
+        torchrun: whether they are several processes.
+        spare: whether other nodes have scorers of the same model too.
     """
 
     index: int
@@ -39,6 +41,8 @@ class Node:
     services: tuple[int, ...] = ()
     scorers: tuple[int, ...] = ()
     scorer_ranks: int = 1
+    spare: bool = False
+    torchrun: bool = False
     first_rank: int = 0
     critic: bool = False
 
@@ -63,10 +67,12 @@ def make_plan(config: Config) -> list[Node]:
         services: Sequence[int] = (),
         scorers: Sequence[int] = (),
         scorer_ranks: int = 1,
+        spare: bool = False,
+        torchrun: bool = False,
         critic: bool = False,
     ) -> None:
         nonlocal offset
-        gpus, workers = devices if on_gpu else 0, (tuple(services), tuple(scorers), scorer_ranks)
+        gpus, workers = devices if on_gpu else 0, (tuple(services), tuple(scorers), scorer_ranks, spare, torchrun)
         first_rank = sum(node.ranks for node in nodes)
         nodes.append(Node(len(nodes), role, ranks, tuple(replicas), gpus, offset, *workers, first_rank, critic))
         offset += gpus
@@ -88,7 +94,8 @@ def make_plan(config: Config) -> list[Node]:
     for each in scorer_sets(config):
         numbers, width = range(first, first + each.replicas), scorers_per_node(config, each.ranks)
         for own in (numbers[at : at + width] for at in range(0, len(numbers), width)):
-            add("scorer", len(own) * each.ranks, scorers=own, scorer_ranks=each.ranks)
+            spare, torchrun = len(own) < each.replicas, each.ranks > 1 and not each.engine
+            add("scorer", len(own) * each.ranks, scorers=own, scorer_ranks=each.ranks, spare=spare, torchrun=torchrun)
         first += each.replicas
     return nodes
 
@@ -97,9 +104,14 @@ def trainer_nodes(plan: list[Node]) -> int:
     return sum(node.role == "trainer" for node in plan)
 
 
-def needed_nodes(plan: list[Node]) -> list[int]:
-    """Return the nodes without which a run cannot go on; of replicas it may lose some."""
-    return [node.index for node in plan if node.role != "rollout"]
+def needed_nodes(plan: list[Node], pooled: int) -> list[int]:
+    """Return the nodes without which a run cannot go on; of replicas it may lose some, and of the copies of a scorer's model.
+
+    Args:
+        pooled: replicas of its elastic pool.
+    """
+    spare = pooled > 0 or sum(node.role == "rollout" for node in plan) > 1
+    return [node.index for node in plan if not (spare if node.role == "rollout" else node.spare)]
 
 
 def describe_plan(plan: list[Node]) -> list[str]:

@@ -13,11 +13,12 @@ from hpcrl.config.derive import (
     largest_micro_batch,
     longest_sample,
     needs_fsdp,
-    ref_sharding,
 )
 from hpcrl.config.reward_model import reward_services, services_per_node
-from hpcrl.config.scorers import TEACHER, ScorerSet, scorer_sets, scorers_per_node
-from hpcrl.config.sections.model import FSDPConfig, Pretrained
+from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded
+from hpcrl.config.scorers import REWARD, TEACHER, ScorerSet, scorer_sets, scorers_per_node, teacher_layout
+from hpcrl.config.sections.model import Pretrained
+from hpcrl.errors import DataError
 from hpcrl.planning.memory import (
     BYTES,
     Need,
@@ -27,6 +28,7 @@ from hpcrl.planning.memory import (
     layer_activations,
     logprob_buffer,
 )
+from hpcrl.planning.partition import stage_parameters
 
 _BYTES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -62,10 +64,14 @@ def served(config: Config) -> Iterator[Served]:
     own, longest = config.trainer.distillation, longest_sample(config)
     for each in scorer_sets(config):
         tokens = largest_micro_batch(config)
-        if each.role == TEACHER:
+        if each.engine:
+            tokens = own.engine.max_num_batched_tokens
+        elif each.role == TEACHER:
             tokens = max(own.max_tokens_per_micro_batch or own.micro_batch_size_per_gpu * longest, longest)
+        elif each.role == REWARD:
+            tokens = max(config.environment.reward_model.max_tokens_per_micro_batch, longest)
         together = each.ranks * min(each.replicas, scorers_per_node(config, each.ranks))
-        yield Served(each.role, each.model, each.replicas * each.ranks, each.ranks, together, tokens, each)
+        yield Served(each.title, each.model, each.replicas * each.ranks, each.ranks, together, tokens, each)
 
 
 def served_shapes(config: Config, model: Served, folder_of: Callable[[Pretrained], Path | None]) -> Shapes:
@@ -83,9 +89,7 @@ def served_shapes(config: Config, model: Served, folder_of: Callable[[Pretrained
     path = str(folder_of(model.model) or model.model.path)
     if model.scorers is None:
         return classifier_shapes(replace(model.model, path=path))
-    return shapes(
-        replace(scorer_source(config.trainer, model.scorers), path=path), _sharding(config, model.scorers), None
-    )
+    return shapes(replace(scorer_source(config.trainer, model.scorers), path=path), model.scorers.fsdp, None)
 
 
 def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | None) -> Need:
@@ -98,7 +102,14 @@ def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | 
     if model.scorers is None:
         dtype = _BYTES[config.environment.remote_reward.service.model_dtype]
         return replace(fsdp_state(shapes.weights, 1, dtype), activations=_activations(shapes, model.tokens, dtype))
-    fsdp, on_gpu = _sharding(config, model.scorers), gpu_count(config.slurm) > 0
+    if model.scorers.engine:  # which computes the logits of all tokens of a pass together
+        dtype = _BYTES[trainer.distillation.engine.model_dtype]
+        logits = logprob_buffer(model.tokens, shapes.width.vocabulary, BYTES["fp32"])
+        need = fsdp_state(shapes.weights, model.ranks, dtype)
+        return replace(need, activations=_activations(shapes, model.tokens, dtype), logprobs=logits)
+    if model.scorers.role == TEACHER and trainer.distillation.backend == "megatron":
+        return _megatron_need(config, model, shapes)
+    fsdp, on_gpu = model.scorers.fsdp, gpu_count(config.slurm) > 0
     dtype = fsdp.mixed_precision.param_dtype
     whole = fsdp_state(shapes.weights, 1, dtype).weights
     copy = copy_ranks(fsdp.fsdp_size, model.ranks, model.ranks, whole, memory if on_gpu else None)
@@ -109,13 +120,34 @@ def forward_need(config: Config, model: Served, shapes: Shapes, memory: float | 
         reduce_dtype = fsdp.mixed_precision.reduce_dtype
         gathered = fsdp_gathered(shapes.weights, copy, dtype, reduce_dtype, fsdp.reshard_after_forward)
         need = replace(need, gathered=gathered)
+    if model.scorers.role == REWARD:  # one number for a conversation
+        return replace(need, activations=_activations(shapes, model.tokens, dtype))
     rows = min(trainer.logprobs_chunk_size, model.tokens)
     logits = logprob_buffer(rows, shapes.width.vocabulary, BYTES[trainer.algorithm.logprob_dtype])
     return replace(need, activations=_activations(shapes, model.tokens, dtype), logprobs=logits)
 
 
-def _sharding(config: Config, scorers: ScorerSet) -> FSDPConfig:
-    return config.trainer.distillation.fsdp_config if scorers.role == TEACHER else ref_sharding(config.trainer)
+def _megatron_need(config: Config, model: Served, shapes: Shapes) -> Need:
+    """Return what a rank of the largest pipeline stage of a teacher on Megatron-core needs."""
+    sizes = teacher_layout(config.trainer.distillation)
+    layout, layers = ParallelLayout.of(sizes, model.ranks), layers_of_stages(shapes.width.layers, sizes)
+    if layers is None:
+        raise DataError(
+            f"trainer.distillation.placement.pipeline_parallel_size: {layout.pipeline} stages cannot have equally many of the teacher's "
+            f"{shapes.width.layers} layers"
+        )
+    most = max(stage.count for stage in stage_parameters(shapes.weights, layout, layers))
+    tokens = -(-model.tokens // (layout.tensor * layout.context))
+    vocabulary = padded(shapes.width.vocabulary, layout.tensor) // layout.tensor
+    rows, dtype = min(config.trainer.logprobs_chunk_size, -(-model.tokens // layout.context)), sizes.dtype
+    logits = logprob_buffer(rows, vocabulary, BYTES[config.trainer.algorithm.logprob_dtype])
+    return Need(
+        weights=BYTES[dtype] * most,
+        gradients=0,
+        optimizer=0,
+        activations=_activations(shapes, tokens, dtype),
+        logprobs=logits,
+    )
 
 
 def _activations(shapes: Shapes, tokens: int, dtype: str) -> int:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
-from hpcrl.config.sections.environment import CLASSIFIER, RewardServiceConfig
-from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.environment import RewardServiceConfig
 from hpcrl.config.sections.model import Pretrained
-from hpcrl.data.chat import cut_messages, encoded, load_tokenizer
-from hpcrl.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from hpcrl.data.chat import JudgedConversations
+from hpcrl.data.model_config import longest_input, require_classifier
+from hpcrl.errors import DataError
 
 Messages = list[dict[str, str]]
 
@@ -27,14 +24,13 @@ class RewardModel:
     """Scores responses; for one thread at a time.
 
     Attributes:
-        longest: tokens that a conversation may have; None: the model names no limit.
+        conversations: as it reads them.
         batch_tokens: of a forward pass at most, padding included; a longer conversation has one of its own.
         padding: token that fills rows up; None: each row has a pass of its own, because the model would not know where it ends.
     """
 
     model: Any
-    tokenizer: PreTrainedTokenizerBase
-    longest: int | None
+    conversations: JudgedConversations
     batch_tokens: int
     padding: int | None
 
@@ -50,23 +46,12 @@ class RewardModel:
             DataError: there is no such model, it is no classifier of one label, or it cannot be loaded.
             ConfigError: its tokenizer has no chat template, and none is given; or that cannot be read.
         """
-        file = settings.chat_template
-        template = ChatTemplateConfig(source="file", name_or_path=file) if file else ChatTemplateConfig()
-        tokenizer = load_tokenizer(Pretrained(path), template, setting)
-        if tokenizer.chat_template is None:
-            raise ConfigError(
-                f"{setting}: the tokenizer of {path} has no chat template; expected one that writes a conversation as the reward model was "
-                "trained with, as a Jinja file (environment.remote_reward.service.chat_template, --chat-template)"
-            )
+        remedy = "environment.remote_reward.service.chat_template, --chat-template"
+        conversations = JudgedConversations.of(Pretrained(path), settings.chat_template, setting, remedy)
         disable_progress_bar()  # of no use in a log file
         try:
             config = AutoConfig.from_pretrained(path)
-            labels, length = config.num_labels, getattr(config.get_text_config(), "max_position_embeddings", None)
-            if not _is_classifier(config) or labels != 1:
-                raise DataError(
-                    f"{setting}: {path} is no reward model: expected a sequence classifier of one label "
-                    f"(…{CLASSIFIER}), found {', '.join(config.architectures or ['no architecture'])} of {labels} labels"
-                )
+            require_classifier(config, path, setting)
             model = AutoModelForSequenceClassification.from_pretrained(path, dtype=getattr(torch, settings.model_dtype))
         except (
             OSError,
@@ -75,34 +60,16 @@ class RewardModel:
         ) as error:  # RuntimeError: weights of other shapes than config.json says
             said = " ".join(str(error).split())
             raise DataError(f"{setting}: the reward model {path} cannot be loaded: {said}") from error
-        text, own = cast(Any, model.config.get_text_config()), cast("int | None", tokenizer.pad_token_id)
+        text, own = cast(Any, model.config.get_text_config()), cast("int | None", conversations.tokenizer.pad_token_id)
         if text.pad_token_id is None and own is not None and own < text.vocab_size:
             text.pad_token_id = own
         model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
-        return cls(model, tokenizer, length, settings.max_batch_tokens, text.pad_token_id)
+        conversations = replace(conversations, longest=longest_input(config))
+        return cls(model, conversations, settings.max_batch_tokens, text.pad_token_id)
 
     def tokens(self, messages: Messages, completion: str) -> list[int]:
-        """Return the tokens of a conversation that ends with a response, as the chat template writes it; special tokens in texts are text.
-
-        Raises:
-            DataError: the template refuses it, or it is longer than the model takes.
-        """
-        from jinja2 import TemplateError
-
-        conversation = cut_messages(self.tokenizer, [*messages, {"role": "assistant", "content": completion}])
-        try:
-            text = str(self.tokenizer.apply_chat_template(conversation, tokenize=False))
-        except TemplateError as error:  # such as roles that do not take turns
-            raise DataError(f"the chat template of the reward model refuses the conversation: {error}") from error
-        found = encoded(self.tokenizer, text)
-        if self.longest is not None and len(found) > self.longest:
-            raise DataError(
-                f"a conversation has {len(found)} tokens, and the reward model takes at most {self.longest}; lower "
-                "generator.sampling_params.max_generate_length, or take a reward model for longer ones"
-            )
-        if not found:
-            raise DataError("the chat template of the reward model writes nothing for a conversation")
-        return found
+        """Return the tokens of a conversation that ends with a response; errors as of `JudgedConversations.tokens`."""
+        return self.conversations.tokens([*messages, {"role": "assistant", "content": completion}])
 
     @torch.inference_mode()
     def scores(self, rows: Sequence[Sequence[int]], before: Callable[[], None] = lambda: None) -> list[float]:
@@ -134,7 +101,3 @@ class RewardModel:
             batch.append(place)
         if batch:
             yield batch
-
-
-def _is_classifier(config: Any) -> bool:
-    return any(name.endswith(CLASSIFIER) for name in config.architectures or [])

@@ -11,9 +11,10 @@ from typing import Any, Generic, TypeVar
 
 from hpcrl.config import EnvironmentConfig
 from hpcrl.config.derive import reward_weights
-from hpcrl.config.reward_model import uses_reward_service
+from hpcrl.config.reward_model import is_rewarded_later, uses_reward_service
 from hpcrl.envs.base import Environment, Messages, Turn, user_code
 from hpcrl.envs.registry import make_environment
+from hpcrl.envs.rewards.judged import rewarded_later
 from hpcrl.envs.rewards.remote import Endpoints, RemoteRewards, exported
 from hpcrl.envs.rewards.response import Response, Scorer, truth_of
 from hpcrl.envs.rewards.weighted import WeightedRewards
@@ -37,6 +38,8 @@ def scorer_of(
     Raises:
         ConfigError: a reward is not known, or no variables name the service that is to be asked.
     """
+    if is_rewarded_later(environment, kind):
+        return rewarded_later
     if uses_reward_service(environment, kind):
         if services is None:
             named = exported(environment)

@@ -53,6 +53,7 @@ class Group:
         seconds: from claim to the last token.
         baseline: reward of the greedy response; None where there is none.
         kept_tokens: that the policy chose for those who had begun the group before.
+        judged: each sample as a reward model that scores finished groups reads it, from its prompt on; empty: there is none.
     """
 
     work: Work
@@ -64,6 +65,7 @@ class Group:
     seconds: float
     baseline: float | None = None
     kept_tokens: int = 0
+    judged: list[Messages] = field(default_factory=list)
 
     @cached_property
     def samples(self) -> list[Row]:
@@ -130,6 +132,7 @@ class _Episode:
         number: in its group.
         seed: of the first turn.
         transcripts: one, or with step-wise trajectories one per turn.
+        opening: what the environment begins with.
         past: the conversation as the policy is shown it, with step-wise trajectories; else only what came before the sample.
         messages: what was said after the prompt.
         failure: why its environment cannot go on.
@@ -141,6 +144,7 @@ class _Episode:
     seed: int
     sampling: dict[str, Any]
     transcripts: list[Transcript] = field(default_factory=list)
+    opening: Messages = field(default_factory=list)
     past: Messages = field(default_factory=list)
     messages: Messages = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -155,6 +159,12 @@ class _Episode:
     @property
     def transcript(self) -> Transcript:
         return self.transcripts[-1]
+
+    @property
+    def judged(self) -> Messages:
+        """The conversation up to what the policy said last."""
+        after = next((at for at, one in enumerate(reversed(self.messages)) if one["role"] == "assistant"), 0)
+        return self.opening + self.messages[: len(self.messages) - after]
 
     def rows(self) -> list[Row]:
         reason: StopReason = "failed" if self.failure else self.stop_reason
@@ -183,7 +193,7 @@ class GroupGenerator:
         self._engine, self._config, self._baselines = engine, config, baselines
         special = config.chat_template.allow_special_tokens
         self._template, self._vocabulary = Template(tokenizer, config.chat_template_kwargs, special), len(tokenizer)
-        gym = environment.skyrl_gym
+        gym, self._judged = environment.skyrl_gym, environment.reward_model.model is not None
         self._extras = common_extras(environment, config.max_turns)
         self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}
         self._rewards = {kind: scorer_of(environment, kind, services) for kind in ("train", "eval")}
@@ -234,6 +244,7 @@ class GroupGenerator:
             seconds=time.monotonic() - started,
             baseline=self._baseline(episodes[n], rows) if compared else None,
             kept_tokens=turns.kept_tokens,
+            judged=[episode.judged for episode in episodes[:n] if self._judged],
         )
 
     def _baseline(self, greedy: _Episode, samples: Sequence[Sequence[Row]]) -> float:
@@ -256,7 +267,7 @@ class GroupGenerator:
                 episode.failure = _told(error)
             if opened != messages or not prompt:  # as a rule all samples begin alike
                 messages, prompt = opened, self._template.opening(opened)
-            episode.transcripts, episode.past = [Transcript(prompt)], list(opened)
+            episode.transcripts, episode.opening, episode.past = [Transcript(prompt)], opened, list(opened)
 
     async def _close(self, episodes: Sequence[_Episode]) -> None:
         for episode, answer in [(episode, episode.session.close()) for episode in episodes]:

@@ -275,7 +275,8 @@ class Worker:
                 evaluated[group.oldest_version].append((group, meta))
             else:
                 name = f"{group.work.group_id}.safetensors"
-                contents[name], meta = group_bytes(group.samples, group.meta(replica, f"{named}/{name}"))
+                meta = group.meta(replica, f"{named}/{name}")
+                contents[name], meta = group_bytes(group.samples, meta, group.judged)
             metas.append(meta)
         for version, members in evaluated.items():
             await self._write_evaluated(version, members)

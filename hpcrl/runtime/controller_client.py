@@ -6,14 +6,15 @@ Controller routes, all POST, all JSON (`worker` is a process status name such as
     /claim      {worker, version, capacity, holding: [group_id]}
                                                    -> {stop, version, unwanted, work: [Work]}    waits up to 10 s for work or a newer version
     /complete   {worker, groups: [GroupMeta]}      -> {accepted: [group_id], rejected: {group_id: reason}}
-    /leave      {worker}                           -> {}                                 it ends, or was seen to end: its groups go to others
+    /leave      {worker}                           -> {}                                 it, or a scorer, ends, or was seen to end: its groups go to others
     /start      {step}                             -> {total_steps, steps_per_epoch}     trainer: training continues after `step`; null, null: ask again
     /published  {version}                          -> {}                                 trainer: weights/v<version> is committed
     /next       {step, wait?}                      -> {stop, path}                       waits up to `wait` (10) s; path is null until the batch exists
     /committed  {step}                             -> {}                                 trainer: checkpoint of `step` is committed
     /claim_scores {scorer, samples, holding: [group_id], wait?} -> {stop, groups: [GroupMeta]}
                                                                                          waits up to `wait` (10) s for finished groups
-    /scored     {scorer, digests: {group_id: digest}} -> {unwanted: [group_id]}          scores/<model>/<group>-<digest>.safetensors is there
+    /scored     {scorer, digests: {group_id: digest}, rewards?: {group_id: [number or null]}}
+                                                   -> {unwanted: [group_id]}             scores/<model>/<group>-<digest>.safetensors is there
     /status     {}                                 -> counts for people
 
 What each field may hold, hpcrl/controller/schema.py says; a message that is refused (400) changes nothing.

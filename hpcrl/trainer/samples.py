@@ -21,7 +21,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.batching import Limits, SampleRef, mini_batches, planned, trained_groups
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import MiniBatch, PackedSamples, Scores, pack, set_loss_weights
-from hpcrl.types import Batch, Sample
+from hpcrl.types import Batch, GroupMeta, Sample
 
 _COLUMNS = {
     REFERENCE: {"logprobs": "ref_logprobs"},
@@ -80,6 +80,7 @@ def load_samples(run: Run, batch: Batch, refs: Sequence[SampleRef], least_prefix
             masks = masks_without_prefixes(found, meta.rewards, least_prefix)
             left_out += sum(int((found[index].loss_mask - masks[index]).sum()) for index in indices)
             found = [replace(found[index], loss_mask=masks[index]) for index in indices]
+        found = [with_model_reward(sample, meta, index) for index, sample in zip(indices, found, strict=True)]
         samples |= {(group, index): sample for index, sample in zip(indices, found, strict=True)}
     scores, unscored = load_scores(run, batch, refs)
     for ref in unscored:
@@ -91,14 +92,14 @@ def load_samples(run: Run, batch: Batch, refs: Sequence[SampleRef], least_prefix
 
 
 def load_scores(run: Run, batch: Batch, refs: Sequence[SampleRef]) -> tuple[Scores, list[SampleRef]]:
-    """Return what scorers say of these samples, laid out as `pack` lays them out, and the samples at which one of them failed.
+    """Return what scorers say of the tokens of these samples, laid out as `pack` lays them out, and the samples at which one of them failed.
 
     Raises:
         DataError: a file is missing or damaged, or is about other samples.
     """
     found: dict[tuple[int, str], list[RowScores]] = {}
     for at in sorted({ref.group for ref in refs}):
-        for name in batch.groups[at].scores:
+        for name in (name for name in batch.groups[at].scores if role_of(name) in _COLUMNS):
             found[at, role_of(name)] = read_scores(run, name, batch.groups[at])
     columns, failed = dict[str, torch.Tensor](), set[SampleRef]()
     for role in {role for _, role in found}:
@@ -108,7 +109,23 @@ def load_scores(run: Run, batch: Batch, refs: Sequence[SampleRef]) -> tuple[Scor
             parts = [part for row in rows if (part := getattr(row, name)) is not None]
             if parts:
                 columns[column] = torch.from_numpy(np.concatenate(parts)).nan_to_num_(0.0)
+    failed |= {ref for ref in refs if None in of_owner(batch.groups[ref.group], ref.index)}
     return Scores(**columns), [ref for ref in refs if ref in failed]
+
+
+def of_owner(group: GroupMeta, row: int) -> list[float | None]:
+    """Return what a reward model adds to the reward of the sample that a row is of, None where it failed; empty: there is none."""
+    return [group.model_rewards[group.owners[row]]] if group.model_rewards else []
+
+
+def with_model_reward(sample: Sample[torch.Tensor], group: GroupMeta, row: int) -> Sample[torch.Tensor]:
+    """Return a row with what a reward model has added to the reward of its sample when the group was finished, at the sample's last token."""
+    owners = group.owners
+    if not group.model_rewards or owners[row] in owners[row + 1 :]:
+        return sample
+    rewards_T = sample.rewards.clone()
+    rewards_T[-1] += group.rewards[owners[row]] - rewards_T.sum()
+    return replace(sample, rewards=rewards_T)
 
 
 def masks_without_prefixes(samples: Sequence[Sample], rewards: Sequence[float], least: int) -> list[torch.Tensor]:

@@ -22,6 +22,7 @@ from hpcrl.controller.dynamic_sampling import DynamicSampling
 from hpcrl.controller.replicas import MinReplicas
 from hpcrl.controller.schedule import Schedule
 from hpcrl.controller.schema import NAME, Schema
+from hpcrl.controller.score_queue import ScoreQueue
 from hpcrl.controller.service import Service
 from hpcrl.data.batch_file import read_batch
 from hpcrl.data.group_file import write_group
@@ -71,6 +72,7 @@ def serve_attempt(
     attempt: int,
     schedule: Schedule = SCHEDULE,
     failed: list[HpcrlError] | None = None,
+    scores: ScoreQueue | None = None,
 ) -> Served:
     """Start a controller in a thread; it ends as in a run, when the run has finished or failed; `failed` receives the error."""
     listener = bind("127.0.0.1")
@@ -78,7 +80,7 @@ def serve_attempt(
     StatusWriter(run, "controller", attempt).write("serving", url=url)
 
     async def main() -> None:
-        api = Api(Service(run, attempt, schedule, prompts(5), prompts(3)), save_seconds=60)
+        api = Api(Service(run, attempt, schedule, prompts(5), prompts(3), scores=scores), save_seconds=60)
         app = Guard(api.routes(), Signed(read_token(run), run.name, attempt))
         try:
             await serve(app, listener, api.watch(run, attempt, print))

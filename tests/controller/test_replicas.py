@@ -116,6 +116,35 @@ def test_given_up_ones_are_not_waited_for_unless_others_may_join(tmp_path: Path,
     assert pass_time(ticks, 60, lambda: one_left.failure([], True) or elastic.failure([], True)) is None
 
 
+def test_scorers_are_counted_by_their_model(tmp_path: Path, ticks: Ticks) -> None:
+    """Whoever else calls does not count, and who is given up is not waited for."""
+    few = MinReplicas(
+        patience_s=PATIENCE_S,
+        replicas=2,
+        what="teacher's scorer",
+        setting="slurm.min_scorers",
+        names={"scorer-1", "scorer-2"},
+    )
+    watched, others = health(tmp_path, few), ["rollout-0", "scorer-0"]
+    assert pass_time(ticks, 2 * PATIENCE_S, lambda: watched.failure([*others, "scorer-2"], True)) is None
+    StatusWriter(Run(tmp_path), "scorer-1", 1).write(f"{GIVEN_UP}: out of memory")
+    StatusWriter(Run(tmp_path), "scorer-0", 1).write(f"{GIVEN_UP}: of another model")
+    assert pass_time(ticks, PATIENCE_S, lambda: watched.failure(others, True)) is None
+    error = pass_time(ticks, 2, lambda: watched.failure(others, True))
+    assert str(error) == (
+        "no teacher's scorer has called for 300 s (slurm.replica_patience_minutes); last heard: scorer-1: given up: out of memory"
+    )
+    StatusWriter(Run(tmp_path), "scorer-2", 1).write(f"{GIVEN_UP}: no such file")
+    error = pass_time(ticks, 10, lambda: health(tmp_path, few).failure(others, False))
+    assert str(error).startswith("no teacher's scorer has called, and 2 of 2 are given up; last heard: scorer-1: given")
+    two = MinReplicas(
+        least=2, patience_s=5, replicas=2, what="teacher's scorer", setting="slurm.min_scorers", names=few.names
+    )
+    watched = health(tmp_path, two)
+    error = pass_time(ticks, 10, lambda: watched.failure(["scorer-1"], True))
+    assert str(error).startswith("only 1 teacher's scorers have called, fewer than slurm.min_scorers (2),")
+
+
 def test_leases_of_an_earlier_attempt_tell_nothing(tmp_path: Path) -> None:
     StatusWriter(Run(tmp_path), "rollout-0", 1).write(f"{GIVEN_UP}: out of memory")
     assert ReplicaHealth(Run(tmp_path), 2, MinReplicas()).failure([], False) is None

@@ -1,4 +1,4 @@
-"""Whole runs under a virtual clock (benchmarks/admission.py): the bound holds, no group is lost or doubled, none stands still, few idle."""
+"""Whole runs under a virtual clock (benchmarks/admission.py, scored_admission.py): the bound holds, no group is lost or doubled, none stands still, few idle."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.admission import Play, Scene
+from benchmarks.scored_admission import ScoredPlay, ScoreScene
 
 
 def play(scene: Scene) -> Play:
@@ -90,6 +91,30 @@ def test_any_run_close_to_on_policy(bound: int, replicas: int, surplus: int, see
         replicas=replicas, capacity=2, steps=8, batch_size=4, bound=bound, surplus=surplus, lifetime_s=150.0, seed=seed
     )
     one = play(scene)
+    assert surplus or not one.given_up
+
+
+@pytest.mark.parametrize(("bound", "surplus"), [(0, 0), (1, 20), (4, 0)])
+def test_scorers_that_die_hold_batches_back_and_lose_none(bound: int, surplus: int) -> None:
+    """A reward model decides what is dropped, and batches wait for a teacher too; both have copies that die and hand over late."""
+    scene = Scene(replicas=100, batch_size=200, steps=15, bound=bound, surplus=surplus, lifetime_s=2000.0, seed=bound)
+    one = ScoredPlay(scene, ScoreScene(scorers=5, dies=0.1))
+    one.run()
+    assert one.deaths > 30
+    assert one.unwanted, "late scores"
+    assert one.dropped
+    assert 2 * one.trained <= one.scored <= 2 * one.admission.cursor
+    assert surplus or one.given_up == 0
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 3), st.integers(1, 3), st.integers(0, 1000))
+def test_any_scored_run_comes_to_its_end(bound: int, replicas: int, surplus: int, scorers: int, seed: int) -> None:
+    scene = Scene(
+        replicas=replicas, capacity=3, steps=8, batch_size=4, bound=bound, surplus=surplus, lifetime_s=150.0, seed=seed
+    )
+    one = ScoredPlay(scene, ScoreScene(scorers, samples=4, score_s=20.0, dies=0.3))
+    one.run()
     assert surplus or not one.given_up
 
 

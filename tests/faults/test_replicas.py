@@ -1,4 +1,4 @@
-"""Rollout replicas that die, hang, come late or lie (scenarios 22 to 24, 37, 45 and 46), and how the real vLLM starts, dies and takes its processes along."""
+"""Rollout replicas and scorers that die, hang, come late or lie (scenarios 22 to 24, 37 and 45 to 48), and how the real vLLM starts, dies and takes its processes along."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from signal import SIGKILL, SIGSTOP
 
 import pytest
 
+from hpcrl.data.batch_file import read_batch
 from hpcrl.data.kept_files import read_turns, turn_files
 from hpcrl.data.rollouts import evaluated_samples
+from hpcrl.data.score_file import read_rewards
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
@@ -266,3 +268,50 @@ def test_46_the_node_of_a_reward_service_is_taken(scenario: Scenario) -> None:
     assert rewards == said
     assert sorted(said) == list(range(1, STEPS + 1))
     assert len(set(said.values())) > 1
+
+
+@pytest.mark.nodes(4)
+@pytest.mark.faults_slow
+def test_47_a_node_of_a_scorer_goes_down(scenario: Scenario) -> None:
+    """The reference has two copies. The one that is left scores what the other one had claimed, in the same attempt; losses are those of a run whose
+    reference is beside the policy, and to which nothing happens."""
+    run = scenario.submit({"trainer.placement.colocate_policy_ref": False, "trainer.placement.ref_num_nodes": 2})
+    scenario.reach(run, 3)
+    lost = read_attempts(run)[0].hosts[-1]
+    scenario.cluster.stop(lost)
+    try:
+        scenario.reach(run, 6)
+        assert_nothing_lost(scenario, run)
+    finally:
+        scenario.cluster.start(lost)
+    assert len(read_attempts(run)) == 1
+    assert set(curve(run, "scorers/total").values()) == {2}
+
+
+@pytest.mark.nodes(3)
+@pytest.mark.faults_slow
+def test_48_a_reward_model_that_is_a_scorer_is_killed(scenario: Scenario) -> None:
+    """Within the attempt, and with its node: every step is rewarded by the model, each sample of it once."""
+    model = write_reward_model(scenario.path / "reward_model")
+    run = scenario.submit({"environment.reward_model.model": str(model), "environment.env_class": None})
+    scenario.reach(run, 3)
+    send([pid_of(run, "scorer")], SIGKILL)
+    scenario.reach(run, 6)
+    assert len(read_attempts(run)) == 1
+    scenario.preempt(5, nodes=scenario.nodes[2:])
+    scenario.wait(lambda: len(read_attempts(run)) == 2, "the second attempt", START_S, run)
+    assert_nothing_lost(scenario, run, same_values=False)
+    assert "scorer-0: killed by SIGKILL" in scenario.told("logs", str(run.path), "--role", "agent", "--attempt", "1")
+    rewards, said = curve(run, "reward/avg_raw_reward"), curve(run, "environment/reward_model")
+    assert rewards == pytest.approx(said)
+    assert sorted(said) == list(range(1, STEPS + 1))
+    assert len(set(said.values())) > 1
+    for step in range(1, STEPS + 1):
+        file = read_batch(run.batch(step))
+        assert file
+        for group in file.batch.groups:
+            (name,) = group.scores
+            scores = [metrics["reward_model"] for metrics in group.env_metrics]
+            assert scores == group.rewards == group.model_rewards
+            if run.inside(group.path).exists():
+                assert scores == read_rewards(run, name, group)

@@ -23,6 +23,7 @@ from tests.jobs.small_run import (
     wait_for,
 )
 from tests.paths import CONFIGS, QUICKSTART
+from tests.processes import command_of, processes_of
 
 DISTILLED = CONFIGS / "distillation_tiny.toml"
 CURVES = ("policy/final_loss", "policy/policy_kl", "policy/grad_norm", "reward/avg_raw_reward")
@@ -84,3 +85,53 @@ def test_scorers_are_killed_and_the_run_goes_on(place: Path) -> None:
         assert curve(run, name) == pytest.approx(curve(whole, name), rel=1e-3, abs=1e-4), name
     told = hpcrl("logs", "killed", "--role", "agent", "--attempt", "1", cwd=place).stdout
     assert "to be started again (1)" in told
+
+
+@pytest.mark.slow
+def test_a_teacher_in_an_engine_teaches_the_same(place: Path) -> None:
+    """With several tokens too; the engine is killed on the way, and comes back with its scorer."""
+    own = "trainer.distillation"
+    settings = [
+        *(
+            *SMALL,
+            "trainer.max_steps=10",
+            "trainer.algorithm.use_kl_loss=false",
+            "trainer.eval_interval=0",
+            f"{own}.top_k=4",
+        ),
+        *(f"{own}.enable=true", f"{own}.model_path={CONFIGS / 'quickstart' / 'teacher'}"),
+    ]
+    ways = {
+        "ranks": [f"{own}.fsdp_config.mixed_precision.param_dtype=fp32"],
+        "engine": [f"{own}.backend=vllm", f"{own}.engine.model_dtype=float32"],
+    }
+    runs = {name: submit(place, name, *settings, *more) for name, more in ways.items()}
+    wait_for(lambda: 2 in committed(runs["engine"].checkpoints, step_of), lambda: logs_of(runs["engine"]), 300)
+    kill(next(pid for pid in processes_of(runs["engine"]) if "hpcrl.rollout.engines.vllm.main" in str(command_of(pid))))
+    for name, run in runs.items():
+        assert finish(run, 1, 400) == "done", f"{name}: {logs_of(run)}"
+    assert trained_groups(runs["engine"]) == trained_groups(runs["ranks"])
+    for name in ("policy/final_loss", "policy/grad_norm", "distillation/reverse_kl", "distillation/divergence"):
+        expected = curve(runs["ranks"], name)
+        assert sorted(expected) == list(range(1, 11))
+        assert curve(runs["engine"], name) == pytest.approx(expected, rel=1e-2, abs=1e-4), name
+
+
+@pytest.mark.slow
+def test_a_teacher_on_megatron_teaches_the_same(place: Path) -> None:
+    """Two copies, each on two ranks that share its matrices."""
+    own = "trainer.distillation"
+    settings = [
+        *(*SMALL, "trainer.algorithm.use_kl_loss=false", f"{own}.enable=true"),
+        *(f"{own}.model_path={CONFIGS / 'quickstart' / 'teacher'}", f"{own}.placement.num_replicas=2"),
+        f"{own}.fsdp_config.mixed_precision.param_dtype=fp32",
+    ]
+    ways = {"fsdp2": [], "megatron": [f"{own}.backend=megatron", f"{own}.placement.tensor_parallel_size=2"]}
+    runs = {name: submit(place, name, *settings, *more) for name, more in ways.items()}
+    for name, run in runs.items():
+        assert finish(run, 1, 400) == "done", f"{name}: {logs_of(run)}"
+    assert trained_groups(runs["megatron"]) == trained_groups(runs["fsdp2"])
+    for name in ("policy/final_loss", "policy/grad_norm", "distillation/reverse_kl"):
+        expected = curve(runs["fsdp2"], name)
+        assert sorted(expected) == [1, 2, 3, 4]
+        assert curve(runs["megatron"], name) == pytest.approx(expected, rel=1e-2, abs=1e-4), name

@@ -14,7 +14,7 @@ from hpcrl.rundir.layout import Run, step_of
 from hpcrl.runtime.process_status import SERVING, read_process_status
 from tests.jobs.small_run import SMALL, curve, finish, hpcrl, kill, logs_of, pid_of, wait_for
 from tests.jobs.test_supervised import BATCH, in_order, rows_of, submit
-from tests.paths import CONFIGS
+from tests.paths import CONFIGS, QUICKSTART
 from tests.reward_service.material import write_reward_model
 
 TRAINING, SERVED = CONFIGS / "reward_model_tiny.toml", CONFIGS / "reward_service_tiny.toml"
@@ -101,3 +101,40 @@ def test_a_reward_model_that_is_killed_comes_back_and_so_it_does_with_the_next_a
     phases = {span.phase for span in spans if span.process == "reward-0" and span.attempt == 2}
     assert phases == {"load", "idle", "score"}
     assert list(steps_of(spans))[-1] == 8
+
+
+@pytest.mark.slow
+def test_as_a_scorer_it_trains_what_it_trains_as_a_service(place: Path) -> None:
+    """Two copies, one of which is killed: the same samples, rewards and losses as where rollout workers ask the service."""
+    model = write_reward_model(place / "model")
+    scorer, remote = "environment.reward_model", "environment.remote_reward"
+    bounds = "clip_min=-20.0, clip_max=20.0"
+    ways = {
+        "service": [
+            f"{remote}={{enable=true, batch_size=16, {bounds}}}",
+            f"{remote}.service={{model='{model}', model_dtype='float32'}}",
+        ],
+        "scorer": [
+            f"{scorer}={{model='{model}', num_replicas=2, {bounds}}}",
+            f"{scorer}.fsdp_config.mixed_precision.param_dtype=fp32",
+        ],
+    }
+    runs = dict[str, Run]()
+    for name, settings in ways.items():
+        own = [*SMALL, "trainer.max_steps=6", "trainer.eval_interval=0", "environment.env_class=", *settings]
+        done = hpcrl("submit", str(QUICKSTART), "--local", f"trainer.run_name={name}", *own, cwd=place)
+        assert done.returncode == 0, done.stderr
+        (path,) = place.glob(f"runs/*/{name}")
+        run = runs[name] = Run.open(path)
+        if name == "scorer":
+            wait_for(lambda: 2 in committed(runs["scorer"].checkpoints, step_of), lambda: logs_of(runs["scorer"]), 120)
+            kill(pid_of(run, "scorer"))
+        assert finish(run, 1) == "done", logs_of(run)
+    for name in ("reward/avg_raw_reward", "environment/reward_model", "policy/final_loss", "policy/grad_norm"):
+        expected = curve(runs["service"], name)
+        assert sorted(expected) == list(range(1, 7))
+        assert curve(runs["scorer"], name) == pytest.approx(expected, rel=1e-3, abs=1e-5), name
+    assert len(set(curve(runs["scorer"], "reward/avg_raw_reward").values())) == 6
+    assert ", reward_model " in hpcrl("samples", "scorer", cwd=place).stdout
+    verified = hpcrl("verify", "scorer", cwd=place)
+    assert verified.returncode == 0, verified.stdout

@@ -36,7 +36,10 @@ def test_services_share_nodes_by_their_gpus() -> None:
         ("reward", 4, 8, ["reward-0", "reward-1", "reward-2", "reward-3"]),
         ("reward", 1, 12, ["reward-4"]),
     ]
-    assert needed_nodes(nodes) == [0, 2, 3]
+    assert needed_nodes(nodes, 0) == [0, 1, 2, 3], "the only node with replicas"
+    assert needed_nodes(nodes, 1) == [0, 2, 3]
+    two = plan(*ON_GPUS, "generator.inference_engine.num_engines=8")
+    assert [node.role for node in two if node.index not in needed_nodes(two, 0)] == ["rollout", "rollout"]
     assert describe_plan(nodes)[3] == "node 3: reward-4, 1 GPU(s)"
 
 
@@ -56,10 +59,11 @@ def test_a_run_has_services_where_it_names_a_model(settings: list[str], roles: l
     assert [node.role for node in plan(*settings)] == roles
 
 
+COPIES = "trainer.distillation.placement.num_replicas"
 SCORED = [
     "trainer.distillation.enable=true",
     "trainer.distillation.model_path=t",
-    "trainer.distillation.placement.num_replicas=3",
+    f"{COPIES}=3",
     "trainer.distillation.placement.fsdp_size=2",
     "trainer.placement.colocate_policy_ref=false",
 ]
@@ -72,7 +76,10 @@ def test_scorers_share_nodes_by_their_ranks_and_each_model_has_nodes_of_its_own(
         ("scorer", 2, 12, ["scorer-2"], 2),
         ("scorer", 4, 14, ["scorer-3"], 4),
     ]
-    assert needed_nodes(nodes) == [0, 2, 3, 4]
+    assert needed_nodes(nodes, 0) == [0, 1, 4], "of three teachers on two nodes some are left, of one reference none"
+    assert needed_nodes(nodes, 2) == [0, 4], "replicas of the pool are left"
+    alone = make_plan(Config.from_toml([QUICKSTART], [*SCORED, f"{COPIES}=1"]))
+    assert needed_nodes(alone, 0) == [node.index for node in alone]
     assert describe_plan(nodes)[2] == "node 2: scorer-0, scorer-1, 2 rank(s) each, 4 GPU(s)"
     on_cpus = make_plan(Config.from_toml([QUICKSTART], SCORED))
     assert [(node.role, node.workers, node.gpus) for node in on_cpus[2:]] == [

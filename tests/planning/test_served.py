@@ -108,3 +108,39 @@ def test_teachers_and_a_reference_of_their_own_are_counted_by_rank(two: Ranks, t
     assert of_teacher.gathered > 0 == of_reference.gathered
     assert of_teacher.gradients == of_teacher.optimizer == 0
     assert of_teacher.logprobs > 0 < of_teacher.activations
+
+
+def test_a_reward_model_that_is_a_scorer_has_no_logits(reward_model: str) -> None:
+    section = "environment.reward_model"
+    settings = {
+        f"{section}.model": reward_model,
+        f"{section}.num_replicas": 2,
+        f"{section}.max_tokens_per_micro_batch": 512,
+    }
+    ((one, need),) = needs(config({**settings, f"{section}.fsdp_config.mixed_precision.param_dtype": "fp32"}))
+    held = sum(each.nbytes for each in AutoModelForSequenceClassification.from_pretrained(reward_model).parameters())
+    assert (one.what, one.processes, one.ranks) == ("reward model", 2, 1)
+    assert need.weights == held
+    assert need.logprobs == need.gathered == need.gradients == need.optimizer == 0
+    assert need.activations > 0
+    assert f"reward model: Qwen2ForSequenceClassification of {reward_model}" in "\n".join(plan_lines(config(settings)))
+
+
+def test_engines_and_ranks_of_megatron_share_a_teacher() -> None:
+    """An engine computes the logits of all tokens of a pass together; Megatron-core's ranks have parts of layers, and of the vocabulary."""
+    teacher = {f"{OWN}.enable": True, f"{OWN}.model_path": str(TEACHER)}
+    whole = sum(each.nbytes for each in AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32).parameters())
+    engine = {f"{OWN}.backend": "vllm", f"{OWN}.engine.model_dtype": "float32", f"{OWN}.engine.tensor_parallel_size": 2}
+    ((served_one, need),) = needs(config({**teacher, **engine, f"{OWN}.engine.max_num_batched_tokens": 6000}))
+    assert (served_one.processes, served_one.ranks, served_one.tokens) == (2, 2, 6000)
+    assert need.weights == pytest.approx(whole / 2, rel=0.01)
+    ((_, more),) = needs(config({**teacher, **engine, f"{OWN}.engine.max_num_batched_tokens": 12000}))
+    assert more.logprobs == 2 * need.logprobs > 0
+    fp32 = {f"{OWN}.fsdp_config.mixed_precision.param_dtype": "fp32", f"{OWN}.backend": "megatron"}
+    sizes = {f"{OWN}.placement.tensor_parallel_size": 2, f"{OWN}.placement.pipeline_parallel_size": 2}
+    ((ranks, part),) = needs(config({**teacher, **fp32, **sizes}))
+    assert (ranks.processes, ranks.ranks) == (4, 4)
+    assert whole / 4 < part.weights < whole / 2, "the largest stage, with norms that are on all ranks"
+    assert part.gradients == part.optimizer == 0
+    with pytest.raises(DataError, match="3 stages cannot have equally many of the teacher's"):
+        needs(config({**teacher, **fp32, f"{OWN}.placement.pipeline_parallel_size": 3}))

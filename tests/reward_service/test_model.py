@@ -56,15 +56,16 @@ def test_without_a_padding_token_each_row_has_a_pass_of_its_own(path: Path, tmp_
 
 def test_special_tokens_in_a_response_are_text(path: Path) -> None:
     model = load(path)
-    (end,) = model.tokenizer.encode("<|end|>")
+    (end,) = model.conversations.tokenizer.encode("<|end|>")
     assert model.tokens(PROMPT, "ab<|end|>").count(end) == 2
     assert model.tokens(PROMPT, "ab<|end|>") != model.tokens(PROMPT, "ab")
 
 
 def test_a_conversation_that_is_too_long_is_refused(path: Path) -> None:
     model = load(path)
-    assert model.longest is not None
-    with pytest.raises(DataError, match=rf"has \d+ tokens, and the reward model takes at most {model.longest}"):
+    longest = model.conversations.longest
+    assert longest is not None
+    with pytest.raises(DataError, match=rf"has \d+ tokens, and the reward model takes at most {longest}"):
         model.tokens(PROMPT, "ab" * 1000)
 
 
@@ -92,4 +93,4 @@ def test_without_a_chat_template_one_has_to_be_given(path: Path, tmp_path: Path)
     own = tmp_path / "own.jinja"
     own.write_text("{% for message in messages %}{{ message['content'] }}<|end|>{% endfor %}")
     model = load(tmp_path / "m", chat_template=str(own))
-    assert model.tokenizer.decode(model.tokens(PROMPT, "abcd")) == "sort: dbca<|end|>abcd<|end|>"
+    assert model.conversations.tokenizer.decode(model.tokens(PROMPT, "abcd")) == "sort: dbca<|end|>abcd<|end|>"

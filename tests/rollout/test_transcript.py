@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams
+from hpcrl.config.sections.environment import ScoringRewardModelConfig
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Generation
@@ -36,6 +37,9 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
     return tokenizer
+
+
+NOBODY_JUDGES = EnvironmentConfig()
 
 
 class Script:
@@ -72,12 +76,16 @@ class Answers:
 
 
 def played(
-    tokenizer: PreTrainedTokenizerFast, said: Sequence[tuple[list[int], str]], turns: Sequence[Turn], **settings: Any
+    tokenizer: PreTrainedTokenizerFast,
+    said: Sequence[tuple[list[int], str]],
+    turns: Sequence[Turn],
+    environment: EnvironmentConfig = NOBODY_JUDGES,
+    **settings: Any,
 ) -> tuple[Group, Script]:
     engine, config = Script(said), GeneratorConfig(**{"max_turns": 9, **settings})
     messages = [{"role": "user", "content": "guess"}]
     prompt = Prompt("0", messages, f"{__name__}:Answers", {"turns": turns})
-    generator = GroupGenerator(engine, tokenizer, config, EnvironmentConfig())  # type: ignore[arg-type]
+    generator = GroupGenerator(engine, tokenizer, config, environment)  # type: ignore[arg-type]
     return asyncio.run(generator.generate(Work("g", "train", prompt, 1, seed=5))), engine
 
 
@@ -98,6 +106,22 @@ def chosen(sample: Sample) -> list[int]:
 
 
 ANSWERS = [Turn(user("higher"), 0.1, False), Turn(user("lower ??"), 0.2, False), Turn(user("bye"), 1.0, True)]
+
+
+@pytest.mark.parametrize("step_wise", [False, True])
+def test_a_reward_model_reads_the_conversation_up_to_what_was_said_last(step_wise: bool) -> None:
+    tokenizer = tokenizer_of("chatml")
+    said = [ended(tokenizer, word) for word in ("one", "two", "three")]
+    judged = EnvironmentConfig(reward_model=ScoringRewardModelConfig(model="rm", use_environment=True))
+    group, _ = played(tokenizer, said, ANSWERS, judged, step_wise_trajectories=step_wise)
+    (conversation,) = group.judged
+    contents = [(message["role"], message["content"]) for message in conversation]
+    assert [text for role, text in contents if role == "user"] == ["guess", "higher", "lower ??"]
+    assert [text for role, text in contents if role == "assistant"] == ["one", "two", "three"]
+    assert contents[-1][0] == "assistant"
+    assert group.conversations[0][-1]["content"] == "bye"
+    assert sum(float(row.rewards.sum()) for row in group.samples) == pytest.approx(1.3), "the environment pays too"
+    assert not played(tokenizer, said, ANSWERS)[0].judged
 
 
 @pytest.mark.parametrize("name", ENDS)

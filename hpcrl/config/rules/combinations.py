@@ -53,8 +53,9 @@ from hpcrl.config.rules.rewards import (
     overlong,
     remote_reward,
     reward_names,
+    scoring_reward_model,
 )
-from hpcrl.config.rules.scorers import ranks_of_scorers, reference_apart, teacher
+from hpcrl.config.rules.scorers import enough_scorers, ranks_of_scorers, reference_apart, teacher
 from hpcrl.config.rules.training import (
     frozen,
     preference_losses,
@@ -393,12 +394,14 @@ RULES: tuple[Rule, ...] = (
     teacher,
     reference_apart,
     ranks_of_scorers,
+    enough_scorers,
     _diffusion,
     reward_names,
     filter_metrics,
     one_reward_source,
     overlong,
     remote_reward,
+    scoring_reward_model,
     environments,
     adapters_of_engines,
     embedded_engine,

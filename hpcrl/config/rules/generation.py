@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from hpcrl.config.derive import MOST_KEPT, is_offline, mask_size, max_input_length, trains_pairs
 from hpcrl.config.errors import Problem
+from hpcrl.config.reward_model import is_rewarded_later
 from hpcrl.config.sections.generator import SamplingParams
 from hpcrl.config.sections.tree import ConfigTree
 
@@ -69,6 +70,11 @@ def turns(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             "generator.max_turns",
             "has no effect with environment.reward_function, which scores after one turn; leave it out, or use an environment",
+        )
+    elif config.generator.max_turns > 1 and is_rewarded_later(config.environment, "train"):
+        yield Problem(
+            "generator.max_turns",
+            "has no effect with environment.reward_model alone, which scores one turn; leave it out, or set use_environment=true",
         )
 
 

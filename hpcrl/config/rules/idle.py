@@ -14,19 +14,26 @@ from hpcrl.config.adapters import engines_load
 from hpcrl.config.derive import has_engines, is_offline, reward_weights, trains_pairs, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
-from hpcrl.config.scorers import has_own_reference
+from hpcrl.config.scorers import scorer_sets
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.distillation import DistillationConfig
-from hpcrl.config.sections.environment import RewardServiceConfig
-from hpcrl.config.sections.model import OptimizerConfig
+from hpcrl.config.sections.environment import RewardServiceConfig, ScoringRewardModelConfig
+from hpcrl.config.sections.model import OptimizerConfig, ShardingConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _ALGORITHM = "trainer.algorithm."
 _CORRECTION = f"{_ALGORITHM}off_policy_correction."
 _DYNAMIC = f"{_ALGORITHM}dynamic_sampling."
+_REWARD_MODEL = "environment.reward_model."
 _SERVICE = "environment.remote_reward.service."
 _REFERENCE = f"{_ALGORITHM}use_kl_loss or use_kl_in_reward"
 
+_OF_FSDP2 = (
+    *("placement.fsdp_size", "use_sample_packing", "fsdp_config.mixed_precision.reduce_dtype"),
+    *("fsdp_config.mixed_precision.master_dtype", *(f"fsdp_config.{one.name}" for one in fields(ShardingConfig))),
+)
+_OF_RANKS = "micro_batch_size_per_gpu", "max_tokens_per_micro_batch", "fsdp_config.mixed_precision.param_dtype"
+_OF_MEGATRON = tuple(f"placement.{name}_parallel_size" for name in ("tensor", "pipeline", "sequence", "expert"))
 _REDUCTION = ("loss_reduction", "max_seq_len", "unbiased_loss_max_tokens")
 
 READ_BY_LOSSES: dict[str, tuple[str, ...]] = {
@@ -216,6 +223,26 @@ _OF_MODES = (
         "trainer.distillation.top_k",
         lambda config: config.trainer.distillation.top_k > 0,
     ),
+    Switch(
+        tuple(f"trainer.distillation.{name}" for name in _OF_FSDP2),
+        'trainer.distillation.backend="fsdp2"',
+        lambda config: config.trainer.distillation.backend == "fsdp2",
+    ),
+    Switch(
+        tuple(f"trainer.distillation.{name}" for name in _OF_RANKS),
+        'trainer.distillation.backend="fsdp2" or "megatron"',
+        lambda config: config.trainer.distillation.backend != "vllm",
+    ),
+    Switch(
+        tuple(f"trainer.distillation.{name}" for name in _OF_MEGATRON),
+        'trainer.distillation.backend="megatron"',
+        lambda config: config.trainer.distillation.backend == "megatron",
+    ),
+    Switch(
+        ("trainer.distillation.engine",),
+        'trainer.distillation.backend="vllm"',
+        lambda config: config.trainer.distillation.backend == "vllm",
+    ),
     Switch(("trainer.dpo",), 'trainer.mode="dpo"', lambda config: config.trainer.mode == "dpo"),
     Switch(
         ("trainer.reward_model", "data.margin_column"),
@@ -236,7 +263,7 @@ _OF_MODES = (
         (
             *(f"{_ALGORITHM}{one.name}" for one in fields(AlgorithmConfig) if one.name not in _REDUCTION),
             *("trainer.fully_async", "trainer.critic", "trainer.critic_mini_batch_size", "trainer.distillation"),
-            *("generator.n_samples_per_prompt", "generator.step_wise_trajectories"),
+            *("generator.n_samples_per_prompt", "generator.step_wise_trajectories", "environment.reward_model"),
         ),
         'trainer.mode="rl"',
         lambda config: not is_offline(config.trainer),
@@ -301,8 +328,8 @@ _OTHERS = (
     ),
     Switch(
         ("trainer.max_unscored_ratio",),
-        "trainer.distillation.enable, or a reference on nodes of its own (trainer.placement.colocate_policy_ref=false)",
-        lambda config: config.trainer.distillation.enable or has_own_reference(config.trainer),
+        "trainer.distillation.enable, a reference on nodes of its own (trainer.placement.colocate_policy_ref=false), or environment.reward_model.model",
+        lambda config: bool(scorer_sets(config)),
     ),
     Switch(("data.shuffle_seed",), "data.shuffle=true", lambda config: config.data.shuffle),
     Switch(("data.prefetch_factor",), "data.num_workers", lambda config: config.data.num_workers > 0),
@@ -316,6 +343,11 @@ _OTHERS = (
         tuple(f"{_SERVICE}{one.name}" for one in fields(RewardServiceConfig) if one.name != "model"),
         f"{_SERVICE}model",
         lambda config: config.environment.remote_reward.service.model is not None,
+    ),
+    Switch(
+        tuple(f"{_REWARD_MODEL}{one.name}" for one in fields(ScoringRewardModelConfig) if one.name != "model"),
+        f"{_REWARD_MODEL}model",
+        lambda config: config.environment.reward_model.model is not None,
     ),
     Switch(
         ("trainer.ref.model.revision",),

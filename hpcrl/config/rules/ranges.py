@@ -126,6 +126,7 @@ RANGES: dict[str, Range] = {
     "kl_discount_factor": _SHARE,
     "micro_batch_size_per_gpu": _COUNT,
     "batch_size_per_replica": _COUNT,
+    "ranks_per_replica": _COUNT,
     "max_tokens_per_micro_batch": _COUNT,
     "max_staleness_steps": _NOT_NEGATIVE,
     "num_parallel_generation_workers": _COUNT,
@@ -213,6 +214,7 @@ RANGES: dict[str, Range] = {
     "gpu_memory_gb": _POSITIVE,
     "replicas_per_node": _COUNT,
     "min_replicas": _COUNT,
+    "min_scorers": _COUNT,
     "replica_patience_minutes": _COUNT,
     "array_parallelism": _COUNT,
 }

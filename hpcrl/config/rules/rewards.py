@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpcrl.config.derive import eval_sampling, reward_weights
+from hpcrl.config.derive import eval_sampling, needs_baselines, reward_weights
 from hpcrl.config.errors import Problem
 from hpcrl.config.import_path import misnamed
 from hpcrl.config.reward_model import reward_functions, uses_reward_service
+from hpcrl.config.scorers import rewards_count
 from hpcrl.config.sections.environment import (
     ENVIRONMENTS,
     OVERALL,
@@ -18,6 +19,7 @@ from hpcrl.config.sections.environment import (
 )
 from hpcrl.config.sections.tree import ConfigTree
 
+_SCORED_LATER = "a reward model scores instead (environment.reward_model); set environment.reward_model.use_environment=true, or leave one of them out"
 _WEIGHTS = ("reward_function", "eval_reward_function")
 
 
@@ -38,6 +40,8 @@ def filter_metrics(config: ConfigTree) -> Iterator[Problem]:
     remote = uses_reward_service(environment, "train")
     rewards = reward_functions(environment.remote_reward) if remote else reward_weights(environment, "train")
     setting = "environment.remote_reward.reward_function" if remote else "environment.reward_function"
+    if environment.reward_model.model is not None and (rewards or not environment.reward_model.use_environment):
+        rewards = {**rewards, REWARD_MODEL: environment.reward_model.weight}
     unknown = [name for name in config.trainer.algorithm.filter_reward_metric if name not in rewards]
     if rewards and unknown:
         yield Problem(
@@ -119,6 +123,44 @@ def _of_reward_model(remote: RemoteRewardConfig) -> Iterator[Problem]:
             "environment.remote_reward.score_key",
             f'the service of a reward model (service.model) sends only "{OVERALL}", found "{remote.score_key}"; leave it out',
         )
+
+
+def scoring_reward_model(config: ConfigTree) -> Iterator[Problem]:
+    """A reward model that scores finished groups."""
+    environment, algorithm, path = config.environment, config.trainer.algorithm, "environment.reward_model"
+    own, remote = environment.reward_model, environment.remote_reward
+    if own.model is None:
+        return
+    if own.clip_min > own.clip_max:
+        yield Problem(f"{path}.clip_min", f"expected at most clip_max ({own.clip_max}), found {own.clip_min}")
+    if own.weight == 0 and not own.use_environment:
+        yield Problem(
+            f"{path}.weight",
+            "0 would make every reward 0; give it another one, or set use_environment=true, beside which it is only reported",
+        )
+    if needs_baselines(algorithm):
+        yield Problem(
+            f"{path}.model",
+            "scores the samples of a group, not the greedy response that trainer.algorithm.advantage_estimator=remax compares them with; choose "
+            "another estimator, or serve the model (environment.remote_reward.service.model)",
+        )
+    if not rewards_count(config.trainer.distillation):
+        yield Problem(
+            f"{path}.model",
+            "rewards count for nothing with a teacher alone; set trainer.distillation.use_rewards=true, or leave the reward model out",
+        )
+    if remote.enable and REWARD_MODEL in reward_functions(remote):
+        yield Problem(
+            f"{path}.model",
+            f'the service has a reward "{REWARD_MODEL}" too (environment.remote_reward), by which name both would be reported; leave one of them out',
+        )
+    elif remote.enable and not own.use_environment:
+        yield Problem("environment.remote_reward.enable", _SCORED_LATER)
+    if environment.reward_function and not own.use_environment:
+        yield Problem("environment.reward_function", f"{_SCORED_LATER}; eval_reward_function scores evaluation")
+    evaluates = config.trainer.eval_interval > 0 and not environment.eval_reward_function
+    if environment.env_class is not None and not own.use_environment and not evaluates:
+        yield Problem("environment.env_class", _SCORED_LATER)
 
 
 def environments(config: ConfigTree) -> Iterator[Problem]:

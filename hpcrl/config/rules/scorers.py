@@ -1,16 +1,30 @@
-"""Rules about models on nodes of their own that judge finished samples: teachers, and the reference."""
+"""Rules about models on nodes of their own that judge finished samples: teachers, the reference, a reward model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from hpcrl.config.adapters import reference_follows
-from hpcrl.config.derive import gpu_count, is_offline, uses_reference
+from hpcrl.config.derive import MOST_KEPT, gpu_count, is_offline, mask_size, temperature, uses_reference
 from hpcrl.config.errors import Problem
-from hpcrl.config.scorers import TEACHER, has_own_reference, scorer_sets
+from hpcrl.config.scorers import REFERENCE, REWARD, TEACHER, scorer_sets
 from hpcrl.config.sections.tree import ConfigTree
 
 _TEACHER, _PLACEMENT = "trainer.distillation", "trainer.placement"
+_COPIES = {
+    TEACHER: f"{_TEACHER}.placement.num_replicas",
+    REFERENCE: f"{_PLACEMENT}.ref_num_nodes",
+    REWARD: "environment.reward_model.num_replicas",
+}
+_OF_BACKENDS = {
+    "fsdp2": f"{_TEACHER}.placement.fsdp_size",
+    "megatron": f"{_TEACHER}.placement",
+    "vllm": f"{_TEACHER}.engine.tensor_parallel_size",
+}
+_RANKS = {
+    REFERENCE: f"{_PLACEMENT}.ref_num_gpus_per_node",
+    REWARD: "environment.reward_model.ranks_per_replica",
+}
 
 
 def teacher(config: ConfigTree) -> Iterator[Problem]:
@@ -22,6 +36,10 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
             f"{_TEACHER}.top_k",
             f'expected 0 with trainer.strategy="megatron", found {distillation.top_k}; or choose fsdp2',
         )
+    if distillation.backend == "vllm":
+        yield from _engine(config)
+    elif distillation.backend == "megatron":
+        yield from _megatron(config)
     if distillation.model_path is None:
         yield Problem(f"{_TEACHER}.model_path", "required with trainer.distillation.enable: the teacher")
     if distillation.placement.fsdp_size < 1:
@@ -41,6 +59,39 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
         )
 
 
+def _megatron(config: ConfigTree) -> Iterator[Problem]:
+    own, dtype = config.trainer.distillation, config.trainer.distillation.fsdp_config.mixed_precision.param_dtype
+    if own.top_k:
+        yield Problem(
+            f"{_TEACHER}.top_k",
+            f'expected 0 with backend="megatron", whose ranks each have a part of the vocabulary, found {own.top_k}; choose fsdp2 or vllm',
+        )
+    if dtype == "fp16":
+        yield Problem(
+            f"{_TEACHER}.fsdp_config.mixed_precision.param_dtype",
+            'expected bf16 or fp32 with backend="megatron", found fp16',
+        )
+
+
+def _engine(config: ConfigTree) -> Iterator[Problem]:
+    """vLLM knows prompts' log-probabilities of whole distributions at temperature 1 alone."""
+    sampling, own, path = config.generator.sampling_params, config.trainer.distillation, f"{_TEACHER}.backend"
+    if temperature(config) != 1:
+        yield Problem(
+            path,
+            f"a vLLM engine gives log-probabilities of samples at temperature 1, and the policy has {temperature(config):g} "
+            '(generator.sampling_params.temperature, trainer.algorithm.temperature); choose "fsdp2"',
+        )
+    if mask_size(sampling):
+        yield Problem(
+            path,
+            "a vLLM engine gives log-probabilities of samples over the whole vocabulary, and sampling leaves tokens out "
+            f'(generator.sampling_params.top_k = {sampling.top_k}); choose "fsdp2"',
+        )
+    if own.top_k > MOST_KEPT:
+        yield Problem(f"{_TEACHER}.top_k", f'expected at most {MOST_KEPT} with backend="vllm", found {own.top_k}')
+
+
 def reference_apart(config: ConfigTree) -> Iterator[Problem]:
     trainer, path = config.trainer, f"{_PLACEMENT}.colocate_policy_ref"
     if trainer.placement.colocate_policy_ref or trainer.placement.colocate_all:
@@ -58,15 +109,24 @@ def reference_apart(config: ConfigTree) -> Iterator[Problem]:
         )
 
 
+def enough_scorers(config: ConfigTree) -> Iterator[Problem]:
+    least, sets = config.slurm.min_scorers, scorer_sets(config)
+    fewest = min(sets, key=lambda each: each.replicas, default=None)
+    if fewest is not None and fewest.replicas < least:
+        yield Problem(
+            "slurm.min_scorers",
+            f"expected at most {fewest.replicas}, the copies of the {fewest.title} ({_COPIES[fewest.role]}), found {least}",
+        )
+
+
 def ranks_of_scorers(config: ConfigTree) -> Iterator[Problem]:
     gpus = gpu_count(config.slurm)
     if not gpus or (config.trainer.distillation.placement.fsdp_size < 1):
         return
-    if has_own_reference(config.trainer) or config.trainer.distillation.enable:
-        for each in scorer_sets(config):
-            if each.ranks > gpus:
-                own = each.role == TEACHER
-                yield Problem(
-                    f"{_TEACHER}.placement.fsdp_size" if own else f"{_PLACEMENT}.ref_num_gpus_per_node",
-                    f"{each.ranks} ranks share a copy of the {each.role} on one node, which has {gpus} GPUs (slurm.gpus_per_node)",
-                )
+    for each in scorer_sets(config):
+        if each.ranks > gpus:
+            of_teacher = _OF_BACKENDS[config.trainer.distillation.backend]
+            yield Problem(
+                of_teacher if each.role == TEACHER else _RANKS[each.role],
+                f"{each.ranks} ranks share a copy of the {each.title} on one node, which has {gpus} GPUs (slurm.gpus_per_node)",
+            )

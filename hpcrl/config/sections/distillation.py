@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from hpcrl.config.fields import Location
 from hpcrl.config.sections.model import FSDPConfig
@@ -14,19 +15,40 @@ class TeacherPlacementConfig:
     """Copies of the teacher."""
 
     tensor_parallel_size: int = 1
-    """Ranks of the teacher that share each layer's matrices."""
+    """Ranks of the teacher that share each layer's matrices, with backend="megatron"."""
 
     pipeline_parallel_size: int = 1
-    """Ranks of the teacher that share the layers."""
+    """Ranks of the teacher that share the layers, with backend="megatron"."""
 
     sequence_parallel_size: int = 1
-    """Ranks of the teacher that share the tokens of a sample."""
+    """Ranks of the teacher that share the tokens of a sample, with backend="megatron"."""
 
     expert_parallel_size: int = 1
-    """Ranks of the teacher that share the experts."""
+    """Ranks of the teacher that share the experts, with backend="megatron"; where those that share layers and tokens are fewer, a copy has as many ranks, which then score different samples."""
 
     fsdp_size: int = 1
-    """Ranks of the teacher that share one copy of the parameters; -1: all share one."""
+    """Ranks of the teacher that share one copy of the parameters, with backend="fsdp2"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherEngineConfig:
+    tensor_parallel_size: int = 1
+    """GPUs that share the weights of one copy of the teacher, on one node."""
+
+    model_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Number type of its weights and of the computation."""
+
+    max_num_batched_tokens: int = 4096
+    """Tokens per forward pass; each takes room for the logits of the whole vocabulary, several times. Raised to the longest sample where prompts are read whole, without GPUs."""
+
+    gpu_memory_utilization: float = 0.8
+    """Share of a GPU's memory that the engine may use; no effect on CPU."""
+
+    engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further options of the vLLM server, by their names there."""
+
+    start_timeout_seconds: int = 1800
+    """How long it may take until it answers; then it counts as failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +67,11 @@ class DistillationConfig:
 
     model_revision: str | None = None
     """Branch, tag or commit of the teacher on the hub."""
+
+    backend: Literal["fsdp2", "megatron", "vllm"] = "fsdp2"
+    """What computes the teacher: fsdp2, or megatron for the parallel sizes of placement, in the scorer's ranks; or a vLLM engine of each scorer, whose log-probabilities of prompts are of whole distributions at temperature 1."""
+
+    engine: TeacherEngineConfig = field(default_factory=TeacherEngineConfig)
 
     placement: TeacherPlacementConfig = field(default_factory=TeacherPlacementConfig)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpcrl.config.fields import Location
+from hpcrl.config.sections.model import RefFSDPConfig
 
 COMPARING_REWARDS = ("single_choice", "boxed_math", "gsm8k", "direct_math")
 """Rewards that compare a response with the ground truth of its row."""
@@ -138,6 +139,44 @@ class RemoteRewardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoringRewardModelConfig:
+    model: Location | None = None
+    """Reward model that scores finished groups, as a scorer, and not during the rollout: a sequence classifier of one label, as a directory or a name on the hub. Unset: there is none."""
+
+    revision: str | None = None
+    """Branch, tag or commit of it on the hub."""
+
+    use_environment: bool = False
+    """Add its score to the reward of the environment or of reward_function; otherwise it is the whole reward of a response, which has one turn, and no environment is asked in training."""
+
+    weight: float = 1.0
+    """Factor on the score, after clipping."""
+
+    clip_min: float = -5.0
+    """Lower bound of the score."""
+
+    clip_max: float = 5.0
+    """Upper bound of the score."""
+
+    chat_template: Location | None = None
+    """Jinja file with the chat template that the model was trained with, instead of its tokenizer's."""
+
+    num_replicas: int = 1
+    """Copies of the model, which share the groups, on nodes of their own."""
+
+    ranks_per_replica: int = 1
+    """Ranks that share a copy, on one node, a GPU each where nodes have some."""
+
+    fsdp_config: RefFSDPConfig = field(default_factory=RefFSDPConfig)
+
+    batch_size_per_replica: int = 64
+    """Samples that a copy claims at a time, about; those of a group for each of its ranks at least."""
+
+    max_tokens_per_micro_batch: int = 16384
+    """Tokens of a forward pass on one rank at most; a longer conversation has one of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OverlongRewardConfig:
     buffer_length: int = 4096
     """overlong: tokens before the longest response over which the penalty grows from 0 (DAPO, arXiv:2503.14476)."""
@@ -163,6 +202,8 @@ class EnvironmentConfig:
     overlong_reward: OverlongRewardConfig = field(default_factory=OverlongRewardConfig)
 
     remote_reward: RemoteRewardConfig = field(default_factory=RemoteRewardConfig)
+
+    reward_model: ScoringRewardModelConfig = field(default_factory=ScoringRewardModelConfig)
 
     skyrl_gym: SkyRLGymConfig = field(default_factory=SkyRLGymConfig)
 

@@ -192,7 +192,7 @@ class MixedPrecisionConfig:
 @dataclass(frozen=True, kw_only=True)
 class RefPrecisionConfig:
     param_dtype: Literal["bf16", "fp32", "fp16"] | None = None
-    """Number type of parameters and activations of the reference model; unset: as the policy."""
+    """Number type of the parameters and activations of this model, which is not trained; unset: as the policy."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,8 +135,11 @@ class SlurmConfig:
     min_replicas: int = 1
     """Replicas below which a run does not go on for long: when replica_patience_minutes are over, it saves and fails."""
 
+    min_scorers: int = 1
+    """Copies of each scorer's model below which a run does not go on for long, as min_replicas."""
+
     replica_patience_minutes: int = 15
-    """How long a run goes on with fewer replicas than min_replicas, those whose engines start included."""
+    """How long a run goes on with fewer replicas than min_replicas, those whose engines start included, or fewer scorers than min_scorers."""
 
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
 
@@ -161,7 +164,7 @@ class SlurmConfig:
     """Crashes without a new checkpoint between them after which a run is held instead of requeued; 1: a crash is never retried."""
 
     replica_restarts: int = 3
-    """Restarts of a replica that fails, in one attempt, before it is given up; training goes on with the others."""
+    """Restarts of a replica or a scorer that fails, in one attempt, before it is given up; training goes on with the others."""
 
     patience: PatienceConfig = field(default_factory=PatienceConfig)
     """When a process that makes no progress counts as hanging."""

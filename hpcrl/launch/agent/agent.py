@@ -6,7 +6,7 @@ It takes its role from the plan by its node id, starts that role's processes, su
     rollout node    jobs/rollout.py, one per replica; one that fails is started again
     reward node     jobs/reward.py, one per service of the reward model; one that fails is started again, and ends the attempt when it fails
                     too often
-    scorer node     torchrun jobs/scorer.py (one rank: without torchrun), one per copy of the model; as on a reward node
+    scorer node     torchrun jobs/scorer.py (one rank: without torchrun), one per copy of the model; as on a rollout node
 
 A stop request (TERM, USR2, control/stop.json) reaches the processes through the stop file, a signal to the trainer's ranks, and the
 controller; the trainer saves and leaves. Whoever sees the end first writes the outcome; every agent ends its processes when it is there.
@@ -76,7 +76,9 @@ class Agent:
         self._grace_s = config.slurm.signal_seconds - _MARGIN_S
         self._processes = NodeProcesses(run, config, context, attempt.number, self._node, self._grace_s)
         self._watchdog = Watchdog(self._processes.heartbeats, config.slurm.patience)
-        self._neighbours = Neighbours(run, self._attempt, self._node.index, needed_nodes(plan), attempt.hosts)
+        self._neighbours = Neighbours(
+            run, self._attempt, self._node.index, needed_nodes(plan, config.slurm.elastic.replicas), attempt.hosts
+        )
         self._restarts = {name: Restarts(config.slurm.replica_restarts) for name in self._node.workers}
         self._left: dict[str, float] = {}
         self._saving_s = config.slurm.patience.save_seconds or float("inf")
@@ -214,9 +216,10 @@ class Agent:
     def _worker_failed(self, child: Child) -> None:
         from hpcrl.runtime.controller_client import Controller  # its HTTP client is not for `hpcrl submit` to load
 
-        restarts, error, replica = self._restarts[child.name], child.first_error(), child.name.startswith("rollout")
+        restarts, error = self._restarts[child.name], child.first_error()
+        registered = not child.name.startswith("reward")  # with the controller, which looks whether enough are left
         restarts.ended()
-        if restarts.given_up and not replica:  # no response would be worth anything any more
+        if restarts.given_up and not registered:
             self._failed(child)
             return
         del self._processes.children[child.name]
@@ -225,7 +228,7 @@ class Agent:
         what = GIVEN_UP if restarts.given_up else f"to be started again ({restarts.used})"
         print(f"{error}; {what}", flush=True)
         StatusWriter(self._run, child.name, self._attempt).write(f"{what}: {error}", restarts=restarts.used)
-        if replica:
+        if registered:
             with closing(Controller(self._run, self._attempt)) as controller:
                 controller.leave(child.name)  # it may have had no time to report that itself
 

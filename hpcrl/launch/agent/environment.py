@@ -7,6 +7,8 @@ from pathlib import Path
 
 from hpcrl.config import Config, engine_gpus
 from hpcrl.config.derive import of_each_replica
+from hpcrl.config.scorers import teacher_layout
+from hpcrl.config.sections.megatron import MegatronModelConfig
 from hpcrl.launch.agent.devices import visible_devices
 from hpcrl.launch.nodes import Node
 from hpcrl.runtime.heartbeat import DIRECTORY
@@ -36,7 +38,8 @@ class Environments:
         of_pool = any(replica >= engine.num_engines for replica in node.replicas)
         self._cpus = of_each_replica(config)[0] if of_pool else config.slurm.cpus_per_task
         self._width = engine_gpus(engine)
-        self._ordered = _wants_order(config)
+        self._ordered, distillation = _wants_order(config), config.trainer.distillation
+        self._teacher_ordered = distillation.backend == "megatron" and _shares_tokens(teacher_layout(distillation))
         self._own = {"HPCRL_ATTEMPT": str(attempt), "HPCRL_ADDRESS": address, DIRECTORY: str(heartbeats)}
 
     def of(self, name: str) -> dict[str, str]:
@@ -60,12 +63,12 @@ class Environments:
             else:
                 mine = mine[: node.ranks]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-        if name.startswith("trainer-"):
-            if self._ordered:
-                environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-            if node.gpus and "PYTORCH_CUDA_ALLOC_CONF" not in environment:  # its former name
-                # micro-batches differ in length, and blocks of fixed sizes would leave gaps that nothing fits in
-                environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        if (name.startswith("trainer-") and self._ordered) or (name.startswith("scorer-") and self._teacher_ordered):
+            environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        told = "PYTORCH_CUDA_ALLOC_CONF" in environment  # its former name
+        if name.startswith("trainer-") and node.gpus and not told:
+            # micro-batches differ in length, and blocks of fixed sizes would leave gaps that nothing fits in
+            environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         if name == "controller" or not node.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         if not node.gpus and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
@@ -80,6 +83,8 @@ def _wants_order(config: Config) -> bool:
 
     Megatron-core counts on that where it sends what layers share while they compute: what is sent first then does not wait for the computation.
     """
-    sizes = config.trainer.policy.megatron_config
-    shared = max(sizes.tensor_model_parallel_size, sizes.context_parallel_size) > 1
-    return config.trainer.strategy == "megatron" and shared
+    return config.trainer.strategy == "megatron" and _shares_tokens(config.trainer.policy.megatron_config)
+
+
+def _shares_tokens(sizes: MegatronModelConfig) -> bool:
+    return max(sizes.tensor_model_parallel_size, sizes.context_parallel_size) > 1

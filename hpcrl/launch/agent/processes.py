@@ -65,7 +65,7 @@ class NodeProcesses:
         """Start rollout-<replica>, reward-<service>, or the ranks of scorer-<number>."""
         job, number = name.split("-")
         command, variables = [self._job(job), str(self._run.path)], {_NUMBERS[job]: number}
-        if job == "scorer" and self._node.scorer_ranks > 1:
+        if job == "scorer" and self._node.torchrun:
             torchrun = [
                 "-m",
                 "torch.distributed.run",

@@ -21,7 +21,7 @@ from hpcrl.config.derive import gpu_count, of_each_replica, takes_whole_nodes
 from hpcrl.errors import SubmitError
 from hpcrl.launch.container import Starter, seen_by
 from hpcrl.launch.doctor.node import listed_gpus
-from hpcrl.launch.nodes import make_plan
+from hpcrl.launch.nodes import make_plan, needed_nodes
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
 from hpcrl.rundir.layout import Run
 
@@ -93,8 +93,7 @@ def slurm_executor(submission: Submission) -> ArrayExecutor:
     """Return the executor whose job array runs this submission. All elements share one batch script, made from the first."""
     config = submission.elements[0].config
     slurm, plan = config.slurm, make_plan(config)
-    rollout_nodes = sum(node.role == "rollout" for node in plan)
-    survives = rollout_nodes > (0 if slurm.elastic.replicas else 1)  # the loss of a node that has some of the replicas
+    survives = len(needed_nodes(plan, slurm.elastic.replicas)) < len(plan)
     starter = _starter(submission)
     last = starter.outside_step(slurm.container)
     finish = f"{last} -m hpcrl.launch.requeue.epilogue {shlex.quote(str(submission.element_list))}"

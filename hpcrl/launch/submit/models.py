@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hpcrl.config.derive import critic_model, model_config_kwargs, models_of, po
 from hpcrl.config.errors import Problem
 from hpcrl.config.reward_model import reward_services
 from hpcrl.config.rules.model_fit import misfits
-from hpcrl.config.scorers import scorer_sets, trainer_has_reference
+from hpcrl.config.scorers import scorer_sets, teacher_layout, teacher_models, trainer_has_reference
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.model_config import download
@@ -82,6 +83,11 @@ def entries_of(model: Pretrained) -> Mapping[str, Any] | None:
 
 def check_layouts(config: Config) -> Iterator[Problem]:
     """Yield what Megatron's ranks cannot share of the models."""
+    distillation = config.trainer.distillation
+    for model in teacher_models(distillation) if distillation.backend == "megatron" else ():
+        path, entries = "trainer.distillation.placement", entries_of(model)
+        for problem in misfits(path, teacher_layout(distillation), entries, "teacher") if entries is not None else ():
+            yield replace(problem, path=problem.path.replace("_model_parallel_size", "_parallel_size"))
     for model, changes, section, whose in _models(config.trainer):
         entries = entries_of(model)
         if entries is not None:

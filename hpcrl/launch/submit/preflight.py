@@ -93,21 +93,29 @@ def _of_environments(config: Config) -> Iterator[Problem]:
         yield Problem("environment.skyrl_gym.search.corpus", f"no file {gym.search.corpus}")
 
 
+def _of_reward_model(section: str, path: str | None, revision: str | None, template: str | None) -> Iterator[Problem]:
+    if path is None:
+        return
+    yield from _of_directory(f"{section}.model", path, f"{section}.revision", revision)
+    if template and not Path(template).is_file():
+        yield Problem(f"{section}.chat_template", f"no file {template}")
+    named = (entries_of(Pretrained(path, revision)) or {}).get("architectures")
+    if named and not any(name.endswith(CLASSIFIER) for name in named):
+        yield Problem(
+            f"{section}.model",
+            f"{path} is a {', '.join(named)}; expected a reward model, a sequence classifier of one label (…{CLASSIFIER})",
+        )
+
+
 def _of_models(config: Config) -> Iterator[Problem]:
     service, trainer, distillation = (
         config.environment.remote_reward.service,
         config.trainer,
         config.trainer.distillation,
     )
-    yield from _of_directory("environment.remote_reward.service.model", service.model)
-    if service.chat_template and not Path(service.chat_template).is_file():
-        yield Problem("environment.remote_reward.service.chat_template", f"no file {service.chat_template}")
-    entries = (entries_of(Pretrained(service.model)) if service.model else None) or {}
-    if (named := entries.get("architectures")) and not any(name.endswith(CLASSIFIER) for name in named):
-        yield Problem(
-            "environment.remote_reward.service.model",
-            f"{service.model} is a {', '.join(named)}; expected a reward model, a sequence classifier of one label (…{CLASSIFIER})",
-        )
+    yield from _of_reward_model("environment.remote_reward.service", service.model, None, service.chat_template)
+    judge = config.environment.reward_model
+    yield from _of_reward_model("environment.reward_model", judge.model, judge.revision, judge.chat_template)
     for role, model in (("policy", trainer.policy.model), ("ref", trainer.ref.model), ("critic", trainer.critic.model)):
         place = f"trainer.{role}.model"
         yield from _of_directory(f"{place}.path", model.path, f"{place}.revision", model.revision)

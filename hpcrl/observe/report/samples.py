@@ -118,7 +118,8 @@ def _trained(run: Run, batch: Batch, place: int, at: int, decode: Decode | None)
 def _facts(group: GroupMeta, at: int, row: Sample[np.ndarray]) -> dict[str, float]:
     was = group.raw_rewards[at] if group.raw_rewards else group.rewards[at]
     raw = {"reward before zero_reward_on_non_stop": was} if was != group.rewards[at] else {}
-    return {"tokens": group.response_lengths[at], "replica": group.replica, **raw, **row.env_metrics}
+    metrics = group.env_metrics[at] if group.env_metrics else row.env_metrics
+    return {"tokens": group.response_lengths[at], "replica": group.replica, **raw, **metrics}
 
 
 def _row(row: Sample[np.ndarray], dumped: dict[str, np.ndarray], decode: Decode | None) -> dict[str, Any]:

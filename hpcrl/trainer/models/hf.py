@@ -27,11 +27,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from hpcrl.config.derive import critic_model, model_config_kwargs, policy_model, ref_model
 from hpcrl.config.reward_model import HEAD, trains_reward_model
-from hpcrl.config.scorers import TEACHER, ScorerSet
+from hpcrl.config.scorers import REWARD, TEACHER, ScorerSet
 from hpcrl.config.sections.generator import ChatTemplateConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.chat import load_tokenizer
-from hpcrl.data.model_config import ConfiguredModel
+from hpcrl.data.model_config import ConfiguredModel, require_classifier
 from hpcrl.errors import DataError
 
 _LOGIT_CHANGES = ("logits_scaling", "logit_scale", "final_logit_softcapping")
@@ -70,9 +71,12 @@ class ModelSource(ConfiguredModel):
         Raises:
             DataError: it cannot be loaded, or weights are missing.
         """
-        model, missing = self._read(AutoModelForCausalLM, dtype, attention)
+        model, missing = self._read(self._model_class(), dtype, attention)
         self.expect_all(missing)
         return model
+
+    def _model_class(self) -> Any:
+        return AutoModelForCausalLM
 
     def stored_dtype(self) -> torch.dtype | None:
         """Return a number type that holds all that the model's safetensors files have, without loss; None: it has no such files.
@@ -197,6 +201,11 @@ class RewardModelSource(CriticSource):
 
     gives_scores: ClassVar[bool] = True
 
+    @property
+    def setting(self) -> str:
+        """What names the model, for errors."""
+        return f"{self.role}.model.path"
+
     def config(self) -> PreTrainedConfig:
         """Return the transformers configuration, with one label and a padding token: the tokenizer's, or its own, or the end of a text.
 
@@ -205,7 +214,7 @@ class RewardModelSource(CriticSource):
         """
         config = super().config()
         config.num_labels, text = 1, cast(Any, config.get_text_config())
-        tokenizer = load_tokenizer(self, ChatTemplateConfig(), f"{self.role}.model.path")
+        tokenizer = load_tokenizer(self, ChatTemplateConfig(), self.setting)
         tokens = tokenizer.pad_token_id, text.pad_token_id, tokenizer.eos_token_id
         known = [token for token in tokens if isinstance(token, int) and token < text.vocab_size]
         text.pad_token_id = next(iter(known), None)
@@ -221,9 +230,39 @@ class RewardModelSource(CriticSource):
         body, head = type(empty), getattr(empty, name, None)
         if not isinstance(head, nn.Linear) or head.bias is not None:
             raise DataError(
-                f"{self.role}.model.path: {body.__name__} has no linear layer `{name}` without a bias, by which hpcrl trains reward models"
+                f"{self.setting}: {body.__name__} has no linear layer `{name}` without a bias, by which hpcrl knows reward models"
             )
         return type(body.__name__, (body,), {"get_output_embeddings": lambda model: model.get_submodule(name)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeSource(RewardModelSource):
+    """A reward model that is not trained: all of it is on disk."""
+
+    @property
+    def setting(self) -> str:
+        return f"{self.role}.model"
+
+    def config(self) -> PreTrainedConfig:
+        """Return the transformers configuration, with a padding token.
+
+        Raises:
+            DataError: there is none, or it is not one of a classifier of one label.
+        """
+        require_classifier(ModelSource.config(self), self.path, self.setting)
+        return super().config()
+
+    def whole(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+        """Return the model with its weights, on the CPU.
+
+        Raises:
+            DataError: it cannot be loaded, or weights are missing.
+        """
+        return ModelSource.whole(self, dtype, attention)
+
+    def not_a_model(self, error: Exception | str) -> DataError:
+        said = " ".join(str(error).split())
+        return DataError(f"{self.setting}: the reward model {Pretrained.__str__(self)} cannot be loaded: {said}")
 
 
 def _contents(path: Path) -> Iterator[torch.Tensor]:
@@ -273,6 +312,8 @@ def reference_source(trainer: TrainerConfig) -> ModelSource:
 
 def scorer_source(trainer: TrainerConfig, scorers: ScorerSet) -> ModelSource:
     """Return the model of scorers, as it is loaded."""
+    if scorers.role == REWARD:
+        return JudgeSource(**vars(scorers.model), role="environment.reward_model", head=HEAD, seed=0)
     if scorers.role != TEACHER:
         return reference_source(trainer)
     return replace(policy_source(trainer), **vars(scorers.model), role="trainer.distillation", config_kwargs={})

@@ -12,14 +12,14 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from hpcrl.config import Config, temperature
-from hpcrl.config.derive import micro_batch_tokens, policy_model, ref_sharding
-from hpcrl.config.scorers import TEACHER, ScorerSet
+from hpcrl.config.derive import micro_batch_tokens, policy_model
+from hpcrl.config.scorers import TEACHER, ScorerSet, teacher_layout
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.score_file import RowScores
 from hpcrl.errors import DataError
 from hpcrl.rundir.layout import Run
-from hpcrl.trainer.backends.fsdp.model import PackedPolicy, free_gathered, load_model
+from hpcrl.trainer.backends.fsdp.model import PackedModel, PackedPolicy, free_gathered, load_model
 from hpcrl.trainer.batching import (
     MicroBatchLimit,
     SampleRef,
@@ -49,22 +49,31 @@ class ScoringModel:
 
     def __init__(self, run: Run, config: Config, scorers: ScorerSet, world: World) -> None:
         self._run, self._world = run, world
-        trainer, own = config.trainer, config.trainer.distillation
+        trainer, own, source = config.trainer, config.trainer.distillation, scorer_source(config.trainer, scorers)
         forward = forward_config(trainer, temperature(config))
         self._limits = micro_batch_limits(trainer, micro_batch_tokens(config))
-        source, fsdp = scorer_source(trainer, scorers), ref_sharding(trainer)
         if scorers.role == TEACHER:
-            forward, fsdp = replace(forward, packing=own.use_sample_packing), own.fsdp_config
+            forward = replace(forward, packing=own.use_sample_packing)
             limit = MicroBatchLimit(own.micro_batch_size_per_gpu, own.max_tokens_per_micro_batch)
             self._limits = limit, limit
             world.rank0_broadcast(lambda: require_same_vocabulary(scorers.model, policy_model(trainer), config))
+        self._data, self._logprobs = world, None
+        if scorers.role == TEACHER and own.backend == "megatron":
+            from hpcrl.trainer.scoring.megatron import megatron_teacher  # megatron-core is installed on its own
+
+            require_all_tokens(source.config().get_text_config().vocab_size, policy_source(trainer), source)
+            layout = teacher_layout(own)
+            self._logprobs, self._data = megatron_teacher(
+                trainer, layout, source, replace(forward, packing=True), world
+            )
+            return
         top_k = own.top_k if scorers.role == TEACHER else 0
         packed = partial(PackedTeacher, top_k=top_k) if top_k else PackedPolicy
-        self._model = load_model(packed, source, fsdp, forward, world)
+        self._model = load_model(packed, source, scorers.fsdp, forward, world)
         require_all_tokens(self._model.head.out_features, policy_source(trainer), source)
 
     def scores(self, groups: Sequence[GroupMeta], before: Before) -> dict[str, list[RowScores]]:
-        """Return what the model says of this rank's part of the groups, by their ids: for each row.
+        """Return what the model says of this rank's part of the groups, by their ids: for each row. Of ranks that share samples one has a part.
 
         Rows at which the model fails, where a trained token has no finite log-probability, have no other number than NaN.
 
@@ -74,15 +83,23 @@ class ScoringModel:
         Raises:
             DataError: a sample file is missing or damaged.
         """
-        rank = self._world.rank
-        parts = balanced([sum(group.lengths) for group in groups], self._world.size)
+        rank = self._data.rank
+        parts = balanced([sum(group.lengths) for group in groups], self._data.size)
         shares = [
             sorted((SampleRef(at, row, length) for at in part for row, length in enumerate(groups[at].lengths)), key=longest_first)
             for part in parts
         ]  # fmt: skip
         plan = plan_mini_batch(shares, *self._limits)
         samples = load_samples(self._run, Batch(1, list(groups), 0), plan.shares[rank])
-        columns = self._computed(MicroBatchStream(samples, plan.score[rank], before))
+        stream = MicroBatchStream(samples, plan.score[rank], before)
+        if self._logprobs is None:
+            columns = outputs(self._model, stream, self._world.device)
+        else:
+            passes = zip(stream.parts, self._logprobs(stream), strict=True)
+            computed = [logprobs_P for part, logprobs_P in passes if part]
+            columns = [torch.cat(computed).cpu()] if computed and self._data.leads else []
+        if not columns:
+            return {}
         found = {groups[at].group_id: dict[int, RowScores]() for at in parts[rank]}
         ends = torch.tensor([0, *samples.lengths]).cumsum(0).tolist()
         for ref, (start, end) in zip(samples.refs, pairwise(ends), strict=True):
@@ -90,16 +107,17 @@ class ScoringModel:
             found[groups[ref.group].group_id][ref.index] = row
         return {group_id: [rows[index] for index in range(len(rows))] for group_id, rows in found.items()}
 
-    def _computed(self, batches: MicroBatchStream) -> list[torch.Tensor]:
-        """Return the model's outputs for all samples of this rank, on the CPU: log-probabilities [P], and [P, K] of what else there is."""
-        found = list[tuple[torch.Tensor, ...]]()
-        for part, batch in zip(batches.parts, batches, strict=True):
-            with torch.no_grad():
-                outputs = self._model.run(batch.to(self._world.device))
-                free_gathered(self._model)
-            if part:  # an idle pass has outputs, but of no sample
-                found.append(outputs)
-        return [torch.cat(column).cpu() for column in zip(*found, strict=True)]
+
+def outputs(model: PackedModel, batches: MicroBatchStream, device: torch.device) -> list[torch.Tensor]:
+    """Return a model's outputs for all samples of this rank, on the CPU: [P], and [P, K] of what has more columns; none where it has no samples."""
+    found = list[tuple[torch.Tensor, ...]]()
+    for part, batch in zip(batches.parts, batches, strict=True):
+        with torch.no_grad():
+            of_batch = model.run(batch.to(device))
+            free_gathered(model)
+        if part:  # an idle pass has outputs, but of no sample
+            found.append(of_batch)
+    return [torch.cat(column).cpu() for column in zip(*found, strict=True)]
 
 
 class PackedTeacher(PackedPolicy):
@@ -142,6 +160,13 @@ def _row_scores(columns: Sequence[torch.Tensor], mask_T: torch.Tensor) -> RowSco
         return RowScores(logprobs_T.numpy())
     ids_TK, top_TK = top
     return RowScores(logprobs_T.numpy(), ids_TK.masked_fill(~trained[:, None], -1).int().numpy(), top_TK.numpy())
+
+
+def require_fitting_teacher(config: Config, scorers: ScorerSet) -> None:
+    """Look whether an engine's teacher can judge the policy's tokens; errors as of ScoringModel."""
+    trainer, source = config.trainer, scorer_source(config.trainer, scorers)
+    require_same_vocabulary(scorers.model, policy_model(trainer), config)
+    require_all_tokens(source.config().get_text_config().vocab_size, policy_source(trainer), source)
 
 
 def require_same_vocabulary(teacher: Pretrained, policy: Pretrained, config: Config) -> None:

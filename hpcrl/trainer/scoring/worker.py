@@ -10,19 +10,28 @@ It may die at any moment: what it has not handed over, another scores.
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from hpcrl.data.score_file import write_scores
+from hpcrl.data.score_file import GroupRewards, RowScores, write_scores
 from hpcrl.observe.timeline import IDLE, Timeline
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.controller_client import Controller
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.process_status import RENEW_S, StatusWriter
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.scoring.model import ScoringModel
 from hpcrl.types import GroupMeta
 
 _WAIT_S = 5.0
+_CALL_S = 20.0  # while it scores: the controller gives the groups of who is silent to others
+
+
+class Judge(Protocol):
+    """The model of a scorer, which says what it thinks of this rank's part of finished groups, by their ids."""
+
+    def scores(
+        self, groups: Sequence[GroupMeta], before: Callable[[], None]
+    ) -> Mapping[str, Sequence[RowScores] | GroupRewards]: ...
 
 
 class ScoreWorker:
@@ -40,7 +49,7 @@ class ScoreWorker:
         attempt: int,
         name: str,
         model_name: str,
-        model: ScoringModel,
+        model: Judge,
         samples: int,
         world: World,
         status: StatusWriter,
@@ -52,7 +61,7 @@ class ScoreWorker:
         self._timeline = timeline
         self._controller = Controller(run, attempt)
         self._facts: dict[str, Any] = {"groups": 0, "tokens": 0, "seconds": 0.0}
-        self._told = float("-inf")
+        self._told = self._called = float("-inf")
 
     def run(self) -> None:
         """Score until the controller says that the run ends.
@@ -61,6 +70,13 @@ class ScoreWorker:
             HpcrlError: a sample file is damaged, a score cannot be written, or the controller does not answer.
         """
         self._timeline.enter(IDLE)
+        try:
+            self._work()
+        finally:
+            if self._world.first:
+                self._controller.leave(self._name)
+
+    def _work(self) -> None:
         while True:
             self._heartbeat.beat("wait")
             self._tell()
@@ -73,16 +89,29 @@ class ScoreWorker:
 
     def _score(self, groups: list[GroupMeta]) -> None:
         began, known = time.monotonic(), {group.group_id: group for group in groups}
-        found = self._model.scores(groups, lambda: self._heartbeat.beat("step"))
+        found = self._model.scores(groups, lambda: self._still_there(list(known)))
 
-        def write() -> dict[str, str]:
-            return write_scores(self._run, self._model_name, [(known[name], rows) for name, rows in found.items()])
+        def write() -> tuple[dict[str, str], dict[str, list[float | None]]]:
+            rewards = {name: said.scores for name, said in found.items() if isinstance(said, GroupRewards)}
+            return write_scores(
+                self._run, self._model_name, [(known[name], said) for name, said in found.items()]
+            ), rewards
 
-        digests = {group_id: digest for own in self._world.all_gather(write) for group_id, digest in own.items()}
-        self._ask("scored", digests=digests)
+        digests, rewards = dict[str, str](), dict[str, list[float | None]]()
+        for own, scores in self._world.all_gather(write):
+            digests |= own
+            rewards |= scores
+        self._ask("scored", digests=digests, rewards=rewards)
         self._facts["groups"] += len(groups)
         self._facts["tokens"] += sum(sum(group.lengths) for group in groups)
         self._facts["seconds"] = round(self._facts["seconds"] + time.monotonic() - began, 1)
+
+    def _still_there(self, holding: list[str]) -> None:
+        self._heartbeat.beat("step")
+        self._tell()
+        if self._world.first and time.monotonic() - self._called > _CALL_S:
+            self._called = time.monotonic()
+            self._controller.call("claim_scores", scorer=self._name, samples=0, holding=holding, wait=0)
 
     def _tell(self) -> None:
         if self._world.first and time.monotonic() - self._told > RENEW_S:
@@ -90,4 +119,5 @@ class ScoreWorker:
             self._told = time.monotonic()
 
     def _ask(self, route: str, **payload: Any) -> dict[str, Any]:
+        self._called = time.monotonic()
         return self._world.rank0_broadcast(lambda: self._controller.call(route, scorer=self._name, **payload))

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from tests.config.rules.skyrl_cases import ALGORITHM, CRITIC, DISTILLATION, DPO, MEGATRON_4, NO_KL, PLACEMENT, SFT, Case
+from tests.config.rules.skyrl_cases import (
+    ALGORITHM,
+    CRITIC,
+    DISTILLATION,
+    DPO,
+    MEGATRON_4,
+    NO_KL,
+    PLACEMENT,
+    REWARD_SERVICE,
+    SERVICE,
+    SFT,
+    Case,
+)
 
 TEACHER = {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"}
 APART = {f"{PLACEMENT}.colocate_policy_ref": False}
+MODEL, FILTERS = "environment.reward_model", {f"{ALGORITHM}.zero_variance_filter": True}
+ENGINE = {f"{DISTILLATION}.backend": "vllm"}
+MEGATRON_CORE = {f"{DISTILLATION}.backend": "megatron", f"{DISTILLATION}.placement.tensor_parallel_size": 2}
+JUDGE = {f"{MODEL}.model": "rm"}
 GPUS = {"slurm.gpus_per_node": 4}
 
 OF_SCORERS = [
@@ -60,7 +76,7 @@ OF_SCORERS = [
     Case(
         "scorers fail where there are some",
         {"trainer.max_unscored_ratio": 0.5},
-        "trainer.max_unscored_ratio", "has no effect without trainer.distillation.enable, or a reference on nodes of its own",
+        "trainer.max_unscored_ratio", "or environment.reward_model.model; leave it out",
         {**APART, "trainer.max_unscored_ratio": 0.5},
     ),
     Case(
@@ -86,5 +102,148 @@ OF_SCORERS = [
         {**SFT, f"{DISTILLATION}.enable": True},
         f"{DISTILLATION}.enable", 'has no effect without trainer.mode="rl"',
         TEACHER,
+    ),
+    Case(
+        "an engine judges at temperature 1",
+        {**TEACHER, **ENGINE, "generator.sampling_params.temperature": 0.7},
+        f"{DISTILLATION}.backend", "gives log-probabilities of samples at temperature 1, and the policy has 0.7",
+        {**TEACHER, **ENGINE},
+    ),
+    Case(
+        "an engine judges by whole distributions",
+        {**TEACHER, **ENGINE, "generator.sampling_params.top_k": 20},
+        f"{DISTILLATION}.backend", "over the whole vocabulary, and sampling leaves tokens out",
+        {**TEACHER, "generator.sampling_params.top_k": 20},
+    ),
+    Case(
+        "an engine tells of so many tokens",
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.top_k": 500}, f"{DISTILLATION}.top_k", "expected at most 256",
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.top_k": 100},
+    ),
+    Case(
+        "an engine is on one node",
+        {**TEACHER, **ENGINE, **GPUS, f"{DISTILLATION}.engine.tensor_parallel_size": 8},
+        f"{DISTILLATION}.engine.tensor_parallel_size", "8 ranks share a copy of the teacher on one node",
+        {**TEACHER, **ENGINE, **GPUS, f"{DISTILLATION}.engine.tensor_parallel_size": 4},
+    ),
+    Case(
+        "an engine has no FSDP2",
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.placement.fsdp_size": 2},
+        f"{DISTILLATION}.placement.fsdp_size", 'has no effect without trainer.distillation.backend="fsdp2"',
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.placement.num_replicas": 2},
+    ),
+    Case(
+        "Megatron-core has parts of the vocabulary",
+        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.top_k": 4}, f"{DISTILLATION}.top_k", 'expected 0 with backend="megatron"',
+        {**TEACHER, **MEGATRON_CORE},
+    ),
+    Case(
+        "Megatron-core computes in two types",
+        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.fsdp_config.mixed_precision.param_dtype": "fp16"},
+        f"{DISTILLATION}.fsdp_config.mixed_precision.param_dtype", "expected bf16 or fp32",
+        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.fsdp_config.mixed_precision.param_dtype": "fp32"},
+    ),
+    Case(
+        "a copy of Megatron-core is on one node",
+        {**TEACHER, **MEGATRON_CORE, **GPUS, f"{DISTILLATION}.placement.pipeline_parallel_size": 4},
+        f"{DISTILLATION}.placement", "8 ranks share a copy of the teacher on one node, which has 4 GPUs",
+        {**TEACHER, **MEGATRON_CORE, **GPUS, f"{DISTILLATION}.placement.pipeline_parallel_size": 2},
+    ),
+    Case(
+        "parallel sizes are Megatron-core's",
+        {**TEACHER, f"{DISTILLATION}.placement.tensor_parallel_size": 2},
+        f"{DISTILLATION}.placement.tensor_parallel_size", 'has no effect without trainer.distillation.backend="megatron"',
+        {**TEACHER, **MEGATRON_CORE},
+    ),
+    Case(
+        "FSDP2's shards are not Megatron-core's",
+        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.fsdp_config.cpu_offload": True},
+        f"{DISTILLATION}.fsdp_config.cpu_offload", 'has no effect without trainer.distillation.backend="fsdp2"',
+        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.micro_batch_size_per_gpu": 2},
+    ),
+    Case(
+        "micro-batches are not an engine's",
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.micro_batch_size_per_gpu": 2},
+        f"{DISTILLATION}.micro_batch_size_per_gpu", 'has no effect without trainer.distillation.backend="fsdp2" or "megatron"',
+        {**TEACHER, f"{DISTILLATION}.micro_batch_size_per_gpu": 2},
+    ),
+    Case(
+        "settings of an engine that there is not",
+        {**TEACHER, f"{DISTILLATION}.engine.tensor_parallel_size": 2},
+        f"{DISTILLATION}.engine.tensor_parallel_size", 'has no effect without trainer.distillation.backend="vllm"',
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.engine.tensor_parallel_size": 2},
+    ),
+    Case(
+        "bounds of a reward model's scores have an order",
+        {**JUDGE, f"{MODEL}.clip_min": 6.0}, f"{MODEL}.clip_min", "expected at most clip_max (5.0), found 6.0",
+        {**JUDGE, f"{MODEL}.clip_min": 5.0},
+    ),
+    Case(
+        "a reward model that is alone counts",
+        {**JUDGE, f"{MODEL}.weight": 0.0}, f"{MODEL}.weight", "0 would make every reward 0",
+        {**JUDGE, f"{MODEL}.weight": 0.0, f"{MODEL}.use_environment": True},
+    ),
+    Case(
+        "no scorer sees the greedy response",
+        {**JUDGE, f"{ALGORITHM}.advantage_estimator": "remax"}, f"{MODEL}.model", "not the greedy response",
+        {**JUDGE, f"{ALGORITHM}.advantage_estimator": "rloo"},
+    ),
+    Case(
+        "a reward model beside a teacher counts",
+        {**JUDGE, **TEACHER}, f"{MODEL}.model", "set trainer.distillation.use_rewards=true",
+        {**JUDGE, **TEACHER, f"{DISTILLATION}.use_rewards": True},
+    ),
+    Case(
+        "two rewards of one name",
+        {**JUDGE, **REWARD_SERVICE, f"{MODEL}.use_environment": True}, f"{MODEL}.model", 'has a reward "reward_model" too',
+        {**JUDGE, **SERVICE, f"{MODEL}.use_environment": True},
+    ),
+    Case(
+        "a service beside a reward model that is alone",
+        {**JUDGE, **SERVICE}, "environment.remote_reward.enable", "a reward model scores instead",
+        {**JUDGE, **SERVICE, f"{MODEL}.use_environment": True},
+    ),
+    Case(
+        "named rewards beside a reward model that is alone",
+        {**JUDGE, "environment.reward_function": {"gsm8k": 1.0}}, "environment.reward_function", "a reward model scores instead",
+        {**JUDGE, "environment.eval_reward_function": {"gsm8k": 1.0}},
+    ),
+    Case(
+        "an environment beside a reward model that is alone plays in evaluation",
+        {**JUDGE, "environment.env_class": "gsm8k", "environment.eval_reward_function": {"gsm8k": 1.0}},
+        "environment.env_class", "a reward model scores instead",
+        {**JUDGE, "environment.env_class": "gsm8k"},
+    ),
+    Case(
+        "a reward model that is alone scores one turn",
+        {**JUDGE, "generator.max_turns": 3}, "generator.max_turns", "has no effect with environment.reward_model alone",
+        {**JUDGE, "generator.max_turns": 3, f"{MODEL}.use_environment": True},
+    ),
+    Case(
+        "what filters is among the rewards, a reward model's too",
+        {**JUDGE, **FILTERS, f"{ALGORITHM}.filter_reward_metric": ["taste"]},
+        f"{ALGORITHM}.filter_reward_metric", "whose rewards are reward_model",
+        {**JUDGE, **FILTERS, f"{ALGORITHM}.filter_reward_metric": ["reward_model"]},
+    ),
+    Case(
+        "a copy of the reward model is on one node",
+        {**JUDGE, **GPUS, f"{MODEL}.ranks_per_replica": 8}, f"{MODEL}.ranks_per_replica", "8 ranks share a copy of the reward model on one node",
+        {**JUDGE, **GPUS, f"{MODEL}.ranks_per_replica": 4},
+    ),
+    Case(
+        "there are as many copies as the run needs",
+        {**JUDGE, f"{MODEL}.num_replicas": 2, **TEACHER, f"{DISTILLATION}.use_rewards": True, "slurm.min_scorers": 2},
+        "slurm.min_scorers", "expected at most 1, the copies of the teacher (trainer.distillation.placement.num_replicas), found 2",
+        {**JUDGE, f"{MODEL}.num_replicas": 2, "slurm.min_scorers": 2},
+    ),
+    Case(
+        "a weight of the reward model wants one",
+        {f"{MODEL}.weight": 0.5}, f"{MODEL}.weight", "has no effect without environment.reward_model.model",
+        {**JUDGE, f"{MODEL}.weight": 0.5},
+    ),
+    Case(
+        "a reward model judges what is sampled",
+        {**SFT, **JUDGE}, f"{MODEL}.model", 'has no effect without trainer.mode="rl"',
+        JUDGE,
     ),
 ]  # fmt: skip

@@ -35,6 +35,9 @@ UNBOUNDED = {
     "environment.remote_reward.clip_max",
     "environment.remote_reward.clip_min",
     "environment.remote_reward.scale",
+    "environment.reward_model.clip_max",
+    "environment.reward_model.clip_min",
+    "environment.reward_model.weight",
 }
 
 

@@ -17,7 +17,11 @@ from hpcrl.launch.manage.profile import busiest, process_of
 from hpcrl.launch.nodes import Node
 from hpcrl.rundir.layout import Run
 
-PLAN = [Node(0, "trainer", 2, (), 0, 0), Node(1, "trainer", 2, (), 0, 0, first_rank=2), Node(2, "rollout", 0, (0, 1), 0, 0)]
+PLAN = [
+    Node(0, "trainer", 2, (), 0, 0),
+    Node(1, "trainer", 2, (), 0, 0, first_rank=2),
+    Node(2, "rollout", 0, (0, 1), 0, 0),
+]
 PLAN += [Node(3, "reward", 0, (), 0, 0, (0,)), Node(4, "scorer", 0, (), 0, 0, (), (0, 1))]
 PROCESS = """
 import sys, time

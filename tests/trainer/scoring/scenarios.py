@@ -9,13 +9,15 @@ import torch
 from safetensors.torch import save_file
 
 from hpcrl.config import Config
-from hpcrl.config.scorers import TEACHER, scorer_sets
+from hpcrl.config.scorers import REWARD, TEACHER, scorer_sets
 from hpcrl.config.validate import build
 from hpcrl.data.batch_file import read_batch
+from hpcrl.data.score_file import GroupRewards
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.fsdp.sharding import local
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.scoring.model import ScoringModel
+from hpcrl.trainer.scoring.reward import RewardScoringModel
 
 
 def scores(world: World, options: dict[str, Any]) -> None:
@@ -26,12 +28,13 @@ def scores(world: World, options: dict[str, Any]) -> None:
     file = read_batch(run.batch(1))
     assert file is not None
     passes = list[int]()
-    found = ScoringModel(run, config, scorers, world).scores(file.batch.groups, lambda: passes.append(1))
-    rows = {
-        f"{name}.{at}": torch.from_numpy(row.logprobs.copy())
-        for name, own in found.items()
-        for at, row in enumerate(own)
-    }
+    make = RewardScoringModel if scorers.role == REWARD else ScoringModel
+    rows = dict[str, torch.Tensor]()
+    for name, own in make(run, config, scorers, world).scores(file.batch.groups, lambda: passes.append(1)).items():
+        if isinstance(own, GroupRewards):
+            rows[name] = torch.tensor(own.scores)
+        else:
+            rows |= {f"{name}.{at}": torch.from_numpy(row.logprobs.copy()) for at, row in enumerate(own)}
     save_file(rows, Path(options["out"]) / f"{world.rank}.safetensors", {"passes": str(len(passes))})
 
 

@@ -16,6 +16,7 @@ from hpcrl.controller.service import Service
 from hpcrl.data.batch_file import read_batch
 from hpcrl.data.score_file import RowScores, read_scores, write_scores
 from hpcrl.errors import DataError
+from hpcrl.observe.metrics import merged
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.http_server import BadRequest
 from hpcrl.types import Batch, GroupMeta, Work
@@ -116,6 +117,24 @@ def test_a_silent_scorer_loses_its_groups(monkeypatch: pytest.MonkeyPatch) -> No
     now[0] = SILENCE_S + 1
     assert queue.expire() == ["scorer-0"]
     assert ids(queue.claim("scorer-1", 9, [])) == ["g00000001"]
+
+
+def test_what_a_scorer_has_that_leaves_goes_to_others(run: Run) -> None:
+    controller = service(run, 1, TEACHERS)
+    controller.start(0)
+    made = generate(run, controller, 0)
+    for scorer in ("scorer-0", "scorer-1"):
+        controller.scores.registry.seen(scorer, 0, "scoring")
+    assert ids(controller.scores.claim("scorer-0", 99, [])) == made
+    assert controller.scores.claim("scorer-0", 0, made) == [], "it only says that it is there, and what it has"
+    assert controller.status()["scorers"] == {"scorer-0": {"groups": 2}, "scorer-1": {"groups": 0}}
+    assert controller.leave("scorer-0") == 2
+    assert controller.leave("scorer-0") == 0
+    assert controller.status()["scorers"] == {"scorer-1": {"groups": 0}}
+    assert score(run, controller, "scorer-1", "teacher-1") == made
+    assert controller.batch(1) is not None
+    told = merged(run)[1]
+    assert (told["scorers/ready"], told["scorers/total"], told["scorers/groups_taken_back"]) == (1, 2, 2)
 
 
 @pytest.mark.parametrize("models", [TEACHERS, BOTH, [*BOTH, "teacher-1"]])

@@ -258,6 +258,18 @@ class EngineClient(Engine):
     async def close(self) -> None:
         await self._http.aclose()
 
+    async def prompt_logprobs(self, token_ids: Sequence[int], top_k: int) -> list[dict[str, Any] | None]:
+        """Return for each token its log-probability after those before it, and those of the `top_k` most probable tokens in its place: token id
+        as a text -> {logprob, rank}, at temperature 1 and over the whole vocabulary; None for the first token.
+
+        Raises:
+            EngineError: the engine refused the request or failed.
+        """
+        params = {"prompt_logprobs": top_k, "max_tokens": 1, "detokenize": False}
+        request = {"request_id": uuid.uuid4().hex, "token_ids": list(token_ids), "sampling_params": params}
+        answer = await self._call("POST", "/inference/v1/generate", json=request)
+        return answer["prompt_logprobs"]
+
     async def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         self._waiting[path] += 1
         try:

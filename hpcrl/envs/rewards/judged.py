@@ -1,0 +1,70 @@
+"""The reward of samples that a reward model scores when their group is finished: as a scorer, beside the rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from hpcrl.config.sections.environment import REWARD_MODEL, EnvironmentConfig
+from hpcrl.envs.base import Turn
+from hpcrl.envs.rewards.response import Response
+from hpcrl.types import GroupMeta
+
+
+def rewarded_later(_response: Response) -> Turn:
+    """Reward a response with nothing, and end its sample: the reward model says later what it is worth."""
+    return Turn([], 0.0, done=True)
+
+
+@dataclass(frozen=True)
+class JudgedRewards:
+    """What scores are worth.
+
+    Attributes:
+        weight, clip_min, clip_max: of `environment.reward_model`.
+        stopped_only: `generator.zero_reward_on_non_stop`.
+    """
+
+    weight: float
+    clip_min: float
+    clip_max: float
+    stopped_only: bool = False
+
+    @classmethod
+    def of(cls, environment: EnvironmentConfig, *, stopped_only: bool) -> JudgedRewards:
+        own = environment.reward_model
+        return cls(own.weight, own.clip_min, own.clip_max, stopped_only)
+
+    def complete(self, group: GroupMeta, scores: Sequence[float | None]) -> GroupMeta:
+        """Return a finished group with complete rewards.
+
+        A sample whose environment failed, or at which the reward model did, counts as the mean of the others, so that it moves no baseline.
+
+        Args:
+            scores: of each sample, by the reward model; None: it failed at the sample.
+        """
+        worth = [0.0 if one is None else self.weight * min(max(one, self.clip_min), self.clip_max) for one in scores]
+        failed = [reason == "failed" for reason in group.stop_reasons]
+        counted = [
+            reward + (0.0 if self.stopped_only and reason != "stop" else value)
+            for reward, value, reason in zip(group.rewards, worth, group.stop_reasons, strict=True)
+        ]
+        left_out = [one or score is None for one, score in zip(failed, scores, strict=True)]
+        others = [reward for reward, out in zip(counted, left_out, strict=True) if not out]
+        mean = fmean(others) if others else 0.0
+        rewards = [mean if out else reward for reward, out in zip(counted, left_out, strict=True)]
+        metrics = group.env_metrics or [{} for _ in scores]
+        return replace(
+            group,
+            rewards=rewards,
+            raw_rewards=[raw + value for raw, value in zip(group.raw_rewards or group.rewards, worth, strict=True)],
+            env_metrics=[
+                own if score is None else {**own, REWARD_MODEL: score}
+                for own, score in zip(metrics, scores, strict=True)
+            ],
+            model_rewards=[
+                None if score is None and not one else reward - before
+                for score, one, reward, before in zip(scores, failed, rewards, group.rewards, strict=True)
+            ],
+        )

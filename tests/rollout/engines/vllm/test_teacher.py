@@ -1,0 +1,97 @@
+"""A teacher that is a vLLM engine says what one of FSDP2 says of the same samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcrl.config import Config
+from hpcrl.config.scorers import scorer_sets
+from hpcrl.errors import EngineError
+from hpcrl.launch.nodes import make_plan
+from hpcrl.rollout.engines.vllm.server import Server
+from hpcrl.rollout.engines.vllm.teacher import EngineTeacher, row_scores, teacher_options
+from hpcrl.rundir.commit import write_text
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.scoring.model import ScoringModel
+from hpcrl.types import Sample
+from tests.paths import QUICKSTART
+from tests.trainer.material import make_batch, make_run
+
+SECTION = "trainer.distillation"
+OFF = "trainer.algorithm.use_kl_loss=false"
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_an_engine_says_what_fsdp2_says(
+    top_k: int, server: Server, models: list[Path], tmp_path: Path, alone: World
+) -> None:
+    run = make_run(tmp_path / "run")
+    settings = [OFF, f"{SECTION}.enable=true", f"{SECTION}.model_path={models[0]}", f"{SECTION}.top_k={top_k}"]
+    fp32 = f"{SECTION}.fsdp_config.mixed_precision.param_dtype=fp32"
+    config = Config.from_toml([QUICKSTART], [*settings, fp32])
+    write_text(run.config, config.to_toml())
+    batch = make_batch(run, 1, groups=3, size=3)
+    expected = ScoringModel(run, config, scorer_sets(config)[0], alone).scores(batch.groups, lambda: None)
+    beats = list[int]()
+    found = EngineTeacher(run, server, top_k).scores(batch.groups, lambda: beats.append(1))
+    assert len(beats) == 9
+    assert found.keys() == expected.keys()
+    for name, rows in expected.items():
+        for own, theirs in zip(found[name], rows, strict=True):
+            trained = np.append(theirs.logprobs[:-1] != 0, False)
+            assert trained.sum() > 1
+            np.testing.assert_allclose(own.logprobs, np.where(trained, theirs.logprobs, 0), atol=1e-4)
+            if top_k:
+                assert own.top_ids is not None
+                assert theirs.top_ids is not None
+                assert own.top_ids[trained].tolist() == theirs.top_ids[trained].tolist()
+                np.testing.assert_allclose(own.top_logprobs[trained], theirs.top_logprobs[trained], atol=1e-4)
+            else:
+                assert own.top_ids is None
+
+
+def test_a_row_that_the_engine_refuses_is_an_error(server: Server, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (group,) = make_batch(run, 1, groups=1, size=1).groups
+    teacher = EngineTeacher(run, server, 100_000)
+    with pytest.raises(EngineError, match="refused /inference/v1/generate"):
+        teacher.scores([group], lambda: None)
+
+
+def test_a_row_without_a_finite_number_has_failed() -> None:
+    row = Sample(
+        token_ids=np.array([5, 6, 7]), loss_mask=np.array([0, 1, 1], np.float32), rollout_logprobs=np.zeros(3, np.float32),
+        versions=np.zeros(3, np.int32), rewards=np.zeros(3, np.float32), stop_reason="stop",
+    )  # fmt: skip
+    said = [
+        None,
+        {"6": {"logprob": -1.0, "rank": 1}},
+        {"7": {"logprob": -9999.0, "rank": 18}, "2": {"logprob": 0.0, "rank": 1}},
+    ]
+    assert np.isnan(row_scores(row, said, 0).logprobs).all()
+    found = row_scores(replace(row, loss_mask=np.array([0, 1, 0], np.float32)), said, 1)
+    assert found.logprobs.tolist() == [-1.0, 0.0, 0.0], "what is not trained is not looked at"
+    assert found.top_ids is not None
+    assert found.top_ids.tolist() == [[6], [-1], [-1]]
+
+
+def test_an_engine_is_one_process_on_its_devices(tmp_path: Path) -> None:
+    settings = [
+        *(OFF, f"{SECTION}.enable=true", f"{SECTION}.model_path=t", f"{SECTION}.backend=vllm"),
+        *(f"{SECTION}.engine.tensor_parallel_size=2", "slurm.gpus_per_node=4"),
+    ]
+    config = Config.from_toml([QUICKSTART], settings)
+    (node,) = (node for node in make_plan(config) if node.role == "scorer")
+    assert (node.scorer_ranks, node.gpus, node.torchrun) == (2, 2, False)
+    (scorers,) = scorer_sets(config)
+    options = teacher_options(make_run(tmp_path / "run"), config, scorers, config.trainer.distillation.engine)
+    assert (options.model.path, options.engine.tensor_parallel_size, options.on_cpu) == ("t", 2, False)
+    fsdp = [*settings[:3], f"{SECTION}.placement.fsdp_size=2", settings[-1]]
+    ranks = Config.from_toml([QUICKSTART], fsdp)
+    assert [node.torchrun for node in make_plan(ranks) if node.role == "scorer"] == [True]
+    names = {scorer_sets(Config.from_toml([QUICKSTART], [*settings, f"{SECTION}.engine.model_dtype={dtype}"]))[0].name for dtype in ("float32", "bfloat16")}  # fmt: skip
+    assert len({*names, scorer_sets(ranks)[0].name}) == 3, "scores of one number type are not those of another"

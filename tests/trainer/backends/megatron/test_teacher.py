@@ -1,0 +1,132 @@
+"""A teacher whose ranks share layers, matrices, tokens or experts says what one of FSDP2 on one rank says of the same samples."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+pytest.importorskip("megatron.core")
+
+from hpcrl.config import Config
+from hpcrl.config.scorers import scorer_sets, teacher_layout, teacher_ranks
+from hpcrl.data.batch_file import write_batch
+from hpcrl.data.score_file import RowScores
+from hpcrl.launch.submit.models import check_layouts
+from hpcrl.rundir.commit import write_text
+from hpcrl.rundir.layout import Run
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.scoring.model import ScoringModel
+from hpcrl.types import Batch
+from tests.paths import QUICKSTART
+from tests.trainer.backends.megatron.material import EXPERTS, SHARED
+from tests.trainer.material import QUICKSTART as POLICY
+from tests.trainer.material import make_batch, make_run
+from tests.trainer.ranks import Ranks
+
+SECTION = "trainer.distillation"
+FP32 = f"{SECTION}.fsdp_config.mixed_precision.param_dtype=fp32"
+MEGATRON = f"{SECTION}.backend=megatron"
+OWN = {"vocab_size": 18, "head_dim": 16}
+TEACHERS = {"dense": Qwen3Config(**SHARED | OWN), "experts": Qwen3MoeConfig(**SHARED | OWN | EXPERTS)}
+rarely = pytest.mark.faults_slow
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teachers")
+    for name, config in TEACHERS.items():
+        torch.manual_seed(5)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(POLICY / file, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"), 4)
+    yield ranks
+    ranks.close()
+
+
+def configured(run: Run, teacher: Path, *settings: str) -> tuple[Config, Batch]:
+    """Let a run have this teacher and one batch."""
+    own = ["trainer.algorithm.use_kl_loss=false", f"{SECTION}.enable=true", f"{SECTION}.model_path={teacher}", FP32]
+    config = Config.from_toml([QUICKSTART], [*own, f"{SECTION}.micro_batch_size_per_gpu=4", *settings])
+    write_text(run.config, config.to_toml())
+    batch = make_batch(run, 1, groups=4, size=3, masked=True)
+    write_batch(run, batch, "")
+    return config, batch
+
+
+def sizes(**of: int) -> list[str]:
+    return [MEGATRON, *(f"{SECTION}.placement.{name}_parallel_size={size}" for name, size in of.items())]
+
+
+@pytest.mark.parametrize(
+    ("teacher", "layout"),
+    [
+        ("dense", {"tensor": 2, "pipeline": 2}),
+        ("experts", {"expert": 4}),
+        pytest.param("dense", {"sequence": 2, "pipeline": 2}, marks=rarely),
+        pytest.param("experts", {"tensor": 2, "expert": 4}, marks=rarely),
+        pytest.param("experts", {"pipeline": 2, "expert": 2}, marks=rarely),
+    ],
+)
+def test_however_ranks_share_it_a_teacher_says_the_same(
+    teacher: str, layout: dict[str, int], teachers: Path, tmp_path: Path, alone: World, four: Ranks
+) -> None:
+    run = make_run(tmp_path / "run")
+    config, batch = configured(run, teachers / teacher)
+    expected = ScoringModel(run, config, scorer_sets(config)[0], alone).scores(batch.groups, lambda: None)
+    config, _ = configured(run, teachers / teacher, *sizes(**layout))
+    assert teacher_ranks(config.trainer.distillation) == 4
+    assert not list(check_layouts(config))
+    scores = ("scoring.scenarios:scores", {"run": str(run.path), "out": str(tmp_path)})
+    four.play([scores, ("backends.megatron.leave:leave", {})])
+    parts: list[dict[str, torch.Tensor]] = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(4)]
+    assert sum(map(len, parts)) == 12, "one of the ranks that share a sample has its scores"
+    found = {name: value for part in parts for name, value in part.items()}
+    for name, rows in expected.items():
+        for at, row in enumerate(rows):
+            assert isinstance(row, RowScores)
+            assert abs(row.logprobs).sum() > 1
+            torch.testing.assert_close(found[f"{name}.{at}"], torch.from_numpy(row.logprobs), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("of", "ranks", "expert_tensor"),
+    [
+        ({"tensor": 2, "pipeline": 4, "sequence": 2}, 16, None),
+        ({"tensor": 4, "expert": 8}, 8, 1),
+        ({"tensor": 4, "expert": 2, "pipeline": 2}, 8, 1),
+        ({"expert": 8}, 8, 1),
+    ],
+)
+def test_a_copy_has_the_ranks_that_its_sizes_need(
+    of: dict[str, int], ranks: int, expert_tensor: int | None, teachers: Path, tmp_path: Path
+) -> None:
+    config, _ = configured(make_run(tmp_path / "run"), teachers / "dense", *sizes(**of))
+    distillation = config.trainer.distillation
+    assert teacher_ranks(distillation) == ranks
+    assert teacher_layout(distillation).expert_tensor_parallel_size == expert_tensor
+
+
+@pytest.mark.parametrize(
+    ("teacher", "of", "path"),
+    [("dense", {"tensor": 8}, "tensor"), ("dense", {"pipeline": 3}, "pipeline"), ("dense", {"expert": 2}, "expert")],
+)
+def test_what_does_not_fit_the_teacher_is_refused_when_it_is_submitted(
+    teacher: str, of: dict[str, Any], path: str, teachers: Path, tmp_path: Path
+) -> None:
+    config, _ = configured(make_run(tmp_path / "run"), teachers / teacher, *sizes(**of))
+    (problem, *_) = check_layouts(config)
+    assert problem.path == f"{SECTION}.placement.{path}_parallel_size"
+    assert "teacher" in problem.message
