@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from hpcrl.config.errors import Problem, raise_together, shown, unknown
@@ -134,6 +134,8 @@ def _coerce(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]
         return value, []
     if float in kinds and _is_one(value, int):
         return float(value), []
+    if isinstance(value, Mapping) and isinstance(kinds[0], type) and is_dataclass(kinds[0]):
+        return _entry(value, kinds[0], path)
     inside: list[Problem] = []
     for kind in kinds:
         if isinstance(value, list | tuple) and get_origin(kind) is list:
@@ -153,6 +155,12 @@ def _coerce(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]
     quoted = f'"{json.dumps(value)}"' if str in kinds and isinstance(value, int | float) else ""
     hint = f"; quote it: {quoted}, on a command line '{quoted}'" if quoted else ""
     return None, inside or [Problem(path, f"expected {expected}, found {shown(value)}{hint}")]
+
+
+def _entry(value: Mapping[str, Any], kind: type, path: str) -> tuple[Any, list[Problem]]:
+    """Return a section whose name is the user's, and what is wrong with it."""
+    reader = _Reader(settings(kind), lambda _: None)
+    return reader.section(kind, value, path + "."), reader.problems
 
 
 def _is_one(value: Any, kind: Any) -> bool:

@@ -30,6 +30,7 @@
   timeline/<attempt>/<process>.jsonl   what each process did when, and .old.jsonl what it did before (hpcrl/observe/timeline.py)
   profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks
   tensorboard/<run>/               derived from metrics; can be rebuilt
+  alerts.jsonl                     what the run told about itself (hpcrl/rundir/alerts.py)
   trackers/<name>.json             what a tracker has been told; <name>/ its own files
   control/                         stop, stacks: requests to the agents
 
@@ -202,6 +203,10 @@ class Run:
     def events(self) -> Path:
         """What TensorBoard reads; it calls a run as the folder of its events."""
         return self.tensorboard / self.name
+
+    @property
+    def alerts(self) -> Path:
+        return self.path / "alerts.jsonl"
 
     def tracker(self, name: str) -> Path:
         """What a tracker has been told; a folder of the same name without suffix has its own files."""

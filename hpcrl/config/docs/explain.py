@@ -83,7 +83,8 @@ def _setting(setting: Setting) -> str:
     lines = [setting.path, *_filled(setting.meaning, "  "), ""]
     for name, fact in facts.items():
         lines += _filled(fact, f"  {name:10} ")
-    return "\n".join(lines) + "\n"
+    held = f"\n{_section(setting.entry, '').partition(chr(10))[2].lstrip()}" if setting.entry else ""
+    return "\n".join(lines) + "\n" + held
 
 
 def _section(section: type, path: str) -> str:

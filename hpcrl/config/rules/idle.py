@@ -301,6 +301,11 @@ _OTHERS = (
         "trainer.distillation.enable, or a reference on nodes of its own (trainer.placement.colocate_policy_ref=false)",
         lambda config: config.trainer.distillation.enable or has_own_reference(config.trainer),
     ),
+    Switch(
+        ("trainer.alerts.command", "trainer.alerts.webhook", "trainer.alerts.webhook_file"),
+        "trainer.alerts.rules",
+        lambda config: bool(config.trainer.alerts.rules),
+    ),
     Switch(("data.shuffle_seed",), "data.shuffle=true", lambda config: config.data.shuffle),
     Switch(("data.prefetch_factor",), "data.num_workers", lambda config: config.data.num_workers > 0),
     Switch(("environment.overlong_reward",), "overlong in environment.reward_function", _penalizes_length),
