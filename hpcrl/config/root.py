@@ -185,6 +185,8 @@ def _changed(value: Any) -> Any:
     """Return a value as TOML holds it; of sections in it, whose names are the user's, what does not have its default."""
     if isinstance(value, dict):
         return {key: _changed(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_changed(item) for item in value]
     if not is_dataclass(value):
         return value
     return {setting.path: item for setting, item in values(value) if not setting.is_default(item)}

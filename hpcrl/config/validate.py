@@ -124,8 +124,17 @@ def _missing(setting: Setting) -> Problem:
 
 def coerce(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]:
     """Return a value of the annotated type that equals the given one, and what is wrong with it."""
+    if any(map(is_dataclass, (held for kind in alternatives(annotation) for held in get_args(kind)))):
+        value = _without_unset(value)
     unfit = list(_not_toml(value, path))
     return (None, unfit) if unfit else _coerce(value, annotation, path)
+
+
+def _without_unset(value: Any) -> Any:
+    """Return tables and lists of sections without what is None in them."""
+    if isinstance(value, Mapping):
+        return {name: _without_unset(item) for name, item in value.items() if item is not None}
+    return list(map(_without_unset, value)) if isinstance(value, list | tuple) else value
 
 
 def _coerce(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]:

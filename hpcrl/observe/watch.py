@@ -106,8 +106,9 @@ class Watch:
 
     def _row(self, status: ProcessStatus) -> ProcessRow:
         notes = []
-        if "version" in status.facts and status.process != "controller":
-            notes.append(f"version {status.facts['version']}")
+        version = status.facts.get("version")
+        if version is not None and f"v{version}" not in status.state and status.process != "controller":
+            notes.append(f"version {version}")
         lasting = self._lasting(status)
         if status.state in _SLOW and lasting >= _LASTING_S:
             notes.append(f"for {duration(lasting)}")

@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from rich.console import Console, Group
@@ -31,6 +30,7 @@ from hpcrl.runtime.process_status import read_process_statuses
 from hpcrl.text import one_line
 
 _LAST_LOOK_S = 5.0
+_WIDE = 300  # columns, where nothing says how many there are
 
 
 def follow(runs: Sequence[Run], console: Console | None = None) -> None:
@@ -47,15 +47,17 @@ def follow(runs: Sequence[Run], console: Console | None = None) -> None:
         _draw(looks, console)
     else:
         _print(looks, console)
+    views = looks.last()
     if len(runs) == 1:
         show_summary(runs[0], console)
     else:
-        console.print(*several_runs(looks.last(), console.width, len(runs)), sep="\n")
+        width = console.width if draws(console) else _WIDE
+        console.print(*several_runs(views, width, len(runs)), sep="\n", soft_wrap=True)
 
 
 def draws(console: Console) -> bool:
     """Return whether a screen can be drawn, and is wanted."""
-    return console.is_terminal and not console.is_dumb_terminal and "NO_COLOR" not in os.environ
+    return console.is_terminal and not console.is_dumb_terminal and not os.environ.get("NO_COLOR")
 
 
 def look_once(run: Run, watch: Watch) -> RunView:
@@ -67,9 +69,12 @@ def look_once(run: Run, watch: Watch) -> RunView:
     """
     attempts = read_attempts(run)
     number = attempts[-1].number if attempts else 0
-    statuses = read_process_statuses(run, number)
-    progress = progress_of(run, statuses, ended=outcome_of(run, number) is not None)
-    return RunView(run, None, progress, headline(run), watch.look(), read_alerts(run))
+    try:
+        statuses = read_process_statuses(run, number)
+        progress = progress_of(run, statuses, ended=outcome_of(run, number) is not None)
+        return RunView(run, None, progress, headline(run), watch.look(), read_alerts(run))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # numbers that are texts, and the like
+        raise RunError(f"a file in {run.path} is damaged ({type(error).__name__}: {error})") from error
 
 
 class Looks:
@@ -128,14 +133,14 @@ class Looks:
         return self.views()
 
     def _ask(self) -> None:
-        with suppress(OSError):  # the age of what is known tells it
-            try:
-                self._poller.over()
-            except HpcrlError as error:
-                self._failure = error
-                return
+        try:
+            self._poller.over()
             self._states = dict(zip(self._runs, self._poller.states(), strict=True))
             self._asked = time.monotonic()
+        except HpcrlError as error:
+            self._failure = error
+        except OSError:  # the age of what is known tells it
+            return
 
     def _look(self) -> None:
         for run in self._runs:

@@ -39,13 +39,13 @@ class Alerts:
         self._clock = SuspendAwareClock(_LONGEST_PAUSE_S)
         self._step, self._progressed = 0, self._clock.now()
         self._newest = {alert.name: alert for alert in read_alerts(run)}
-        for alert in self._newest.values():
-            if alert.raised and not alert.told:  # an earlier attempt was killed before that
-                self._tell(alert)
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
-        """Judge from the first step on."""
+    def begin(self) -> None:
+        """Judge from the first step on, and tell what has been raised and was not told, because of a kill or of the filesystem."""
+        for alert in self._newest.values():
+            if alert.raised and not alert.told:
+                self._tell(alert)
         self._reader, self._names = MetricsReader(self._run), set[str]()
         self._judged = {name: Judge(rule) for name, rule in self._config.rules.items() if metric_of(rule)}
         self._seen, self._checked = dict[str, int](), set[str]()
@@ -58,7 +58,7 @@ class Alerts:
         """
         records, outdated = self._reader.poll()
         if outdated:
-            self._begin()
+            self.begin()
             records, _ = self._reader.poll()
         self._look_for_names()
         ordered = list(last_reports(records))
@@ -174,13 +174,17 @@ def watcher(run: Run, attempt: int, config: AlertsConfig) -> dict[str, list[str]
 def main(path: str, attempt: int, again: Callable[[], bool]) -> None:
     """Look until `again` says that there is nothing to come; a filesystem that fails is asked again."""
     run = Run.open(path)
-    alerts, goes_on = Alerts(run, attempt, Config.from_toml([run.config]).trainer.alerts), True
+    alerts, goes_on, anew = Alerts(run, attempt, Config.from_toml([run.config]).trainer.alerts), True, False
     while goes_on:
         goes_on = again()
         try:
+            if anew:  # what was read when it failed is lost
+                alerts.begin()
             alerts.look()
+            anew = False
         except OSError as error:
             print(f"waiting for the filesystem: {error}", flush=True)
+            anew = True
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 from hpcrl.config import Config
 from hpcrl.errors import CommitError
 from hpcrl.observe.alerts import tell
-from hpcrl.observe.alerts.watch import Alerts, watcher
+from hpcrl.observe.alerts.watch import Alerts, main, watcher
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.side_processes import SideProcesses
 from hpcrl.rundir.alerts import AlertEvent, append_event, read_alerts
@@ -25,7 +25,7 @@ from hpcrl.rundir.ledger import open_attempt
 from hpcrl.runtime.signals import stop_asked, stop_cause
 from tests.paths import QUICKSTART, ROOT
 
-ENTROPY, REWARD, STEP = "policy/policy_entropy", "reward/avg_raw_reward", "timing/step"
+ENTROPY, STEP = "policy/policy_entropy", "timing/step"
 LOW = "trainer.alerts.rules.low={kind='entropy_below', value=0.5, steps=2}"
 
 
@@ -137,6 +137,22 @@ def test_no_progress(run: Run) -> None:
     train(run, 2, 2, 1.0)
     second.look()
     assert told(run) == [f"{said}; over at step 3"]
+
+
+def test_a_filesystem_that_fails_loses_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    train(run, 1, 0, 0.1, 0.1)
+    unreadable = run.metrics_of("zz")
+    unreadable.mkdir()  # read after the metrics of the trainer
+    goes_on = iter([True, False])
+
+    def again() -> bool:
+        if (more := next(goes_on)) is False:
+            unreadable.rmdir()
+        return more
+
+    main(str(run.path), 1, again)
+    assert "waiting for the filesystem: " in capsys.readouterr().out
+    assert told(run) == [f"low at step 2: {FOUND}"]
 
 
 def program(path: Path, text: str) -> str:
