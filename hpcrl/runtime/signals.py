@@ -123,7 +123,7 @@ def ask_to_stop(run: Run, attempt: int, reason: Reason, cause: str = "") -> None
     Args:
         cause: what is behind it, for the outcome; empty: a person, or Slurm.
     """
-    write_json(run.stop, {"attempt": attempt, "reason": reason, "cause": cause})
+    write_json(run.stop, {"attempt": attempt, "reason": reason, **({"cause": cause} if cause else {})})
 
 
 def stop_asked(run: Run, attempt: int) -> Reason | None:

@@ -12,7 +12,7 @@ from hpcrl.cli._common import short_name
 from hpcrl.cli.main import main
 from hpcrl.launch.manage.registry import all_runs
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.rundir.alerts import AlertEvent, append_event
+from hpcrl.rundir.alerts import AlertEvent, Event, append_event
 from hpcrl.rundir.commit import begin, finish, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
@@ -152,8 +152,14 @@ def test_status_tells_what_was_learned(root: Path, capsys: pytest.CaptureFixture
 def test_alerts_mark_a_run(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those that last mark it in the list; the run itself, and its report, have all of them."""
     run = Run(root / "p" / "single")
-    for alert, event, step in (("kl", "raised", 3), ("kl", "told", 3), ("low", "raised", 4), ("low", "cleared", 6)):
-        append_event(run, AlertEvent(alert, event, step, 1, 1.0, f"{alert} is odd\x1b" * (event == "raised")))
+    events: list[tuple[str, Event, int]] = [
+        ("kl", "raised", 3),
+        ("kl", "told", 3),
+        ("low", "raised", 4),
+        ("low", "cleared", 6),
+    ]
+    for alert, event, step in events:
+        append_event(run, AlertEvent(alert, event, step, 1, 1.0, f"{alert} is odd\x1b"))
     marked = [line for line in said(capsys, "status", "--root", str(root)).splitlines() if "!" in line]
     assert len(marked) == 1
     assert marked[0].startswith("p/single ")

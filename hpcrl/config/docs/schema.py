@@ -62,7 +62,7 @@ def _kind(kind: Any, path: str) -> dict[str, Any]:
 
 
 def _plain(kind: Any) -> dict[str, Any]:
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         return _table(kind, "")
     return {} if kind is Any else {"type": _NAMES[kind]}
 

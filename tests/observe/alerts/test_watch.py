@@ -166,7 +166,8 @@ def test_a_command_gets_the_facts_and_no_shell(run: Run, tmp_path: Path, capfd: 
     configure(run, LOW, f"trainer.alerts.command={json.dumps([command, '$HOME; `id`'])}")
     train(run, 1, 0, 0.1, 0.1)
     alerts_of(run).look()
-    facts = dict(line.partition("=")[::2] for line in (run.path / "facts").read_text().splitlines())
+    lines = (run.path / "facts").read_text().splitlines()
+    facts = {name: value for name, _, value in (line.partition("=") for line in lines)}
     assert facts["HPCRL_ALERT_TEXT"] == f"project/run: low at step 2: {FOUND}"
     assert (facts["HPCRL_ALERT_NAME"], facts["HPCRL_ALERT_KIND"]) == ("low", "entropy_below")
     assert (facts["HPCRL_ALERT_STEP"], facts["HPCRL_ALERT_PATH"]) == ("2", str(run.path))
@@ -202,7 +203,7 @@ def webhook() -> Iterator[tuple[str, list[Any], list[int]]]:
             self.send_response(statuses.pop(0) if statuses else 200)
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *_: object) -> None:
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
