@@ -40,8 +40,10 @@ def _status(arguments: argparse.Namespace) -> int:
 
     root = arguments.root or default_root()
     named = dict.fromkeys(run for name in arguments.runs for run in find_runs(name, root))
+    if arguments.follow and named:
+        return follow(list(named))
     states = known_states(list(named) or all_runs(root), listed=not arguments.json and len(named) != 1)
-    if arguments.follow and (going_on := [state.run for state in states if named or not state.over]):
+    if arguments.follow and (going_on := [state.run for state in states if not state.over]):
         return follow(going_on)
     if arguments.json:
         print(dumps([_as_json(state) for state in states], indent=2))

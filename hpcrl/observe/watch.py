@@ -128,9 +128,10 @@ class Watch:
         return time.monotonic() - since
 
     def _silence(self, status: ProcessStatus) -> float:
-        """Return for how long a process status has not been renewed, by the clock of this machine alone."""
+        """Return for how long a process status has not been renewed: at the first look by its writer's clock, then by this machine's alone."""
         now = time.monotonic()
-        renewed, since = self._heard.get(status.process, (None, now))
+        first = status.renewed, now - max(0.0, time.time() - status.renewed)
+        renewed, since = self._heard.get(status.process, first)
         if renewed != status.renewed:
             since = now
         self._heard[status.process] = (status.renewed, since)
