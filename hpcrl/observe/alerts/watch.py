@@ -46,8 +46,9 @@ class Alerts:
         for alert in self._newest.values():
             if alert.raised and not alert.told:
                 self._tell(alert)
-        self._reader, self._names = MetricsReader(self._run), set[str]()
-        self._judged = {name: Judge(rule) for name, rule in self._config.rules.items() if metric_of(rule)}
+        metrics = {name: metric for name, rule in self._config.rules.items() if (metric := metric_of(rule))}
+        self._metrics, self._judges = metrics, {name: Judge(self._config.rules[name]) for name in metrics}
+        self._reader, self._reported = MetricsReader(self._run, *_PROGRESS, *metrics.values()), set[str]()
         self._seen, self._checked = dict[str, int](), set[str]()
 
     def look(self) -> None:
@@ -64,12 +65,11 @@ class Alerts:
         ordered = list(last_reports(records))
         self._look_at_progress(ordered)
         for record in ordered:
-            self._names |= record.metrics.keys()
-            for name, judge in self._judged.items():
-                metric = metric_of(self._config.rules[name])
+            self._reported |= record.metrics.keys()
+            for name, metric in self._metrics.items():
                 if metric in record.metrics and record.step > self._seen.get(name, -1):
                     self._seen[name] = record.step
-                    self._judge(name, record.step, judge.take(record.metrics[metric]))
+                    self._judge(name, record.step, self._judges[name].take(record.metrics[metric]))
 
     def _judge(self, name: str, step: int, found: str) -> None:
         newest = self._newest.get(name)
@@ -109,14 +109,14 @@ class Alerts:
 
     def _look_for_names(self) -> None:
         """Say which rules wait for a metric that nobody reports, once all that belongs to a first step, or evaluation, was read."""
-        for name in self._judged.keys() - self._checked:
-            metric = metric_of(self._config.rules[name]) or ""
+        for name, metric in self._metrics.items():
             awaited = (EVAL_SCORE, EVAL_LOSS) if metric.startswith("eval/") else (STEP_SECONDS,)
-            if self._names.isdisjoint(awaited):
+            if name in self._checked or self._reported.isdisjoint(awaited):
                 continue
             self._checked.add(name)
-            if metric not in self._names and name not in self._newest:
-                text = f"step {self._step} reported no metric {metric}{did_you_mean(metric, self._names, 3)}"
+            if metric not in self._reported and name not in self._newest:
+                known = {other for record in MetricsReader(self._run).poll()[0] for other in record.metrics}
+                text = f"step {self._step} reported no metric {metric}{did_you_mean(metric, known, 3)}"
                 self._write(name, "missing", self._step, text)
 
     def _raise(self, name: str, step: int, text: str) -> None:
