@@ -2,7 +2,7 @@
 
 consumes   the datasets (where their rows are trained: once, into dataset/), batches/, samples/ and evals/ of earlier attempts, control/stop.json
 waits for  requests of the trainer and of the rollout workers (hpcrl/runtime/controller_client.py)
-produces   batches/s<step>.json, metrics/controller.jsonl, timeline/, evals/*/summary.json, tensorboard/, what trackers get
+produces   batches/s<step>.json, metrics/controller.jsonl, timeline/, evals/*/summary.json, tensorboard/, alerts.jsonl, what trackers get
 ends       when the last step is trained and evaluated and every worker knows; under a stop request its agent ends it
 """
 
@@ -41,9 +41,11 @@ from hpcrl.data.token_cache import TokenCache
 from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, training_rows
 from hpcrl.envs.rewards.judged import JudgedRewards
 from hpcrl.errors import HpcrlError
+from hpcrl.observe.alerts.watch import watcher
+from hpcrl.observe.side_processes import SideProcesses
 from hpcrl.observe.tensorboard.follower import Follower
 from hpcrl.observe.timeline import Timeline
-from hpcrl.observe.trackers.processes import Trackers, trackers_of
+from hpcrl.observe.trackers.base import senders, trackers_of
 from hpcrl.rundir.layout import Run, token_cache
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -69,10 +71,13 @@ def main(path: str) -> None:
     sets = scorer_sets(config)
     models = [each.name for each in sets for _ in range(each.replicas)]
     scores = ScoreQueue(models, partial(judges_of, sets), judged_rewards(config), list(needed_scorers(config)))
-    trackers = Trackers(run, attempt, trackers_of(config.trainer.logger))
+    beside = {
+        **senders(run, trackers_of(config.trainer.logger)),
+        **watcher(run, attempt, config.trainer.alerts),
+    }
     service = Service(run, attempt, schedule(config, steps), train, validation, rows, scores)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
-    with trackers, closing(Timeline(run, "controller", attempt)) as timeline:
+    with SideProcesses(run, attempt, beside), closing(Timeline(run, "controller", attempt)) as timeline:
         asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds, timeline)))
 
 

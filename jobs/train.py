@@ -126,7 +126,7 @@ def train(
         if not start.updates and (losses := learner.validate(step, total, timer)):
             controller.measured(step, losses | describe_times(timer.between()))
         while (batch := controller.next(step, timer)) is not None:
-            controller.report(f"step {batch.step}/{total}", step=batch.step, total=total, **timer.pace())
+            controller.report(f"step {batch.step}/{total}", step=batch.step, total=total)
             metrics = learner.train(batch, timer)
             step = batch.step
             weights = publishes(trainer, step, total)

@@ -65,10 +65,14 @@ def test_paths_and_modules_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_settings_exist(page: Path) -> None:
     known = {setting.path for setting in settings(Config)}
+    entries = {setting.path: setting.entry for setting in settings(Config) if setting.entry}
     for text in code(page):
         for path in re.findall(rf"(?<![\w/.\-])(?:{_SECTIONS})(?:\.\w+)+(?![\w/*])", text):
             parts = path.split(".")
-            assert any(".".join(parts[:count]) in known for count in (len(parts), len(parts) - 1)), path
+            entry = entries.get(".".join(parts[:-2]))
+            held = {setting.name for setting in settings(entry)} if entry else ()
+            named = any(".".join(parts[:count]) in known for count in (len(parts), len(parts) - 1))
+            assert named or parts[-1] in held, path
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)

@@ -114,14 +114,12 @@ def short_name(run: Run) -> str:
 
 
 def follow(runs: list[Run]) -> int:
-    """Show the first run until all are over; return 1 if one of them failed."""
-    from hpcrl.launch.manage.poll import RunPoller
-    from hpcrl.launch.manage.registry import known_states, states_of
-    from hpcrl.observe import view
+    """Show runs until all are over; return 1 if one of them failed."""
+    from hpcrl.launch.manage import follow
+    from hpcrl.launch.manage.registry import states_of
 
     try:
-        for run in runs:
-            view.follow(run, RunPoller(run, known_states).over)
+        follow.follow(runs)
     except KeyboardInterrupt:
         name = short_name(runs[0])
         print(f"\nThe run goes on. hpcrl follow {name} shows it again, hpcrl cancel {name} ends it.")

@@ -27,7 +27,7 @@ def _logs(arguments: argparse.Namespace) -> int:
         raise RunError("--follow shows all attempts; leave out --attempt, or --follow")
     if arguments.follow:
         try:
-            logs.follow(run, arguments.role, RunPoller(run, known_states).over)
+            logs.follow(run, arguments.role, RunPoller([run], known_states).over)
         except KeyboardInterrupt:
             return 0
     else:

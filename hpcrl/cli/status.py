@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpcrl.cli._common import RUNS, add_root
+from hpcrl.cli._common import RUNS, add_root, follow
 from hpcrl.text import one_line
 
 if TYPE_CHECKING:
+    from hpcrl.launch.manage.screen import RunView
     from hpcrl.launch.manage.state import RunState
     from hpcrl.observe.summary import Headline
+    from hpcrl.rundir.alerts import Alert
     from hpcrl.rundir.layout import Run
 
 Achieved = TypeVar("Achieved", bound="Headline")
-_ACHIEVED = ("eval score", "reward", "steps", "time")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_root(parser)
     parser.add_argument("runs", nargs="*", metavar="RUN", help=f"{RUNS} (default: all runs)")
-    parser.add_argument("--json", action="store_true", help="a JSON list, one object per run")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="a JSON list, one object per run")
+    how.add_argument(
+        "--follow", action="store_true", help="show those that go on until they are over, as `hpcrl follow` does"
+    )
     parser.set_defaults(action=_status)
 
 
@@ -35,7 +40,11 @@ def _status(arguments: argparse.Namespace) -> int:
 
     root = arguments.root or default_root()
     named = dict.fromkeys(run for name in arguments.runs for run in find_runs(name, root))
+    if arguments.follow and named:
+        return follow(list(named))
     states = known_states(list(named) or all_runs(root), listed=not arguments.json and len(named) != 1)
+    if arguments.follow and (going_on := [state.run for state in states if not state.over]):
+        return follow(going_on)
     if arguments.json:
         print(dumps([_as_json(state) for state in states], indent=2))
     elif len(named) == 1:
@@ -51,7 +60,16 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _line(state: RunState, achieved: Headline | None) -> str:
     name, job = f"{state.run.project}/{state.run.name}", state.submission.get("job_id", "-")
-    return one_line(f"{name:40} {state.kind:12} job {job:10} {_detail(state, achieved)}")
+    alerts = [f" · ! {alert}" for alert in _alerts(state.run) if alert.cleared is None]
+    return one_line(f"{name:40} {state.kind:12} job {job:10} {_detail(state, achieved)}{''.join(alerts[-1:])}")
+
+
+def _alerts(run: Run) -> list[Alert]:
+    from hpcrl.rundir.alerts import read_alerts
+
+    with suppress(OSError):
+        return read_alerts(run)
+    return []
 
 
 def _achieved(state: RunState, read: Callable[[Run], Achieved]) -> Achieved | None:
@@ -71,33 +89,23 @@ def _detail(state: RunState, achieved: Headline | None) -> str:
 
 
 def _show(state: RunState) -> None:
-    for line in _lines(state):
-        print(one_line(line))
+    from hpcrl.launch.manage.screen import details
+
+    view = _view(state)
+    print(one_line(f"{state.run.name}: {state.kind}" + (f": {view.detail}" if view.detail else "")))
+    for label, text in details(view):
+        print(one_line(f"  {label:11} {text}"))
 
 
-def _lines(state: RunState) -> Iterator[str]:
-    from hpcrl.observe.summary import summarise
-    from hpcrl.observe.view import summary_rows
+def _view(state: RunState) -> RunView:
+    from hpcrl.errors import RunError
+    from hpcrl.launch.manage.follow import look_once
+    from hpcrl.launch.manage.screen import RunView
+    from hpcrl.observe.watch import Watch
 
-    progress, submission = state.progress, state.submission
-    summary = _achieved(state, summarise)
-    detail = _detail(state, summary) if state.kind == "done" else state.detail
-    yield f"{state.run.name}: {state.kind}" + (f": {detail}" if detail else "")
-    if state.advice:
-        yield f"  next        {state.advice}"
-    yield f"  directory   {state.run.path}"
-    found = ", found in the queue: its submission was cut short" if state.found else ""
-    yield f"  job         {submission.get('job_id', '-')} ({submission.get('executor', '-')}, {state.job.name.lower()}{found})"
-    yield f"  attempt     {state.attempt}"
-    yield f"  checkpoint  {progress.checkpoint or 'none'}"
-    if submission.get("overrides"):
-        yield f"  overrides   {' '.join(submission['overrides'])}"
-    for name, value in summary_rows(summary) if summary and summary.steps else ():
-        if name in _ACHIEVED:
-            yield f"  {name:11} {value}"
-    for status in state.statuses if not state.over else ():
-        age = max(0.0, time.time() - status.renewed)
-        yield f"  {status.process:11} {status.state} ({status.host}, {age:.0f} s ago)"
+    with suppress(RunError, OSError):  # the state names it
+        return replace(look_once(state.run, Watch(state.run)), state=state)
+    return RunView(state.run, state)
 
 
 def _as_json(state: RunState) -> dict[str, Any]:
@@ -121,5 +129,6 @@ def _as_json(state: RunState) -> dict[str, Any]:
         "outcome": asdict(state.outcome) if state.outcome else None,
         "progress": {**asdict(state.progress), "eta": state.progress.eta},
         "summary": {name: value for name, value in asdict(summary).items() if name != "outcome"} if summary else None,
+        "alerts": [{**asdict(alert.begin), "cleared": alert.cleared} for alert in _alerts(state.run)],
         "processes": [asdict(status) for status in state.statuses],
     }

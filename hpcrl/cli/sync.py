@@ -45,7 +45,7 @@ def _require_no_other(run: Run, name: str) -> None:
     from hpcrl.config import Config
     from hpcrl.errors import RunError
     from hpcrl.launch.manage.registry import states_of
-    from hpcrl.observe.trackers.processes import trackers_of
+    from hpcrl.observe.trackers.base import trackers_of
 
     if name in trackers_of(Config.from_toml([run.config]).trainer.logger) and not states_of([run])[0].over:
         raise RunError(

@@ -57,6 +57,14 @@ class Setting:
         return any(get_origin(kind) is dict for kind in self.types)
 
     @property
+    def entry(self) -> type | None:
+        """The dataclass of each value, where it is a table of sections whose keys are the user's."""
+        return next(
+            (get_args(kind)[1] for kind in self.types if get_origin(kind) is dict and is_dataclass(get_args(kind)[1])),
+            None,
+        )
+
+    @property
     def required(self) -> bool:
         return self.default is MISSING
 
@@ -85,7 +93,8 @@ def noun(kind: Any) -> str:
         return f"a list of {_PLURALS.get(items[0], 'values') if len(items) == 1 else 'values'}"
     if get_origin(kind) is dict:
         value = get_args(kind)[1]
-        return "a table" if value is Any else f"a table of {_PLURALS.get(value, 'values')}"
+        held = "tables" if is_dataclass(value) else _PLURALS.get(value, "values")
+        return "a table" if value is Any else f"a table of {held}"
     if get_origin(kind) is Literal:
         names = ", ".join(f'"{name}"' if isinstance(name, str) else str(name) for name in get_args(kind))
         return f"one of {names}" if len(get_args(kind)) > 1 else names

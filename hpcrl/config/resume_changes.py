@@ -215,7 +215,7 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
     ),
     (
         Effect("harmless", "it decides only what ends a run"),
-        "generator.max_logprob_mismatch generator.on_logprob_mismatch",
+        "generator.max_logprob_mismatch generator.on_logprob_mismatch trainer.alerts",
     ),
     (
         Effect("harmless", "it concerns how environments are called, not the rewards"),

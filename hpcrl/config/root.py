@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, make_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,7 +103,9 @@ class Config(ConfigTree):
 
     def changed(self) -> dict[str, Any]:
         """Return the tables of the settings that do not have their defaults."""
-        return nested({setting.path: value for setting, value in values(self) if not setting.is_default(value)})
+        return nested(
+            {setting.path: _changed(value) for setting, value in values(self) if not setting.is_default(value)}
+        )
 
     def to_toml(self, only_changed: bool = False) -> str:
         """Return TOML text; `from_toml` gives this configuration back.
@@ -177,6 +179,17 @@ def _subclass(name: str, source_of: Callable[[str], str | None]) -> type[Config]
         expected = f'expected "package.module:Class" of a dataclass below hpcrl.config.Config, found "{name}"{why}'
         raise_together([Problem("config_class", expected)], source_of)
     return found  # type: ignore[return-value]  # raise_together raised
+
+
+def _changed(value: Any) -> Any:
+    """Return a value as TOML holds it; of sections in it, whose names are the user's, what does not have its default."""
+    if isinstance(value, dict):
+        return {key: _changed(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_changed(item) for item in value]
+    if not is_dataclass(value):
+        return value
+    return {setting.path: item for setting, item in values(value) if not setting.is_default(item)}
 
 
 def _set_values(tree: dict[str, Any]) -> dict[str, Any]:

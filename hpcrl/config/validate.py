@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from hpcrl.config.errors import Problem, raise_together, shown, unknown
@@ -124,8 +124,17 @@ def _missing(setting: Setting) -> Problem:
 
 def coerce(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]:
     """Return a value of the annotated type that equals the given one, and what is wrong with it."""
+    if any(map(is_dataclass, (held for kind in alternatives(annotation) for held in get_args(kind)))):
+        value = _without_unset(value)
     unfit = list(_not_toml(value, path))
     return (None, unfit) if unfit else _coerce(value, annotation, path)
+
+
+def _without_unset(value: Any) -> Any:
+    """Return tables and lists of sections without what is None in them."""
+    if isinstance(value, Mapping):
+        return {name: _without_unset(item) for name, item in value.items() if item is not None}
+    return list(map(_without_unset, value)) if isinstance(value, list | tuple) else value
 
 
 def _coerce(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]:
@@ -134,6 +143,8 @@ def _coerce(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]
         return value, []
     if float in kinds and _is_one(value, int):
         return float(value), []
+    if isinstance(value, Mapping) and isinstance(kinds[0], type) and is_dataclass(kinds[0]):
+        return _entry(value, kinds[0], path)
     inside: list[Problem] = []
     for kind in kinds:
         if isinstance(value, list | tuple) and get_origin(kind) is list:
@@ -153,6 +164,12 @@ def _coerce(value: Any, annotation: Any, path: str) -> tuple[Any, list[Problem]]
     quoted = f'"{json.dumps(value)}"' if str in kinds and isinstance(value, int | float) else ""
     hint = f"; quote it: {quoted}, on a command line '{quoted}'" if quoted else ""
     return None, inside or [Problem(path, f"expected {expected}, found {shown(value)}{hint}")]
+
+
+def _entry(value: Mapping[str, Any], kind: type, path: str) -> tuple[Any, list[Problem]]:
+    """Return a section whose name is the user's, and what is wrong with it."""
+    reader = _Reader(settings(kind), lambda _: None)
+    return reader.section(kind, value, path + "."), reader.problems
 
 
 def _is_one(value: Any, kind: Any) -> bool:

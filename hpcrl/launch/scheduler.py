@@ -23,7 +23,7 @@ AWAY = (
     "Unexpected message received",  # printed by `scontrol requeue` and `update` of an array's element
 )
 _RETRY_S = 2.0
-_ANSWER_S = 60.0
+_ANSWER_S, _GLANCE_S = 60.0, 10.0
 _ACCOUNTING_S = 15.0
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _ACTIVE = (*_WAITING, "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")  # fmt: skip
@@ -98,13 +98,17 @@ def is_away(said: str) -> bool:
 def queue(patience_s: float) -> dict[str, JobState]:
     """Return the jobs of this user that Slurm still knows, those that ended a few minutes ago too.
 
+    Args:
+        patience_s: for how long a slurmctld that is away is asked; 0: once, and its answer is awaited for 10 s only.
+
     Raises:
         SubmitError: Slurm could not be asked.
     """
+    limit_s = _ANSWER_S if patience_s else _GLANCE_S
     me, columns = str(os.getuid()), "%i|%T|%S|%r|%o"
     jobs = {}
     try:
-        printed = run_slurm(["squeue", "-h", "-a", "-r", "-t", "all", "-u", me, "-o", columns], patience_s)
+        printed = run_slurm(["squeue", "-h", "-a", "-r", "-t", "all", "-u", me, "-o", columns], patience_s, limit_s)
     except SubmitError as error:
         raise SubmitError(f"{error}; the state of the jobs is unknown") from None
     for line in printed.splitlines():

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from io import FileIO
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -238,11 +238,11 @@ def first_record(run: Run, process: str, name: str, valid: Callable[[Record], bo
     return None
 
 
-def last_record(run: Run, process: str, name: str, valid: Callable[[Record], bool]) -> Record | None:
-    """Return the last valid record of a process that has the metric `name`, without reading what lies before it."""
+def last_records(run: Run, process: str, name: str, valid: Callable[[Record], bool], most: int = 1) -> list[Record]:
+    """Return the last valid records of a process that have the metric `name`, the newest first, without reading what lies before them."""
     with suppress(FileNotFoundError), run.metrics_of(process).open("rb", buffering=0) as file:
-        return next(_having(_from_the_end(file), process, name, valid), None)
-    return None
+        return list(islice(_having(_from_the_end(file), process, name, valid), most))
+    return []
 
 
 def _having(lines: Iterable[bytes], process: str, name: str, valid: Callable[[Record], bool]) -> Iterator[Record]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-from hpcrl.observe.metrics import Record, first_record, last_record, read_metrics
+from hpcrl.observe.metrics import Record, first_record, last_records, read_metrics
 from hpcrl.rundir.commit import read_json
 from hpcrl.rundir.layout import Run, version_of
 from hpcrl.rundir.ledger import Attempt, Outcome, read_attempts, read_outcomes
@@ -25,6 +27,7 @@ TOKENS_PER_SECOND = "throughput/tokens_per_second"
 SAMPLES = "generate/samples"
 PAUSE = "weights/pause_seconds"
 """Of each replica: how long it stood still for a new version."""
+_TOGETHER, _MOST_TOGETHER = 5, 40
 
 
 @dataclass(frozen=True)
@@ -91,16 +94,13 @@ def headline(run: Run) -> Headline:
         RunError: a file of it is damaged.
     """
     attempts, outcomes = read_attempts(run), {outcome.attempt: outcome for outcome in read_outcomes(run)}
-    resumed = resumed_after(read_starts(run)) if len(attempts) > 1 else {}
-
-    def valid(record: Record) -> bool:
-        return all(record.step <= step for attempt, step in resumed.items() if attempt > record.attempt)
-
+    valid = _validity(run, attempts)
     trained, rewarded = (
-        last_record(run, *which, valid) for which in (("trainer", STEP_SECONDS), ("controller", REWARD))
+        next(iter(last_records(run, *which, valid)), None)
+        for which in (("trainer", STEP_SECONDS), ("controller", REWARD))
     )
     first = first_record(run, "controller", REWARD, valid) if rewarded else None
-    versions = sorted(version for path in _evaluations(run) if (version := version_of(path)) is not None)
+    versions = _evaluations(run)
     return Headline(
         attempts=len(attempts),
         steps=trained.step if trained else 0,
@@ -137,9 +137,46 @@ def summarise(run: Run) -> Summary:
     )
 
 
-def _evaluations(run: Run) -> list[Path]:
+def pace_of(run: Run) -> float | None:
+    """Return the seconds that a step takes, all told, of a run that goes on; None where that is not known yet.
+
+    It is the median over the newest steps of means over as many of them in a row as lie between two evaluations, so that evaluations,
+    checkpoints and exports have their share, and a step that took long for once has none. The steps of all attempts count, but neither the
+    start of an attempt nor the time in the queue.
+
+    Raises:
+        RunError: a file of it is damaged.
+    """
+    versions = _evaluations(run)[-2:]
+    together = min(_MOST_TOGETHER, versions[1] - versions[0]) if len(versions) == 2 else _TOGETHER
+    valid = _validity(run, read_attempts(run))
+    newest = last_records(run, "trainer", STEP_SECONDS, valid, 2 * max(together, _TOGETHER) + 1)
+    return seconds_per_step([(record.attempt, record.step, record.time) for record in reversed(newest)], together)
+
+
+def seconds_per_step(steps: Sequence[tuple[int, int, float]], together: int) -> float | None:
+    """Return the median of the mean times of `together` steps in a row; of fewer where there are not so many, None where there are none.
+
+    Args:
+        steps: attempt, number and Unix time of the end of each step that counts, in their order.
+    """
+    times = [
+        later[2] - earlier[2] for earlier, later in pairwise(steps) if earlier[0] == later[0] and earlier[1] < later[1]
+    ]
+    count = min(together, len(times))
+    return median(fmean(times[first : first + count]) for first in range(len(times) - count + 1)) if times else None
+
+
+def _validity(run: Run, attempts: Sequence[Attempt]) -> Callable[[Record], bool]:
+    """Return what tells whether no later attempt has begun before the step of a record."""
+    resumed = resumed_after(read_starts(run)) if len(attempts) > 1 else {}
+    return lambda record: all(record.step <= step for attempt, step in resumed.items() if attempt > record.attempt)
+
+
+def _evaluations(run: Run) -> list[int]:
+    """Return the versions of which there are evaluations, whether or not they have ended."""
     with suppress(FileNotFoundError, NotADirectoryError):
-        return [Path(name) for name in os.listdir(run.evals)]
+        return sorted(version for name in os.listdir(run.evals) if (version := version_of(Path(name))) is not None)
     return []
 
 

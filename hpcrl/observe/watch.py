@@ -1,24 +1,23 @@
-"""What a running run is doing, one row per process, from its process statuses and its newest metrics."""
+"""What a running run is doing, one row per process, and the curves that go with it, from its process statuses and its newest metrics."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from dataclasses import dataclass
-from statistics import fmean
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from hpcrl.observe.metrics import MetricsReader
-from hpcrl.observe.summary import EVAL_SCORE, REWARD, STEP_SECONDS
+from hpcrl.observe.summary import REWARD, TOKENS_PER_SECOND
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import read_attempts
 from hpcrl.runtime.process_status import ProcessStatus, read_process_statuses
-from hpcrl.units import duration
+from hpcrl.units import duration, readable_size
 
 _SILENT_S = 60.0
-_PACE_STEPS = 5
 _LASTING_S = 5.0
 _SLOW = ("starting engine", "loading model", "loading data")
-_LEFT = ("finished", "stopped")
+_LOSS, _HOST, _DEVICE = "policy/final_loss", "memory/peak_host_gib", "memory/peak_device_gib"
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -26,15 +25,36 @@ class ProcessRow:
     """One process.
 
     Attributes:
-        state: of its process status; a change of it is printed, a change of the text may be only a clock that moved.
-        text: the state and the numbers that go with it.
-        share: of all steps, those that are done; None where this makes no sense.
+        state: of its process status; a change of it is printed, a change of the notes may be only a clock that moved.
+        notes: what goes with it: version, memory, for how long, since when nothing was heard of it.
     """
 
     process: str
     state: str
-    text: str
-    share: float | None = None
+    notes: Sequence[str] = ()
+
+    @property
+    def text(self) -> str:
+        return " · ".join([self.state, *self.notes])
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A run at one moment.
+
+    Attributes:
+        rows: its processes, those of the newest attempt.
+        curve: reward by step, or the loss where there are no rewards.
+        is_reward: which of the two.
+        tokens_per_second: of the newest step.
+        peaks: the most memory that a rank of the trainer needed, on its host and on its GPU, as far as they were reported.
+    """
+
+    rows: list[ProcessRow]
+    curve: list[float] = field(default_factory=list)
+    is_reward: bool = True
+    tokens_per_second: float | None = None
+    peaks: list[str] = field(default_factory=list)
 
 
 class Watch:
@@ -47,67 +67,57 @@ class Watch:
         self._forget()
 
     def _forget(self) -> None:
-        self._reader = MetricsReader(self._run, EVAL_SCORE, REWARD, STEP_SECONDS)
-        self._pace: deque[float] = deque(maxlen=_PACE_STEPS)
-        self._begun: set[int] = set()
-        self._done: int | None = None
-        self._reward: float | None = None
-        self._scores: dict[int, float] = {}
+        self._reader = MetricsReader(self._run, REWARD, _LOSS, TOKENS_PER_SECOND, _HOST, _DEVICE)
+        self._curves: dict[str, dict[int, float]] = {REWARD: {}, _LOSS: {}}
+        self._newest: dict[str, float] = {}
 
-    def look(self) -> list[ProcessRow]:
-        """Return the rows of the newest attempt."""
+    def look(self) -> Watched:
+        """Return the run as it is now.
+
+        Raises:
+            RunError: a file of it is damaged.
+        """
         records, outdated = self._reader.poll()
         if outdated:
             self._forget()
             records, _ = self._reader.poll()
         for record in sorted(records, key=lambda record: record.step):
-            if STEP_SECONDS in record.metrics:
-                if record.attempt in self._begun:  # the first step of an attempt waits for engines to start
-                    self._pace.append(record.metrics[STEP_SECONDS])
-                self._begun.add(record.attempt)
-                self._done = record.step
-            if EVAL_SCORE in record.metrics:
-                self._scores[record.step] = record.metrics[EVAL_SCORE]
-            self._reward = record.metrics.get(REWARD, self._reward)
+            self._newest |= record.metrics
+            for name, curve in self._curves.items():
+                if name in record.metrics:
+                    curve[record.step] = record.metrics[name]
+        rewards, losses = (list(curve.values()) for curve in self._curves.values())
+        return Watched(
+            rows=self._rows(),
+            curve=rewards or losses,
+            is_reward=bool(rewards) or not losses,
+            tokens_per_second=self._newest.get(TOKENS_PER_SECOND),
+            peaks=[
+                f"{where} {readable_size(self._newest[name] * _GIB)}"
+                for name, where in ((_HOST, "host"), (_DEVICE, "GPU"))
+                if name in self._newest
+            ],
+        )
+
+    def _rows(self) -> list[ProcessRow]:
         attempts = read_attempts(self._run)
-        if not attempts:
-            return [ProcessRow("run", "waiting to start", "waiting to start")]
-        statuses = read_process_statuses(self._run, attempts[-1].number)
-        return [self._row(status) for status in statuses] or [ProcessRow("run", "starting", "starting")]
+        statuses = read_process_statuses(self._run, attempts[-1].number) if attempts else []
+        return [self._row(status) for status in statuses]
 
     def _row(self, status: ProcessStatus) -> ProcessRow:
-        parts, share = [status.state], None
-        if status.process == "trainer":
-            total = status.facts.get("total")
-            if total and "/" not in status.state and status.state not in _LEFT:
-                parts.append(f"step {status.facts.get('step', 0)}/{total}")
-            parts += self._trainer()
-            if total and self._done is not None:
-                share = self._done / total
-                if self._pace and self._done < total:
-                    parts.append(f"ETA {duration(fmean(self._pace) * (total - self._done))}")
-        elif status.process == "controller":
-            parts += self._evaluation()
-        elif "version" in status.facts:
-            parts.append(f"version {status.facts['version']}")
+        notes = []
+        version = status.facts.get("version")
+        if version is not None and f"v{version}" not in status.state and status.process != "controller":
+            notes.append(f"version {version}")
         lasting = self._lasting(status)
         if status.state in _SLOW and lasting >= _LASTING_S:
-            parts.append(f"for {duration(lasting)}")
+            notes.append(f"for {duration(lasting)}")
         silence = self._silence(status)
         if silence > _SILENT_S:
-            parts.append(f"silent for {duration(silence)}")
-        return ProcessRow(status.process, status.state, " · ".join(parts), share)
-
-    def _trainer(self) -> list[str]:
-        reward = [f"reward {self._reward:.2f}"] if self._reward is not None else []
-        return reward + ([f"{fmean(self._pace):.1f} s/step"] if self._pace else [])
-
-    def _evaluation(self) -> list[str]:
-        if not self._scores:
-            return []
-        first, last = min(self._scores), max(self._scores)
-        scores = [f"{self._scores[step]:.2f} (step {step})" for step in sorted({first, last})]
-        return [f"eval {' → '.join(scores)}"]
+            notes.append(f"silent for {duration(silence)}")
+        if status.resident:
+            notes.append(readable_size(status.resident))
+        return ProcessRow(status.process, status.state, [*notes, *filter(None, [status.host])])
 
     def _lasting(self, status: ProcessStatus) -> float:
         """Return for how long a process has been in its state, as far as that was watched."""
@@ -118,9 +128,10 @@ class Watch:
         return time.monotonic() - since
 
     def _silence(self, status: ProcessStatus) -> float:
-        """Return for how long a process status has not been renewed, by the clock of this machine alone."""
+        """Return for how long a process status has not been renewed: at the first look by its writer's clock, then by this machine's alone."""
         now = time.monotonic()
-        renewed, since = self._heard.get(status.process, (None, now))
+        first = status.renewed, now - max(0.0, time.time() - status.renewed)
+        renewed, since = self._heard.get(status.process, first)
         if renewed != status.renewed:
             since = now
         self._heard[status.process] = (status.renewed, since)

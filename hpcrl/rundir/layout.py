@@ -31,6 +31,7 @@
   profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks; rank-0.nsys-rep and rollout-0.nsys-rep, those of Nsight Systems
   profile/<attempt>/memory/rank-0-s000042.pickle   what allocated GPU memory in step 42; trainer.policy.record_memory. rank-0-oom.pickle: when it ran out
   tensorboard/<run>/               derived from metrics; can be rebuilt
+  alerts.jsonl                     what the run told about itself (hpcrl/rundir/alerts.py)
   trackers/<name>.json             what a tracker has been told; <name>/ its own files
   control/                         stop, stacks: requests to the agents
 
@@ -203,6 +204,10 @@ class Run:
     def events(self) -> Path:
         """What TensorBoard reads; it calls a run as the folder of its events."""
         return self.tensorboard / self.name
+
+    @property
+    def alerts(self) -> Path:
+        return self.path / "alerts.jsonl"
 
     def tracker(self, name: str) -> Path:
         """What a tracker has been told; a folder of the same name without suffix has its own files."""

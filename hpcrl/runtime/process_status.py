@@ -30,7 +30,9 @@ GIVEN_UP = "given up"
 SERVING = "serving"
 """State of a server that takes requests; its address is in the facts, as `url`."""
 
-_LEFT = ("finished", "stopped")
+LEFT = ("finished", "stopped")
+"""States of a process that has ended as it should."""
+
 _REMEDY = "remove it: its process writes it again"
 
 
@@ -43,6 +45,7 @@ class ProcessStatus:
         state: a few words for people: "starting engine", "step 12/40".
         facts: numbers behind the state (step, version, seconds per step).
         renewed: Unix time at the writer's clock.
+        resident: bytes of memory of the process and of those below it; what they share counts for each.
     """
 
     process: str
@@ -52,6 +55,7 @@ class ProcessStatus:
     host: str = ""
     pid: int = 0
     renewed: float = 0.0
+    resident: int = 0
 
 
 class StatusWriter:
@@ -78,9 +82,8 @@ class StatusWriter:
             return
         self._written, self._renewed = (state, facts), now
         try:
-            self._write(
-                ProcessStatus(self._process, self._attempt, state, facts, socket.gethostname(), os.getpid(), now)
-            )
+            host, pid = socket.gethostname(), os.getpid()
+            self._write(ProcessStatus(self._process, self._attempt, state, facts, host, pid, now, resident_bytes(pid)))
         except OSError as error:
             if not self._refused:
                 print(f"{self._path} could not be written: {error.strerror}; `hpcrl status` may not show this process")
@@ -92,6 +95,16 @@ class StatusWriter:
                 return  # this process was thought dead, and another has its place
         fault("process_status")
         write_json(self._path, asdict(process_status))
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the memory of a process and of those below it; 0 of one that has ended."""
+    total = 0
+    with suppress(OSError, ValueError, IndexError):  # it ends meanwhile, or the kernel does not tell
+        total = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        for task in os.listdir(f"/proc/{pid}/task"):
+            total += sum(map(resident_bytes, map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())))
+    return total
 
 
 def read_process_status(run: Run, process: str, attempt: int) -> ProcessStatus | None:
@@ -126,7 +139,7 @@ def _read(path: Path) -> ProcessStatus | None:
 def trainer_left(run: Run, attempt: int) -> bool:
     """Return whether the trainer has ended, and saved everything that it trained."""
     process_status = read_process_status(run, "trainer", attempt)
-    return process_status is not None and process_status.state in _LEFT
+    return process_status is not None and process_status.state in LEFT
 
 
 @contextmanager

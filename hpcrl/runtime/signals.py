@@ -8,6 +8,7 @@ import select
 import signal
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import Literal
 
@@ -116,9 +117,13 @@ Reason = Literal["interrupted", "cancelled"]
 """interrupted: the run goes on later; cancelled: it does not."""
 
 
-def ask_to_stop(run: Run, attempt: int, reason: Reason) -> None:
-    """Ask attempt `attempt` to save and to end."""
-    write_json(run.stop, {"attempt": attempt, "reason": reason})
+def ask_to_stop(run: Run, attempt: int, reason: Reason, cause: str = "") -> None:
+    """Ask attempt `attempt` to save and to end.
+
+    Args:
+        cause: what is behind it, for the outcome; empty: a person, or Slurm.
+    """
+    write_json(run.stop, {"attempt": attempt, "reason": reason, **({"cause": cause} if cause else {})})
 
 
 def stop_asked(run: Run, attempt: int) -> Reason | None:
@@ -133,6 +138,15 @@ def stop_asked(run: Run, attempt: int) -> Reason | None:
         return request["reason"] if request["attempt"] == attempt else None
     except (TypeError, KeyError):
         return "interrupted"
+
+
+def stop_cause(run: Run, attempt: int) -> str:
+    """Return what is behind the request to stop attempt `attempt`; empty where nothing is said of it."""
+    with suppress(ValueError):
+        request = read_json(run.stop)
+        if isinstance(request, dict) and request.get("attempt") == attempt:
+            return str(request.get("cause", ""))
+    return ""
 
 
 _PR_SET_PDEATHSIG = 1

@@ -40,8 +40,6 @@ class PhaseTimer:
         self._timeline = timeline
         if timeline:
             timeline.enter(OTHER)
-        self._pace: float | None = None
-        self._first = True
         self._seconds: dict[str, float] = defaultdict(float)
         self._began = time.monotonic()
 
@@ -70,9 +68,6 @@ class PhaseTimer:
     def lap(self) -> dict[str, float]:
         """Return seconds by phase, and of the whole step under "step", and begin the next step."""
         whole = time.monotonic() - self._began
-        if not self._first:  # the first one waits for engines to start
-            self._pace = whole if self._pace is None else 0.8 * self._pace + 0.2 * whole
-        self._first = False
         return {**self.between(), _STEP: whole}
 
     def seconds(self, phase: str) -> float:
@@ -85,10 +80,6 @@ class PhaseTimer:
         self._seconds.clear()
         self._began = time.monotonic()
         return seconds
-
-    def pace(self) -> dict[str, float]:
-        """Return the running mean of a step's seconds, for people, without the first step; empty before there is another."""
-        return {} if self._pace is None else {"seconds_per_step": self._pace}
 
 
 def describe_batch(batch: Batch, advantages: Advantages) -> dict[str, float]:

@@ -12,6 +12,7 @@ from hpcrl.cli._common import short_name
 from hpcrl.cli.main import main
 from hpcrl.launch.manage.registry import all_runs
 from hpcrl.observe.metrics import MetricsWriter
+from hpcrl.rundir.alerts import AlertEvent, Event, append_event
 from hpcrl.rundir.commit import begin, finish, write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
@@ -146,6 +147,47 @@ def test_status_tells_what_was_learned(root: Path, capsys: pytest.CaptureFixture
     assert value["summary"]["reward_last"] == [2, 0.5]
     followed = said(capsys, "follow", "single", "--root", str(root))
     assert "0.250 (step 0) → 0.750 (step 2)" in followed
+
+
+def test_alerts_mark_a_run(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that last mark it in the list; the run itself, and its report, have all of them."""
+    run = Run(root / "p" / "single")
+    events: list[tuple[str, Event, int]] = [
+        ("kl", "raised", 3),
+        ("kl", "told", 3),
+        ("low", "raised", 4),
+        ("low", "cleared", 6),
+    ]
+    for alert, event, step in events:
+        append_event(run, AlertEvent(alert, event, step, 1, 1.0, f"{alert} is odd\x1b"))
+    marked = [line for line in said(capsys, "status", "--root", str(root)).splitlines() if "!" in line]
+    assert len(marked) == 1
+    assert marked[0].startswith("p/single ")
+    assert marked[0].endswith(" · ! kl at step 3: kl is odd\\u001b")
+    one = said(capsys, "status", "single", "--root", str(root)).splitlines()
+    assert [line for line in one if " alert " in line] == [
+        "  alert       kl at step 3: kl is odd\\u001b",
+        "  alert       low at step 4: low is odd\\u001b; over at step 6",
+    ]
+    (value,) = json.loads(said(capsys, "status", "single", "--json", "--root", str(root)))
+    assert [(alert["alert"], alert["step"], alert["cleared"]) for alert in value["alerts"]] == [
+        ("kl", 3, None),
+        ("low", 4, 6),
+    ]
+    report = said(capsys, "report", "single", "-o", str(tmp_path / "r.html"), "--root", str(root))
+    assert "p/single  bad   alert: kl at step 3: kl is odd" in report
+    assert "p/single  look  alert: low at step 4: low is odd" in report
+    main(["verify", "single", "--root", str(root)])
+    assert "\n  alerts: ok\n" in capsys.readouterr().out
+    run.alerts.write_text(run.alerts.read_text().replace('"step": 3', '"step": 2', 1))
+    main(["verify", "single", "--root", str(root)])
+    assert f"{run.alerts}: 1 of its lines" in capsys.readouterr().out
+
+
+def test_following_runs_that_are_all_over_lists_them(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(said(capsys, "status", "--follow", "--root", str(root)).splitlines()) == 12
+    followed = said(capsys, "status", "single", "--follow", "--root", str(root))
+    assert "│ outcome │ done: finished" in followed
 
 
 def test_a_path_with_spaces_is_quoted_in_commands(tmp_path: Path) -> None:

@@ -105,6 +105,8 @@ def test_every_file_fits_the_schema(path: Path) -> None:
         ("generator.sampling_params.top_p", 0),
         ("data.train_data", ["t", 3]),
         ("trainer.policy.trainable_map", {"x": "yes"}),
+        ("trainer.alerts.rules.low.kind", "entropy"),
+        ("trainer.alerts.rules.low.vlaue", 1),
         ("trainer.policy.fsdp_config.reshard_after_forward", "no"),
     ],
 )

@@ -1,6 +1,6 @@
 """Files and overrides to a configuration: order, overrides, locations, round trip."""
 
-from dataclasses import MISSING, replace
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from hpcrl.config import Config, SamplingParams, eval_sampling
 from hpcrl.config.fields import Setting, alternatives, leaves, values
 from hpcrl.config.load import nested, read
+from hpcrl.config.sections.alerts import AlertRuleConfig
 from hpcrl.config.sections.generator import EvalSamplingParams
 from hpcrl.config.sections.megatron import MegatronConfig
 from hpcrl.config.validate import build
@@ -153,11 +154,12 @@ def test_a_default_location_that_is_written_out_stays_the_default(
 def full() -> Config:
     """A configuration of the right types in which every setting differs from its default, whether or not that can work."""
     return build(
-        Config, nested({setting.path: CHOSEN.get(setting.path, _other(setting)) for setting in leaves(Config)})
+        Config, nested({setting.path: CHOSEN.get(setting.path) or _other(setting) for setting in leaves(Config)})
     )
 
 
 CHOSEN = {
+    "trainer.alerts.rules": {"low": {"kind": "above", "metric": "x", "value": 0.5, "stop": True}},
     "trainer.policy.optimizer_config.adam_betas": [0.1, 1e-12],
     "generator.inference_engine.engine_init_kwargs": {"a-b": [1, 2.5, "x"], "nested": {"t": True, "é.f": "", "": [{}]}},
     "slurm.setup": ['echo "quoted" \\ back', "two\nlines\t\r\n", "ünïcode"],
@@ -218,6 +220,42 @@ def test_given_keys_of_a_table_replace_single_defaults() -> None:
     tree = {"transformer_config_kwargs": {"recompute_num_layers": 4, "x": 1}}
     merged = build(MegatronConfig, tree).transformer_config_kwargs
     assert merged == MegatronConfig().transformer_config_kwargs | tree["transformer_config_kwargs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """A section as users make them, with others below names of their own and in a list."""
+
+    rules: dict[str, AlertRuleConfig] = field(default_factory=dict)
+    listed: list[AlertRuleConfig] = field(default_factory=list)
+
+
+def test_tables_of_sections(experiment: Path) -> None:
+    low = {"kind": "entropy_below", "value": 1}
+    named = build(Named, {"rules": {"low": low}, "listed": [low, {**low, "steps": 3}]})
+    assert named.rules["low"] == named.listed[0] == AlertRuleConfig(kind="entropy_below", value=1.0)
+    with pytest.raises(ConfigError) as caught:
+        build(Named, {"rules": {"low": {"kind": "x"}, "b": {"vlaue": 1}}, "listed": [{**low, "steps": "3"}]})
+    lines = str(caught.value).splitlines()
+    assert [line.split(": ")[0] for line in lines] == [
+        "rules.low.kind",
+        "rules.b.vlaue",
+        "rules.b.kind",
+        "listed[0].steps",
+    ]
+    assert lines[1].endswith("unknown setting; did you mean value?")
+    path, rules = (
+        "trainer.alerts.rules",
+        ["a={kind='no_progress', minutes=1}", "a.minutes=2", "b={kind='above', metric='x', value=0}"],
+    )
+    config = Config.from_toml([experiment], [f"{path}.{rule}" for rule in rules])
+    changed = tomli.loads(config.to_toml(only_changed=True))["trainer"]["alerts"]
+    assert changed == {
+        "rules": {
+            "a": {"kind": "no_progress", "minutes": 2.0},
+            "b": {"kind": "above", "metric": "x", "value": 0.0},
+        }
+    }
 
 
 def test_sections_cannot_be_changed(experiment: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 import tempfile
 from contextlib import suppress
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -48,6 +49,12 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
         return st.lists(values(get_args(kind)[0]), max_size=3)
     if get_origin(kind) is dict:
         return st.dictionaries(TEXT, values(get_args(kind)[1]), max_size=3)
+    if isinstance(kind, type) and is_dataclass(kind):
+        held = {setting.name: setting for setting in leaves(kind)}
+        given = {name: values(setting.annotation) for name, setting in held.items()}
+        return st.fixed_dictionaries(
+            {name: given.pop(name) for name, setting in held.items() if setting.required}, optional=given
+        )
     return {str: TEXT, int: NUMBER, float: FLOAT, bool: st.booleans()}.get(kind, FREE)
 
 
@@ -79,6 +86,18 @@ def test_from_toml_to_configuration_to_toml_is_the_identity(tree: dict[str, Any]
 
 
 @given(trees())
+@example(
+    nested(
+        {
+            "data.train_data": [],
+            "trainer.policy.model.path": "",
+            "trainer.alerts.rules": {
+                "": {"kind": "fell", "window": 3},
+                "a.b": {"kind": "above", "metric": "\n", "value": 0.0},
+            },
+        }
+    )
+)
 @example(
     nested(
         {"data.train_data": [], "trainer.policy.model.path": "", "generator.inference_engine.tensor_parallel_size": 0}

@@ -13,7 +13,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hpcrl.launch.manage.registry import states_of
-from hpcrl.rundir.commit import committed, read_json
+from hpcrl.rundir.alerts import read_alerts
+from hpcrl.rundir.commit import committed, read_json, write_text
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.rundir.ledger import read_attempts, read_outcome
 from tests.jobs.small_run import (
@@ -244,3 +245,34 @@ def test_each_role_is_sampled_while_the_run_goes_on(place: Path) -> None:
     over = hpcrl("profile", "mine", "--seconds", "1", cwd=place)
     assert over.returncode == 5
     assert "is done: it has no processes now" in over.stderr
+
+
+@pytest.mark.slow
+def test_an_alert_stops_a_run_that_has_saved(place: Path, tmp_path: Path) -> None:
+    """It is raised, its command runs, and what was trained is saved."""
+    program = tmp_path / "told.sh"
+    write_text(program, '#!/bin/sh\necho "$HPCRL_ALERT_NAME $HPCRL_ALERT_STEP $1" >> told\n', mode=0o700)
+    always = "{kind='above', metric='policy/policy_entropy', value=0, steps=2, stop=true}"
+    run = submit(
+        place,
+        "told",
+        f"trainer.alerts.rules.always={always}",
+        f"trainer.alerts.command=['{program}', 'run $HOME']",
+        "trainer.max_steps=500",
+        "trainer.ckpt_interval=400",
+        "trainer.eval_interval=0",
+    )
+    assert finish(run, 1, 120) == "cancelled", logs_of(run)
+    (alert,) = read_alerts(run)
+    assert (alert.name, alert.begin.step, alert.told) == ("always", 2, True)
+    assert (run.path / "told").read_text() == "always 2 run $HOME\n"
+    outcome = read_outcome(run)
+    assert outcome is not None
+    assert outcome.message.startswith("saved and stopped (alert always: policy/policy_entropy is ")
+    steps = list(curve(run, "timing/step"))
+    assert 2 <= len(steps) < 400
+    assert committed(run.checkpoints, step_of) == [outcome.step] == steps[-1:]
+    status = hpcrl("status", "told", cwd=place).stdout
+    assert status.startswith("told: cancelled: saved and stopped (alert always: ")
+    assert "always at step 2: policy/policy_entropy is " in status
+    assert "! always at step 2" in hpcrl("status", cwd=place).stdout

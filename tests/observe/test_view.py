@@ -1,27 +1,25 @@
-"""Summary, live rows and what is printed where there is no terminal."""
+"""Summary, and the rows of processes."""
 
-import io
+import json
 import os
-import pty
+import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from hpcrl.observe import watch as watch_module
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.observe.summary import PAUSE, summarise
-from hpcrl.observe.view import follow, summary_rows
+from hpcrl.observe.summary import PAUSE, pace_of, seconds_per_step, summarise
+from hpcrl.observe.view import summary_rows
 from hpcrl.observe.watch import Watch
-from hpcrl.rundir.commit import write_json
+from hpcrl.rundir.commit import write_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
 from hpcrl.rundir.starts import note
-from hpcrl.runtime.process_status import StatusWriter
+from hpcrl.runtime.process_status import StatusWriter, resident_bytes
 from hpcrl.units import duration
 
 
@@ -92,38 +90,28 @@ def test_the_outcome_of_an_earlier_attempt_is_not_that_of_a_run_that_goes_on(run
     assert summarise(run).outcome is None
 
 
+def test_durations() -> None:
+    assert [duration(seconds) for seconds in (0, 53.4, 61, 3723)] == ["0 s", "53 s", "1:01", "1:02:03"]
+
+
 def test_rows_tell_what_each_process_does(run: Run) -> None:
     watch = Watch(run)
-    assert [row.text for row in watch.look()] == ["waiting to start"]
+    assert watch.look().rows == []
     open_attempt(run, "1.0", ["a"])
-    assert [row.text for row in watch.look()] == ["starting"]
     StatusWriter(run, "rollout-0", 1).write("starting engine")
     StatusWriter(run, "trainer", 1).write("loading model")
-    assert [(row.process, row.text) for row in watch.look()] == [
+    assert [(row.process, row.state) for row in watch.look().rows] == [
         ("rollout-0", "starting engine"),
         ("trainer", "loading model"),
     ]
     train(run, 1, 0, 6)
-    StatusWriter(run, "trainer", 1).write("step 7/10", step=7, total=10)
-    StatusWriter(run, "controller", 1).write("serving")
     StatusWriter(run, "rollout-0", 1).write("generating", version=6)
-    controller, rollout, trainer = watch.look()
-    assert trainer.text == "step 7/10 · reward 0.60 · 2.0 s/step · ETA 8 s"
-    assert trainer.share == pytest.approx(0.6)
-    assert controller.text == "serving · eval 0.25 (step 0) → 0.75 (step 6)"
-    assert rollout.text == "generating · version 6"
-
-
-def test_the_first_step_of_an_attempt_is_not_its_pace(run: Run) -> None:
-    """It waits for engines to start: with it, the time that is left would come out many times too long."""
-    open_attempt(run, "1.0", ["a"])
-    StatusWriter(run, "trainer", 1).write("waiting for batch", step=1, total=9)
-    with MetricsWriter(run, "trainer", 1, 0) as trainer:
-        watch = Watch(run)
-        trainer.write(1, {"timing/step": 88.7})
-        assert [row.text for row in watch.look()] == ["waiting for batch · step 1/9"]
-        trainer.write(2, {"timing/step": 7.0})
-        assert [row.text for row in watch.look()] == ["waiting for batch · step 1/9 · 7.0 s/step · ETA 49 s"]
+    watched = watch.look()
+    state, version, memory, host = watched.rows[0].text.split(" · ")
+    assert (state, version, host) == ("generating", "version 6", socket.gethostname())
+    assert memory.endswith("iB")
+    assert watched.curve == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    assert (watched.is_reward, watched.tokens_per_second) == (True, 600.0)
 
 
 def test_a_slow_start_shows_its_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,97 +119,77 @@ def test_a_slow_start_shows_its_time(run: Run, monkeypatch: pytest.MonkeyPatch) 
     open_attempt(run, "1.0", ["a"])
     StatusWriter(run, "rollout-0", 1).write("starting engine")
     watch = Watch(run)
-    assert watch.look()[0].text == "starting engine"
+    assert "for 0 s" not in watch.look().rows[0].notes
     time.sleep(0.1)
-    (row,) = watch.look()
-    assert (row.state, row.text) == ("starting engine", "starting engine · for 0 s")
+    (row,) = watch.look().rows
+    assert (row.state, row.notes[0]) == ("starting engine", "for 0 s")
 
 
-def test_rows_follow_the_newest_attempt(run: Run) -> None:
+def test_rows_and_curves_are_those_that_count(run: Run) -> None:
+    """The processes of the newest attempt, and no step that it trains again."""
     watch = Watch(run)
     open_attempt(run, "1.0", ["a"])
     train(run, 1, 0, 6)
     StatusWriter(run, "trainer", 1).write("step 7/10", step=7, total=10)
     StatusWriter(run, "rollout-1", 1).write("generating")
-    assert len(watch.look()) == 2
+    assert len(watch.look().rows) == 2
     open_attempt(run, "1.1", ["a"])
     train(run, 2, 3, 4)
     StatusWriter(run, "trainer", 2).write("step 5/10", step=5, total=10)
-    (trainer,) = watch.look()
-    assert trainer.text == "step 5/10 · reward 0.40 · 2.0 s/step · ETA 12 s"
+    watched = watch.look()
+    assert [row.state for row in watched.rows] == ["step 5/10"]
+    assert watched.curve == [0.1, 0.2, 0.3, 0.4]
 
 
 def test_a_silent_process_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_SILENT_S", 0.05)
+    monkeypatch.setattr(watch_module, "_SILENT_S", 0.5)
     open_attempt(run, "1.0", ["a"])
     process_status = StatusWriter(run, "trainer", 1)
     process_status.write("step 1/2")
     watch = Watch(run)
-    assert "silent" not in watch.look()[0].text
-    time.sleep(0.1)
-    assert "silent for 0 s" in watch.look()[0].text
+    assert "silent" not in watch.look().rows[0].text
+    time.sleep(0.6)
+    assert "silent for" in watch.look().rows[0].text
+    assert "silent for" in Watch(run).look().rows[0].text, "at the first look too"
     process_status.write("step 2/2")
-    assert "silent" not in watch.look()[0].text
+    assert "silent" not in watch.look().rows[0].text
 
 
-def test_durations() -> None:
-    assert [duration(seconds) for seconds in (0, 53.4, 61, 3723)] == ["0 s", "53 s", "1:01", "1:02:03"]
+def test_memory_of_a_process_and_of_those_below_it() -> None:
+    alone = resident_bytes(os.getpid())
+    command = [sys.executable, "-c", "x = bytearray(1 << 26); print(flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as below:
+        assert below.stdout
+        below.stdout.readline()
+        assert resident_bytes(below.pid) > 1 << 26
+        assert resident_bytes(os.getpid()) > alone + (1 << 26)
+        below.communicate(b"\n")
+    assert resident_bytes(below.pid) == 0
 
 
-def test_plain_lines_where_there_is_no_terminal(run: Run) -> None:
+def steps(*seconds: float, attempt: int = 1, first: int = 1) -> list[tuple[int, int, float]]:
+    """Return steps that took these times; when the first one began says nobody."""
+    ends = [100.0 * attempt + sum(seconds[: index + 1]) for index in range(len(seconds))]
+    return [(attempt, step, end) for step, end in enumerate(ends, first)]
+
+
+def test_seconds_per_step() -> None:
+    assert seconds_per_step([], 5) is None
+    assert seconds_per_step(steps(88.7), 5) is None, "it waits for engines to start"
+    assert seconds_per_step(steps(88.7, 7.0), 5) == 7.0
+    # every other step is followed by an evaluation of 4 s
+    assert seconds_per_step(steps(9, 2, 6, 2, 6, 2, 6, 2), 2) == 4.0
+    assert seconds_per_step(steps(9, *[2] * 9, 500, *[2] * 9), 2) == 2.0, "one that took long for once"
+    again = [*steps(9, 2, 2), *steps(500, 2, 2, attempt=9, first=4)]
+    assert seconds_per_step(again, 5) == 2.0, "neither the queue nor the start of an attempt"
+
+
+def test_the_pace_of_a_run_goes_by_its_evaluations(run: Run) -> None:
     open_attempt(run, "1.0", ["a"])
-    StatusWriter(run, "rollout-0", 1).write("starting [engine]")
-    output, over = io.StringIO(), threading.Event()
-    console = Console(file=output, width=80)
-    thread = threading.Thread(target=follow, args=(run, over.is_set, console))
-    thread.start()
-    wait_for(lambda: "starting [engine]" in output.getvalue())
-    train(run, 1, 0, 6)
-    StatusWriter(run, "trainer", 1).write("step 7/10", step=7, total=10)
-    wait_for(lambda: "step 7/10" in output.getvalue())
-    over.set()
-    thread.join()
-    lines = output.getvalue().splitlines()
-    assert sum("starting [engine]" in line for line in lines) == 1
-    assert sum("reward 0.60 · 2.0 s/step · ETA 8 s" in line for line in lines) == 1
-    assert any("0.250 (step 0) → 0.750 (step 6)" in line for line in lines)
-    assert lines[-2] == f"run directory  {run.path}"
-    assert lines[-1] == f"curves         tensorboard --logdir {run.tensorboard}"
-    assert "\x1b" not in output.getvalue()
-
-
-def wait_for(condition, seconds: float = 10.0) -> None:  # type: ignore[no-untyped-def]
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_live_view_on_a_terminal(run: Run) -> None:
-    open_attempt(run, "1.0", ["a"])
-    train(run, 1, 0, 6)
-    StatusWriter(run, "trainer", 1).write("step 7/10", step=7, total=10)
-    code = (
-        "import sys, time; from pathlib import Path; from hpcrl.observe.view import follow; from hpcrl.rundir.layout import Run\n"
-        "end = time.monotonic() + 1\nfollow(Run(Path(sys.argv[1])), lambda: time.monotonic() > end)\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    master, slave = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
-    with subprocess.Popen([sys.executable, "-c", code, str(run.path)], stdout=slave, env=environment) as process:
-        os.close(slave)
-        shown = b""
-        while chunk := read(master):
-            shown += chunk
-    os.close(master)
-    assert process.returncode == 0
-    text = shown.decode()
-    assert text.count("ETA 8 s") >= 2
-    assert "eval score" in text
-
-
-def read(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 65536)
-    except OSError:  # the other side has closed
-        return b""
+    for version in (0, 2, 4):
+        write_json(run.eval_summary(version), {"eval/all/avg_score": 0.5})
+    assert pace_of(run) is None
+    ends = [10.0, 12.0, 18.0, 20.0, 26.0]
+    lines = [{"attempt": 1, "step": n, "time": end, "metrics": {"timing/step": 2.0}} for n, end in enumerate(ends, 1)]
+    write_text(run.metrics_of("trainer"), "".join(json.dumps(line) + "\n" for line in lines))
+    assert pace_of(run) == 4.0

@@ -13,6 +13,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt, report_outcome
 from hpcrl.runtime.process_status import StatusWriter
 from tests.jobs.small_run import HPCRL, wait_for
+from tests.launch.manage.slurm_records import trained
 from tests.paths import QUICKSTART, ROOT
 from tests.slurm.conftest import DevCluster
 
@@ -63,8 +64,9 @@ def test_life_of_a_job(cluster: DevCluster, tmp_path: Path) -> None:
     case.until("starting")
 
     open_attempt(case.run, f"{case.job}.0", ["n1"])
-    StatusWriter(case.run, "trainer", 1).write("step 2/9", step=2, total=9, seconds_per_step=2.0)
-    assert case.until("running")["detail"].startswith("step 2/9 · 2.0 s/step · ETA 16 s")
+    StatusWriter(case.run, "trainer", 1).write("step 3/9", step=3, total=9)
+    trained(case.run, 2, 2.0)
+    assert case.until("running")["detail"].startswith("step 3/9 · 2.0 s/step · ETA 14 s")
     case.slurm("scontrol", "suspend", case.job)
     assert case.until("suspended")["over"] is False
     case.slurm("scontrol", "resume", case.job)

@@ -189,13 +189,3 @@ def test_a_step_in_the_log() -> None:
         "timing/step": 7.84,
     }
     assert step_line(12, 128, metrics) == "step 12/128: reward 0.4125, loss -0.00312, grad norm 1.5, 7.8 s"
-
-
-def test_the_pace_leaves_out_the_first_step() -> None:
-    timer = PhaseTimer()
-    timer.resume({"step": 88.7})
-    assert timer.lap()["step"] == pytest.approx(88.7, abs=1)
-    assert timer.pace() == {}
-    timer.resume({"step": 7.0})
-    timer.lap()
-    assert timer.pace()["seconds_per_step"] == pytest.approx(7.0, abs=1)

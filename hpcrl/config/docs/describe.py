@@ -61,8 +61,8 @@ def _tables(section: type, path: str) -> Iterator[str]:
     if rows:
         yield from ("", "| setting | value | default | meaning | elsewhere |", "|---|---|---|---|---|", *rows)
     for setting in held:
-        if setting.subsection:
-            yield from _tables(setting.subsection, setting.path)
+        if inner := setting.subsection or setting.entry:
+            yield from _tables(inner, setting.path + ("" if setting.subsection else ".NAME"))
 
 
 def _row(setting: Setting) -> str:

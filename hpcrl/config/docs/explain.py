@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from collections.abc import Iterator
 
 from hpcrl.config.convert.correspondence import SOURCES, fields_of, paths_of
 from hpcrl.config.convert.mapping import Dropped, Target, Translated
@@ -83,20 +84,24 @@ def _setting(setting: Setting) -> str:
     lines = [setting.path, *_filled(setting.meaning, "  "), ""]
     for name, fact in facts.items():
         lines += _filled(fact, f"  {name:10} ")
+    if setting.entry:
+        lines += ["", *_held(setting.entry, "")]
     return "\n".join(lines) + "\n"
 
 
 def _section(section: type, path: str) -> str:
-    held = section_settings(section, path + "." if path else "")
     text = about(section) if path and "." not in path else ""
-    lines = [(path or "the whole configuration") + (f": {text}" if text else ""), ""]
-    for setting in held:
+    title = (path or "the whole configuration") + (f": {text}" if text else "")
+    return "\n".join([title, "", *_held(section, path)]) + "\n"
+
+
+def _held(section: type, path: str) -> Iterator[str]:
+    for setting in section_settings(section, path + "." if path else ""):
         if setting.subsection:
-            lines.append(f"  {setting.name}.*: {len(section_settings(setting.subsection))} settings and sections")
+            yield f"  {setting.name}.*: {len(section_settings(setting.subsection))} settings and sections"
         else:
             mark = "" if unimplemented_at(setting.path) is None else "  (not implemented yet)"
-            lines += [f"  {setting.name} = {default_of(setting)}{mark}", *_filled(setting.meaning, "      ")]
-    return "\n".join(lines) + "\n"
+            yield from (f"  {setting.name} = {default_of(setting)}{mark}", *_filled(setting.meaning, "      "))
 
 
 def _field(source: str, name: str, target: Target, known: dict[str, Setting]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from hpcrl.config.fields import Setting, alternatives, section_settings
@@ -61,6 +62,8 @@ def _kind(kind: Any, path: str) -> dict[str, Any]:
 
 
 def _plain(kind: Any) -> dict[str, Any]:
+    if isinstance(kind, type) and is_dataclass(kind):
+        return _table(kind, "")
     return {} if kind is Any else {"type": _NAMES[kind]}
 
 

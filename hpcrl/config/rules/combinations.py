@@ -11,6 +11,7 @@ from hpcrl.config.derive import surplus_groups, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import Setting, values
 from hpcrl.config.import_path import misnamed
+from hpcrl.config.rules.alerts import alerts
 from hpcrl.config.rules.cluster import (
     adapters_of_engines,
     container,
@@ -359,6 +360,7 @@ _CALCULATING: tuple[Rule, ...] = (
 RULES: tuple[Rule, ...] = (
     _named_functions,
     _loggers,
+    alerts,
     datasets,
     critic_apart,
     shared_gpus,

@@ -331,6 +331,11 @@ _OTHERS = (
         "trainer.distillation.enable, a reference on nodes of its own (trainer.placement.colocate_policy_ref=false), or environment.reward_model.model",
         lambda config: bool(scorer_sets(config)),
     ),
+    Switch(
+        ("trainer.alerts.command", "trainer.alerts.webhook", "trainer.alerts.webhook_file"),
+        "trainer.alerts.rules",
+        lambda config: bool(config.trainer.alerts.rules),
+    ),
     Switch(("data.shuffle_seed",), "data.shuffle=true", lambda config: config.data.shuffle),
     Switch(("data.prefetch_factor",), "data.num_workers", lambda config: config.data.num_workers > 0),
     Switch(("environment.overlong_reward",), "overlong in environment.reward_function", _penalizes_length),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpcrl.config.fields import Location
+from hpcrl.config.sections.alerts import AlertsConfig
 from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.sections.dpo import DPOConfig
@@ -136,6 +137,8 @@ class TrainerConfig:
 
     logger: str | list[str] = "tensorboard"
     """Where metrics can be seen, beside metrics/ and tensorboard/ of the run directory: tensorboard, console, wandb, mlflow, swanlab, trackio, or your own function as "package.module:function"; or several of them."""
+
+    alerts: AlertsConfig = field(default_factory=AlertsConfig)
 
     seed: int = 42
     """Seed of everything that is drawn."""

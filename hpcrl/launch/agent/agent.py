@@ -42,7 +42,7 @@ from hpcrl.rundir.ledger import (
 )
 from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.process_status import CONTROLLER, GIVEN_UP, RENEW_S, StatusWriter, read_process_status, trainer_left
-from hpcrl.runtime.signals import ask_to_stop, stop_asked
+from hpcrl.runtime.signals import ask_to_stop, stop_asked, stop_cause
 
 _POLL_S = 0.3
 _CONTROL_S = 1.0  # a request that is not there yet is looked for in a listing, which hundreds of nodes do
@@ -211,6 +211,8 @@ class Agent:
             self._report("done", "finished")
 
     def _report_stop(self, message: str) -> None:
+        cause = stop_cause(self._run, self._attempt)
+        message += f" ({cause})" if cause else ""
         self._report("cancelled" if self._stop_reason == "cancelled" else "interrupted", message)
 
     def _worker_failed(self, child: Child) -> None:

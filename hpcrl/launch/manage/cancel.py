@@ -48,8 +48,8 @@ def cancel(run: Run, patience_s: float) -> RunState:
 
 
 def _await_end(run: Run, patience_s: float) -> RunState:
-    poller, deadline = RunPoller(run, states_of), time.monotonic() + patience_s
-    while not (state := poller.state()).over:
+    poller, deadline = RunPoller([run], states_of), time.monotonic() + patience_s
+    while not (state := poller.states()[0]).over:
         if time.monotonic() > deadline:
             return states_of([run])[0]
         time.sleep(LOOK_S)

@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpcrl.observe.summary import pace_of
 from hpcrl.rundir.checkpoints import newest_of_line
 from hpcrl.rundir.commit import COMMIT
 from hpcrl.rundir.layout import Run
-from hpcrl.runtime.process_status import ProcessStatus
+from hpcrl.runtime.process_status import LEFT, ProcessStatus
 from hpcrl.units import duration
 
 SILENT_S = 60.0
@@ -23,7 +24,7 @@ class Progress:
     Attributes:
         activity: state of the trainer's process status.
         step, total: step in work or done last, of so many.
-        seconds_per_step: running mean.
+        seconds_per_step: all told (hpcrl/observe/summary.py).
         ready, replicas: rollout replicas that serve, of so many.
         checkpoint: name of the newest checkpoint, s000041 after step 41.
         checkpoint_age: seconds since its commit.
@@ -53,8 +54,8 @@ class Progress:
             parts.append(f"step {self.step}/{self.total}")
         if self.seconds_per_step is not None:
             parts.append(f"{self.seconds_per_step:.1f} s/step")
-        if self.eta is not None:
-            parts.append(f"ETA {duration(self.eta)}")
+        if self.step is not None and self.activity not in LEFT:
+            parts.append(f"ETA {duration(self.eta) if self.eta is not None else 'unknown'}")
         if self.replicas:
             parts.append(f"replicas {self.ready}/{self.replicas}")
         if self.checkpoint is not None and self.checkpoint_age is not None:
@@ -92,7 +93,7 @@ def progress_of(run: Run, statuses: Sequence[ProcessStatus], ended: bool) -> Pro
         activity=trainer.state if trainer else "",
         step=facts.get("step"),
         total=total,
-        seconds_per_step=facts.get("seconds_per_step"),
+        seconds_per_step=None if ended else pace_of(run),
         ready=len(ready),
         replicas=controller.facts.get("replicas") if controller and not ended else None,
         checkpoint=newest.name if newest else None,

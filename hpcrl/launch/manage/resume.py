@@ -103,8 +103,8 @@ def _alone(run: Run) -> Iterator[None]:
 
 
 def _ended(run: Run) -> RunState:
-    poller, deadline = RunPoller(run, states_of), time.monotonic() + _LEAVING_S
-    while (state := poller.state()).kind == "ending" and time.monotonic() < deadline:
+    poller, deadline = RunPoller([run], states_of), time.monotonic() + _LEAVING_S
+    while (state := poller.states()[0]).kind == "ending" and time.monotonic() < deadline:
         time.sleep(LOOK_S)
     if not state.over:
         raise RunError(f"{run.name} is {state.kind}; there is nothing to resume")

@@ -13,7 +13,7 @@ from hpcrl.launch.scheduler import GONE, JobState
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, Outcome, listed_attempts, outcome_of, require_attempts
 from hpcrl.runtime.process_status import ProcessStatus, read_process_statuses
-from hpcrl.runtime.signals import stop_asked
+from hpcrl.runtime.signals import stop_asked, stop_cause
 from hpcrl.units import duration
 
 _STANDING = ("SUSPENDED", "STOPPED")
@@ -133,7 +133,8 @@ class _View:
         if self.outcome is not None or self.job.name in _LEAVING:
             return "ending", f"{self.outcome.kind}: {self.outcome.message}" if self.outcome else "its job ends", ""
         if reason := stop_asked(self.run, self.attempt.number):
-            return "saving", f"asked to stop ({reason}); {self.progress}", ""
+            cause = stop_cause(self.run, self.attempt.number) or reason
+            return "saving", f"asked to stop ({cause}); {self.progress}", ""
         if self.progress.activity == "finished":
             return (
                 "running",

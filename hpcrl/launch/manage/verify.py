@@ -14,6 +14,7 @@ from hpcrl.data.kept_files import read_rows, read_turns, turn_files
 from hpcrl.data.score_file import check_scores
 from hpcrl.data.weight_files import check_weights
 from hpcrl.errors import CommitError, DataError, RunError
+from hpcrl.rundir.checked_lines import damaged, read_lines
 from hpcrl.rundir.checkpoints import samples_removed
 from hpcrl.rundir.checksums import changed_files
 from hpcrl.rundir.commit import committed, is_committed, parse_json, verify
@@ -74,6 +75,11 @@ def _of_lines(path: Path, parse: Callable[[str, bytes], object]) -> Iterator[str
 def _metrics(run: Run) -> Iterator[str]:
     for path in sorted(run.metrics.glob("*.jsonl")):
         yield from _json_lines(path)
+
+
+def _alerts(run: Run) -> Iterator[str]:
+    if count := damaged(read_lines(run.alerts)):
+        yield f"{run.alerts}: {count} of its lines"
 
 
 def _json_lines(path: Path, whole: bool = False) -> Iterator[str]:
@@ -175,5 +181,6 @@ PARTS = (
     Part("weights", _weights, "the newest version is published again when the run is resumed; no other is needed"),
     Part("checkpoints", _checkpoints, "the run is resumed from the newest one that is whole"),
     Part("exports", _exports, "`hpcrl checkpoint export` makes one again, where its checkpoint is there"),
+    Part("alerts", _alerts, "they are left out; the next attempt raises again what it finds after the last one"),
     Part("metrics", _metrics, "lines that cannot be read are left out of curves"),
 )

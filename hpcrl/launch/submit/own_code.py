@@ -16,7 +16,7 @@ from hpcrl.config.import_path import find
 from hpcrl.envs.base import user_code
 from hpcrl.envs.registry import environment_class
 from hpcrl.errors import HpcrlError
-from hpcrl.observe.trackers.processes import trackers_of
+from hpcrl.observe.trackers.base import trackers_of
 
 
 def check_own_code(config: Config) -> tuple[list[Problem], list[str]]:

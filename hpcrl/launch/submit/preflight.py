@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from hpcrl.config.adapters import adapters
 from hpcrl.config.derive import has_engines, is_offline, steps_per_epoch
 from hpcrl.config.errors import Problem, raise_together
 from hpcrl.config.resume_changes import Change, changes_from_path
+from hpcrl.config.sections.alerts import AlertsConfig
 from hpcrl.config.sections.environment import CLASSIFIER
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import chat_template
@@ -67,12 +69,22 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
     ]
     of_code, warnings = check_own_code(config)
     of_data, warnings_of_data = _of_datasets(config)
-    problems += [*of_code, *of_data, *_of_environments(config), *_of_models(config), *check_engine(config)]
+    of_alerts, warnings_of_alerts = _of_alerts(config.trainer.alerts)
+    problems += [*of_code, *of_alerts, *of_data, *_of_environments(config), *_of_models(config), *check_engine(config)]
     try:
         chat_template(config.generator.chat_template)
     except ConfigError as error:
         problems.append(_problem(error))
-    return problems, [*warnings, *warnings_of_data]
+    return problems, [*warnings, *warnings_of_alerts, *warnings_of_data]
+
+
+def _of_alerts(alerts: AlertsConfig) -> tuple[list[Problem], list[str]]:
+    problems, warnings = [], []
+    if alerts.webhook_file is not None and not os.access(alerts.webhook_file, os.R_OK):
+        problems.append(Problem("trainer.alerts.webhook_file", f"no file {alerts.webhook_file} that can be read"))
+    if alerts.command and shutil.which(alerts.command[0]) is None:
+        warnings.append(f"trainer.alerts.command: there is no program {alerts.command[0]} on this machine")
+    return problems, warnings
 
 
 def _problem(error: ConfigError) -> Problem:

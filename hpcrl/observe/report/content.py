@@ -19,10 +19,11 @@ from hpcrl.observe.report.curves import curves_of
 from hpcrl.observe.report.groups import groups_of
 from hpcrl.observe.report.samples import samples_of
 from hpcrl.observe.report.spans import timeline_of
-from hpcrl.observe.report.verdict import findings
+from hpcrl.observe.report.verdict import Finding, findings
 from hpcrl.observe.summary import summarise
 from hpcrl.observe.timeline import versions_of
 from hpcrl.observe.view import summary_rows
+from hpcrl.rundir.alerts import read_alerts
 from hpcrl.rundir.commit import checksum
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import Attempt, Outcome, read_attempts, read_outcomes
@@ -53,7 +54,7 @@ def content_of(run: Run, decoder: Decoder, *, with_samples: bool = True) -> dict
         "made": time.time(),
         "started": started,
         "summary": summary_rows(summarise(run)),
-        "findings": [asdict(one) for one in findings(curves, config.values, ended)],
+        "findings": [asdict(one) for one in [*_alerts(run), *findings(curves, config.values, ended)]],
         "attempts": _attempts(run, attempts, outcomes, started),
         "curves": curves,
         "groups": groups_of(run),
@@ -62,6 +63,17 @@ def content_of(run: Run, decoder: Decoder, *, with_samples: bool = True) -> dict
         "config": config.settings,
         "environment": _environment(run, attempts),
     }
+
+
+def _alerts(run: Run) -> list[Finding]:
+    return [
+        Finding(
+            "alert" if alert.raised else "metric",
+            "bad" if alert.raised and alert.cleared is None else "look",
+            str(alert),
+        )
+        for alert in read_alerts(run)
+    ]
 
 
 def _attempts(run: Run, attempts: list[Attempt], outcomes: dict[int, Outcome], started: float) -> list[dict[str, Any]]:

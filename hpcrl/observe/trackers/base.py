@@ -1,11 +1,15 @@
-"""What a tracker is: something that keeps the metrics of runs elsewhere. Your own is a function that returns one."""
+"""What a tracker is: something that keeps the metrics of runs elsewhere. Your own is a function that returns one. And which a run has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from hpcrl.rundir.layout import Run
+
+_WRITTEN_ANYWAY = "tensorboard"
 
 
 @dataclass(frozen=True)
@@ -44,3 +48,14 @@ class Tracker(Protocol):
 
 
 Open = Callable[[TrackedRun], Tracker]
+
+
+def trackers_of(logger: str | list[str]) -> list[str]:
+    """Return the trackers that trainer.logger names, without TensorBoard, whose files every run has."""
+    names = [logger] if isinstance(logger, str) else logger
+    return [name for name in dict.fromkeys(names) if name != _WRITTEN_ANYWAY]
+
+
+def senders(run: Run, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the process that sends to each tracker, by its name (hpcrl/observe/side_processes.py)."""
+    return {f"tracker-{name.replace(':', '.')}": ["hpcrl.observe.trackers.send", str(run.path), name] for name in names}

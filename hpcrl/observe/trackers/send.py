@@ -10,7 +10,6 @@ same time.
 from __future__ import annotations
 
 import secrets
-import select
 import string
 import sys
 from collections.abc import Callable
@@ -23,12 +22,12 @@ from hpcrl.config.import_path import find
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsReader, last_reports
+from hpcrl.observe.side_processes import more
 from hpcrl.observe.trackers.base import TrackedRun, Tracker
 from hpcrl.observe.trackers.packages import TRACKERS
 from hpcrl.rundir.commit import make_directory, read_json, write_json
 from hpcrl.rundir.layout import Run
 
-_EVERY_S = 2.0
 _KEY_LETTERS = string.ascii_lowercase + string.digits
 _SWEEP = "."
 
@@ -109,23 +108,17 @@ def _opened(name: str, run: TrackedRun) -> Tracker:
         ) from error
 
 
-def main(path: str, name: str, more: Callable[[], bool]) -> None:
-    """Send until `more` says that there is nothing to come."""
+def main(path: str, name: str, again: Callable[[], bool]) -> None:
+    """Send until `again` says that there is nothing to come."""
     sender = Sender(Run.open(path), name)
-    while more():
+    while again():
         sender.send()
     sender.send()
     sender.close()
 
 
-def _more() -> bool:
-    """Wait for a while; return whether standard input is still open."""
-    ready, _, _ = select.select([sys.stdin], [], [], _EVERY_S)
-    return not ready
-
-
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], sys.argv[2], _more)
+        main(sys.argv[1], sys.argv[2], more)
     except HpcrlError as error:
         sys.exit(f"{type(error).__name__}: {error}")

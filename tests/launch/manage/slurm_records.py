@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from hpcrl.launch.manage import registry
 from hpcrl.launch.manage.registry import states_of
 from hpcrl.launch.manage.state import RunState
-from hpcrl.rundir.commit import committed_directory, write_json
+from hpcrl.rundir.commit import committed_directory, write_json, write_text
 from hpcrl.rundir.layout import Run
 
 CONFIG = """\
@@ -73,6 +74,15 @@ def script_of(folder: Path, runs: list[Run]) -> Path:
 def committed_step(run: Run, step: int) -> None:
     with committed_directory(run.checkpoint(step), 1) as directory:
         (directory / "state").write_text("x")
+
+
+def trained(run: Run, steps: int, seconds: float) -> None:
+    """Write the metrics of as many steps, each of which took so long."""
+    lines = [
+        {"attempt": 1, "step": step, "time": step * seconds, "metrics": {"timing/step": seconds}}
+        for step in range(1, steps + 1)
+    ]
+    write_text(run.metrics_of("trainer"), "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def state(run: Run) -> RunState:

@@ -43,20 +43,22 @@ def test_who_waits_for_a_run_asks_slurm_seldom(run: Run, tmp_path: Path, monkeyp
     submitted(run)
     open_attempt(run, "7.0", ["n1"])
     squeue(monkeypatch, tmp_path, f"7|RUNNING|{PAST}|None|")
-    poller = RunPoller(run, states_of)
+    poller = RunPoller([run], states_of)
 
     def asked(looks: int) -> int:
         before = len((tmp_path / "asked").read_text()) if (tmp_path / "asked").exists() else 0
         for _ in range(looks):
-            poller.state()
+            poller.states()
         return len((tmp_path / "asked").read_text()) - before
 
     assert asked(5) == 1
     report_outcome(run, 1, "interrupted", "saved and stopped", "agent-0")
-    assert (asked(5), poller.state().kind) == (1, "ending"), "once when there is an outcome"
+    assert (asked(5), poller.states()[0].kind) == (1, "ending"), "once when there is an outcome"
     monkeypatch.setattr(poll_module, "_LEAVING_S", 0.0)
     squeue(monkeypatch, tmp_path, f"7|PENDING|{FUTURE}|BeginTime|")
-    assert (asked(5), poller.state().kind) == (1, "preempted"), "often while the job leaves, and seldom in the queue"
+    assert (asked(5), poller.states()[0].kind) == (1, "preempted"), (
+        "often while the job leaves, and seldom in the queue"
+    )
     monkeypatch.setattr(poll_module, "_ASK_S", 0.0)
     squeue(monkeypatch, tmp_path, f"7|CANCELLED|{PAST}|None|")
     assert poller.over()

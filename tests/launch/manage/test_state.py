@@ -25,6 +25,7 @@ from tests.launch.manage.slurm_records import (
     squeue,
     state,
     submitted,
+    trained,
 )
 
 
@@ -150,7 +151,8 @@ def test_running_says_how_far(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     assert state(run).detail.startswith("starting")
     StatusWriter(run, "controller", 1).write("serving", replicas=2)
     assert "starting · replicas 0/2" in state(run).detail
-    StatusWriter(run, "trainer", 1).write("step 12/40", step=12, total=40, seconds_per_step=3.0)
+    StatusWriter(run, "trainer", 1).write("step 12/40", step=12, total=40)
+    trained(run, 11, 3.0)
     StatusWriter(run, "rollout-0", 1).write("generating", version=11)
     StatusWriter(run, "rollout-1", 1).write("starting engine")
     committed_step(run, 10)

@@ -208,3 +208,19 @@ def test_teachers_are_looked_at(tmp_path: Path) -> None:
         "trainer.distillation.source_models.letters: expected a data_source of rows of data.train_data: sort_letters",
     ):
         assert problem in str(caught.value)
+
+
+def test_who_is_told_of_alerts(tmp_path: Path) -> None:
+    low, file = "trainer.alerts.rules.low={kind='entropy_below', value=0.1}", tmp_path / "webhook"
+    alerts = "trainer.alerts"
+    with pytest.raises(DataError, match=f"{alerts}.webhook_file: no file {file} that can be read"):
+        check_files(Config.from_toml([QUICKSTART], [low, f"{alerts}.webhook_file={file}"]))
+    file.write_text("https://hooks.example")
+    settings = [low, f"{alerts}.webhook_file={file}", f"{alerts}.command=['no-such-program', 'x']"]
+    told = check_files(Config.from_toml([QUICKSTART], settings))
+    assert [line for line in told if "alerts" in line] == [
+        f"{alerts}.command: there is no program no-such-program on this machine"
+    ]
+    assert not any(
+        "alerts" in line for line in check_files(Config.from_toml([QUICKSTART], [low, f"{alerts}.command=['true']"]))
+    )

@@ -1,44 +1,42 @@
-"""The processes that send a run's metrics to its trackers; none of them can end or hold up the run."""
+"""Processes beside another one, which look at what a run reports; none of them can end or hold up the run."""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 
 from hpcrl.rundir.commit import make_directory
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.signals import die_with_parent
 
-_WRITTEN_ANYWAY = "tensorboard"
 _LAST_WORDS_S = 15.0
+_EVERY_S = 2.0
 
 
-def trackers_of(logger: str | list[str]) -> list[str]:
-    """Return the trackers that trainer.logger names, without TensorBoard, whose files every run has."""
-    names = [logger] if isinstance(logger, str) else logger
-    return [name for name in dict.fromkeys(names) if name != _WRITTEN_ANYWAY]
+class SideProcesses:
+    """Processes that go on for as long as the `with` block lasts; what they say is in logs/<attempt>/<name>.log.
 
+    Args:
+        modules: by name, a module that is run and its arguments.
+    """
 
-class Trackers:
-    """One process per tracker, for as long as the `with` block lasts; what they say is in logs/<attempt>/tracker-<name>.log."""
-
-    def __init__(self, run: Run, attempt: int, names: Iterable[str]) -> None:
-        self._run, self._attempt, self._names = run, attempt, names
+    def __init__(self, run: Run, attempt: int, modules: Mapping[str, Sequence[str]]) -> None:
+        self._run, self._attempt, self._modules = run, attempt, modules
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Trackers:
-        for name in self._names:
-            log = self._run.log(self._attempt, f"tracker-{name.replace(':', '.')}")
+    def __enter__(self) -> SideProcesses:
+        for name, module in self._modules.items():
+            log = self._run.log(self._attempt, name)
             make_directory(log.parent)
             with log.open("ab") as said:
-                command = [sys.executable, "-m", "hpcrl.observe.trackers.send", str(self._run.path), name]
                 self._processes.append(
                     subprocess.Popen(
-                        command,
+                        [sys.executable, "-m", *module],
                         stdin=subprocess.PIPE,
                         stdout=said,
                         stderr=said,
@@ -49,7 +47,7 @@ class Trackers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let them send the rest; one that takes too long is killed, with what it started."""
+        """Let them do the rest; one that takes too long is killed, with what it started."""
         deadline = time.monotonic() + _LAST_WORDS_S
         for process in self._processes:
             assert process.stdin
@@ -60,3 +58,9 @@ class Trackers:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def more() -> bool:
+    """Wait for a while, in such a process; return whether standard input is still open, and more may come."""
+    ready, _, _ = select.select([sys.stdin], [], [], _EVERY_S)
+    return not ready

@@ -1,0 +1,66 @@
+"""Section `trainer.alerts`: what a run tells somebody about, by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hpcrl.config.fields import Location
+
+Metric = Literal["above", "below", "fell"]
+"""What a rule may ask of a metric that it names."""
+
+METRIC_OF: dict[str, tuple[Metric, str]] = {
+    "reward_fell": ("fell", "reward/avg_raw_reward"),
+    "score_fell": ("fell", "eval/all/avg_score"),
+    "kl_above": ("above", "policy/policy_kl"),
+    "entropy_below": ("below", "policy/policy_entropy"),
+    "mismatch_above": ("above", "policy/logprob_mismatch"),
+    "truncated_above": ("below", "generate/stop_ratio"),
+}
+"""What the other kinds ask, and of which metric; no_progress asks of none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlertRuleConfig:
+    kind: Literal[
+        "above", "below", "fell",
+        "reward_fell", "score_fell", "kl_above", "entropy_below", "mismatch_above", "truncated_above", "no_progress",
+    ]  # fmt: skip
+    """What the alert is about: a metric that is above or below value, or has fallen by more than it; or one of these with a metric that is known: the reward, the evaluation score, the divergence from the reference, the entropy, the difference between engines and trainer, the share of samples that are cut off instead of ending by themselves; or a run that makes no progress."""
+
+    metric: str | None = None
+    """Name of the metric of above, below and fell, as in metrics/ and TensorBoard."""
+
+    value: float | None = None
+    """The limit; of fell the loss, in the metric's own unit, that is one too many."""
+
+    steps: int = 1
+    """Values in a row that have to be beyond the limit; of an evaluation these are evaluations."""
+
+    window: int = 1
+    """Values over whose mean fell compares."""
+
+    since: Literal["best", "before"] = "best"
+    """With what fell compares: the best mean so far, or that of as many values right before."""
+
+    minutes: float | None = None
+    """Of no_progress: time without a step that is trained or an evaluation that ends."""
+
+    stop: bool = False
+    """Save and stop the run, as `hpcrl cancel` does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlertsConfig:
+    rules: dict[str, AlertRuleConfig] = field(default_factory=dict)
+    """What to look out for, by names of your own: tables [trainer.alerts.rules.NAME]."""
+
+    command: list[Location] = field(default_factory=list)
+    """Program and arguments that are run for each alert, with what it is about in environment variables; no shell. Empty: none."""
+
+    webhook: str | None = None
+    """Address to which each alert is sent as JSON. It is in config.toml, reports and trackers: one that is a secret belongs in webhook_file."""
+
+    webhook_file: Location | None = None
+    """File, readable where the controller runs, that holds such an address."""

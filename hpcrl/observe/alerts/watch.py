@@ -1,0 +1,194 @@
+"""Looks at what a run reports, and raises its alerts: python -m hpcrl.observe.alerts.watch RUN ATTEMPT
+
+It goes on until its standard input ends. A process of its own, so that it sees a run that hangs, and cannot hold one up.
+
+All values that count, those of earlier attempts too, are judged again in each attempt, and events begin after the newest step that
+alerts.jsonl has of the rule: what happened while nobody looked is told late, and what lasts over a restart is not told twice.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hpcrl.config import Config
+from hpcrl.config.sections.alerts import AlertRuleConfig, AlertsConfig
+from hpcrl.errors import HpcrlError, did_you_mean
+from hpcrl.observe.alerts.rules import Judge, metric_of
+from hpcrl.observe.alerts.tell import call_webhook, run_command, webhook_of
+from hpcrl.observe.metrics import MetricsReader, Record, last_reports
+from hpcrl.observe.side_processes import more
+from hpcrl.observe.summary import EVAL_LOSS, EVAL_SCORE, STEP_SECONDS
+from hpcrl.rundir.alerts import Alert, AlertEvent, Event, append_event, read_alerts
+from hpcrl.rundir.layout import Run
+from hpcrl.runtime.heartbeat import SuspendAwareClock
+from hpcrl.runtime.signals import ask_to_stop
+
+_MODULE = "hpcrl.observe.alerts.watch"
+_PROGRESS = (STEP_SECONDS, EVAL_SCORE, EVAL_LOSS)
+_LONGEST_PAUSE_S = 60.0  # command and webhook are awaited between two looks
+
+
+class Alerts:
+    """The alerts of one attempt."""
+
+    def __init__(self, run: Run, attempt: int, config: AlertsConfig) -> None:
+        self._run, self._attempt, self._config = run, attempt, config
+        self._clock = SuspendAwareClock(_LONGEST_PAUSE_S)
+        self._step, self._progressed = 0, self._clock.now()
+        self._newest = {alert.name: alert for alert in read_alerts(run)}
+        self.begin()
+
+    def begin(self) -> None:
+        """Judge from the first step on, and tell what has been raised and was not told, because of a kill or of the filesystem."""
+        for alert in self._newest.values():
+            if alert.raised and not alert.told:
+                self._tell(alert)
+        metrics = {name: metric for name, rule in self._config.rules.items() if (metric := metric_of(rule))}
+        self._metrics, self._judges = metrics, {name: Judge(self._config.rules[name]) for name in metrics}
+        self._reader, self._reported = MetricsReader(self._run, *_PROGRESS, *metrics.values()), set[str]()
+        self._seen, self._checked = dict[str, int](), set[str]()
+
+    def look(self) -> None:
+        """Judge what has come since the last call.
+
+        Raises:
+            CommitError: a newer attempt has begun.
+        """
+        records, outdated = self._reader.poll()
+        if outdated:
+            self.begin()
+            records, _ = self._reader.poll()
+        self._look_for_names()
+        ordered = list(last_reports(records))
+        self._look_at_progress(ordered)
+        for record in ordered:
+            self._reported |= record.metrics.keys()
+            for name, metric in self._metrics.items():
+                if metric in record.metrics and record.step > self._seen.get(name, -1):
+                    self._seen[name] = record.step
+                    self._judge(name, record.step, self._judges[name].take(record.metrics[metric]))
+
+    def _judge(self, name: str, step: int, found: str) -> None:
+        newest = self._newest.get(name)
+        if newest and not newest.raised and newest.cleared is None:
+            self._write(name, "cleared", step, "")  # its metric has come after all
+        last = max(newest.begin.step, newest.cleared or 0) if newest and newest.raised else -1
+        if step <= last:
+            return
+        lasts = self._lasts(name)
+        if found and not lasts:
+            self._raise(name, step, found)
+        elif lasts and not found:
+            self._write(name, "cleared", step, "")
+
+    def _lasts(self, name: str) -> bool:
+        newest = self._newest.get(name)
+        return newest is not None and newest.raised and newest.cleared is None
+
+    def _look_at_progress(self, records: Iterable[Record]) -> None:
+        """Raise no_progress; a step of an earlier attempt is none, and neither is what was there before this one began."""
+        now = self._clock.now()
+        for record in records:
+            if not record.metrics.keys().isdisjoint(_PROGRESS):
+                self._step = record.step
+                if record.attempt == self._attempt:
+                    self._progressed = now
+        for name, rule in self._config.rules.items():
+            if rule.minutes is None:
+                continue
+            idle = now - self._progressed
+            if idle > 60 * rule.minutes and not self._lasts(name):
+                self._raise(
+                    name, self._step, f"no step was trained and no evaluation ended for {rule.minutes:g} minutes"
+                )
+            elif self._progressed == now and self._lasts(name):
+                self._write(name, "cleared", self._step, "")
+
+    def _look_for_names(self) -> None:
+        """Say which rules wait for a metric that nobody reports, once all that belongs to a first step, or evaluation, was read."""
+        for name, metric in self._metrics.items():
+            awaited = (EVAL_SCORE, EVAL_LOSS) if metric.startswith("eval/") else (STEP_SECONDS,)
+            if name in self._checked or self._reported.isdisjoint(awaited):
+                continue
+            self._checked.add(name)
+            if metric not in self._reported and name not in self._newest:
+                known = {other for record in MetricsReader(self._run).poll()[0] for other in record.metrics}
+                text = f"step {self._step} reported no metric {metric}{did_you_mean(metric, known, 3)}"
+                self._write(name, "missing", self._step, text)
+
+    def _raise(self, name: str, step: int, text: str) -> None:
+        self._tell(self._write(name, "raised", step, text))
+
+    def _write(self, name: str, event: Event, step: int, text: str) -> Alert:
+        written = AlertEvent(name, event, step, self._attempt, time.time(), text)
+        append_event(self._run, written)
+        print(f"{name}: {event} at step {step}{text and ': '}{text}", flush=True)
+        known = self._newest.get(name)
+        if event in ("raised", "missing"):
+            alert = Alert(written)
+        else:
+            assert known
+            alert = Alert(known.begin, True, step if event == "cleared" else known.cleared)
+        self._newest[name] = alert
+        return alert
+
+    def _tell(self, alert: Alert) -> None:
+        """Run the command, call the webhook and stop the run. Whoever is killed in between has it done again by the next attempt."""
+        rule = self._config.rules.get(alert.name)
+        facts = self._facts(alert, rule)
+        if self._config.command:
+            variables = {f"HPCRL_ALERT_{name.upper()}": str(value) for name, value in facts.items()}
+            run_command(self._config.command, variables, self._run.path)
+        if address := webhook_of(self._config.webhook, self._config.webhook_file):
+            call_webhook(address, facts)
+        if rule and rule.stop:
+            ask_to_stop(self._run, self._attempt, "cancelled", f"alert {alert.name}: {alert.begin.text}")
+        self._write(alert.name, "told", alert.begin.step, "")
+
+    def _facts(self, alert: Alert, rule: AlertRuleConfig | None) -> dict[str, Any]:
+        begin, run = alert.begin, self._run
+        return {
+            "text": f"{run.project}/{run.name}: {alert.name} at step {begin.step}: {begin.text}",
+            "name": begin.alert,
+            "kind": rule.kind if rule else "",
+            "metric": (rule and metric_of(rule)) or "",
+            "found": begin.text,
+            "step": begin.step,
+            "time": begin.time,
+            "attempt": begin.attempt,
+            "project": run.project,
+            "run": run.name,
+            "path": str(run.path),
+            "stops": bool(rule and rule.stop),
+        }
+
+
+def watcher(run: Run, attempt: int, config: AlertsConfig) -> dict[str, list[str]]:
+    """Return the process that watches a run, by name; none where there are no rules."""
+    return {"alerts": [_MODULE, str(run.path), str(attempt)]} if config.rules else {}
+
+
+def main(path: str, attempt: int, again: Callable[[], bool]) -> None:
+    """Look until `again` says that there is nothing to come; a filesystem that fails is asked again."""
+    run = Run.open(path)
+    alerts, goes_on, anew = Alerts(run, attempt, Config.from_toml([run.config]).trainer.alerts), True, False
+    while goes_on:
+        goes_on = again()
+        try:
+            if anew:  # what was read when it failed is lost
+                alerts.begin()
+            alerts.look()
+            anew = False
+        except OSError as error:
+            print(f"waiting for the filesystem: {error}", flush=True)
+            anew = True
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1], int(sys.argv[2]), more)
+    except HpcrlError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
