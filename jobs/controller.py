@@ -40,7 +40,7 @@ from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, tra
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.tensorboard.follower import Follower
 from hpcrl.observe.timeline import Timeline
-from hpcrl.observe.trackers.processes import Trackers, trackers_of
+from hpcrl.observe.trackers.processes import trackers, trackers_of
 from hpcrl.rundir.layout import Run, token_cache
 from hpcrl.rundir.ledger import require_newest
 from hpcrl.runtime.heartbeat import Heartbeat
@@ -66,10 +66,10 @@ def main(path: str) -> None:
     sets = scorer_sets(config)
     models = [each.name for each in sets for _ in range(each.replicas)]
     scores = ScoreQueue(models, partial(judges_of, sets))
-    trackers = Trackers(run, attempt, trackers_of(config.trainer.logger))
+    sending = trackers(run, attempt, trackers_of(config.trainer.logger))
     service = Service(run, attempt, schedule(config, steps), train, validation, rows, scores)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
-    with trackers, closing(Timeline(run, "controller", attempt)) as timeline:
+    with sending, closing(Timeline(run, "controller", attempt)) as timeline:
         asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds, timeline)))
 
 

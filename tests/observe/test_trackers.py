@@ -16,7 +16,7 @@ from hpcrl.config.sections.trainer import LOGGERS
 from hpcrl.observe.metrics import MetricsWriter
 from hpcrl.observe.trackers import processes
 from hpcrl.observe.trackers.packages import TRACKERS
-from hpcrl.observe.trackers.processes import Trackers, trackers_of
+from hpcrl.observe.trackers.processes import trackers, trackers_of
 from hpcrl.observe.trackers.send import Sender
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
@@ -62,12 +62,12 @@ def test_the_known_trackers_are_those_of_the_configuration() -> None:
 
 def test_each_value_once_over_restarts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with Trackers(run, 1, [OWN, "console"]):
+    with trackers(run, 1, [OWN, "console"]):
         write(run, 1, 0, range(1, 6))
         write(run, 1, 0, range(1, 3), "rollout-0")
         wait(lambda: len(points(run)) == 5)
         write(run, 2, 3, range(4, 5))  # notices a resume while it goes on
-    with Trackers(run, 2, [OWN]):
+    with trackers(run, 2, [OWN]):
         write(run, 2, 3, range(5, 8))
     assert points(run) == [*((step, 1000 + step) for step in range(1, 6)), (6, 2006), (7, 2007)]
     assert points(run, "x/rollout-0") == [(1, 1001), (2, 1002)]
@@ -84,12 +84,12 @@ def test_one_that_is_down_or_stuck_holds_nothing_up(run: Run, monkeypatch: pytes
     write(run, 1, 0, range(1, 6))
     down, stuck = (OWN.replace("Lines", name) for name in ("Down", "Stuck"))
     logs = {name: run.log(1, f"tracker-{name.replace(':', '.')}") for name in (down, stuck)}
-    with Trackers(run, 1, [down, stuck, OWN, "no.such:tracker"]) as trackers:
+    with trackers(run, 1, [down, stuck, OWN, "no.such:tracker"]) as sending:
         wait(lambda: len(points(run)) == 5)
         wait(lambda: "stuck" in logs[stuck].read_text())
         began = time.monotonic()
     assert time.monotonic() - began < 10
-    assert all(process.poll() is not None for process in trackers._processes)
+    assert all(process.poll() is not None for process in sending.processes)
     assert "the tracker is down" in logs[down].read_text()
     assert Sender(run, down)._sent.steps == {}, "what it did not take is sent later"
 
