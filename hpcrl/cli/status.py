@@ -78,6 +78,7 @@ def _show(state: RunState) -> None:
 def _lines(state: RunState) -> Iterator[str]:
     from hpcrl.observe.summary import summarise
     from hpcrl.observe.view import summary_rows
+    from hpcrl.upload.state import upload_states
 
     progress, submission = state.progress, state.submission
     summary = _achieved(state, summarise)
@@ -95,6 +96,9 @@ def _lines(state: RunState) -> Iterator[str]:
     for name, value in summary_rows(summary) if summary and summary.steps else ():
         if name in _ACHIEVED:
             yield f"  {name:11} {value}"
+    for store, upload in upload_states(state.run).items():
+        for line in upload.lines():
+            yield f"  {f'upload {store}':11} {line}"
     for status in state.statuses if not state.over else ():
         age = max(0.0, time.time() - status.renewed)
         yield f"  {status.process:11} {status.state} ({status.host}, {age:.0f} s ago)"
@@ -104,6 +108,7 @@ def _as_json(state: RunState) -> dict[str, Any]:
     from dataclasses import asdict
 
     from hpcrl.observe.summary import summarise
+    from hpcrl.upload.state import upload_states
 
     job, summary = state.job, _achieved(state, summarise)
     return {
@@ -121,5 +126,6 @@ def _as_json(state: RunState) -> dict[str, Any]:
         "outcome": asdict(state.outcome) if state.outcome else None,
         "progress": {**asdict(state.progress), "eta": state.progress.eta},
         "summary": {name: value for name, value in asdict(summary).items() if name != "outcome"} if summary else None,
+        "uploads": {store: asdict(upload) for store, upload in upload_states(state.run).items()},
         "processes": [asdict(status) for status in state.statuses],
     }

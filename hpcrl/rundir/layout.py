@@ -31,6 +31,7 @@
   profile/<attempt>/rank-0.json.gz PyTorch profiles of trainer ranks
   tensorboard/<run>/               derived from metrics; can be rebuilt
   trackers/<name>.json             what a tracker has been told; <name>/ its own files
+  uploads/<store>.json             what of exports/ and checkpoints/ is in a store elsewhere (hpcrl/upload/state.py)
   control/                         stop, stacks: requests to the agents
 
 <root>/.tokens/                    tokens of datasets that runs share (hpcrl/data/token_cache.py)
@@ -206,6 +207,13 @@ class Run:
     def tracker(self, name: str) -> Path:
         """What a tracker has been told; a folder of the same name without suffix has its own files."""
         return self.path / "trackers" / f"{name.replace(':', '.')}.json"
+
+    @property
+    def uploads(self) -> Path:
+        return self.path / "uploads"
+
+    def upload(self, store: str) -> Path:
+        return self.uploads / f"{store}.json"
 
     @property
     def stop(self) -> Path:

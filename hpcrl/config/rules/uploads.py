@@ -25,7 +25,9 @@ def uploads(config: ConfigTree) -> Iterator[Problem]:
     if upload.s3 and not exports and not upload.s3_checkpoints:
         yield Problem(f"{_PATH}.s3", f"nothing would be uploaded: the run makes no exports; {remedy}")
     elif upload.s3 and not exports and not checkpoints:
-        yield Problem(f"{_PATH}.s3", f"nothing would be uploaded: the run makes neither exports nor checkpoints; {remedy}")
+        yield Problem(
+            f"{_PATH}.s3", f"nothing would be uploaded: the run makes neither exports nor checkpoints; {remedy}"
+        )
     if upload.s3 and upload.s3_bucket is None:
         yield Problem(f"{_PATH}.s3_bucket", f"required with {_PATH}.s3: the bucket to copy to")
     if upload.hf and upload.hf_repo_name is None:
@@ -47,7 +49,9 @@ def upload_names(config: ConfigTree) -> Iterator[Problem]:
     for setting in ("hf_endpoint", "s3_endpoint"):
         address = getattr(upload, setting)
         if address is not None and not _is_address(address):
-            yield Problem(f"{_PATH}.{setting}", f"expected an address such as https://store.example.org, found {address!r}")
+            yield Problem(
+                f"{_PATH}.{setting}", f"expected an address such as https://store.example.org, found {address!r}"
+            )
 
 
 def _is_address(text: str) -> bool:
