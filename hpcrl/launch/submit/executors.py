@@ -168,7 +168,7 @@ def upload_executor(submission: Submission, run: Run, config: Config, gang: str)
         "nodes": 1,
         "srun_args": [],
         "dependency": f"afterany:{gang}",
-        "additional_parameters": {"requeue": True, **asked.extra},
+        "additional_parameters": {"requeue": True, **config.slurm.upload.extra},
     }
     return _executor(submission.folder, parameters, asked, _starter(submission))
 

@@ -16,7 +16,7 @@ from hpcrl.config.fields import leaves
 from hpcrl.config.load import nested
 from hpcrl.config.rules import cluster as site
 from hpcrl.config.rules import combinations as rules
-from hpcrl.config.rules import generation, idle, ranks, scorers, training
+from hpcrl.config.rules import generation, idle, ranks, scorers, training, uploads
 from hpcrl.config.rules import megatron_layouts as layouts
 from hpcrl.config.rules import rewards as scoring
 from hpcrl.config.rules.combinations import impossible
@@ -35,7 +35,7 @@ def found(settings: dict[str, Any]) -> list[Problem]:
     return impossible(build(Config, nested({**BASE, **settings})))
 
 
-MODULES = (rules, idle, ranks, layouts, generation, scoring, scorers, site, training)
+MODULES = (rules, idle, ranks, layouts, generation, scoring, scorers, site, training, uploads)
 
 
 CASES = [*SKYRL, *COSMOS, *ENGINES, *OF_MODES, *OF_SCORERS, *OURS]
