@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcrl.rundir.layout import Run
+from tests.jobs.conftest import place  # noqa: F401
 from tests.upload.material import made_run
 from tests.upload.s3_server import KEY, SECRET, S3Server, client, s3_server
 

@@ -1,8 +1,12 @@
-"""moto's S3 server on this machine, with what goes wrong at times in front of it."""
+"""moto's S3 server on this machine, with what goes wrong at times in front of it.
+
+python -m tests.upload.s3_server ADDRESS BUCKET     serves a bucket until its standard input ends; prints where
+"""
 
 from __future__ import annotations
 
 import io
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +16,8 @@ from typing import Any
 from boto3.session import Session
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
+
+from hpcrl.rundir.commit import COMMIT
 
 KEY, SECRET = "test-key", "test-secret-key"
 
@@ -64,7 +70,7 @@ class S3Server:
 
 
 @contextmanager
-def s3_server() -> Iterator[S3Server]:
+def s3_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
     """Yield a server that knows KEY alone; buckets are shared by all servers of a process."""
     server, moto = S3Server(), DomainDispatcherApplication(create_backend_app)
 
@@ -77,10 +83,10 @@ def s3_server() -> Iterator[S3Server]:
         start(status, [("Content-Type", "application/xml")])
         return [f"<Error><Code>{code}</Code><Message>as the test wants it</Message></Error>".encode()]
 
-    http = make_server("127.0.0.1", 0, answer, threaded=True, request_handler=_Silent)
+    http = make_server(address, 0, answer, threaded=True, request_handler=_Silent)
     thread = threading.Thread(target=http.serve_forever, daemon=True)
     thread.start()
-    server.url = f"http://127.0.0.1:{http.server_address[1]}"
+    server.url = f"http://{address}:{http.server_address[1]}"
     try:
         yield server
     finally:
@@ -101,3 +107,15 @@ def keys(server: S3Server, bucket: str) -> dict[str, bytes]:
     """Return the objects of a bucket."""
     found = client(server).list_objects_v2(Bucket=bucket).get("Contents", [])
     return {one["Key"]: client(server).get_object(Bucket=bucket, Key=one["Key"])["Body"].read() for one in found}
+
+
+def copies(server: S3Server, bucket: str) -> list[str]:
+    """Return the directories of a bucket that are complete."""
+    return sorted(key.removesuffix(f"/{COMMIT}") for key in keys(server, bucket) if key.endswith(COMMIT))
+
+
+if __name__ == "__main__":
+    with s3_server(sys.argv[1]) as made:
+        client(made).create_bucket(Bucket=sys.argv[2])
+        print(made.url, flush=True)
+        sys.stdin.read()

@@ -15,11 +15,11 @@ from hpcrl.cli.main import main
 from hpcrl.config import Config
 from hpcrl.launch.submit.executors import Element, Submission, batch_scripts
 from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
-from hpcrl.rundir.commit import COMMIT, write_json
+from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from tests.paths import QUICKSTART
 from tests.upload.material import EXPORTS, end, made_run, write_checkpoint, write_export
-from tests.upload.s3_server import S3Server, keys
+from tests.upload.s3_server import S3Server, copies
 
 S3 = [*EXPORTS, "trainer.upload.s3=final", "trainer.upload.s3_bucket=mine"]
 HF = [*EXPORTS, "trainer.upload.hf=true", "trainer.upload.hf_repo_name=me/model"]
@@ -40,10 +40,6 @@ def ended(tmp_path: Path) -> Run:
         write_checkpoint(run, step)
     end(run)
     return run
-
-
-def copies(server: S3Server, bucket: str) -> list[str]:
-    return sorted(key.removesuffix("/" + COMMIT) for key in keys(server, bucket) if key.endswith(COMMIT))
 
 
 def test_a_run_that_is_over_is_uploaded_by_hand(

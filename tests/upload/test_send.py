@@ -11,7 +11,6 @@ import pytest
 
 from hpcrl.config import Config
 from hpcrl.config.sections.trainer import UploadConfig
-from hpcrl.rundir.commit import COMMIT
 from hpcrl.rundir.layout import Run
 from hpcrl.runtime.followers import Followers
 from hpcrl.upload import send
@@ -20,7 +19,7 @@ from hpcrl.upload.state import UploadState, upload_states
 from hpcrl.upload.store import Committed, Vanished
 from tests.paths import ROOT
 from tests.upload.material import QUICK, end, made_run, write_checkpoint, write_export
-from tests.upload.s3_server import S3Server, keys
+from tests.upload.s3_server import S3Server, copies
 
 
 def settings(server: S3Server, bucket: str, which: str = "all") -> list[str]:
@@ -33,8 +32,7 @@ def upload_of(run: Run) -> UploadConfig:
 
 
 def marked(server: S3Server, bucket: str) -> list[str]:
-    """Return the copies that are complete."""
-    return sorted("/".join(key.split("/")[3:5]) for key in keys(server, bucket) if key.endswith(COMMIT))
+    return [name.removeprefix("outputs/project/sorting/") for name in copies(server, bucket)]
 
 
 def wait(what: Callable[[], object]) -> None:

@@ -14,9 +14,6 @@ from tests.config.rules.skyrl_cases import (
     Case,
 )
 
-EXPORTS = {"trainer.hf_save_interval": 10}
-HF = {"trainer.upload.hf": True, "trainer.upload.hf_repo_name": "me/model"}
-
 # spec/cosmos, section 14 and the rules of its schema, where they apply here.
 COSMOS = [
     Case(
@@ -74,16 +71,6 @@ COSMOS = [
         {f"{LORA}.rank": 8, "trainer.policy.trainable_map": {"lm_head": True}},
         "trainer.policy.trainable_map.lm_head", "trainer.policy.model.lora.modules_to_save",
         {f"{LORA}.rank": 8, "trainer.policy.trainable_map": {"lm_head": False}},
-    ),
-    Case(
-        "S3 needs a bucket",
-        {"trainer.upload.s3": "all"}, "trainer.upload.s3_bucket", "required with trainer.upload.s3",
-        {"trainer.upload.s3": "all", "trainer.upload.s3_bucket": "mine"},
-    ),
-    Case(
-        "the hub needs a repository",
-        {"trainer.upload.hf": True, **EXPORTS}, "trainer.upload.hf_repo_name", "required with trainer.upload.hf",
-        {**HF, **EXPORTS},
     ),
     Case(
         "prefetching needs workers",

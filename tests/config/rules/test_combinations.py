@@ -29,6 +29,7 @@ from tests.config.rules.scorer_cases import OF_SCORERS
 from tests.config.rules.skyrl_cases import ALGORITHM, BASE, COLOCATED, CRITIC, ENGINE, PLACEMENT, SKYRL, Case
 from tests.config.rules.test_megatron_layouts import CASES as LAYOUTS
 from tests.config.rules.test_training import CASES as TRAINER
+from tests.config.rules.upload_cases import OF_UPLOADS
 
 
 def found(settings: dict[str, Any]) -> list[Problem]:
@@ -38,7 +39,7 @@ def found(settings: dict[str, Any]) -> list[Problem]:
 MODULES = (rules, idle, ranks, layouts, generation, scoring, scorers, site, training, uploads)
 
 
-CASES = [*SKYRL, *COSMOS, *ENGINES, *OF_MODES, *OF_SCORERS, *OURS]
+CASES = [*SKYRL, *COSMOS, *ENGINES, *OF_MODES, *OF_SCORERS, *OURS, *OF_UPLOADS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
