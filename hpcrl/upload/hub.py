@@ -102,13 +102,10 @@ class HubStore:
     def _told(self, directory: Committed) -> Iterator[None]:
         """Turn what the hub says into Away and Refused, with the repository and the remedy; say where the run has deleted the directory."""
         import httpx
-        from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+        from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
         try:
             yield
-        except OfflineModeIsEnabled as error:
-            remedy = 'unset it (slurm.setup may do so), or set slurm.upload.by="command" and upload from another node'
-            raise Refused(f"{self.place}: HF_HUB_OFFLINE=1 is set: {remedy}") from error
         except LocalTokenNotFoundError as error:
             raise Refused(f"{self.place}: no token; {_WHERE}") from error
         except HfHubHTTPError as error:
@@ -162,6 +159,8 @@ def _differs(addition: CommitOperationAdd, found: RepoFile | None) -> bool:
 
 def _api(upload: UploadConfig) -> HfApi:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):  # a site sets them, lest models are looked for on the hub
+        os.environ.pop(name, None)
     try:
         from huggingface_hub import HfApi, get_token
     except ImportError as error:

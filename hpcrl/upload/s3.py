@@ -40,7 +40,7 @@ _REMEDIES = {
     "SignatureDoesNotMatch": "the secret key does not belong to the access key; look at the credentials",
     "ExpiredToken": "these credentials have expired; renew them",
     "AccessDenied": "the credentials need s3:ListBucket and s3:ListBucketMultipartUploads of the bucket, and s3:GetObject, "
-    "s3:PutObject, s3:DeleteObject and s3:ListMultipartUploadParts of its objects",
+    "s3:PutObject, s3:DeleteObject, s3:AbortMultipartUpload and s3:ListMultipartUploadParts of its objects",
 }
 _REMEDIES |= {"403": _REMEDIES["AccessDenied"], "Forbidden": _REMEDIES["AccessDenied"]}
 _WHERE = "where credentials come from: docs/uploads.md#secrets"
@@ -230,7 +230,10 @@ class S3Store:
     def _begun(self, key: str) -> tuple[str, dict[int, tuple[int, str]]]:
         """Return an upload in parts, one that was begun before where there is one, and size and MD5 of the parts that it has."""
         begun = self._ask("list_multipart_uploads", Prefix=key).get("Uploads", [])
-        ours = [one["UploadId"] for one in begun if one["Key"] == key]
+        # other programs begin some too, with checksums of another kind
+        ours = [
+            one["UploadId"] for one in begun if one["Key"] == key and one.get("ChecksumAlgorithm", "SHA256") == "SHA256"
+        ]
         if not ours:
             made = self._ask("create_multipart_upload", Key=key, ChecksumAlgorithm="SHA256")
             return made["UploadId"], {}
@@ -254,18 +257,17 @@ class S3Store:
         Raises:
             Away, Refused: with the bucket, what the store said and the remedy.
         """
-        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore import exceptions as of
 
         def ask() -> Any:
             try:
                 return getattr(self._client, name)(Bucket=self._bucket, **arguments)
-            except ClientError as error:
+            except of.ClientError as error:
                 raise self._error(name, error) from error
-            except BotoCoreError as error:
-                said = f"{self.place}: {name}: {error}"
-                if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"):
-                    raise Refused(f"{said}; {_WHERE}") from error
-                raise Away(said) from error
+            except (of.NoCredentialsError, of.PartialCredentialsError) as error:
+                raise Refused(f"{self.place}: {error}; {_WHERE}") from error
+            except of.BotoCoreError as error:
+                raise Away(f"{self.place}: {name}: {error}") from error
 
         return self._patience.repeat(ask)
 

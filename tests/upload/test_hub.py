@@ -93,6 +93,7 @@ upload = UploadConfig(hf=True, hf_repo_name="models", hf_endpoint={hub.url!r})
 HubStore(Run(Path({str(run.path)!r})), upload, Patience()).send(Committed.read(Path({str(export)!r})), lambda _: None)
 """
     environment = os.environ | {"HPCRL_FAULT": "upload.large:kill", "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_XET": "1"}
+    environment["HF_HUB_OFFLINE"] = "1"  # which a site may have set
     done = subprocess.run([sys.executable, "-c", code], env=environment, check=False, timeout=60)
     assert done.returncode == -9
     assert hub.puts == 1
