@@ -61,10 +61,13 @@ def _upload_run(run: Run, arguments: argparse.Namespace) -> None:
     _require_no_other(run, config, stores)
     upload = _asked(config.trainer.upload, arguments)
     uploaders = [Uploader(run, store, upload, Patience(total_s=60.0)) for store in stores]
-    if arguments.watch:
-        _watch(run, uploaders)
-    else:
-        _send(run, uploaders, upload, arguments.step)
+    try:
+        if arguments.watch:
+            _watch(run, uploaders)
+        else:
+            _send(run, uploaders, upload, arguments.step)
+    except KeyboardInterrupt:
+        raise RunError("interrupted; the same command goes on where this one ended") from None
 
 
 def _asked(upload: UploadConfig, arguments: argparse.Namespace) -> UploadConfig:

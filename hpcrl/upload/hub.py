@@ -84,9 +84,8 @@ class HubStore:
     def _additions(self, directory: Committed) -> list[CommitOperationAdd]:
         from huggingface_hub import CommitOperationAdd
 
-        for name in directory.files:
-            expected = directory.checksum(name)
-            if expected is not None and checksum(directory.path / name) != expected:
+        for name, expected in directory.checksums.items():
+            if checksum(directory.path / name) != expected:
                 raise CommitError(f"{directory.path / name}: checksum differs from the manifest; it is not uploaded")
         return [CommitOperationAdd(name, directory.path / name) for name in directory.files]
 

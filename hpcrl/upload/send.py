@@ -24,7 +24,7 @@ from hpcrl.units import duration, readable_size
 from hpcrl.upload.hub import HubStore
 from hpcrl.upload.s3 import S3Store
 from hpcrl.upload.state import UploadState
-from hpcrl.upload.store import Away, Committed, Patience, Store, Vanished
+from hpcrl.upload.store import Away, Committed, Patience, Store, Vanished, name_of
 
 STORES: dict[str, Callable[[Run, UploadConfig, Patience], Store]] = {"hf": HubStore, "s3": S3Store}
 _EVERY_S = 5.0
@@ -73,10 +73,11 @@ class Uploader:
         self.name, self.away = name, set[str]()
         self._run, self._upload, self._path = run, upload, run.upload(name)
         self._patience = patience or Patience()
-        self._state, self._store = UploadState.read(self._path), None
-        self._again: dict[
-            str, tuple[float, float]
-        ] = {}  # when each that failed is tried again, and how long it waits then
+        self._state, self._store, target = UploadState.read(self._path), None, _target(name, upload)
+        if self._state.target != target:
+            self._state = UploadState(target)
+        # when each that failed is tried again, and after how long
+        self._again = dict[str, tuple[float, float]]()
         self._lock, self._told = threading.Lock(), 0.0
 
     def send(self, path: Path) -> str:
@@ -85,7 +86,7 @@ class Uploader:
         Raises:
             HpcrlError, OSError: as of `Store.send`, or of opening the store; uploads/<store>.json has it too.
         """
-        name, began, state = f"{path.parent.name}/{path.name}", time.monotonic(), self._state
+        name, began, state = name_of(path), time.monotonic(), self._state
         try:
             self._store = self._store or STORES[self.name](self._run, self._upload, self._patience)
             directory = Committed.read(path)
@@ -123,8 +124,8 @@ class Uploader:
 
     def send_due(self, done: bool) -> None:
         """Send what is wanted, is not there as far as is known, and did not fail a moment ago; tell what fails."""
-        while path := next((one for one in wanted(self._run, self.name, self._upload, done) if self._due(one)), None):
-            name = f"{path.parent.name}/{path.name}"
+        while path := next(filter(self._due, self._wanted(done)), None):
+            name = name_of(path)
             self.away.discard(name)
             try:
                 said = self.send(path)
@@ -137,8 +138,19 @@ class Uploader:
                 said = f"{name}: {type(error).__name__}: {error}"
             print(said, flush=True)
 
+    def _wanted(self, done: bool) -> list[Path]:
+        """Return what the store is to have, and forget what the run has deleted since it failed."""
+        paths = wanted(self._run, self.name, self._upload, done)
+        gone = self._state.failed.keys() - {name_of(path) for path in paths}
+        for name in gone:
+            self._state.given_up[name] = f"deleted by its run before it could be sent; {self._state.failed.pop(name)}"
+            self.away.discard(name)
+        if gone:
+            self._state.write(self._path)
+        return paths
+
     def _due(self, path: Path) -> bool:
-        name, mark = f"{path.parent.name}/{path.name}", read_bytes(path / COMMIT)
+        name, mark = name_of(path), read_bytes(path / COMMIT)
         known = self._state.sent.get(name, {}).get("mark")
         return mark is not None and mark.decode() != known and self._again.get(name, (0.0, 0.0))[0] <= time.monotonic()
 
@@ -191,6 +203,12 @@ def job(path: str, patience_s: float) -> None:
         print(f"{type(error).__name__}: {error}", flush=True)
         sys.exit(error.exit_code)
     sys.exit(int(any(one.failed for one in uploaders)))
+
+
+def _target(store: str, upload: UploadConfig) -> str:
+    if store == "hf":
+        return f"{upload.hf_endpoint or ''} {upload.hf_repo_name}"
+    return f"{upload.s3_endpoint or ''} {upload.s3_bucket}/{upload.s3_prefix}"
 
 
 def _is_done(run: Run) -> bool:

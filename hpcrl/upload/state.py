@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrl.rundir.commit import children, parse_json, read_bytes, write_json
+from hpcrl.rundir.commit import children, read_bytes, write_text
 from hpcrl.rundir.layout import Run
+from hpcrl.rundir.records import parse_record, with_checksum
 from hpcrl.units import duration, readable_size
 
 _SILENT_S = 120.0
@@ -20,6 +21,7 @@ class UploadState:
     """Uploads to one store, each by its name, such as exports/s000040.
 
     Attributes:
+        target: what the settings said of the store; what is known of another one does not count.
         place: address in the store.
         sent: commit mark, bytes and Unix time of what the store has.
         failed: what was said about those that it has not; they are tried again.
@@ -27,6 +29,7 @@ class UploadState:
         now: name, bytes in the store, bytes in all and Unix time of what is being sent.
     """
 
+    target: str = ""
     place: str = ""
     sent: dict[str, dict[str, Any]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -35,16 +38,17 @@ class UploadState:
 
     @classmethod
     def read(cls, path: Path) -> UploadState:
-        """Return what is written there; nothing where that is no such file: the store is asked then."""
+        """Return what was written there; nothing where that is missing or damaged: the store is asked then."""
+        content = read_bytes(path)
         try:
-            return cls(**parse_json(read_bytes(path) or b"{}"))
+            return cls(**parse_record(content, required=True)[0]) if content is not None else cls()
         except (ValueError, TypeError):
             return cls()
 
     def write(self, path: Path) -> None:
         """Write it; an upload does not end because that cannot be done."""
         try:
-            write_json(path, asdict(self))
+            write_text(path, with_checksum(asdict(self))[0])
         except OSError as error:
             print(f"{path} could not be written: {error}", flush=True)
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from hpcrl.errors import HpcrlError, ServiceError
+from hpcrl.errors import CommitError, HpcrlError, ServiceError
 from hpcrl.rundir.commit import COMMIT, MANIFEST, read_bytes, verify
 
 _T = TypeVar("_T")
@@ -57,14 +57,16 @@ class Committed:
 
     Attributes:
         name: exports/s000040.
-        manifest: what it says of its files.
         mark: content of its COMMIT file, which names the digest of the manifest.
+        files: size of each file but the mark, by its path in the directory; the manifest is the last one.
+        checksums: BLAKE2b digests of the manifest, by the same path; weights in exports have none.
     """
 
     path: Path
     name: str
-    manifest: dict[str, Any]
     mark: bytes
+    files: dict[str, int]
+    checksums: dict[str, str]
 
     @classmethod
     def read(cls, path: Path) -> Committed:
@@ -76,18 +78,17 @@ class Committed:
         """
         mark = read_bytes(path / COMMIT)
         if mark is None:
-            raise Vanished(f"{path} is gone")
-        return cls(path, f"{path.parent.name}/{path.name}", verify(path, checksums=False), mark)
-
-    @property
-    def files(self) -> dict[str, int]:
-        """Size of each file but the mark, by its path in the directory; the manifest is the last one."""
-        sizes = {name: entry["size"] for name, entry in sorted(self.manifest["files"].items())}
-        return sizes | {MANIFEST: (self.path / MANIFEST).stat().st_size}
-
-    def checksum(self, name: str) -> str | None:
-        """Return the BLAKE2b digest that the manifest has of a file, or None: it has those of the tensors in it instead."""
-        return self.manifest["files"].get(name, {}).get("blake2b")
+            raise Vanished(f"{path} was deleted by its run before it could be sent")
+        found = cls(path, name_of(path), mark, {}, {})
+        try:
+            entries = verify(path, checksums=False)["files"]
+            sizes = {name: entry["size"] for name, entry in sorted(entries.items())}
+            found.files.update(sizes | {MANIFEST: (path / MANIFEST).stat().st_size})
+        except (CommitError, OSError):
+            found.require_there()
+            raise
+        found.checksums.update({name: entry["blake2b"] for name, entry in entries.items() if "blake2b" in entry})
+        return found
 
     def require_there(self) -> None:
         """Raise Vanished where the run has deleted it meanwhile, or has committed another in its place."""
@@ -95,6 +96,11 @@ class Committed:
             raise Vanished(
                 f"{self.path} was deleted or made anew by its run while it was sent; that upload is given up"
             )
+
+
+def name_of(path: Path) -> str:
+    """Return how a directory is called in stores: exports/s000040."""
+    return f"{path.parent.name}/{path.name}"
 
 
 class Store(Protocol):

@@ -1,4 +1,4 @@
-"""A store and a run for the tests of uploads."""
+"""Stores and a run for the tests of uploads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from hpcrl.rundir.layout import Run
 from tests.jobs.conftest import place  # noqa: F401
+from tests.upload.hub_server import TOKEN, Hub, hub_server
 from tests.upload.material import made_run
 from tests.upload.s3_server import KEY, SECRET, S3Server, client, s3_server
 
@@ -36,6 +38,14 @@ def bucket(server: S3Server) -> str:
     client(server).create_bucket(Bucket=name)
     server.requests.clear()
     return name
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with hub_server() as server:
+        yield server
 
 
 @pytest.fixture

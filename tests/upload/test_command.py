@@ -18,6 +18,7 @@ from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
 from hpcrl.rundir.commit import write_json
 from hpcrl.rundir.layout import Run
 from tests.paths import QUICKSTART
+from tests.upload.hub_server import Hub
 from tests.upload.material import EXPORTS, end, made_run, write_checkpoint, write_export
 from tests.upload.s3_server import S3Server, copies
 
@@ -46,20 +47,29 @@ def test_a_run_that_is_over_is_uploaded_by_hand(
     ended: Run, server: S3Server, bucket: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["upload", str(ended.path), "--to", "s3", "--bucket", bucket, "--endpoint", server.url]
-    assert main([*command, "--prefix", "models/mine"]) == 0
+    command += ["--prefix", "models/mine"]
+    assert main(command) == 0
     assert copies(server, bucket) == ["models/mine/project/sorting/exports/s000004"]
     said = capsys.readouterr().out
     assert said.startswith("exports/s000004: ")
     assert said.endswith(f"in s3://{bucket}/models/mine/project/sorting\n")
-    assert main([*command, "--prefix", "models/mine"]) == 0
+    assert main(command) == 0
     assert "exports/s000004: there already" in capsys.readouterr().out
-    assert main([*command, "--step", "2", "--checkpoints", "--prefix", ""]) == 0
-    assert copies(server, bucket)[1:] == ["project/sorting/checkpoints/s000002", "project/sorting/exports/s000002"]
+    assert main([*command, "--step", "2", "--checkpoints"]) == 0
+    names = ["checkpoints/s000002", "exports/s000002", "exports/s000004"]
+    assert copies(server, bucket) == [f"models/mine/project/sorting/{name}" for name in names]
     assert main(["status", str(ended.path)]) == 0
     assert "  upload s3   3 in s3://" in capsys.readouterr().out
     assert main(["status", str(ended.path), "--json"]) == 0
     (state,) = json.loads(capsys.readouterr().out)
-    assert state["uploads"]["s3"]["sent"].keys() == {"exports/s000004", "exports/s000002", "checkpoints/s000002"}
+    assert sorted(state["uploads"]["s3"]["sent"]) == names
+
+
+def test_the_newest_export_goes_to_the_hub(ended: Run, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["upload", str(ended.path), "--to", "hf", "--repo", "lab/models", "--endpoint", hub.url]
+    assert main(command) == 0
+    assert hub.commits == [("lab/models-sorting", "sorting: exports/s000004")]
+    assert capsys.readouterr().out.endswith(f"in {hub.url}/lab/models-sorting\n")
 
 
 def test_watching_sends_what_the_settings_name_and_ends_with_the_run(

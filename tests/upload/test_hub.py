@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,10 @@ from hpcrl.rundir.layout import Run
 from hpcrl.upload.hub import HubStore, repository_name
 from hpcrl.upload.store import Away, Committed, Patience, Refused, Vanished
 from tests.paths import ROOT
-from tests.upload.hub_server import TOKEN, Hub, hub_server
-from tests.upload.material import QUICK, made_run, write_export
+from tests.upload.hub_server import Hub
+from tests.upload.material import QUICK, write_export
 
 NAME = "me/models-sorting"
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with hub_server() as server:
-        yield server
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return made_run(tmp_path, [])
 
 
 def store(run: Run, hub: Hub, name: str = "models", patience: Patience = QUICK, **settings: Any) -> HubStore:

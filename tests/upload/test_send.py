@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,31 @@ def test_what_the_run_deletes_is_given_up_and_no_failure(server: S3Server, bucke
     assert not list(run.uploads.glob(".*")), "its state is written as a whole"
 
 
+def test_what_failed_and_is_deleted_then_is_waited_for_no_more(server: S3Server, bucket: str, tmp_path: Path) -> None:
+    run = made_run(tmp_path, settings(server, bucket))
+    checkpoint = write_checkpoint(run, 2)
+    write_checkpoint(run, 4)
+    uploader = Uploader(run, "s3", upload_of(run), QUICK)
+    server.failing = 10**6
+    uploader.send_due(done=False)
+    assert uploader.away == uploader.failed.keys() == {"checkpoints/s000002", "checkpoints/s000004"}
+    server.failing = 0
+    shutil.rmtree(checkpoint)
+    assert follow(run, [uploader], lambda: False)
+    assert marked(server, bucket) == ["checkpoints/s000004"]
+    assert uploader.failed == {}
+    assert "deleted by its run before it could be sent" in upload_states(run)["s3"].given_up["checkpoints/s000002"]
+
+
+def test_another_bucket_gets_everything_again(server: S3Server, bucket: str, tmp_path: Path) -> None:
+    run = made_run(tmp_path, settings(server, bucket))
+    write_export(run, 2)
+    upload = upload_of(run)
+    follow(run, [Uploader(run, "s3", upload, QUICK)], lambda: False)
+    follow(run, [Uploader(run, "s3", replace(upload, s3_prefix="models"), QUICK)], lambda: False)
+    assert copies(server, bucket) == [f"{prefix}/project/sorting/exports/s000002" for prefix in ("models", "outputs")]
+
+
 def test_secrets_stay_out_of_state_and_logs(
     server: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +217,9 @@ def test_secrets_stay_out_of_state_and_logs(
 
 def test_a_state_that_cannot_be_read_is_as_none(run: Run) -> None:
     run.uploads.mkdir()
-    run.upload("s3").write_text("{")
-    assert upload_states(run) == {"s3": UploadState()}
+    UploadState(place="there", failed={"exports/s000002": "no"}).write(run.upload("s3"))
+    assert upload_states(run)["s3"].place == "there"
+    for content in ("{", run.upload("s3").read_text().replace("there", "where"), '{"sent": 5}'):
+        run.upload("s3").write_text(content)
+        assert upload_states(run) == {"s3": UploadState()}
     assert Committed.read(write_export(run, 2)).name == "exports/s000002"
