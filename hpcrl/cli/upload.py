@@ -59,7 +59,7 @@ def _upload_run(run: Run, arguments: argparse.Namespace) -> None:
     if not stores:
         raise RunError(f"{run.name} names nowhere to upload to; give --to hf with --repo, or --to s3 with --bucket")
     _require_no_other(run, config, stores)
-    upload = _asked(config.trainer.upload, arguments)
+    upload = _asked(config, arguments)
     uploaders = [Uploader(run, store, upload, Patience(total_s=60.0)) for store in stores]
     try:
         if arguments.watch:
@@ -70,10 +70,18 @@ def _upload_run(run: Run, arguments: argparse.Namespace) -> None:
         raise RunError("interrupted; the same command goes on where this one ended") from None
 
 
-def _asked(upload: UploadConfig, arguments: argparse.Namespace) -> UploadConfig:
-    """Return trainer.upload with what the options say in its place."""
+def _asked(config: Config, arguments: argparse.Namespace) -> UploadConfig:
+    """Return trainer.upload with what the options say in its place.
+
+    Raises:
+        ConfigError: of a name that no store takes.
+    """
     from dataclasses import replace
 
+    from hpcrl.config.errors import raise_together
+    from hpcrl.config.rules.uploads import upload_names
+
+    upload = config.trainer.upload
     given = {
         "hf_repo_name": arguments.repo,
         "s3_bucket": arguments.bucket,
@@ -81,7 +89,9 @@ def _asked(upload: UploadConfig, arguments: argparse.Namespace) -> UploadConfig:
         "s3_checkpoints": arguments.checkpoints if upload.s3 else bool(arguments.checkpoints),
         f"{arguments.to or 's3'}_endpoint": arguments.endpoint,
     }
-    return replace(upload, **{name: value for name, value in given.items() if value is not None})
+    upload = replace(upload, **{name: value for name, value in given.items() if value is not None})
+    raise_together(list(upload_names(upload)), lambda _: None)
+    return upload
 
 
 def _require_no_other(run: Run, config: Config, stores: list[str]) -> None:

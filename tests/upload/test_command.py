@@ -97,6 +97,7 @@ def test_what_cannot_be_uploaded_is_told_with_its_remedy(
     assert "give --to hf with --repo, or --to s3 with --bucket" in refused()
     assert "no bucket is named; set trainer.upload.s3_bucket, or give --bucket" in refused("--to", "s3")
     assert "no repository is named" in refused("--to", "hf")
+    assert "without s3://, found 's3://mine'" in refused("--to", "s3", "--bucket", "s3://mine", code=2)
     assert "no export of step 3; `hpcrl checkpoint export sorting`" in refused("--to", "hf", "--step", "3")
     missing = refused("--to", "s3", "--bucket", "none-such", "--endpoint", server.url, code=9)
     assert "s3://none-such/outputs/project/sorting: list_objects_v2: 404 NoSuchBucket" in missing

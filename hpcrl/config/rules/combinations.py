@@ -65,7 +65,7 @@ from hpcrl.config.rules.training import (
     units,
     without_effect,
 )
-from hpcrl.config.rules.uploads import upload_names, uploads
+from hpcrl.config.rules.uploads import uploads
 from hpcrl.config.sections.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from hpcrl.config.sections.trainer import LOGGERS, TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
@@ -378,7 +378,6 @@ RULES: tuple[Rule, ...] = (
     not_switched_on,
     _checkpoints,
     uploads,
-    upload_names,
     lengths,
     turns,
     chat,

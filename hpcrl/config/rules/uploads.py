@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from hpcrl.config.errors import Problem
+from hpcrl.config.sections.trainer import UploadConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _PATH = "trainer.upload"
@@ -16,6 +17,7 @@ _PREFIX = re.compile(r"[\w.!'()* -]+(?:/[\w.!'()* -]+)*|", re.ASCII)
 
 
 def uploads(config: ConfigTree) -> Iterator[Problem]:
+    yield from upload_names(config.trainer.upload)
     trainer, upload = config.trainer, config.trainer.upload
     exports = trainer.hf_save_interval > 0
     checkpoints = trainer.ckpt_interval > 0 or trainer.ckpt_interval_epochs is not None
@@ -34,8 +36,8 @@ def uploads(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(f"{_PATH}.hf_repo_name", f"required with {_PATH}.hf: the repository to push to")
 
 
-def upload_names(config: ConfigTree) -> Iterator[Problem]:
-    upload = config.trainer.upload
+def upload_names(upload: UploadConfig) -> Iterator[Problem]:
+    """Yield a problem for each name and address in trainer.upload that cannot be one."""
     name = upload.hf_repo_name
     if name is not None and (not _REPOSITORY.fullmatch(name) or "--" in name or ".." in name):
         expected = "expected <name> or <owner>/<name> of letters, digits, '.', '_' and '-', without '--' and '..'"

@@ -18,16 +18,17 @@ _WHERE = "see docs/uploads.md#secrets"
 
 def check_uploads(config: Config) -> Iterator[Problem]:
     """Yield what is missing here of what the uploads of a run need, unless they are made from elsewhere."""
-    upload, job = config.trainer.upload, config.slurm
-    elsewhere = job.upload.by == "command"
-    for store in stores_of(upload) if not elsewhere else ():
+    upload, slurm = config.trainer.upload, config.slurm
+    if slurm.upload.by == "command":
+        return
+    for store in stores_of(upload):
         package, install = _PACKAGES[store]
-        if job.container.kind == "none" and find_spec(package) is None:
+        if slurm.container.kind == "none" and find_spec(package) is None:
             yield Problem(
                 f"trainer.upload.{store}", f'needs {package}: pip install {install}, or set slurm.upload.by="command"'
             )
     for setting, path in _files(upload):
-        if not elsewhere and not os.access(Path(path).expanduser(), os.R_OK):
+        if not os.access(Path(path).expanduser(), os.R_OK):
             yield Problem(setting, f"no file {path} that you can read; {_WHERE}")
 
 

@@ -25,8 +25,8 @@ def trackers(run: Run, attempt: int, names: Iterable[str]) -> Iterator[Followers
         f"tracker-{name.replace(':', '.')}": ("hpcrl.observe.trackers.send", str(run.path), name) for name in names
     }
     followers = Followers(run, attempt, commands)
-    followers.start()
     try:
+        followers.start()
         yield followers
     finally:
         followers.end(_LAST_WORDS_S)
