@@ -27,7 +27,7 @@ test: $(VENV)/installed slurm
 	$(BIN)/pytest -n 3 --no-loadscope-reorder
 
 learn: $(VENV)/installed slurm chromium
-	$(BIN)/pytest -m slow -s tests/jobs tests/slurm tests/observe
+	$(BIN)/pytest -m slow -s tests/jobs tests/slurm tests/observe tests/upload
 
 # In an environment of their own: some want other versions than the lock has.
 trackers:

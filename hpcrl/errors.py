@@ -9,7 +9,7 @@
     ├── CommitError       6   a checkpoint or weight directory is not complete
     ├── EngineError       7   the inference engine failed
     ├── UserCodeError     8   an environment or a reward function raised
-    ├── ServiceError      9   a service that an environment or a reward asks is away, or gives no usable answer
+    ├── ServiceError      9   a service that an environment or a reward asks, or a store for uploads, is away or gives no usable answer
     └── DeviceError      10   a node lacks what the run is to use
 
 A message names the thing, what was expected and the remedy. What is wrong inside hpcrl itself is an `assert`.

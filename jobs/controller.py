@@ -42,12 +42,12 @@ from hpcrl.data.tokenize import AHEAD, Recipe, Tokenizer, tokenize_datasets, tra
 from hpcrl.envs.rewards.judged import JudgedRewards
 from hpcrl.errors import HpcrlError
 from hpcrl.observe.alerts.watch import watcher
-from hpcrl.observe.side_processes import SideProcesses
 from hpcrl.observe.tensorboard.follower import Follower
 from hpcrl.observe.timeline import Timeline
 from hpcrl.observe.trackers.base import senders, trackers_of
 from hpcrl.rundir.layout import Run, token_cache
 from hpcrl.rundir.ledger import require_newest
+from hpcrl.runtime.followers import Followers
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.http_server import Guard, Signed, bind, serve
 from hpcrl.runtime.process_status import RENEW_S, SERVING, StatusWriter
@@ -77,7 +77,7 @@ def main(path: str) -> None:
     }
     service = Service(run, attempt, schedule(config, steps), train, validation, rows, scores)
     gc.freeze()  # the prompts stay, and to look through them for garbage takes long
-    with SideProcesses(run, attempt, beside), closing(Timeline(run, "controller", attempt)) as timeline:
+    with Followers(run, attempt, beside), closing(Timeline(run, "controller", attempt)) as timeline:
         asyncio.run(answer(run, attempt, status, Api(service, config.slurm.patience.save_seconds, timeline)))
 
 

@@ -27,6 +27,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "logs": ("hpcrl.cli.logs", "print the logs of a run"),
         "tensorboard": ("hpcrl.cli.tensorboard", "print the command that shows the curves of runs"),
         "sync": ("hpcrl.cli.sync", "send what a run reported to a tracker"),
+        "upload": ("hpcrl.cli.upload", "copy exports and checkpoints of a run to the Hugging Face hub or to S3"),
         "trace": ("hpcrl.cli.trace", "write what the processes of a run did when, for Perfetto and chrome://tracing"),
         "stacks": ("hpcrl.cli.stacks", "show what every process of a run is doing now"),
         "profile": ("hpcrl.cli.profile", "show where a process of a run spends its time, sampled while it runs"),

@@ -112,6 +112,7 @@ def _as_json(state: RunState) -> dict[str, Any]:
     from dataclasses import asdict
 
     from hpcrl.observe.summary import summarise
+    from hpcrl.upload.state import upload_states
 
     job, summary = state.job, _achieved(state, summarise)
     return {
@@ -130,5 +131,6 @@ def _as_json(state: RunState) -> dict[str, Any]:
         "progress": {**asdict(state.progress), "eta": state.progress.eta},
         "summary": {name: value for name, value in asdict(summary).items() if name != "outcome"} if summary else None,
         "alerts": [{**asdict(alert.begin), "cleared": alert.cleared} for alert in _alerts(state.run)],
+        "uploads": {store: asdict(upload) for store, upload in upload_states(state.run).items()},
         "processes": [asdict(status) for status in state.statuses],
     }

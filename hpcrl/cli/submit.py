@@ -76,9 +76,7 @@ def _show_dry_run(submission: Submission) -> None:
 
     config = submission.elements[0].config
     print("# configuration: what is not the default\n" + config.to_toml(only_changed=True))
-    for title, script in zip(
-        ("batch script", "batch script of the elastic pool"), batch_scripts(submission), strict=False
-    ):
+    for title, script in batch_scripts(submission).items():
         print(f"# {title}\n{script}")
     print("# plan")
     for run, element in zip(submission.runs, submission.elements, strict=True):

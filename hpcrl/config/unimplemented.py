@@ -60,7 +60,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.distillation.rollout_top_k_recompute": _DISTILLATION,
     "trainer.distillation.compile_model": _SPEED,
     "trainer.distillation.seed": Unimplemented("teachers that draw random numbers", result=False),
-    "trainer.upload": Unimplemented("uploads"),
     "trainer.flash_attn_version": Unimplemented("a choice between versions of FlashAttention", result=False),
     "generator.inference_engine.quantization": Unimplemented("engines that quantize weights as they arrive"),
     "generator.inference_engine.pipeline_parallel_size": Unimplemented("replicas that share their layers among GPUs"),

@@ -33,6 +33,7 @@
   tensorboard/<run>/               derived from metrics; can be rebuilt
   alerts.jsonl                     what the run told about itself (hpcrl/rundir/alerts.py)
   trackers/<name>.json             what a tracker has been told; <name>/ its own files
+  uploads/<store>.json             what of exports/ and checkpoints/ is in a store elsewhere (hpcrl/upload/state.py)
   control/                         stop, stacks: requests to the agents
 
 <root>/.tokens/                    tokens of datasets that runs share (hpcrl/data/token_cache.py)
@@ -212,6 +213,13 @@ class Run:
     def tracker(self, name: str) -> Path:
         """What a tracker has been told; a folder of the same name without suffix has its own files."""
         return self.path / "trackers" / f"{name.replace(':', '.')}.json"
+
+    @property
+    def uploads(self) -> Path:
+        return self.path / "uploads"
+
+    def upload(self, store: str) -> Path:
+        return self.uploads / f"{store}.json"
 
     @property
     def stop(self) -> Path:

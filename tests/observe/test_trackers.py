@@ -13,14 +13,14 @@ import pytest
 from hpcrl.cli.main import main
 from hpcrl.config import Config
 from hpcrl.config.sections.trainer import LOGGERS
-from hpcrl.observe import side_processes
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.observe.side_processes import SideProcesses
 from hpcrl.observe.trackers.base import senders, trackers_of
 from hpcrl.observe.trackers.packages import TRACKERS
 from hpcrl.observe.trackers.send import Sender
 from hpcrl.rundir.commit import write_text
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime import followers
+from hpcrl.runtime.followers import Followers
 from tests.paths import QUICKSTART, ROOT
 
 OWN = "tests.observe.own_tracker:Lines"
@@ -63,12 +63,12 @@ def test_the_known_trackers_are_those_of_the_configuration() -> None:
 
 def test_each_value_once_over_restarts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with SideProcesses(run, 1, senders(run, [OWN, "console"])):
+    with Followers(run, 1, senders(run, [OWN, "console"])):
         write(run, 1, 0, range(1, 6))
         write(run, 1, 0, range(1, 3), "rollout-0")
         wait(lambda: len(points(run)) == 5)
         write(run, 2, 3, range(4, 5))  # notices a resume while it goes on
-    with SideProcesses(run, 2, senders(run, [OWN])):
+    with Followers(run, 2, senders(run, [OWN])):
         write(run, 2, 3, range(5, 8))
     assert points(run) == [*((step, 1000 + step) for step in range(1, 6)), (6, 2006), (7, 2007)]
     assert points(run, "x/rollout-0") == [(1, 1001), (2, 1002)]
@@ -81,16 +81,16 @@ def test_each_value_once_over_restarts(run: Run, monkeypatch: pytest.MonkeyPatch
 
 def test_one_that_is_down_or_stuck_holds_nothing_up(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(side_processes, "_LAST_WORDS_S", 1.0)
+    monkeypatch.setattr(followers, "_LAST_WORDS_S", 1.0)
     write(run, 1, 0, range(1, 6))
     down, stuck = (OWN.replace("Lines", name) for name in ("Down", "Stuck"))
     logs = {name: run.log(1, f"tracker-{name.replace(':', '.')}") for name in (down, stuck)}
-    with SideProcesses(run, 1, senders(run, [down, stuck, OWN, "no.such:tracker"])) as trackers:
+    with Followers(run, 1, senders(run, [down, stuck, OWN, "no.such:tracker"])) as trackers:
         wait(lambda: len(points(run)) == 5)
         wait(lambda: "stuck" in logs[stuck].read_text())
         began = time.monotonic()
     assert time.monotonic() - began < 10
-    assert all(process.poll() is not None for process in trackers._processes)
+    assert all(process.poll() is not None for process in sending.processes)
     assert "the tracker is down" in logs[down].read_text()
     assert Sender(run, down)._sent.steps == {}, "what it did not take is sent later"
 

@@ -19,7 +19,6 @@ from hpcrl.config.derive import (
 )
 from hpcrl.config.errors import Problem
 from hpcrl.config.sections.generator import InferenceEngineConfig
-from hpcrl.config.sections.slurm import ElasticConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _ENGINE_NAMES = {field.name: field.name for field in fields(InferenceEngineConfig)} | {"dtype": "model_dtype"}
@@ -42,7 +41,6 @@ EMBEDDED_SAMPLING = ("ignore_eos", "min_tokens")
 """Sampling parameters beside those of the configuration that the embedded engine has."""
 _SBATCH_OWN = {"nodes", "array", "signal", "ntasks", "ntasks_per_node", "job_name", "output", "error", "open_mode"}
 _SBATCH_OWN |= {"requeue", "no_requeue", "no_kill"}
-_OF_ELASTIC = {field.name for field in fields(ElasticConfig)}
 _SBATCH_NAMES = {
     "partition": "partition",
     "account": "account",
@@ -153,13 +151,15 @@ def enough_replicas(config: ConfigTree) -> Iterator[Problem]:
 
 
 def sbatch_options(config: ConfigTree) -> Iterator[Problem]:
-    slurm, of_pool = config.slurm, {name: own for name, own in _SBATCH_NAMES.items() if own in _OF_ELASTIC}
-    for section, extra, settings, owned in (
-        ("slurm", slurm.extra, _SBATCH_NAMES, _SBATCH_OWN),
-        ("slurm.elastic", slurm.elastic.extra, of_pool, {*_SBATCH_OWN, "dependency", "gpus_per_node"}),
+    slurm = config.slurm
+    for section, asked, owned in (
+        ("slurm", slurm, _SBATCH_OWN),
+        ("slurm.elastic", slurm.elastic, {*_SBATCH_OWN, "dependency", "gpus_per_node"}),
+        ("slurm.upload", slurm.upload, {*_SBATCH_OWN, "dependency"}),
     ):
-        for name in extra:
-            if own := settings.get(name.replace("-", "_")):
+        for name in asked.extra:
+            own = _SBATCH_NAMES.get(name.replace("-", "_"), "")
+            if hasattr(asked, own):
                 yield Problem(f"{section}.extra.{name}", f"set {section}.{own} instead")
             elif name.replace("-", "_") in owned:
                 yield Problem(f"{section}.extra.{name}", "hpcrl sets this option of sbatch itself; leave it out")

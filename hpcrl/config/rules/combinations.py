@@ -68,6 +68,7 @@ from hpcrl.config.rules.training import (
     units,
     without_effect,
 )
+from hpcrl.config.rules.uploads import uploads
 from hpcrl.config.sections.algorithm import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from hpcrl.config.sections.trainer import LOGGERS, TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
@@ -317,10 +318,6 @@ def _checkpoints(config: ConfigTree) -> Iterator[Problem]:
             "trainer.resume_path",
             f'has no effect with trainer.resume_mode="{trainer.resume_mode}"; set trainer.resume_mode="from_path" or leave it out',
         )
-    if trainer.upload.s3 is not None and trainer.upload.s3_bucket is None:
-        yield Problem("trainer.upload.s3_bucket", "required with trainer.upload.s3: the bucket to copy to")
-    if trainer.upload.hf and trainer.upload.hf_repo_name is None:
-        yield Problem("trainer.upload.hf_repo_name", "required with trainer.upload.hf: the repository to push to")
 
 
 def _experts(config: ConfigTree) -> Iterator[Problem]:
@@ -385,6 +382,7 @@ RULES: tuple[Rule, ...] = (
     _bounds,
     not_switched_on,
     _checkpoints,
+    uploads,
     lengths,
     turns,
     chat,

@@ -19,6 +19,7 @@ from hpcrl.config.sections.algorithm import AlgorithmConfig
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.sections.environment import RewardServiceConfig, ScoringRewardModelConfig
 from hpcrl.config.sections.model import OptimizerConfig, ShardingConfig
+from hpcrl.config.sections.trainer import UploadConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _ALGORITHM = "trainer.algorithm."
@@ -353,6 +354,16 @@ _OTHERS = (
         tuple(f"{_REWARD_MODEL}{one.name}" for one in fields(ScoringRewardModelConfig) if one.name != "model"),
         f"{_REWARD_MODEL}model",
         lambda config: config.environment.reward_model.model is not None,
+    ),
+    Switch(
+        tuple(f"trainer.upload.{one.name}" for one in fields(UploadConfig) if one.name.startswith("hf_")),
+        "trainer.upload.hf",
+        lambda config: config.trainer.upload.hf,
+    ),
+    Switch(
+        tuple(f"trainer.upload.{one.name}" for one in fields(UploadConfig) if one.name.startswith("s3_")),
+        "trainer.upload.s3",
+        lambda config: config.trainer.upload.s3 is not None,
     ),
     Switch(
         ("trainer.ref.model.revision",),

@@ -202,6 +202,8 @@ RANGES: dict[str, Range] = {
     "elastic.replicas": _NOT_NEGATIVE,
     "elastic.at_once": _COUNT,
     "elastic.time_minutes": Range(5),
+    "upload.wait_minutes": _NOT_NEGATIVE,
+    "upload.time_minutes": Range(5),
     "slurm.signal_seconds": Range(60),
     "slurm.crash_budget": Range(1),
     "slurm.replica_restarts": _NOT_NEGATIVE,

@@ -66,6 +66,42 @@ class ElasticConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UploadJobConfig:
+    """Where exports and checkpoints are uploaded from (trainer.upload)."""
+
+    by: Literal["run", "job", "command"] = "run"
+    """run: a process on the run's first node, beside the run; job: a job of its own, once the run's job has ended; command: nobody but
+    `hpcrl upload`, from a node that has a network."""
+
+    wait_minutes: int = 10
+    """Minutes for which a run that is done keeps its nodes for uploads that are not finished; `hpcrl upload` sends what is missing then."""
+
+    partition: str | None = None
+    """Partition of the job, such as one for data transfers; unset: that of the run."""
+
+    account: str | None = None
+    """Account that the job is charged to; unset: that of the run."""
+
+    qos: str | None = None
+    """Quality of service of the job; unset: the partition's default."""
+
+    constraint: str | None = None
+    """Features that the job's node must have."""
+
+    time_minutes: int = 240
+    """Time limit of the job in minutes."""
+
+    cpus_per_task: int | None = None
+    """CPU cores of the job; unset: the partition's default."""
+
+    mem_gb: int | None = None
+    """Memory of the job in GB; unset: the partition's default."""
+
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further sbatch options of the job by their long names; true: an option without a value."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ContainerConfig:
     """A container in which the run's processes run on the nodes. The image needs hpcrl with all that it depends on; docs/containers.md."""
 
@@ -142,6 +178,8 @@ class SlurmConfig:
     """How long a run goes on with fewer replicas than min_replicas, those whose engines start included, or fewer scorers than min_scorers."""
 
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
+
+    upload: UploadJobConfig = field(default_factory=UploadJobConfig)
 
     container: ContainerConfig = field(default_factory=ContainerConfig)
 

@@ -40,9 +40,11 @@ from hpcrl.rundir.ledger import (
     read_attempts,
     report_outcome,
 )
+from hpcrl.runtime.followers import Followers
 from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.process_status import CONTROLLER, GIVEN_UP, RENEW_S, StatusWriter, read_process_status, trainer_left
 from hpcrl.runtime.signals import ask_to_stop, stop_asked, stop_cause
+from hpcrl.upload.send import commands as upload_commands
 
 _POLL_S = 0.3
 _CONTROL_S = 1.0  # a request that is not there yet is looked for in a listing, which hundreds of nodes do
@@ -52,6 +54,7 @@ _CONSEQUENCE_S = 3.0
 _AGAIN_S = 2.0
 _DUMP_S = 2.0
 _TROUBLE_S = 60.0
+_NICENESS = 10  # of what only goes along with the run
 # Errors of ranks whose peer is gone: the peer's own report is awaited before one of these counts as the cause.
 _CONSEQUENCES = ("closed by peer", "reset by peer", "Broken pipe", "TCPStore", "NCCL")
 
@@ -79,6 +82,9 @@ class Agent:
         self._neighbours = Neighbours(
             run, self._attempt, self._node.index, needed_nodes(plan, config.slurm.elastic.replicas), attempt.hosts
         )
+        uploads_here = self._node.index == 0 and config.slurm.upload.by == "run"
+        commands = upload_commands(run, config.trainer.upload) if uploads_here else {}
+        self._uploads = Followers(run, self._attempt, commands, _NICENESS)
         self._restarts = {name: Restarts(config.slurm.replica_restarts) for name in self._node.workers}
         self._left: dict[str, float] = {}
         self._saving_s = config.slurm.patience.save_seconds or float("inf")
@@ -139,6 +145,7 @@ class Agent:
         if self._node.index == 0:
             self._processes.start_controller()
             self._processes.publish_rendezvous()
+        self._uploads.start()
         for name in self._restarts:
             self._start_worker(name)
 
@@ -305,7 +312,13 @@ class Agent:
         outcome = outcome_of(self._run, self._attempt)
         patience = 0.0 if outcome and outcome.kind in ("failed", "hang", "lost") else 15.0
         self._processes.end(patience)
+        done = outcome is not None and outcome.kind == "done"
+        self._uploads.end(60.0 * self._config.slurm.upload.wait_minutes if done else 0.0, self._is_wanted_back)
         print(f"ended: {outcome.kind if outcome else 'no outcome'}", flush=True)
+
+    def _is_wanted_back(self) -> bool:
+        """Return whether somebody, Slurm or a person, wants this node, on which only uploads go on."""
+        return bool(self._signals) or stop_asked(self._run, self._attempt) is not None
 
 
 def main(path: str, sizes: Sizes | None = None) -> None:

@@ -28,6 +28,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import outcome_of, read_attempts
 from hpcrl.runtime.process_status import read_process_statuses
 from hpcrl.text import one_line
+from hpcrl.upload.state import upload_states
 
 _LAST_LOOK_S = 5.0
 _WIDE = 300  # columns, where nothing says how many there are
@@ -72,7 +73,7 @@ def look_once(run: Run, watch: Watch) -> RunView:
     try:
         statuses = read_process_statuses(run, number)
         progress = progress_of(run, statuses, ended=outcome_of(run, number) is not None)
-        return RunView(run, None, progress, headline(run), watch.look(), read_alerts(run))
+        return RunView(run, None, progress, headline(run), watch.look(), read_alerts(run), upload_states(run))
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # numbers that are texts, and the like
         raise RunError(f"a file in {run.path} is damaged ({type(error).__name__}: {error})") from error
 

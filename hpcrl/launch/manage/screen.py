@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 
@@ -20,6 +20,7 @@ from hpcrl.rundir.alerts import Alert
 from hpcrl.rundir.layout import Run
 from hpcrl.text import one_line
 from hpcrl.units import duration
+from hpcrl.upload.state import UploadState
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _STALE_S, _UNASKED_S = 10.0, 45.0
@@ -47,6 +48,7 @@ class RunView:
     headline: Headline | None = None
     watched: Watched | None = None
     alerts: Sequence[Alert] = ()
+    uploads: Mapping[str, UploadState] = field(default_factory=dict)
     state_age: float = 0.0
     files_age: float = 0.0
     complaint: str = ""
@@ -104,6 +106,7 @@ def details(view: RunView) -> list[tuple[str, str]]:
     rows += [("alert", str(alert)) for alert in view.alerts[-_MOST_ALERTS:]]
     if len(view.alerts) > _MOST_ALERTS:
         rows.append(("", f"and {len(view.alerts) - _MOST_ALERTS} earlier ones in {view.run.alerts}"))
+    rows += [(f"upload {store}", line) for store, upload in view.uploads.items() for line in upload.lines()]
     return [row for row in [*rows, *_origin(view), *_processes(view), *_ages(view)] if row[1]]
 
 

@@ -18,12 +18,16 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmiss
 
 from hpcrl.config import Config, ElasticConfig, SlurmConfig, engine_gpus
 from hpcrl.config.derive import gpu_count, of_each_replica, takes_whole_nodes
+from hpcrl.config.sections.slurm import UploadJobConfig
 from hpcrl.errors import SubmitError
 from hpcrl.launch.container import Starter, seen_by
 from hpcrl.launch.doctor.node import listed_gpus
 from hpcrl.launch.nodes import make_plan, needed_nodes
 from hpcrl.launch.scheduler import PATIENCE_S, cancel_slurm, is_away, queue
 from hpcrl.rundir.layout import Run
+from hpcrl.upload.send import stores_of
+
+_Asked = TypeVar("_Asked", ElasticConfig, UploadJobConfig)
 
 
 @dataclass(frozen=True)
@@ -145,10 +149,32 @@ def pool_executor(submission: Submission, run: Run, config: Config, gang: str) -
     cpus, memory, whole = of_each_replica(config)
     if whole:
         parameters["exclusive"] = True
-    of_run = {"partition": slurm.partition, "account": slurm.account}
-    wanted = {name: getattr(elastic, name) or value for name, value in of_run.items()}
-    asked = replace(elastic, **wanted, cpus_per_task=cpus, mem_gb=memory)
+    asked = replace(_as_the_run(elastic, slurm), cpus_per_task=cpus, mem_gb=memory)
     return _executor(submission.folder, parameters, asked, starter)
+
+
+def upload_executor(submission: Submission, run: Run, config: Config, gang: str) -> ArrayExecutor:
+    """Return the executor of the job that uploads what a run has left.
+
+    Args:
+        gang: the run's own job, which has to end first, however that is.
+    """
+    asked = _as_the_run(config.slurm.upload, config.slurm)
+    parameters = _common(config, submission.folder) | {
+        "job_name": f"hpcrl-{run.name}-upload",
+        "comment": f"hpcrl-upload:{run.name}",
+        "time": asked.time_minutes,
+        "nodes": 1,
+        "srun_args": [],
+        "dependency": f"afterany:{gang}",
+        "additional_parameters": {"requeue": True, **config.slurm.upload.extra},
+    }
+    return _executor(submission.folder, parameters, asked, _starter(submission))
+
+
+def _as_the_run(asked: _Asked, slurm: SlurmConfig) -> _Asked:
+    """Return what another job of a run asks for, with partition and account of the run where it has none of its own."""
+    return replace(asked, partition=asked.partition or slurm.partition, account=asked.account or slurm.account)
 
 
 def _until_decided(finish: str) -> list[str]:
@@ -188,9 +214,9 @@ def _common(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def _executor(
-    folder: Path, parameters: dict[str, Any], asked: SlurmConfig | ElasticConfig, starter: Starter
+    folder: Path, parameters: dict[str, Any], asked: SlurmConfig | ElasticConfig | UploadJobConfig, starter: Starter
 ) -> ArrayExecutor:
-    """Add what the run and its pool ask for by the same names."""
+    """Add what the run and its other jobs ask for by the same names."""
     for name in ("partition", "account", "qos", "constraint"):
         if (value := getattr(asked, name)) is not None:
             parameters[name] = value
@@ -244,16 +270,22 @@ def _devices(count: int) -> list[str]:
     return [f"export CUDA_VISIBLE_DEVICES={shlex.quote(','.join(devices[:count]))}"]
 
 
-def batch_scripts(submission: Submission) -> list[str]:
-    """Return the sbatch scripts that submitit would write: of the runs, and of the first one's elastic pool where there is one."""
-    first = submission.elements[0]
-    executors = [(slurm_executor(submission), len(submission.elements))]
-    if replicas := first.config.slurm.elastic.replicas:
-        executors.append((pool_executor(submission, submission.runs[0], first.config, "JOB_0"), replicas))
-    texts = []
-    for executor, count in executors:
+def uploads_by_job(config: Config) -> bool:
+    return config.slurm.upload.by == "job" and bool(stores_of(config.trainer.upload))
+
+
+def batch_scripts(submission: Submission) -> dict[str, str]:
+    """Return the sbatch scripts that submitit would write, by title: of the runs, and of the first one's pool and upload where it has them."""
+    first, run = submission.elements[0].config, submission.runs[0]
+    executors = {"batch script": (slurm_executor(submission), len(submission.elements))}
+    if replicas := first.slurm.elastic.replicas:
+        executors["batch script of the elastic pool"] = pool_executor(submission, run, first, "JOB_0"), replicas
+    if uploads_by_job(first):
+        executors["batch script of the upload"] = upload_executor(submission, run, first, "JOB_0"), 1
+    texts = dict[str, str]()
+    for title, (executor, count) in executors.items():
         executor.parameters["map_count"] = count
-        texts.append(executor._make_submission_file_text(executor._submitit_command_str, "dry-run"))
+        texts[title] = executor._make_submission_file_text(executor._submitit_command_str, "dry-run")
     return texts
 
 

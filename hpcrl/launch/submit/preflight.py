@@ -32,6 +32,7 @@ from hpcrl.errors import ConfigError, DataError
 from hpcrl.launch.submit.engine import check_engine, merged_for_engines
 from hpcrl.launch.submit.models import MODEL_FILE, check_layouts, entries_of, folder_of, is_local, unchecked_models
 from hpcrl.launch.submit.own_code import check_own_code, missing_package, not_tried
+from hpcrl.launch.submit.uploads import check_uploads, missing_secrets
 from hpcrl.rundir.commit import is_committed
 from hpcrl.rundir.layout import Run, step_of
 from hpcrl.types import Kind
@@ -71,11 +72,12 @@ def look(config: Config) -> tuple[list[Problem], list[str]]:
     of_data, warnings_of_data = _of_datasets(config)
     of_alerts, warnings_of_alerts = _of_alerts(config.trainer.alerts)
     problems += [*of_code, *of_alerts, *of_data, *_of_environments(config), *_of_models(config), *check_engine(config)]
+    problems += check_uploads(config)
     try:
         chat_template(config.generator.chat_template)
     except ConfigError as error:
         problems.append(_problem(error))
-    return problems, [*warnings, *warnings_of_alerts, *warnings_of_data]
+    return problems, [*warnings, *warnings_of_alerts, *warnings_of_data, *missing_secrets(config)]
 
 
 def _of_alerts(alerts: AlertsConfig) -> tuple[list[Problem], list[str]]:

@@ -38,6 +38,8 @@ from hpcrl.launch.submit.executors import (
     pool_executor,
     slurm_executor,
     submit_with_retry,
+    upload_executor,
+    uploads_by_job,
 )
 from hpcrl.launch.submit.models import folder_of
 from hpcrl.launch.submit.own_files import own_files, own_modules
@@ -46,6 +48,7 @@ from hpcrl.rundir.checksums import OwnFiles, note_checksums
 from hpcrl.rundir.commit import discard, naming, write_json, write_text
 from hpcrl.rundir.layout import Run, root_of
 from hpcrl.text import printable
+from hpcrl.upload.send import job as upload_job
 
 _AT_ONCE = 8  # files that are copied at the same time
 
@@ -204,6 +207,10 @@ def launch(submission: Submission, local: bool) -> None:
             "num_engines higher"
         )
     config = submission.elements[0].config
+    if local and uploads_by_job(config):
+        raise SubmitError(
+            'slurm.upload.by: with --local there are no jobs; set it to "run", or to "command" and call `hpcrl upload`'
+        )
     if local and config.slurm.container.kind != "none":
         raise SubmitError(
             'slurm.container: with --local the agents run as they are here; set slurm.container.kind = "none"'
@@ -217,14 +224,17 @@ def launch(submission: Submission, local: bool) -> None:
     try:
         with submitit.helpers.clean_env(), _detached(submission.folder / "local.log") if local else nullcontext():
             jobs = submit_with_retry(lambda: executor.map_array(agent.main, paths, sizes), submission.folder)
-            pools = [_start_pool(submission, at, job, jobs, sizes[at]) for at, job in enumerate(list(jobs))]
-        for run, element, job, pool_job in zip(runs, submission.elements, jobs, pools, strict=False):
+            gangs = list(jobs)
+            pools = [_start_pool(submission, at, job, jobs, sizes[at]) for at, job in enumerate(gangs)]
+            uploads = [_start_upload(submission, at, job, jobs) for at, job in enumerate(gangs)]
+        for run, element, job, pool_job, upload in zip(runs, submission.elements, gangs, pools, uploads, strict=True):
             cancel_pool(run)  # of an earlier submission
             record = {
                 "executor": "local" if local else "slurm",
                 "host": socket.gethostname(),
                 "job_id": job.job_id,
                 "pool": pool_job,
+                "upload": upload,
                 "overrides": element.overrides,
                 "submitted": time.time(),
             }
@@ -253,6 +263,18 @@ def _start_pool(
     )
     jobs += elements
     return elements[0].job_id.partition("_")[0]
+
+
+def _start_upload(submission: Submission, at: int, gang: Job[Any], jobs: list[Job[Any]]) -> str | None:
+    """Submit the job that uploads what a run will have left, if it is to have one, and return its id; it is added to `jobs`."""
+    run, config = submission.runs[at], submission.elements[at].config
+    if not uploads_by_job(config):
+        return None
+    executor = upload_executor(submission, run, config, gang.job_id)
+    patience_s = 60.0 * config.slurm.upload.time_minutes - config.slurm.signal_seconds
+    (job,) = submit_with_retry(lambda: executor.map_array(upload_job, [str(run.path)], [patience_s]), submission.folder)
+    jobs.append(job)
+    return job.job_id
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from hpcrl.errors import HpcrlError, did_you_mean
 from hpcrl.observe.alerts.rules import Judge, metric_of
 from hpcrl.observe.alerts.tell import call_webhook, run_command, webhook_of
 from hpcrl.observe.metrics import MetricsReader, Record, last_reports
-from hpcrl.observe.side_processes import more
 from hpcrl.observe.summary import EVAL_LOSS, EVAL_SCORE, STEP_SECONDS
 from hpcrl.rundir.alerts import Alert, AlertEvent, Event, append_event, read_alerts
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.followers import more
 from hpcrl.runtime.heartbeat import SuspendAwareClock
 from hpcrl.runtime.signals import ask_to_stop
 

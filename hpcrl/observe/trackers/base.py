@@ -57,5 +57,5 @@ def trackers_of(logger: str | list[str]) -> list[str]:
 
 
 def senders(run: Run, names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the process that sends to each tracker, by its name (hpcrl/observe/side_processes.py)."""
+    """Return the process that sends to each tracker, by its name (hpcrl/runtime/followers.py)."""
     return {f"tracker-{name.replace(':', '.')}": ["hpcrl.observe.trackers.send", str(run.path), name] for name in names}

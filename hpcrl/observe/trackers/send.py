@@ -22,11 +22,11 @@ from hpcrl.config.import_path import find
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.errors import HpcrlError, RunError
 from hpcrl.observe.metrics import MetricsReader, last_reports
-from hpcrl.observe.side_processes import more
 from hpcrl.observe.trackers.base import TrackedRun, Tracker
 from hpcrl.observe.trackers.packages import TRACKERS
 from hpcrl.rundir.commit import make_directory, read_json, write_json
 from hpcrl.rundir.layout import Run
+from hpcrl.runtime.followers import more
 
 _KEY_LETTERS = string.ascii_lowercase + string.digits
 _SWEEP = "."

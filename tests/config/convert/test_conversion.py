@@ -134,11 +134,12 @@ def test_the_report_ends_with_what_needs_a_hand() -> None:
 
 def test_what_is_not_implemented_yet_takes_part_in_the_check_of_the_result() -> None:
     values = {"data.train_data": ["t.parquet"], "trainer.policy.model.path": "m", "trainer.eval_interval": 0}
-    conversion = Conversion("somewhere", values | {"trainer.upload.hf": True})
+    diffusers = "trainer.policy.diffusers"
+    conversion = Conversion("somewhere", values | {f"{diffusers}.enable": True})
     conversion.finish()
     assert [(entry.kind, entry.source) for entry in conversion.entries] == [
-        ("unimplemented", "trainer.upload.hf"),
-        ("conflict", "trainer.upload.hf_repo_name"),  # required with it
+        ("unimplemented", f"{diffusers}.enable"),
+        ("conflict", f"{diffusers}.sample.deterministic_sampling"),  # which the default solver needs
     ]
 
 

@@ -138,8 +138,19 @@ def test_optimizer() -> None:
             {"ckpt_interval_epochs": 2},
         ),
         (
-            {"ckpt": {"enable_checkpoint": True, "upload_s3": "all", "s3_bucket": "b", "max_keep": 0}},
-            {"upload.s3": "all", "upload.s3_bucket": "b", "max_ckpts_to_keep": 1},
+            {"ckpt": {"enable_checkpoint": True, "upload_s3": "all", "s3_bucket": "mine", "max_keep": 0}},
+            {"upload.s3": "all", "upload.s3_bucket": "mine", "max_ckpts_to_keep": 1},
+        ),
+        (
+            {
+                "ckpt": {
+                    "enable_checkpoint": True,
+                    "export_safetensors": False,
+                    "upload_hf": True,
+                    "hf_repo_name": "mine",
+                }
+            },
+            {"upload.hf": True, "upload.hf_repo_name": "mine", "hf_save_interval": 20},
         ),
         ({"resume": True}, {"resume_mode": "latest"}),
     ],

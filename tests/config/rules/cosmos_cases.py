@@ -73,16 +73,6 @@ COSMOS = [
         {f"{LORA}.rank": 8, "trainer.policy.trainable_map": {"lm_head": False}},
     ),
     Case(
-        "S3 needs a bucket",
-        {"trainer.upload.s3": "all"}, "trainer.upload.s3_bucket", "required with trainer.upload.s3",
-        {"trainer.upload.s3": "all", "trainer.upload.s3_bucket": "b"},
-    ),
-    Case(
-        "the hub needs a repository",
-        {"trainer.upload.hf": True}, "trainer.upload.hf_repo_name", "required with trainer.upload.hf",
-        {"trainer.upload.hf": True, "trainer.upload.hf_repo_name": "me/model"},
-    ),
-    Case(
         "prefetching needs workers",
         {**SFT, "data.prefetch_factor": 4}, "data.prefetch_factor", "has no effect without data.num_workers",
         {**SFT, "data.prefetch_factor": 4, "data.num_workers": 1},

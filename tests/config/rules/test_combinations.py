@@ -17,7 +17,7 @@ from hpcrl.config.load import nested
 from hpcrl.config.rules import alerts as alerting
 from hpcrl.config.rules import cluster as site
 from hpcrl.config.rules import combinations as rules
-from hpcrl.config.rules import generation, idle, ranks, scorers, training
+from hpcrl.config.rules import generation, idle, ranks, scorers, training, uploads
 from hpcrl.config.rules import megatron_layouts as layouts
 from hpcrl.config.rules import rewards as scoring
 from hpcrl.config.rules.combinations import impossible
@@ -31,16 +31,17 @@ from tests.config.rules.scorer_cases import OF_SCORERS
 from tests.config.rules.skyrl_cases import ALGORITHM, BASE, COLOCATED, CRITIC, ENGINE, PLACEMENT, SKYRL, Case
 from tests.config.rules.test_megatron_layouts import CASES as LAYOUTS
 from tests.config.rules.test_training import CASES as TRAINER
+from tests.config.rules.upload_cases import OF_UPLOADS
 
 
 def found(settings: dict[str, Any]) -> list[Problem]:
     return impossible(build(Config, nested({**BASE, **settings})))
 
 
-MODULES = (rules, alerting, idle, ranks, layouts, generation, scoring, scorers, site, training)
+MODULES = (rules, alerting, idle, ranks, layouts, generation, scoring, scorers, site, training, uploads)
 
 
-CASES = [*SKYRL, *COSMOS, *ENGINES, *OF_MODES, *OF_SCORERS, *OF_ALERTS, *OURS]
+CASES = [*SKYRL, *COSMOS, *ENGINES, *OF_MODES, *OF_SCORERS, *OF_ALERTS, *OURS, *OF_UPLOADS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)

@@ -130,7 +130,7 @@ def test_cores_and_memory_of_a_run_on_gpus_are_those_of_its_nodes(
     submission = Submission(
         tmp_path / ".slurm" / "mine", [Element("mine", Config.from_toml([QUICKSTART], settings), [])]
     )
-    (text,) = batch_scripts(submission)
+    (text,) = batch_scripts(submission).values()
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE))
     found = {
         name: options[name] or None
@@ -148,5 +148,7 @@ def test_a_pool_of_typed_gpus_asks_for_as_many_as_a_replica_needs(tmp_path: Path
     )
     assert (
         "#SBATCH --gpus-per-node=h100:2\n"
-        in batch_scripts(Submission(tmp_path / ".slurm" / "mine", [Element("mine", config, [])]))[1]
+        in batch_scripts(Submission(tmp_path / ".slurm" / "mine", [Element("mine", config, [])]))[
+            "batch script of the elastic pool"
+        ]
     )

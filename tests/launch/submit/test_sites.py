@@ -23,7 +23,9 @@ ENGINE = "generator.inference_engine"
 
 
 def scripts(folder: Path, config: Config) -> list[str]:
-    return batch_scripts(Submission(folder / "project" / ".slurm" / "mine", [Element("mine", config, [])]))
+    return list(
+        batch_scripts(Submission(folder / "project" / ".slurm" / "mine", [Element("mine", config, [])])).values()
+    )
 
 
 def options(script: str) -> dict[str, str | None]:
@@ -164,7 +166,7 @@ def test_a_sweep_sees_the_data_of_all_its_elements(tmp_path: Path) -> None:
         ]
         config = Config.from_toml([QUICKSTART], [*settings, "slurm.container.image=/h.sif"])
         elements.append(Element(name, config, []))
-    (script,) = batch_scripts(Submission(tmp_path / "runs" / "project" / ".slurm" / "mine", elements))
+    (script,) = batch_scripts(Submission(tmp_path / "runs" / "project" / ".slurm" / "mine", elements)).values()
     assert all(f"--bind={tmp_path}/{name} " in script for name in ("one", "two", "runs"))
 
 

@@ -17,11 +17,11 @@ from hpcrl.errors import CommitError
 from hpcrl.observe.alerts import tell
 from hpcrl.observe.alerts.watch import Alerts, main, watcher
 from hpcrl.observe.metrics import MetricsWriter
-from hpcrl.observe.side_processes import SideProcesses
 from hpcrl.rundir.alerts import AlertEvent, append_event, read_alerts
 from hpcrl.rundir.commit import read_json, write_text
 from hpcrl.rundir.layout import Run
 from hpcrl.rundir.ledger import open_attempt
+from hpcrl.runtime.followers import Followers
 from hpcrl.runtime.signals import stop_asked, stop_cause
 from tests.paths import QUICKSTART, ROOT
 
@@ -276,7 +276,7 @@ def test_the_process_beside_the_controller(run: Run, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     configure(run, LOW.replace("steps=2", "steps=2, stop=true"))
     config = Config.from_toml([run.config]).trainer.alerts
-    with SideProcesses(run, 1, watcher(run, 1, config)):
+    with Followers(run, 1, watcher(run, 1, config)):
         train(run, 1, 0, 0.1, 0.1)
         wait(lambda: stop_asked(run, 1) == "cancelled")
         train(run, 1, 2, 1.0)  # the last look comes after its end is asked for

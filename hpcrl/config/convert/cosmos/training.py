@@ -321,7 +321,9 @@ def checkpoints(source: Resolved, values: dict[str, Any]) -> Iterator[Entry]:
             yield Entry("conflict", f"{ckpt}.export_safetensors", exports, message)
     else:
         values[interval] = source[f"{ckpt}.save_freq"]
-        values[exports] = source[f"{ckpt}.save_freq"] if source[f"{ckpt}.export_safetensors"] else -1
+        # its last export is made in any case
+        exported = source[f"{ckpt}.export_safetensors"] or source[f"{ckpt}.upload_hf"]
+        values[exports] = source[f"{ckpt}.save_freq"] if exported else -1
     resume = source["train.resume"]
     values["trainer.resume_mode"] = "latest"
     if isinstance(resume, str) and resume:
