@@ -85,7 +85,7 @@ def test_one_that_is_down_or_stuck_holds_nothing_up(run: Run, monkeypatch: pytes
     write(run, 1, 0, range(1, 6))
     down, stuck = (OWN.replace("Lines", name) for name in ("Down", "Stuck"))
     logs = {name: run.log(1, f"tracker-{name.replace(':', '.')}") for name in (down, stuck)}
-    with Followers(run, 1, senders(run, [down, stuck, OWN, "no.such:tracker"])) as trackers:
+    with Followers(run, 1, senders(run, [down, stuck, OWN, "no.such:tracker"])) as sending:
         wait(lambda: len(points(run)) == 5)
         wait(lambda: "stuck" in logs[stuck].read_text())
         began = time.monotonic()
