@@ -22,6 +22,7 @@ GROUPS = {
     "tests/slurm/": "cluster",
     "tests/rollout/": "engine",
     "tests/trainer/backends/megatron/": "megatron",
+    "tests/trainer/scoring/test_megatron.py": "megatron",
     "tests/trainer/": "ranks",
     "tests/planning/": "ranks",
     "tests/jobs/": "runs",

@@ -9,7 +9,6 @@ import pytest
 import tomli
 
 from hpcrl.config import Config
-from hpcrl.config.convert.conversion import Conversion
 from hpcrl.config.convert.cosmos.convert import TARGETS, convert_toml
 from hpcrl.config.convert.cosmos.resolve import fields
 from hpcrl.config.convert.mapping import Dropped, To, Translated
@@ -158,26 +157,6 @@ def test_distillation() -> None:
     assert values["trainer.policy.optimizer_config.name"] == "Adam"
     assert values["trainer.policy.optimizer_config.max_grad_norm"] == 0.0
     assert not conflicts(conversion)
-
-
-def test_a_teacher_whose_ranks_share_its_layers() -> None:
-    own, shared = "trainer.distillation", {"tp_size": 4, "pp_size": 2, "dp_shard_size": 1}
-
-    def distilled(**sizes: int) -> Conversion:
-        teacher = {"enable": True, "model_name_or_path": "t", "parallelism": shared | sizes}
-        return of({"train": {"train_policy": {"type": "grpo"}}, "policy": one_replica(), "distillation": teacher})
-
-    values = distilled().values
-    assert values[f"{own}.backend"] == "megatron"
-    assert values[f"{own}.placement.tensor_parallel_size"] == 4
-    assert values[f"{own}.placement.pipeline_parallel_size"] == 2
-    assert f"{own}.placement.fsdp_size" not in values
-    path = "distillation.parallelism.dp_shard_size"
-    assert path not in conflicts(distilled())
-    assert "(tp_size, pp_size) is not sharded besides" in conflicts(distilled(dp_shard_size=2))[path]
-    plain = distilled(tp_size=1, pp_size=1, dp_shard_size=2).values
-    assert plain[f"{own}.placement.fsdp_size"] == 2
-    assert f"{own}.backend" not in plain
 
 
 def test_several_turns() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from hpcrl.config import Config
+from hpcrl.config.convert.conversion import Conversion
 from hpcrl.errors import ConfigError
 from hpcrl.trainer.backends.schedule import lr_factor
 from tests.config.convert.cosmos_material import conflicts, converted, entries, of, one_replica
@@ -278,3 +279,23 @@ def test_a_converted_file_has_the_rate_of_its_source_at_every_step(
     optimizer = Config.from_toml([tmp_path / "converted.toml"]).trainer.policy.optimizer_config
     assert [lr_factor(optimizer, step, 10) for step in range(5)] == pytest.approx(rates)
     assert optimizer.lr == 1e-6
+
+
+def test_a_teacher_whose_ranks_share_its_layers() -> None:
+    own, shared = "trainer.distillation", {"tp_size": 4, "pp_size": 2, "dp_shard_size": 1}
+
+    def distilled(**sizes: int) -> Conversion:
+        teacher = {"enable": True, "model_name_or_path": "t", "parallelism": shared | sizes}
+        return of({"train": {"train_policy": {"type": "grpo"}}, "policy": one_replica(), "distillation": teacher})
+
+    values = distilled().values
+    assert values[f"{own}.backend"] == "megatron"
+    assert values[f"{own}.placement.tensor_parallel_size"] == 4
+    assert values[f"{own}.placement.pipeline_parallel_size"] == 2
+    assert f"{own}.placement.fsdp_size" not in values
+    path = "distillation.parallelism.dp_shard_size"
+    assert path not in conflicts(distilled())
+    assert "(tp_size, pp_size) is not sharded besides" in conflicts(distilled(dp_shard_size=2))[path]
+    plain = distilled(tp_size=1, pp_size=1, dp_shard_size=2).values
+    assert plain[f"{own}.placement.fsdp_size"] == 2
+    assert f"{own}.backend" not in plain
