@@ -67,6 +67,11 @@ def rewards_count(distillation: DistillationConfig) -> bool:
     return distillation.use_rewards or not distillation.enable
 
 
+def learns_prompts(distillation: DistillationConfig) -> bool:
+    """Return whether the tokens that the policy did not choose are learned too."""
+    return distillation.enable and distillation.include_prompt
+
+
 def teacher_models(distillation: DistillationConfig) -> dict[Pretrained, tuple[str, ...] | None]:
     """Return the teachers, each with the data sources that it judges, None for all others; empty: there is no teacher."""
     if not distillation.enable or distillation.model_path is None:
@@ -140,6 +145,7 @@ def _name(
         "rope": [trainer.rope_scaling, trainer.rope_theta],
         "temperature": temperature(config),
         "top_k": top_k,
+        "prompts": learns_prompts(trainer.distillation),
         "dtypes": [fsdp.mixed_precision.param_dtype, trainer.algorithm.logprob_dtype],
     }
     text = json.dumps(decides, sort_keys=True, default=str)

@@ -61,7 +61,7 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.critic.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.critic.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.critic.sequence_parallel_size": _PARALLEL,
-    **{f"trainer.distillation.{name}": _DISTILLATION for name in ("include_prompt", "top_k_from_teacher")},
+    "trainer.distillation.top_k_from_teacher": _DISTILLATION,
     "trainer.distillation.rollout_top_k_recompute": _DISTILLATION,
     **{
         f"trainer.distillation.placement.{name}_parallel_size": _TEACHER

@@ -66,7 +66,7 @@ class PackedSamples:
         lengths: tokens of each sample; they sum to P.
         token_ids, labels: [P] int64; the label of a sample's last position is 0.
         loss_mask: [P] float32, 1 where the token is trained; 0 at a sample's last position, as the following two.
-        rollout_logprobs, rewards: [P] float32.
+        rollout_logprobs, rewards: [P] float32; a rollout log-probability of NaN is not known, see `complete_rollout`.
         weights: of the loss of each trained token, by sample (hpcrl/algorithms/reductions.py).
         nll_weights: of the negative log-likelihood of each trained token, by sample; 0 without a positive reward.
         left_out: tokens that the policy chose but that are not trained, because they begin several responses of a group.
@@ -144,6 +144,12 @@ class PackedSamples:
             current=self.current[tokens],
             sampling_mask=None if self.sampling_mask is None else padded_mask(self.sampling_mask, tokens),
         )
+
+    def complete_rollout(self) -> None:
+        """Let old log-probabilities take the place of rollout log-probabilities that are not known: no engine chose these tokens."""
+        if self.scores.old_logprobs is not None:
+            unknown_P = self.rollout_logprobs.isnan()
+            self.rollout_logprobs = torch.where(unknown_P, self.scores.old_logprobs, self.rollout_logprobs)
 
     def whole(self) -> MicroBatch:
         """Return all samples as one micro-batch."""

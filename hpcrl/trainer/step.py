@@ -137,6 +137,8 @@ class Learner:
                     self._run, batch, self._trainer, self._limits, self.policy.data, self._reduction
                 )
             self.partial = work = self._resumed(batch, minis, timer) or self._scored(batch, minis, timer)
+            for mini in minis:
+                mini.samples.complete_rollout()
             if self._trainer.dump_data_batch:
                 with timer("dump_data_batch"):
                     self._dumps.write(batch, minis, self.policy.data)

@@ -34,6 +34,16 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
             f"{_TEACHER}.kl_penalty_coef",
             "0 without trainer.distillation.use_rewards would make every advantage 0; raise it, or set use_rewards=true",
         )
+    if distillation.include_prompt and distillation.use_rewards:
+        yield Problem(
+            f"{_TEACHER}.include_prompt",
+            "expected false with trainer.distillation.use_rewards: a reward says nothing of tokens that the policy did not choose",
+        )
+    if distillation.include_prompt and config.trainer.algorithm.use_rollout_logprobs_for_loss:
+        yield Problem(
+            f"{_TEACHER}.include_prompt",
+            "expected false with trainer.algorithm.use_rollout_logprobs_for_loss: engines give prompts no log-probabilities",
+        )
     if not distillation.use_rewards and config.trainer.critic.model.path is not None:
         yield Problem(
             "trainer.critic.model.path",

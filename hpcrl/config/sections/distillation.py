@@ -75,7 +75,7 @@ class DistillationConfig:
     """Discount per token with which later tokens' divergences count for a token; 0: they do not."""
 
     include_prompt: bool = False
-    """Learn the tokens of the prompt too."""
+    """Learn the tokens that the policy did not choose too: the prompt, and what environments said."""
 
     top_k: int = 0
     """Compare the probabilities of this many tokens by a generalized Jensen-Shannon divergence; 0: only of the sampled one, by reverse KL."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hpcrl.config import Config, temperature
 from hpcrl.config.derive import micro_batch_tokens, policy_model, ref_sharding
-from hpcrl.config.scorers import TEACHER, ScorerSet
+from hpcrl.config.scorers import TEACHER, ScorerSet, learns_prompts
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.score_file import RowScores
@@ -52,6 +52,7 @@ class ScoringModel:
         trainer, own = config.trainer, config.trainer.distillation
         forward = forward_config(trainer, temperature(config))
         self._limits = micro_batch_limits(trainer, micro_batch_tokens(config))
+        self._prompts = learns_prompts(own)
         source, fsdp = scorer_source(trainer, scorers), ref_sharding(trainer)
         if scorers.role == TEACHER:
             forward, fsdp = replace(forward, packing=own.use_sample_packing), own.fsdp_config
@@ -81,7 +82,7 @@ class ScoringModel:
             for part in parts
         ]  # fmt: skip
         plan = plan_mini_batch(shares, *self._limits)
-        samples = load_samples(self._run, Batch(1, list(groups), 0), plan.shares[rank])
+        samples = load_samples(self._run, Batch(1, list(groups), 0), plan.shares[rank], prompts=self._prompts)
         columns = self._computed(MicroBatchStream(samples, plan.score[rank], before))
         found = {groups[at].group_id: dict[int, RowScores]() for at in parts[rank]}
         ends = torch.tensor([0, *samples.lengths]).cumsum(0).tolist()

@@ -28,6 +28,18 @@ OF_SCORERS = [
         {**TEACHER, **CRITIC, f"{DISTILLATION}.use_rewards": True},
     ),
     Case(
+        "a reward says nothing of a prompt",
+        {**TEACHER, f"{DISTILLATION}.include_prompt": True, f"{DISTILLATION}.use_rewards": True},
+        f"{DISTILLATION}.include_prompt", "expected false with trainer.distillation.use_rewards",
+        {**TEACHER, f"{DISTILLATION}.include_prompt": True},
+    ),
+    Case(
+        "engines say nothing of a prompt",
+        {**TEACHER, f"{DISTILLATION}.include_prompt": True, f"{ALGORITHM}.use_rollout_logprobs_for_loss": True},
+        f"{DISTILLATION}.include_prompt", "expected false with trainer.algorithm.use_rollout_logprobs_for_loss",
+        {**TEACHER, f"{ALGORITHM}.use_rollout_logprobs_for_loss": True},
+    ),
+    Case(
         "a copy of the teacher is on one node",
         {**TEACHER, **GPUS, f"{DISTILLATION}.placement.fsdp_size": 8},
         f"{DISTILLATION}.placement.fsdp_size", "8 ranks share a copy of the teacher on one node, which has 4 GPUs",

@@ -20,6 +20,7 @@ from hpcrl.config.scorers import REFERENCE, TEACHER, judges_of, scorer_sets
 from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.config.validate import build
 from hpcrl.data.batch_file import write_batch
+from hpcrl.data.group_file import read_group, write_group
 from hpcrl.data.score_file import RowScores, write_scores
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.rundir.commit import write_text
@@ -114,6 +115,45 @@ def test_the_most_probable_tokens_are_those_of_the_teacher(chunk: int, tmp_path:
     one = packed.micro_batch(range(1, 3))
     assert one.teacher_ids is not None
     assert one.teacher_ids.shape == (sum(one.lengths), 5)
+
+
+def test_prompts_are_scored_and_learned_where_they_are_to_be(tmp_path: Path, alone: World) -> None:
+    """All tokens but the first; no engine has given a prompt log-probabilities, so that it counts as sampled from the old policy."""
+    settings = ["trainer.distillation.include_prompt=true", "trainer.distillation.top_k=2"]
+    run = configured(tmp_path / "run", OFF, *TEACHER_IS_ENABLED, *settings)
+    config, batch = Config.from_toml([run.config]), batch_of(run)
+    scored = ScoringModel(run, config, scorer_sets(config)[0], alone).scores(batch.groups, lambda: None)
+    digests = write_scores(run, NAME, [(group, scored[group.group_id]) for group in batch.groups])
+    named = replace(batch, groups=[replace(one, scores={NAME: digests[one.group_id]}) for one in batch.groups])
+    limits = MicroBatchLimit(4), MicroBatchLimit(4)
+    (mini,) = load_mini_batches(run, named, config.trainer, limits, alone, reduction())
+    (whole,) = load_mini_batches(run, named, trainer(), limits, alone, reduction())
+    assert mini.tokens == sum(length - 1 for group in batch.groups for length in group.lengths)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    mini.samples.scores.old_logprobs = torch.full_like(mini.samples.loss_mask, -0.25)
+    mini.samples.complete_rollout()
+    chosen = {(view.ref.group, view.ref.index): view for view in views([whole.samples])}
+    for view in views([mini.samples]):
+        own = chosen[view.ref.group, view.ref.index]
+        mask_T, told_T = own.of(whole.samples.loss_mask) > 0, own.of(whole.samples.rollout_logprobs)
+        expected = torch.where(mask_T, told_T, -0.25)
+        expected[-1] = 0  # nothing is predicted there
+        torch.testing.assert_close(view.of(mini.samples.rollout_logprobs), expected)
+        with torch.no_grad():
+            logits_TV = model(view.of(mini.samples.token_ids)[None]).logits[0]
+        top = logits_TV.log_softmax(-1).topk(2)
+        assert view.of(mini.samples.scores.teacher_ids)[:-1].tolist() == top.indices[:-1].tolist()
+
+
+def test_a_sample_of_which_nothing_is_trained_has_no_prompt_to_learn(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (meta,) = make_batch(run, 1, groups=1, size=2).groups
+    first, second = read_group(run.path / meta.path)
+    failed = replace(second, loss_mask=torch.zeros_like(second.loss_mask))
+    (run.path / meta.path).unlink()
+    batch = Batch(1, [write_group(run.path / meta.path, [first, failed], meta)], 1)
+    packed = load_samples(run, batch, mini_batches(batch, 1)[0], prompts=True)
+    assert sorted(packed.trained) == [0, len(first.token_ids) - 1]
 
 
 def test_each_data_source_has_its_teacher() -> None:
