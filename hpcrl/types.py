@@ -92,6 +92,8 @@ class Sample(Generic[Array]):
         stop_reason: why the last turn ended; "failed": its environment raised, or took too long.
         env_metrics: numbers that the environment reports.
         sampling_mask: None where the policy chose among the whole vocabulary throughout.
+        top_ids: [T, K] int32, the tokens that the policy finds most probable in the token's place, the most probable one first; -1 where nobody
+            has asked. None: nowhere.
     """
 
     token_ids: Array
@@ -102,6 +104,7 @@ class Sample(Generic[Array]):
     stop_reason: StopReason
     env_metrics: dict[str, float] = field(default_factory=dict)
     sampling_mask: SamplingMask[Array] | None = None
+    top_ids: Array | None = None
 
 
 @dataclass(frozen=True)

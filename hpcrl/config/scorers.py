@@ -90,7 +90,8 @@ def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
     trainer, placement, found = config.trainer, config.trainer.placement, list[ScorerSet]()
     own = trainer.distillation
     for model, sources in teacher_models(own).items():
-        name = _name(config, TEACHER, model, {}, own.fsdp_config, own.top_k)
+        top = (own.top_k, own.top_k_from_teacher) if own.top_k else None
+        name = _name(config, TEACHER, model, {}, own.fsdp_config, top)
         found.append(ScorerSet(TEACHER, name, model, own.placement.num_replicas, own.placement.fsdp_size, sources))
     if has_own_reference(trainer):
         model, nodes, ranks = ref_model(trainer), placement.ref_num_nodes, placement.ref_num_gpus_per_node
@@ -136,7 +137,12 @@ def scorers_per_node(config: ConfigTree, ranks: int) -> int:
 
 
 def _name(
-    config: ConfigTree, role: ScorerRole, model: Pretrained, changes: dict[str, Any], fsdp: FSDPConfig, top_k: int = 0
+    config: ConfigTree,
+    role: ScorerRole,
+    model: Pretrained,
+    changes: dict[str, Any],
+    fsdp: FSDPConfig,
+    top: tuple[int, bool] | None = None,
 ) -> str:
     trainer = config.trainer
     decides = {
@@ -144,7 +150,7 @@ def _name(
         "changes": changes,
         "rope": [trainer.rope_scaling, trainer.rope_theta],
         "temperature": temperature(config),
-        "top_k": top_k,
+        "top": top,
         "prompts": learns_prompts(trainer.distillation),
         "dtypes": [fsdp.mixed_precision.param_dtype, trainer.algorithm.logprob_dtype],
     }

@@ -35,7 +35,6 @@ _PRECISION = Unimplemented("low-precision training")
 _SPEED = Unimplemented("compiled and offloaded training", result=False)
 _TRACKING = Unimplemented("further profiles", result=False)
 _ENGINE = Unimplemented("further engine options")
-_DISTILLATION = Unimplemented("further options of distillation")
 _TEACHER = Unimplemented("teachers with Megatron-core")
 
 
@@ -61,8 +60,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.critic.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.critic.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.critic.sequence_parallel_size": _PARALLEL,
-    "trainer.distillation.top_k_from_teacher": _DISTILLATION,
-    "trainer.distillation.rollout_top_k_recompute": _DISTILLATION,
     **{
         f"trainer.distillation.placement.{name}_parallel_size": _TEACHER
         for name in ("tensor", "pipeline", "sequence", "expert")

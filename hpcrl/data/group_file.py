@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"I64": "<i8", "I32": "<i4", "F32": "<f4"}  # of the format -> of numpy
 _TENSORS = ("token_ids", "loss_mask", "rollout_logprobs", "versions", "rewards")
+_TOP_IDS = "top_ids"  # [T, K], where a row has them
 _MASK_IDS, _MASK_COUNTS = "mask_token_ids", "mask_counts"  # of SamplingMask, where a row has one
 _META, _CHECKSUM = "hpcrl_group", "blake2b"
 _MAX_HEADER = 100 << 20  # the format's own limit; a damaged length must not make us read a whole file
@@ -47,7 +49,7 @@ def group_bytes(samples: Sequence[Sample], meta: GroupMeta) -> tuple[bytes, Grou
     """Return the content of a group's file, and `meta` with the digest of it.
 
     Args:
-        samples: the rows; every array of a row is [T] with the same T, and `meta.lengths` are these T in the same order.
+        samples: the rows; every array of a row is [T, ...] with the same T, and `meta.lengths` are these T in the same order.
     """
     import numpy as np
     from safetensors.numpy import save
@@ -57,6 +59,11 @@ def group_bytes(samples: Sequence[Sample], meta: GroupMeta) -> tuple[bytes, Grou
     assert len(samples) == len(meta.owners), f"group {meta.group_id}: {len(samples)} rows, expected {len(meta.owners)}"
     arrays = {name: np.concatenate([getattr(sample, name) for sample in samples]) for name in _TENSORS}
     assert all(len(array) == sum(lengths) for array in arrays.values()), f"group {meta.group_id}: ragged samples"
+    if tops := [sample.top_ids for sample in samples if sample.top_ids is not None]:
+        unknown = (np.full((length, tops[0].shape[1]), -1, np.int32) for length in lengths)
+        arrays[_TOP_IDS] = np.concatenate(
+            [none if sample.top_ids is None else sample.top_ids for sample, none in zip(samples, unknown, strict=True)]
+        )
     masks = [sample.sampling_mask for sample in samples]
     if any(masks):
         all_tokens = (SamplingMask(np.zeros(0, np.int32), np.zeros(length, np.int32)) for length in lengths)
@@ -85,7 +92,7 @@ def group_bytes(samples: Sequence[Sample], meta: GroupMeta) -> tuple[bytes, Grou
 
 
 def _checksum(columns: Iterable[Any]) -> str:
-    """Return that of a row, by the bytes of its arrays: `_TENSORS`, then counts and ids of its sampling mask where the file has any."""
+    """Return that of a row, by the bytes of its arrays: `_TENSORS`, then _TOP_IDS, and counts and ids of its sampling mask, where the file has any."""
     digest = hashlib.blake2b(digest_size=16)
     for column in columns:
         digest.update(column)
@@ -134,7 +141,7 @@ def read_arrays(
         lengths = columns.read("lengths", 0, len(details)).tolist()
         if columns.entries("lengths") != len(lengths):
             raise _damaged(path, f"{columns.entries('lengths')} lengths for {len(details)} samples")
-        if any(columns.entries(name) != sum(lengths) for name in _TENSORS):
+        if any(columns.entries(name) != sum(lengths) for name in columns.names):
             raise _damaged(path, f"its tensors do not have the {sum(lengths)} entries of its samples")
         if lengths != (expected or meta).lengths:
             raise _damaged(path, f"samples of {lengths} tokens where {(expected or meta).lengths} are expected")
@@ -152,7 +159,7 @@ def _rows(
     for _, neighbours in groupby(enumerate(wanted), lambda place: place[1] - place[0]):
         indices = [index for _, index in neighbours]
         first, last = ends[indices[0]], ends[indices[-1] + 1]
-        whole = {name: columns.read(name, first, last) for name in _TENSORS}
+        whole = {name: columns.read(name, first, last) for name in columns.names}
         for at in indices:
             own = {name: array[ends[at] - first : ends[at + 1] - first] for name, array in whole.items()}
             mask = columns.sampling_mask(ends[at], ends[at + 1])
@@ -171,7 +178,7 @@ def _rows(
 
 
 class _Columns:
-    """The one-dimensional tensors of an open safetensors file, of which slices are read.
+    """The tensors of an open safetensors file, of which slices are read along their first dimension.
 
     safetensors' own slices map the file into memory: where a file shrinks meanwhile, reading it ends the process.
     """
@@ -182,6 +189,11 @@ class _Columns:
             raise _damaged(path, f"a header of {size} bytes")
         self._path, self._file, self._begin = path, file, 8 + size
         self._header = json.loads(file.read(size))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that have an entry for each token."""
+        return (*_TENSORS, _TOP_IDS) if _TOP_IDS in self._header else _TENSORS
 
     def group(self) -> dict[str, Any]:
         """Return what the header says about the group."""
@@ -198,7 +210,8 @@ class _Columns:
         """Return entries `start` to `end`, which the tensor must have."""
         import numpy as np
 
-        return np.frombuffer(self.content(name, start, end), _DTYPES[self._header[name]["dtype"]])
+        entry = self._header[name]
+        return np.frombuffer(self.content(name, start, end), _DTYPES[entry["dtype"]]).reshape(-1, *entry["shape"][1:])
 
     def content(self, name: str, start: int, end: int) -> bytearray:
         """Return the bytes of these entries."""
@@ -222,7 +235,7 @@ class _Columns:
         """Yield the bytes of each row as `_checksum` wants them."""
         start = ids = 0
         for length in lengths:
-            content = [self.content(name, start, start + length) for name in _TENSORS]
+            content = [self.content(name, start, start + length) for name in self.names]
             if _MASK_COUNTS in self._header:
                 counts = self.content(_MASK_COUNTS, start, start + length)
                 first, ids = ids, ids + sum(memoryview(counts).cast("i"))
@@ -235,7 +248,7 @@ class _Columns:
         try:
             entry = self._header[name]
             start, end = entry["data_offsets"]
-            return start, end, int(_DTYPES[entry["dtype"]][-1])
+            return start, end, int(_DTYPES[entry["dtype"]][-1]) * math.prod(entry["shape"][1:])
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(self._path, f"no usable {name}: {error}") from error
 

@@ -59,7 +59,13 @@ def load_mini_batches(
 
 
 def load_samples(
-    run: Run, batch: Batch, refs: Sequence[SampleRef], least_prefix: int | None = None, *, prompts: bool = False
+    run: Run,
+    batch: Batch,
+    refs: Sequence[SampleRef],
+    least_prefix: int | None = None,
+    *,
+    prompts: bool = False,
+    top_ids: int = 0,
 ) -> PackedSamples:
     """Read these samples and pack them in the order of `refs`; of a file no more is read than the samples wanted.
 
@@ -67,6 +73,7 @@ def load_samples(
         least_prefix: tokens of a prefix that is left out of the loss where responses of different reward share it
             (hpcrl/algorithms/prefixes.py), for which whole groups are read; None: all are trained.
         prompts: tokens that the policy did not choose are trained too; their rollout log-probabilities are NaN.
+        top_ids: as many of the policy's most probable tokens are to be scored by a teacher, [P, K]; -1 where they are not known.
 
     Raises:
         DataError: a file of samples or scores is missing or damaged, or is no longer the one that the batch was composed of.
@@ -91,7 +98,20 @@ def load_samples(
         samples[ref.group, ref.index] = replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
     packed = pack([samples[ref.group, ref.index] for ref in refs], refs, left_out, batch.step - 1)
     packed.scores, packed.unscored = scores, len(unscored)
+    if top_ids:
+        packed.scores.teacher_ids = joined_top_ids([samples[ref.group, ref.index] for ref in refs], top_ids)
     return packed
+
+
+def joined_top_ids(samples: Sequence[Sample], count: int) -> torch.Tensor:
+    """Return the policy's `count` most probable tokens in the place of each token, laid out as `pack` lays samples out, [P, K] int32."""
+    parts = [torch.zeros(0, count, dtype=torch.int32)]
+    for sample in samples:
+        ids_TK = torch.full((len(sample.token_ids), count), -1, dtype=torch.int32)
+        if sample.top_ids is not None and sample.top_ids.shape[1] >= count:
+            ids_TK[:-1] = sample.top_ids[1:, :count]
+        parts.append(ids_TK)
+    return torch.cat(parts)
 
 
 def load_scores(run: Run, batch: Batch, refs: Sequence[SampleRef]) -> tuple[Scores, list[SampleRef]]:

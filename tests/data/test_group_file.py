@@ -96,6 +96,18 @@ def test_sampling_masks_come_back(tmp_path):
         assert all(same(one, samples[at]) for at, one in zip(indices, found, strict=True)), indices
 
 
+def test_most_probable_tokens_come_back(tmp_path):
+    samples = [sample(7, 0), sample(5, 1), masked(sample(4, 2))]
+    samples[1:] = [replace(one, top_ids=torch.arange(3 * len(one.token_ids)).int().view(-1, 3)) for one in samples[1:]]
+    path = tmp_path / "g000007.safetensors"
+    write_group(path, samples, meta(samples))
+    assert check_group(path).lengths == [7, 5, 4]
+    samples[0] = replace(samples[0], top_ids=torch.full((7, 3), -1, dtype=torch.int32))
+    for indices in ([0, 1, 2], [2], [2, 0]):
+        found = read_group(path, indices)
+        assert all(same(one, samples[at]) for at, one in zip(indices, found, strict=True)), indices
+
+
 def test_meta_needs_no_torch(group):
     path, _ = group
     code = (

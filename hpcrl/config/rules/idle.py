@@ -216,6 +216,11 @@ _OF_MODES = (
         "trainer.distillation.top_k",
         lambda config: config.trainer.distillation.top_k > 0,
     ),
+    Switch(
+        ("trainer.distillation.rollout_top_k_recompute",),
+        "trainer.distillation.top_k_from_teacher=false",
+        lambda config: not config.trainer.distillation.top_k_from_teacher,
+    ),
     Switch(("trainer.dpo",), 'trainer.mode="dpo"', lambda config: config.trainer.mode == "dpo"),
     Switch(
         ("trainer.reward_model", "data.margin_column"),

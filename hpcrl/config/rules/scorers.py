@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcrl.config.adapters import reference_follows
-from hpcrl.config.derive import gpu_count, is_offline, uses_reference
+from hpcrl.config.derive import MOST_KEPT, gpu_count, is_offline, mask_size, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.scorers import TEACHER, has_own_reference, scorer_sets
 from hpcrl.config.sections.tree import ConfigTree
@@ -48,6 +48,28 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             "trainer.critic.model.path",
             "a critic learns from rewards, which count for nothing here; set trainer.distillation.use_rewards=true, or leave the critic out",
+        )
+
+
+def tokens_of_the_policy(config: ConfigTree) -> Iterator[Problem]:
+    distillation, sampling = config.trainer.distillation, config.generator.sampling_params
+    if not distillation.enable or distillation.top_k_from_teacher:
+        return
+    if distillation.top_k >= MOST_KEPT:
+        yield Problem(
+            f"{_TEACHER}.top_k",
+            f"expected at most {MOST_KEPT - 1} with top_k_from_teacher=false, found {distillation.top_k}: engines tell of no more",
+        )
+    if distillation.rollout_top_k_recompute:
+        return
+    missing = (
+        "" if not distillation.include_prompt else "trainer.distillation.include_prompt: of a prompt nothing is sampled"
+    )
+    if mask_size(sampling):
+        missing = "generator.sampling_params.top_k: of the tokens that sampling leaves out engines say nothing"
+    if missing:
+        yield Problem(
+            f"{_TEACHER}.rollout_top_k_recompute", f"expected true with top_k_from_teacher=false and {missing}"
         )
 
 

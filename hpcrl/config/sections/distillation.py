@@ -84,7 +84,7 @@ class DistillationConfig:
     """Mixture of policy (1 - jsd_beta) and teacher in that divergence; 0: KL(teacher || policy), 1: KL(policy || teacher)."""
 
     top_k_from_teacher: bool = True
-    """The top_k tokens are the teacher's; otherwise the policy's."""
+    """The top_k tokens are those that the teacher finds most probable; otherwise those that the policy did when it generated."""
 
     rollout_top_k_recompute: bool = False
-    """Find the policy's top_k tokens in one extra pass after generation."""
+    """Engines find the policy's top_k tokens in one more pass over each finished sample, its prompt included, instead of as they sample."""

@@ -52,17 +52,19 @@ class ScoringModel:
         trainer, own = config.trainer, config.trainer.distillation
         forward = forward_config(trainer, temperature(config))
         self._limits = micro_batch_limits(trainer, micro_batch_tokens(config))
-        self._prompts = learns_prompts(own)
+        self._prompts, self._given_ids = learns_prompts(own), 0
         source, fsdp = scorer_source(trainer, scorers), ref_sharding(trainer)
         if scorers.role == TEACHER:
             forward, fsdp = replace(forward, packing=own.use_sample_packing), own.fsdp_config
             limit = MicroBatchLimit(own.micro_batch_size_per_gpu, own.max_tokens_per_micro_batch)
             self._limits = limit, limit
             world.rank0_broadcast(lambda: require_same_vocabulary(scorers.model, policy_model(trainer), config))
-        top_k = own.top_k if scorers.role == TEACHER else 0
-        packed = partial(PackedTeacher, top_k=top_k) if top_k else PackedPolicy
+        vocabulary = policy_source(trainer).config().get_text_config().vocab_size
+        top_k = min(own.top_k, vocabulary) if scorers.role == TEACHER else 0
+        self._given_ids = 0 if own.top_k_from_teacher else top_k
+        packed = partial(PackedTeacher, top_k=top_k, vocabulary=vocabulary) if top_k else PackedPolicy
         self._model = load_model(packed, source, fsdp, forward, world)
-        require_all_tokens(self._model.head.out_features, policy_source(trainer), source)
+        require_all_tokens(self._model.head.out_features, vocabulary, source)
 
     def scores(self, groups: Sequence[GroupMeta], before: Before) -> dict[str, list[RowScores]]:
         """Return what the model says of this rank's part of the groups, by their ids: for each row.
@@ -82,7 +84,8 @@ class ScoringModel:
             for part in parts
         ]  # fmt: skip
         plan = plan_mini_batch(shares, *self._limits)
-        samples = load_samples(self._run, Batch(1, list(groups), 0), plan.shares[rank], prompts=self._prompts)
+        batch = Batch(1, list(groups), 0)
+        samples = load_samples(self._run, batch, plan.shares[rank], prompts=self._prompts, top_ids=self._given_ids)
         columns = self._computed(MicroBatchStream(samples, plan.score[rank], before))
         found = {groups[at].group_id: dict[int, RowScores]() for at in parts[rank]}
         ends = torch.tensor([0, *samples.lengths]).cumsum(0).tolist()
@@ -104,16 +107,20 @@ class ScoringModel:
 
 
 class PackedTeacher(PackedPolicy):
-    """A causal language model that also says which tokens it finds most probable: outputs are log-probabilities of the labels [P] float32, and
-    ids [P, K] int64 and log-probabilities [P, K] float32 of those tokens, over the whole vocabulary; all 0 but at `head_rows`."""
+    """A causal language model that also speaks of the tokens that it finds most probable, or that it is given: outputs are log-probabilities of
+    the labels [P] float32, and ids [P, K] and log-probabilities [P, K] float32 of those tokens, over the whole vocabulary; all 0 but at
+    `head_rows`."""
 
-    def __init__(self, model: PreTrainedModel, forward: ForwardConfig, top_k: int) -> None:
+    others_wanted = True
+
+    def __init__(self, model: PreTrainedModel, forward: ForwardConfig, top_k: int, vocabulary: int) -> None:
         super().__init__(model, forward)
-        self._rows = partial(top_rows, top_k)
+        self._rows = partial(top_rows, top_k, vocabulary)
 
 
 def top_rows(
     top_k: int,
+    vocabulary: int,
     hidden_RD: torch.Tensor,
     head_VD: torch.Tensor,
     labels_R: torch.Tensor,
@@ -121,19 +128,26 @@ def top_rows(
     dtype: torch.dtype,
     _entropy: Entropy = "none",
     mask_RK: torch.Tensor | None = None,
-    _ids_RK: torch.Tensor | None = None,
+    ids_RK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return log-probabilities of the labels [R], and ids and log-probabilities of the `top_k` most probable tokens, [R, K]; see `plain_rows`."""
+    """Return log-probabilities of the labels [R], and ids and log-probabilities of the `top_k` most probable tokens, [R, K]; see `plain_rows`.
+
+    Args:
+        vocabulary: tokens that the policy knows, of which these are; the head may have further ones.
+        ids_RK: the tokens that are to take their place; -1: none is known.
+    """
     logits_RV = linear(hidden_RD, head_VD).to(dtype) / temperature
-    top = (logits_RV.float() - logits_RV.float().logsumexp(-1, keepdim=True)).topk(top_k, -1)
+    whole_RV = logits_RV.float() - logits_RV.float().logsumexp(-1, keepdim=True)
+    ids_RK = whole_RV[:, :vocabulary].topk(top_k, -1).indices if ids_RK is None else ids_RK.long()
     among_RV = logits_RV if mask_RK is None else among(logits_RV, mask_RK)
     logprobs_R = among_RV.log_softmax(-1).gather(-1, labels_R[:, None])[:, 0].float()
-    return logprobs_R, top.indices, top.values
+    return logprobs_R, ids_RK, whole_RV.gather(-1, ids_RK.clamp(min=0))
 
 
 def _row_scores(columns: Sequence[torch.Tensor], mask_T: torch.Tensor) -> RowScores:
     trained = mask_T > 0
-    if not all(bool(torch.isfinite(column_T[trained]).all()) for column_T in columns):
+    known = len(columns) < 2 or bool((columns[1][trained] >= 0).all())
+    if not known or not all(bool(torch.isfinite(column_T[trained]).all()) for column_T in columns):
         columns = [
             torch.full_like(column_T, torch.nan) if column_T.ndim == 1 else torch.zeros_like(column_T)
             for column_T in columns
@@ -163,12 +177,12 @@ def require_same_vocabulary(teacher: Pretrained, policy: Pretrained, config: Con
         )
 
 
-def require_all_tokens(known: int, policy: ModelSource, own: ModelSource) -> None:
+def require_all_tokens(known: int, wanted: int, own: ModelSource) -> None:
     """Raise DataError where a model has a smaller head than the policy, and would fail at tokens that it does not know.
 
     Args:
         known: tokens of its head.
+        wanted: tokens of the policy's.
     """
-    wanted = policy.config().get_text_config().vocab_size
     if known < wanted:
         raise DataError(f"the model at {own.path} knows {known} tokens, fewer than the policy's {wanted}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.config.rules.skyrl_cases import ALGORITHM, CRITIC, DISTILLATION, DPO, MEGATRON_4, NO_KL, PLACEMENT, SFT, Case
 
 TEACHER = {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"}
+OF_POLICY = {**TEACHER, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.top_k_from_teacher": False}
 APART = {f"{PLACEMENT}.colocate_policy_ref": False}
 GPUS = {"slurm.gpus_per_node": 4}
 
@@ -86,6 +87,30 @@ OF_SCORERS = [
         {**TEACHER, f"{DISTILLATION}.jsd_beta": 0.1},
         f"{DISTILLATION}.jsd_beta", "has no effect without trainer.distillation.top_k",
         {**TEACHER, f"{DISTILLATION}.jsd_beta": 0.1, f"{DISTILLATION}.top_k": 4},
+    ),
+    Case(
+        "engines tell of some tokens alone",
+        {**OF_POLICY, f"{DISTILLATION}.top_k": 256},
+        f"{DISTILLATION}.top_k", "expected at most 255 with top_k_from_teacher=false, found 256",
+        {**OF_POLICY, f"{DISTILLATION}.top_k": 255},
+    ),
+    Case(
+        "of a prompt nothing is sampled",
+        {**OF_POLICY, f"{DISTILLATION}.include_prompt": True},
+        f"{DISTILLATION}.rollout_top_k_recompute", "expected true with top_k_from_teacher=false and trainer.distillation.include_prompt",
+        {**OF_POLICY, f"{DISTILLATION}.include_prompt": True, f"{DISTILLATION}.rollout_top_k_recompute": True},
+    ),
+    Case(
+        "engines say nothing of what sampling leaves out",
+        {**OF_POLICY, "generator.sampling_params.top_k": 8},
+        f"{DISTILLATION}.rollout_top_k_recompute", "expected true with top_k_from_teacher=false and generator.sampling_params.top_k",
+        {**OF_POLICY, "generator.sampling_params.top_k": 8, f"{DISTILLATION}.rollout_top_k_recompute": True},
+    ),
+    Case(
+        "the teacher's tokens need no pass of the engines",
+        {**TEACHER, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.rollout_top_k_recompute": True},
+        f"{DISTILLATION}.rollout_top_k_recompute", "has no effect without trainer.distillation.top_k_from_teacher=false",
+        OF_POLICY,
     ),
     Case(
         "several tokens of a teacher want whole logits",

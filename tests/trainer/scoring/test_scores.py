@@ -145,6 +145,36 @@ def test_prompts_are_scored_and_learned_where_they_are_to_be(tmp_path: Path, alo
         assert view.of(mini.samples.scores.teacher_ids)[:-1].tolist() == top.indices[:-1].tolist()
 
 
+def test_a_teacher_judges_the_tokens_that_the_policy_names(tmp_path: Path, alone: World) -> None:
+    """A sample that lacks some, because it was generated before they were asked for, is not trained."""
+    settings = ["trainer.distillation.top_k_from_teacher=false", "trainer.distillation.top_k=3"]
+    run = configured(tmp_path / "run", OFF, *TEACHER_IS_ENABLED, *settings)
+    config, draw = Config.from_toml([run.config]), torch.Generator().manual_seed(1)
+    groups = list(batch_of(run).groups)
+    named = dict[tuple[int, int], torch.Tensor]()
+    for number, meta in enumerate(groups):
+        rows = read_group(run.path / meta.path)
+        for at, row in enumerate(rows):
+            named[number, at] = torch.randint(0, 18, (len(row.token_ids), 3), generator=draw).int()
+            rows[at] = replace(row, top_ids=None if (number, at) == (1, 2) else named[number, at])
+        groups[number] = write_group(run.path / meta.path, rows, replace(meta, digest=""))
+    scored = ScoringModel(run, config, scorer_sets(config)[0], alone).scores(groups, lambda: None)
+    assert [at for at, row in enumerate(scored[groups[1].group_id]) if np.isnan(row.logprobs).any()] == [2]
+    digests = write_scores(run, NAME, [(group, scored[group.group_id]) for group in groups])
+    batch = Batch(1, [replace(one, scores={NAME: digests[one.group_id]}) for one in groups], 4)
+    packed = load_samples(run, batch, mini_batches(batch, 4)[0])
+    assert packed.unscored == 1
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    for view in views([packed]):
+        with torch.no_grad():
+            whole_TV = model(view.of(packed.token_ids)[None]).logits[0].log_softmax(-1)
+        trained, ids_TK = view.of(packed.loss_mask) > 0, named[view.ref.group, view.ref.index].roll(-1, 0)[:]
+        assert trained.any() == ((view.ref.group, view.ref.index) != (1, 2))
+        assert torch.equal(view.of(packed.scores.teacher_ids)[trained], ids_TK[trained])
+        expected = whole_TV.gather(-1, ids_TK.long())[trained]
+        torch.testing.assert_close(view.of(packed.scores.teacher_top)[trained], expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_sample_of_which_nothing_is_trained_has_no_prompt_to_learn(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (meta,) = make_batch(run, 1, groups=1, size=2).groups

@@ -69,7 +69,13 @@ class PackedModel(nn.Module):
 
 
 class PackedPolicy(PackedModel):
-    """A causal language model with its head."""
+    """A causal language model with its head.
+
+    Attributes:
+        others_wanted: whether log-probabilities of `teacher_ids` are computed without gradients too.
+    """
+
+    others_wanted = False
 
     def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
         super().__init__(model, forward.packing)
@@ -91,6 +97,7 @@ class PackedPolicy(PackedModel):
         With gradients those of `teacher_ids` too, [P, K].
         """
         hidden_PD, forward = self.hidden(token_ids, positions, sequences), self.forward_config
+        others = teacher_ids if self.others_wanted or torch.is_grad_enabled() else None
         found = token_logprobs(
             hidden_PD.index_select(0, head_rows),
             self.head.weight,
@@ -101,7 +108,7 @@ class PackedPolicy(PackedModel):
             forward.dtype,
             forward.entropy,
             None if sampling_mask is None else sampling_mask.index_select(0, head_rows),
-            None if teacher_ids is None or not torch.is_grad_enabled() else teacher_ids.index_select(0, head_rows),
+            None if others is None else others.index_select(0, head_rows),
         )
         return tuple(among_zeros(values_R, head_rows, len(labels)) for values_R in found)
 
