@@ -7,7 +7,7 @@ computed about them, log-probabilities, values and advantages, is written beside
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice, pairwise
 
 import torch
@@ -36,7 +36,7 @@ class Scores:
         returns: float32, what the critic should have expected before the token.
         margins: float32, the margin of a pair at the end of its chosen answer.
         teacher_logprobs: float32, of the teacher that the policy is compared with.
-        teacher_ids, teacher_top: [P, K] int32 and float32, the most probable tokens of the teacher, and their log-probabilities.
+        teacher_ids, teacher_top: [P, K] int32 and float32, as of MicroBatch.
     """
 
     old_logprobs: torch.Tensor | None = None
@@ -255,11 +255,16 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class MicroBatchStream:
-    """Micro-batches that are made as they are taken."""
+    """Micro-batches that are made as they are taken.
+
+    Args:
+        top_k: as of MicroBatch.
+    """
 
     samples: PackedSamples
     parts: Sequence[range]
     before: Before
+    top_k: int = 0
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -267,7 +272,7 @@ class MicroBatchStream:
     def __iter__(self) -> Iterator[MicroBatch]:
         for part in self.parts:
             self.before()
-            yield self.samples.micro_batch(part)
+            yield replace(self.samples.micro_batch(part), top_k=self.top_k)
 
 
 @dataclass
@@ -292,6 +297,22 @@ class MiniBatch:
     def micro_batches(self, before: Before = _nothing) -> MicroBatchStream:
         """Return this rank's micro-batches for training; as many as the other ranks have, maybe some with no sample."""
         return MicroBatchStream(self.samples, self.plan.train[self.rank], before)
+
+    def scored_top(
+        self,
+        forward: Callable[[MicroBatchStream], Iterator[tuple[torch.Tensor, ...]]],
+        top_k: int,
+        before: Before = _nothing,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return [P], and ids and log-probabilities [P, K], on the CPU: what `PolicyEngine.top_logprobs` gives for this rank's samples."""
+        parts = self.plan.score[self.rank]
+        passes = zip(parts, forward(MicroBatchStream(self.samples, parts, before, top_k)), strict=True)
+        found = [outputs for part, outputs in passes if part]
+        if not found:
+            none = torch.zeros(0, top_k)
+            return torch.zeros(0), none.int(), none
+        logprobs_P, ids_PK, top_PK = (torch.cat(column).cpu() for column in zip(*found, strict=True))
+        return logprobs_P, ids_PK.int(), top_PK
 
     def scored(
         self, forward: Callable[[MicroBatchStream], Iterator[torch.Tensor]], before: Before = _nothing

@@ -212,7 +212,7 @@ _OF_MODES = (
         lambda config: config.trainer.distillation.enable,
     ),
     Switch(
-        tuple(f"trainer.distillation.{name}" for name in ("jsd_beta", "top_k_from_teacher", "rollout_top_k_recompute")),
+        tuple(f"trainer.distillation.{name}" for name in ("loss_weight", "jsd_beta", "top_k_from_teacher", "rollout_top_k_recompute")),
         "trainer.distillation.top_k",
         lambda config: config.trainer.distillation.top_k > 0,
     ),

@@ -17,11 +17,6 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
     distillation = config.trainer.distillation
     if not distillation.enable or is_offline(config.trainer):
         return
-    if distillation.top_k and config.trainer.strategy == "megatron":
-        yield Problem(
-            f"{_TEACHER}.top_k",
-            f'expected 0 with trainer.strategy="megatron", found {distillation.top_k}; or choose fsdp2',
-        )
     if distillation.model_path is None:
         yield Problem(f"{_TEACHER}.model_path", "required with trainer.distillation.enable: the teacher")
     if distillation.placement.fsdp_size < 1:
@@ -29,10 +24,10 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
             f"{_TEACHER}.placement.fsdp_size",
             f"expected the number of ranks of one copy of the teacher, found {distillation.placement.fsdp_size}",
         )
-    if not distillation.use_rewards and distillation.kl_penalty_coef == 0:
+    if not (distillation.use_rewards or distillation.kl_penalty_coef or distillation.loss_weight):
         yield Problem(
             f"{_TEACHER}.kl_penalty_coef",
-            "0 without trainer.distillation.use_rewards would make every advantage 0; raise it, or set use_rewards=true",
+            "0 without trainer.distillation.use_rewards or loss_weight would make every advantage 0; raise it, or set use_rewards=true",
         )
     if distillation.include_prompt and distillation.use_rewards:
         yield Problem(

@@ -80,6 +80,9 @@ class DistillationConfig:
     top_k: int = 0
     """Compare the probabilities of this many tokens by a generalized Jensen-Shannon divergence; 0: only of the sampled one, by reverse KL."""
 
+    loss_weight: float = 0.0
+    """Weight w, from 0 to 1, of the divergence over the top_k tokens as a term of the loss: (1 - w) policy loss + w divergence."""
+
     jsd_beta: float = 0.5
     """Mixture of policy (1 - jsd_beta) and teacher in that divergence; 0: KL(teacher || policy), 1: KL(policy || teacher)."""
 

@@ -135,6 +135,15 @@ class PolicyEngine(Engine, Protocol):
         """Yield [P] log-probabilities of the labels, of the policy or of the reference, without gradient."""
         ...
 
+    def top_logprobs(
+        self, batches: MicroBatches, *, reference: bool = False
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield log-probabilities of the labels [P], and ids and log-probabilities of other tokens, [P, K], without gradient.
+
+        These are the `top_k` of each micro-batch that the model finds most probable, or its `teacher_ids`, if it has any.
+        """
+        ...
+
     def reset_reference(self, *, fresh_optimizer: bool) -> None:
         """Make the policy as it is now the reference, which becomes part of what `save` writes.
 

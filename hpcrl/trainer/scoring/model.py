@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import torch
-from torch.nn.functional import linear
-from transformers import PreTrainedModel
 
 from hpcrl.config import Config, temperature
 from hpcrl.config.derive import micro_batch_tokens, policy_model, ref_sharding
@@ -29,9 +26,8 @@ from hpcrl.trainer.batching import (
     plan_mini_batch,
 )
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.forward import ForwardConfig, forward_config
+from hpcrl.trainer.models.forward import forward_config
 from hpcrl.trainer.models.hf import ModelSource, policy_source, scorer_source
-from hpcrl.trainer.models.logprobs import Entropy, among
 from hpcrl.trainer.packing import Before, MicroBatchStream
 from hpcrl.trainer.samples import load_samples
 from hpcrl.types import Batch, GroupMeta
@@ -60,10 +56,9 @@ class ScoringModel:
             self._limits = limit, limit
             world.rank0_broadcast(lambda: require_same_vocabulary(scorers.model, policy_model(trainer), config))
         vocabulary = policy_source(trainer).config().get_text_config().vocab_size
-        top_k = min(own.top_k, vocabulary) if scorers.role == TEACHER else 0
-        self._given_ids = 0 if own.top_k_from_teacher else top_k
-        packed = partial(PackedTeacher, top_k=top_k, vocabulary=vocabulary) if top_k else PackedPolicy
-        self._model = load_model(packed, source, fsdp, forward, world)
+        self._top_k = min(own.top_k, vocabulary) if scorers.role == TEACHER else 0
+        self._given_ids = 0 if own.top_k_from_teacher else self._top_k
+        self._model = load_model(PackedPolicy, source, fsdp, replace(forward, vocabulary=vocabulary), world)
         require_all_tokens(self._model.head.out_features, vocabulary, source)
 
     def scores(self, groups: Sequence[GroupMeta], before: Before) -> dict[str, list[RowScores]]:
@@ -86,7 +81,7 @@ class ScoringModel:
         plan = plan_mini_batch(shares, *self._limits)
         batch = Batch(1, list(groups), 0)
         samples = load_samples(self._run, batch, plan.shares[rank], prompts=self._prompts, top_ids=self._given_ids)
-        columns = self._computed(MicroBatchStream(samples, plan.score[rank], before))
+        columns = self._computed(MicroBatchStream(samples, plan.score[rank], before, self._top_k))
         found = {groups[at].group_id: dict[int, RowScores]() for at in parts[rank]}
         ends = torch.tensor([0, *samples.lengths]).cumsum(0).tolist()
         for ref, (start, end) in zip(samples.refs, pairwise(ends), strict=True):
@@ -104,44 +99,6 @@ class ScoringModel:
             if part:  # an idle pass has outputs, but of no sample
                 found.append(outputs)
         return [torch.cat(column).cpu() for column in zip(*found, strict=True)]
-
-
-class PackedTeacher(PackedPolicy):
-    """A causal language model that also speaks of the tokens that it finds most probable, or that it is given: outputs are log-probabilities of
-    the labels [P] float32, and ids [P, K] and log-probabilities [P, K] float32 of those tokens, over the whole vocabulary; all 0 but at
-    `head_rows`."""
-
-    others_wanted = True
-
-    def __init__(self, model: PreTrainedModel, forward: ForwardConfig, top_k: int, vocabulary: int) -> None:
-        super().__init__(model, forward)
-        self._rows = partial(top_rows, top_k, vocabulary)
-
-
-def top_rows(
-    top_k: int,
-    vocabulary: int,
-    hidden_RD: torch.Tensor,
-    head_VD: torch.Tensor,
-    labels_R: torch.Tensor,
-    temperature: float,
-    dtype: torch.dtype,
-    _entropy: Entropy = "none",
-    mask_RK: torch.Tensor | None = None,
-    ids_RK: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """Return log-probabilities of the labels [R], and ids and log-probabilities of the `top_k` most probable tokens, [R, K]; see `plain_rows`.
-
-    Args:
-        vocabulary: tokens that the policy knows, of which these are; the head may have further ones.
-        ids_RK: the tokens that are to take their place; -1: none is known.
-    """
-    logits_RV = linear(hidden_RD, head_VD).to(dtype) / temperature
-    whole_RV = logits_RV.float() - logits_RV.float().logsumexp(-1, keepdim=True)
-    ids_RK = whole_RV[:, :vocabulary].topk(top_k, -1).indices if ids_RK is None else ids_RK.long()
-    among_RV = logits_RV if mask_RK is None else among(logits_RV, mask_RK)
-    logprobs_R = among_RV.log_softmax(-1).gather(-1, labels_R[:, None])[:, 0].float()
-    return logprobs_R, ids_RK, whole_RV.gather(-1, ids_RK.clamp(min=0))
 
 
 def _row_scores(columns: Sequence[torch.Tensor], mask_T: torch.Tensor) -> RowScores:

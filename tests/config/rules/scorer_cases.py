@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.config.rules.skyrl_cases import ALGORITHM, CRITIC, DISTILLATION, DPO, MEGATRON_4, NO_KL, PLACEMENT, SFT, Case
+from tests.config.rules.skyrl_cases import ALGORITHM, CRITIC, DISTILLATION, DPO, NO_KL, PLACEMENT, SFT, Case
 
 TEACHER = {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"}
 OF_POLICY = {**TEACHER, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.top_k_from_teacher": False}
@@ -21,6 +21,12 @@ OF_SCORERS = [
         {**TEACHER, f"{DISTILLATION}.kl_penalty_coef": 0.0},
         f"{DISTILLATION}.kl_penalty_coef", "would make every advantage 0",
         {**TEACHER, f"{DISTILLATION}.kl_penalty_coef": 0.0, f"{DISTILLATION}.use_rewards": True},
+    ),
+    Case(
+        "a divergence in the loss teaches without advantages",
+        {**TEACHER, f"{DISTILLATION}.kl_penalty_coef": 0.0, f"{DISTILLATION}.top_k": 4},
+        f"{DISTILLATION}.kl_penalty_coef", "would make every advantage 0",
+        {**TEACHER, f"{DISTILLATION}.kl_penalty_coef": 0.0, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.loss_weight": 1.0},
     ),
     Case(
         "a critic learns from rewards",
@@ -113,10 +119,10 @@ OF_SCORERS = [
         OF_POLICY,
     ),
     Case(
-        "several tokens of a teacher want whole logits",
-        {**MEGATRON_4, **TEACHER, f"{DISTILLATION}.top_k": 4},
-        f"{DISTILLATION}.top_k", 'expected 0 with trainer.strategy="megatron", found 4',
-        {**MEGATRON_4, **TEACHER},
+        "a divergence in the loss is over several tokens",
+        {**TEACHER, f"{DISTILLATION}.loss_weight": 0.5},
+        f"{DISTILLATION}.loss_weight", "has no effect without trainer.distillation.top_k",
+        {**TEACHER, f"{DISTILLATION}.loss_weight": 0.5, f"{DISTILLATION}.top_k": 4},
     ),
     Case(
         "a teacher judges what is sampled",

@@ -4,6 +4,7 @@ critic gives values, a reward model scores."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.attention import PACKED, PADDED, PackedSequences
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, score_places
 from hpcrl.trainer.models.hf import ModelSource
-from hpcrl.trainer.models.logprobs import among_zeros, compiled_rows, plain_rows, token_logprobs
+from hpcrl.trainer.models.logprobs import among_zeros, compiled_rows, plain_rows, token_logprobs, top_rows
 from hpcrl.trainer.models.trained import mark_trained
 from hpcrl.types import MicroBatch
 
@@ -65,17 +66,12 @@ class PackedModel(nn.Module):
             batch.head_rows,
             batch.sampling_mask,
             batch.teacher_ids,
+            batch.top_k,
         )
 
 
 class PackedPolicy(PackedModel):
-    """A causal language model with its head.
-
-    Attributes:
-        others_wanted: whether log-probabilities of `teacher_ids` are computed without gradients too.
-    """
-
-    others_wanted = False
+    """A causal language model with its head."""
 
     def __init__(self, model: PreTrainedModel, forward: ForwardConfig) -> None:
         super().__init__(model, forward.packing)
@@ -91,24 +87,26 @@ class PackedPolicy(PackedModel):
         head_rows: torch.Tensor,
         sampling_mask: torch.Tensor | None,
         teacher_ids: torch.Tensor | None = None,
+        top_k: int = 0,
     ) -> tuple[torch.Tensor, ...]:
         """Return log-probabilities of the labels and entropies (ForwardConfig.entropy), both [P] float32, 0 but at `head_rows`.
 
-        With gradients those of `teacher_ids` too, [P, K].
+        With gradients those of `teacher_ids` too, [P, K]. Without them, where `top_k` asks, the outputs are those of `top_rows`.
         """
         hidden_PD, forward = self.hidden(token_ids, positions, sequences), self.forward_config
-        others = teacher_ids if self.others_wanted or torch.is_grad_enabled() else None
+        trained = torch.is_grad_enabled()
+        told = top_k > 0 and not trained
         found = token_logprobs(
             hidden_PD.index_select(0, head_rows),
             self.head.weight,
             labels.index_select(0, head_rows),
             forward.temperature,
             forward.chunk_rows,
-            self._rows,
+            partial(top_rows, top_k, forward.vocabulary) if told else self._rows,
             forward.dtype,
             forward.entropy,
             None if sampling_mask is None else sampling_mask.index_select(0, head_rows),
-            None if others is None else others.index_select(0, head_rows),
+            teacher_ids.index_select(0, head_rows) if teacher_ids is not None and (told or trained) else None,
         )
         return tuple(among_zeros(values_R, head_rows, len(labels)) for values_R in found)
 
