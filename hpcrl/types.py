@@ -79,6 +79,19 @@ class SamplingMask(Generic[Array]):
     counts: Array
 
 
+@dataclass(frozen=True)
+class Hint(Generic[Array]):
+    """The prompt that a policy which teaches itself is shown.
+
+    Attributes:
+        token_ids: [H] int64.
+        replaces: how many of the row's first tokens it takes the place of.
+    """
+
+    token_ids: Array
+    replaces: int
+
+
 @dataclass
 class Sample(Generic[Array]):
     """One response to a prompt, with all its turns; with generator.step_wise_trajectories, one of these turns and all before it.
@@ -94,6 +107,7 @@ class Sample(Generic[Array]):
         sampling_mask: None where the policy chose among the whole vocabulary throughout.
         top_ids: [T, K] int32, the tokens that the policy finds most probable in the token's place, the most probable one first; -1 where nobody
             has asked. None: nowhere.
+        hint: None where there is none.
     """
 
     token_ids: Array
@@ -105,6 +119,7 @@ class Sample(Generic[Array]):
     env_metrics: dict[str, float] = field(default_factory=dict)
     sampling_mask: SamplingMask[Array] | None = None
     top_ids: Array | None = None
+    hint: Hint[Array] | None = None
 
 
 @dataclass(frozen=True)

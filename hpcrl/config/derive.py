@@ -193,9 +193,19 @@ def samples_per_prompt(config: ConfigTree) -> int:
 
 def uses_reference(trainer: TrainerConfig) -> bool:
     """Return whether there is a reference model at all."""
+    return compares_with_reference(trainer) or self_teacher(trainer) in ("initial", "ema")
+
+
+def compares_with_reference(trainer: TrainerConfig) -> bool:
+    """Return whether the loss or the reward compares with a reference model."""
     if is_offline(trainer):
         return trainer.mode == "dpo" and not trainer.dpo.reference_free
     return trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
+
+
+def self_teacher(trainer: TrainerConfig) -> str | None:
+    """Return which policy teaches itself by hints, as of trainer.distillation.self_teacher.model; None: none does."""
+    return trainer.distillation.self_teacher.model if trainer.distillation.enable else None
 
 
 def trainer_ranks(trainer: TrainerConfig) -> int:

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcrl.config import EnvironmentConfig, GeneratorConfig, SamplingParams, eval_sampling
-from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.envs.base import Messages, Turn
 from hpcrl.envs.registry import common_extras
 from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.errors import DataError, ServiceError, UserCodeError
 from hpcrl.rollout.engines.base import Engine, Generation, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
+from hpcrl.rollout.lessons import Lessons, Told
 from hpcrl.rollout.threads import CallThreads
 from hpcrl.rollout.transcript import HALF_A_CHARACTER, Template, Transcript, cut_at_stop
 from hpcrl.rollout.turns import Turns
@@ -113,29 +113,6 @@ class Group:
         )
 
 
-@dataclass(frozen=True)
-class TopIds:
-    """What is wanted of the tokens that the policy finds most probable in the place of each token.
-
-    Attributes:
-        count: of a place; 0: none.
-        afterwards: found in one more pass over the whole sample, the prompt included, instead of as each token is sampled.
-    """
-
-    count: int = 0
-    afterwards: bool = False
-
-    @classmethod
-    def of(cls, distillation: DistillationConfig) -> TopIds:
-        wanted = distillation.enable and not distillation.top_k_from_teacher
-        return cls(distillation.top_k if wanted else 0, distillation.rollout_top_k_recompute)
-
-    @property
-    def generated(self) -> int:
-        """How many are wanted of a token when it is sampled."""
-        return 0 if self.afterwards else self.count
-
-
 def sample_reward(rows: Sequence[Row]) -> float:
     """Return the reward of a sample: the outcome, which its last row has."""
     return float(rows[-1].rewards.sum())
@@ -193,7 +170,7 @@ class GroupGenerator:
         config: without a `max_input_length` of its own, a sample may become as long as it likes.
         baselines: whether each training group also gets a greedy response, of which only the reward is kept.
         services: returns the reward service that gets the next request; None: the one that the process's variables name.
-        top_ids: what is wanted of the policy's most probable tokens in training groups; None: nothing.
+        lessons: what training groups have for teachers; None: nothing.
     """
 
     def __init__(
@@ -204,10 +181,10 @@ class GroupGenerator:
         environment: EnvironmentConfig,
         baselines: bool = False,
         services: Callable[[], Endpoints] | None = None,
-        top_ids: TopIds | None = None,
+        lessons: Lessons | None = None,
     ) -> None:
         self._engine, self._config, self._baselines = engine, config, baselines
-        self._top_ids = top_ids or TopIds()
+        self._lessons = lessons or Lessons()
         special = config.chat_template.allow_special_tokens
         self._template, self._vocabulary = Template(tokenizer, config.chat_template_kwargs, special), len(tokenizer)
         gym = environment.skyrl_gym
@@ -230,7 +207,7 @@ class GroupGenerator:
         """
         turns = turns or Turns(self._engine, work.group_id)
         started, version = time.monotonic(), self._engine.version
-        sampling = engine_sampling(self._params[work.kind], work.kind, self._vocabulary, self._top_ids.generated)
+        sampling = engine_sampling(self._params[work.kind], work.kind, self._vocabulary, self._lessons.generated)
         n, compared = work.n_samples, self._baselines and work.kind == "train"
         episodes = [_Episode(self._session(work), turns, i, work.seed + i, sampling) for i in range(n)]
         if compared:
@@ -251,8 +228,9 @@ class GroupGenerator:
         rows = [[apply_stop_reason(row, self._config) for row in own] for own in said]
         if work.kind == "train":
             rows = neutralize_failed(rows)
-            if self._top_ids.afterwards:
-                rows = await asyncio.gather(*map(self._with_top_ids, rows))
+            told = [Told(one.past, one.messages, len(one.transcripts[0].prompt)) for one in episodes[:n]]
+            rows = self._lessons.with_hints(rows, [sample_reward(own) for own in rows], told, self._template)
+            rows = await self._lessons.with_top_ids(rows, self._engine, self._vocabulary)
         return Group(
             work=work,
             version=version,
@@ -264,14 +242,6 @@ class GroupGenerator:
             baseline=self._baseline(episodes[n], rows) if compared else None,
             kept_tokens=turns.kept_tokens,
         )
-
-    async def _with_top_ids(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows of a sample with the policy's most probable tokens in the place of each but the first; not where nothing is trained."""
-        count = min(self._top_ids.count, self._vocabulary)
-        trained = [row for row in rows if row.loss_mask.any()]
-        found = await asyncio.gather(*(self._engine.top_tokens(row.token_ids.tolist(), count) for row in trained))
-        tops = iter(np.array([[-1] * count, *top], np.int32) for top in found)
-        return [replace(row, top_ids=next(tops)) if row.loss_mask.any() else row for row in rows]
 
     def _baseline(self, greedy: _Episode, samples: Sequence[Sequence[Row]]) -> float:
         if greedy.failure:

@@ -97,7 +97,7 @@ class Transcript:
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self.token_ids = list(prompt)
+        self.prompt, self.token_ids = prompt, list(prompt)
         self._mask = [0.0] * len(prompt)
         self._logprobs = [0.0] * len(prompt)
         self._versions = [-1] * len(prompt)

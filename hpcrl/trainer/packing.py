@@ -21,7 +21,7 @@ from hpcrl.trainer.batching import (
     plan_mini_batch,
 )
 from hpcrl.trainer.distributed import World
-from hpcrl.types import Batch, MicroBatch, Sample, SamplingMask
+from hpcrl.types import Batch, Hint, MicroBatch, Sample, SamplingMask
 
 
 @dataclass
@@ -73,6 +73,7 @@ class PackedSamples:
         unscored: samples that are not trained because a scorer failed at them.
         current: [P] float32, 1 where the token is trained and was chosen by the version that the step begins with.
         sampling_mask: whose counts are [P]; None where all tokens were sampled among the whole vocabulary.
+        hints: of each sample; None where it has none.
     """
 
     refs: list[SampleRef]
@@ -84,6 +85,7 @@ class PackedSamples:
     rewards: torch.Tensor
     current: torch.Tensor
     sampling_mask: SamplingMask | None = None
+    hints: list[Hint | None] = field(default_factory=list)
     left_out: int = 0
     unscored: int = 0
     scores: Scores = field(default_factory=Scores)
@@ -201,6 +203,7 @@ def pack(
         rewards=shifted(joined(sample.rewards for sample in samples)),
         current=loss_mask * (versions == (-1 if version is None else version)),
         sampling_mask=_joined_mask(samples),
+        hints=[sample.hint for sample in samples],
         left_out=left_out,
     )
 

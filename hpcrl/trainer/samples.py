@@ -11,7 +11,7 @@ import torch
 
 from hpcrl.algorithms.prefixes import shared_prefixes
 from hpcrl.algorithms.reductions import Reduction
-from hpcrl.config.derive import trains_pairs
+from hpcrl.config.derive import self_teacher, trains_pairs
 from hpcrl.config.scorers import REFERENCE, TEACHER, learns_prompts, role_of
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.group_file import read_group
@@ -44,9 +44,13 @@ def load_mini_batches(
     """
     algorithm = trainer.algorithm
     trained, minis, prompts = set(trained_groups(batch, algorithm)), [], learns_prompts(trainer.distillation)
+    own_tokens = self_teacher(trainer) is not None and not trainer.distillation.top_k_from_teacher
+    top_ids = trainer.distillation.top_k if own_tokens else 0
     for refs in mini_batches(batch, trainer.policy_mini_batch_size):
         plan = planned([ref for ref in refs if ref.group in trained], data.size, limits, pairs=trains_pairs(trainer))
-        samples = load_samples(run, batch, plan.shares[data.rank], algorithm.min_filter_prefix_tokens, prompts=prompts)
+        samples = load_samples(
+            run, batch, plan.shares[data.rank], algorithm.min_filter_prefix_tokens, prompts=prompts, top_ids=top_ids
+        )
         minis.append(MiniBatch(plan, samples, data.rank))
     set_loss_weights(minis, batch, data, reduction)
     unscored, all_samples = sum(mini.unscored for mini in minis), sum(mini.plan.samples for mini in minis)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from hpcrl.config import TrainerConfig, uses_reference
-from hpcrl.config.derive import is_offline
+from hpcrl.config.derive import compares_with_reference, is_offline, self_teacher
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.scorers import rewards_count, trainer_has_reference
 from hpcrl.observe.metrics import Histogram
@@ -45,6 +45,7 @@ from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.saving.mid_batch import PartialBatch, read_partial_batch
+from hpcrl.trainer.scoring.hints import score_by_hints
 from hpcrl.trainer.stop import StopConsensus, Stopping
 from hpcrl.types import Batch
 
@@ -112,8 +113,12 @@ class Learner:
         return self.kl_penalty.extra_state()
 
     def reset_reference(self, step: int, steps_per_epoch: int, timer: PhaseTimer) -> None:
-        """Make the policy after `step` the reference, where the configuration says so."""
-        if reset_is_due(step, steps_per_epoch, self._trainer):
+        """Make the policy after `step` the reference, or a share of it, where the configuration says so."""
+        if self_teacher(self._trainer) == "ema":
+            with timer("update_ref_with_policy"):
+                rate = self._trainer.distillation.self_teacher.ema_rate
+                self.policy.reset_reference(fresh_optimizer=False, rate=rate)
+        elif reset_is_due(step, steps_per_epoch, self._trainer):
             with timer("update_ref_with_policy"):
                 self.policy.reset_reference(fresh_optimizer=resets_optimizer(self._trainer))
 
@@ -184,6 +189,9 @@ class Learner:
                 advantages = estimate_advantages(batch, samples, algorithm, data.sum)
             else:
                 advantages = no_advantages(samples)
+            if self_teacher(self._trainer):
+                before = partial(self.consensus, "score.micro_batch")
+                metrics |= score_by_hints(minis, self.policy, self._trainer, self._limits, before)
             if distillation.enable:
                 metrics |= subtract_divergence(samples, distillation, algorithm, data.sum)
         return PartialBatch(data, self._trainer, batch, minis, metrics, advantages)
@@ -196,7 +204,7 @@ class Learner:
         old = old or self._trainer.distillation.enable
         if old and not algorithm.use_rollout_logprobs_for_loss and not self._offline:
             scores.old_logprobs = mini.scored(self.policy.logprobs, before)
-        if trainer_has_reference(self._trainer):
+        if trainer_has_reference(self._trainer) and compares_with_reference(self._trainer):
             scores.ref_logprobs = mini.scored(partial(self.policy.logprobs, reference=True), before)
         if self.critic is not None:
             scores.values = mini.scored(self.critic.values, before)

@@ -30,7 +30,8 @@ from hpcrl.data.group_file import read_group, write_group
 from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.vllm.server import Server
-from hpcrl.rollout.generate import Group, GroupGenerator, TopIds
+from hpcrl.rollout.generate import Group, GroupGenerator
+from hpcrl.rollout.lessons import Lessons
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.signals import StopSignal
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
@@ -128,7 +129,7 @@ def test_the_policys_most_probable_tokens_are_told(
 
     async def play(engine: Engine) -> Group:
         config = GeneratorConfig(sampling_params=SAMPLING)
-        generator = GroupGenerator(engine, TOKENIZER, config, EnvironmentConfig(), top_ids=TopIds(3, afterwards))
+        generator = GroupGenerator(engine, TOKENIZER, config, EnvironmentConfig(), lessons=Lessons(3, afterwards))
         return await generator.generate(replace(WORK, n_samples=8))
 
     group = with_each_engine(play)

@@ -53,7 +53,7 @@ from hpcrl.config.rules.rewards import (
     remote_reward,
     reward_names,
 )
-from hpcrl.config.rules.scorers import ranks_of_scorers, reference_apart, teacher, tokens_of_the_policy
+from hpcrl.config.rules.scorers import own_teacher, ranks_of_scorers, reference_apart, teacher, tokens_of_the_policy
 from hpcrl.config.rules.training import (
     frozen,
     preference_losses,
@@ -389,6 +389,7 @@ RULES: tuple[Rule, ...] = (
     dynamic_sampling,
     _experts,
     teacher,
+    own_teacher,
     tokens_of_the_policy,
     reference_apart,
     ranks_of_scorers,

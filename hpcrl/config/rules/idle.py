@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 from hpcrl.config.adapters import engines_load
-from hpcrl.config.derive import has_engines, is_offline, reward_weights, trains_pairs, uses_reference
+from hpcrl.config.derive import has_engines, is_offline, reward_weights, self_teacher, trains_pairs, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
 from hpcrl.config.scorers import has_own_reference
@@ -27,6 +27,10 @@ _DYNAMIC = f"{_ALGORITHM}dynamic_sampling."
 _SERVICE = "environment.remote_reward.service."
 _REFERENCE = f"{_ALGORITHM}use_kl_loss or use_kl_in_reward"
 
+_OF_SCORERS = (
+    *("model_revision", "source_models", "placement", "fsdp_config", "micro_batch_size_per_gpu"),
+    *("batch_size_per_replica", "max_tokens_per_micro_batch", "use_sample_packing"),
+)
 _REDUCTION = ("loss_reduction", "max_seq_len", "unbiased_loss_max_tokens")
 
 READ_BY_LOSSES: dict[str, tuple[str, ...]] = {
@@ -215,6 +219,21 @@ _OF_MODES = (
         tuple(f"trainer.distillation.{name}" for name in ("loss_weight", "jsd_beta", "top_k_from_teacher", "rollout_top_k_recompute")),
         "trainer.distillation.top_k",
         lambda config: config.trainer.distillation.top_k > 0,
+    ),
+    Switch(
+        tuple(f"trainer.distillation.{name}" for name in _OF_SCORERS),
+        "a teacher of its own (trainer.distillation.self_teacher.model unset)",
+        lambda config: self_teacher(config.trainer) is None,
+    ),
+    Switch(
+        tuple(f"trainer.distillation.self_teacher.{name}" for name in ("success_reward", "template", "ema_rate")),
+        "trainer.distillation.self_teacher.model",
+        lambda config: self_teacher(config.trainer) is not None,
+    ),
+    Switch(
+        ("trainer.distillation.self_teacher.ema_rate",),
+        'trainer.distillation.self_teacher.model="ema"',
+        lambda config: self_teacher(config.trainer) == "ema",
     ),
     Switch(
         ("trainer.distillation.rollout_top_k_recompute",),

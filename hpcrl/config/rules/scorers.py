@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpcrl.config.adapters import reference_follows
-from hpcrl.config.derive import MOST_KEPT, gpu_count, is_offline, mask_size, uses_reference
+from hpcrl.config.adapters import reference_follows, reference_is_base
+from hpcrl.config.derive import (
+    MOST_KEPT,
+    compares_with_reference,
+    gpu_count,
+    is_offline,
+    mask_size,
+    self_teacher,
+    uses_reference,
+)
 from hpcrl.config.errors import Problem
 from hpcrl.config.scorers import TEACHER, has_own_reference, scorer_sets
 from hpcrl.config.sections.tree import ConfigTree
@@ -17,8 +25,13 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
     distillation = config.trainer.distillation
     if not distillation.enable or is_offline(config.trainer):
         return
-    if distillation.model_path is None:
-        yield Problem(f"{_TEACHER}.model_path", "required with trainer.distillation.enable: the teacher")
+    own = distillation.self_teacher.model is not None
+    if (distillation.model_path is None) != own:
+        what = "leave it out, or self_teacher.model" if own else "the teacher; or set self_teacher.model"
+        yield Problem(
+            f"{_TEACHER}.model_path",
+            f"{'there is another teacher, the policy itself' if own else 'required with trainer.distillation.enable'}: {what}",
+        )
     if distillation.placement.fsdp_size < 1:
         yield Problem(
             f"{_TEACHER}.placement.fsdp_size",
@@ -43,6 +56,50 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
         yield Problem(
             "trainer.critic.model.path",
             "a critic learns from rewards, which count for nothing here; set trainer.distillation.use_rewards=true, or leave the critic out",
+        )
+
+
+def own_teacher(config: ConfigTree) -> Iterator[Problem]:
+    trainer, distillation, path = config.trainer, config.trainer.distillation, f"{_TEACHER}.self_teacher"
+    model = self_teacher(trainer)
+    if model is None:
+        return
+    if config.generator.n_samples_per_prompt < 2:
+        yield Problem(
+            "generator.n_samples_per_prompt",
+            f"expected at least 2 with {path}.model: hints are answers of other samples of the group",
+        )
+    if "{answer}" not in distillation.self_teacher.template:
+        yield Problem(f"{path}.template", "expected a text with {answer}, the answer that is shown")
+    if config.generator.step_wise_trajectories:
+        yield Problem(
+            f"{path}.model",
+            "expected none with generator.step_wise_trajectories, where each turn has a prompt of its own",
+        )
+    if distillation.include_prompt:
+        yield Problem(f"{_TEACHER}.include_prompt", f"expected false with {path}.model, whose prompts are others")
+    if model != "policy" and not (trainer.placement.colocate_policy_ref or trainer.placement.colocate_all):
+        yield Problem(
+            f"{_PLACEMENT}.colocate_policy_ref",
+            f'expected true with {path}.model="{model}", the reference beside the policy',
+        )
+    if model != "ema":
+        return
+    resets = trainer.algorithm.reference_reset_interval is not None or trainer.update_ref_every_epoch
+    if compares_with_reference(trainer) or resets:
+        yield Problem(
+            f"{path}.model",
+            'the reference is the average with "ema", which nothing else may compare with or reset; leave out trainer.algorithm.use_kl_loss, '
+            "use_kl_in_reward, reference_reset_interval and trainer.update_ref_every_epoch",
+        )
+    if (
+        trainer.strategy == "megatron"
+        and trainer.ref.megatron_config.dtype != "fp32"
+        and not reference_is_base(trainer)
+    ):
+        yield Problem(
+            f"{path}.model",
+            'with trainer.strategy="megatron" an average wants trainer.ref.megatron_config.dtype="fp32": small changes are lost in 16 bits',
         )
 
 

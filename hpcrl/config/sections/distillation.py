@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hpcrl.config.fields import Location
 from hpcrl.config.sections.model import FSDPConfig
@@ -30,6 +31,25 @@ class TeacherPlacementConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SelfTeacherConfig:
+    """A teacher that is the policy itself, shown a hint: the answer of another sample of the group that earned `success_reward`."""
+
+    model: Literal["initial", "policy", "ema"] | None = None
+    """Which policy teaches: `initial`, the reference; `policy`, the one that the step begins with; `ema`, an exponential moving average. Unset: none, teachers are models of their own."""
+
+    ema_rate: float = 0.05
+    """Share of the policy in the moving average after each step."""
+
+    success_reward: float = 1.0
+    """Reward from which on an answer is shown to the others of its group."""
+
+    template: str = (
+        "{prompt}\n\nHere is an answer that was found to be right:\n\n{answer}\n\n{feedback}\n\nAnswer the question."
+    )
+    """What the last message of the user becomes: {prompt} is that message, {answer} the answer that is shown, {feedback} what the environment said in the sample itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
     enable: bool = False
     """Learn from the divergence from a teacher instead of rewards."""
@@ -45,6 +65,8 @@ class DistillationConfig:
 
     model_revision: str | None = None
     """Branch, tag or commit of the teacher on the hub."""
+
+    self_teacher: SelfTeacherConfig = field(default_factory=SelfTeacherConfig)
 
     placement: TeacherPlacementConfig = field(default_factory=TeacherPlacementConfig)
 

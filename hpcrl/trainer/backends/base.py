@@ -144,11 +144,12 @@ class PolicyEngine(Engine, Protocol):
         """
         ...
 
-    def reset_reference(self, *, fresh_optimizer: bool) -> None:
+    def reset_reference(self, *, fresh_optimizer: bool, rate: float = 1.0) -> None:
         """Make the policy as it is now the reference, which becomes part of what `save` writes.
 
         Args:
             fresh_optimizer: the policy's optimizer forgets its moments.
+            rate: share of the policy in the new reference; the rest is the old one.
         """
         ...
 

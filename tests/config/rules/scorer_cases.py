@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from tests.config.rules.skyrl_cases import ALGORITHM, CRITIC, DISTILLATION, DPO, NO_KL, PLACEMENT, SFT, Case
+from tests.config.rules.skyrl_cases import (
+    ALGORITHM,
+    CRITIC,
+    DISTILLATION,
+    DPO,
+    MEGATRON_4,
+    NO_KL,
+    PLACEMENT,
+    SFT,
+    STEP_WISE,
+    Case,
+)
 
 TEACHER = {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"}
 OF_POLICY = {**TEACHER, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.top_k_from_teacher": False}
+SELF = f"{DISTILLATION}.self_teacher"
+OWN = {f"{DISTILLATION}.enable": True, f"{SELF}.model": "policy"}
+AVERAGE = {**OWN, **NO_KL, f"{SELF}.model": "ema"}
 APART = {f"{PLACEMENT}.colocate_policy_ref": False}
+APART_WITHOUT_KL = {**APART, **NO_KL}
 GPUS = {"slurm.gpus_per_node": 4}
 
 OF_SCORERS = [
@@ -93,6 +108,72 @@ OF_SCORERS = [
         {**TEACHER, f"{DISTILLATION}.jsd_beta": 0.1},
         f"{DISTILLATION}.jsd_beta", "has no effect without trainer.distillation.top_k",
         {**TEACHER, f"{DISTILLATION}.jsd_beta": 0.1, f"{DISTILLATION}.top_k": 4},
+    ),
+    Case(
+        "one teacher is enough",
+        {**OWN, f"{DISTILLATION}.model_path": "t"},
+        f"{DISTILLATION}.model_path", "there is another teacher, the policy itself",
+        OWN,
+    ),
+    Case(
+        "a hint is another sample's",
+        {**OWN, "generator.n_samples_per_prompt": 1},
+        "generator.n_samples_per_prompt", "expected at least 2",
+        {**OWN, "generator.n_samples_per_prompt": 2},
+    ),
+    Case(
+        "a hint has an answer",
+        {**OWN, f"{SELF}.template": "{prompt}"},
+        f"{SELF}.template", "expected a text with {answer}",
+        {**OWN, f"{SELF}.template": "{prompt} {answer}"},
+    ),
+    Case(
+        "a turn has no hint",
+        {**OWN, **STEP_WISE},
+        f"{SELF}.model", "expected none with generator.step_wise_trajectories",
+        {**TEACHER, **STEP_WISE},
+    ),
+    Case(
+        "a hinted prompt is another one",
+        {**OWN, f"{DISTILLATION}.include_prompt": True},
+        f"{DISTILLATION}.include_prompt", "expected false with trainer.distillation.self_teacher.model",
+        OWN,
+    ),
+    Case(
+        "the reference that teaches is beside the policy",
+        {**OWN, **APART_WITHOUT_KL, f"{SELF}.model": "initial"},
+        f"{PLACEMENT}.colocate_policy_ref", 'expected true with trainer.distillation.self_teacher.model="initial"',
+        {**OWN, **NO_KL, f"{SELF}.model": "initial"},
+    ),
+    Case(
+        "nothing is compared with an average",
+        {**AVERAGE, f"{ALGORITHM}.use_kl_loss": True},
+        f"{SELF}.model", 'the reference is the average with "ema"',
+        AVERAGE,
+    ),
+    Case(
+        "an average is kept in 32 bits",
+        {**MEGATRON_4, **AVERAGE},
+        f"{SELF}.model", 'an average wants trainer.ref.megatron_config.dtype="fp32"',
+        {**MEGATRON_4, **AVERAGE, "trainer.ref.megatron_config.dtype": "fp32"},
+    ),
+    Case(
+        "scorers are for others",
+        {**OWN, f"{DISTILLATION}.batch_size_per_replica": 4},
+        f"{DISTILLATION}.batch_size_per_replica", "has no effect without a teacher of its own",
+        {**TEACHER, f"{DISTILLATION}.batch_size_per_replica": 4},
+    ),
+    Case(
+        "hints are for oneself",
+        {**TEACHER, f"{SELF}.success_reward": 0.5},
+        f"{SELF}.success_reward", "has no effect without trainer.distillation.self_teacher.model",
+        {**OWN, f"{SELF}.success_reward": 0.5},
+    ),
+    Case(
+        "an average has a rate",
+        {**OWN, f"{SELF}.ema_rate": 0.5},
+        f"{SELF}.ema_rate", 'has no effect without trainer.distillation.self_teacher.model="ema"',
+        {**AVERAGE, f"{SELF}.ema_rate": 0.5},
     ),
     Case(
         "engines tell of some tokens alone",

@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from hpcrl.config.adapters import begins_from_weights, reference_follows, reference_has_values, reference_is_base
-from hpcrl.config.derive import ref_sharding
+from hpcrl.config.derive import ref_sharding, self_teacher
 from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -276,7 +276,10 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         self._reference_is_base = reference_is_base(trainer)
         if trainer_has_reference(trainer) and not self._reference_is_base:
             known = replace(forward, vocabulary=model.head.out_features)
-            self._reference = load_model(PackedPolicy, reference_source(trainer), ref_sharding(trainer), known, world)
+            averaged = self_teacher(trainer) == "ema"
+            self._reference = load_model(
+                PackedPolicy, reference_source(trainer), ref_sharding(trainer), known, world, averaged=averaged
+            )
             if reference_follows(trainer):
                 require_same_shape(self._reference, model)
         self._reference_values = self._without_adapters() if reference_has_values(trainer) else {}
@@ -317,15 +320,16 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         with self._holding(self._reference_values) if self._reference_values else without_adapters(self._model):
             yield
 
-    def reset_reference(self, *, fresh_optimizer: bool) -> None:
+    def reset_reference(self, *, fresh_optimizer: bool, rate: float = 1.0) -> None:
         free_gathered(self._model)
         if self._reference_is_base:
             for name, value in self._trained().items():
-                self._reference_values[name].copy_(value)
+                held = local(self._reference_values[name])
+                held.copy_(torch.lerp(held, local(value), rate))
         else:
             assert self._reference is not None, "this engine was made without a reference"
             free_gathered(self._reference)
-            copy_parameters(self._model, self._reference)
+            copy_parameters(self._model, self._reference, rate)
         self._reference_moved = True
         if fresh_optimizer:
             forget_moments(self._optimizer)

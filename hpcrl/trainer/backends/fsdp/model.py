@@ -163,6 +163,8 @@ def load_model(
     world: World,
     trained: PolicyConfig | CriticConfig | None = None,
     seed: int = 0,
+    *,
+    averaged: bool = False,
 ) -> Packed:
     """Return the model of `source`, sharded; rank 0 reads it, in the type of its files, and each rank casts its shards.
 
@@ -171,13 +173,14 @@ def load_model(
         trained: section with what is trained; None: nothing. What is frozen as a whole, also below adapters, is kept in the type of the
             computation.
         seed: of the first values of adapters.
+        averaged: it becomes an average of what is trained, and is kept in the same type.
 
     Raises:
         DataError: `source` is no model in Hugging Face format, or does not have what the configuration names.
     """
     precision = fsdp.mixed_precision
     adapted = trained is not None and trained.model.lora.rank > 0
-    kept = precision.param_dtype if trained is None else precision.master_dtype
+    kept = precision.param_dtype if trained is None and not averaged else precision.master_dtype
     dtype = DTYPES[precision.param_dtype if adapted else kept]
     attention = PACKED if forward.flash else PADDED
     stored: list[PreTrainedModel] = []

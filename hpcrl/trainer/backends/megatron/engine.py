@@ -287,16 +287,17 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
         assert self._reference is not None
         require_same_shape(nn.ModuleList(self._reference), nn.ModuleList(self._chunks))
 
-    def reset_reference(self, *, fresh_optimizer: bool) -> None:
+    def reset_reference(self, *, fresh_optimizer: bool, rate: float = 1.0) -> None:
         self._gather()
         if self._reference_is_base:
-            self._reference_values = self._copied()
+            for parameter, value in self._copied().items():
+                self._reference_values[parameter].lerp_(value, rate)
         else:
             assert self._reference is not None, "this engine was made without a reference"
             with torch.no_grad():
                 for reference, policy in zip(self._reference, self._chunks, strict=True):
                     for parameter, value in zip(reference.parameters(), policy.parameters(), strict=True):
-                        parameter.copy_(value)
+                        parameter.lerp_(value.to(parameter.dtype), rate)
         self._reference_moved = True
         if fresh_optimizer:
             for optimizer in self._optimizer.chained_optimizers:

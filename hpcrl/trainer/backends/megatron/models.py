@@ -156,7 +156,9 @@ class LogprobHead(ColumnParallelLinear):
             packing.own_mask,
             packing.own_ids if told or trained else None,
         )
-        columns = [column.float() if column.ndim > 1 else column[:, None] for column in found]  # of ids float32 has every number up to 2^24
+        columns = [
+            column.float() if column.ndim > 1 else column[:, None] for column in found
+        ]  # of ids float32 has every number up to 2^24
         return among_zeros(torch.cat(columns, -1), rows, len(labels))
 
 

@@ -271,6 +271,10 @@ class PolicyWay(Way):
     def reset_reference(self, fresh: bool) -> None:
         self.engine.reset_reference(fresh_optimizer=fresh)
 
+    def average(self, rate: float) -> None:
+        self.engine.reset_reference(fresh_optimizer=False, rate=rate)
+        self.updates(2)
+
     def export(self, path: str) -> None:
         """Write the policy as a model of Hugging Face."""
         whole, target = weights(self.engine, self.world), self._directory(path)

@@ -309,7 +309,7 @@ def test_weights_alone_are_restored(seam: Seam):
 
 def test_the_policy_becomes_the_reference(seam: Seam):
     def moving(path: str) -> list[Any]:
-        return [("train", 1), ("reset_reference", True), ("save", path), ("train", 2)]
+        return [("train", 1), ("average", 0.25), ("reset_reference", True), ("save", path), ("train", 2)]
 
     truth = seam.way("moved-truth", "tied", {}, moving(str(seam.folder / "moved-fsdp")))
     seam.play(1, [truth])
