@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from hpcrl.config.derive import (
     gpu_count,
+    is_offline,
     longest_sample,
     micro_batch_tokens,
     model_config_kwargs,
@@ -89,7 +90,7 @@ def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
     """Return the scorers of a run; those of teachers come first."""
     trainer, placement, found = config.trainer, config.trainer.placement, list[ScorerSet]()
     own = trainer.distillation
-    for model, sources in teacher_models(own).items():
+    for model, sources in ({} if is_offline(trainer) else teacher_models(own)).items():
         top = (own.top_k, own.top_k_from_teacher) if own.top_k else None
         name = _name(config, TEACHER, model, {}, own.fsdp_config, top)
         found.append(ScorerSet(TEACHER, name, model, own.placement.num_replicas, own.placement.fsdp_size, sources))

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from hpcrl.config import TrainerConfig, uses_reference
-from hpcrl.config.derive import compares_with_reference, is_offline, self_teacher
+from hpcrl.config.derive import compares_with_reference, is_offline, self_teacher, teaches_rows
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.scorers import rewards_count, trainer_has_reference
 from hpcrl.observe.metrics import Histogram
@@ -37,6 +37,7 @@ from hpcrl.trainer.metrics import (
 )
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
+from hpcrl.trainer.offline.likelihood import score_by_teacher
 from hpcrl.trainer.offline.modes import objective_of, reduction_of
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.packing import MiniBatch, regrouped
@@ -206,6 +207,8 @@ class Learner:
             scores.old_logprobs = mini.scored(self.policy.logprobs, before)
         if trainer_has_reference(self._trainer) and compares_with_reference(self._trainer):
             scores.ref_logprobs = mini.scored(partial(self.policy.logprobs, reference=True), before)
+        if teaches_rows(self._trainer):
+            score_by_teacher(mini, self.policy, self._trainer.distillation.top_k, before)
         if self.critic is not None:
             scores.values = mini.scored(self.critic.values, before)
 

@@ -31,6 +31,10 @@ _OF_SCORERS = (
     *("model_revision", "source_models", "placement", "fsdp_config", "micro_batch_size_per_gpu"),
     *("batch_size_per_replica", "max_tokens_per_micro_batch", "use_sample_packing"),
 )
+_OF_SAMPLES = (
+    *("use_rewards", "self_teacher", "kl_penalty_coef", "kl_discount_factor", "include_prompt"),
+    *("top_k_from_teacher", "rollout_top_k_recompute"),
+)
 _REDUCTION = ("loss_reduction", "max_seq_len", "unbiased_loss_max_tokens")
 
 READ_BY_LOSSES: dict[str, tuple[str, ...]] = {
@@ -221,6 +225,9 @@ _OF_MODES = (
         lambda config: config.trainer.distillation.top_k > 0,
     ),
     Switch(
+        ("trainer.distillation",), 'trainer.mode="rl" or "sft"', lambda config: not trains_pairs(config.trainer)
+    ),
+    Switch(
         tuple(f"trainer.distillation.{name}" for name in _OF_SCORERS),
         "a teacher of its own (trainer.distillation.self_teacher.model unset)",
         lambda config: self_teacher(config.trainer) is None,
@@ -259,7 +266,8 @@ _OF_MODES = (
     Switch(
         (
             *(f"{_ALGORITHM}{one.name}" for one in fields(AlgorithmConfig) if one.name not in _REDUCTION),
-            *("trainer.fully_async", "trainer.critic", "trainer.critic_mini_batch_size", "trainer.distillation"),
+            *("trainer.fully_async", "trainer.critic", "trainer.critic_mini_batch_size"),
+            *(f"trainer.distillation.{name}" for name in (*_OF_SCORERS[1:], *_OF_SAMPLES)),
             *("generator.n_samples_per_prompt", "generator.step_wise_trajectories"),
         ),
         'trainer.mode="rl"',

@@ -12,10 +12,12 @@ from hpcrl.config.derive import (
     is_offline,
     mask_size,
     self_teacher,
+    teaches_rows,
     uses_reference,
 )
 from hpcrl.config.errors import Problem
 from hpcrl.config.scorers import TEACHER, has_own_reference, scorer_sets
+from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _TEACHER, _PLACEMENT = "trainer.distillation", "trainer.placement"
@@ -23,6 +25,8 @@ _TEACHER, _PLACEMENT = "trainer.distillation", "trainer.placement"
 
 def teacher(config: ConfigTree) -> Iterator[Problem]:
     distillation = config.trainer.distillation
+    if teaches_rows(config.trainer):
+        yield from _teacher_of_rows(config.trainer)
     if not distillation.enable or is_offline(config.trainer):
         return
     own = distillation.self_teacher.model is not None
@@ -57,6 +61,20 @@ def teacher(config: ConfigTree) -> Iterator[Problem]:
             "trainer.critic.model.path",
             "a critic learns from rewards, which count for nothing here; set trainer.distillation.use_rewards=true, or leave the critic out",
         )
+
+
+def _teacher_of_rows(trainer: TrainerConfig) -> Iterator[Problem]:
+    distillation, mode = trainer.distillation, 'with trainer.mode="sft"'
+    if distillation.model_path is None:
+        yield Problem(f"{_TEACHER}.model_path", "required with trainer.distillation.enable: the teacher")
+    if not distillation.top_k:
+        yield Problem(
+            f"{_TEACHER}.top_k", f"expected how many of the teacher's most probable tokens are learned {mode}, found 0"
+        )
+    elif not distillation.loss_weight:
+        yield Problem(f"{_TEACHER}.loss_weight", f"expected above 0 {mode}: nothing else is learned from the teacher")
+    if trainer.ref.model.path is not None:
+        yield Problem("trainer.ref.model.path", f"leave it out {mode}: the teacher is in the place of the reference")
 
 
 def own_teacher(config: ConfigTree) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ from tests.config.rules.skyrl_cases import (
 TEACHER = {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"}
 OF_POLICY = {**TEACHER, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.top_k_from_teacher": False}
 SELF = f"{DISTILLATION}.self_teacher"
+OF_ROWS = {**SFT, **TEACHER, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.loss_weight": 0.5}
 OWN = {f"{DISTILLATION}.enable": True, f"{SELF}.model": "policy"}
 AVERAGE = {**OWN, **NO_KL, f"{SELF}.model": "ema"}
 APART = {f"{PLACEMENT}.colocate_policy_ref": False}
@@ -206,9 +207,39 @@ OF_SCORERS = [
         {**TEACHER, f"{DISTILLATION}.loss_weight": 0.5, f"{DISTILLATION}.top_k": 4},
     ),
     Case(
-        "a teacher judges what is sampled",
-        {**SFT, f"{DISTILLATION}.enable": True},
-        f"{DISTILLATION}.enable", 'has no effect without trainer.mode="rl"',
+        "pairs have no teacher",
+        {**DPO, f"{DISTILLATION}.enable": True},
+        f"{DISTILLATION}.enable", 'has no effect without trainer.mode="rl" or "sft"',
         TEACHER,
+    ),
+    Case(
+        "rows of datasets earn no rewards",
+        {**OF_ROWS, f"{DISTILLATION}.use_rewards": True},
+        f"{DISTILLATION}.use_rewards", 'has no effect without trainer.mode="rl"',
+        OF_ROWS,
+    ),
+    Case(
+        "the teacher of rows is named",
+        {**SFT, f"{DISTILLATION}.enable": True, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.loss_weight": 0.5},
+        f"{DISTILLATION}.model_path", "required with trainer.distillation.enable: the teacher",
+        OF_ROWS,
+    ),
+    Case(
+        "the teacher of rows tells several tokens",
+        {**SFT, **TEACHER},
+        f"{DISTILLATION}.top_k", "expected how many of the teacher's most probable tokens are learned",
+        OF_ROWS,
+    ),
+    Case(
+        "the teacher of rows is heard",
+        {**SFT, **TEACHER, f"{DISTILLATION}.top_k": 4},
+        f"{DISTILLATION}.loss_weight", 'expected above 0 with trainer.mode="sft"',
+        OF_ROWS,
+    ),
+    Case(
+        "the teacher of rows is in the place of the reference",
+        {**OF_ROWS, "trainer.ref.model.path": "r"},
+        "trainer.ref.model.path", "the teacher is in the place of the reference",
+        {**TEACHER, "trainer.ref.model.path": "r"},
     ),
 ]  # fmt: skip
