@@ -64,8 +64,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
         f"trainer.distillation.placement.{name}_parallel_size": _TEACHER
         for name in ("tensor", "pipeline", "sequence", "expert")
     },
-    "trainer.distillation.compile_model": _SPEED,
-    "trainer.distillation.seed": Unimplemented("teachers that draw random numbers", result=False),
     "trainer.profiler.enable_nsys": _TRACKING,
     "trainer.upload": Unimplemented("uploads"),
     "trainer.flash_attn_version": Unimplemented("a choice between versions of FlashAttention", result=False),

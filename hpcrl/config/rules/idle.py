@@ -28,7 +28,7 @@ _SERVICE = "environment.remote_reward.service."
 _REFERENCE = f"{_ALGORITHM}use_kl_loss or use_kl_in_reward"
 
 _OF_SCORERS = (
-    *("model_revision", "source_models", "placement", "fsdp_config", "micro_batch_size_per_gpu"),
+    *("model_revision", "source_models", "placement", "fsdp_config", "compile_model", "micro_batch_size_per_gpu"),
     *("batch_size_per_replica", "max_tokens_per_micro_batch", "use_sample_packing"),
 )
 _OF_SAMPLES = (

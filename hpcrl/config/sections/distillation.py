@@ -73,7 +73,7 @@ class DistillationConfig:
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
 
     compile_model: bool = False
-    """Compile the teacher with torch.compile."""
+    """Compile the layers of the teacher with torch.compile: its first passes take minutes, later ones less time."""
 
     micro_batch_size_per_gpu: int = 1
     """Samples per forward pass of the teacher on one rank."""
@@ -86,9 +86,6 @@ class DistillationConfig:
 
     use_sample_packing: bool = True
     """Lay samples end to end in the teacher's forward pass."""
-
-    seed: int | None = None
-    """Seed of the teacher; unset: trainer.seed."""
 
     kl_penalty_coef: float = 1.0
     """Weight of the divergence that is subtracted from the advantage of each token."""

@@ -58,7 +58,9 @@ class ScoringModel:
         vocabulary = policy_source(trainer).config().get_text_config().vocab_size
         self._top_k = min(own.top_k, vocabulary) if scorers.role == TEACHER else 0
         self._given_ids = 0 if own.top_k_from_teacher else self._top_k
-        self._model = load_model(PackedPolicy, source, fsdp, replace(forward, vocabulary=vocabulary), world)
+        compiled = own.compile_model and scorers.role == TEACHER
+        forward = replace(forward, vocabulary=vocabulary)
+        self._model = load_model(PackedPolicy, source, fsdp, forward, world, compiled=compiled)
         require_all_tokens(self._model.head.out_features, vocabulary, source)
 
     def scores(self, groups: Sequence[GroupMeta], before: Before) -> dict[str, list[RowScores]]:

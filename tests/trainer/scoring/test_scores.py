@@ -186,6 +186,19 @@ def test_a_sample_of_which_nothing_is_trained_has_no_prompt_to_learn(tmp_path: P
     assert sorted(packed.trained) == [0, len(first.token_ids) - 1]
 
 
+@pytest.mark.slow
+def test_a_compiled_teacher_says_the_same(tmp_path: Path, alone: World) -> None:
+    run = configured(tmp_path / "run", OFF, *TEACHER_IS_ENABLED)
+    batch, found = batch_of(run), list[dict[str, list[RowScores]]]()
+    for compiled in (False, True):
+        config = Config.from_toml([run.config], [f"trainer.distillation.compile_model={str(compiled).lower()}"])
+        found.append(ScoringModel(run, config, scorer_sets(config)[0], alone).scores(batch.groups, lambda: None))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    for name, rows in found[0].items():
+        for one, other in zip(rows, found[1][name], strict=True):
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
 def test_each_data_source_has_its_teacher() -> None:
     """One that is named twice judges both, and the same model once more is no other one."""
     more = "{a='x', b='y', c='x', d='" + str(MODEL) + "'}"

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
-from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard
+from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard, units
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.attention import PACKED, PADDED, PackedSequences
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, score_places
@@ -165,6 +165,7 @@ def load_model(
     seed: int = 0,
     *,
     averaged: bool = False,
+    compiled: bool = False,
 ) -> Packed:
     """Return the model of `source`, sharded; rank 0 reads it, in the type of its files, and each rank casts its shards.
 
@@ -173,6 +174,7 @@ def load_model(
         trained: section with what is trained; None: nothing. What is frozen as a whole, also below adapters, is kept in the type of the
             computation.
         seed: of the first values of adapters.
+        compiled: its layers are compiled, for packed samples of any lengths.
         averaged: it becomes an average of what is trained, and is kept in the same type.
 
     Raises:
@@ -199,6 +201,8 @@ def load_model(
             module.p = 0.0  # old and new log-probabilities of a policy must come from the same function
     mark_trained(empty, trained, DTYPES[kept])
     model = packed(empty, forward).train(trained is not None)
+    for layer in units(empty, {}) if compiled else ():
+        layer.compile(dynamic=True)
     shard(model, empty, fsdp, kept, world)
     offloaded = fsdp.cpu_offload and world.device.type == "cuda"
     model.to_empty(device="cpu" if offloaded else world.device)
