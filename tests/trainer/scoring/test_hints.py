@@ -11,10 +11,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hpcrl.config import AlgorithmConfig
+from hpcrl.config.sections.distillation import DistillationConfig
 from hpcrl.data.batch_file import write_batch
 from hpcrl.data.group_file import read_group, write_group
 from hpcrl.rundir.layout import Run
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.loss import build_objective
+from hpcrl.trainer.packing import idle_micro_batch
 from hpcrl.types import Batch, Hint
 from tests.trainer.material import make_batch, make_run
 from tests.trainer.ranks import Ranks
@@ -104,6 +108,30 @@ def test_one_token_of_each_place_is_enough(run: Run, tmp_path: Path, alone: Worl
     assert "0.0.ids" not in one
     for name in (name for name in one if name.endswith(".logprobs")):
         torch.testing.assert_close(one[name], several[name], atol=1e-6, rtol=1e-6)
+
+
+def test_the_loss_has_the_divergence_where_there_is_a_teacher() -> None:
+    """(1 - w) policy loss + w divergence, with 0 where nobody teaches; a micro-batch without samples has the same metrics."""
+    draw = torch.Generator().manual_seed(2)
+    top, teacher = (torch.randn(5, 3, generator=draw).log_softmax(-1) - 0.1 for _ in range(2))
+    mask, weights = torch.tensor([1.0, 1, 0, 1, 0]), torch.tensor([0.25, 0.25, 0, 0.5, 0])
+    ids = torch.tensor([[4, 5, 6], [-1, -1, -1], [0, 0, 0], [7, 8, 9], [0, 0, 0]])
+    batch = replace(
+        idle_micro_batch(), token_ids=torch.arange(5), positions=torch.arange(5), lengths=[5], labels=torch.arange(5), loss_mask=mask,
+        weights=weights, nll_weights=weights, rollout_logprobs=-mask, old_logprobs=-mask, advantages=2 * mask, teacher_ids=ids,
+        teacher_top=teacher, cu_seqlens=torch.tensor([0, 5]), current=mask,
+    )  # fmt: skip
+    settings = DistillationConfig(enable=True, top_k=3, jsd_beta=0.0, loss_weight=0.25, kl_penalty_coef=0.0)
+    objective, nothing = build_objective(AlgorithmConfig(use_kl_loss=False), settings), torch.zeros(5)
+    loss, sums = objective(batch, -mask, nothing, top.requires_grad_())
+    divergence_P = (teacher.exp() * (teacher - top)).sum(-1)
+    expected = 0.25 * divergence_P[0] + 0.5 * divergence_P[3]
+    torch.testing.assert_close(loss, 0.75 * torch.tensor(-2.0) + 0.25 * expected)
+    torch.testing.assert_close(sums["teacher_divergence"].float(), (divergence_P[0] + divergence_P[3]).detach())
+    (gradient,) = torch.autograd.grad(loss, top)
+    torch.testing.assert_close(gradient, -0.25 * weights[:, None] * teacher.exp() * (ids >= 0) * mask[:, None])
+    _, idle = objective(idle_micro_batch(), torch.zeros(1), torch.zeros(1))
+    assert idle.keys() == sums.keys()
 
 
 def test_the_average_follows_the_policy(run: Run, tmp_path: Path, alone: World, model_path: Path) -> None:
