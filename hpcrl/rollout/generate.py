@@ -171,6 +171,9 @@ class GroupGenerator:
         baselines: whether each training group also gets a greedy response, of which only the reward is kept.
         services: returns the reward service that gets the next request; None: the one that the process's variables name.
         lessons: what training groups have for teachers; None: nothing.
+
+    Raises:
+        ConfigError: as of `Lessons.check`.
     """
 
     def __init__(
@@ -187,6 +190,7 @@ class GroupGenerator:
         self._lessons = lessons or Lessons()
         special = config.chat_template.allow_special_tokens
         self._template, self._vocabulary = Template(tokenizer, config.chat_template_kwargs, special), len(tokenizer)
+        self._lessons.check(self._vocabulary)
         gym = environment.skyrl_gym
         self._extras = common_extras(environment, config.max_turns)
         self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}
@@ -230,7 +234,7 @@ class GroupGenerator:
             rows = neutralize_failed(rows)
             told = [Told(one.past, one.messages, len(one.transcripts[0].prompt)) for one in episodes[:n]]
             rows = self._lessons.with_hints(rows, [sample_reward(own) for own in rows], told, self._template)
-            rows = await self._lessons.with_top_ids(rows, self._engine, self._vocabulary)
+            rows = await self._lessons.with_top_ids(rows, self._engine)
         return Group(
             work=work,
             version=version,

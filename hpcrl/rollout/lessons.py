@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from hpcrl.config.derive import self_teacher
 from hpcrl.config.sections.distillation import SelfTeacherConfig
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.envs.base import Messages
+from hpcrl.errors import ConfigError, DataError
 from hpcrl.rollout.engines.base import Engine
 from hpcrl.rollout.transcript import Template
 from hpcrl.types import Hint, Sample
@@ -73,19 +75,29 @@ class Lessons:
             distillation.self_teacher if self_teacher(trainer) else None,
         )
 
+    def check(self, vocabulary: int) -> None:
+        """Raise ConfigError where more tokens of a place are wanted than engines can tell beside the sampled one.
+
+        Args:
+            vocabulary: tokens that there are.
+        """
+        if self.top_ids >= vocabulary:
+            raise ConfigError(
+                f"trainer.distillation.top_k: expected less than the policy's {vocabulary} tokens with top_k_from_teacher=false, found {self.top_ids}"
+            )
+
     @property
     def generated(self) -> int:
         """How many of the most probable tokens are wanted of a token when it is sampled."""
         return 0 if self.afterwards else self.top_ids
 
-    async def with_top_ids(self, rows: list[list[Row]], engine: Engine, vocabulary: int) -> list[list[Row]]:
+    async def with_top_ids(self, rows: list[list[Row]], engine: Engine) -> list[list[Row]]:
         """Return the rows of samples with the most probable tokens in the place of each but the first, if they are wanted afterwards; not where nothing is trained."""
         if not (self.top_ids and self.afterwards):
             return rows
-        count = min(self.top_ids, vocabulary)
         trained = [row for own in rows for row in own if row.loss_mask.any()]
-        found = await asyncio.gather(*(engine.top_tokens(row.token_ids.tolist(), count) for row in trained))
-        tops = iter(np.array([[-1] * count, *top], np.int32) for top in found)
+        found = await asyncio.gather(*(engine.top_tokens(row.token_ids.tolist(), self.top_ids) for row in trained))
+        tops = iter(np.array([[-1] * self.top_ids, *top], np.int32) for top in found)
         return [[replace(row, top_ids=next(tops)) if row.loss_mask.any() else row for row in own] for own in rows]
 
     def with_hints(
@@ -93,10 +105,7 @@ class Lessons:
     ) -> list[list[Row]]:
         """Return the rows of a group's samples, each sample of one row with a hint, if hints are wanted and another sample succeeded.
 
-        That is the one with the highest reward, the first of several.
-
-        Raises:
-            DataError: as of `Template.opening`.
+        That is the one with the highest reward, the first of several. Where what it said cannot be given as text, there is no hint.
         """
         if self.hints is None:
             return rows
@@ -108,8 +117,9 @@ class Lessons:
             other = next((one for one in shown if one != at), None)
             messages = None if other is None or failed[at] else self._hinted(told[at], told[other].answer)
             if messages is not None:
-                ids = np.array(template.opening(messages), np.int64)
-                own = [replace(row, hint=Hint(ids, told[at].prompt_tokens)) for row in own]
+                with suppress(DataError):  # special tokens, which no text has
+                    hint = Hint(np.array(template.opening(messages), np.int64), told[at].prompt_tokens)
+                    own = [replace(row, hint=hint) for row in own]
             found.append(own)
         return found
 

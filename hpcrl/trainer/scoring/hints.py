@@ -43,17 +43,18 @@ def score_by_hints(
         old_P = own.rollout_logprobs if rollout else scores.old_logprobs
         assert old_P is not None or not own.lengths
         scores.teacher_logprobs = torch.zeros(0) if old_P is None else old_P.clone()
-        shown = with_hints(mini, policy.data, limits)
-        columns, targets = [torch.zeros(0)], [scores.teacher_logprobs]
+        shown, targets = with_hints(mini, policy.data, limits), [scores.teacher_logprobs]
         if top_k:
-            given, tokens = scores.teacher_ids, len(own.token_ids)
+            tokens, shown.samples.scores.teacher_ids = (
+                len(own.token_ids),
+                _moved(own, shown.samples, scores.teacher_ids),
+            )
+            columns = shown.scored_top(partial(policy.top_logprobs, reference=reference), top_k, before)
             scores.teacher_ids = torch.full((tokens, top_k), -1, dtype=torch.int32)
             scores.teacher_top = torch.zeros(tokens, top_k)
             targets += [scores.teacher_ids, scores.teacher_top]
-            shown.samples.scores.teacher_ids = _moved(own, shown.samples, given)
-            columns = list(shown.scored_top(partial(policy.top_logprobs, reference=reference), top_k, before))
         else:
-            columns = [shown.scored(partial(policy.logprobs, reference=reference), before)]
+            columns = (shown.scored(partial(policy.logprobs, reference=reference), before),)
         for here, there in _places(own, shown.samples):
             for target, column in zip(targets, columns, strict=True):
                 target[here] = column[there]

@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 from transformers import AutoTokenizer
 
+from hpcrl.config import TrainerConfig
 from hpcrl.config.sections.distillation import SelfTeacherConfig
+from hpcrl.config.validate import build
+from hpcrl.envs.base import Messages
+from hpcrl.errors import ConfigError, DataError
 from hpcrl.rollout.lessons import Lessons, Row, Told
 from hpcrl.rollout.transcript import Template
 from hpcrl.types import Sample
@@ -77,6 +83,31 @@ def test_without_a_message_of_the_user_there_is_no_hint() -> None:
     alone = replace(told("a"), opening=OPENING[:1])
     rows = Lessons(hints=HINTS).with_hints([[row()], [row()]], [1.0, 0.0], [alone, alone], TEMPLATE)
     assert [own[0].hint for own in rows] == [None, None]
+
+
+def test_what_cannot_be_given_as_text_is_not_shown() -> None:
+    class Refusing(Template):
+        def opening(self, messages: Messages) -> list[int]:
+            raise DataError(f"a special token in {messages}")
+
+    template = Refusing(AutoTokenizer.from_pretrained(QUICKSTART), {})
+    rows = Lessons(hints=HINTS).with_hints([[row()], [row()]], [1.0, 1.0], [told("a"), told("b")], template)
+    assert [own[0].hint for own in rows] == [None, None]
+
+
+def test_what_settings_want() -> None:
+    def wanted(**distillation: Any) -> Lessons:
+        policy = {"model": {"path": "m"}}
+        return Lessons.of(build(TrainerConfig, {"policy": policy, "distillation": {"enable": True, **distillation}}))
+
+    assert wanted(model_path="t", top_k=4) == Lessons()
+    assert wanted(model_path="t", top_k=4, top_k_from_teacher=False).generated == 4
+    again = wanted(model_path="t", top_k=4, top_k_from_teacher=False, rollout_top_k_recompute=True)
+    assert (again.top_ids, again.generated) == (4, 0)
+    assert wanted(self_teacher={"model": "ema"}).hints == SelfTeacherConfig(model="ema")
+    with pytest.raises(ConfigError, match=r"expected less than the policy's 4 tokens .*, found 4"):
+        again.check(4)
+    again.check(5)
 
 
 def test_where_nobody_wants_hints_rows_stay_as_they_are() -> None:

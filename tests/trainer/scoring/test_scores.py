@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpcrl.algorithms.distillation import teacher_advantages
 from hpcrl.config import AlgorithmConfig, Config, TrainerConfig
+from hpcrl.config.derive import policy_model
 from hpcrl.config.scorers import REFERENCE, TEACHER, judges_of, scorer_sets
 from hpcrl.config.sections.distillation import DistillationConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.validate import build
 from hpcrl.data.batch_file import write_batch
 from hpcrl.data.group_file import read_group, write_group
@@ -30,7 +32,7 @@ from hpcrl.trainer.batching import MicroBatchLimit, mini_batches
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import PackedSamples, Scores
 from hpcrl.trainer.samples import load_mini_batches, load_samples
-from hpcrl.trainer.scoring.model import ScoringModel
+from hpcrl.trainer.scoring.model import ScoringModel, require_same_vocabulary
 from hpcrl.types import Batch
 from tests.paths import QUICKSTART
 from tests.trainer.material import QUICKSTART as MODEL
@@ -340,6 +342,14 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path, alone: World
     config = Config.from_toml([run.config])
     with pytest.raises(DataError, match=r"have different vocabularies: 1 tokens, such as '<thought>' \(18 and None\)"):
         ScoringModel(run, config, scorer_sets(config)[0], alone)
+
+
+def test_a_teacher_may_have_another_chat_template(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    config = Config.from_toml([QUICKSTART])
+    require_same_vocabulary(Pretrained(str(tmp_path)), policy_model(config.trainer), config)
 
 
 def test_scores_have_another_name_where_settings_decide_what_they_are() -> None:

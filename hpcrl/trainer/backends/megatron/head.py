@@ -78,8 +78,8 @@ class VocabularyShare:
         """Return what `top_rows` of hpcrl/trainer/models/logprobs.py does, the same on all ranks of the group; without gradient."""
         whole = self._logits(hidden_RD, head_VD, temperature, dtype)
         logits, _, total_R = self._shifted(whole)
-        among_R = (logits, total_R) if mask_RK is None else self._shifted(among(whole, mask_RK, self.first))[::2]
-        logprob_R = self._logprobs(*among_R, labels_R[:, None])[:, 0]
+        kept, _, of_kept_R = self._shifted(whole if mask_RK is None else among(whole, mask_RK, self.first))
+        logprob_R = self._logprobs(kept, of_kept_R, labels_R[:, None])[:, 0]
         if ids_RK is None:
             end = self.end if vocabulary is None else min(self.end, vocabulary)
             known = torch.arange(self.first, self.first + self.size, device=logits.device) < end
