@@ -79,6 +79,19 @@ class SamplingMask(Generic[Array]):
     counts: Array
 
 
+@dataclass(frozen=True)
+class Hint(Generic[Array]):
+    """The prompt that a policy which teaches itself is shown.
+
+    Attributes:
+        token_ids: [H] int64.
+        replaces: how many of the row's first tokens it takes the place of.
+    """
+
+    token_ids: Array
+    replaces: int
+
+
 @dataclass
 class Sample(Generic[Array]):
     """One response to a prompt, with all its turns; with generator.step_wise_trajectories, one of these turns and all before it.
@@ -92,6 +105,9 @@ class Sample(Generic[Array]):
         stop_reason: why the last turn ended; "failed": its environment raised, or took too long.
         env_metrics: numbers that the environment reports.
         sampling_mask: None where the policy chose among the whole vocabulary throughout.
+        top_ids: [T, K] int32, the tokens that the policy finds most probable in the token's place, the most probable one first; -1 where nobody
+            has asked. None: nowhere.
+        hint: None where there is none.
     """
 
     token_ids: Array
@@ -102,6 +118,8 @@ class Sample(Generic[Array]):
     stop_reason: StopReason
     env_metrics: dict[str, float] = field(default_factory=dict)
     sampling_mask: SamplingMask[Array] | None = None
+    top_ids: Array | None = None
+    hint: Hint[Array] | None = None
 
 
 @dataclass(frozen=True)
@@ -247,8 +265,9 @@ class MicroBatch:
         current: [P] float32, 1 where the token is trained and was chosen by the version that the step begins with; None: nowhere.
         sampling_mask: [P, K] int32, the tokens that the token was sampled among, padded with -1; all of a row -1: the whole vocabulary.
             None: all rows are such.
-        teacher_ids, teacher_top: [P, K] int32 and float32, the teacher's most probable tokens in the token's place and their log-probabilities;
-            None without a teacher whose divergence is taken over several tokens.
+        teacher_ids, teacher_top: [P, K] int32 and float32, tokens in the token's place that policy and teacher are compared at, and their
+            log-probabilities by the teacher; ids of -1 where there is no teacher. None without one whose divergence is taken over several tokens.
+        top_k: most probable tokens that a pass without gradient tells of at each place, or as many of `teacher_ids` if there are these.
         head_rows: [R] int64, ascending: the entries of which a policy's head computes anything, all other outputs are 0; those of
             trained tokens where it is not given.
     """
@@ -271,6 +290,7 @@ class MicroBatch:
     sampling_mask: torch.Tensor | None = None
     teacher_ids: torch.Tensor | None = None
     teacher_top: torch.Tensor | None = None
+    top_k: int = 0
     cu_seqlens: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
     head_rows: torch.Tensor = None  # pyright: ignore[reportAssignmentType]
 
@@ -284,7 +304,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return it with all tensors on `device`; see `to_device`."""
-        tensors = {name: value for name, value in vars(self).items() if name != "lengths" and value is not None}
+        others = ("lengths", "top_k")
+        tensors = {name: value for name, value in vars(self).items() if name not in others and value is not None}
         return replace(self, **{name: to_device(value, device) for name, value in tensors.items()})
 
 

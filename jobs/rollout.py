@@ -85,6 +85,7 @@ def serve(
 
 
 def worker_options(run: Run, config: Config, attempt: int, replica: int) -> WorkerOptions:
+    from hpcrl.rollout.lessons import Lessons
     from hpcrl.rollout.worker import WorkerOptions
 
     engine = config.generator.inference_engine
@@ -101,6 +102,7 @@ def worker_options(run: Run, config: Config, attempt: int, replica: int) -> Work
         engine_dtype=engine.model_dtype,
         probe_tolerance=engine.probe_tolerance,
         from_model=begins_with_model(config.trainer),
+        lessons=Lessons.of(config.trainer),
     )
 
 

@@ -8,6 +8,7 @@ from hpcrl.config.derive import (
     policy_model,
     ref_model,
     ref_sharding,
+    self_teacher,
     uses_reference,
 )
 from hpcrl.config.sections.model import LoraConfig
@@ -60,7 +61,8 @@ def reference_is_base(trainer: TrainerConfig) -> bool:
 
 def reference_follows(trainer: TrainerConfig) -> bool:
     """Return whether the policy of later steps becomes the reference."""
-    return trainer.algorithm.reference_reset_interval is not None or trainer.update_ref_every_epoch
+    resets = trainer.algorithm.reference_reset_interval is not None or trainer.update_ref_every_epoch
+    return resets or self_teacher(trainer) == "ema"
 
 
 def reference_has_values(trainer: TrainerConfig) -> bool:

@@ -138,8 +138,10 @@ def policy_model(trainer: TrainerConfig) -> Pretrained:
 
 
 def ref_model(trainer: TrainerConfig) -> Pretrained:
-    """Return the model that the policy is compared with; where it is not set: the policy's initial model."""
-    own = trainer.ref.model
+    """Return the model that the policy is compared with, or that teaches rows of datasets; where it is not set: the policy's initial model."""
+    own, distillation = trainer.ref.model, trainer.distillation
+    if teaches_rows(trainer) and distillation.model_path is not None:
+        return Pretrained(distillation.model_path, distillation.model_revision)
     return Pretrained(own.path, own.revision) if own.path else policy_model(trainer)
 
 
@@ -198,9 +200,24 @@ def samples_per_prompt(config: ConfigTree) -> int:
 
 def uses_reference(trainer: TrainerConfig) -> bool:
     """Return whether there is a reference model at all."""
+    return compares_with_reference(trainer) or self_teacher(trainer) in ("initial", "ema") or teaches_rows(trainer)
+
+
+def compares_with_reference(trainer: TrainerConfig) -> bool:
+    """Return whether the loss or the reward compares with a reference model."""
     if is_offline(trainer):
         return trainer.mode == "dpo" and not trainer.dpo.reference_free
     return trainer.algorithm.use_kl_loss or trainer.algorithm.use_kl_in_reward
+
+
+def teaches_rows(trainer: TrainerConfig) -> bool:
+    """Return whether a teacher, in the place of the reference, tells what it would have said in rows of datasets."""
+    return trainer.mode == "sft" and trainer.distillation.enable
+
+
+def self_teacher(trainer: TrainerConfig) -> str | None:
+    """Return which policy teaches itself by hints, as of trainer.distillation.self_teacher.model; None: none does."""
+    return trainer.distillation.self_teacher.model if trainer.distillation.enable else None
 
 
 def trainer_ranks(trainer: TrainerConfig) -> int:

@@ -96,6 +96,10 @@ _TABLE: tuple[tuple[Effect, str], ...] = (
         "generator.inference_engine.merge_lora",
     ),
     (
+        Effect("refused", "groups that wait to be trained have no such tokens"),
+        "trainer.distillation.top_k_from_teacher trainer.distillation.rollout_top_k_recompute",
+    ),
+    (
         Effect("warning", "it decides whether this attempt and later ones continue a checkpoint"),
         "trainer.resume_mode",
     ),

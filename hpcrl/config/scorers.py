@@ -87,6 +87,11 @@ def scoring_reward_model(config: ConfigTree) -> ScoringRewardModelConfig | None:
     return own if own.model is not None and not is_offline(config.trainer) else None
 
 
+def learns_prompts(distillation: DistillationConfig) -> bool:
+    """Return whether the tokens that the policy did not choose are learned too."""
+    return distillation.enable and distillation.include_prompt
+
+
 def teacher_models(distillation: DistillationConfig) -> dict[Pretrained, tuple[str, ...] | None]:
     """Return the teachers, each with the data sources that it judges, None for all others; empty: there is no teacher."""
     if not distillation.enable or distillation.model_path is None:
@@ -129,9 +134,10 @@ def scorer_sets(config: ConfigTree) -> list[ScorerSet]:
     trainer, placement, found = config.trainer, config.trainer.placement, list[ScorerSet]()
     own = trainer.distillation
     engine, ranks = own.backend == "vllm", teacher_ranks(own)
-    for model, sources in teacher_models(own).items():
+    for model, sources in ({} if is_offline(trainer) else teacher_models(own)).items():
         dtype = {"engine": own.engine.model_dtype} if engine else {}
-        name = _name(config, TEACHER, model, dtype, own.fsdp_config, own.top_k)
+        top = (own.top_k, own.top_k_from_teacher) if own.top_k else None
+        name = _name(config, TEACHER, model, dtype, own.fsdp_config, top)
         size = own.placement.num_replicas, ranks
         found.append(ScorerSet(TEACHER, name, model, *size, own.fsdp_config, sources, engine))
     if has_own_reference(trainer):
@@ -189,7 +195,12 @@ def scorers_per_node(config: ConfigTree, ranks: int) -> int:
 
 
 def _name(
-    config: ConfigTree, role: ScorerRole, model: Pretrained, changes: dict[str, Any], fsdp: FSDPConfig, top_k: int = 0
+    config: ConfigTree,
+    role: ScorerRole,
+    model: Pretrained,
+    changes: dict[str, Any],
+    fsdp: FSDPConfig,
+    top: tuple[int, bool] | None = None,
 ) -> str:
     trainer = config.trainer
     decides = {
@@ -197,7 +208,8 @@ def _name(
         "changes": changes,
         "rope": [trainer.rope_scaling, trainer.rope_theta],
         "temperature": temperature(config),
-        "top_k": top_k,
+        "top": top,
+        "prompts": learns_prompts(trainer.distillation),
         "dtypes": [fsdp.mixed_precision.param_dtype, trainer.algorithm.logprob_dtype],
     }
     return _named(role, decides)

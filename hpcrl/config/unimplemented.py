@@ -34,7 +34,6 @@ _PARALLEL = Unimplemented("sequence parallelism")
 _PRECISION = Unimplemented("low-precision training")
 _SPEED = Unimplemented("compiled and offloaded training", result=False)
 _ENGINE = Unimplemented("further engine options")
-_DISTILLATION = Unimplemented("further options of distillation")
 
 
 UNIMPLEMENTED: dict[str, Unimplemented] = {
@@ -56,10 +55,6 @@ UNIMPLEMENTED: dict[str, Unimplemented] = {
     "trainer.critic.optimizer_config.offload_after_step": Unimplemented("colocated engines"),
     "trainer.critic.fsdp_config.mixed_precision.param_dtype": Unimplemented("loss scaling", ("fp32",)),
     "trainer.critic.sequence_parallel_size": _PARALLEL,
-    **{f"trainer.distillation.{name}": _DISTILLATION for name in ("include_prompt", "top_k_from_teacher")},
-    "trainer.distillation.rollout_top_k_recompute": _DISTILLATION,
-    "trainer.distillation.compile_model": _SPEED,
-    "trainer.distillation.seed": Unimplemented("teachers that draw random numbers", result=False),
     "trainer.flash_attn_version": Unimplemented("a choice between versions of FlashAttention", result=False),
     "generator.inference_engine.quantization": Unimplemented("engines that quantize weights as they arrive"),
     "generator.inference_engine.pipeline_parallel_size": Unimplemented("replicas that share their layers among GPUs"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from hpcrl.data.token_file import open_tokens
 from hpcrl.errors import DamagedError
 from hpcrl.rundir.commit import digest_of, naming, write_bytes
-from hpcrl.types import GroupMeta, Sample, SamplingMask
+from hpcrl.types import GroupMeta, Hint, Sample, SamplingMask
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 Conversation = list[dict[str, str]]
 _DTYPES = {"I64": "<i8", "I32": "<i4", "F32": "<f4"}  # of the format -> of numpy
 _TENSORS = ("token_ids", "loss_mask", "rollout_logprobs", "versions", "rewards")
+_TOP_IDS = "top_ids"  # [T, K], where a row has them
 _MASK_IDS, _MASK_COUNTS = "mask_token_ids", "mask_counts"  # of SamplingMask, where a row has one
+_HINT_IDS, _HINT = "hint_token_ids", "hint"  # of Hint; in a row's details tokens of the hint and how many it replaces
 _META, _CHECKSUM, _CONVERSATION = "hpcrl_group", "blake2b", "conversation"
 _MAX_HEADER = 100 << 20  # the format's own limit; a damaged length must not make us read a whole file
 
@@ -50,7 +53,7 @@ def group_bytes(
     """Return the content of a group's file, and `meta` with the digest of it.
 
     Args:
-        samples: the rows; every array of a row is [T] with the same T, and `meta.lengths` are these T in the same order.
+        samples: the rows; every array of a row is [T, ...] with the same T, and `meta.lengths` are these T in the same order.
         conversations: what was said in each sample, from its prompt on, for reward models; empty: nobody reads it.
     """
     import numpy as np
@@ -61,6 +64,11 @@ def group_bytes(
     assert len(samples) == len(meta.owners), f"group {meta.group_id}: {len(samples)} rows, expected {len(meta.owners)}"
     arrays = {name: np.concatenate([getattr(sample, name) for sample in samples]) for name in _TENSORS}
     assert all(len(array) == sum(lengths) for array in arrays.values()), f"group {meta.group_id}: ragged samples"
+    if tops := [sample.top_ids for sample in samples if sample.top_ids is not None]:
+        unknown = (np.full((length, tops[0].shape[1]), -1, np.int32) for length in lengths)
+        arrays[_TOP_IDS] = np.concatenate(
+            [none if sample.top_ids is None else sample.top_ids for sample, none in zip(samples, unknown, strict=True)]
+        )
     masks = [sample.sampling_mask for sample in samples]
     if any(masks):
         all_tokens = (SamplingMask(np.zeros(0, np.int32), np.zeros(length, np.int32)) for length in lengths)
@@ -69,16 +77,20 @@ def group_bytes(
             _MASK_COUNTS: np.concatenate([mask.counts for mask in masks]),
             _MASK_IDS: np.concatenate([mask.token_ids for mask in masks]),
         }
-    ends = [0, *accumulate(lengths)]
-    mask_ends = [0, *accumulate(len(mask.token_ids) if mask else 0 for mask in masks)]
+    hints = [sample.hint for sample in samples]
+    if hinted := [hint.token_ids for hint in hints if hint is not None]:
+        arrays[_HINT_IDS] = np.concatenate(hinted)
+    of_tokens = [0, *accumulate(lengths)]
+    ends = {name: of_tokens for name in arrays} | {  # noqa: C420  nobody changes it
+        _MASK_IDS: [0, *accumulate(len(mask.token_ids) if mask else 0 for mask in masks)],
+        _HINT_IDS: [0, *accumulate(len(hint.token_ids) if hint else 0 for hint in hints)],
+    }
     details: list[dict[str, Any]] = [
         {
             "stop_reason": sample.stop_reason,
             "env_metrics": sample.env_metrics,
-            _CHECKSUM: _checksum(
-                array[mask_ends[row] : mask_ends[row + 1]] if name == _MASK_IDS else array[ends[row] : ends[row + 1]]
-                for name, array in arrays.items()
-            ),
+            **({} if sample.hint is None else {_HINT: [len(sample.hint.token_ids), sample.hint.replaces]}),
+            _CHECKSUM: _checksum(array[ends[name][row] : ends[name][row + 1]] for name, array in arrays.items()),
         }
         for row, sample in enumerate(samples)
     ]
@@ -92,7 +104,7 @@ def group_bytes(
 
 
 def _checksum(columns: Iterable[Any]) -> str:
-    """Return that of a row, by the bytes of its arrays: `_TENSORS`, then counts and ids of its sampling mask where the file has any."""
+    """Return that of a row, by the bytes of its arrays: `_TENSORS`, then _TOP_IDS, counts and ids of its sampling mask, and its hint, where the file has any."""
     digest = hashlib.blake2b(digest_size=16)
     for column in columns:
         digest.update(column)
@@ -121,12 +133,13 @@ def as_tensors(row: Sample[np.ndarray]) -> Sample[torch.Tensor]:
     def tensors(arrays: Sample[np.ndarray] | SamplingMask[np.ndarray]) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(value) for name, value in vars(arrays).items() if isinstance(value, np.ndarray)}
 
-    mask = row.sampling_mask
+    mask, hint = row.sampling_mask, row.hint
     return Sample(
         **tensors(row),
         stop_reason=row.stop_reason,
         env_metrics=row.env_metrics,
         sampling_mask=None if mask is None else SamplingMask(**tensors(mask)),
+        hint=None if hint is None else Hint(torch.from_numpy(hint.token_ids), hint.replaces),
     )
 
 
@@ -141,7 +154,7 @@ def read_arrays(
         lengths = columns.read("lengths", 0, len(details)).tolist()
         if columns.entries("lengths") != len(lengths):
             raise _damaged(path, f"{columns.entries('lengths')} lengths for {len(details)} samples")
-        if any(columns.entries(name) != sum(lengths) for name in _TENSORS):
+        if any(columns.entries(name) != sum(lengths) for name in columns.names):
             raise _damaged(path, f"its tensors do not have the {sum(lengths)} entries of its samples")
         if lengths != (expected or meta).lengths:
             raise _damaged(path, f"samples of {lengths} tokens where {(expected or meta).lengths} are expected")
@@ -172,15 +185,17 @@ def _rows(
 ) -> Iterator[tuple[int, Sample[np.ndarray]]]:
     """Yield the rows at ascending indices; neighbours are read at once."""
     ends = [0, *accumulate(lengths)]
+    hints = [0, *accumulate(_hint_size(detail) for detail in details)]
     for _, neighbours in groupby(enumerate(wanted), lambda place: place[1] - place[0]):
         indices = [index for _, index in neighbours]
         first, last = ends[indices[0]], ends[indices[-1] + 1]
-        whole = {name: columns.read(name, first, last) for name in _TENSORS}
+        whole = {name: columns.read(name, first, last) for name in columns.names}
         for at in indices:
             own = {name: array[ends[at] - first : ends[at + 1] - first] for name, array in whole.items()}
             mask = columns.sampling_mask(ends[at], ends[at + 1])
+            hint = columns.read(_HINT_IDS, hints[at], hints[at + 1]) if columns.has_hints else None
             given = details[at].get(_CHECKSUM)
-            if given != _checksum([*own.values(), *mask]) and given is not None:
+            if given != _checksum([*own.values(), *mask, *([] if hint is None else [hint])]) and given is not None:
                 raise _damaged(path, f"row {at} is not what was written")
             yield (
                 at,
@@ -189,12 +204,17 @@ def _rows(
                     stop_reason=details[at]["stop_reason"],
                     env_metrics=details[at]["env_metrics"],
                     sampling_mask=SamplingMask(mask[1], mask[0]) if mask and len(mask[1]) else None,
+                    hint=None if hint is None or not len(hint) else Hint(hint, details[at][_HINT][1]),
                 ),
             )
 
 
+def _hint_size(detail: dict[str, Any]) -> int:
+    return detail[_HINT][0] if _HINT in detail else 0
+
+
 class _Columns:
-    """The one-dimensional tensors of an open safetensors file, of which slices are read.
+    """The tensors of an open safetensors file, of which slices are read along their first dimension.
 
     safetensors' own slices map the file into memory: where a file shrinks meanwhile, reading it ends the process.
     """
@@ -205,6 +225,15 @@ class _Columns:
             raise _damaged(path, f"a header of {size} bytes")
         self._path, self._file, self._begin = path, file, 8 + size
         self._header = json.loads(file.read(size))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that have an entry for each token."""
+        return (*_TENSORS, _TOP_IDS) if _TOP_IDS in self._header else _TENSORS
+
+    @property
+    def has_hints(self) -> bool:
+        return _HINT_IDS in self._header
 
     def group(self) -> dict[str, Any]:
         """Return what the header says about the group."""
@@ -221,7 +250,8 @@ class _Columns:
         """Return entries `start` to `end`, which the tensor must have."""
         import numpy as np
 
-        return np.frombuffer(self.content(name, start, end), _DTYPES[self._header[name]["dtype"]])
+        entry = self._header[name]
+        return np.frombuffer(self.content(name, start, end), _DTYPES[entry["dtype"]]).reshape(-1, *entry["shape"][1:])
 
     def content(self, name: str, start: int, end: int) -> bytearray:
         """Return the bytes of these entries."""
@@ -241,15 +271,18 @@ class _Columns:
         first, size = int(counts[:start].sum()), int(counts[start:].sum())
         return [counts[start:].copy(), self.read(_MASK_IDS, first, first + size)]
 
-    def rows(self, lengths: Sequence[int]) -> Iterator[list[bytearray]]:
+    def rows(self, lengths: Sequence[int], details: Sequence[dict[str, Any]]) -> Iterator[list[bytearray]]:
         """Yield the bytes of each row as `_checksum` wants them."""
-        start = ids = 0
-        for length in lengths:
-            content = [self.content(name, start, start + length) for name in _TENSORS]
+        start = ids = hints = 0
+        for length, detail in zip(lengths, details, strict=True):
+            content = [self.content(name, start, start + length) for name in self.names]
             if _MASK_COUNTS in self._header:
                 counts = self.content(_MASK_COUNTS, start, start + length)
                 first, ids = ids, ids + sum(memoryview(counts).cast("i"))
                 content += [counts, self.content(_MASK_IDS, first, ids)]
+            if self.has_hints:
+                first, hints = hints, hints + _hint_size(detail)
+                content.append(self.content(_HINT_IDS, first, hints))
             start += length
             yield content
 
@@ -258,7 +291,7 @@ class _Columns:
         try:
             entry = self._header[name]
             start, end = entry["data_offsets"]
-            return start, end, int(_DTYPES[entry["dtype"]][-1])
+            return start, end, int(_DTYPES[entry["dtype"]][-1]) * math.prod(entry["shape"][1:])
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(self._path, f"no usable {name}: {error}") from error
 
@@ -284,7 +317,7 @@ def check_group(path: Path, expected: GroupMeta | None = None) -> GroupMeta:
         lengths = struct.unpack(f"<{len(details)}q", columns.content("lengths", 0, len(details)))
         if list(lengths) != meta.lengths:
             raise _damaged(path, f"samples of {list(lengths)} tokens where {meta.lengths} are expected")
-        for row, (given, content) in enumerate(zip(details, columns.rows(meta.lengths), strict=True)):
+        for row, (given, content) in enumerate(zip(details, columns.rows(meta.lengths, details), strict=True)):
             if _checksum(content) != given[_CHECKSUM]:
                 raise _damaged(path, f"row {row} is not what was written")
         return meta

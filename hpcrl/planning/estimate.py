@@ -16,6 +16,7 @@ from hpcrl.config.derive import (
     largest_micro_batch,
     needs_fsdp,
     ref_sharding,
+    self_teacher,
 )
 from hpcrl.config.reward_model import HEAD, trains_reward_model
 from hpcrl.config.rules.megatron_groups import ParallelLayout, layers_of_stages, padded
@@ -89,7 +90,8 @@ def _fsdp(config: Config, models: Mapping[str, Shapes], which: range, on_node: i
     for role, shapes in models.items():
         fsdp = ref_sharding(trainer) if role == "ref" else _sharding(trainer, role)
         precision = fsdp.mixed_precision
-        dtype = precision.param_dtype if role == "ref" else precision.master_dtype
+        averaged = self_teacher(trainer) == "ema"
+        dtype = precision.param_dtype if role == "ref" and not averaged else precision.master_dtype
         frozen = precision.param_dtype if role in adapters(trainer) else dtype
         whole = fsdp_state(shapes.weights, 1, dtype, frozen_dtype=frozen)
         state = whole.weights + whole.gradients + whole.optimizer

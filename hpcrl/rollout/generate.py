@@ -28,6 +28,7 @@ from hpcrl.envs.rewards.remote import Endpoints
 from hpcrl.errors import DataError, ServiceError, UserCodeError
 from hpcrl.rollout.engines.base import Engine, Generation, engine_sampling
 from hpcrl.rollout.env_session import Answer, EnvSession, scorer_of
+from hpcrl.rollout.lessons import Lessons, Told
 from hpcrl.rollout.threads import CallThreads
 from hpcrl.rollout.transcript import HALF_A_CHARACTER, Template, Transcript, cut_at_stop
 from hpcrl.rollout.turns import Turns
@@ -179,6 +180,10 @@ class GroupGenerator:
         config: without a `max_input_length` of its own, a sample may become as long as it likes.
         baselines: whether each training group also gets a greedy response, of which only the reward is kept.
         services: returns the reward service that gets the next request; None: the one that the process's variables name.
+        lessons: what training groups have for teachers; None: nothing.
+
+    Raises:
+        ConfigError: as of `Lessons.check`.
     """
 
     def __init__(
@@ -189,10 +194,13 @@ class GroupGenerator:
         environment: EnvironmentConfig,
         baselines: bool = False,
         services: Callable[[], Endpoints] | None = None,
+        lessons: Lessons | None = None,
     ) -> None:
         self._engine, self._config, self._baselines = engine, config, baselines
+        self._lessons = lessons or Lessons()
         special = config.chat_template.allow_special_tokens
         self._template, self._vocabulary = Template(tokenizer, config.chat_template_kwargs, special), len(tokenizer)
+        self._lessons.check(self._vocabulary)
         gym, self._judged = environment.skyrl_gym, environment.reward_model.model is not None
         self._extras = common_extras(environment, config.max_turns)
         self._params = {"train": config.sampling_params, "eval": eval_sampling(config)}
@@ -213,7 +221,7 @@ class GroupGenerator:
         """
         turns = turns or Turns(self._engine, work.group_id)
         started, version = time.monotonic(), self._engine.version
-        sampling = engine_sampling(self._params[work.kind], work.kind, self._vocabulary)
+        sampling = engine_sampling(self._params[work.kind], work.kind, self._vocabulary, self._lessons.generated)
         n, compared = work.n_samples, self._baselines and work.kind == "train"
         episodes = [_Episode(self._session(work), turns, i, work.seed + i, sampling) for i in range(n)]
         if compared:
@@ -234,6 +242,9 @@ class GroupGenerator:
         rows = [[apply_stop_reason(row, self._config) for row in own] for own in said]
         if work.kind == "train":
             rows = neutralize_failed(rows)
+            told = [Told(one.past, one.messages, len(one.transcripts[0].prompt)) for one in episodes[:n]]
+            rows = self._lessons.with_hints(rows, [sample_reward(own) for own in rows], told, self._template)
+            rows = await self._lessons.with_top_ids(rows, self._engine)
         return Group(
             work=work,
             version=version,

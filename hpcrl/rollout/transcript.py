@@ -97,11 +97,12 @@ class Transcript:
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        self.token_ids = list(prompt)
+        self.prompt, self.token_ids = prompt, list(prompt)
         self._mask = [0.0] * len(prompt)
         self._logprobs = [0.0] * len(prompt)
         self._versions = [-1] * len(prompt)
         self._masks: list[Sequence[int]] = [()] * len(prompt)
+        self._tops: list[Sequence[int]] = [()] * len(prompt)
         self._rewards: dict[int, float] = {}
 
     def add_response(self, said: Generation, length: int | None = None) -> None:
@@ -110,6 +111,7 @@ class Transcript:
         self._logprobs += said.logprobs[:length]
         self._versions += said.versions[:length]
         self._masks += (said.sampling_mask or [()] * len(said.token_ids))[:length]
+        self._tops += (said.top_ids or [()] * len(said.token_ids))[:length]
         self._mask += [1.0] * (len(self.token_ids) - len(self._mask))
 
     def add_context(self, token_ids: Sequence[int]) -> None:
@@ -119,6 +121,7 @@ class Transcript:
         self._logprobs += [0.0] * len(token_ids)
         self._versions += [-1] * len(token_ids)
         self._masks += [()] * len(token_ids)
+        self._tops += [()] * len(token_ids)
 
     def add_reward(self, reward: float) -> None:
         """Add a reward at the newest token."""
@@ -138,6 +141,7 @@ class Transcript:
             stop_reason=stop_reason,
             env_metrics=env_metrics,
             sampling_mask=self._sampling_mask(),
+            top_ids=self._top_ids(),
         )
 
     def _sampling_mask(self) -> SamplingMask[np.ndarray] | None:
@@ -145,6 +149,14 @@ class Transcript:
             return None
         kept = np.array([token_id for mask in self._masks for token_id in mask], np.int32)
         return SamplingMask(kept, np.array([len(mask) for mask in self._masks], np.int32))
+
+    def _top_ids(self) -> np.ndarray | None:
+        if not (width := max(map(len, self._tops))):
+            return None
+        ids_TK = np.full((len(self._tops), width), -1, np.int32)
+        for at, ids in enumerate(self._tops):
+            ids_TK[at, : len(ids)] = ids
+        return ids_TK
 
 
 HALF_A_CHARACTER = "\ufffd"  # what tokens decode to that end within a character

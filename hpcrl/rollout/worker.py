@@ -34,6 +34,7 @@ from hpcrl.rollout.engines.watchdog import run_watched
 from hpcrl.rollout.evaluate import evaluated_text
 from hpcrl.rollout.fetch import fetch
 from hpcrl.rollout.generate import Group, GroupGenerator
+from hpcrl.rollout.lessons import Lessons
 from hpcrl.rollout.limiter import ConcurrencyLimiter
 from hpcrl.rollout.metrics import RolloutMetrics
 from hpcrl.rollout.threads import in_thread
@@ -65,6 +66,7 @@ class WorkerOptions:
         copies: of new weights on this node; None: engines read them in the run directory.
         from_model: whether version 0 is the model that the engine was started with.
         rewards: returns the reward service of the run that gets the next request; None: the run has none.
+        lessons: what training groups have for teachers; None: nothing.
         timeline: of this process; None: nobody looks at one.
     """
 
@@ -82,6 +84,7 @@ class WorkerOptions:
     copies: NodeCopies | None = None
     from_model: bool = True
     rewards: Callable[[], Endpoints] | None = None
+    lessons: Lessons | None = None
     timeline: Timeline | None = None
 
     @property
@@ -99,7 +102,9 @@ async def work(
 ) -> None:
     """Work with an engine that is ready until the controller says stop; as `Worker.run`."""
     engine = launched.connect(replica=options.name)
-    generator = GroupGenerator(engine, tokenizer, config, environment, options.baselines, options.rewards)
+    generator = GroupGenerator(
+        engine, tokenizer, config, environment, options.baselines, options.rewards, options.lessons
+    )
     gc.freeze()  # what is loaded stays, and to look through it for garbage takes a quarter of a second each time
     try:
         await Worker(options, launched, engine, generator, process_status, decoder(tokenizer)).run()

@@ -55,7 +55,8 @@ def build_objective(algorithm: AlgorithmConfig, distillation: DistillationConfig
     """Return what turns a micro-batch and the policy's log-probabilities into loss and metric sums.
 
     Without old log-probabilities the policy is its own old policy: exact where a batch makes one optimizer step. Where the micro-batch has the
-    most probable tokens of a teacher, the divergence over these is subtracted from advantages here, because it is differentiated itself.
+    tokens to compare with a teacher at, the divergence over these is subtracted from advantages here, because it is differentiated itself, and is
+    a term of the loss beside the policy loss as far as trainer.distillation.loss_weight says.
 
     Args:
         distillation: None without a teacher.
@@ -69,9 +70,10 @@ def build_objective(algorithm: AlgorithmConfig, distillation: DistillationConfig
         batch: MicroBatch, logprobs_P: torch.Tensor, entropies_P: torch.Tensor, top_PK: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         assert batch.advantages is not None
-        advantages_P, taught = batch.advantages, dict[str, torch.Tensor]()
-        if top_PK is not None and distillation is not None:
-            advantages_P, taught = _taught(batch, top_PK, distillation)
+        advantages_P, divergence_P = batch.advantages, None
+        if distillation is not None and distillation.enable and distillation.top_k:
+            divergence_P = teacher_divergence(batch, top_PK, distillation.jsd_beta)
+            advantages_P = _less(batch, divergence_P, distillation)
         old_P = logprobs_P.detach() if batch.old_logprobs is None else batch.old_logprobs
         old_P = batch.rollout_logprobs if algorithm.use_rollout_logprobs_for_loss else old_P
         mask_P = batch.loss_mask
@@ -81,7 +83,11 @@ def build_objective(algorithm: AlgorithmConfig, distillation: DistillationConfig
             correction = correct(tokens, algorithm.off_policy_correction)
             loss_P, metrics = correction.of(loss_P), metrics | correction.sums
         policy = weighted_sum(loss_P, batch.weights)
-        loss, sums = _added_terms(algorithm, batch, tokens, entropies_P, policy)
+        loss, taught = policy, dict[str, torch.Tensor]()
+        if divergence_P is not None and distillation is not None:
+            loss = mixed(policy, divergence_P, batch.weights, distillation.loss_weight)
+            taught = {TEACHER_DIVERGENCE: masked_sum(divergence_P, mask_P)}
+        loss, sums = _added_terms(algorithm, batch, tokens, entropies_P, loss)
         ratio_P = ratio(tokens.logprobs, tokens.old_logprobs)
         metrics = {"ratio": masked_sum(ratio_P, mask_P), **metrics}
         difference_P = (tokens.old_logprobs - tokens.rollout_logprobs).abs()
@@ -118,22 +124,33 @@ def _binned(difference_P: torch.Tensor, mask_P: torch.Tensor) -> dict[str, torch
     return {f"{MISMATCH}{at:02d}": count for at, count in enumerate(counts_K.unbind())}
 
 
-def _taught(
-    batch: MicroBatch, top_PK: torch.Tensor, distillation: DistillationConfig
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return advantages less the divergence from the teacher over its most probable tokens, differentiable, and its sum.
+def teacher_divergence(batch: MicroBatch, top_PK: torch.Tensor | None, beta: float) -> torch.Tensor:
+    """Return the divergence from the teacher over the tokens that it is compared at, [P], differentiable; 0 where there is no teacher.
 
     Args:
-        top_PK: log-probabilities of these tokens.
+        top_PK: log-probabilities of these tokens by the policy; None in a micro-batch without samples.
+        beta: as of `jensen_shannon`.
     """
-    assert batch.advantages is not None
+    if top_PK is None:
+        return torch.zeros_like(batch.loss_mask)
     assert batch.teacher_top is not None
-    divergence_P = jensen_shannon(top_PK, batch.teacher_top, distillation.jsd_beta)
-    advantages_P = teacher_advantages(
+    assert batch.teacher_ids is not None
+    known_P = (batch.loss_mask > 0) & (batch.teacher_ids[:, 0] >= 0)
+    return torch.where(known_P, jensen_shannon(top_PK, batch.teacher_top, beta), 0.0)
+
+
+def mixed(loss: torch.Tensor, divergence_P: torch.Tensor, weights_P: torch.Tensor, weight: float) -> torch.Tensor:
+    """Return (1 - weight) loss + weight divergence, which is reduced over the whole mini-batch as the loss is."""
+    return (1 - weight) * loss + weight * weighted_sum(divergence_P, weights_P) if weight else loss
+
+
+def _less(batch: MicroBatch, divergence_P: torch.Tensor, distillation: DistillationConfig) -> torch.Tensor:
+    """Return advantages less the divergence from the teacher, differentiable."""
+    assert batch.advantages is not None
+    return teacher_advantages(
         batch.advantages, divergence_P, batch.loss_mask, batch.lengths,
         kl_penalty_coef=distillation.kl_penalty_coef, kl_discount_factor=distillation.kl_discount_factor,
     )  # fmt: skip
-    return advantages_P, {TEACHER_DIVERGENCE: masked_sum(divergence_P, batch.loss_mask)}
 
 
 def _added_terms(

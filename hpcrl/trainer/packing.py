@@ -7,7 +7,7 @@ computed about them, log-probabilities, values and advantages, is written beside
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice, pairwise
 
 import torch
@@ -21,7 +21,7 @@ from hpcrl.trainer.batching import (
     plan_mini_batch,
 )
 from hpcrl.trainer.distributed import World
-from hpcrl.types import Batch, MicroBatch, Sample, SamplingMask
+from hpcrl.types import Batch, Hint, MicroBatch, Sample, SamplingMask
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Scores:
         returns: float32, what the critic should have expected before the token.
         margins: float32, the margin of a pair at the end of its chosen answer.
         teacher_logprobs: float32, of the teacher that the policy is compared with.
-        teacher_ids, teacher_top: [P, K] int32 and float32, the most probable tokens of the teacher, and their log-probabilities.
+        teacher_ids, teacher_top: [P, K] int32 and float32, as of MicroBatch.
     """
 
     old_logprobs: torch.Tensor | None = None
@@ -66,13 +66,14 @@ class PackedSamples:
         lengths: tokens of each sample; they sum to P.
         token_ids, labels: [P] int64; the label of a sample's last position is 0.
         loss_mask: [P] float32, 1 where the token is trained; 0 at a sample's last position, as the following two.
-        rollout_logprobs, rewards: [P] float32.
+        rollout_logprobs, rewards: [P] float32; a rollout log-probability of NaN is not known, see `complete_rollout`.
         weights: of the loss of each trained token, by sample (hpcrl/algorithms/reductions.py).
         nll_weights: of the negative log-likelihood of each trained token, by sample; 0 without a positive reward.
         left_out: tokens that the policy chose but that are not trained, because they begin several responses of a group.
         unscored: samples that are not trained because a scorer failed at them.
         current: [P] float32, 1 where the token is trained and was chosen by the version that the step begins with.
         sampling_mask: whose counts are [P]; None where all tokens were sampled among the whole vocabulary.
+        hints: of each sample; None where it has none.
     """
 
     refs: list[SampleRef]
@@ -84,6 +85,7 @@ class PackedSamples:
     rewards: torch.Tensor
     current: torch.Tensor
     sampling_mask: SamplingMask | None = None
+    hints: list[Hint | None] = field(default_factory=list)
     left_out: int = 0
     unscored: int = 0
     scores: Scores = field(default_factory=Scores)
@@ -145,6 +147,12 @@ class PackedSamples:
             sampling_mask=None if self.sampling_mask is None else padded_mask(self.sampling_mask, tokens),
         )
 
+    def complete_rollout(self) -> None:
+        """Let old log-probabilities take the place of rollout log-probabilities that are not known: no engine chose these tokens."""
+        if self.scores.old_logprobs is not None:
+            unknown_P = self.rollout_logprobs.isnan()
+            self.rollout_logprobs = torch.where(unknown_P, self.scores.old_logprobs, self.rollout_logprobs)
+
     def whole(self) -> MicroBatch:
         """Return all samples as one micro-batch."""
         return self.micro_batch(range(len(self.lengths)))
@@ -195,6 +203,7 @@ def pack(
         rewards=shifted(joined(sample.rewards for sample in samples)),
         current=loss_mask * (versions == (-1 if version is None else version)),
         sampling_mask=_joined_mask(samples),
+        hints=[sample.hint for sample in samples],
         left_out=left_out,
     )
 
@@ -249,11 +258,16 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class MicroBatchStream:
-    """Micro-batches that are made as they are taken."""
+    """Micro-batches that are made as they are taken.
+
+    Args:
+        top_k: as of MicroBatch.
+    """
 
     samples: PackedSamples
     parts: Sequence[range]
     before: Before
+    top_k: int = 0
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -261,7 +275,7 @@ class MicroBatchStream:
     def __iter__(self) -> Iterator[MicroBatch]:
         for part in self.parts:
             self.before()
-            yield self.samples.micro_batch(part)
+            yield replace(self.samples.micro_batch(part), top_k=self.top_k)
 
 
 @dataclass
@@ -286,6 +300,22 @@ class MiniBatch:
     def micro_batches(self, before: Before = _nothing) -> MicroBatchStream:
         """Return this rank's micro-batches for training; as many as the other ranks have, maybe some with no sample."""
         return MicroBatchStream(self.samples, self.plan.train[self.rank], before)
+
+    def scored_top(
+        self,
+        forward: Callable[[MicroBatchStream], Iterator[tuple[torch.Tensor, ...]]],
+        top_k: int,
+        before: Before = _nothing,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return [P], and ids and log-probabilities [P, K], on the CPU: what `PolicyEngine.top_logprobs` gives for this rank's samples."""
+        parts = self.plan.score[self.rank]
+        passes = zip(parts, forward(MicroBatchStream(self.samples, parts, before, top_k)), strict=True)
+        found = [outputs for part, outputs in passes if part]
+        if not found:
+            none = torch.zeros(0, top_k)
+            return torch.zeros(0), none.int(), none
+        logprobs_P, ids_PK, top_PK = (torch.cat(column).cpu() for column in zip(*found, strict=True))
+        return logprobs_P, ids_PK.int(), top_PK
 
     def scored(
         self, forward: Callable[[MicroBatchStream], Iterator[torch.Tensor]], before: Before = _nothing

@@ -11,8 +11,8 @@ import torch
 
 from hpcrl.algorithms.prefixes import shared_prefixes
 from hpcrl.algorithms.reductions import Reduction
-from hpcrl.config.derive import trains_pairs
-from hpcrl.config.scorers import REFERENCE, TEACHER, role_of
+from hpcrl.config.derive import self_teacher, trains_pairs
+from hpcrl.config.scorers import REFERENCE, TEACHER, learns_prompts, role_of
 from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.data.group_file import read_group
 from hpcrl.data.score_file import RowScores, read_scores
@@ -43,10 +43,14 @@ def load_mini_batches(
             at more samples than trainer.max_unscored_ratio.
     """
     algorithm = trainer.algorithm
-    trained, minis = set(trained_groups(batch, algorithm)), []
+    trained, minis, prompts = set(trained_groups(batch, algorithm)), [], learns_prompts(trainer.distillation)
+    own_tokens = self_teacher(trainer) is not None and not trainer.distillation.top_k_from_teacher
+    top_ids = trainer.distillation.top_k if own_tokens else 0
     for refs in mini_batches(batch, trainer.policy_mini_batch_size):
         plan = planned([ref for ref in refs if ref.group in trained], data.size, limits, pairs=trains_pairs(trainer))
-        samples = load_samples(run, batch, plan.shares[data.rank], algorithm.min_filter_prefix_tokens)
+        samples = load_samples(
+            run, batch, plan.shares[data.rank], algorithm.min_filter_prefix_tokens, prompts=prompts, top_ids=top_ids
+        )
         minis.append(MiniBatch(plan, samples, data.rank))
     set_loss_weights(minis, batch, data, reduction)
     unscored, all_samples = sum(mini.unscored for mini in minis), sum(mini.plan.samples for mini in minis)
@@ -58,12 +62,22 @@ def load_mini_batches(
     return minis
 
 
-def load_samples(run: Run, batch: Batch, refs: Sequence[SampleRef], least_prefix: int | None = None) -> PackedSamples:
+def load_samples(
+    run: Run,
+    batch: Batch,
+    refs: Sequence[SampleRef],
+    least_prefix: int | None = None,
+    *,
+    prompts: bool = False,
+    top_ids: int = 0,
+) -> PackedSamples:
     """Read these samples and pack them in the order of `refs`; of a file no more is read than the samples wanted.
 
     Args:
         least_prefix: tokens of a prefix that is left out of the loss where responses of different reward share it
             (hpcrl/algorithms/prefixes.py), for which whole groups are read; None: all are trained.
+        prompts: tokens that the policy did not choose are trained too; their rollout log-probabilities are NaN.
+        top_ids: as many of the policy's most probable tokens are to be scored by a teacher, [P, K]; -1 where they are not known.
 
     Raises:
         DataError: a file of samples or scores is missing or damaged, or is no longer the one that the batch was composed of.
@@ -76,6 +90,7 @@ def load_samples(run: Run, batch: Batch, refs: Sequence[SampleRef], least_prefix
     for group, indices in wanted.items():
         meta = batch.groups[group]
         found = read_group(run.inside(meta.path), indices if least_prefix is None else None, meta)
+        found = [whole_trained(sample) for sample in found] if prompts else found
         if least_prefix is not None:
             masks = masks_without_prefixes(found, meta.rewards, least_prefix)
             left_out += sum(int((found[index].loss_mask - masks[index]).sum()) for index in indices)
@@ -88,7 +103,20 @@ def load_samples(run: Run, batch: Batch, refs: Sequence[SampleRef], least_prefix
         samples[ref.group, ref.index] = replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
     packed = pack([samples[ref.group, ref.index] for ref in refs], refs, left_out, batch.step - 1)
     packed.scores, packed.unscored = scores, len(unscored)
+    if top_ids:
+        packed.scores.teacher_ids = joined_top_ids([samples[ref.group, ref.index] for ref in refs], top_ids)
     return packed
+
+
+def joined_top_ids(samples: Sequence[Sample], count: int) -> torch.Tensor:
+    """Return the policy's `count` most probable tokens in the place of each token, laid out as `pack` lays samples out, [P, K] int32."""
+    parts = [torch.zeros(0, count, dtype=torch.int32)]
+    for sample in samples:
+        ids_TK = torch.full((len(sample.token_ids), count), -1, dtype=torch.int32)
+        if sample.top_ids is not None and sample.top_ids.shape[1] >= count:
+            ids_TK[:-1] = sample.top_ids[1:, :count]
+        parts.append(ids_TK)
+    return torch.cat(parts)
 
 
 def load_scores(run: Run, batch: Batch, refs: Sequence[SampleRef]) -> tuple[Scores, list[SampleRef]]:
@@ -126,6 +154,16 @@ def with_model_reward(sample: Sample[torch.Tensor], group: GroupMeta, row: int) 
     rewards_T = sample.rewards.clone()
     rewards_T[-1] += group.rewards[owners[row]] - rewards_T.sum()
     return replace(sample, rewards=rewards_T)
+
+
+def whole_trained(sample: Sample) -> Sample:
+    """Return a sample with all its tokens trained but the first, which nothing predicts; one of which nothing is trained stays so."""
+    if not sample.loss_mask.any():
+        return sample
+    mask_T = torch.ones_like(sample.loss_mask)
+    mask_T[0] = 0
+    unknown_T = sample.rollout_logprobs.masked_fill(sample.versions < 0, torch.nan)
+    return replace(sample, loss_mask=mask_T, rollout_logprobs=unknown_T)
 
 
 def masks_without_prefixes(samples: Sequence[Sample], rewards: Sequence[float], least: int) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from hpcrl.config import TrainerConfig, uses_reference
-from hpcrl.config.derive import is_offline
+from hpcrl.config.derive import compares_with_reference, is_offline, self_teacher, teaches_rows
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.scorers import rewards_count, trainer_has_reference
 from hpcrl.observe.metrics import Histogram
@@ -40,6 +40,7 @@ from hpcrl.trainer.metrics import (
 )
 from hpcrl.trainer.mismatch import MismatchLimit
 from hpcrl.trainer.models.flops import ModelFlops
+from hpcrl.trainer.offline.likelihood import score_by_teacher
 from hpcrl.trainer.offline.modes import objective_of, reduction_of
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.packing import MiniBatch, PackedSamples, regrouped
@@ -48,6 +49,7 @@ from hpcrl.trainer.samples import load_mini_batches
 from hpcrl.trainer.saving.checkpoint import ResumePoint
 from hpcrl.trainer.saving.dump import Dumps
 from hpcrl.trainer.saving.mid_batch import PartialBatch, read_partial_batch
+from hpcrl.trainer.scoring.hints import score_by_hints
 from hpcrl.trainer.stop import StopConsensus, Stopping
 from hpcrl.types import Batch
 
@@ -120,8 +122,12 @@ class Learner:
         return self.kl_penalty.extra_state()
 
     def reset_reference(self, step: int, steps_per_epoch: int, timer: PhaseTimer) -> None:
-        """Make the policy after `step` the reference, where the configuration says so."""
-        if reset_is_due(step, steps_per_epoch, self._trainer):
+        """Make the policy after `step` the reference, or a share of it, where the configuration says so."""
+        if self_teacher(self._trainer) == "ema":
+            with timer("update_ref_with_policy"):
+                rate = self._trainer.distillation.self_teacher.ema_rate
+                self.policy.reset_reference(fresh_optimizer=False, rate=rate)
+        elif reset_is_due(step, steps_per_epoch, self._trainer):
             with timer("update_ref_with_policy"):
                 self.policy.reset_reference(fresh_optimizer=resets_optimizer(self._trainer))
 
@@ -149,6 +155,8 @@ class Learner:
             with timer("load_samples"):
                 minis = load_mini_batches(self._run, batch, self._trainer, self._limits, self._data, self._reduction)
             self.partial = work = self._resumed(batch, minis, timer) or self._scored(batch, minis, timer)
+            for mini in minis:
+                mini.samples.complete_rollout()
             if self._trainer.dump_data_batch:
                 with timer("dump_data_batch"):
                     self._dumps.write(batch, minis, self._data)
@@ -180,11 +188,14 @@ class Learner:
 
     def _scored(self, batch: Batch, minis: list[MiniBatch], timer: PhaseTimer) -> PartialBatch:
         """Return the batch with log-probabilities, values and advantages."""
-        data, samples = self._data, [mini.samples for mini in minis]
+        data, samples, of_hints = self._data, [mini.samples for mini in minis], dict[str, float]()
         if not self._offline or uses_reference(self._trainer):
             with self._apart("score", timer), timer("fwd_logprobs_values_reward"):
                 for number, mini in enumerate(minis):
                     self._score(mini, first=number == 0)
+                if self_teacher(self._trainer) and self._ranks.policy:
+                    before = partial(self.consensus, "score.micro_batch")
+                    of_hints = score_by_hints(minis, self.policy, self._trainer, self._limits, before)
         if trains_reward_model(self._trainer):
             for each in samples:
                 each.scores.margins = each.rewards
@@ -193,7 +204,7 @@ class Learner:
         self._exchange("values", minis, worked_out=self._ranks.critic)
         metrics, advantages = self._advantages(batch, samples, timer) if self._ranks.policy else ({}, Advantages())
         self._exchange("returns", minis, worked_out=self._ranks.policy)
-        return PartialBatch(data, self._trainer, batch, minis, metrics, advantages)
+        return PartialBatch(data, self._trainer, batch, minis, metrics | of_hints, advantages)
 
     def _advantages(
         self, batch: Batch, samples: list[PackedSamples], timer: PhaseTimer
@@ -220,8 +231,10 @@ class Learner:
         here = self._ranks.policy
         if here and old and not algorithm.use_rollout_logprobs_for_loss and not self._offline:
             scores.old_logprobs = mini.scored(self.policy.logprobs, before)
-        if here and trainer_has_reference(self._trainer):
+        if here and trainer_has_reference(self._trainer) and compares_with_reference(self._trainer):
             scores.ref_logprobs = mini.scored(partial(self.policy.logprobs, reference=True), before)
+        if here and teaches_rows(self._trainer):
+            score_by_teacher(mini, self.policy, self._trainer.distillation.top_k, before)
         if self.critic is not None and self._ranks.critic:
             scores.values = mini.scored(self.critic.values, before)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hpcrl.data.group_file import check_group, read_group, write_group
-from hpcrl.errors import DataError
-from hpcrl.types import GroupMeta, Sample, SamplingMask
+from hpcrl.errors import DamagedError, DataError
+from hpcrl.types import GroupMeta, Hint, Sample, SamplingMask
 
 
 def sample(length: int, seed: int) -> Sample:
@@ -53,8 +53,12 @@ def masked(plain: Sample) -> Sample:
 
 
 def same(a: Sample, b: Sample) -> bool:
-    names = [field.name for field in fields(Sample) if field.name != "sampling_mask"]
+    names = [field.name for field in fields(Sample) if field.name not in ("sampling_mask", "hint")]
     pairs = [(getattr(a, name), getattr(b, name)) for name in names]
+    if (a.hint is None) != (b.hint is None):
+        return False
+    if a.hint is not None:
+        pairs += zip(vars(a.hint).values(), vars(b.hint).values(), strict=True)
     if (a.sampling_mask is None) != (b.sampling_mask is None):
         return False
     if a.sampling_mask is not None:
@@ -94,6 +98,40 @@ def test_sampling_masks_come_back(tmp_path):
     for indices in ([0, 1, 2, 3], [3], [2, 0], [1]):
         found = read_group(tmp_path / "g.safetensors", indices)
         assert all(same(one, samples[at]) for at, one in zip(indices, found, strict=True)), indices
+
+
+def test_most_probable_tokens_come_back(tmp_path):
+    samples = [sample(7, 0), sample(5, 1), masked(sample(4, 2))]
+    samples[1:] = [replace(one, top_ids=torch.arange(3 * len(one.token_ids)).int().view(-1, 3)) for one in samples[1:]]
+    path = tmp_path / "g000007.safetensors"
+    write_group(path, samples, meta(samples))
+    assert check_group(path).lengths == [7, 5, 4]
+    samples[0] = replace(samples[0], top_ids=torch.full((7, 3), -1, dtype=torch.int32))
+    for indices in ([0, 1, 2], [2], [2, 0]):
+        found = read_group(path, indices)
+        assert all(same(one, samples[at]) for at, one in zip(indices, found, strict=True)), indices
+
+
+def test_hints_come_back(tmp_path):
+    samples = [sample(7, 0), masked(sample(5, 1)), sample(4, 2), sample(3, 3)]
+    for at, size in ((1, 6), (3, 2)):
+        samples[at] = replace(samples[at], hint=Hint(torch.arange(size) + at, at))
+    path = tmp_path / "g000007.safetensors"
+    write_group(path, samples, meta(samples))
+    assert check_group(path).lengths == [7, 5, 4, 3]
+    for indices in ([0, 1, 2, 3], [3], [2, 1]):
+        found = read_group(path, indices)
+        assert all(same(one, samples[at]) for at, one in zip(indices, found, strict=True)), indices
+    content = bytearray(path.read_bytes())
+    places = [
+        at
+        for at in range(len(content))
+        if content[at : at + 16] == (3).to_bytes(8, "little") + (4).to_bytes(8, "little")
+    ]
+    content[places[-1]] ^= 1  # of the last hint
+    path.write_bytes(content)
+    with pytest.raises(DamagedError, match="row 3 is not what was written"):
+        check_group(path)
 
 
 def test_meta_needs_no_torch(group):

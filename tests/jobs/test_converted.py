@@ -1,4 +1,4 @@
-"""Cosmos-RL's files of supervised fine-tuning and SkyRL's commands with adapters: converted, they are valid, planned, and train, with a tiny model in the
+"""Cosmos-RL's files of supervised fine-tuning and distillation and SkyRL's commands with adapters: converted, they are valid, planned, and train, with a tiny model in the
 place of theirs, and fewer ranks where theirs are hundreds."""
 
 from __future__ import annotations
@@ -75,12 +75,14 @@ class Source:
         text: of a script; None: Cosmos-RL's file of this name.
         tiny: settings that put small data and few ranks in the place of theirs.
         kind: of the tiny model.
+        mode: trainer.mode.
     """
 
     name: str
     tiny: Sequence[str]
     kind: str
     text: str | None = None
+    mode: str = "sft"
 
     def converted(self, place: Path) -> Path:
         """Write what it becomes; what the conversion leaves open is settled by `tiny`."""
@@ -99,11 +101,18 @@ SOURCES = [
     Source("12_sft_moe_deepseek-v3_pp4_ep64", [*ROWS, *TWO_RANKS, *(
         f"trainer.{role}.megatron_config.{size}" for role in ("policy", "ref") for size in ("pipeline_model_parallel_size=1", "expert_model_parallel_size=2")
     )], "experts"),
+    Source("04_distill_deepmath_qwen3-8b", [
+        *LETTERS, "data.prompt_column=prompt", "trainer.logger=['console']", "trainer.placement.policy_num_gpus_per_node=1", "trainer.eval_interval=-1",
+        "trainer.policy.fsdp_config.mixed_precision.param_dtype=fp32", "trainer.distillation.fsdp_config.mixed_precision.param_dtype=fp32",
+        "trainer.distillation.placement.fsdp_size=1", "trainer.distillation.compile_model=false",
+        "generator.inference_engine.enable_chunked_prefill=true", "generator.inference_engine.enforce_eager=null",
+        "generator.eval_sampling_params.max_generate_length=8", "trainer.eval_before_train=false",
+    ], "dense", mode="rl"),
     Source("ppo_lora", [*LETTERS, "trainer.critic_mini_batch_size=8", "trainer.policy.fsdp_config.mixed_precision.param_dtype=fp32",
-                        "trainer.critic.fsdp_config.mixed_precision.param_dtype=fp32", "trainer.placement.policy_num_gpus_per_node=1"], "dense", SKYRL + PPO),
+                        "trainer.critic.fsdp_config.mixed_precision.param_dtype=fp32", "trainer.placement.policy_num_gpus_per_node=1"], "dense", SKYRL + PPO, "rl"),
     Source("megatron_lora", [*LETTERS, *TWO_RANKS, "trainer.policy.megatron_config.dtype=fp32", "trainer.ref.megatron_config.dtype=fp32", *(
         f"trainer.{role}.megatron_config.{size}" for role in ("policy", "ref") for size in ("tensor_model_parallel_size=2", "expert_model_parallel_size=2")
-    )], "experts", SKYRL + MEGATRON),
+    )], "experts", SKYRL + MEGATRON, "rl"),
 ]  # fmt: skip
 
 
@@ -123,7 +132,9 @@ def tiny(source: Source, place: Path) -> list[str]:
     model = [f"trainer.policy.model.path={place / 'model'}"]
     if source.name == "ppo_lora":
         model.append(f"trainer.critic.model.path={place / 'model'}")
-    if source.text:
+    if source.name.startswith("04_distill"):
+        model.append(f"trainer.distillation.model_path={place / 'model'}")
+    if source.mode == "rl":
         return [*model, *source.tiny]
     said = [("user", "sort: cba"), ("assistant", "abc")]
     row = {"conversation": [{"role": role, "content": text} for role, text in said]}
@@ -137,7 +148,7 @@ def test_what_is_converted_is_valid_and_planned(
 ) -> None:
     file = source.converted(tmp_path)
     config = Config.from_toml([file])
-    assert config.trainer.mode == ("rl" if source.text else "sft")
+    assert config.trainer.mode == source.mode
     assert main(["config", "validate", str(file)]) == 0
     capsys.readouterr()
     assert main(["plan", str(file), *tiny(source, tmp_path)]) == 0

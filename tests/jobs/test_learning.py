@@ -30,6 +30,8 @@ GAE = [
     "trainer.critic.fsdp_config.mixed_precision.param_dtype=fp32",
     "trainer.critic_mini_batch_size=32",
 ]
+FORWARD_KL = ["trainer.distillation.top_k=4", "trainer.distillation.jsd_beta=0"]
+
 FAMILIES = {
     "grpo": [],
     "rloo": [f"{ALGORITHM}advantage_estimator=rloo"],
@@ -45,6 +47,16 @@ FAMILIES = {
         "trainer.policy.model.lora.rank=64",
         "trainer.policy.model.lora.alpha=64",
         "trainer.policy.optimizer_config.lr=1e-3",
+    ],
+    "self_distillation": [
+        NO_REFERENCE,
+        "trainer.distillation.enable=true",
+        "trainer.distillation.use_rewards=true",
+        "trainer.distillation.self_teacher.model=ema",
+        "trainer.distillation.self_teacher.template='sort: {answer}'",
+        "trainer.distillation.top_k=4",
+        "trainer.distillation.loss_weight=0.5",
+        "trainer.distillation.kl_penalty_coef=0",
     ],
     "dapo": [
         f"{ALGORITHM}eps_clip_high=0.28",
@@ -85,9 +97,17 @@ def test_stale_samples_teach_what_fresh_ones_do(place: Path, engine: str) -> Non
 
 
 @pytest.mark.slow
-def test_right_answers_teach_sorting(place: Path) -> None:
-    """configs/sft_tiny.toml as it is, and what it has learned by greedy decoding of the validation words."""
-    run = learned(place, "sft_tiny.toml", "sft", 96)
+@pytest.mark.parametrize("taught", [False, True])
+def test_right_answers_teach_sorting(place: Path, taught: bool) -> None:
+    """configs/sft_tiny.toml as it is, or from a teacher alone, and what it has learned by greedy decoding of the validation words."""
+    teacher = [
+        *FORWARD_KL,
+        "trainer.distillation.enable=true",
+        f"trainer.distillation.model_path={QUICKSTART.parent / 'quickstart' / 'teacher'}",
+        "trainer.distillation.loss_weight=1",
+        "trainer.ref.fsdp_config.mixed_precision.param_dtype=fp32",
+    ]
+    run = learned(place, "sft_tiny.toml", "sft", 96, *(teacher if taught else []))
     losses = curve(run, "eval/all/loss")
     print(f"validation loss {losses[0]:.3f} -> {losses[96]:.4f}")
     assert losses[0] > 0.3
@@ -149,6 +169,14 @@ def test_a_reward_model_learns_from_pairs_and_teaches_sorting(place: Path) -> No
     {
         "sampled_token": [],
         "top_4": ["trainer.distillation.top_k=4"],
+        "policys_4": ["trainer.distillation.top_k=4", "trainer.distillation.top_k_from_teacher=false"],
+        "prompts": [
+            "trainer.distillation.top_k=4",
+            "trainer.distillation.top_k_from_teacher=false",
+            "trainer.distillation.rollout_top_k_recompute=true",
+            "trainer.distillation.include_prompt=true",
+        ],
+        "forward_kl": [*FORWARD_KL, "trainer.distillation.loss_weight=1", "trainer.distillation.kl_penalty_coef=0"],
         # the model that is taught is the teacher of all other rows, of which there are none
         "two_teachers": [
             f"trainer.distillation.model_path={QUICKSTART.parent / 'quickstart' / 'model'}",

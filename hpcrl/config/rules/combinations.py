@@ -56,7 +56,14 @@ from hpcrl.config.rules.rewards import (
     reward_names,
     scoring_reward_model,
 )
-from hpcrl.config.rules.scorers import enough_scorers, ranks_of_scorers, reference_apart, teacher
+from hpcrl.config.rules.scorers import (
+    enough_scorers,
+    own_teacher,
+    ranks_of_scorers,
+    reference_apart,
+    teacher,
+    tokens_of_the_policy,
+)
 from hpcrl.config.rules.training import (
     frozen,
     preference_losses,
@@ -392,6 +399,8 @@ RULES: tuple[Rule, ...] = (
     dynamic_sampling,
     _experts,
     teacher,
+    own_teacher,
+    tokens_of_the_policy,
     reference_apart,
     ranks_of_scorers,
     enough_scorers,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 from hpcrl.config.adapters import engines_load
-from hpcrl.config.derive import has_engines, is_offline, reward_weights, trains_pairs, uses_reference
+from hpcrl.config.derive import has_engines, is_offline, reward_weights, self_teacher, trains_pairs, uses_reference
 from hpcrl.config.errors import Problem
 from hpcrl.config.fields import values
 from hpcrl.config.scorers import scorer_sets
@@ -30,11 +30,28 @@ _SERVICE = "environment.remote_reward.service."
 _REFERENCE = f"{_ALGORITHM}use_kl_loss or use_kl_in_reward"
 
 _OF_FSDP2 = (
-    *("placement.fsdp_size", "use_sample_packing", "fsdp_config.mixed_precision.reduce_dtype"),
+    *("placement.fsdp_size", "use_sample_packing", "compile_model", "fsdp_config.mixed_precision.reduce_dtype"),
     *("fsdp_config.mixed_precision.master_dtype", *(f"fsdp_config.{one.name}" for one in fields(ShardingConfig))),
 )
 _OF_RANKS = "micro_batch_size_per_gpu", "max_tokens_per_micro_batch", "fsdp_config.mixed_precision.param_dtype"
 _OF_MEGATRON = tuple(f"placement.{name}_parallel_size" for name in ("tensor", "pipeline", "sequence", "expert"))
+_OF_SCORERS = (
+    *(
+        "model_revision",
+        "source_models",
+        "placement",
+        "backend",
+        "engine",
+        "fsdp_config",
+        "compile_model",
+        "micro_batch_size_per_gpu",
+    ),
+    *("batch_size_per_replica", "max_tokens_per_micro_batch", "use_sample_packing"),
+)
+_OF_SAMPLES = (
+    *("use_rewards", "self_teacher", "kl_penalty_coef", "kl_discount_factor", "include_prompt"),
+    *("top_k_from_teacher", "rollout_top_k_recompute"),
+)
 _REDUCTION = ("loss_reduction", "max_seq_len", "unbiased_loss_max_tokens")
 
 READ_BY_LOSSES: dict[str, tuple[str, ...]] = {
@@ -220,7 +237,7 @@ _OF_MODES = (
         lambda config: config.trainer.distillation.enable,
     ),
     Switch(
-        tuple(f"trainer.distillation.{name}" for name in ("jsd_beta", "top_k_from_teacher", "rollout_top_k_recompute")),
+        tuple(f"trainer.distillation.{name}" for name in ("loss_weight", "jsd_beta", "top_k_from_teacher", "rollout_top_k_recompute")),
         "trainer.distillation.top_k",
         lambda config: config.trainer.distillation.top_k > 0,
     ),
@@ -244,6 +261,29 @@ _OF_MODES = (
         'trainer.distillation.backend="vllm"',
         lambda config: config.trainer.distillation.backend == "vllm",
     ),
+    Switch(
+        ("trainer.distillation",), 'trainer.mode="rl" or "sft"', lambda config: not trains_pairs(config.trainer)
+    ),
+    Switch(
+        tuple(f"trainer.distillation.{name}" for name in _OF_SCORERS),
+        "a teacher of its own (trainer.distillation.self_teacher.model unset)",
+        lambda config: self_teacher(config.trainer) is None,
+    ),
+    Switch(
+        tuple(f"trainer.distillation.self_teacher.{name}" for name in ("success_reward", "template", "ema_rate")),
+        "trainer.distillation.self_teacher.model",
+        lambda config: self_teacher(config.trainer) is not None,
+    ),
+    Switch(
+        ("trainer.distillation.self_teacher.ema_rate",),
+        'trainer.distillation.self_teacher.model="ema"',
+        lambda config: self_teacher(config.trainer) == "ema",
+    ),
+    Switch(
+        ("trainer.distillation.rollout_top_k_recompute",),
+        "trainer.distillation.top_k_from_teacher=false",
+        lambda config: not config.trainer.distillation.top_k_from_teacher,
+    ),
     Switch(("trainer.dpo",), 'trainer.mode="dpo"', lambda config: config.trainer.mode == "dpo"),
     Switch(
         ("trainer.reward_model", "data.margin_column"),
@@ -263,7 +303,8 @@ _OF_MODES = (
     Switch(
         (
             *(f"{_ALGORITHM}{one.name}" for one in fields(AlgorithmConfig) if one.name not in _REDUCTION),
-            *("trainer.fully_async", "trainer.critic", "trainer.critic_mini_batch_size", "trainer.distillation"),
+            *("trainer.fully_async", "trainer.critic", "trainer.critic_mini_batch_size"),
+            *(f"trainer.distillation.{name}" for name in (*_OF_SCORERS[1:], *_OF_SAMPLES)),
             *("generator.n_samples_per_prompt", "generator.step_wise_trajectories", "environment.reward_model"),
         ),
         'trainer.mode="rl"',

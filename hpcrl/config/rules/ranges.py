@@ -121,6 +121,8 @@ RANGES: dict[str, Range] = {
     "token_mask_is_threshold_low": _NOT_NEGATIVE,
     "token_mask_is_threshold_high": _POSITIVE,
     "jsd_beta": _SHARE,
+    "loss_weight": _SHARE,
+    "ema_rate": _SHARE,
     "distillation.top_k": _NOT_NEGATIVE,
     "kl_penalty_coef": _NOT_NEGATIVE,
     "kl_discount_factor": _SHARE,

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpcrl.config.adapters import reference_follows
-from hpcrl.config.derive import MOST_KEPT, gpu_count, is_offline, mask_size, temperature, uses_reference
+from hpcrl.config.adapters import reference_follows, reference_is_base
+from hpcrl.config.derive import (
+    MOST_KEPT,
+    compares_with_reference,
+    gpu_count,
+    is_offline,
+    mask_size,
+    self_teacher,
+    teaches_rows,
+    temperature,
+    uses_reference,
+)
 from hpcrl.config.errors import Problem
 from hpcrl.config.scorers import REFERENCE, REWARD, TEACHER, scorer_sets
+from hpcrl.config.sections.trainer import TrainerConfig
 from hpcrl.config.sections.tree import ConfigTree
 
 _TEACHER, _PLACEMENT = "trainer.distillation", "trainer.placement"
@@ -29,28 +40,40 @@ _RANKS = {
 
 def teacher(config: ConfigTree) -> Iterator[Problem]:
     distillation = config.trainer.distillation
+    if teaches_rows(config.trainer):
+        yield from _teacher_of_rows(config.trainer)
     if not distillation.enable or is_offline(config.trainer):
         return
-    if distillation.top_k and config.trainer.strategy == "megatron":
+    own = distillation.self_teacher.model is not None
+    if (distillation.model_path is None) != own:
+        what = "leave it out, or self_teacher.model" if own else "the teacher; or set self_teacher.model"
         yield Problem(
-            f"{_TEACHER}.top_k",
-            f'expected 0 with trainer.strategy="megatron", found {distillation.top_k}; or choose fsdp2',
+            f"{_TEACHER}.model_path",
+            f"{'there is another teacher, the policy itself' if own else 'required with trainer.distillation.enable'}: {what}",
         )
     if distillation.backend == "vllm":
         yield from _engine(config)
     elif distillation.backend == "megatron":
         yield from _megatron(config)
-    if distillation.model_path is None:
-        yield Problem(f"{_TEACHER}.model_path", "required with trainer.distillation.enable: the teacher")
     if distillation.placement.fsdp_size < 1:
         yield Problem(
             f"{_TEACHER}.placement.fsdp_size",
             f"expected the number of ranks of one copy of the teacher, found {distillation.placement.fsdp_size}",
         )
-    if not distillation.use_rewards and distillation.kl_penalty_coef == 0:
+    if not (distillation.use_rewards or distillation.kl_penalty_coef or distillation.loss_weight):
         yield Problem(
             f"{_TEACHER}.kl_penalty_coef",
-            "0 without trainer.distillation.use_rewards would make every advantage 0; raise it, or set use_rewards=true",
+            "0 without trainer.distillation.use_rewards or loss_weight would make every advantage 0; raise it, or set use_rewards=true",
+        )
+    if distillation.include_prompt and distillation.use_rewards:
+        yield Problem(
+            f"{_TEACHER}.include_prompt",
+            "expected false with trainer.distillation.use_rewards: a reward says nothing of tokens that the policy did not choose",
+        )
+    if distillation.include_prompt and config.trainer.algorithm.use_rollout_logprobs_for_loss:
+        yield Problem(
+            f"{_TEACHER}.include_prompt",
+            "expected false with trainer.algorithm.use_rollout_logprobs_for_loss: engines give prompts no log-probabilities",
         )
     if not distillation.use_rewards and config.trainer.critic.model.path is not None:
         yield Problem(
@@ -90,6 +113,93 @@ def _engine(config: ConfigTree) -> Iterator[Problem]:
         )
     if own.top_k > MOST_KEPT:
         yield Problem(f"{_TEACHER}.top_k", f'expected at most {MOST_KEPT} with backend="vllm", found {own.top_k}')
+    if own.top_k and not own.top_k_from_teacher:
+        yield Problem(
+            f"{_TEACHER}.top_k_from_teacher",
+            'expected true with backend="vllm": an engine tells of the tokens that it finds most probable itself; choose "fsdp2"',
+        )
+    if own.include_prompt:
+        yield Problem(f"{_TEACHER}.include_prompt", 'expected false with backend="vllm"; choose "fsdp2" or "megatron"')
+
+
+def _teacher_of_rows(trainer: TrainerConfig) -> Iterator[Problem]:
+    distillation, mode = trainer.distillation, 'with trainer.mode="sft"'
+    if distillation.model_path is None:
+        yield Problem(f"{_TEACHER}.model_path", "required with trainer.distillation.enable: the teacher")
+    if not distillation.top_k:
+        yield Problem(
+            f"{_TEACHER}.top_k", f"expected how many of the teacher's most probable tokens are learned {mode}, found 0"
+        )
+    elif not distillation.loss_weight:
+        yield Problem(f"{_TEACHER}.loss_weight", f"expected above 0 {mode}: nothing else is learned from the teacher")
+    if trainer.ref.model.path is not None:
+        yield Problem("trainer.ref.model.path", f"leave it out {mode}: the teacher is in the place of the reference")
+
+
+def own_teacher(config: ConfigTree) -> Iterator[Problem]:
+    trainer, distillation, path = config.trainer, config.trainer.distillation, f"{_TEACHER}.self_teacher"
+    model = self_teacher(trainer)
+    if model is None:
+        return
+    if config.generator.n_samples_per_prompt < 2:
+        yield Problem(
+            "generator.n_samples_per_prompt",
+            f"expected at least 2 with {path}.model: hints are answers of other samples of the group",
+        )
+    if "{answer}" not in distillation.self_teacher.template:
+        yield Problem(f"{path}.template", "expected a text with {answer}, the answer that is shown")
+    if config.generator.step_wise_trajectories:
+        yield Problem(
+            f"{path}.model",
+            "expected none with generator.step_wise_trajectories, where each turn has a prompt of its own",
+        )
+    if distillation.include_prompt:
+        yield Problem(f"{_TEACHER}.include_prompt", f"expected false with {path}.model, whose prompts are others")
+    if model != "policy" and not (trainer.placement.colocate_policy_ref or trainer.placement.colocate_all):
+        yield Problem(
+            f"{_PLACEMENT}.colocate_policy_ref",
+            f'expected true with {path}.model="{model}", the reference beside the policy',
+        )
+    if model != "ema":
+        return
+    resets = trainer.algorithm.reference_reset_interval is not None or trainer.update_ref_every_epoch
+    if compares_with_reference(trainer) or resets:
+        yield Problem(
+            f"{path}.model",
+            'the reference is the average with "ema", which nothing else may compare with or reset; leave out trainer.algorithm.use_kl_loss, '
+            "use_kl_in_reward, reference_reset_interval and trainer.update_ref_every_epoch",
+        )
+    if (
+        trainer.strategy == "megatron"
+        and trainer.ref.megatron_config.dtype != "fp32"
+        and not reference_is_base(trainer)
+    ):
+        yield Problem(
+            f"{path}.model",
+            'with trainer.strategy="megatron" an average wants trainer.ref.megatron_config.dtype="fp32": small changes are lost in 16 bits',
+        )
+
+
+def tokens_of_the_policy(config: ConfigTree) -> Iterator[Problem]:
+    distillation, sampling = config.trainer.distillation, config.generator.sampling_params
+    if not distillation.enable or distillation.top_k_from_teacher:
+        return
+    if distillation.top_k >= MOST_KEPT:
+        yield Problem(
+            f"{_TEACHER}.top_k",
+            f"expected at most {MOST_KEPT - 1} with top_k_from_teacher=false, found {distillation.top_k}: engines tell of no more",
+        )
+    if distillation.rollout_top_k_recompute:
+        return
+    missing = (
+        "" if not distillation.include_prompt else "trainer.distillation.include_prompt: of a prompt nothing is sampled"
+    )
+    if mask_size(sampling):
+        missing = "generator.sampling_params.top_k: of the tokens that sampling leaves out engines say nothing"
+    if missing:
+        yield Problem(
+            f"{_TEACHER}.rollout_top_k_recompute", f"expected true with top_k_from_teacher=false and {missing}"
+        )
 
 
 def reference_apart(config: ConfigTree) -> Iterator[Problem]:

@@ -52,6 +52,25 @@ class TeacherEngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SelfTeacherConfig:
+    """A teacher that is the policy itself, shown a hint: the answer of another sample of the group that earned `success_reward`."""
+
+    model: Literal["initial", "policy", "ema"] | None = None
+    """Which policy teaches: `initial`, the reference; `policy`, the one that the step begins with; `ema`, an exponential moving average. Unset: none, teachers are models of their own."""
+
+    ema_rate: float = 0.05
+    """Share of the policy in the moving average after each step."""
+
+    success_reward: float = 1.0
+    """Reward from which on an answer is shown to the others of its group."""
+
+    template: str = (
+        "{prompt}\n\nHere is an answer that was found to be right:\n\n{answer}\n\n{feedback}\n\nAnswer the question."
+    )
+    """What the last message of the user becomes: {prompt} is that message, {answer} the answer that is shown, {feedback} what the environment said in the sample itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
     enable: bool = False
     """Learn from the divergence from a teacher instead of rewards."""
@@ -73,12 +92,14 @@ class DistillationConfig:
 
     engine: TeacherEngineConfig = field(default_factory=TeacherEngineConfig)
 
+    self_teacher: SelfTeacherConfig = field(default_factory=SelfTeacherConfig)
+
     placement: TeacherPlacementConfig = field(default_factory=TeacherPlacementConfig)
 
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
 
     compile_model: bool = False
-    """Compile the teacher with torch.compile."""
+    """Compile the layers of the teacher with torch.compile: its first passes take minutes, later ones less time."""
 
     micro_batch_size_per_gpu: int = 1
     """Samples per forward pass of the teacher on one rank."""
@@ -92,9 +113,6 @@ class DistillationConfig:
     use_sample_packing: bool = True
     """Lay samples end to end in the teacher's forward pass."""
 
-    seed: int | None = None
-    """Seed of the teacher; unset: trainer.seed."""
-
     kl_penalty_coef: float = 1.0
     """Weight of the divergence that is subtracted from the advantage of each token."""
 
@@ -102,16 +120,19 @@ class DistillationConfig:
     """Discount per token with which later tokens' divergences count for a token; 0: they do not."""
 
     include_prompt: bool = False
-    """Learn the tokens of the prompt too."""
+    """Learn the tokens that the policy did not choose too: the prompt, and what environments said."""
 
     top_k: int = 0
     """Compare the probabilities of this many tokens by a generalized Jensen-Shannon divergence; 0: only of the sampled one, by reverse KL."""
+
+    loss_weight: float = 0.0
+    """Weight w, from 0 to 1, of the divergence over the top_k tokens as a term of the loss: (1 - w) policy loss + w divergence."""
 
     jsd_beta: float = 0.5
     """Mixture of policy (1 - jsd_beta) and teacher in that divergence; 0: KL(teacher || policy), 1: KL(policy || teacher)."""
 
     top_k_from_teacher: bool = True
-    """The top_k tokens are the teacher's; otherwise the policy's."""
+    """The top_k tokens are those that the teacher finds most probable; otherwise those that the policy did when it generated."""
 
     rollout_top_k_recompute: bool = False
-    """Find the policy's top_k tokens in one extra pass after generation."""
+    """Engines find the policy's top_k tokens in one more pass over each finished sample, its prompt included, instead of as they sample."""

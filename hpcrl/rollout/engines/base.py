@@ -30,6 +30,7 @@ class Generation:
         logprobs: of each token under the distribution it was sampled from.
         versions: policy version that chose each token.
         sampling_mask: for each token, the tokens that it was sampled among, itself one of them; None where sampling left none out.
+        top_ids: for each token, those that the policy finds most probable in its place, the most probable one first; None where nobody asks.
     """
 
     token_ids: list[int]
@@ -37,9 +38,10 @@ class Generation:
     stop_reason: StopReason
     versions: list[int]
     sampling_mask: list[list[int]] | None = None
+    top_ids: list[list[int]] | None = None
 
 
-def engine_sampling(params: SamplingParams, kind: Kind, vocabulary: int) -> dict[str, Any]:
+def engine_sampling(params: SamplingParams, kind: Kind, vocabulary: int, top_ids: int = 0) -> dict[str, Any]:
     """Return the configured sampling under vLLM's names, which all engines take.
 
     Where sampling of what is trained leaves tokens out, it asks for the log-probabilities of as many tokens as it may keep: those that
@@ -47,7 +49,9 @@ def engine_sampling(params: SamplingParams, kind: Kind, vocabulary: int) -> dict
 
     Args:
         vocabulary: tokens that there are; vLLM cannot tell of more.
+        top_ids: of what is trained: tokens that are the most probable ones in the place of each, where sampling leaves none out.
     """
+    told = mask_size(params) or top_ids
     return {
         **params.additional_kwargs,
         "max_tokens": params.max_generate_length,
@@ -57,8 +61,13 @@ def engine_sampling(params: SamplingParams, kind: Kind, vocabulary: int) -> dict
         "min_p": params.min_p,
         "repetition_penalty": params.repetition_penalty,
         "stop": params.stop or [],
-        "logprobs": min(mask_size(params), vocabulary) if kind == "train" else 0,
+        "logprobs": min(told, vocabulary) if kind == "train" else 0,
     }
+
+
+def leaves_out(sampling: Mapping[str, Any]) -> bool:
+    """Return whether sampling, under vLLM's names, leaves tokens out, so that what it asks for with `logprobs` is the sampling mask."""
+    return sampling.get("top_k", 0) > 0
 
 
 class Engine(ABC):
@@ -96,6 +105,18 @@ class Engine(ABC):
         Args:
             sampling: as `engine_sampling` names it.
             name: of the call, by which `ended` tells of it; no other call has it.
+
+        Raises:
+            EngineError: the engine refused the request or failed.
+        """
+
+    @abstractmethod
+    async def top_tokens(self, token_ids: Sequence[int], count: int) -> list[list[int]]:
+        """Return the `count` tokens that the policy finds most probable in the place of each token but the first, given those before it.
+
+        Args:
+            token_ids: two at least.
+            count: no more than there are.
 
         Raises:
             EngineError: the engine refused the request or failed.

@@ -140,11 +140,21 @@ class PolicyEngine(Engine, Protocol):
         """Yield [P] log-probabilities of the labels, of the policy or of the reference, without gradient."""
         ...
 
-    def reset_reference(self, *, fresh_optimizer: bool) -> None:
+    def top_logprobs(
+        self, batches: MicroBatches, *, reference: bool = False
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield log-probabilities of the labels [P], and ids and log-probabilities of other tokens, [P, K], without gradient.
+
+        These are the `top_k` of each micro-batch that the model finds most probable, or its `teacher_ids`, if it has any.
+        """
+        ...
+
+    def reset_reference(self, *, fresh_optimizer: bool, rate: float = 1.0) -> None:
         """Make the policy as it is now the reference, which becomes part of what `save` writes.
 
         Args:
             fresh_optimizer: the policy's optimizer forgets its moments.
+            rate: share of the policy in the new reference; the rest is the old one.
         """
         ...
 

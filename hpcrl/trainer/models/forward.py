@@ -34,6 +34,7 @@ class ForwardConfig:
         compiled: log-probabilities and entropies are computed by compiled code.
         dtype: of the logits from which log-probabilities are computed.
         entropy_loss: the loss has an entropy term, so that entropies are differentiable in training.
+        vocabulary: tokens that the policy knows, where the model's head may have more; None: those of the head.
     """
 
     temperature: float
@@ -43,6 +44,7 @@ class ForwardConfig:
     compiled: bool = False
     dtype: torch.dtype = torch.float32
     entropy_loss: bool = True
+    vocabulary: int | None = None
 
     @property
     def entropy(self) -> Entropy:

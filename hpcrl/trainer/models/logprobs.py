@@ -55,14 +55,17 @@ def plain_rows(
     Args:
         dtype: of logits and log-probabilities; sums over the vocabulary are float32 in any case.
         mask_RK: as of token_logprobs.
-        ids_RK: other tokens of each row, whose log-probabilities are returned too, [R, K] float32; they are those of the whole vocabulary.
+        ids_RK: other tokens of each row, whose log-probabilities are returned too, [R, K] float32; they are those of the whole vocabulary. What
+            is returned for -1 means nothing.
     """
     logits_RV = linear(hidden_RD, head_VD).to(dtype)
     if temperature != 1.0:  # a division is one more [R, V], in backward too
         logits_RV = logits_RV / temperature
     more: tuple[torch.Tensor, ...] = ()
     if ids_RK is not None:
-        more = (logits_RV.gather(-1, ids_RK.long()).float() - logits_RV.float().logsumexp(-1, keepdim=True),)
+        more = (
+            logits_RV.gather(-1, ids_RK.long().clamp(min=0)).float() - logits_RV.float().logsumexp(-1, keepdim=True),
+        )
     if mask_RK is not None:
         logits_RV = among(logits_RV, mask_RK)
     if dtype == torch.float16 and logits_RV.device.type == "cpu":  # whose log_softmax adds up in float16, and overflows
@@ -74,6 +77,32 @@ def plain_rows(
         return logprobs_R, logprobs_R.new_zeros(len(logprobs_R)), *more
     measured_RV = logprobs_RV if entropy == "trained" else logprobs_RV.detach()
     return logprobs_R, -(measured_RV.exp() * measured_RV).sum(-1, dtype=torch.float32), *more
+
+
+def top_rows(
+    top_k: int,
+    vocabulary: int | None,
+    hidden_RD: torch.Tensor,
+    head_VD: torch.Tensor,
+    labels_R: torch.Tensor,
+    temperature: float,
+    dtype: torch.dtype,
+    _entropy: Entropy = "none",
+    mask_RK: torch.Tensor | None = None,
+    ids_RK: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return log-probabilities of the labels [R], and ids and log-probabilities of the `top_k` most probable tokens, [R, K]; see `plain_rows`.
+
+    Args:
+        vocabulary: tokens that the policy knows, of which these are; the head may have further ones. None: all of the head.
+        ids_RK: the tokens that are to take their place; -1: none is known.
+    """
+    logits_RV = linear(hidden_RD, head_VD).to(dtype) / temperature
+    whole_RV = logits_RV.float() - logits_RV.float().logsumexp(-1, keepdim=True)
+    ids_RK = whole_RV[:, :vocabulary].topk(top_k, -1).indices if ids_RK is None else ids_RK.long()
+    among_RV = logits_RV if mask_RK is None else among(logits_RV, mask_RK)
+    logprobs_R = among_RV.log_softmax(-1).gather(-1, labels_R[:, None])[:, 0].float()
+    return logprobs_R, ids_RK, whole_RV.gather(-1, ids_RK.clamp(min=0))
 
 
 def compiled_rows() -> Rows:

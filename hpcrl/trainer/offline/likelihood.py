@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from hpcrl.algorithms.losses import masked_sum, sample_sums, widened
 from hpcrl.algorithms.reductions import weighted_sum
-from hpcrl.trainer.backends.base import Objective
-from hpcrl.trainer.packing import PackedSamples
+from hpcrl.config.sections.distillation import DistillationConfig
+from hpcrl.trainer.backends.base import Objective, PolicyEngine
+from hpcrl.trainer.loss import TEACHER_DIVERGENCE, mixed, teacher_divergence
+from hpcrl.trainer.packing import Before, MiniBatch, PackedSamples
 from hpcrl.types import MicroBatch
 
 
-def build_likelihood_objective() -> Objective:
-    """Return the objective of supervised fine-tuning: the cross entropy of the trained tokens."""
+def build_likelihood_objective(distillation: DistillationConfig) -> Objective:
+    """Return the objective of supervised fine-tuning: the cross entropy of the trained tokens, and with a teacher the divergence from it.
+
+    (1 - w) cross entropy + w divergence, with w = trainer.distillation.loss_weight (knowledge distillation, G. Hinton et al., arXiv:1503.02531).
+    """
 
     def objective(
-        batch: MicroBatch, logprobs_P: torch.Tensor, entropies_P: torch.Tensor
+        batch: MicroBatch, logprobs_P: torch.Tensor, entropies_P: torch.Tensor, top_PK: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        mask_P = batch.loss_mask
-        loss = weighted_sum(-widened(logprobs_P), batch.weights)
+        mask_P, taught = batch.loss_mask, dict[str, torch.Tensor]()
+        loss = likelihood = weighted_sum(-widened(logprobs_P), batch.weights)
+        if distillation.enable:
+            divergence_P = teacher_divergence(batch, top_PK, distillation.jsd_beta)
+            loss = mixed(likelihood, divergence_P, batch.weights, distillation.loss_weight)
+            taught = {TEACHER_DIVERGENCE: masked_sum(divergence_P, mask_P)}
         sums = {
             "tokens": mask_P.sum(),
             "samples": (sample_sums(mask_P, mask_P, batch.cu_seqlens.diff()) > 0).sum(),
             "final_loss": loss,
-            "policy_loss": loss,
+            "policy_loss": likelihood,
             "entropy": masked_sum(entropies_P, mask_P),
         }
-        return loss, {name: value.detach() for name, value in sums.items()}
+        return loss, {name: value.detach() for name, value in (sums | taught).items()}
 
     return objective
+
+
+def score_by_teacher(mini: MiniBatch, policy: PolicyEngine, top_k: int, before: Before) -> None:
+    """Fill in which tokens the teacher, in the place of the reference, finds most probable in the place of each trained token of this rank's rows.
+
+    Args:
+        before: called before each forward pass.
+    """
+    teacher, top_k = partial(policy.top_logprobs, reference=True), min(top_k, policy.vocabulary)
+    scores = mini.samples.scores
+    _, scores.teacher_ids, scores.teacher_top = mini.scored_top(teacher, top_k, before)
 
 
 class LikelihoodMeasure:

@@ -8,8 +8,8 @@ from functools import partial
 from itertools import islice
 from typing import cast
 
-from hpcrl.config import Config, uses_reference
-from hpcrl.config.derive import trains_pairs
+from hpcrl.config import Config
+from hpcrl.config.derive import compares_with_reference, trains_pairs
 from hpcrl.config.reward_model import trains_reward_model
 from hpcrl.config.sections.data import DataConfig
 from hpcrl.data.group_file import as_tensors
@@ -57,7 +57,7 @@ class Validation:
         trainer = config.trainer
         return cls(
             run, config.data, limits, trainer.eval_interval, trainer.eval_before_train, trainer.eval_batch_size,
-            measure_of(trainer), pairs=trains_pairs(trainer), reference=uses_reference(trainer), values=trains_reward_model(trainer),
+            measure_of(trainer), pairs=trains_pairs(trainer), reference=compares_with_reference(trainer), values=trains_reward_model(trainer),
         )  # fmt: skip
 
     def is_due(self, step: int, total: int, world: World) -> bool:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import torch
-from torch.nn.functional import linear
-from transformers import PreTrainedModel
 
 from hpcrl.config import Config, temperature
 from hpcrl.config.derive import micro_batch_tokens, policy_model
-from hpcrl.config.scorers import TEACHER, ScorerSet, teacher_layout
+from hpcrl.config.scorers import TEACHER, ScorerSet, learns_prompts, teacher_layout
 from hpcrl.config.sections.model import Pretrained
 from hpcrl.data.chat import load_tokenizer
 from hpcrl.data.score_file import RowScores
@@ -29,9 +26,8 @@ from hpcrl.trainer.batching import (
     plan_mini_batch,
 )
 from hpcrl.trainer.distributed import World
-from hpcrl.trainer.models.forward import ForwardConfig, forward_config
+from hpcrl.trainer.models.forward import forward_config
 from hpcrl.trainer.models.hf import ModelSource, policy_source, scorer_source
-from hpcrl.trainer.models.logprobs import Entropy, among
 from hpcrl.trainer.packing import Before, MicroBatchStream
 from hpcrl.trainer.samples import load_samples
 from hpcrl.types import Batch, GroupMeta
@@ -52,25 +48,30 @@ class ScoringModel:
         trainer, own, source = config.trainer, config.trainer.distillation, scorer_source(config.trainer, scorers)
         forward = forward_config(trainer, temperature(config))
         self._limits = micro_batch_limits(trainer, micro_batch_tokens(config))
+        self._prompts, self._top_k, self._given_ids = learns_prompts(own), 0, 0
         if scorers.role == TEACHER:
             forward = replace(forward, packing=own.use_sample_packing)
             limit = MicroBatchLimit(own.micro_batch_size_per_gpu, own.max_tokens_per_micro_batch)
             self._limits = limit, limit
             world.rank0_broadcast(lambda: require_same_vocabulary(scorers.model, policy_model(trainer), config))
         self._data, self._logprobs = world, None
+        vocabulary = policy_source(trainer).config().get_text_config().vocab_size
         if scorers.role == TEACHER and own.backend == "megatron":
             from hpcrl.trainer.scoring.megatron import megatron_teacher  # megatron-core is installed on its own
 
-            require_all_tokens(source.config().get_text_config().vocab_size, policy_source(trainer), source)
+            require_all_tokens(source.config().get_text_config().vocab_size, vocabulary, source)
             layout = teacher_layout(own)
             self._logprobs, self._data = megatron_teacher(
                 trainer, layout, source, replace(forward, packing=True), world
             )
             return
-        top_k = own.top_k if scorers.role == TEACHER else 0
-        packed = partial(PackedTeacher, top_k=top_k) if top_k else PackedPolicy
-        self._model = load_model(packed, source, scorers.fsdp, forward, world)
-        require_all_tokens(self._model.head.out_features, policy_source(trainer), source)
+        if scorers.role == TEACHER:
+            self._top_k = min(own.top_k, vocabulary)
+            self._given_ids = 0 if own.top_k_from_teacher else self._top_k
+        forward = replace(forward, vocabulary=vocabulary)
+        compiled = own.compile_model and scorers.role == TEACHER
+        self._model = load_model(PackedPolicy, source, scorers.fsdp, forward, world, compiled=compiled)
+        require_all_tokens(self._model.head.out_features, vocabulary, source)
 
     def scores(self, groups: Sequence[GroupMeta], before: Before) -> dict[str, list[RowScores]]:
         """Return what the model says of this rank's part of the groups, by their ids: for each row. Of ranks that share samples one has a part.
@@ -90,8 +91,9 @@ class ScoringModel:
             for part in parts
         ]  # fmt: skip
         plan = plan_mini_batch(shares, *self._limits)
-        samples = load_samples(self._run, Batch(1, list(groups), 0), plan.shares[rank])
-        stream = MicroBatchStream(samples, plan.score[rank], before)
+        batch = Batch(1, list(groups), 0)
+        samples = load_samples(self._run, batch, plan.shares[rank], prompts=self._prompts, top_ids=self._given_ids)
+        stream = MicroBatchStream(samples, plan.score[rank], before, self._top_k)
         if self._logprobs is None:
             columns = outputs(self._model, stream, self._world.device)
         else:
@@ -120,37 +122,10 @@ def outputs(model: PackedModel, batches: MicroBatchStream, device: torch.device)
     return [torch.cat(column).cpu() for column in zip(*found, strict=True)]
 
 
-class PackedTeacher(PackedPolicy):
-    """A causal language model that also says which tokens it finds most probable: outputs are log-probabilities of the labels [P] float32, and
-    ids [P, K] int64 and log-probabilities [P, K] float32 of those tokens, over the whole vocabulary; all 0 but at `head_rows`."""
-
-    def __init__(self, model: PreTrainedModel, forward: ForwardConfig, top_k: int) -> None:
-        super().__init__(model, forward)
-        self._rows = partial(top_rows, top_k)
-
-
-def top_rows(
-    top_k: int,
-    hidden_RD: torch.Tensor,
-    head_VD: torch.Tensor,
-    labels_R: torch.Tensor,
-    temperature: float,
-    dtype: torch.dtype,
-    _entropy: Entropy = "none",
-    mask_RK: torch.Tensor | None = None,
-    _ids_RK: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """Return log-probabilities of the labels [R], and ids and log-probabilities of the `top_k` most probable tokens, [R, K]; see `plain_rows`."""
-    logits_RV = linear(hidden_RD, head_VD).to(dtype) / temperature
-    top = (logits_RV.float() - logits_RV.float().logsumexp(-1, keepdim=True)).topk(top_k, -1)
-    among_RV = logits_RV if mask_RK is None else among(logits_RV, mask_RK)
-    logprobs_R = among_RV.log_softmax(-1).gather(-1, labels_R[:, None])[:, 0].float()
-    return logprobs_R, top.indices, top.values
-
-
 def _row_scores(columns: Sequence[torch.Tensor], mask_T: torch.Tensor) -> RowScores:
     trained = mask_T > 0
-    if not all(bool(torch.isfinite(column_T[trained]).all()) for column_T in columns):
+    known = len(columns) < 2 or bool((columns[1][trained] >= 0).all())
+    if not known or not all(bool(torch.isfinite(column_T[trained]).all()) for column_T in columns):
         columns = [
             torch.full_like(column_T, torch.nan) if column_T.ndim == 1 else torch.zeros_like(column_T)
             for column_T in columns
@@ -166,7 +141,8 @@ def require_fitting_teacher(config: Config, scorers: ScorerSet) -> None:
     """Look whether an engine's teacher can judge the policy's tokens; errors as of ScoringModel."""
     trainer, source = config.trainer, scorer_source(config.trainer, scorers)
     require_same_vocabulary(scorers.model, policy_model(trainer), config)
-    require_all_tokens(source.config().get_text_config().vocab_size, policy_source(trainer), source)
+    vocabulary = policy_source(trainer).config().get_text_config().vocab_size
+    require_all_tokens(source.config().get_text_config().vocab_size, vocabulary, source)
 
 
 def require_same_vocabulary(teacher: Pretrained, policy: Pretrained, config: Config) -> None:
@@ -187,12 +163,12 @@ def require_same_vocabulary(teacher: Pretrained, policy: Pretrained, config: Con
         )
 
 
-def require_all_tokens(known: int, policy: ModelSource, own: ModelSource) -> None:
+def require_all_tokens(known: int, wanted: int, own: ModelSource) -> None:
     """Raise DataError where a model has a smaller head than the policy, and would fail at tokens that it does not know.
 
     Args:
         known: tokens of its head.
+        wanted: tokens of the policy's.
     """
-    wanted = policy.config().get_text_config().vocab_size
     if known < wanted:
         raise DataError(f"the model at {own.path} knows {known} tokens, fewer than the policy's {wanted}")

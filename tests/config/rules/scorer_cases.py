@@ -13,15 +13,22 @@ from tests.config.rules.skyrl_cases import (
     REWARD_SERVICE,
     SERVICE,
     SFT,
+    STEP_WISE,
     Case,
 )
 
 TEACHER = {f"{DISTILLATION}.enable": True, f"{DISTILLATION}.model_path": "t"}
+OF_POLICY = {**TEACHER, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.top_k_from_teacher": False}
+SELF = f"{DISTILLATION}.self_teacher"
+OF_ROWS = {**SFT, **TEACHER, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.loss_weight": 0.5}
+OWN = {f"{DISTILLATION}.enable": True, f"{SELF}.model": "policy"}
+AVERAGE = {**OWN, **NO_KL, f"{SELF}.model": "ema"}
 APART = {f"{PLACEMENT}.colocate_policy_ref": False}
 MODEL, FILTERS = "environment.reward_model", {f"{ALGORITHM}.zero_variance_filter": True}
 ENGINE = {f"{DISTILLATION}.backend": "vllm"}
 MEGATRON_CORE = {f"{DISTILLATION}.backend": "megatron", f"{DISTILLATION}.placement.tensor_parallel_size": 2}
 JUDGE = {f"{MODEL}.model": "rm"}
+APART_WITHOUT_KL = {**APART, **NO_KL}
 GPUS = {"slurm.gpus_per_node": 4}
 
 OF_SCORERS = [
@@ -38,10 +45,28 @@ OF_SCORERS = [
         {**TEACHER, f"{DISTILLATION}.kl_penalty_coef": 0.0, f"{DISTILLATION}.use_rewards": True},
     ),
     Case(
+        "a divergence in the loss teaches without advantages",
+        {**TEACHER, f"{DISTILLATION}.kl_penalty_coef": 0.0, f"{DISTILLATION}.top_k": 4},
+        f"{DISTILLATION}.kl_penalty_coef", "would make every advantage 0",
+        {**TEACHER, f"{DISTILLATION}.kl_penalty_coef": 0.0, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.loss_weight": 1.0},
+    ),
+    Case(
         "a critic learns from rewards",
         {**TEACHER, **CRITIC},
         "trainer.critic.model.path", "set trainer.distillation.use_rewards=true, or leave the critic out",
         {**TEACHER, **CRITIC, f"{DISTILLATION}.use_rewards": True},
+    ),
+    Case(
+        "a reward says nothing of a prompt",
+        {**TEACHER, f"{DISTILLATION}.include_prompt": True, f"{DISTILLATION}.use_rewards": True},
+        f"{DISTILLATION}.include_prompt", "expected false with trainer.distillation.use_rewards",
+        {**TEACHER, f"{DISTILLATION}.include_prompt": True},
+    ),
+    Case(
+        "engines say nothing of a prompt",
+        {**TEACHER, f"{DISTILLATION}.include_prompt": True, f"{ALGORITHM}.use_rollout_logprobs_for_loss": True},
+        f"{DISTILLATION}.include_prompt", "expected false with trainer.algorithm.use_rollout_logprobs_for_loss",
+        {**TEACHER, f"{ALGORITHM}.use_rollout_logprobs_for_loss": True},
     ),
     Case(
         "a copy of the teacher is on one node",
@@ -92,15 +117,105 @@ OF_SCORERS = [
         {**TEACHER, f"{DISTILLATION}.jsd_beta": 0.1, f"{DISTILLATION}.top_k": 4},
     ),
     Case(
-        "several tokens of a teacher want whole logits",
-        {**MEGATRON_4, **TEACHER, f"{DISTILLATION}.top_k": 4},
-        f"{DISTILLATION}.top_k", 'expected 0 with trainer.strategy="megatron", found 4',
-        {**MEGATRON_4, **TEACHER},
+        "one teacher is enough",
+        {**OWN, f"{DISTILLATION}.model_path": "t"},
+        f"{DISTILLATION}.model_path", "there is another teacher, the policy itself",
+        OWN,
     ),
     Case(
-        "a teacher judges what is sampled",
-        {**SFT, f"{DISTILLATION}.enable": True},
-        f"{DISTILLATION}.enable", 'has no effect without trainer.mode="rl"',
+        "a hint is another sample's",
+        {**OWN, "generator.n_samples_per_prompt": 1},
+        "generator.n_samples_per_prompt", "expected at least 2",
+        {**OWN, "generator.n_samples_per_prompt": 2},
+    ),
+    Case(
+        "a hint has an answer",
+        {**OWN, f"{SELF}.template": "{prompt}"},
+        f"{SELF}.template", "expected a text with {answer}",
+        {**OWN, f"{SELF}.template": "{prompt} {answer}"},
+    ),
+    Case(
+        "a turn has no hint",
+        {**OWN, **STEP_WISE},
+        f"{SELF}.model", "expected none with generator.step_wise_trajectories",
+        {**TEACHER, **STEP_WISE},
+    ),
+    Case(
+        "a hinted prompt is another one",
+        {**OWN, f"{DISTILLATION}.include_prompt": True},
+        f"{DISTILLATION}.include_prompt", "expected false with trainer.distillation.self_teacher.model",
+        OWN,
+    ),
+    Case(
+        "the reference that teaches is beside the policy",
+        {**OWN, **APART_WITHOUT_KL, f"{SELF}.model": "initial"},
+        f"{PLACEMENT}.colocate_policy_ref", 'expected true with trainer.distillation.self_teacher.model="initial"',
+        {**OWN, **NO_KL, f"{SELF}.model": "initial"},
+    ),
+    Case(
+        "nothing is compared with an average",
+        {**AVERAGE, f"{ALGORITHM}.use_kl_loss": True},
+        f"{SELF}.model", 'the reference is the average with "ema"',
+        AVERAGE,
+    ),
+    Case(
+        "an average is kept in 32 bits",
+        {**MEGATRON_4, **AVERAGE},
+        f"{SELF}.model", 'an average wants trainer.ref.megatron_config.dtype="fp32"',
+        {**MEGATRON_4, **AVERAGE, "trainer.ref.megatron_config.dtype": "fp32"},
+    ),
+    Case(
+        "scorers are for others",
+        {**OWN, f"{DISTILLATION}.batch_size_per_replica": 4},
+        f"{DISTILLATION}.batch_size_per_replica", "has no effect without a teacher of its own",
+        {**TEACHER, f"{DISTILLATION}.batch_size_per_replica": 4},
+    ),
+    Case(
+        "hints are for oneself",
+        {**TEACHER, f"{SELF}.success_reward": 0.5},
+        f"{SELF}.success_reward", "has no effect without trainer.distillation.self_teacher.model",
+        {**OWN, f"{SELF}.success_reward": 0.5},
+    ),
+    Case(
+        "an average has a rate",
+        {**OWN, f"{SELF}.ema_rate": 0.5},
+        f"{SELF}.ema_rate", 'has no effect without trainer.distillation.self_teacher.model="ema"',
+        {**AVERAGE, f"{SELF}.ema_rate": 0.5},
+    ),
+    Case(
+        "engines tell of some tokens alone",
+        {**OF_POLICY, f"{DISTILLATION}.top_k": 256},
+        f"{DISTILLATION}.top_k", "expected at most 255 with top_k_from_teacher=false, found 256",
+        {**OF_POLICY, f"{DISTILLATION}.top_k": 255},
+    ),
+    Case(
+        "of a prompt nothing is sampled",
+        {**OF_POLICY, f"{DISTILLATION}.include_prompt": True},
+        f"{DISTILLATION}.rollout_top_k_recompute", "expected true with top_k_from_teacher=false and trainer.distillation.include_prompt",
+        {**OF_POLICY, f"{DISTILLATION}.include_prompt": True, f"{DISTILLATION}.rollout_top_k_recompute": True},
+    ),
+    Case(
+        "engines say nothing of what sampling leaves out",
+        {**OF_POLICY, "generator.sampling_params.top_k": 8},
+        f"{DISTILLATION}.rollout_top_k_recompute", "expected true with top_k_from_teacher=false and generator.sampling_params.top_k",
+        {**OF_POLICY, "generator.sampling_params.top_k": 8, f"{DISTILLATION}.rollout_top_k_recompute": True},
+    ),
+    Case(
+        "the teacher's tokens need no pass of the engines",
+        {**TEACHER, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.rollout_top_k_recompute": True},
+        f"{DISTILLATION}.rollout_top_k_recompute", "has no effect without trainer.distillation.top_k_from_teacher=false",
+        OF_POLICY,
+    ),
+    Case(
+        "a divergence in the loss is over several tokens",
+        {**TEACHER, f"{DISTILLATION}.loss_weight": 0.5},
+        f"{DISTILLATION}.loss_weight", "has no effect without trainer.distillation.top_k",
+        {**TEACHER, f"{DISTILLATION}.loss_weight": 0.5, f"{DISTILLATION}.top_k": 4},
+    ),
+    Case(
+        "pairs have no teacher",
+        {**DPO, f"{DISTILLATION}.enable": True},
+        f"{DISTILLATION}.enable", 'has no effect without trainer.mode="rl" or "sft"',
         TEACHER,
     ),
     Case(
@@ -119,6 +234,18 @@ OF_SCORERS = [
         "an engine tells of so many tokens",
         {**TEACHER, **ENGINE, f"{DISTILLATION}.top_k": 500}, f"{DISTILLATION}.top_k", "expected at most 256",
         {**TEACHER, **ENGINE, f"{DISTILLATION}.top_k": 100},
+    ),
+    Case(
+        "an engine tells of its own tokens",
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.top_k_from_teacher": False},
+        f"{DISTILLATION}.top_k_from_teacher", 'expected true with backend="vllm"',
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.top_k": 4},
+    ),
+    Case(
+        "an engine judges what was chosen",
+        {**TEACHER, **ENGINE, f"{DISTILLATION}.include_prompt": True},
+        f"{DISTILLATION}.include_prompt", 'expected false with backend="vllm"',
+        {**TEACHER, **MEGATRON_CORE, f"{DISTILLATION}.include_prompt": True},
     ),
     Case(
         "an engine is on one node",
@@ -245,5 +372,35 @@ OF_SCORERS = [
         "a reward model judges what is sampled",
         {**SFT, **JUDGE}, f"{MODEL}.model", 'has no effect without trainer.mode="rl"',
         JUDGE,
+    ),
+    Case(
+        "rows of datasets earn no rewards",
+        {**OF_ROWS, f"{DISTILLATION}.use_rewards": True},
+        f"{DISTILLATION}.use_rewards", 'has no effect without trainer.mode="rl"',
+        OF_ROWS,
+    ),
+    Case(
+        "the teacher of rows is named",
+        {**SFT, f"{DISTILLATION}.enable": True, f"{DISTILLATION}.top_k": 4, f"{DISTILLATION}.loss_weight": 0.5},
+        f"{DISTILLATION}.model_path", "required with trainer.distillation.enable: the teacher",
+        OF_ROWS,
+    ),
+    Case(
+        "the teacher of rows tells several tokens",
+        {**SFT, **TEACHER},
+        f"{DISTILLATION}.top_k", "expected how many of the teacher's most probable tokens are learned",
+        OF_ROWS,
+    ),
+    Case(
+        "the teacher of rows is heard",
+        {**SFT, **TEACHER, f"{DISTILLATION}.top_k": 4},
+        f"{DISTILLATION}.loss_weight", 'expected above 0 with trainer.mode="sft"',
+        OF_ROWS,
+    ),
+    Case(
+        "the teacher of rows is in the place of the reference",
+        {**OF_ROWS, "trainer.ref.model.path": "r"},
+        "trainer.ref.model.path", "the teacher is in the place of the reference",
+        {**TEACHER, "trainer.ref.model.path": "r"},
     ),
 ]  # fmt: skip

@@ -27,6 +27,7 @@ UNBOUNDED = {
     "trainer.algorithm.off_policy_correction.negative_sample_mask_delta",
     "trainer.ckpt_interval",
     "trainer.critic.optimizer_config.max_grad_norm",
+    "trainer.distillation.self_teacher.success_reward",
     "trainer.eval_interval",
     "trainer.hf_save_interval",
     "trainer.max_ckpts_to_keep",

@@ -78,6 +78,7 @@ def end_to_end(case: Case) -> dict[str, Any]:
         weights=weights.repeat_interleave(torch.tensor(lengths)), nll_weights=zeros, rollout_logprobs=logprobs.detach(),
         old_logprobs=logprobs.detach(), advantages=given if policy is not None else advantages,
         teacher_top=None if policy is None else inputs["teacher_topk_logprobs"][trained],
+        teacher_ids=None if policy is None else inputs["topk_indices"].roll(-1, 1)[trained],
     )  # fmt: skip
     loss, _ = build_objective(_algorithm(case), settings)(batch, logprobs, zeros, policy)
     loss.backward()

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hpcrl.config import Config
+from hpcrl.config.derive import teaches_rows
 from hpcrl.controller.dataset_rows import DatasetRows
 from hpcrl.controller.prompt_stream import PromptStream
 from hpcrl.data.conversations import Tokens
@@ -21,6 +22,7 @@ from hpcrl.rundir.layout import Run
 from hpcrl.trainer.backends.build import build_policy
 from hpcrl.trainer.batching import micro_batch_limits
 from hpcrl.trainer.distributed import World
+from hpcrl.trainer.offline.likelihood import score_by_teacher
 from hpcrl.trainer.offline.modes import objective_of, reduction_of
 from hpcrl.trainer.offline.validation import Validation
 from hpcrl.trainer.samples import load_mini_batches
@@ -67,6 +69,8 @@ def trained(run: Run, world: World, model: str, changes: dict[str, Any]) -> tupl
     limits = micro_batch_limits(trainer, trainer.max_tokens_per_micro_batch)
     reduction = reduction_of(trainer, trainer.max_length or 0)
     (mini,) = load_mini_batches(run, batch_of(run), trainer, limits, engine.data, reduction)
+    if teaches_rows(trainer):
+        score_by_teacher(mini, engine, trainer.distillation.top_k, lambda: None)
     validation = Validation.of(run, chosen, limits)
     file = open_tokens(run.dataset("train-0"))
     measured = validation.sums(engine, [(file, row) for row in range(ROWS)], lambda: None)
@@ -110,6 +114,56 @@ def expected(run: Run, model_path: Path) -> tuple[float, float]:
         [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     )
     return loss.item(), norm.item()
+
+
+def taught(model: Path, weight: float) -> dict[str, Any]:
+    """Return the settings with which a teacher, the policy with other weights, is learned too."""
+    distillation = {"enable": True, "model_path": str(model), "top_k": 5, "jsd_beta": 0.0, "loss_weight": weight}
+    return {"distillation": distillation, "ref": {"fsdp_config": {"mixed_precision": {"param_dtype": "fp32"}}}}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Path:
+    path, model = tmp_path_factory.mktemp("teacher"), AutoModelForCausalLM.from_pretrained(model_path)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("weight", [0.3, 1.0])
+def test_a_teacher_is_learned_beside_the_answers(
+    run: Run, alone: World, two: Ranks, tmp_path: Path, model_path: Path, teacher: Path, weight: float, ranks: int
+) -> None:
+    """(1 - w) cross entropy + w KL(teacher || policy) over the teacher's five most probable tokens, as transformers' logits give it."""
+    changes = {"max_tokens_per_micro_batch": 60, **taught(teacher, weight)}
+    if ranks == 2:
+        options = {"run": str(run.path), "model": str(model_path), "changes": changes, "out": str(tmp_path / "found")}
+        two.play([("backends.test_supervised:on_ranks", options)])
+        loss, norm, validation = json.loads((tmp_path / "found").read_text())
+    else:
+        loss, norm, validation = trained(run, alone, str(model_path), changes)
+    file = open_tokens(run.dataset("train-0"))
+    policy, other = (AutoModelForCausalLM.from_pretrained(path) for path in (model_path, teacher))
+    likelihoods, divergences = list[torch.Tensor](), list[torch.Tensor]()
+    for sample in (sample for row in range(ROWS) for sample in file.read(row)):
+        ids, places = torch.from_numpy(sample.token_ids), torch.from_numpy(sample.loss_mask)[1:].nonzero()[:, 0]
+        own_RV = policy(ids[None]).logits[0][places].log_softmax(-1)
+        likelihoods += (-own_RV.gather(1, ids[places + 1][:, None])[:, 0]).unbind()
+        with torch.no_grad():
+            top_RK = other(ids[None]).logits[0][places].log_softmax(-1).topk(5)
+        divergence_RK = top_RK.values.exp() * (top_RK.values - own_RV.gather(1, top_RK.indices))
+        divergences += divergence_RK.sum(-1).unbind()
+    likelihood = torch.stack(likelihoods).mean()
+    expected = (1 - weight) * likelihood + weight * torch.stack(divergences).mean()
+    expected.backward()
+    gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-4)
+    assert validation == pytest.approx(likelihood.item(), rel=1e-5), "a validation set is measured by its answers"
 
 
 PACKINGS = {

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from torch.distributions import Categorical
 
 from hpcrl.trainer.models.forward import ForwardConfig
-from hpcrl.trainer.models.logprobs import Entropy, compiled_rows, token_logprobs
+from hpcrl.trainer.models.logprobs import Entropy, compiled_rows, token_logprobs, top_rows
 from tests.trainer.launcher import environment
 
 
@@ -51,6 +52,22 @@ def test_other_tokens_than_the_labels_are_differentiable_too(chunk_rows: int, en
     gradients = torch.autograd.grad((found * weights_RK).sum() + logprobs.sum(), (hidden, head))
     by_hand = torch.autograd.grad((expected * weights_RK).sum() + alone.sum(), (hidden, head))
     torch.testing.assert_close(gradients, by_hand, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("vocabulary", [None, 30])
+def test_the_most_probable_tokens_are_of_those_that_the_policy_knows(vocabulary: int | None) -> None:
+    draw = torch.Generator().manual_seed(5)
+    hidden, head = (torch.randn(n, 8, generator=draw) for n in (32, 50))
+    labels, whole = torch.randint(0, 30, (32,), generator=draw), (hidden @ head.T / 0.6).log_softmax(-1)
+    rows = partial(top_rows, 3, vocabulary)
+    logprobs, ids, top = token_logprobs(hidden, head, labels, 0.6, 7, rows)
+    assert ids.tolist() == whole[:, :vocabulary].topk(3).indices.tolist()
+    torch.testing.assert_close(top, whole.gather(1, ids))
+    torch.testing.assert_close(logprobs, whole.gather(1, labels[:, None])[:, 0])
+    given = torch.randint(0, 50, (32, 4), generator=draw)
+    _, same, found = token_logprobs(hidden, head, labels, 0.6, 7, rows, ids_PK=given.int())
+    assert torch.equal(same, given)
+    torch.testing.assert_close(found, whole.gather(1, given))
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 100])

@@ -16,10 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpcrl.algorithms.distillation import teacher_advantages
 from hpcrl.config import AlgorithmConfig, Config, TrainerConfig
+from hpcrl.config.derive import policy_model
 from hpcrl.config.scorers import REFERENCE, TEACHER, judges_of, scorer_sets
 from hpcrl.config.sections.distillation import DistillationConfig
+from hpcrl.config.sections.model import Pretrained
 from hpcrl.config.validate import build
 from hpcrl.data.batch_file import write_batch
+from hpcrl.data.group_file import read_group, write_group
 from hpcrl.data.score_file import RowScores, write_scores
 from hpcrl.errors import DamagedError, DataError
 from hpcrl.rundir.commit import write_text
@@ -29,7 +32,7 @@ from hpcrl.trainer.batching import MicroBatchLimit, mini_batches
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.packing import PackedSamples, Scores
 from hpcrl.trainer.samples import load_mini_batches, load_samples
-from hpcrl.trainer.scoring.model import ScoringModel
+from hpcrl.trainer.scoring.model import ScoringModel, require_same_vocabulary
 from hpcrl.types import Batch
 from tests.paths import QUICKSTART
 from tests.trainer.material import QUICKSTART as MODEL
@@ -114,6 +117,88 @@ def test_the_most_probable_tokens_are_those_of_the_teacher(chunk: int, tmp_path:
     one = packed.micro_batch(range(1, 3))
     assert one.teacher_ids is not None
     assert one.teacher_ids.shape == (sum(one.lengths), 5)
+
+
+def test_prompts_are_scored_and_learned_where_they_are_to_be(tmp_path: Path, alone: World) -> None:
+    """All tokens but the first; no engine has given a prompt log-probabilities, so that it counts as sampled from the old policy."""
+    settings = ["trainer.distillation.include_prompt=true", "trainer.distillation.top_k=2"]
+    run = configured(tmp_path / "run", OFF, *TEACHER_IS_ENABLED, *settings)
+    config, batch = Config.from_toml([run.config]), batch_of(run)
+    scored = ScoringModel(run, config, scorer_sets(config)[0], alone).scores(batch.groups, lambda: None)
+    digests = write_scores(run, NAME, [(group, scored[group.group_id]) for group in batch.groups])
+    named = replace(batch, groups=[replace(one, scores={NAME: digests[one.group_id]}) for one in batch.groups])
+    limits = MicroBatchLimit(4), MicroBatchLimit(4)
+    (mini,) = load_mini_batches(run, named, config.trainer, limits, alone, reduction())
+    (whole,) = load_mini_batches(run, named, trainer(), limits, alone, reduction())
+    assert mini.tokens == sum(length - 1 for group in batch.groups for length in group.lengths)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    mini.samples.scores.old_logprobs = torch.full_like(mini.samples.loss_mask, -0.25)
+    mini.samples.complete_rollout()
+    chosen = {(view.ref.group, view.ref.index): view for view in views([whole.samples])}
+    for view in views([mini.samples]):
+        own = chosen[view.ref.group, view.ref.index]
+        mask_T, told_T = own.of(whole.samples.loss_mask) > 0, own.of(whole.samples.rollout_logprobs)
+        expected = torch.where(mask_T, told_T, -0.25)
+        expected[-1] = 0  # nothing is predicted there
+        torch.testing.assert_close(view.of(mini.samples.rollout_logprobs), expected)
+        with torch.no_grad():
+            logits_TV = model(view.of(mini.samples.token_ids)[None]).logits[0]
+        top = logits_TV.log_softmax(-1).topk(2)
+        assert view.of(mini.samples.scores.teacher_ids)[:-1].tolist() == top.indices[:-1].tolist()
+
+
+def test_a_teacher_judges_the_tokens_that_the_policy_names(tmp_path: Path, alone: World) -> None:
+    """A sample that lacks some, because it was generated before they were asked for, is not trained."""
+    settings = ["trainer.distillation.top_k_from_teacher=false", "trainer.distillation.top_k=3"]
+    run = configured(tmp_path / "run", OFF, *TEACHER_IS_ENABLED, *settings)
+    config, draw = Config.from_toml([run.config]), torch.Generator().manual_seed(1)
+    groups = list(batch_of(run).groups)
+    named = dict[tuple[int, int], torch.Tensor]()
+    for number, meta in enumerate(groups):
+        rows = read_group(run.path / meta.path)
+        for at, row in enumerate(rows):
+            named[number, at] = torch.randint(0, 18, (len(row.token_ids), 3), generator=draw).int()
+            rows[at] = replace(row, top_ids=None if (number, at) == (1, 2) else named[number, at])
+        groups[number] = write_group(run.path / meta.path, rows, replace(meta, digest=""))
+    scored = ScoringModel(run, config, scorer_sets(config)[0], alone).scores(groups, lambda: None)
+    assert [at for at, row in enumerate(scored[groups[1].group_id]) if np.isnan(row.logprobs).any()] == [2]
+    digests = write_scores(run, NAME, [(group, scored[group.group_id]) for group in groups])
+    batch = Batch(1, [replace(one, scores={NAME: digests[one.group_id]}) for one in groups], 4)
+    packed = load_samples(run, batch, mini_batches(batch, 4)[0])
+    assert packed.unscored == 1
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    for view in views([packed]):
+        with torch.no_grad():
+            whole_TV = model(view.of(packed.token_ids)[None]).logits[0].log_softmax(-1)
+        trained, ids_TK = view.of(packed.loss_mask) > 0, named[view.ref.group, view.ref.index].roll(-1, 0)[:]
+        assert trained.any() == ((view.ref.group, view.ref.index) != (1, 2))
+        assert torch.equal(view.of(packed.scores.teacher_ids)[trained], ids_TK[trained])
+        expected = whole_TV.gather(-1, ids_TK.long())[trained]
+        torch.testing.assert_close(view.of(packed.scores.teacher_top)[trained], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_sample_of_which_nothing_is_trained_has_no_prompt_to_learn(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (meta,) = make_batch(run, 1, groups=1, size=2).groups
+    first, second = read_group(run.path / meta.path)
+    failed = replace(second, loss_mask=torch.zeros_like(second.loss_mask))
+    (run.path / meta.path).unlink()
+    batch = Batch(1, [write_group(run.path / meta.path, [first, failed], meta)], 1)
+    packed = load_samples(run, batch, mini_batches(batch, 1)[0], prompts=True)
+    assert sorted(packed.trained) == [0, len(first.token_ids) - 1]
+
+
+@pytest.mark.slow
+def test_a_compiled_teacher_says_the_same(tmp_path: Path, alone: World) -> None:
+    run = configured(tmp_path / "run", OFF, *TEACHER_IS_ENABLED)
+    batch, found = batch_of(run), list[dict[str, list[RowScores]]]()
+    for compiled in (False, True):
+        config = Config.from_toml([run.config], [f"trainer.distillation.compile_model={str(compiled).lower()}"])
+        found.append(ScoringModel(run, config, scorer_sets(config)[0], alone).scores(batch.groups, lambda: None))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    for name, rows in found[0].items():
+        for one, other in zip(rows, found[1][name], strict=True):
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
 def test_each_data_source_has_its_teacher() -> None:
@@ -257,6 +342,14 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path, alone: World
     config = Config.from_toml([run.config])
     with pytest.raises(DataError, match=r"have different vocabularies: 1 tokens, such as '<thought>' \(18 and None\)"):
         ScoringModel(run, config, scorer_sets(config)[0], alone)
+
+
+def test_a_teacher_may_have_another_chat_template(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    config = Config.from_toml([QUICKSTART])
+    require_same_vocabulary(Pretrained(str(tmp_path)), policy_model(config.trainer), config)
 
 
 def test_scores_have_another_name_where_settings_decide_what_they_are() -> None:

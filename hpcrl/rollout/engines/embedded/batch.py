@@ -61,12 +61,14 @@ class _Row:
     Attributes:
         begin: place of the prompt's first token. A place is a column, with columns counted from where they were at first.
         masks: for each token so far, what it was sampled among; None where the request does not ask.
+        tops: for each token so far, the most probable ones in its place; None where the request does not ask.
     """
 
     request: Request
     number: int
     begin: int
     masks: list[list[int]] | None
+    tops: list[list[int]] | None
 
     @property
     def said_from(self) -> int:
@@ -209,7 +211,9 @@ class Batch:
         for request in joining:
             number = numbers[id(request)] = numbers.get(id(request), -1) + 1
             begin = width - 1 - len(request.prompt) + self._offset
-            rows.append(_Row(request, number, begin, [] if request.sampling.logprobs else None))
+            told, masked = request.sampling.logprobs > 0, request.sampling.top_k > 0
+            masks, tops = [] if told and masked else None, [] if told and not masked else None
+            rows.append(_Row(request, number, begin, masks, tops))
         capacity = min(width + _AHEAD, max(row.end for row in rows) - self._offset)
         self._columns, self._rows = Columns.of([*parts, *prompts], width, capacity), list(rows)
         self._note(rows)
@@ -250,6 +254,7 @@ class Batch:
         columns.tokens[first:, at], columns.logprobs[first:, at] = choice.tokens, choice.logprobs
         columns.versions[first:, at] = version
         self._keep_masks(first, choice)
+        self._keep_tops(first, logits_RV)
         stopped = torch.isin(choice.tokens, self._end) & self._ends_early[first:]
         over = stopped | (at + 1 >= self._ends[first:])
         self._end_rows(first, stopped.tolist(), over.tolist())
@@ -265,6 +270,16 @@ class Batch:
             assert row is not None
             assert row.masks is not None
             row.masks.append(mask.tolist())
+
+    def _keep_tops(self, first: int, logits_RV: torch.Tensor) -> None:
+        wanted = {at: row for at, row in enumerate(self._rows[first:]) if row is not None and row.tops is not None}
+        if not wanted:
+            return
+        counts = [row.request.sampling.logprobs for row in wanted.values()]
+        ids = logits_RV[torch.tensor(list(wanted), device=self._device)].topk(max(counts)).indices.tolist()
+        for row, count, best in zip(wanted.values(), counts, ids, strict=True):
+            assert row.tops is not None
+            row.tops.append(best[:count])
 
     def _end_rows(self, first: int, stopped: list[bool], over: list[bool]) -> None:
         """Hand over the rows that have ended with the token that was sampled last, and leave out those that nobody waits for."""
@@ -293,7 +308,9 @@ class Batch:
             row, self._rows[at] = self._rows[at], None
             assert row is not None
             said = slice(row.said_from - self._offset, columns.width)
-            row.request.end(row.number, Generation(tokens[said], logprobs[said], reason, versions[said], row.masks))
+            row.request.end(
+                row.number, Generation(tokens[said], logprobs[said], reason, versions[said], row.masks, row.tops)
+            )
 
     def _says_stop(self, at: int, row: _Row) -> bool:
         """Return whether the newest token of a row completes one of its stop texts."""

@@ -94,6 +94,12 @@ class EmbeddedEngine(Engine):
                     del self._named[name]
         return said * n_samples if asked.greedy else said
 
+    async def top_tokens(self, token_ids: Sequence[int], count: int) -> list[list[int]]:
+        with self._asked("top_tokens"):
+            return await asyncio.wrap_future(
+                self._compute.between_tokens(lambda: self._logits(token_ids).topk(count, -1).indices.tolist())
+            )
+
     async def ended(self) -> dict[str, dict[int, Generation]]:
         found = dict[str, dict[int, Generation]]()
         for name, (request, told) in self._named.items():
@@ -131,9 +137,14 @@ class EmbeddedEngine(Engine):
 
     @torch.inference_mode()
     def _logprobs(self, probe: Probe) -> list[float]:
-        tokens = torch.tensor([probe.token_ids], device=self._model.device)
-        logits_TV = self._model(input_ids=tokens, use_cache=False).logits[0, :-1]
-        return torch.log_softmax(logits_TV.float(), -1).gather(1, tokens[0, 1:, None])[:, 0].tolist()
+        labels_T = torch.tensor(probe.token_ids[1:], device=self._model.device)
+        return torch.log_softmax(self._logits(probe.token_ids), -1).gather(1, labels_T[:, None])[:, 0].tolist()
+
+    @torch.inference_mode()
+    def _logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Return those of each token but the first, given those before it, [T - 1, V] float32."""
+        tokens = torch.tensor([list(token_ids)], device=self._model.device)
+        return self._model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
 
     async def tokens(self) -> float | None:
         return float(self._compute.tokens)

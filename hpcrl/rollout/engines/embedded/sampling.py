@@ -22,7 +22,8 @@ class Sampling:
     """How the samples of a request are made; names as vLLM has them.
 
     Attributes:
-        logprobs: above 0: the tokens that each was sampled among are wanted too.
+        logprobs: above 0: the tokens that each was sampled among are wanted too, or, where sampling leaves none out, as many of the most
+            probable ones.
     """
 
     max_tokens: int = 16

@@ -15,7 +15,7 @@ import httpx
 
 from hpcrl.data.weight_files import PublishedWeights
 from hpcrl.errors import EngineError
-from hpcrl.rollout.engines.base import Engine, Generation
+from hpcrl.rollout.engines.base import Engine, Generation, leaves_out
 from hpcrl.rollout.engines.proof import check_probe, check_ranks, difference, tolerance
 from hpcrl.rollout.engines.vllm.middleware import ENDED, LEFT_OUT, PATH, TOKEN_ID
 from hpcrl.rollout.limiter import Load
@@ -38,6 +38,7 @@ class _Running:
     Attributes:
         name: of the call.
         masked: whether its tokens have sampling masks.
+        top: how many of the most probable tokens are wanted in the place of each.
         version: of the weights when it began.
         changes: since then, each the newer version, and how many tokens a sample had before, by its index. A sample that is missing was
             finished, or had not reached the engine: its tokens count as older ones.
@@ -45,6 +46,7 @@ class _Running:
 
     name: str | None
     masked: bool
+    top: int
     version: int
     changes: list[tuple[int, dict[int, int]]] = field(default_factory=list)
 
@@ -60,7 +62,9 @@ class _Running:
 
 def _generation(choice: Mapping[str, Any], running: _Running) -> Generation:
     content = choice["logprobs"]["content"]
-    logprobs, masks = [token["logprob"] for token in content], None
+    logprobs, masks, top_ids = [token["logprob"] for token in content], None, None
+    if running.top:
+        top_ids = [_most_probable(token["top_logprobs"], running.top) for token in content]
     if running.masked:
         kept = [[top for top in token["top_logprobs"] if top["logprob"] > LEFT_OUT] for token in content]
         masks = [[int(top["token"].removeprefix(TOKEN_ID)) for top in tops] for tops in kept]
@@ -74,7 +78,14 @@ def _generation(choice: Mapping[str, Any], running: _Running) -> Generation:
         stop_reason=choice["finish_reason"],
         versions=running.versions(choice["index"], len(choice["token_ids"])),
         sampling_mask=masks,
+        top_ids=top_ids,
     )
+
+
+def _most_probable(tops: Sequence[Mapping[str, Any]], count: int) -> list[int]:
+    """Return the most probable ones of those tokens that vLLM tells: the sampled one first, then others."""
+    ordered = sorted(tops, key=lambda top: -top["logprob"])[:count]
+    return [int(top["token"].removeprefix(TOKEN_ID)) for top in ordered]
 
 
 def _name(version: int) -> str:
@@ -129,12 +140,17 @@ class EngineClient(Engine):
         greedy = sampling.get("temperature", 1.0) < _GREEDY  # the engine refuses to repeat itself
         asked = 1 if greedy else n_samples
         params = {"logprobs": 0, **sampling, "n": asked, "seed": seed, "detokenize": bool(sampling.get("stop"))}
+        told, masked = params["logprobs"], leaves_out(params)
+        if told and not masked:  # the sampled one may take the place of the last
+            params["logprobs"] = told + 1
         request_id = uuid.uuid4().hex
         request = {"request_id": request_id, "token_ids": list(prompt_ids), "sampling_params": params}
         request |= self._adapter()
         if self._keep_cache:  # caches of older weights are there too, which no request that begins now may find
             request["cache_salt"] = _name(self.version)
-        running = self._running[_NAMED + request_id] = _Running(name, params["logprobs"] > 0, self.version)
+        running = self._running[_NAMED + request_id] = _Running(
+            name, told > 0 and masked, 0 if masked else told, self.version
+        )
         try:
             answer = await self._call("POST", "/inference/v1/generate", json=request)
         finally:
@@ -143,6 +159,18 @@ class EngineClient(Engine):
         assert len(choices) == asked, f"asked for {asked} samples, got {len(choices)}"
         said = [_generation(choice, running) for choice in choices]
         return said * n_samples if greedy else said
+
+    async def top_tokens(self, token_ids: Sequence[int], count: int) -> list[list[int]]:
+        *before, _ = token_ids  # whose own place is that of the token which is sampled
+        params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": count, "logprobs": count, "detokenize": False}
+        request = {"token_ids": before, "sampling_params": params, **self._adapter()}
+        answer = await self._call("POST", "/inference/v1/generate", json=request)
+        found = list[list[int]]()
+        for place in answer["prompt_logprobs"][1:]:
+            ordered = sorted(place, key=lambda token: -place[token]["logprob"])
+            found.append([int(token) for token in ordered[:count]])
+        (token,) = answer["choices"][0]["logprobs"]["content"]
+        return [*found, _most_probable(token["top_logprobs"], count)]
 
     async def ended(self) -> dict[str, dict[int, Generation]]:
         found = dict[str, dict[int, Generation]]()

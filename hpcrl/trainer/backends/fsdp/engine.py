@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from hpcrl.config.adapters import begins_from_weights, reference_follows, reference_has_values, reference_is_base
-from hpcrl.config.derive import ref_sharding
+from hpcrl.config.derive import ref_sharding, self_teacher
 from hpcrl.config.scorers import trainer_has_reference
 from hpcrl.config.sections.model import CriticConfig, OptimizerConfig, PolicyConfig
 from hpcrl.config.sections.trainer import TrainerConfig
@@ -163,12 +164,12 @@ class FsdpEngine(Generic[Model]):
         frozen = {name for name, each in self._model.named_parameters() if self._lora.rank and not each.requires_grad}
         return {name: value for name, value in state.items() if name not in frozen}
 
-    def _each_without_gradient(self, model: PackedModel, batches: MicroBatches) -> Iterator[torch.Tensor]:
+    def _each_without_gradient(self, model: PackedModel, batches: MicroBatches) -> Iterator[tuple[torch.Tensor, ...]]:
         for batch in batches:
             with torch.no_grad(), without_dropout(model, self._lora.dropout):
-                first_P, *_ = model.run(batch.to(self._world.device))
+                outputs = model.run(batch.to(self._world.device))
                 free_gathered(model)
-            yield first_P
+            yield outputs
 
 
 class FsdpExported(FsdpEngine[Model]):
@@ -274,7 +275,11 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         self._reference: PackedPolicy | None = None
         self._reference_is_base = reference_is_base(trainer)
         if trainer_has_reference(trainer) and not self._reference_is_base:
-            self._reference = load_model(PackedPolicy, reference_source(trainer), ref_sharding(trainer), forward, world)
+            known = replace(forward, vocabulary=model.head.out_features)
+            averaged = self_teacher(trainer) == "ema"
+            self._reference = load_model(
+                PackedPolicy, reference_source(trainer), ref_sharding(trainer), known, world, averaged=averaged
+            )
             if reference_follows(trainer):
                 require_same_shape(self._reference, model)
         self._reference_values = self._without_adapters() if reference_has_values(trainer) else {}
@@ -282,13 +287,22 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         self.dtype = DTYPES[section.fsdp_config.mixed_precision.param_dtype]
 
     def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
+        return (logprobs_P for logprobs_P, *_ in self._outputs(batches, reference=reference))
+
+    def top_logprobs(
+        self, batches: MicroBatches, *, reference: bool = False
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        found: Iterator[Any] = self._outputs(batches, reference=reference)
+        return found
+
+    def _outputs(self, batches: MicroBatches, *, reference: bool) -> Iterator[tuple[torch.Tensor, ...]]:
         if not reference:
             yield from self._each_without_gradient(self._model, batches)
         elif self._reference_is_base:
             for batch in batches:
                 with self._as_reference():  # not while others compute in between
-                    (logprobs_P,) = self._each_without_gradient(self._model, [batch])
-                yield logprobs_P
+                    (outputs,) = self._each_without_gradient(self._model, [batch])
+                yield outputs
         else:
             assert self._reference is not None, "this engine was made without a reference"
             yield from self._each_without_gradient(self._reference, batches)
@@ -306,15 +320,16 @@ class FsdpPolicy(FsdpExported[PackedPolicy]):
         with self._holding(self._reference_values) if self._reference_values else without_adapters(self._model):
             yield
 
-    def reset_reference(self, *, fresh_optimizer: bool) -> None:
+    def reset_reference(self, *, fresh_optimizer: bool, rate: float = 1.0) -> None:
         free_gathered(self._model)
         if self._reference_is_base:
             for name, value in self._trained().items():
-                self._reference_values[name].copy_(value)
+                held = local(self._reference_values[name])
+                held.copy_(torch.lerp(held, local(value), rate))
         else:
             assert self._reference is not None, "this engine was made without a reference"
             free_gathered(self._reference)
-            copy_parameters(self._model, self._reference)
+            copy_parameters(self._model, self._reference, rate)
         self._reference_moved = True
         if fresh_optimizer:
             forget_moments(self._optimizer)
@@ -364,7 +379,7 @@ class FsdpRewardModel(FsdpExported[PackedRewardModel]):
         super().__init__(model, source, section, trainer, world)
 
     def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
-        return self._each_without_gradient(self._model, batches)
+        return (values_P for values_P, *_ in self._each_without_gradient(self._model, batches))
 
 
 class FsdpCritic(FsdpEngine[PackedCritic]):
@@ -384,7 +399,7 @@ class FsdpCritic(FsdpEngine[PackedCritic]):
         super().__init__(model, section, trainer, world)
 
     def values(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
-        return self._each_without_gradient(self._model, batches)
+        return (values_P for values_P, *_ in self._each_without_gradient(self._model, batches))
 
 
 def adam_settings(optimizer: OptimizerConfig) -> dict[str, Any]:

@@ -4,6 +4,7 @@ critic gives values, a reward model scores."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -12,12 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hpcrl.config.sections.model import CriticConfig, FSDPConfig, PolicyConfig
-from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard
+from hpcrl.trainer.backends.fsdp.sharding import set_whole, shard, units
 from hpcrl.trainer.distributed import World
 from hpcrl.trainer.models.attention import PACKED, PADDED, PackedSequences
 from hpcrl.trainer.models.forward import DTYPES, ForwardConfig, score_places
 from hpcrl.trainer.models.hf import ModelSource
-from hpcrl.trainer.models.logprobs import among_zeros, compiled_rows, plain_rows, token_logprobs
+from hpcrl.trainer.models.logprobs import among_zeros, compiled_rows, plain_rows, token_logprobs, top_rows
 from hpcrl.trainer.models.trained import mark_trained
 from hpcrl.types import MicroBatch
 
@@ -65,6 +66,7 @@ class PackedModel(nn.Module):
             batch.head_rows,
             batch.sampling_mask,
             batch.teacher_ids,
+            batch.top_k,
         )
 
 
@@ -85,23 +87,26 @@ class PackedPolicy(PackedModel):
         head_rows: torch.Tensor,
         sampling_mask: torch.Tensor | None,
         teacher_ids: torch.Tensor | None = None,
+        top_k: int = 0,
     ) -> tuple[torch.Tensor, ...]:
         """Return log-probabilities of the labels and entropies (ForwardConfig.entropy), both [P] float32, 0 but at `head_rows`.
 
-        With gradients those of `teacher_ids` too, [P, K].
+        With gradients those of `teacher_ids` too, [P, K]. Without them, where `top_k` asks, the outputs are those of `top_rows`.
         """
         hidden_PD, forward = self.hidden(token_ids, positions, sequences), self.forward_config
+        trained = torch.is_grad_enabled()
+        told = top_k > 0 and not trained
         found = token_logprobs(
             hidden_PD.index_select(0, head_rows),
             self.head.weight,
             labels.index_select(0, head_rows),
             forward.temperature,
             forward.chunk_rows,
-            self._rows,
+            partial(top_rows, top_k, forward.vocabulary) if told else self._rows,
             forward.dtype,
             forward.entropy,
             None if sampling_mask is None else sampling_mask.index_select(0, head_rows),
-            None if teacher_ids is None or not torch.is_grad_enabled() else teacher_ids.index_select(0, head_rows),
+            teacher_ids.index_select(0, head_rows) if teacher_ids is not None and (told or trained) else None,
         )
         return tuple(among_zeros(values_R, head_rows, len(labels)) for values_R in found)
 
@@ -158,6 +163,9 @@ def load_model(
     world: World,
     trained: PolicyConfig | CriticConfig | None = None,
     seed: int = 0,
+    *,
+    averaged: bool = False,
+    compiled: bool = False,
 ) -> Packed:
     """Return the model of `source`, sharded; rank 0 reads it, in the type of its files, and each rank casts its shards.
 
@@ -166,13 +174,15 @@ def load_model(
         trained: section with what is trained; None: nothing. What is frozen as a whole, also below adapters, is kept in the type of the
             computation.
         seed: of the first values of adapters.
+        compiled: its layers are compiled, for packed samples of any lengths.
+        averaged: it becomes an average of what is trained, and is kept in the same type.
 
     Raises:
         DataError: `source` is no model in Hugging Face format, or does not have what the configuration names.
     """
     precision = fsdp.mixed_precision
     adapted = trained is not None and trained.model.lora.rank > 0
-    kept = precision.param_dtype if trained is None else precision.master_dtype
+    kept = precision.param_dtype if trained is None and not averaged else precision.master_dtype
     dtype = DTYPES[precision.param_dtype if adapted else kept]
     attention = PACKED if forward.flash else PADDED
     stored: list[PreTrainedModel] = []
@@ -191,6 +201,8 @@ def load_model(
             module.p = 0.0  # old and new log-probabilities of a policy must come from the same function
     mark_trained(empty, trained, DTYPES[kept])
     model = packed(empty, forward).train(trained is not None)
+    for layer in units(empty, {}) if compiled else ():
+        layer.compile(dynamic=True)
     shard(model, empty, fsdp, kept, world)
     offloaded = fsdp.cpu_offload and world.device.type == "cuda"
     model.to_empty(device="cpu" if offloaded else world.device)

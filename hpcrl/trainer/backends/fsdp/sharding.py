@@ -106,14 +106,18 @@ def set_whole(parameter: torch.Tensor, value: torch.Tensor) -> None:
     local(parameter).copy_(local(value))
 
 
-def copy_parameters(source: nn.Module, target: nn.Module) -> None:
+def copy_parameters(source: nn.Module, target: nn.Module, rate: float = 1.0) -> None:
     """Give each parameter of `target` the value of the one of its name in `source`, whatever types and shardings they have.
 
-    All ranks call it. One whole parameter, in the type of `target`, is in memory at a time.
+    All ranks call it. One whole parameter, in the type of `target`, is in memory at a time; two where they are averaged.
+
+    Args:
+        rate: share of `source` in the new value; the rest is the old one.
     """
     values = dict(source.named_parameters())
     for name, parameter in target.named_parameters():
-        set_whole(parameter, whole(values[name].detach().to(parameter.dtype)))
+        value = whole(values[name].detach().to(parameter.dtype))
+        set_whole(parameter, value if rate == 1 else torch.lerp(whole(parameter.detach()), value, rate))
 
 
 def units(model: PreTrainedModel, wrap_policy: dict[str, Any]) -> list[nn.Module]:

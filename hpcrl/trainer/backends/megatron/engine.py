@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -223,7 +223,8 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
         if trainer_has_reference(trainer) and not self._reference_is_base:
             megatron = trainer.ref.megatron_config
             source = reference_source(trainer)
-            chunks, *_ = build(PolicyModel, source, forward, megatron, "trainer.ref", trainer, world)
+            known = replace(forward, vocabulary=self.vocabulary)
+            chunks, *_ = build(PolicyModel, source, known, megatron, "trainer.ref", trainer, world)
             for chunk in chunks:
                 chunk.requires_grad_(False)
             self._reference = chunks
@@ -234,22 +235,37 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
         self._reference_moved = False
 
     def logprobs(self, batches: MicroBatches, *, reference: bool = False) -> Iterator[torch.Tensor]:
-        if not reference:
-            return self._pipeline.first_output(batches)
-        if self._reference_is_base:
-            return self._by_adapters_of_reference(batches)
-        assert self._reference is not None, "this engine was made without a reference"
-        return self._reference_pipeline.first_output(batches)
+        return self._outputs(Pipeline.first_output, batches, reference=reference)
 
-    def _by_adapters_of_reference(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+    def top_logprobs(
+        self, batches: MicroBatches, *, reference: bool = False
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        for values_KP in self._outputs(Pipeline.top_outputs, batches, reference=reference):
+            ids_KP, top_KP = values_KP[1:].chunk(2)
+            yield values_KP[0], ids_KP.T.long(), top_KP.T
+
+    def _outputs(
+        self,
+        computed: Callable[[Pipeline, MicroBatches], Iterator[torch.Tensor]],
+        batches: MicroBatches,
+        *,
+        reference: bool,
+    ) -> Iterator[torch.Tensor]:
+        if not reference:
+            return computed(self._pipeline, batches)
+        if self._reference_is_base:
+            return self._by_adapters_of_reference(computed(self._pipeline, batches))
+        assert self._reference is not None, "this engine was made without a reference"
+        return computed(self._reference_pipeline, batches)
+
+    def _by_adapters_of_reference(self, found: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
         self._gather()
-        found = self._pipeline.first_output(batches)
         while True:
             with self._as_reference():  # not while others compute in between
-                logprobs_P = next(found, None)
-            if logprobs_P is None:
+                outputs = next(found, None)
+            if outputs is None:
                 return
-            yield logprobs_P
+            yield outputs
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
@@ -271,16 +287,17 @@ class MegatronPolicy(MegatronExported[PolicyModel]):
         assert self._reference is not None
         require_same_shape(nn.ModuleList(self._reference), nn.ModuleList(self._chunks))
 
-    def reset_reference(self, *, fresh_optimizer: bool) -> None:
+    def reset_reference(self, *, fresh_optimizer: bool, rate: float = 1.0) -> None:
         self._gather()
         if self._reference_is_base:
-            self._reference_values = self._copied()
+            for parameter, value in self._copied().items():
+                self._reference_values[parameter].lerp_(value, rate)
         else:
             assert self._reference is not None, "this engine was made without a reference"
             with torch.no_grad():
                 for reference, policy in zip(self._reference, self._chunks, strict=True):
                     for parameter, value in zip(reference.parameters(), policy.parameters(), strict=True):
-                        parameter.copy_(value)
+                        parameter.lerp_(value.to(parameter.dtype), rate)
         self._reference_moved = True
         if fresh_optimizer:
             for optimizer in self._optimizer.chained_optimizers:

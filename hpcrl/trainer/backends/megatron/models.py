@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class StageModel(GPTModel):
 
 
 class PolicyModel(StageModel):
-    """A causal language model: its outputs are log-probabilities of the labels and entropies."""
+    """A causal language model: its outputs are log-probabilities of the labels and entropies, or as `LogprobHead` has them."""
 
     def __init__(
         self, config: TransformerConfig, architecture: Architecture, forward: ForwardConfig, chunk: int | None
@@ -98,9 +99,7 @@ class PolicyModel(StageModel):
 
     def outputs(self, hidden: torch.Tensor, packing: Packing, labels_P: torch.Tensor) -> torch.Tensor:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return packing.whole(
-            self.output_layer(hidden, packing.share(labels_P), weight, packing.own_rows, packing.own_mask)
-        ).T
+        return packing.whole(self.output_layer(hidden, packing.share(labels_P), weight, packing)).T
 
 
 class LogprobHead(ColumnParallelLinear):
@@ -128,15 +127,17 @@ class LogprobHead(ColumnParallelLinear):
         hidden: torch.Tensor,
         labels: torch.Tensor,
         weight: torch.Tensor | None,
-        rows: torch.Tensor,
-        mask: torch.Tensor | None,
+        packing: Packing,
     ) -> torch.Tensor:
-        """Return log-probabilities and entropies [P_own, 2] of labels [P_own] for hidden states as `outputs` takes them.
+        """Return log-probabilities and entropies of labels [P_own] for hidden states as `outputs` takes them, [P_own, 2]; 0 but at `own_rows`.
 
-        Args:
-            rows, mask: a Packing's own_rows [R], of which alone anything is computed, and own_mask [R, K].
+        With gradients log-probabilities of `own_ids` too, [P_own, 2 + K]. Without them, where `top_k` asks, log-probabilities of the labels, and
+        ids and log-probabilities as of `top_rows`, [P_own, 1 + 2 K].
         """
-        forward, group = self.forward_config, self._share.group
+        forward, group, rows = self.forward_config, self._share.group, packing.own_rows
+        trained, vocabulary = torch.is_grad_enabled(), forward.vocabulary
+        told = packing.top_k > 0 and not trained
+        assert rows is not None
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, True, group).index_select(0, rows)
         else:
@@ -149,12 +150,16 @@ class LogprobHead(ColumnParallelLinear):
             labels.index_select(0, rows),
             forward.temperature,
             forward.chunk_rows,
-            self._share.rows,
+            partial(self._share.top_rows, packing.top_k, vocabulary) if told else self._share.rows,
             forward.dtype,
             forward.entropy,
-            mask,
+            packing.own_mask,
+            packing.own_ids if told or trained else None,
         )
-        return among_zeros(torch.stack(found, -1), rows, len(labels))
+        columns = [
+            column.float() if column.ndim > 1 else column[:, None] for column in found
+        ]  # of ids float32 has every number up to 2^24
+        return among_zeros(torch.cat(columns, -1), rows, len(labels))
 
 
 class CriticModel(StageModel):

@@ -29,6 +29,8 @@ class Packing(PackedSeqParams):
         sequences: the padded samples.
         own_rows: [R] int64, those of this rank's tokens that the head computes anything of, as of MicroBatch.
         own_mask: [R, K] int32, their sampling masks, as of MicroBatch; None without one.
+        own_ids: [R, K] int32, their teacher_ids, as of MicroBatch; None without these.
+        top_k: as of MicroBatch.
     """
 
     own: torch.Tensor | None = None
@@ -37,6 +39,8 @@ class Packing(PackedSeqParams):
     sequences: PackedSequences | None = None
     own_rows: torch.Tensor | None = None
     own_mask: torch.Tensor | None = None
+    own_ids: torch.Tensor | None = None
+    top_k: int = 0
 
     @classmethod
     def of(cls, batch: MicroBatch, device: torch.device, least: int = 0) -> Packing:
@@ -75,9 +79,14 @@ class Packing(PackedSeqParams):
             sequences=PackedSequences.of(lengths, bounds),
             own_rows=to_device(own_rows, device),
         )
-        if (mask_PK := batch.sampling_mask) is not None:
-            padded_PK = mask_PK.new_full((len(order), mask_PK.shape[1]), -1).index_copy_(0, kept, mask_PK)
-            packing.own_mask = to_device(padded_PK[shares[rank][own_rows]], device)
+
+        def own(ids_PK: torch.Tensor | None) -> torch.Tensor | None:
+            if ids_PK is None:
+                return None
+            padded_PK = ids_PK.new_full((len(order), ids_PK.shape[1]), -1).index_copy_(0, kept, ids_PK)
+            return to_device(padded_PK[shares[rank][own_rows]], device)
+
+        packing.own_mask, packing.own_ids, packing.top_k = own(batch.sampling_mask), own(batch.teacher_ids), batch.top_k
         return packing
 
     def share(self, values_P: torch.Tensor) -> torch.Tensor:

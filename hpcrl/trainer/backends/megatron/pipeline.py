@@ -46,7 +46,7 @@ class Pipeline:
         scale = self._count(len(batches)) * self._data.size
 
         def result(batch: MicroBatch, values_KP: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss, sums = objective(batch, *values_KP)
+            loss, sums = objective(batch, *values_KP[:2], *([values_KP[2:].T] if len(values_KP) > 2 else []))
             return loss * scale, sums
 
         totals: dict[str, torch.Tensor] = {}
@@ -65,8 +65,22 @@ class Pipeline:
             of: makes something else of it, of the same shape.
         """
 
+        return self._forward(batches, lambda batch, values_KP: of(batch, values_KP[0]), lambda _: ())
+
+    def top_outputs(self, batches: MicroBatches) -> Iterator[torch.Tensor]:
+        """Yield all outputs for each micro-batch that asks for `top_k`, [1 + 2 top_k, P] on every stage, without gradient."""
+        return self._forward(batches, lambda _, values_KP: values_KP, lambda batch: (1 + 2 * batch.top_k,))
+
+    def _forward(
+        self,
+        batches: MicroBatches,
+        of: Callable[[MicroBatch, torch.Tensor], torch.Tensor],
+        shape: Callable[[MicroBatch], tuple[int, ...]],
+    ) -> Iterator[torch.Tensor]:
+        """Yield what `of` makes of each micro-batch's outputs, [*shape, P] on every stage."""
+
         def result(batch: MicroBatch, values_KP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return values_KP.new_zeros(1), of(batch, values_KP[0]).contiguous()
+            return values_KP.new_zeros(1), of(batch, values_KP).contiguous()
 
         if self._stages == 1:
             for batch in batches:
@@ -75,7 +89,8 @@ class Pipeline:
         waiting = list(batches)
         found = self._run(waiting, result, backward=False)
         for number, batch in enumerate(waiting):
-            values_P = found[number] if self._last else torch.empty(len(batch.token_ids), device=self._data.device)
+            tokens, device = len(batch.token_ids), self._data.device
+            values_P = found[number] if self._last else torch.empty(*shape(batch), tokens, device=device)
             dist.broadcast(values_P, self._last_stage_rank, pipeline_group())
             yield values_P
 

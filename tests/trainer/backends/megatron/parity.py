@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,26 @@ class PolicyWay(Way):
                 place, scores = f"{row.ref.group}.{row.ref.index}", mini.samples.scores
                 self.of_samples[f"{step}.policy.{place}"] = row.of(scores.old_logprobs).clone()
                 self.of_samples[f"{step}.reference.{place}"] = row.of(scores.ref_logprobs).clone()
-        return [(mini, build_objective(ALGORITHM)) for mini in minis]
+        distillation = self.trainer.distillation
+        if distillation.enable:
+            for mini in minis:
+                self._taught(step, mini, distillation.top_k)
+        return [(mini, build_objective(ALGORITHM, distillation)) for mini in minis]
+
+    def _taught(self, step: int, mini: MiniBatch, top_k: int) -> None:
+        """Let the reference be the teacher, at the tokens that it finds most probable, and show what the policy says of these."""
+        scores, reference = mini.samples.scores, partial(self.engine.top_logprobs, reference=True)
+        logprobs_P, scores.teacher_ids, scores.teacher_top = mini.scored_top(reference, top_k)
+        _, ids_PK, policy_PK = mini.scored_top(self.engine.top_logprobs, top_k)
+        assert torch.equal(ids_PK, scores.teacher_ids), "those that are given"
+        assert scores.ref_logprobs is not None
+        torch.testing.assert_close(logprobs_P, scores.ref_logprobs)
+        trained_P = mini.samples.loss_mask > 0
+        for row in views([mini.samples]):
+            place, trained = f"{row.ref.group}.{row.ref.index}", row.of(trained_P)
+            self.of_samples[f"{step}.ids.{place}"] = row.of(scores.teacher_ids)[trained].float()
+            self.of_samples[f"{step}.top.{place}"] = row.of(scores.teacher_top)[trained].clone()
+            self.of_samples[f"{step}.policy_top.{place}"] = row.of(policy_PK)[trained].clone()
 
     def head_operations(self, step: int) -> None:
         """Tell what scoring all tokens takes more than scoring the trained ones, all ranks together, and the tokens that it is more."""
@@ -250,6 +270,10 @@ class PolicyWay(Way):
 
     def reset_reference(self, fresh: bool) -> None:
         self.engine.reset_reference(fresh_optimizer=fresh)
+
+    def average(self, rate: float) -> None:
+        self.engine.reset_reference(fresh_optimizer=False, rate=rate)
+        self.updates(2)
 
     def export(self, path: str) -> None:
         """Write the policy as a model of Hugging Face."""

@@ -44,6 +44,7 @@ def ddp(**options: Any) -> dict[str, Any]:
 OVERLAP = ddp(overlap_grad_reduce=True, overlap_param_gather=True)
 RECOMPUTED = {"gradient_checkpointing": True}
 SELECTIVE = {"transformer_config_kwargs": {"recompute_granularity": "selective"}}
+DISTILLED = {"enable": True, "model_path": "reference", "top_k": 3, "jsd_beta": 0.25, "loss_weight": 0.4}
 FIRST_STAGE = r"embed_tokens|layers\.[01]\."
 
 # what one rank of FSDP2 does: the section of the trainer, models
@@ -52,6 +53,7 @@ TRUTHS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "clipped": (optimizer(max_grad_norm=0.05), ["tied", "moe"]),
     "adam": (optimizer(name="Adam", weight_decay=0.5, adam_betas=[0.8, 0.99]), ["tied"]),
     "decay": (optimizer(weight_decay=5.0), ["untied", "moe"]),
+    "distilled": ({"distillation": DISTILLED}, ["untied"]),
     "frozen": (frozen(r"layernorm|layers\.2\.", "embed_tokens"), ["untied"]),
     "frozen-stage": (frozen(FIRST_STAGE), ["untied"]),
     "frozen-but-experts": (frozen(r"^(?!.*\.experts\.)"), ["moe"]),
@@ -92,6 +94,9 @@ OPTIONS: dict[int, list[Row]] = {
         ("tp2-adam", TP2, {}, "adam", ["tied"]),
         ("tp2-recomputed", TP2, RECOMPUTED, "plain", ["untied"]),
         ("tp2-frozen-recomputed", TP2, RECOMPUTED, "frozen", ["untied"]),
+        ("tp2-distilled", TP2, {}, "distilled", ["untied"]),
+        ("pp2-distilled", PP2, {}, "distilled", ["untied"]),
+        ("cp2-distilled", CP2, {}, "distilled", ["untied"]),
         ("pp2-clipped", PP2, {}, "clipped", ["tied", "moe"]),
         (
             "pp2-dynamic",
@@ -183,11 +188,10 @@ def test_options_train_alike(played: Played, size: int, name: str, like: str, mo
 
 
 def test_what_is_compared_does_something(played: Played):
-    plain, clipped = played.truth["plain", "tied"], played.truth["clipped", "tied"]
-    norms = [update["grad_norm"] for update in clipped.told["updates"]]
+    norms = [update["grad_norm"] for update in played.truth["clipped", "tied"].told["updates"]]
     assert min(norms) > 0.05
-    for name in ("clipped", "adam"):
-        moved = played.truth[name, "tied"].tensors
+    for name, model in (("clipped", "tied"), ("adam", "tied"), ("distilled", "untied")):
+        plain, moved = played.truth["plain", model], played.truth[name, model].tensors
         assert (
             max((moved[key] - plain.tensors[key]).abs().max().item() for key in moved if key.startswith("weights"))
             > 1e-3
@@ -305,7 +309,7 @@ def test_weights_alone_are_restored(seam: Seam):
 
 def test_the_policy_becomes_the_reference(seam: Seam):
     def moving(path: str) -> list[Any]:
-        return [("train", 1), ("reset_reference", True), ("save", path), ("train", 2)]
+        return [("train", 1), ("average", 0.25), ("reset_reference", True), ("save", path), ("train", 2)]
 
     truth = seam.way("moved-truth", "tied", {}, moving(str(seam.folder / "moved-fsdp")))
     seam.play(1, [truth])

@@ -31,6 +31,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.rollout.engines.base import Engine, Launched
 from hpcrl.rollout.engines.vllm.server import Server
 from hpcrl.rollout.generate import Group, GroupGenerator
+from hpcrl.rollout.lessons import Lessons
 from hpcrl.runtime.heartbeat import Heartbeat
 from hpcrl.runtime.signals import StopSignal
 from hpcrl.trainer.backends.fsdp.engine import FsdpPolicy
@@ -119,6 +120,31 @@ def test_a_mask_has_the_tokens_that_sampling_kept(with_each_engine: WithEngine[A
             assert set(kept.tolist()) == set(ordered.indices[:expected].tolist())
             sizes.add(expected)
     assert len(sizes) > 2
+
+
+@pytest.mark.parametrize("afterwards", [False, True])
+def test_the_policys_most_probable_tokens_are_told(
+    with_each_engine: WithEngine[Any], models: list[Path], tmp_path: Path, afterwards: bool
+) -> None:
+    """As each token is sampled, or in one more pass, where the prompt has them too; the sampled one is often not among them."""
+
+    async def play(engine: Engine) -> Group:
+        config = GeneratorConfig(sampling_params=SAMPLING)
+        generator = GroupGenerator(engine, TOKENIZER, config, EnvironmentConfig(), lessons=Lessons(3, afterwards))
+        return await generator.generate(replace(WORK, n_samples=8))
+
+    group = with_each_engine(play)
+    write_group(tmp_path / "group", group.samples, group.meta(0, "group"))
+    outside = 0
+    for sample in read_group(tmp_path / "group"):
+        ids = sample.token_ids.tolist()
+        start = 1 if afterwards else int(sample.loss_mask.argmax())
+        ordered = distribution(models[0], ids[:start], ids[start:]).topk(3).indices
+        assert sample.top_ids is not None
+        assert sample.top_ids[start:].tolist() == ordered.tolist()
+        assert (sample.top_ids[:start] == -1).all()
+        outside += sum(one not in best for one, best in zip(ids[start:], ordered.tolist(), strict=True))
+    assert outside > 5
 
 
 def test_tokens_that_share_the_last_place(

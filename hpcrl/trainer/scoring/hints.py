@@ -1,0 +1,138 @@
+"""What a policy that is shown hints says of its own samples: trainer ranks compute it in the scoring pass, with the policy or the reference.
+
+The answer's tokens are the sample's own; what stands before them is another prompt, so that they lie elsewhere, and batches are cut anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from hpcrl.config.derive import self_teacher
+from hpcrl.config.sections.trainer import TrainerConfig
+from hpcrl.trainer.backends.base import PolicyEngine
+from hpcrl.trainer.batching import Limits, SampleRef, longest_first, plan_mini_batch
+from hpcrl.trainer.distributed import World
+from hpcrl.trainer.packing import Before, MiniBatch, PackedSamples, pack
+from hpcrl.types import Hint, Sample, SamplingMask
+
+
+def score_by_hints(
+    minis: Sequence[MiniBatch], policy: PolicyEngine, trainer: TrainerConfig, limits: Limits, before: Before
+) -> dict[str, float]:
+    """Fill in what the policy says of its samples when it is shown hints, as of a teacher, and return distillation/hinted.
+
+    Every rank calls it, with samples that have old log-probabilities. A sample without a hint gets these, so that it does not diverge from its
+    teacher, and ids of -1.
+
+    Args:
+        limits: of micro-batches.
+        before: called before each forward pass.
+
+    Returns:
+        hinted: share of samples that have a hint.
+    """
+    reference = self_teacher(trainer) != "policy"
+    top_k = min(trainer.distillation.top_k, policy.vocabulary)
+    hinted = samples = 0
+    for mini in minis:
+        own, scores = mini.samples, mini.samples.scores
+        rollout = trainer.algorithm.use_rollout_logprobs_for_loss
+        old_P = own.rollout_logprobs if rollout else scores.old_logprobs
+        assert old_P is not None or not own.lengths
+        scores.teacher_logprobs = torch.zeros(0) if old_P is None else old_P.clone()
+        shown, targets = with_hints(mini, policy.data, limits), [scores.teacher_logprobs]
+        if top_k:
+            tokens, shown.samples.scores.teacher_ids = (
+                len(own.token_ids),
+                _moved(own, shown.samples, scores.teacher_ids),
+            )
+            columns = shown.scored_top(partial(policy.top_logprobs, reference=reference), top_k, before)
+            scores.teacher_ids = torch.full((tokens, top_k), -1, dtype=torch.int32)
+            scores.teacher_top = torch.zeros(tokens, top_k)
+            targets += [scores.teacher_ids, scores.teacher_top]
+        else:
+            columns = (shown.scored(partial(policy.logprobs, reference=reference), before),)
+        for here, there in _places(own, shown.samples):
+            for target, column in zip(targets, columns, strict=True):
+                target[here] = column[there]
+        hinted, samples = hinted + len(shown.samples.refs), samples + len(own.refs)
+    shares = policy.data.sum([float(hinted), float(samples)])
+    return {"distillation/hinted": shares[0] / max(shares[1], 1.0)}
+
+
+def with_hints(mini: MiniBatch, data: World, limits: Limits) -> MiniBatch:
+    """Return the samples that have a hint, with this in the place of their prompt, in micro-batches of their own; all ranks call it.
+
+    Args:
+        data: the ranks that samples were assigned to; samples stay where they are.
+    """
+    samples = mini.samples
+    hinted = {(ref.group, ref.index): at for at, ref in enumerate(samples.refs) if samples.hints[at] is not None}
+
+    def own() -> list[list[int]]:
+        lengths = {place: _length(samples.hints[at], samples.lengths[at]) for place, at in hinted.items()}
+        return [[*place, length] for place, length in lengths.items()]
+
+    shares = [sorted((SampleRef(*ref) for ref in share), key=longest_first) for share in data.all_gather(own)]
+    plan = plan_mini_batch(shares, *limits)
+    refs = plan.shares[data.rank]
+    found = [_hinted(samples, hinted[ref.group, ref.index]) for ref in refs]
+    packed = pack(found, refs)
+    return MiniBatch(plan, packed, data.rank)
+
+
+def _length(hint: Hint | None, length: int) -> int:
+    assert hint is not None
+    return len(hint.token_ids) - hint.replaces + length
+
+
+def _hinted(samples: PackedSamples, at: int) -> Sample:
+    """Return a packed sample as it is with its hint, laid out as a sample is: entry t speaks about token t."""
+    hint, tokens = samples.hints[at], samples.tokens_of(range(at, at + 1))
+    assert hint is not None
+    kept, size = slice(tokens.start + hint.replaces, tokens.stop), len(hint.token_ids)
+    about = slice(kept.start - 1, kept.stop - 1)  # of the kept tokens, shifted as packing shifts
+    token_ids = torch.cat([hint.token_ids, samples.token_ids[kept]])
+    zeros = torch.zeros(len(token_ids))
+    mask = samples.sampling_mask
+    if mask is not None:
+        first, count = int(mask.counts[: about.start].sum()), int(mask.counts[about].sum())
+        counts_T = torch.cat([mask.counts.new_zeros(size), mask.counts[about]])
+        mask = SamplingMask(mask.token_ids[first : first + count], counts_T)
+    return Sample(
+        token_ids=token_ids,
+        loss_mask=torch.cat([torch.zeros(size), samples.loss_mask[about]]),
+        rollout_logprobs=zeros,
+        versions=zeros.int(),
+        rewards=zeros,
+        stop_reason="stop",
+        sampling_mask=mask,
+    )
+
+
+def _places(own: PackedSamples, shown: PackedSamples) -> Iterator[tuple[slice, slice]]:
+    """Yield where the entries about each answer's tokens are, and where they are behind its hint."""
+    numbers = {(ref.group, ref.index): at for at, ref in enumerate(own.refs)}
+    for number, ref in enumerate(shown.refs):
+        at = numbers[ref.group, ref.index]
+        hint, here, there = (
+            own.hints[at],
+            own.tokens_of(range(at, at + 1)),
+            shown.tokens_of(range(number, number + 1)),
+        )
+        assert hint is not None
+        begin, end = here.start + hint.replaces - 1, there.start + len(hint.token_ids) - 1
+        yield slice(begin, here.stop), slice(end, there.stop)
+
+
+def _moved(own: PackedSamples, shown: PackedSamples, ids_PK: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the tokens that a teacher is to judge where they are behind hints."""
+    if ids_PK is None:
+        return None
+    found_PK = ids_PK.new_full((len(shown.token_ids), ids_PK.shape[1]), -1)
+    for here, there in _places(own, shown):
+        found_PK[there] = ids_PK[here]
+    return found_PK

@@ -1,0 +1,115 @@
+"""Hints: whose answer is shown to whom, and how the prompt then reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from hpcrl.config import TrainerConfig
+from hpcrl.config.sections.distillation import SelfTeacherConfig
+from hpcrl.config.validate import build
+from hpcrl.envs.base import Messages
+from hpcrl.errors import ConfigError, DataError
+from hpcrl.rollout.lessons import Lessons, Row, Told
+from hpcrl.rollout.transcript import Template
+from hpcrl.types import Sample
+from tests.rollout.material import QUICKSTART
+
+TEMPLATE = Template(AutoTokenizer.from_pretrained(QUICKSTART), {})
+HINTS = SelfTeacherConfig(model="policy", template="{prompt}{answer}{feedback}", success_reward=1.0)
+OPENING = [{"role": "system", "content": "ab"}, {"role": "user", "content": "sort: bca"}]
+
+
+def told(answer: str, *feedback: str) -> Told:
+    said = [{"role": "user", "content": text} for text in feedback]
+    return Told(OPENING, [*said, {"role": "assistant", "content": answer}], 9)
+
+
+def row(stop_reason: str = "stop") -> Row:
+    zeros = np.zeros(12, np.float32)
+    return Sample(np.zeros(12, np.int64), zeros, zeros, zeros.astype(np.int32), zeros, stop_reason)  # type: ignore[arg-type]
+
+
+def shown(rewards: Sequence[float], answers: Sequence[str], failed: int | None = None) -> list[str | None]:
+    """Return what each sample is shown of others, of those that it is shown something."""
+    rows = [[row("failed" if at == failed else "stop")] for at in range(len(rewards))]
+    found = Lessons(hints=HINTS).with_hints(rows, rewards, [told(answer) for answer in answers], TEMPLATE)
+    texts = [None if own[0].hint is None else TEMPLATE.decoded(own[0].hint.token_ids.tolist()) for own in found]
+    return [None if text is None else re.sub(r".*sort: bca", "", text) for text in texts]
+
+
+def test_each_is_shown_the_best_answer_of_another() -> None:
+    assert shown([0.0, 1.0, 2.0], ["a", "b", "c"]) == ["c", "c", "b"]
+    assert shown([1.0, 0.5, 1.0], ["a", "b", "c"]) == ["c", "a", "a"]
+
+
+def test_without_a_success_of_another_there_is_no_hint() -> None:
+    assert shown([0.9, 0.0], ["a", "b"]) == [None, None]
+    assert shown([0.0, 1.0], ["a", "b"]) == ["b", None]
+    assert shown([1.0, 0.0], ["", "b"]) == [None, None], "nothing was said"
+    assert shown([1.0, 0.0, 0.0], ["a", "b", "c"], failed=0) == [None, None, None]
+    assert shown([0.0, 1.0], ["a", "b"], failed=0) == [None, None], "it is not trained"
+
+
+def test_a_hint_takes_the_place_of_the_prompt() -> None:
+    rows = Lessons(hints=HINTS).with_hints(
+        [[row()], [row()]], [1.0, 0.0], [told("abc"), told("c", "aa", "bb")], TEMPLATE
+    )
+    assert rows[0][0].hint is None
+    hint = rows[1][0].hint
+    assert hint is not None
+    assert hint.replaces == 9
+    expected = [OPENING[0], {"role": "user", "content": "sort: bcaabcaa\n\nbb"}]
+    assert hint.token_ids.tolist() == TEMPLATE.opening(expected)
+
+
+def test_what_answers_look_like_templates_is_text() -> None:
+    """Each place of the template is filled once."""
+    lessons = Lessons(hints=replace(HINTS, template="{answer}{prompt}"))
+    others = [told("{prompt}{feedback}"), told("c", "aa")]
+    hint = lessons.with_hints([[row()], [row()]], [1.0, 0.0], others, TEMPLATE)[1][0].hint
+    assert hint is not None
+    expected = [OPENING[0], {"role": "user", "content": "{prompt}{feedback}sort: bca"}]
+    assert hint.token_ids.tolist() == TEMPLATE.opening(expected)
+
+
+def test_without_a_message_of_the_user_there_is_no_hint() -> None:
+    alone = replace(told("a"), opening=OPENING[:1])
+    rows = Lessons(hints=HINTS).with_hints([[row()], [row()]], [1.0, 0.0], [alone, alone], TEMPLATE)
+    assert [own[0].hint for own in rows] == [None, None]
+
+
+def test_what_cannot_be_given_as_text_is_not_shown() -> None:
+    class Refusing(Template):
+        def opening(self, messages: Messages) -> list[int]:
+            raise DataError(f"a special token in {messages}")
+
+    template = Refusing(AutoTokenizer.from_pretrained(QUICKSTART), {})
+    rows = Lessons(hints=HINTS).with_hints([[row()], [row()]], [1.0, 1.0], [told("a"), told("b")], template)
+    assert [own[0].hint for own in rows] == [None, None]
+
+
+def test_what_settings_want() -> None:
+    def wanted(**distillation: Any) -> Lessons:
+        policy = {"model": {"path": "m"}}
+        return Lessons.of(build(TrainerConfig, {"policy": policy, "distillation": {"enable": True, **distillation}}))
+
+    assert wanted(model_path="t", top_k=4) == Lessons()
+    assert wanted(model_path="t", top_k=4, top_k_from_teacher=False).generated == 4
+    again = wanted(model_path="t", top_k=4, top_k_from_teacher=False, rollout_top_k_recompute=True)
+    assert (again.top_ids, again.generated) == (4, 0)
+    assert wanted(self_teacher={"model": "ema"}).hints == SelfTeacherConfig(model="ema")
+    with pytest.raises(ConfigError, match=r"expected less than the policy's 4 tokens .*, found 4"):
+        again.check(4)
+    again.check(5)
+
+
+def test_where_nobody_wants_hints_rows_stay_as_they_are() -> None:
+    rows = [[row()], [row()]]
+    assert Lessons().with_hints(rows, [1.0, 1.0], [told("a"), told("b")], TEMPLATE) is rows
